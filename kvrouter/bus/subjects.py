@@ -1,0 +1,74 @@
+"""Every NATS subject, in one place (the table in design §5).
+
+    kvrouter.<ns>.hello                               joiner → all
+    kvrouter.<ns>.live.worker.<worker_id>             agent → all: heartbeat
+    kvrouter.<ns>.live.kv.<pool>.<worker_id>.<rank>   agent → all: KV frames
+    kvrouter.<ns>.live.router.<router_id>             replica → replicas: heartbeat
+    kvrouter.<ns>.live.sync.<pool>.<router_id>        replica → replicas: bookings
+    kvrouter.<ns>.kv-replay.<worker_id>               request: replay or snapshot
+    kvrouter.<ns>.sync-replay.<router_id>             request: replay or snapshot
+
+All live traffic shares one wildcard, because NATS keeps order only within one subscription.
+"""
+
+from __future__ import annotations
+
+from kvrouter.core.ids import PoolId, RouterId, WorkerId, is_identifier
+from kvrouter.core.sources import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource
+from kvrouter.errors import ConfigError
+
+
+class Subjects:
+    """The subjects of one namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        if not is_identifier(namespace):
+            raise ConfigError(f"namespace {namespace!r}: use 1 to 64 of A-Z a-z 0-9 _ -")
+        self._root = f"kvrouter.{namespace}"
+        self.hello = f"{self._root}.hello"
+        self.live = f"{self._root}.live.>"
+        self._live_parts = self.live.count(".")
+
+    def live_worker(self, worker_id: WorkerId) -> str:
+        """A worker's heartbeats."""
+        return f"{self._root}.live.worker.{worker_id}"
+
+    def live_kv(self, pool: PoolId, worker_id: WorkerId, rank: int) -> str:
+        """The KV feed of one rank."""
+        return f"{self._root}.live.kv.{pool}.{worker_id}.{rank}"
+
+    def live_router(self, router_id: RouterId) -> str:
+        """A replica's heartbeats."""
+        return f"{self._root}.live.router.{router_id}"
+
+    def live_sync(self, pool: PoolId, router_id: RouterId) -> str:
+        """A replica's sync feed for one pool."""
+        return f"{self._root}.live.sync.{pool}.{router_id}"
+
+    def kv_replay(self, worker_id: WorkerId) -> str:
+        """Where an agent answers for its KV feeds."""
+        return f"{self._root}.kv-replay.{worker_id}"
+
+    def sync_replay(self, router_id: RouterId) -> str:
+        """Where a replica answers for its sync feeds."""
+        return f"{self._root}.sync-replay.{router_id}"
+
+    def replay(self, feed: Feed) -> str:
+        """Where the owner of a feed answers."""
+        if isinstance(feed, KvSource):
+            return self.kv_replay(feed.worker_id)
+        return self.sync_replay(feed.router_id)
+
+    def parse_live(self, subject: str) -> Source | None:
+        """What a live subject is about; None if it is none of ours."""
+        match subject.split(".")[self._live_parts :]:
+            case ["worker", worker_id]:
+                return WorkerSource(WorkerId(worker_id))
+            case ["kv", pool, worker_id, rank] if rank.isdecimal():
+                return KvSource(PoolId(pool), WorkerId(worker_id), int(rank))
+            case ["router", router_id]:
+                return RouterSource(RouterId(router_id))
+            case ["sync", pool, router_id]:
+                return SyncSource(PoolId(pool), RouterId(router_id))
+            case _:
+                return None

@@ -1,0 +1,1 @@
+"""The core decides: pure functions and tables. Time, chance and settings come in as arguments."""

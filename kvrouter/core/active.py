@@ -1,0 +1,243 @@
+"""Requests in flight: which blocks they hold and what prefill is still charged, per target.
+
+    booking (router, number) ── target ── its sequence hashes, prefill tokens, output blocks
+                                   │
+    active blocks of a target = distinct hashes its bookings hold + blocks without a name
+
+A booking belongs to the replica that made it; here own bookings and copies of the peers' stand
+side by side. Bookings on targets unknown here are kept: only their owner ends them.
+
+Invariants: a hash's reference count on a target is the number of its bookings there that name it;
+charged tokens are the sum over bookings whose prefill is not completed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from kvrouter.core.ids import BookingKey, RouterId, Target
+from kvrouter.core.table import FlatTable, Slots, bits
+
+_MASK64 = (1 << 64) - 1
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(slots=True)
+class Booking:
+    """One request placed on one target by one replica.
+
+    `hashes` are distinct, parent first; `anonymous_blocks` are prompt blocks whose hashes are not
+    known; `output_blocks` are those the answer has filled.
+    """
+
+    key: BookingKey
+    request_id: str
+    target: Target
+    hashes: Sequence[int]
+    isl: int
+    overlap_blocks: int
+    prefill_tokens: int
+    anonymous_blocks: int = 0
+    output_blocks: int = 0
+    prefill_completed: bool = False
+
+    def digest(self) -> int:
+        """What a Check of the owner's feed adds up (design §5)."""
+        facts = (
+            self.key.number,
+            self.target.worker_id,
+            self.target.rank,
+            self.prefill_completed,
+            self.prefill_tokens,
+            len(self.hashes) + self.anonymous_blocks,
+            self.output_blocks,
+        )
+        return xxh3_64_intdigest(_encode(facts))
+
+
+@dataclass(slots=True)
+class _Load:
+    """What the bookings on one target add up to."""
+
+    slot: int
+    references: dict[int, int] = field(default_factory=dict)
+    nameless_blocks: int = 0
+    charged_tokens: int = 0
+    requests: int = 0
+
+
+@dataclass(slots=True)
+class _Owner:
+    """One replica's bookings, and the digest of them all."""
+
+    bookings: dict[int, Booking] = field(default_factory=dict)
+    digest: int = 0
+
+
+class ActiveTable:
+    """The bookings of every replica, and the load they add up to."""
+
+    def __init__(self) -> None:
+        self._table = FlatTable()
+        self._slots = Slots(self._table)
+        self._loads: dict[Target, _Load] = {}
+        self._targets: dict[int, Target] = {}
+        self._owners: dict[RouterId, _Owner] = {}
+
+    def book(self, booking: Booking) -> None:
+        """A request begins. One booked before under the same key is replaced."""
+        self.free(booking.key)
+        load = self._loads.get(booking.target) or self._begin(booking.target)
+        references = load.references
+        first = [hash_ for hash_ in booking.hashes if hash_ not in references]
+        for hash_ in booking.hashes:
+            references[hash_] = references.get(hash_, 0) + 1
+        self._table.add(load.slot, first)
+        load.nameless_blocks += booking.anonymous_blocks + booking.output_blocks
+        load.charged_tokens += 0 if booking.prefill_completed else booking.prefill_tokens
+        load.requests += 1
+        owner = self._owners.setdefault(booking.key.router_id, _Owner())
+        owner.bookings[booking.key.number] = booking
+        owner.digest = (owner.digest + booking.digest()) & _MASK64
+
+    def mark_prefill_completed(self, key: BookingKey) -> Booking | None:
+        """Its tokens are no longer charged. Returns the booking if this was news."""
+        booking = self.booking(key)
+        if booking is None or booking.prefill_completed:
+            return None
+        before = booking.digest()
+        booking.prefill_completed = True
+        self._loads[booking.target].charged_tokens -= booking.prefill_tokens
+        self._redigest(booking, before)
+        return booking
+
+    def progress(self, key: BookingKey, output_blocks: int) -> None:
+        """Its answer now fills `output_blocks` blocks; fewer than before is passed over."""
+        booking = self.booking(key)
+        if booking is None or output_blocks <= booking.output_blocks:
+            return
+        before = booking.digest()
+        self._loads[booking.target].nameless_blocks += output_blocks - booking.output_blocks
+        booking.output_blocks = output_blocks
+        self._redigest(booking, before)
+
+    def free(self, key: BookingKey) -> Booking | None:
+        """The request ends; a second time changes nothing. Returns the booking that ended."""
+        owner = self._owners.get(key.router_id)
+        booking = owner.bookings.pop(key.number, None) if owner else None
+        if owner is None or booking is None:
+            return None
+        owner.digest = (owner.digest - booking.digest()) & _MASK64
+        if not owner.bookings:
+            del self._owners[key.router_id]
+        self._release(booking)
+        return booking
+
+    def free_owner(self, router_id: RouterId) -> list[Booking]:
+        """All bookings of a replica end."""
+        owner = self._owners.get(router_id)
+        numbers = list(owner.bookings) if owner else []
+        freed = (self.free(BookingKey(router_id, number)) for number in numbers)
+        return [booking for booking in freed if booking is not None]
+
+    def booking(self, key: BookingKey) -> Booking | None:
+        """The booking under this key, if it is in flight."""
+        owner = self._owners.get(key.router_id)
+        return owner.bookings.get(key.number) if owner else None
+
+    def bookings(self, router_id: RouterId) -> list[Booking]:
+        """One replica's bookings, oldest first."""
+        owner = self._owners.get(router_id)
+        return list(owner.bookings.values()) if owner else []
+
+    def owners(self) -> dict[RouterId, int]:
+        """Bookings in flight by replica; replicas with none are absent."""
+        return {router_id: len(owner.bookings) for router_id, owner in self._owners.items()}
+
+    def digest(self, router_id: RouterId) -> tuple[int, int]:
+        """`(count, digest)` of one replica's bookings, as a Check carries them."""
+        owner = self._owners.get(router_id)
+        return (len(owner.bookings), owner.digest) if owner else (0, 0)
+
+    def charged_tokens(self, target: Target) -> int:
+        """Prefill tokens still charged on the target."""
+        load = self._loads.get(target)
+        return load.charged_tokens if load else 0
+
+    def blocks(self, target: Target) -> int:
+        """Active blocks of the target: distinct named ones, and those without a name."""
+        load = self._loads.get(target)
+        return len(load.references) + load.nameless_blocks if load else 0
+
+    def requests(self, target: Target) -> int:
+        """Requests in flight on the target, booked by any replica."""
+        load = self._loads.get(target)
+        return load.requests if load else 0
+
+    def depths(self, hashes: Sequence[int]) -> dict[Target, int]:
+        """Leading blocks of the chain that requests in flight hold, per target; 0 is left out."""
+        return {
+            self._targets[slot]: depth
+            for mask, depth in self._table.depths(hashes, self._slots.live)
+            for slot in bits(mask)
+        }
+
+    def check(self) -> None:
+        """Raise if an invariant is broken. Tests call this after every step."""
+        self._table.check()
+        everything = [booking for owner in self._owners.values() for booking in owner.bookings.values()]
+        if set(self._loads) != {booking.target for booking in everything}:
+            raise AssertionError(f"loads kept for targets without bookings: {set(self._loads)}")
+        for target in self._loads:
+            self._check_target(target, [booking for booking in everything if booking.target == target])
+        for router_id, owner in self._owners.items():
+            if owner.digest != sum(booking.digest() for booking in owner.bookings.values()) & _MASK64:
+                raise AssertionError(f"the digest of {router_id} is off")
+
+    def _check_target(self, target: Target, bookings: list[Booking]) -> None:
+        load = self._loads[target]
+        references = Counter(hash_ for booking in bookings for hash_ in booking.hashes)
+        charged = sum(booking.prefill_tokens for booking in bookings if not booking.prefill_completed)
+        nameless = sum(booking.anonymous_blocks + booking.output_blocks for booking in bookings)
+        expected = (dict(references), charged, nameless, len(bookings))
+        if expected != (load.references, load.charged_tokens, load.nameless_blocks, load.requests):
+            raise AssertionError(f"{target} does not add up: {expected} != {load}")
+        if any(not self._table.holds(load.slot, hash_) for hash_ in references):
+            raise AssertionError(f"{target}: a referenced hash is not in the table")
+
+    def _begin(self, target: Target) -> _Load:
+        load = self._loads[target] = _Load(self._slots.take())
+        self._targets[load.slot] = target
+        return load
+
+    def _release(self, booking: Booking) -> None:
+        load = self._loads[booking.target]
+        self._table.discard(load.slot, _dereference(load.references, booking.hashes))
+        load.nameless_blocks -= booking.anonymous_blocks + booking.output_blocks
+        load.charged_tokens -= 0 if booking.prefill_completed else booking.prefill_tokens
+        load.requests -= 1
+        if not load.requests:
+            del self._loads[booking.target], self._targets[load.slot]
+            self._slots.give_back(load.slot)
+
+    def _redigest(self, booking: Booking, before: int) -> None:
+        owner = self._owners[booking.key.router_id]
+        owner.digest = (owner.digest - before + booking.digest()) & _MASK64
+
+
+def _dereference(references: dict[int, int], hashes: Iterable[int]) -> list[int]:
+    """Take one reference off each hash; returns those that have none left."""
+    last = []
+    for hash_ in hashes:
+        count = references[hash_]
+        if count == 1:
+            del references[hash_]
+            last.append(hash_)
+        else:
+            references[hash_] = count - 1
+    return last

@@ -1,0 +1,86 @@
+"""The cost of a candidate: `overlap_weight * prefill_blocks + decode_blocks`, in blocks; lower is better.
+
+Source: NVIDIA Dynamo, "KV cache routing", Cost Calculation; the terms as in design §6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+HOST_CREDIT = 0.75
+DISK_CREDIT = 0.25
+"""What a block in host memory or on disk is worth against one on the device (Dynamo's defaults)."""
+
+EQUAL_WITHIN = 1e-9
+"""Costs this close, relative to the larger, count as equal."""
+
+
+class Prompt(Struct, frozen=True):
+    """One prompt: the sequence hashes of its full blocks, and its length in tokens."""
+
+    hashes: Sequence[int]
+    isl: int
+
+
+class Overlap(Struct, frozen=True, gc=False):
+    """What one prompt finds on one target.
+
+    `overlap_blocks` can be skipped by the engine; `credit_blocks` weighs in slower tiers;
+    `widest_blocks` is the depth over all tiers, what the engine's cached_tokens is compared with.
+    """
+
+    overlap_blocks: int
+    credit_blocks: float
+    widest_blocks: int
+
+
+def cost(overlap_weight: float, prefill_blocks: float, decode_blocks: float) -> float:
+    """The published formula. `cost(1, 8, 10) == 18`."""
+    return overlap_weight * prefill_blocks + decode_blocks
+
+
+def find_overlap(isl: int, block_size: int, tier_depths: Sequence[int], in_flight_depth: int) -> Overlap:
+    """Combine what the index knows (depth per tier set) with what requests in flight hold.
+
+    An engine always computes the last token, so overlap never reaches it.
+    """
+    most = max(0, isl - 1) // block_size
+    device = min(max(tier_depths[0] if tier_depths else 0, in_flight_depth), most)
+    if len(tier_depths) < 2:
+        return Overlap(device, device, device)
+    host = min(max(tier_depths[1], device), most)
+    disk = min(max(tier_depths[2], host), most) if len(tier_depths) > 2 else host
+    credit = device + HOST_CREDIT * (host - device) + DISK_CREDIT * (disk - host)
+    return Overlap(device, credit, disk)
+
+
+def uncached_tokens(isl: int, block_size: int, overlap: Overlap) -> int:
+    """Prompt tokens the target would still have to compute, rounded to whole tokens."""
+    return max(0, round(isl - overlap.credit_blocks * block_size))
+
+
+def lowest(costs: Sequence[float], chance: float) -> int:
+    """The index of the lowest cost; `chance` in [0, 1) decides among the equal."""
+    least = min(costs)
+    ties = [i for i, value in enumerate(costs) if value - least <= EQUAL_WITHIN * max(abs(value), abs(least))]
+    return ties[int(chance * len(ties))]
+
+
+def sample(costs: Sequence[float], temperature: float, chance: float) -> int:
+    """Softmax over the normalised costs: weight `exp(-(cost - min) / ((max - min) * temperature))`.
+
+    All equal means all equally likely. `chance` in [0, 1) is where in the distribution to draw.
+    """
+    least, most = min(costs), max(costs)
+    if most == least:
+        return int(chance * len(costs))
+    weights = [math.exp(-(value - least) / ((most - least) * temperature)) for value in costs]
+    left = chance * sum(weights)
+    for i, weight in enumerate(weights):
+        left -= weight
+        if left < 0:
+            return i
+    return len(costs) - 1

@@ -1,0 +1,199 @@
+"""The workers of one base model: their cards and state, one index, one active table.
+
+    heartbeats ──> workers ──> targets (what may be chosen)
+    KV feeds   ──> index   ─┐
+    bookings   ──> active  ─┴─> candidates
+
+Invariant: `targets` holds the ranks of exactly those workers that take requests, ordered by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvrouter.core.active import ActiveTable
+from kvrouter.core.approx import DEFAULT_TTL_S, ApproxIndex
+from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat
+from kvrouter.core.cost import find_overlap, uncached_tokens
+from kvrouter.core.events import TIERS
+from kvrouter.core.ids import PoolId, Target, WorkerId
+from kvrouter.core.index import BlockIndex
+from kvrouter.core.policy import Candidate, RouteRequest
+
+Found = tuple[dict[Target, list[int]], dict[Target, int]]
+"""What one prompt finds, per target: the index's depth per tier set, and the depth held in flight."""
+
+_NO_LOAD = RankBeat(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """What an operator sets about routing, the same for every pool."""
+
+    use_kv_events: bool = True
+    ttl_s: float = DEFAULT_TTL_S
+    inflight_overlap: bool = True
+    block_size: int | None = None
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker as its card and heartbeats describe it."""
+
+    card: Card
+    card_version: int
+    incarnation: int
+    state: State = "up"
+    ranks: dict[int, RankBeat] = field(default_factory=dict)
+    refused: str = ""
+    """Why it is no candidate although it is up; empty if it is one."""
+    silent: bool = False
+    """Its lease has ended, and it is kept because the pool has nobody else."""
+
+    def targets(self) -> list[Target]:
+        """Its ranks."""
+        return [Target(WorkerId(self.card.worker_id), rank) for rank in range(self.card.ranks)]
+
+    def tier_sets(self) -> int:
+        """How many nested tier sets it publishes."""
+        return 1 + max((TIERS.index(tier) for tier in self.card.tiers if tier in TIERS), default=0)
+
+    def capacity_blocks(self) -> int:
+        """Blocks one rank can hold over all tiers; 0 if a tier's capacity is unknown."""
+        capacities = self.card.tiers.values()
+        return sum(capacities) if all(capacities) else 0
+
+
+class Pool:
+    """The state of one pool, and the candidates it offers."""
+
+    def __init__(self, pool_id: PoolId, settings: PoolSettings) -> None:
+        self.id = pool_id
+        self.model = ""
+        """The base model's name; empty until a card has told it."""
+        self.settings = settings
+        self.block_size = settings.block_size or 0
+        self.workers: dict[WorkerId, Worker] = {}
+        self.targets: dict[Target, Worker] = {}
+        self.index = BlockIndex()
+        self.approx = ApproxIndex(self.index, settings.ttl_s)
+        self.active = ActiveTable()
+
+    # Workers
+
+    def update(self, worker_id: WorkerId, beat: WorkerBeat) -> bool:
+        """A heartbeat; returns whether the worker is known now (its card has been seen)."""
+        worker = self.workers.get(worker_id)
+        if beat.card is not None and (worker is None or worker.card_version != beat.card_version):
+            worker = self.workers[worker_id] = Worker(beat.card, beat.card_version, beat.incarnation)
+            self.model = beat.card.model
+        if worker is None:
+            return False
+        worker.incarnation, worker.state, worker.silent = beat.incarnation, beat.state, False
+        worker.ranks = {rank.rank: rank for rank in beat.ranks}
+        self._choose_targets()
+        return True
+
+    def remove(self, worker_id: WorkerId) -> list[Target]:
+        """The worker is gone, with all it held. Bookings stay: only their owner ends them."""
+        worker = self.workers.pop(worker_id, None)
+        if worker is None:
+            return []
+        self._forget_blocks(worker)
+        self._choose_targets()
+        return worker.targets()
+
+    def silence(self, worker_ids: set[WorkerId]) -> list[WorkerId]:
+        """Their leases ended: their blocks are forgotten, and they are removed; returns the removed.
+
+        Nobody is removed if that left the pool without a target: better a request that fails on a
+        silent worker than one refused for want of any.
+        """
+        for worker_id in worker_ids:
+            self._forget_blocks(self.workers[worker_id])
+            self.workers[worker_id].silent = True
+        if all(worker.silent for worker in self.targets.values()):
+            return []
+        for worker_id in worker_ids:
+            self.remove(worker_id)
+        return list(worker_ids)
+
+    def names(self) -> set[str]:
+        """Every model name a client may use in this pool."""
+        return {name for worker in self.workers.values() for name in worker.card.names()}
+
+    def _forget_blocks(self, worker: Worker) -> None:
+        for target in worker.targets():
+            self.approx.drop(target)
+
+    def _choose_targets(self) -> None:
+        live = [worker for worker in self.workers.values() if worker.state != "down"]
+        if self.settings.block_size is None and live:
+            eldest = min(live, key=lambda worker: (worker.card.started_at_us, worker.card.worker_id))
+            self.block_size = eldest.card.block_size
+        for worker in self.workers.values():
+            worker.refused = ""
+            if worker.card.block_size != self.block_size:
+                worker.refused = f"block size {worker.card.block_size}, pool has {self.block_size}"
+        eligible = [worker for worker in live if worker.state == "up" and not worker.refused]
+        pairs = [(target, worker) for worker in eligible for target in worker.targets()]
+        self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
+
+    # Candidates
+
+    def candidates(self, request: RouteRequest, exclude: frozenset[Target] = frozenset()) -> list[Candidate]:
+        """Every target that may serve the request, with what it would find and cost there."""
+        found = [self._look_up(prompt.hashes) for prompt in request.prompts]
+        return [
+            self._candidate(request, target, worker, found)
+            for target, worker in self.targets.items()
+            if target not in exclude and _serves(worker, request.lora_name)
+        ]
+
+    def _look_up(self, hashes: Sequence[int]) -> Found:
+        return self.index.overlap_by_tier(hashes), self.active.depths(hashes)
+
+    def _candidate(
+        self, request: RouteRequest, target: Target, worker: Worker, found: list[Found]
+    ) -> Candidate:
+        own_tokens = overlap_blocks = widest_blocks = new_blocks = 0
+        for prompt, (cached, in_flight) in zip(request.prompts, found, strict=True):
+            active_depth = in_flight.get(target, 0)
+            held_depth = active_depth if self.settings.inflight_overlap else 0
+            overlap = find_overlap(prompt.isl, self.block_size, cached.get(target, ()), held_depth)
+            own_tokens += uncached_tokens(prompt.isl, self.block_size, overlap)
+            overlap_blocks += overlap.overlap_blocks
+            widest_blocks += overlap.widest_blocks
+            new_blocks += prompt.isl // self.block_size - active_depth
+        if len(found) > 1:
+            new_blocks = _distinct_new_blocks(request, target, found)
+        prefill_tokens = self.active.charged_tokens(target) + own_tokens
+        beat = worker.ranks.get(target.rank, _NO_LOAD)
+        return Candidate(
+            target=target,
+            overlap_blocks=overlap_blocks,
+            widest_blocks=widest_blocks,
+            own_prefill_tokens=own_tokens,
+            prefill_tokens=prefill_tokens,
+            prefill_blocks=prefill_tokens / self.block_size,
+            decode_blocks=self.active.blocks(target) + new_blocks,
+            requests=self.active.requests(target),
+            running=beat.running,
+            waiting=beat.waiting,
+            kv_usage=beat.kv_usage,
+        )
+
+
+def _serves(worker: Worker, lora_name: str | None) -> bool:
+    return lora_name is None or lora_name in worker.card.lora_names
+
+
+def _distinct_new_blocks(request: RouteRequest, target: Target, found: list[Found]) -> int:
+    """Blocks of the union of the prompts that no request in flight on the target holds."""
+    blocks: set[int] = set()
+    held: set[int] = set()
+    for prompt, (_, in_flight) in zip(request.prompts, found, strict=True):
+        blocks.update(prompt.hashes)
+        held.update(prompt.hashes[: in_flight.get(target, 0)])
+    return len(blocks) - len(held)

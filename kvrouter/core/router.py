@@ -1,0 +1,241 @@
+"""The router of one pool: it chooses and books in one plain call, so nothing can come between.
+
+    route ──> booking + AddRequest        sent frames:  [AddRequest n …]
+    first data byte ──> MarkPrefillCompleted            [MarkPrefillCompleted n]
+    end, error, disconnect ──> Free                     [Free n]
+
+What happened to own bookings collects in an outbox; `frames` numbers it for the peers. Order in
+the outbox is order on the wire and order at the peer, so a Free can never overtake its AddRequest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvrouter.core.active import Booking
+from kvrouter.core.blocks import pack_hashes, unpack_hashes
+from kvrouter.core.events import (
+    MAX_BOOKING_HASHES,
+    ApproxEntry,
+    Check,
+    Free,
+    MarkPrefillCompleted,
+    Op,
+    Progress,
+)
+from kvrouter.core.feed_source import FeedSource
+from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
+from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.pool import Pool
+from kvrouter.core.rates import PrefillRates
+from kvrouter.core.sinks import SyncSink, booking_ops
+from kvrouter.errors import NoWorkersError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request goes, and what was known when that was decided."""
+
+    key: BookingKey
+    choice: Candidate
+    url: str
+    rank_header: str
+    candidates: list[Candidate]
+
+    @property
+    def target(self) -> Target:
+        """What the request is sent to."""
+        return self.choice.target
+
+
+@dataclass(slots=True)
+class _Own:
+    """What the owner of a booking remembers beside it."""
+
+    isl: int
+    charged_tokens: int
+    sent_at: float
+    streamed: bool
+
+
+class Router:
+    """Decisions and own bookings in one pool. `synced`: whether peers are told."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        policy: Policy,
+        state: PolicyState,
+        *,
+        router_id: RouterId,
+        incarnation: int,
+        synced: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.pool = pool
+        self.router_id = router_id
+        self.source = FeedSource(incarnation, lambda: self._state_ops(clock()))
+        self.rates = PrefillRates()
+        self._policy = policy
+        self._state = state
+        self._synced = synced
+        self._own: dict[int, _Own] = {}
+        self._predicted: list[tuple[float, int]] = []
+        self._last_number = 0
+        self._outbox: list[Op] = []
+        self._checked_seq = 0
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether prompts have to be tokenized for this policy."""
+        return self._policy.needs_tokens
+
+    def route(
+        self,
+        request: RouteRequest,
+        now: float,
+        *,
+        streamed: bool = True,
+        exclude: frozenset[Target] = frozenset(),
+    ) -> Placement:
+        """Pick and book in one step. Raises NoWorkersError if no target is left to choose from."""
+        candidates = self.pool.candidates(request, exclude)
+        if not candidates:
+            raise NoWorkersError(self._why_none(exclude))
+        choice = candidates[self._policy.pick(request, candidates, self._state)]
+        key = self._book(request, choice, now, streamed)
+        card = self.pool.targets[choice.target].card
+        return Placement(key, choice, card.url, card.rank_header, candidates)
+
+    def _why_none(self, exclude: frozenset[Target]) -> str:
+        if exclude:
+            return f"all workers of {self.pool.model!r} failed this request: {', '.join(map(str, exclude))}"
+        return (
+            f"no live worker for model {self.pool.model!r}; known: {', '.join(self.pool.workers) or 'none'}"
+        )
+
+    def _book(self, request: RouteRequest, choice: Candidate, now: float, streamed: bool) -> BookingKey:
+        self._last_number += 1
+        key = BookingKey(self.router_id, self._last_number)
+        hashes = _union(request)
+        named = hashes[:MAX_BOOKING_HASHES]
+        booking = Booking(
+            key=key,
+            request_id=request.request_id,
+            target=choice.target,
+            hashes=named,
+            isl=request.isl,
+            overlap_blocks=choice.overlap_blocks,
+            prefill_tokens=choice.own_prefill_tokens,
+            anonymous_blocks=len(hashes) - len(named),
+        )
+        self.pool.active.book(booking)
+        self._tell(*booking_ops(booking, pack_hashes(named)))
+        self._own[key.number] = _Own(request.isl, choice.prefill_tokens, now, streamed)
+        if not streamed:
+            self._predict(key.number, choice, now)
+        return key
+
+    def _predict(self, number: int, choice: Candidate, now: float) -> None:
+        seconds = self.rates.seconds(choice.target, choice.prefill_tokens)
+        if seconds is not None:
+            heapq.heappush(self._predicted, (now + seconds, number))
+
+    def due(self, now: float) -> list[BookingKey]:
+        """Own bookings, not streamed, whose predicted prefill time has passed."""
+        over = []
+        while self._predicted and self._predicted[0][0] <= now:
+            number = heapq.heappop(self._predicted)[1]
+            if number in self._own:
+                over.append(BookingKey(self.router_id, number))
+        return over
+
+    def first_byte(self, key: BookingKey, now: float) -> None:
+        """The first data byte of a streamed answer: prefill is done, and its speed is known."""
+        own = self._own.get(key.number)
+        booking = self.pool.active.booking(key)
+        if own is None or booking is None or booking.prefill_completed:
+            return
+        if own.streamed:
+            self.rates.observe(booking.target, own.charged_tokens, now - own.sent_at)
+        self.mark_prefill_completed(key, now)
+
+    def mark_prefill_completed(self, key: BookingKey, now: float) -> None:
+        """The booking's prefill tokens are no longer charged; a second time changes nothing."""
+        booking = self.pool.active.mark_prefill_completed(key)
+        if booking is not None:
+            self._tell(MarkPrefillCompleted(key.number))
+            self.assume(booking, now, own=True)
+
+    def progress(self, key: BookingKey, output_tokens: int) -> None:
+        """The answer has this many tokens so far (an estimate); blocks are booked as they fill."""
+        own, size = self._own.get(key.number), self.pool.block_size
+        if own is None or not own.isl or not size:
+            return
+        output_blocks = (own.isl + output_tokens) // size - own.isl // size
+        booking = self.pool.active.booking(key)
+        if booking is not None and output_blocks > booking.output_blocks:
+            self.pool.active.progress(key, output_blocks)
+            self._tell(Progress(key.number, output_blocks))
+
+    def free(self, key: BookingKey) -> None:
+        """The request ended; a second time changes nothing."""
+        self._own.pop(key.number, None)
+        if self.pool.active.free(key) is not None:
+            self._tell(Free(key.number))
+
+    def assume(self, booking: Booking, now: float, *, own: bool) -> None:
+        """Without KV events: the target is taken to hold what was prefilled there."""
+        if not self.pool.settings.use_kv_events:
+            self.pool.approx.insert(booking.target, booking.hashes, now, own=own)
+
+    # The sync feed
+
+    def frames(self) -> list[bytes]:
+        """What the peers have to be told, as frames of the feed, in order."""
+        ops, self._outbox = self._outbox, []
+        return self.source.append(ops)
+
+    def check_frames(self) -> list[bytes]:
+        """Once a second: a Check if anything was sent since the last one."""
+        if self.source.seq == self._checked_seq and not self._outbox:
+            return []
+        if self._synced:
+            self._outbox.append(Check(*self.pool.active.digest(self.router_id)))
+        frames = self.frames()
+        self._checked_seq = self.source.seq
+        return frames
+
+    def copy_sink(self, router_id: RouterId) -> SyncSink:
+        """Where a peer's feed writes its copies."""
+        return SyncSink(
+            self.pool.active,
+            router_id,
+            lambda booking, now: self.assume(booking, now, own=False),
+            self._take_assumption,
+        )
+
+    def _take_assumption(self, entry: ApproxEntry, now: float) -> None:
+        if not self.pool.settings.use_kv_events:
+            target = Target(WorkerId(entry.worker_id), entry.rank)
+            self.pool.approx.insert(target, unpack_hashes(entry.hashes), now, ttl_s=entry.ttl_ms / 1000)
+
+    def _tell(self, *ops: Op) -> None:
+        if self._synced:
+            self._outbox.extend(ops)
+
+    def _state_ops(self, now: float) -> Iterator[Op]:
+        """Own bookings, then own assumptions. What is in the outbox comes after, and repeats nothing."""
+        for booking in self.pool.active.bookings(self.router_id):
+            yield from booking_ops(booking, pack_hashes(booking.hashes))
+        for target, hashes, seconds in self.pool.approx.own_entries(now):
+            yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), int(seconds * 1000))
+
+
+def _union(request: RouteRequest) -> list[int]:
+    """The blocks of all prompts, each once, parents before children."""
+    if len(request.prompts) == 1:
+        return list(request.prompts[0].hashes)
+    return list(dict.fromkeys(hash_ for prompt in request.prompts for hash_ in prompt.hashes))

@@ -1,0 +1,228 @@
+"""Where feeds end: ops become changes of the index and of the active table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvrouter.core.active import ActiveTable, Booking
+from kvrouter.core.blocks import unpack_hashes
+from kvrouter.core.events import (
+    TIERS,
+    AddRequest,
+    ApproxEntry,
+    Check,
+    Cleared,
+    Free,
+    MarkPrefillCompleted,
+    Op,
+    Progress,
+    Removed,
+    Stored,
+)
+from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
+from kvrouter.core.index import BlockIndex, Holding
+
+CAPACITY_SLACK = 1.1
+"""A target may announce this much more than its card says before it is disbelieved (design §5)."""
+
+
+class FeedSink(Protocol):
+    """The table a feed writes to. `False` means: this contradicts what is held here."""
+
+    def apply(self, op: Op, now: float) -> bool:
+        """Apply a live op."""
+        ...
+
+    def agrees(self, check: Check) -> bool:
+        """Whether the source's count and digest are the table's own."""
+        ...
+
+    def reset(self) -> None:
+        """The source begins anew with nothing."""
+        ...
+
+    def begin_load(self) -> None:
+        """A snapshot comes; an unfinished one is given up."""
+        ...
+
+    def load(self, op: Op, now: float) -> bool:
+        """Take one op of the snapshot."""
+        ...
+
+    def finish_load(self) -> None:
+        """The snapshot is complete and counts from now on."""
+        ...
+
+
+class KvSink:
+    """One rank's KV feed writes to the pool's index.
+
+    `capacity` returns how many blocks the target can hold over all its tiers; 0 means unknown.
+    """
+
+    def __init__(
+        self, index: BlockIndex, target: Target, tier_sets: int, capacity: Callable[[], int]
+    ) -> None:
+        self._index = index
+        self._target = target
+        self._tier_sets = tier_sets
+        self._capacity = capacity
+        self._fresh: Holding | None = None
+
+    def apply(self, op: Op, now: float) -> bool:
+        """Apply a live op; False if its parent is missing here or the target would hold too much."""
+        match op:
+            case Stored():
+                return self._store(op)
+            case Removed():
+                self._index.remove(self._target, op.hashes, TIERS[op.tier])
+            case Cleared():
+                self._index.clear(self._target)
+        return True
+
+    def _store(self, op: Stored) -> bool:
+        tier = TIERS[op.tier]
+        if op.parent is not None and not self._index.holds(self._target, op.parent, tier):
+            return False
+        self._index.store(self._target, op.hashes, tier)
+        return self._has_room(self._index.blocks(self._target))
+
+    def agrees(self, check: Check) -> bool:
+        """Compare one tier set."""
+        return (check.count, check.digest) == self._index.digest(self._target, TIERS[check.tier])
+
+    def reset(self) -> None:
+        """The rank holds nothing; it is known from now on."""
+        self._index.finish_load(self._target, self._index.begin_load(self._tier_sets))
+
+    def begin_load(self) -> None:
+        """Load into fresh slots."""
+        if self._fresh is not None:
+            self._index.abandon_load(self._fresh)
+        self._fresh = self._index.begin_load(self._tier_sets)
+
+    def load(self, op: Op, now: float) -> bool:
+        """Take one Stored of the snapshot; False if it hangs in the air."""
+        if not isinstance(op, Stored) or self._fresh is None:
+            return True
+        tier = TIERS[op.tier]
+        if op.parent is not None and not self._index.loaded_holds(self._fresh, op.parent, tier):
+            return False
+        if op.tier < len(self._fresh.sets):
+            self._index.load(self._fresh, op.hashes, tier)
+        return self._has_room(self._fresh.sets[-1].count)
+
+    def finish_load(self) -> None:
+        """The fresh slots are the target's from now on."""
+        if self._fresh is not None:
+            self._index.finish_load(self._target, self._fresh)
+            self._fresh = None
+
+    def _has_room(self, blocks: int) -> bool:
+        capacity = self._capacity()
+        return not capacity or blocks <= capacity * CAPACITY_SLACK
+
+
+class SyncSink:
+    """A peer's sync feed writes copies of its bookings to the pool's active table.
+
+    A snapshot is loaded booking by booking: each stands for itself, so what is the same stays, and
+    what the snapshot did not name is freed at its end.
+    """
+
+    def __init__(
+        self,
+        active: ActiveTable,
+        router_id: RouterId,
+        prefill_completed: Callable[[Booking, float], None],
+        assume: Callable[[ApproxEntry, float], None],
+    ) -> None:
+        self._active = active
+        self._router_id = router_id
+        self._prefill_completed = prefill_completed
+        self._assume = assume
+        self._named: set[int] = set()
+
+    def apply(self, op: Op, now: float) -> bool:
+        """Apply one of the three moments of a booking, or its progress."""
+        match op:
+            case AddRequest():
+                self._active.book(_booking(self._router_id, op))
+            case MarkPrefillCompleted():
+                booking = self._active.mark_prefill_completed(BookingKey(self._router_id, op.number))
+                if booking is not None:
+                    self._prefill_completed(booking, now)
+            case Progress():
+                self._active.progress(BookingKey(self._router_id, op.number), op.output_blocks)
+            case Free():
+                self._active.free(BookingKey(self._router_id, op.number))
+        return True
+
+    def agrees(self, check: Check) -> bool:
+        """Compare the copies of all its bookings."""
+        return (check.count, check.digest) == self._active.digest(self._router_id)
+
+    def reset(self) -> None:
+        """The replica has no bookings."""
+        self._active.free_owner(self._router_id)
+
+    def begin_load(self) -> None:
+        """Nothing is named yet."""
+        self._named = set()
+
+    def load(self, op: Op, now: float) -> bool:
+        """Take one op of the snapshot; bookings come as AddRequest with their later moments behind."""
+        match op:
+            case AddRequest():
+                self._named.add(op.number)
+                self._active.book(_booking(self._router_id, op))
+            case MarkPrefillCompleted():
+                self._active.mark_prefill_completed(BookingKey(self._router_id, op.number))
+            case ApproxEntry():
+                self._assume(op, now)
+            case _:
+                return self.apply(op, now)
+        return True
+
+    def finish_load(self) -> None:
+        """Free what the owner did not name."""
+        for booking in self._active.bookings(self._router_id):
+            if booking.key.number not in self._named:
+                self._active.free(booking.key)
+
+
+def booking_ops(booking: Booking, hashes: bytes) -> list[Op]:
+    """The ops that make a copy of this booking at a peer; `hashes` are the packed ones."""
+    number = booking.key.number
+    ops: list[Op] = [
+        AddRequest(
+            number,
+            booking.request_id,
+            booking.target.worker_id,
+            booking.target.rank,
+            hashes,
+            booking.isl,
+            booking.overlap_blocks,
+            booking.prefill_tokens,
+            booking.anonymous_blocks,
+        )
+    ]
+    if booking.prefill_completed:
+        ops.append(MarkPrefillCompleted(number))
+    if booking.output_blocks:
+        ops.append(Progress(number, booking.output_blocks))
+    return ops
+
+
+def _booking(router_id: RouterId, op: AddRequest) -> Booking:
+    return Booking(
+        BookingKey(router_id, op.number),
+        op.request_id,
+        Target(WorkerId(op.worker_id), op.rank),
+        unpack_hashes(op.hashes),
+        op.isl,
+        op.overlap_blocks,
+        op.prefill_tokens,
+        op.anonymous_blocks,
+    )

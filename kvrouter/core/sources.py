@@ -1,0 +1,43 @@
+"""Who speaks on the bus. Feeds and heartbeats are told apart by these, subjects are made from them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId
+
+
+class WorkerSource(NamedTuple):
+    """A worker's heartbeat."""
+
+    worker_id: WorkerId
+
+
+class RouterSource(NamedTuple):
+    """A replica's heartbeat."""
+
+    router_id: RouterId
+
+
+class KvSource(NamedTuple):
+    """The KV feed of one rank."""
+
+    pool: PoolId
+    worker_id: WorkerId
+    rank: int
+
+    @property
+    def target(self) -> Target:
+        """The target whose blocks the feed tells of."""
+        return Target(self.worker_id, self.rank)
+
+
+class SyncSource(NamedTuple):
+    """A replica's bookings in one pool."""
+
+    pool: PoolId
+    router_id: RouterId
+
+
+Feed: TypeAlias = KvSource | SyncSource
+Source: TypeAlias = WorkerSource | RouterSource | KvSource | SyncSource

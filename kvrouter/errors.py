@@ -1,0 +1,49 @@
+"""One error tree. Each error names a situation and carries the HTTP status a client sees."""
+
+from __future__ import annotations
+
+
+class KvRouterError(Exception):
+    """Anything kvrouter reports to a person: the message gives the value and the way out."""
+
+    status = 500
+    type = "InternalServerError"
+
+
+class ConfigError(KvRouterError):
+    """A flag, a file or an environment variable is wrong; the process does not start."""
+
+
+class BadRequestError(KvRouterError):
+    """The client's request cannot be served as it is."""
+
+    status = 400
+    type = "BadRequestError"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class RequestTooLargeError(BadRequestError):
+    """The body is above the limit."""
+
+    status = 413
+
+
+class UnknownModelError(BadRequestError):
+    """No worker has announced the model."""
+
+    status = 404
+    type = "NotFoundError"
+
+
+class NoWorkersError(KvRouterError):
+    """No live worker serves the model now; the client may try again."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+
+class MalformedFrameError(KvRouterError):
+    """Bytes from the bus or an engine that do not decode as what they claim to be."""

@@ -1,0 +1,1 @@
+"""One replica: the OpenAI-compatible HTTP frontend with the router inside."""

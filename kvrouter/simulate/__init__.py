@@ -1,0 +1,1 @@
+"""Traces and, later, the same core in virtual time."""

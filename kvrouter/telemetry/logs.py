@@ -1,0 +1,31 @@
+"""Logs: structlog to stderr, one event name per fact (`worker.lost`), values beside it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal
+
+import structlog
+
+
+def set_up_logs(level: str = "info", form: Literal["console", "json"] = "console") -> None:
+    """Send this process's logs to stderr. `form` json: one object a line."""
+    renderer: structlog.types.Processor = (
+        structlog.processors.JSONRenderer()
+        if form == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(name)s: %(message)s")
+    logging.getLogger("nats").setLevel(logging.CRITICAL)  # our bus says the same, once and shorter

@@ -1,0 +1,1 @@
+"""Prompts as the engine sees them: chat template, tokenizer, prefix-token cache."""

@@ -1,0 +1,1 @@
+"""The agent beside an engine: announces it, bridges its KV events, reports its load."""
