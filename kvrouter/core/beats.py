@@ -29,7 +29,7 @@ class Card(Struct, frozen=True, kw_only=True):
     block_size: int
     ranks: int = 1
     rank_header: str = ""
-    tiers: dict[str, int] = {"device": 0}
+    tiers: dict[str, int] = msgspec.field(default_factory=lambda: {"device": 0})
     max_model_len: int = 0
     max_batched_tokens: int = 0
     max_sequences: int = 0

@@ -42,8 +42,7 @@ class Worker:
     """One worker as its card and heartbeats describe it."""
 
     card: Card
-    card_version: int
-    incarnation: int
+    incarnation: int = 0
     state: State = "up"
     ranks: dict[int, RankBeat] = field(default_factory=dict)
     refused: str = ""
@@ -76,6 +75,10 @@ class Pool:
         self.block_size = settings.block_size or 0
         self.workers: dict[WorkerId, Worker] = {}
         self.targets: dict[Target, Worker] = {}
+        self.names: frozenset[str] = frozenset()
+        """Every model name a client may use here; kept while all workers are away."""
+        self.lora_names: frozenset[str] = frozenset()
+        """Those of them that are LoRA adapters."""
         self.index = BlockIndex()
         self.approx = ApproxIndex(self.index, settings.ttl_s)
         self.active = ActiveTable()
@@ -85,14 +88,18 @@ class Pool:
     def update(self, worker_id: WorkerId, beat: WorkerBeat) -> bool:
         """A heartbeat; returns whether the worker is known now (its card has been seen)."""
         worker = self.workers.get(worker_id)
-        if beat.card is not None and (worker is None or worker.card_version != beat.card_version):
-            worker = self.workers[worker_id] = Worker(beat.card, beat.card_version, beat.incarnation)
+        changed = False
+        if beat.card is not None and (worker is None or worker.card != beat.card):
+            worker = self.workers[worker_id] = Worker(beat.card)
             self.model = beat.card.model
+            changed = True
         if worker is None:
             return False
+        changed = changed or worker.state != beat.state or worker.silent
         worker.incarnation, worker.state, worker.silent = beat.incarnation, beat.state, False
         worker.ranks = {rank.rank: rank for rank in beat.ranks}
-        self._choose_targets()
+        if changed:  # not at every heartbeat: this walks all workers
+            self._choose_targets()
         return True
 
     def remove(self, worker_id: WorkerId) -> list[Target]:
@@ -119,9 +126,11 @@ class Pool:
             self.remove(worker_id)
         return list(worker_ids)
 
-    def names(self) -> set[str]:
-        """Every model name a client may use in this pool."""
-        return {name for worker in self.workers.values() for name in worker.card.names()}
+    def unreachable(self, worker_id: WorkerId) -> None:
+        """Its HTTP port refuses: one that was kept although silent goes."""
+        worker = self.workers.get(worker_id)
+        if worker is not None and worker.silent:
+            self.remove(worker_id)
 
     def _forget_blocks(self, worker: Worker) -> None:
         for target in worker.targets():
@@ -139,6 +148,10 @@ class Pool:
         eligible = [worker for worker in live if worker.state == "up" and not worker.refused]
         pairs = [(target, worker) for worker in eligible for target in worker.targets()]
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
+        if self.workers:
+            cards = [worker.card for worker in self.workers.values()]
+            self.names = frozenset(name for card in cards for name in card.names())
+            self.lora_names = frozenset(name for card in cards for name in card.lora_names)
 
     # Candidates
 

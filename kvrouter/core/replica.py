@@ -24,7 +24,7 @@ from kvrouter.core.pool import Pool, PoolSettings, Worker
 from kvrouter.core.router import Router
 from kvrouter.core.sinks import KvSink
 from kvrouter.core.sources import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource
-from kvrouter.errors import MalformedFrameError, UnknownModelError
+from kvrouter.errors import MalformedFrameError, NoWorkersError, UnknownModelError
 
 HELLO_S = 0.2
 """Everyone answers a hello within 50 ms; after this long, who has not spoken is not there."""
@@ -173,11 +173,14 @@ class Replica:
                 return True
         return any(router.pool.index.sweep() for router in self.routers.values())
 
-    def heartbeat(self, now: float, state: State, address: str) -> RouterBeat:
-        """The next heartbeat to publish; also takes back assumptions that are over."""
+    def next_round(self, now: float) -> None:
+        """Once per heartbeat interval: a new round of the leases; what was assumed for too long goes."""
         self._round += 1
         for router in self.routers.values():
             router.pool.approx.expire(now)
+
+    def heartbeat(self, state: State, address: str) -> RouterBeat:
+        """What this replica says of itself, each round and to every hello."""
         feeds = {str(pool_id): router.source.seq for pool_id, router in self.routers.items()}
         return RouterBeat(VERSION, self.incarnation, state, address, feeds, self._round)
 
@@ -205,15 +208,20 @@ class Replica:
         return router
 
     def router_for(self, model: str | None) -> Router:
-        """The router of the pool that serves a model or LoRA name. None: the only pool there is."""
-        known = {name: router for router in self.routers.values() for name in router.pool.names()}
-        if model is None and len({id(router) for router in known.values()}) == 1:
-            return next(iter(known.values()))
-        router = known.get(model or "")
-        if router is None:
-            served = ", ".join(sorted(known)) or "none yet"
-            raise UnknownModelError(f"The model `{model}` does not exist; served: {served}", param="model")
-        return router
+        """The router of the pool that serves a model or LoRA name. None: the only pool there is.
+
+        Raises UnknownModelError, or NoWorkersError while no worker has been seen at all.
+        """
+        serving = [router for router in self.routers.values() if router.pool.names]
+        if not serving:
+            raise NoWorkersError("no worker has been seen yet")
+        if model is None and len(serving) == 1:
+            return serving[0]
+        for router in serving:
+            if model in router.pool.names:
+                return router
+        served = ", ".join(sorted(name for router in serving for name in router.pool.names))
+        raise UnknownModelError(f"The model `{model}` does not exist; served: {served}", param="model")
 
     def not_ready(self, now: float) -> list[str]:
         """Why this replica should not get traffic yet; empty once it was ready, and for ever after."""

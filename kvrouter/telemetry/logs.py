@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Literal
 
 import structlog
 
 
-def set_up_logs(level: str = "info", form: Literal["console", "json"] = "console") -> None:
+def set_up_logs(level: str = "info", form: str = "console") -> None:
     """Send this process's logs to stderr. `form` json: one object a line."""
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer()

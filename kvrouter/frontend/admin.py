@@ -1,0 +1,247 @@
+"""What operators and load balancers ask: /live, /ready, /health, /metrics, /workers, /v1/models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from kvrouter.bus import Bus
+from kvrouter.core.feed import FeedReader
+from kvrouter.core.ids import Target
+from kvrouter.core.pool import Pool, Worker
+from kvrouter.core.replica import Replica, name
+from kvrouter.core.sources import Feed, KvSource, SyncSource
+from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.openai import ModelEntry, models_body
+from kvrouter.telemetry.metrics import Sample, StateCollector
+from kvrouter.version import __version__
+
+
+class Admin:
+    """Read-only views of one replica."""
+
+    def __init__(
+        self, replica: Replica, feeds: Feeds, bus: Bus, registry: CollectorRegistry, *, ready_timeout_s: float
+    ) -> None:
+        self.is_draining = False
+        self._replica = replica
+        self._feeds = feeds
+        self._bus = bus
+        self._registry = registry
+        self._ready_timeout_s = ready_timeout_s
+        self._started_at = asyncio.get_running_loop().time()
+        registry.register(StateCollector(lambda: samples(replica, feeds, bus)))
+
+    async def live(self, _request: web.Request) -> web.Response:
+        """200 while the loop turns."""
+        return web.Response(text="ok\n")
+
+    async def ready(self, _request: web.Request) -> web.Response:
+        """503 until the first recovery is complete, and while draining; else 200, degraded or not."""
+        now = asyncio.get_running_loop().time()
+        missing = self._replica.not_ready(now)
+        timed_out = bool(missing) and now - self._started_at > self._ready_timeout_s
+        if timed_out:
+            self._replica.give_up_waiting()
+        if self.is_draining:
+            return _json({"status": "draining"}, status=503)
+        if missing and not timed_out:
+            return _json({"status": "starting", "reasons": missing}, status=503)
+        reasons = self._degraded()
+        if timed_out:
+            reasons.insert(
+                0, f"ready although not complete: --ready-timeout {self._ready_timeout_s:g} s passed"
+            )
+        return _json({"status": "degraded" if reasons else "ready", "reasons": reasons})
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """200 with details."""
+        return _json(
+            {
+                "status": "degraded" if self._degraded() else "ok",
+                "reasons": self._degraded(),
+                "version": __version__,
+                "router_id": self._replica.router_id,
+                "nats_connected": self._bus.connected,
+                "peers": sorted(self._replica.peers),
+                "workers": sum(len(router.pool.workers) for router in self._replica.routers.values()),
+            }
+        )
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        """Prometheus."""
+        headers = {"content-type": CONTENT_TYPE_LATEST}
+        return web.Response(body=generate_latest(self._registry), headers=headers)
+
+    async def workers(self, _request: web.Request) -> web.Response:
+        """Every target, and every feed this replica follows."""
+        return _json(
+            {
+                "router_id": self._replica.router_id,
+                "namespace_peers": sorted(self._replica.peers),
+                "pools": [_pool(router.pool) for router in self._replica.routers.values()],
+                "targets": [
+                    row
+                    for router in self._replica.routers.values()
+                    for worker in router.pool.workers.values()
+                    for row in self._targets(router.pool, worker)
+                ],
+                "feeds": [_feed(source, reader) for source, reader in self._replica.readers.items()],
+                "bookings": [
+                    _bookings(pool_id, router.pool) for pool_id, router in self._replica.routers.items()
+                ],
+            }
+        )
+
+    async def models(self, _request: web.Request) -> web.Response:
+        """/v1/models, merged over the fleet."""
+        entries: dict[str, ModelEntry] = {}
+        for router in self._replica.routers.values():
+            for worker in router.pool.workers.values():
+                for entry in _model_entries(worker):
+                    entries.setdefault(entry.id, entry)
+        return web.Response(body=models_body(entries.values()), content_type="application/json")
+
+    def _degraded(self) -> list[str]:
+        away = [] if self._bus.connected else ["NATS is away: routing with the last known state"]
+        return away + self._replica.degraded()
+
+    def _targets(self, pool: Pool, worker: Worker) -> Iterator[dict[str, Any]]:
+        for target in worker.targets():
+            source = KvSource(pool.id, target.worker_id, target.rank)
+            reader = self._replica.readers.get(source)
+            yield _target(pool, worker, target, reader)
+
+
+def _pool(pool: Pool) -> dict[str, Any]:
+    return {
+        "pool": pool.id,
+        "model": pool.model,
+        "block_size": pool.block_size,
+        "names": sorted(pool.names),
+        "distinct_blocks": len(pool.index),
+    }
+
+
+def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | None) -> dict[str, Any]:
+    count, digest = pool.index.digest(target)
+    beat = worker.ranks.get(target.rank)
+    return {
+        "pool": pool.id,
+        "worker_id": target.worker_id,
+        "rank": target.rank,
+        "url": worker.card.url,
+        "engine": f"{worker.card.engine} {worker.card.engine_version}".strip(),
+        "state": "silent" if worker.silent else worker.state,
+        "refused": worker.refused,
+        "eligible": target in pool.targets,
+        "blocks": pool.index.blocks(target),
+        "device_blocks": count,
+        "digest": f"{digest:016x}",
+        "capacity_blocks": worker.capacity_blocks(),
+        "charged_prefill_tokens": pool.active.charged_tokens(target),
+        "active_blocks": pool.active.blocks(target),
+        "requests_in_flight": pool.active.requests(target),
+        "running": beat.running if beat else None,
+        "waiting": beat.waiting if beat else None,
+        "kv_usage": beat.kv_usage if beat else None,
+        "partial": beat.partial if beat else False,
+        "events": reader.state.value if reader else "off",
+        "incarnation": reader.incarnation if reader else 0,
+        "last_seq": reader.seq if reader else 0,
+        "lag": reader.lag if reader else 0,
+    }
+
+
+def _feed(source: Feed, reader: FeedReader) -> dict[str, Any]:
+    return {
+        "feed": name(source),
+        "kind": "sync" if isinstance(source, SyncSource) else "kv",
+        "state": reader.state.value,
+        "incarnation": reader.incarnation,
+        "last_seq": reader.seq,
+        "lag": reader.lag,
+        "flag": reader.flag,
+        "counters": asdict(reader.counters),
+    }
+
+
+def _bookings(pool_id: str, pool: Pool) -> dict[str, Any]:
+    return {
+        "pool": pool_id,
+        "owners": {
+            router_id: {"count": count, "digest": f"{pool.active.digest(router_id)[1]:016x}"}
+            for router_id, count in pool.active.owners().items()
+        },
+    }
+
+
+def _model_entries(worker: Worker) -> Iterator[ModelEntry]:
+    card = worker.card
+    created_s = card.started_at_us // 1_000_000
+    base = card.served_names[0] if card.served_names else card.model
+    for served in card.served_names or (card.model,):
+        yield ModelEntry(served, created_s, card.model, None, card.max_model_len or None)
+    for lora in card.lora_names:
+        yield ModelEntry(lora, created_s, lora, base, None)
+
+
+def samples(replica: Replica, feeds: Feeds, bus: Bus) -> Iterator[Sample]:
+    """The state of a replica as Prometheus samples."""
+    yield "kvrouter_nats_connected", "gauge", "1 while NATS answers", {}, float(bus.connected)
+    yield "kvrouter_bus_published", "counter", "Messages sent", {}, bus.counters.published
+    yield "kvrouter_bus_unsent", "counter", "Messages not sent (NATS away, or full)", {}, bus.counters.unsent
+    yield "kvrouter_bus_received", "counter", "Messages received", {}, bus.counters.received
+    drops = bus.counters.slow_consumer_drops + feeds.inbox_drops
+    yield "kvrouter_bus_dropped", "counter", "Messages dropped because this replica was slow", {}, drops
+    for router in replica.routers.values():
+        yield from _pool_samples(router.pool)
+    for source, reader in replica.readers.items():
+        yield from _feed_samples(source, reader)
+
+
+def _pool_samples(pool: Pool) -> Iterator[Sample]:
+    labels = {"pool": str(pool.id)}
+    yield "kvrouter_index_blocks", "gauge", "Distinct blocks in the index", labels, len(pool.index)
+    for router_id, count in pool.active.owners().items():
+        yield (
+            "kvrouter_bookings",
+            "gauge",
+            "Requests in flight by replica",
+            {**labels, "router": router_id},
+            count,
+        )
+    for worker in pool.workers.values():
+        for target in worker.targets():
+            own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
+            yield "kvrouter_target_blocks", "gauge", "Blocks held", own, pool.index.blocks(target)
+            active = pool.active
+            yield "kvrouter_active_blocks", "gauge", "Active blocks", own, active.blocks(target)
+            charged = active.charged_tokens(target)
+            yield "kvrouter_charged_prefill_tokens", "gauge", "Prefill tokens charged", own, charged
+            yield "kvrouter_target_eligible", "gauge", "1 if it takes requests", own, target in pool.targets
+
+
+def _feed_samples(source: Feed, reader: FeedReader) -> Iterator[Sample]:
+    labels = {"feed": name(source)}
+    yield "kvrouter_feed_lag_frames", "gauge", "Frames sent and not applied", labels, reader.lag
+    yield "kvrouter_feed_live", "gauge", "1 if the copy is in step", labels, reader.state.value == "live"
+    for counter, value in asdict(reader.counters).items():
+        if counter != "recovery_s":
+            own = {**labels, "event": counter}
+            yield "kvrouter_feed_events", "counter", "What happened on a feed", own, value
+    recovery = reader.counters.recovery_s
+    yield "kvrouter_feed_last_recovery_seconds", "gauge", "How long the last repair took", labels, recovery
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body) + b"\n", status=status, content_type="application/json"
+    )

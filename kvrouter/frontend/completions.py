@@ -1,0 +1,310 @@
+"""The request path, top to bottom: parse, tokens, hashes, route, relay, free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import structlog
+from aiohttp import web
+
+from kvrouter.core.blocks import block_hashes, sequence_hashes
+from kvrouter.core.cost import Prompt
+from kvrouter.core.ids import BookingKey, Target
+from kvrouter.core.policy import RouteRequest
+from kvrouter.core.replica import Replica
+from kvrouter.core.router import Placement, Router
+from kvrouter.errors import BadRequestError, KvRouterError, NoWorkersError, RequestTooLargeError
+from kvrouter.frontend import openai
+from kvrouter.frontend.client import AiohttpClient, AlreadyWritten
+from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.relay import (
+    Attempt,
+    Done,
+    Limits,
+    Lost,
+    Outcome,
+    Rejected,
+    TimedOut,
+    WorkerDiedError,
+    WorkerSilentError,
+)
+from kvrouter.frontend.request_head import request_head, without_report_mode
+from kvrouter.frontend.upstream import Upstream, WorkerUnreachableError
+from kvrouter.telemetry.metrics import RequestMetrics
+from kvrouter.tokens.prompt import PromptEncoder
+
+log = structlog.get_logger()
+
+RETRY_DELAY_S = 0.05
+RETRY_AFTER_S = 1
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One client request on its way."""
+
+    id: str
+    http: web.Request
+    body: bytes
+    stream: bool
+    route: RouteRequest
+    router: Router
+    received_at: float
+
+
+class Completions:
+    """Serves /v1/chat/completions and /v1/completions."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        feeds: Feeds,
+        encoder: PromptEncoder,
+        upstream: Upstream,
+        metrics: RequestMetrics,
+        *,
+        limits: Limits,
+        retries: int,
+    ) -> None:
+        self._running: dict[Attempt, tuple[Router, BookingKey]] = {}
+        self._replica = replica
+        self._feeds = feeds
+        self._encoder = encoder
+        self._upstream = upstream
+        self._metrics = metrics
+        self._limits = limits
+        self._retries = retries
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        return await self._answer(http, openai.parse_chat)
+
+    async def completion(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        return await self._answer(http, openai.parse_completion)
+
+    async def _answer(
+        self, http: web.Request, parse: Callable[[bytes], openai.CompletionRequest]
+    ) -> web.StreamResponse:
+        """Serve one request; every error becomes an OpenAI body, a client that leaves frees everything."""
+        received_at = asyncio.get_running_loop().time()
+        request_id = _request_id(http)
+        self._metrics.in_flight.inc()
+        try:
+            response = await self._complete(http, parse, request_id, received_at)
+        except KvRouterError as error:
+            response = error_response(error, request_id)
+        except asyncio.CancelledError:
+            self._metrics.cancelled.inc()
+            raise
+        finally:
+            self._metrics.in_flight.dec()
+        self._metrics.requests.labels(str(response.status)).inc()
+        self._metrics.duration.observe(asyncio.get_running_loop().time() - received_at)
+        return response
+
+    async def _complete(
+        self,
+        http: web.Request,
+        parse: Callable[[bytes], openai.CompletionRequest],
+        request_id: str,
+        received_at: float,
+    ) -> web.StreamResponse:
+        body = await _read_body(http)
+        request = parse(body)
+        router = self._replica.router_for(request.model)
+        prompts = await self._prompts(router, request)
+        route = RouteRequest(
+            request_id,
+            prompts,
+            _lora_name(router, request),
+            _number(http, "x-kvrouter-overlap-weight"),
+            _number(http, "x-kvrouter-temperature"),
+        )
+        work = Work(request_id, http, without_report_mode(body), request.stream, route, router, received_at)
+        return await self._try_workers(work)
+
+    async def _prompts(self, router: Router, request: openai.CompletionRequest) -> tuple[Prompt, ...]:
+        """Token ids, then hashes; empty where the policy needs none or the tokens cannot be known."""
+        if not router.needs_tokens or request.prompt is None:
+            return ()
+        with self._metrics.tokenize.time():
+            token_ids = await self._encoder.encode(request.prompt)
+        size, lora, salt = router.pool.block_size, _lora_name(router, request), request.cache_salt
+        if not token_ids or not size:
+            return ()
+        return tuple(
+            Prompt(sequence_hashes(block_hashes(ids, size, lora_name=lora, salt=salt)), len(ids))
+            for ids in token_ids
+        )
+
+    async def _try_workers(self, work: Work) -> web.StreamResponse:
+        """Route and relay; a worker that fails before the first byte is replaced, `retries` times at most."""
+        failed: set[Target] = set()
+        outcome: Outcome | None = None
+        for tries in range(self._retries + 1):
+            if tries > 1:
+                await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
+            try:
+                with self._placed(work, frozenset(failed)) as placement:
+                    outcome = await self._attempt(work, placement)
+            except NoWorkersError:
+                if outcome is None:
+                    raise
+                break  # nobody is left to try: the last worker's own answer says most
+            if isinstance(outcome, Done | TimedOut):
+                break
+            failed.add(placement.target)
+            self._note_failure(work, placement, outcome)
+        return self._response(work, outcome)
+
+    @contextlib.contextmanager
+    def _placed(self, work: Work, failed: frozenset[Target]) -> Iterator[Placement]:
+        """A booking that lasts exactly as long as its attempt."""
+        now = asyncio.get_running_loop().time()
+        placement = work.router.route(work.route, now, streamed=work.stream, exclude=failed)
+        self._feeds.flush_soon()
+        self._metrics.prompt_tokens.inc(work.route.isl)
+        self._metrics.overlap_tokens.inc(placement.choice.overlap_blocks * work.router.pool.block_size)
+        try:
+            yield placement
+        finally:
+            work.router.free(placement.key)
+            self._feeds.flush_soon()
+
+    async def _attempt(self, work: Work, placement: Placement) -> Outcome:
+        """Send the request to the placement's worker, and its answer to the client."""
+        outcome = await self._exchange(work, placement, fresh=False)
+        if isinstance(outcome, Lost) and outcome.was_idle:
+            # the worker closed an idle connection just as the request went out: that is no failure
+            outcome = await self._exchange(work, placement, fresh=True)
+        if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
+            now = asyncio.get_running_loop().time()
+            work.router.mark_prefill_completed(placement.key, now)
+        return outcome
+
+    async def _exchange(self, work: Work, placement: Placement, *, fresh: bool) -> Outcome:
+        try:
+            connection = await self._upstream.connect(placement.url, fresh=fresh)
+        except WorkerUnreachableError as error:
+            work.router.pool.unreachable(placement.target.worker_id)
+            return Lost(str(error))
+        attempt = Attempt(
+            AiohttpClient(work.http),
+            connection,
+            self._limits,
+            _response_headers(work, placement, self._replica.router_id),
+            lambda: self._first_data(work, placement),
+        )
+        self._running[attempt] = (work.router, placement.key)
+        try:
+            attempt.send(request_head(work.http, work.id, placement, len(work.body)) + work.body)
+            return await attempt.outcome
+        except asyncio.CancelledError:
+            attempt.cancel()
+            raise
+        finally:
+            del self._running[attempt]
+
+    def _first_data(self, work: Work, placement: Placement) -> None:
+        now = asyncio.get_running_loop().time()
+        work.router.first_byte(placement.key, now)
+        self._metrics.first_byte.observe(now - work.received_at)
+        self._feeds.flush_soon()
+
+    def report_progress(self) -> None:
+        """Book the output blocks that running answers have filled; called once a second."""
+        for attempt, (router, key) in self._running.items():
+            router.progress(key, attempt.events)
+        self._feeds.flush_soon()
+
+    def _note_failure(self, work: Work, placement: Placement, failure: Rejected | Lost) -> None:
+        reason = str(failure.status) if isinstance(failure, Rejected) else "lost"
+        self._metrics.failed_attempts.labels(reason).inc()
+        said = failure.body[:200] if isinstance(failure, Rejected) else failure.reason
+        log.warning("worker.failed_request", worker=str(placement.target), reason=reason, said=said)
+
+    def _response(self, work: Work, outcome: Outcome | None) -> web.StreamResponse:
+        match outcome:
+            case Done(status, keeps_alive, failure):
+                if failure:
+                    self._metrics.broken.inc()
+                    log.warning("request.broken_off", request=work.id, reason=failure)
+                return AlreadyWritten(status, keeps_alive=keeps_alive)
+            case Rejected(status, content_type, body):
+                return _held_answer(work.id, status, content_type, body)
+            case TimedOut(silent_s):
+                raise WorkerSilentError(f"the worker said nothing for {silent_s:.0f} s")
+            case Lost(reason):
+                raise WorkerDiedError(reason)
+            case None:
+                raise NoWorkersError("no worker was tried")
+
+
+def error_response(error: KvRouterError, request_id: str) -> web.Response:
+    """An error of our own, in OpenAI's form."""
+    headers = {"x-request-id": request_id}
+    if error.status == 503:
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    return web.Response(
+        status=error.status,
+        body=openai.error_body(error),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def _held_answer(request_id: str, status: int, content_type: bytes, body: bytes) -> web.Response:
+    """The last worker's own refusal, passed on."""
+    headers = {"x-request-id": request_id, "content-type": content_type.decode("latin-1")}
+    if status == 503:
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    return web.Response(status=status, body=body, headers=headers)
+
+
+async def _read_body(http: web.Request) -> bytes:
+    try:
+        return await http.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise RequestTooLargeError(f"the request body is too large: {error.text}") from None
+
+
+def _request_id(http: web.Request) -> str:
+    given = http.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _number(http: web.Request, header: str) -> float | None:
+    """A header that overrides a setting. Raises BadRequestError unless it is a number of at least 0."""
+    given = http.headers.get(header)
+    if given is None:
+        return None
+    try:
+        value = float(given)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise BadRequestError(f"header {header}: {given!r} is no number of at least 0", param=header)
+    return value
+
+
+def _lora_name(router: Router, request: openai.CompletionRequest) -> str | None:
+    """The adapter, if the model that the client names is one."""
+    return request.model if request.model in router.pool.lora_names else None
+
+
+def _response_headers(work: Work, placement: Placement, router_id: str) -> bytes:
+    return (
+        f"x-request-id: {work.id}\r\n"
+        f"x-kvrouter-worker: {placement.target.worker_id}\r\n"
+        f"x-kvrouter-dp-rank: {placement.target.rank}\r\n"
+        f"x-kvrouter-overlap-blocks: {placement.choice.overlap_blocks}\r\n"
+        f"x-kvrouter-router: {router_id}\r\n"
+    ).encode()

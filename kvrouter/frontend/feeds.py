@@ -1,0 +1,206 @@
+"""The replica on the bus: the shell around core/replica.py.
+
+one subscription ──> inbox ──> drainer: at most 1 ms at a time ──> Replica
+Replica.due ──> replay requests, at most 16 at once ──> Replica.answered
+Router.frames ──> published at the end of the loop turn
+heartbeat, hello, replay answers
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import structlog
+
+from kvrouter.bus import Bus, BusError, Subjects
+from kvrouter.core.beats import State
+from kvrouter.core.beats import encode as encode_beat
+from kvrouter.core.events import ReplayRequest, decode_request
+from kvrouter.core.events import encode as encode_request
+from kvrouter.core.ids import PoolId
+from kvrouter.core.replica import Replica, name
+from kvrouter.core.sources import Feed, KvSource, RouterSource, SyncSource, WorkerSource
+from kvrouter.errors import MalformedFrameError
+
+log = structlog.get_logger()
+
+INBOX_BYTES = 128 * 1024 * 1024
+SLICE_S = 0.001
+TICK_S = 0.1
+RECOVERIES = 16
+ANSWER_TIMEOUT_S = 2.0
+
+
+class Feeds:
+    """Keeps a Replica in step with the bus. Open it with `run` in a task group."""
+
+    def __init__(self, replica: Replica, bus: Bus, subjects: Subjects, *, heartbeat_s: float) -> None:
+        self.state: State = "up"
+        self.address = ""
+        self.inbox_drops = 0
+        self._replica = replica
+        self._bus = bus
+        self._subjects = subjects
+        self._heartbeat_s = heartbeat_s
+        self._inbox: deque[tuple[str, bytes]] = deque()
+        self._inbox_bytes = 0
+        self._inbox_filled = asyncio.Event()
+        self._recoveries: set[asyncio.Task[None]] = set()
+        self._flush_is_due = False
+
+    async def subscribe(self) -> None:
+        """Listen; called once, before `run`."""
+        await self._bus.subscribe(self._subjects.live, self._receive)
+        await self._bus.subscribe(self._subjects.hello, self._answer_hello)
+        await self._bus.subscribe(self._subjects.sync_replay(self._replica.router_id), self._answer_replay)
+        self._bus.on_connect(self._say_hello)
+
+    async def run(self) -> None:
+        """Drain, beat and repair until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._drain_forever(), name="drain")
+            tasks.create_task(self._beat_forever(), name="heartbeat")
+            tasks.create_task(self._tick_forever(), name="tick")
+
+    def flush_soon(self) -> None:
+        """Something was booked, marked or freed: tell the peers at the end of this loop turn."""
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def leave(self) -> None:
+        """Say goodbye; the peers drop this replica's bookings at once."""
+        self._flush()
+        self.state = "leave"
+        self._publish_heartbeat()
+
+    # What arrives
+
+    def _receive(self, subject: str, data: bytes, _reply: str) -> None:
+        if self._inbox_bytes + len(data) > INBOX_BYTES:
+            self.inbox_drops += 1  # the gap is noticed and repaired
+            return
+        self._inbox.append((subject, data))
+        self._inbox_bytes += len(data)
+        self._inbox_filled.set()
+
+    async def _drain_forever(self) -> None:
+        while True:
+            await self._inbox_filled.wait()
+            self._inbox_filled.clear()
+            if self._drain_slice():
+                self._inbox_filled.set()
+            await asyncio.sleep(0)  # requests come between two slices
+
+    def _drain_slice(self) -> bool:
+        """Apply what has arrived, load and sweep, for about 1 ms; returns whether there is more."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        end = now + SLICE_S
+        while self._inbox and now < end:
+            subject, data = self._inbox.popleft()
+            self._inbox_bytes -= len(data)
+            self._dispatch(subject, data, now)
+            now = loop.time()
+        self._ask(now)
+        has_work = True
+        while has_work and now < end:
+            has_work = self._replica.work(now)
+            now = loop.time()
+        if not has_work:
+            self._ask(now)
+        return bool(self._inbox) or has_work
+
+    def _dispatch(self, subject: str, data: bytes, now: float) -> None:
+        match self._subjects.parse_live(subject):
+            case KvSource() as source:
+                self._replica.kv_frame(source, data, now)
+            case SyncSource() as source:
+                self._replica.sync_frame(source, data, now)
+            case WorkerSource(worker_id):
+                self._replica.worker_heard(worker_id, data, now)
+            case RouterSource(router_id):
+                self._replica.router_heard(router_id, data, now)
+            case None:
+                self._replica.counters.unknown_messages += 1
+
+    # Repair
+
+    def _ask(self, now: float) -> None:
+        for source, request in self._replica.due(now, RECOVERIES - len(self._recoveries)):
+            task = asyncio.create_task(self._recover(source, request))
+            self._recoveries.add(task)
+            task.add_done_callback(self._recoveries.discard)
+
+    async def _recover(self, source: Feed, request: ReplayRequest) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            data = await self._bus.request(
+                self._subjects.replay(source), encode_request(request), timeout_s=ANSWER_TIMEOUT_S
+            )
+        except BusError as error:
+            log.info("feed.no_answer", source=name(source), error=str(error))
+            self._replica.failed(source, loop.time())
+            return
+        self._replica.answered(source, data, loop.time())
+        self._inbox_filled.set()
+
+    def _answer_replay(self, _subject: str, data: bytes, reply: str) -> None:
+        """A peer asks for frames or a snapshot of our bookings."""
+        try:
+            request = decode_request(data)
+        except MalformedFrameError as error:
+            log.warning("feed.bad_request", error=str(error))
+            return
+        router = self._replica.routers.get(PoolId(str(request.part)))
+        if router is None or not reply:
+            return
+        self._flush()  # so that the answer is as of everything that has happened
+        now = asyncio.get_running_loop().time()
+        self._bus.publish(reply, router.source.answer(request, self._bus.max_payload, now))
+
+    # What is sent
+
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        for pool_id, router in self._replica.routers.items():
+            self._publish_frames(pool_id, router.frames())
+
+    def _publish_frames(self, pool_id: PoolId, frames: list[bytes]) -> None:
+        subject = self._subjects.live_sync(pool_id, self._replica.router_id)
+        for frame in frames:
+            self._bus.publish(subject, frame)
+
+    def _publish_heartbeat(self) -> None:
+        beat = self._replica.heartbeat(self.state, self.address)
+        self._bus.publish(self._subjects.live_router(self._replica.router_id), encode_beat(beat))
+
+    def _say_hello(self) -> None:
+        self._bus.publish(self._subjects.hello, b"")
+        self._replica.said_hello(asyncio.get_running_loop().time())
+        self._publish_heartbeat()
+
+    def _answer_hello(self, _subject: str, _data: bytes, _reply: str) -> None:
+        self._flush()
+        self._publish_heartbeat()
+
+    async def _beat_forever(self) -> None:
+        while True:
+            self._replica.next_round(asyncio.get_running_loop().time())
+            for pool_id, router in self._replica.routers.items():
+                self._publish_frames(pool_id, router.check_frames())
+            self._publish_heartbeat()
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _tick_forever(self) -> None:
+        """What happens by the clock: predicted ends of prefill, requests that are tried again."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = loop.time()
+            for router in self._replica.routers.values():
+                for key in router.due(now):
+                    router.mark_prefill_completed(key, now)
+                    self.flush_soon()
+            self._ask(now)

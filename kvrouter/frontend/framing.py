@@ -1,0 +1,217 @@
+"""HTTP/1.1 responses as bytes: where the head ends, where the body ends. Pure; nothing is decoded.
+
+The relay passes a worker's bytes on as they are, chunk framing included. It needs to know only
+what kind of answer it is (the head) and when it is over (so that the connection can be used again).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrouter.errors import KvRouterError
+
+MAX_HEAD_BYTES = 64 * 1024
+_MAX_SIZE_LINE = 1024
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+"""Headers that belong to one connection (RFC 9110, 7.6.1) and are not passed on."""
+
+
+class FramingError(KvRouterError):
+    """The worker's answer is no HTTP/1.1 response."""
+
+    status = 502
+    type = "BadGatewayError"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A response head. `length` is None for a body that is chunked or ends with the connection."""
+
+    status: int
+    reason: bytes
+    headers: list[tuple[bytes, bytes]]
+    """Names in lower case; hop-by-hop headers are left out."""
+    length: int | None
+    is_chunked: bool
+    keeps_alive: bool
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the body is a stream of server-sent events."""
+        return any(
+            name == b"content-type" and b"text/event-stream" in value.lower() for name, value in self.headers
+        )
+
+
+def parse_head(data: bytes) -> Head:
+    """Read a head, without its closing empty line. Raises FramingError."""
+    status_line, *lines = data.split(b"\r\n")
+    version, _, rest = status_line.partition(b" ")
+    status, _, reason = rest.partition(b" ")
+    if version not in {b"HTTP/1.1", b"HTTP/1.0"} or not status.isdigit() or len(status) != 3:
+        raise FramingError(f"no HTTP status line: {status_line[:80]!r}")
+    everything = [_split_line(line) for line in lines]
+    own = dict(everything)
+    connection = own.get(b"connection", b"").lower()
+    keeps_alive = b"close" not in connection and (version == b"HTTP/1.1" or b"keep-alive" in connection)
+    length, is_chunked = _body_framing(int(status), own)
+    headers = [(name, value) for name, value in everything if name not in HOP_BY_HOP]
+    return Head(int(status), reason, headers, length, is_chunked, keeps_alive)
+
+
+def _split_line(line: bytes) -> tuple[bytes, bytes]:
+    name, colon, value = line.partition(b":")
+    if not colon or not name or name != name.strip():
+        raise FramingError(f"no HTTP header line: {line[:80]!r}")
+    return name.lower(), value.strip()
+
+
+def _body_framing(status: int, headers: dict[bytes, bytes]) -> tuple[int | None, bool]:
+    if status in {204, 304}:
+        return 0, False
+    if b"chunked" in headers.get(b"transfer-encoding", b"").lower():
+        return None, True
+    length = headers.get(b"content-length")
+    if length is None:
+        return None, False
+    if not length.isdigit():
+        raise FramingError(f"content-length is {length[:40]!r}")
+    return int(length), False
+
+
+class LengthBody:
+    """A body of known length. `feed` returns how many bytes of the data belong to it."""
+
+    is_at_boundary = False
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+        self.is_over = length == 0
+
+    def feed(self, data: bytes) -> int:
+        """Bytes of `data` that belong to the body; sets `is_over` with the last one."""
+        taken = min(len(data), self._left)
+        self._left -= taken
+        self.is_over = self._left == 0
+        return taken
+
+
+class UntilCloseBody:
+    """A body that ends with the connection."""
+
+    is_over = False
+    is_at_boundary = False
+
+    def feed(self, data: bytes) -> int:
+        """All of it."""
+        return len(data)
+
+
+class ChunkedBody:
+    """A chunked body: walks from size line to size line, never looking at what lies between.
+
+        1a CRLF  26 bytes  CRLF  …  0 CRLF  [trailers]  CRLF
+
+    `_left` counts the bytes of the current chunk still to come, its closing CRLF included;
+    `_line` keeps a size line (or trailer) of which only a part has arrived.
+    """
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._line = b""
+        self._in_trailers = False
+        self.is_over = False
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether another chunk could be written here without tearing one."""
+        return self._left == 0 and not self._line and not self._in_trailers
+
+    def feed(self, data: bytes) -> int:
+        """Bytes of `data` that belong to the body; sets `is_over` with the last one."""
+        position = self._left
+        end = len(data)
+        while position < end:
+            line_end = data.find(b"\n", position)
+            if line_end < 0:
+                self._keep_line(data[position:])
+                position = end
+                break
+            line = self._line + data[position:line_end]
+            self._line = b""
+            position = line_end + 1
+            size = self._read_line(line)
+            if self.is_over:
+                return position
+            position += size
+        self._left = position - end
+        return end
+
+    def _keep_line(self, part: bytes) -> None:
+        self._line += part
+        if len(self._line) > _MAX_SIZE_LINE:
+            raise FramingError("a chunk's size line does not end")
+
+    def _read_line(self, line: bytes) -> int:
+        """Take one size line or trailer; returns how many bytes to skip to the next line."""
+        line = line.rstrip(b"\r")
+        if self._in_trailers:
+            self.is_over = not line
+            return 0
+        size = _chunk_size(line)
+        if size == 0:
+            self._in_trailers = True
+            return 0
+        return size + len(b"\r\n")
+
+
+def _chunk_size(line: bytes) -> int:
+    digits = line.partition(b";")[0].strip()
+    if not digits or len(digits) > 16 or digits.strip(b"0123456789abcdefABCDEF"):
+        raise FramingError(f"a chunk's size line is {line[:40]!r}")
+    return int(digits, 16)
+
+
+Body = LengthBody | UntilCloseBody | ChunkedBody
+
+
+def body_of(head: Head) -> Body:
+    """The framing that a head announces."""
+    if head.is_chunked:
+        return ChunkedBody()
+    return UntilCloseBody() if head.length is None else LengthBody(head.length)
+
+
+def content(head: Head, body: bytes) -> bytes:
+    """The content in the first bytes of a body, as far as they go. Raises FramingError."""
+    if not head.is_chunked:
+        return body
+    parts, position = [], 0
+    while (line_end := body.find(b"\n", position)) >= 0:
+        size = _chunk_size(body[position:line_end])
+        if size == 0:
+            break
+        parts.append(body[line_end + 1 : line_end + 1 + size])
+        position = line_end + 1 + size + len(b"\r\n")
+    return b"".join(parts)
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of a chunked body."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+LAST_CHUNK = b"0\r\n\r\n"

@@ -1,0 +1,163 @@
+"""The flags of `python -m kvrouter.frontend`. Names are NVIDIA Dynamo's where it has one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrouter.config import add_common_flags, not_negative, positive, positive_int
+from kvrouter.core.approx import DEFAULT_TTL_S
+from kvrouter.core.pool import PoolSettings
+from kvrouter.core.replica import ReplicaSettings
+from kvrouter.frontend.relay import Limits
+from kvrouter.policies import POLICIES
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendOptions:
+    """Everything a frontend is told at start."""
+
+    host: str
+    port: int
+    nats: str
+    namespace: str
+    router_mode: str
+    overlap_weight: float
+    temperature: float
+    replica: ReplicaSettings
+    heartbeat_s: float
+    model_path: Path | None
+    tokenizer_workers: int
+    limits: Limits
+    retries: int
+    max_body_bytes: int
+    ready_timeout_s: float
+    drain_grace_s: float
+    drain_timeout_s: float
+    track_output_blocks: bool
+    log_level: str
+    log_format: str
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
+    """Read the command line; a wrong one ends the process with a message."""
+    flags = _parser().parse_args(arguments)
+    pool = PoolSettings(
+        use_kv_events=flags.use_kv_events,
+        ttl_s=flags.router_ttl_secs,
+        inflight_overlap=flags.router_inflight_overlap,
+        block_size=flags.kv_cache_block_size,
+    )
+    lease_rounds = max(1, round(flags.lease_s / flags.heartbeat_s))
+    return FrontendOptions(
+        host=flags.host,
+        port=flags.port,
+        nats=flags.nats,
+        namespace=flags.namespace,
+        router_mode=flags.router_mode,
+        overlap_weight=flags.kv_overlap_score_weight,
+        temperature=flags.router_temperature,
+        replica=ReplicaSettings(pool, flags.router_replica_sync, lease_rounds),
+        heartbeat_s=flags.heartbeat_s,
+        model_path=flags.model_path,
+        tokenizer_workers=flags.tokenizer_workers,
+        limits=Limits(flags.first_byte_timeout, flags.idle_timeout),
+        retries=flags.retries,
+        max_body_bytes=flags.max_body_mb * 1024 * 1024,
+        ready_timeout_s=flags.ready_timeout,
+        drain_grace_s=flags.drain_grace,
+        drain_timeout_s=flags.drain_timeout,
+        track_output_blocks=flags.router_track_output_blocks,
+        log_level=flags.log_level,
+        log_format=flags.log_format,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvrouter.frontend",
+        description="One replica: an OpenAI-compatible frontend with a KV-cache-aware router inside.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
+    parser.add_argument("--port", "--http-port", type=_port, default=8000, help="port; 0 picks a free one")
+    add_common_flags(parser)
+    _add_router_flags(parser.add_argument_group("routing"))
+    _add_http_flags(parser.add_argument_group("requests"))
+    return parser
+
+
+def _add_router_flags(group: argparse._ArgumentGroup) -> None:
+    switch = argparse.BooleanOptionalAction
+    group.add_argument("--router-mode", choices=sorted(POLICIES), default="kv", help="how a worker is chosen")
+    group.add_argument(
+        "--router-replica-sync", action=switch, default=False, help="share bookings with the other replicas"
+    )
+    group.add_argument(
+        "--kv-overlap-score-weight", type=not_negative, default=1.0, help="w in cost = w*prefill + decode"
+    )
+    group.add_argument(
+        "--router-temperature",
+        type=not_negative,
+        default=0.0,
+        help="0: lowest cost; above: softmax over costs",
+    )
+    group.add_argument(
+        "--use-kv-events",
+        action=switch,
+        default=True,
+        help="index the engines' KV events; without: assume what was sent stays for --router-ttl-secs",
+    )
+    group.add_argument("--no-kv-events", dest="use_kv_events", action="store_false", help=argparse.SUPPRESS)
+    group.add_argument("--router-ttl-secs", type=positive, default=DEFAULT_TTL_S, help="see --use-kv-events")
+    group.add_argument(
+        "--router-inflight-overlap",
+        action=switch,
+        default=True,
+        help="count blocks of requests in flight as cached",
+    )
+    group.add_argument(
+        "--router-track-output-blocks", action=switch, default=True, help="book blocks that answers fill"
+    )
+    group.add_argument(
+        "--kv-cache-block-size",
+        type=positive_int,
+        default=None,
+        help="tokens a block; default: the workers' own",
+    )
+    group.add_argument(
+        "--model-path", type=Path, default=None, help="directory with tokenizer.json and the chat template"
+    )
+    group.add_argument("--tokenizer-workers", type=positive_int, default=8, help="threads that tokenize")
+    group.add_argument("--lease-s", type=positive, default=5.0, help="seconds a silent source is believed")
+
+
+def _add_http_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--retries", type=_whole, default=2, help="other workers tried before the first byte")
+    group.add_argument("--first-byte-timeout", type=positive, default=600.0, help="seconds")
+    group.add_argument("--idle-timeout", type=positive, default=300.0, help="seconds without a byte")
+    group.add_argument("--max-body-mb", type=positive_int, default=64, help="largest request body, in MiB")
+    group.add_argument("--ready-timeout", type=not_negative, default=60.0, help="seconds")
+    group.add_argument(
+        "--drain-grace",
+        type=not_negative,
+        default=5.0,
+        help="seconds served on after SIGTERM, /ready being 503",
+    )
+    group.add_argument(
+        "--drain-timeout", type=not_negative, default=300.0, help="seconds for running requests to finish"
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: a port is a number from 0 to 65535")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 0")
+    return int(text)

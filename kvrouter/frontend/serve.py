@@ -1,0 +1,193 @@
+"""One replica as a process: everything is opened here, in order, and closed by indentation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import random
+import signal
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import structlog
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from kvrouter.bus import Subjects
+from kvrouter.config import open_bus
+from kvrouter.core.ids import RouterId
+from kvrouter.core.policy import Policy, PolicyState
+from kvrouter.core.replica import Replica
+from kvrouter.errors import ConfigError
+from kvrouter.frontend.admin import Admin
+from kvrouter.frontend.completions import Completions
+from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.options import FrontendOptions
+from kvrouter.frontend.upstream import Upstream
+from kvrouter.policies import POLICIES
+from kvrouter.telemetry.metrics import RequestMetrics
+from kvrouter.tokens.prompt import PromptEncoder
+
+log = structlog.get_logger()
+
+KEEP_ALIVE_S = 75.0
+"""Idle client connections; longer than what load balancers keep theirs (HAProxy, nginx: 60 s)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningFrontend:
+    """A replica that serves."""
+
+    url: str
+    replica: Replica
+    feeds: Feeds
+    admin: Admin
+
+
+async def serve(options: FrontendOptions) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and leave."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    async with running_frontend(options) as frontend:
+        await stopped.wait()
+        frontend.admin.is_draining = True
+        log.info("frontend.draining", grace_s=options.drain_grace_s)
+        await asyncio.sleep(options.drain_grace_s)
+    log.info("frontend.stopped")
+
+
+@contextlib.asynccontextmanager
+async def running_frontend(options: FrontendOptions) -> AsyncIterator[RunningFrontend]:
+    """A frontend that serves while inside; leaving drains what runs and says goodbye."""
+    async with contextlib.AsyncExitStack() as stack:
+        encoder = stack.enter_context(
+            PromptEncoder.load(options.model_path, threads=options.tokenizer_workers)
+        )
+        listener = stack.enter_context(_listen(options))
+        replica = new_replica(options)
+        bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
+        feeds = Feeds(replica, bus, Subjects(options.namespace), heartbeat_s=options.heartbeat_s)
+        feeds.address = f"http://{listener.getsockname()[0]}:{listener.getsockname()[1]}"
+        upstream = Upstream()
+        stack.callback(upstream.close)
+        registry = CollectorRegistry()
+        metrics = RequestMetrics(registry)
+        completions = Completions(
+            replica, feeds, encoder, upstream, metrics, limits=options.limits, retries=options.retries
+        )
+        admin = Admin(replica, feeds, bus, registry, ready_timeout_s=options.ready_timeout_s)
+        await feeds.subscribe()
+        await stack.enter_async_context(_background(feeds, completions, options))
+        stack.callback(feeds.leave)
+        await stack.enter_async_context(
+            _http_server(_application(completions, admin, options), listener, options)
+        )
+        _warn_of_missing_tokenizer(options, encoder)
+        log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
+        yield RunningFrontend(feeds.address, replica, feeds, admin)
+
+
+def new_replica(options: FrontendOptions) -> Replica:
+    """The replica's state, empty, with a random id."""
+
+    def new_policy() -> tuple[Policy, PolicyState]:
+        policy = POLICIES[options.router_mode]()
+        turn = random.randrange(1_000_000)  # so that replicas do not all begin with the same worker
+        return policy, PolicyState(random.random, options.overlap_weight, options.temperature, turn)
+
+    return Replica(
+        options.replica,
+        RouterId(uuid.uuid4().hex[:12]),
+        int(time.time() * 1_000_000),
+        new_policy,
+        chance=random.random,
+        clock=time.monotonic,
+    )
+
+
+def _listen(options: FrontendOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
+    listener.listen(4096)
+    return listener
+
+
+def _application(completions: Completions, admin: Admin, options: FrontendOptions) -> web.Application:
+    app = web.Application(client_max_size=options.max_body_bytes)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", completions.chat),
+            web.post("/v1/completions", completions.completion),
+            web.get("/v1/models", admin.models),
+            web.get("/live", admin.live),
+            web.get("/ready", admin.ready),
+            web.get("/health", admin.health),
+            web.get("/metrics", admin.metrics),
+            web.get("/workers", admin.workers),
+        ]
+    )
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _http_server(
+    app: web.Application, listener: socket.socket, options: FrontendOptions
+) -> AsyncIterator[None]:
+    """Serve on the listener; on the way out stop accepting and let what runs finish."""
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=KEEP_ALIVE_S,
+        shutdown_timeout=options.drain_timeout_s,
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def _background(
+    feeds: Feeds, completions: Completions, options: FrontendOptions
+) -> AsyncIterator[None]:
+    """The replica's own tasks. One that fails stops the service."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(feeds.run(), name="feeds")]
+        if options.track_output_blocks:
+            running.append(tasks.create_task(_report_progress(completions), name="progress"))
+        gc.freeze()  # what start-up made lives as long as the process
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()
+
+
+async def _report_progress(completions: Completions) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        completions.report_progress()
+
+
+def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder) -> None:
+    if POLICIES[options.router_mode].needs_tokens and not encoder.can_encode_text:
+        log.warning(
+            "frontend.no_tokenizer",
+            effect="text prompts and chats are routed by load alone; prompts as token ids by KV overlap",
+            remedy="give --model-path DIR",
+        )

@@ -1,0 +1,238 @@
+"""Connections to workers: pooled, raw, one request at a time, bytes handed on as they arrive.
+
+    idle ──send──> waiting for the head ──> body ──over──> idle
+                        │                     │
+                        └──── closed ─────────┴──> gone
+
+What arrives goes, in the same call that read it, to the `Receiver` of the request. No limit is
+put on the number of connections: the router decides how much a worker gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+from kvrouter.errors import KvRouterError
+from kvrouter.frontend.framing import (
+    MAX_HEAD_BYTES,
+    Body,
+    FramingError,
+    Head,
+    UntilCloseBody,
+    body_of,
+    parse_head,
+)
+
+IDLE_S = 4.0
+"""Idle connections are closed after this long: uvicorn, vLLM's server, closes its side after 5 s."""
+CONNECT_TIMEOUT_S = 5.0
+
+
+class WorkerUnreachableError(KvRouterError):
+    """The worker refuses connections, or its name does not resolve."""
+
+    status = 502
+    type = "BadGatewayError"
+
+
+class Receiver(Protocol):
+    """What a request wants to be told. All plain calls, made while the socket is being read."""
+
+    def opened(self, head: Head, body: Body) -> None:
+        """The head has arrived."""
+        ...
+
+    def received(self, data: bytes) -> None:
+        """Bytes of the body, framing included."""
+        ...
+
+    def ended(self) -> None:
+        """The body is complete."""
+        ...
+
+    def lost(self, reason: str) -> None:
+        """The connection ended before the body did."""
+        ...
+
+
+class Connection(asyncio.Protocol):
+    """One connection to one worker."""
+
+    def __init__(self, pool: deque[Connection]) -> None:
+        self._has_served = False
+        self._has_answered = False
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._receiver: Receiver | None = None
+        self._head = b""
+        self._body: Body | None = None
+        self._keeps_alive = True
+        self._idle_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a request can be sent on it."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it served before, and has not answered the present request with a single byte."""
+        return self._has_served and not self._has_answered
+
+    def send(self, data: bytes, receiver: Receiver) -> None:
+        """Send a request; the receiver is told what happens from now on."""
+        self._stop_idle_timer()
+        self._receiver, self._body, self._head, self._has_answered = receiver, None, b"", False
+        if self._transport is None:
+            self._lose("the connection was closed")
+            return
+        self._transport.write(data)
+
+    def cancel(self) -> None:
+        """Nobody wants the answer any more: the worker notices at once."""
+        self._receiver = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """Stop reading: the client is slower than the worker."""
+        if self.is_usable and self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Go on reading."""
+        if self.is_usable and self._transport is not None:
+            self._transport.resume_reading()
+
+    # asyncio.Protocol (asyncio and uvloop set TCP_NODELAY on the sockets they connect)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but no subclass
+
+    def data_received(self, data: bytes) -> None:
+        """Find the end of the head, then of the body; hand everything on."""
+        if self._receiver is None:
+            self._close()  # bytes that nobody asked for
+            return
+        self._has_answered = True
+        try:
+            rest = data if self._body is not None else self._read_head(data)
+            if rest is not None:
+                self._read_body(rest)
+        except FramingError as error:
+            self._lose(str(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the receiver, unless the body ends with the connection."""
+        self._transport = None
+        self._stop_idle_timer()
+        if self in self._pool:
+            self._pool.remove(self)
+        body = self._body
+        if exc is None and isinstance(body, UntilCloseBody):
+            self._finish()
+        elif self._receiver is not None:
+            self._lose(str(exc) if exc else "closed the connection")
+
+    def _read_head(self, data: bytes) -> bytes | None:
+        """Collect the head; returns what came after it, or None while it is not complete."""
+        self._head += data
+        end = self._head.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._head) > MAX_HEAD_BYTES:
+                raise FramingError(f"the response head exceeds {MAX_HEAD_BYTES} bytes")
+            return None
+        head, rest = parse_head(self._head[:end]), self._head[end + 4 :]
+        self._head = b""
+        if 100 <= head.status < 200:
+            return self._read_head(rest)
+        self._keeps_alive = head.keeps_alive
+        self._body = body_of(head)
+        if self._receiver is not None:
+            self._receiver.opened(head, self._body)
+        return rest
+
+    def _read_body(self, data: bytes) -> None:
+        body, receiver = self._body, self._receiver
+        if body is None or receiver is None:
+            return
+        taken = body.feed(data)
+        if taken < len(data):
+            data, self._keeps_alive = data[:taken], False  # more than the body: not to be trusted again
+        if data:
+            receiver.received(data)
+        if body.is_over:
+            self._finish()
+
+    def _finish(self) -> None:
+        receiver, self._receiver, self._body = self._receiver, None, None
+        if self._keeps_alive and self.is_usable:
+            self._rest()
+        else:
+            self._close()
+        if receiver is not None:
+            receiver.ended()
+
+    def _rest(self) -> None:
+        self._has_served = True
+        self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._close)
+        self._pool.append(self)
+
+    def _lose(self, reason: str) -> None:
+        receiver, self._receiver = self._receiver, None
+        self._close()
+        if receiver is not None:
+            receiver.lost(reason)
+
+    def _close(self) -> None:
+        if self in self._pool:
+            self._pool.remove(self)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _stop_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+
+
+class Upstream:
+    """The pools of idle connections, by worker."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, deque[Connection]] = {}
+
+    async def connect(self, url: str, *, fresh: bool = False) -> Connection:
+        """An idle connection to the worker, or a new one. Raises WorkerUnreachableError.
+
+        `fresh`: a new one in any case, after an idle one turned out to be dead.
+        """
+        pool = self._pools.setdefault(url, deque())
+        while pool and not fresh:
+            connection = pool.pop()
+            if connection.is_usable:
+                return connection
+        address = urlsplit(url)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(pool), address.hostname or "127.0.0.1", address.port or 80
+                )
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or "timed out"
+            raise WorkerUnreachableError(f"worker at {url} cannot be reached: {reason}") from error
+        return connection
+
+    def forget(self, url: str) -> None:
+        """The worker is gone: close what is idle."""
+        for connection in self._pools.pop(url, ()):
+            connection.cancel()
+
+    def close(self) -> None:
+        """Close every idle connection."""
+        for url in list(self._pools):
+            self.forget(url)

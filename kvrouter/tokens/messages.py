@@ -1,0 +1,196 @@
+"""A request's messages as the chat template must see them.
+
+The engine does not hand the client's messages to its template: it keeps some fields, turns content into one
+shape, parses the arguments of tool calls. What is said here is what vLLM 0.32 does; one space of difference
+would end every overlap at that place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from kvrouter.errors import BadRequestError
+
+Message = dict[str, Any]
+Part = dict[str, Any]
+"""A text part: {"type": "text", "text": ...}. No other kind gets past `_part`."""
+ContentFormat = Callable[[list[Part]], str | list[Part]]
+
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""The types of part that are text, and the field that holds it."""
+
+_BILLING_HEADER = "x-anthropic-billing-header"
+"""Starts a line of Claude Code's system prompt that is new in every request; vLLM drops it, for its cache."""
+
+
+def as_string(parts: list[Part]) -> str:
+    """Content as one string: the texts, one per line, without the empty ones."""
+    return "\n".join(part["text"] for part in parts if part["text"])
+
+
+def as_parts(parts: list[Part]) -> list[Part]:
+    """Content as the list of its parts."""
+    return parts
+
+
+def conversation(messages: Sequence[Message], content_format: ContentFormat) -> list[Message]:
+    """The messages as the template sees them: new dicts, the client's are left alone.
+
+    Raises BadRequestError for a message without a role, or with content that is neither text nor parts.
+    """
+    return [_message(message, content_format) for message in messages]
+
+
+def developer_as_system(messages: Sequence[Message]) -> list[Message]:
+    """For a template without that role: developer messages become system ones, all of them one in front."""
+    if all(message["role"] != "developer" for message in messages):
+        return list(messages)
+    renamed = [_as_system(message) if message["role"] == "developer" else message for message in messages]
+    if all(message["role"] != "system" for message in renamed[1:]):
+        return renamed
+    texts = [_text(message["content"]) for message in renamed if message["role"] == "system"]
+    system = {"role": "system", "content": "\n\n".join(filter(None, texts))}
+    return [system, *(message for message in renamed if message["role"] != "system")]
+
+
+def tool_definition(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with the fields the engine knows, in its order: templates print them as JSON.
+
+    Raises BadRequestError for a tool without a function.
+    """
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise BadRequestError("each of `tools` needs a `function` object", param="tools")
+    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    set_ones = {
+        name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None
+    }
+    return {"type": "function", "function": known | set_ones}
+
+
+def _message(message: Message, content_format: ContentFormat) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise BadRequestError("each of `messages` needs a `role` that is a string", param="messages")
+    parts = _parts(message.get("content"))
+    if role == "system":
+        parts = _without_billing_header(parts)
+    content = content_format(parts)
+    if role == "tool":
+        content = _text(content)  # templates expect a tool's answer as a string, whatever they loop over
+    return {"role": role, "content": content, **_fields_of_role(role, message)}
+
+
+def _fields_of_role(role: str, message: Message) -> Message:
+    """What is kept of a message besides role and content, in the engine's order: templates may print it."""
+    fields: Message = {}
+    if role == "assistant":
+        fields |= _assistant_fields(message)
+    if role == "tool" and "tool_call_id" in message:
+        fields["tool_call_id"] = message["tool_call_id"]
+    fields |= {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
+    if role == "developer":
+        fields["tools"] = message.get("tools")
+    return fields
+
+
+def _assistant_fields(message: Message) -> Message:
+    fields: Message = {}
+    if calls := message.get("tool_calls"):
+        fields["tool_calls"] = [_tool_call(call) for call in _list(calls, "tool_calls")]
+    reasoning = message.get("reasoning")
+    if reasoning is None:
+        reasoning = message.get("reasoning_content")  # its older name
+    if reasoning is not None:
+        fields |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    return fields
+
+
+def _tool_call(call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise BadRequestError("each of `tool_calls` needs a `function` object", param="messages")
+    called = {"arguments": _arguments(function.get("arguments")), "name": function.get("name")}
+    return {"id": call.get("id"), "function": called, "type": "function"}
+
+
+def _arguments(arguments: object) -> dict[str, Any]:
+    """A tool call's arguments as an object; empty where they are none, so that the conversation can go on."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _parts(content: object) -> list[Part]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [_text_part(content)]
+    return [part for item in _list(content, "content") if (part := _part(item)) is not None]
+
+
+def _part(part: object) -> Part | None:
+    if isinstance(part, str):
+        return _text_part(part)
+    if not isinstance(part, dict):
+        raise BadRequestError("each part of `content` must be a string or an object", param="messages")
+    field = _TEXT_FIELDS.get(str(part.get("type", "text")))
+    if field is None:
+        return _text_part(_media_name(part))
+    text = part.get(field)
+    if text is None:
+        return None  # the engine skips it, too
+    if not isinstance(text, str):
+        raise BadRequestError(f"`{field}` of a part of `content` must be a string", param="messages")
+    return _text_part(text)
+
+
+def _text_part(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+def _media_name(part: Part) -> str:
+    """A text in place of an image, a sound or a video.
+
+    Only the engine knows how many tokens it becomes. A name made of its contents keeps what routing needs:
+    prompts that agree up to and in this item have equal hashes, others do not.
+    """
+    return f"<media {xxhash.xxh3_64_hexdigest(msgspec.json.encode(part))}>"
+
+
+def _without_billing_header(parts: list[Part]) -> list[Part]:
+    kept = []
+    for part in parts:
+        text = part["text"]
+        rest = text.partition("\n")[2] if text.startswith(_BILLING_HEADER) else text
+        if rest or rest is text:
+            kept.append(_text_part(rest))
+    return kept
+
+
+def _as_system(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "tools"} | {"role": "system"}
+
+
+def _text(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _list(value: object, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise BadRequestError(f"`{name}` of a message must be a list", param="messages")
+    return value

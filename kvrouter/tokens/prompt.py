@@ -1,0 +1,146 @@
+"""From what a client sends as its prompt to the token ids that the engine computes.
+
+    ChatPrompt  --chat template-->  text  --tokenizer-->  token ids
+    TextPrompt                      text  --tokenizer-->  token ids
+    TokenPrompt                                           token ids
+
+Without a model directory only the last row works. The others then have no token ids (None), so no hashes:
+such a request is placed by load alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+from kvrouter.errors import BadRequestError
+from kvrouter.tokens.messages import Message
+from kvrouter.tokens.template import ChatTemplate
+from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, Tokenizer
+
+TokenIds: TypeAlias = list[int]
+
+_SHORT_PROMPT_ITEMS = 4
+"""More messages or texts are not short, however little they say: each one costs a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The messages of a chat request and what shapes their prompt; the names are those of the body."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False
+    kept_tokens: slice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """The prompts of a completion request, as text."""
+
+    texts: Sequence[str]
+    add_special_tokens: bool = True
+    kept_tokens: slice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """The prompts of a completion request, as token ids."""
+
+    token_ids: Sequence[TokenIds]
+    kept_tokens: slice | None = None
+
+
+Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
+"""`kept_tokens` of each is the part that the client's `truncate_prompt_tokens` leaves."""
+
+
+class PromptEncoder:
+    """The tokenizer and the chat template of one model. Close it with `with`."""
+
+    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+
+    @classmethod
+    def load(cls, model_path: Path | None, *, threads: int = 8) -> Self:
+        """Read a model directory; None stands for no directory. Raises ConfigError for a broken one."""
+        if model_path is None:
+            return cls(None, None)
+        template = ChatTemplate.load(model_path)  # first, as it opens nothing that must be closed
+        return cls(Tokenizer.load(model_path, threads=threads), template)
+
+    @property
+    def can_encode_text(self) -> bool:
+        """Whether there is a tokenizer, so that text and chats have token ids."""
+        return self._tokenizer is not None
+
+    async def encode(self, prompt: Prompt | None) -> list[TokenIds] | None:
+        """The token ids of each prompt (a chat is one), None where they cannot be known.
+
+        None for a prompt is one that only the engine can know.
+
+        Raises BadRequestError if the chat template refuses the messages, or there is no template.
+        """
+        if isinstance(prompt, TokenPrompt):
+            return _kept(prompt, prompt.token_ids)
+        if prompt is None or self._tokenizer is None:
+            return None
+        job = partial(self._encode_now, self._tokenizer, prompt)
+        if _is_short(prompt):
+            return job()
+        return await self._tokenizer.in_thread(job)
+
+    def _encode_now(self, tokenizer: Tokenizer, prompt: ChatPrompt | TextPrompt) -> list[TokenIds]:
+        texts = prompt.texts if isinstance(prompt, TextPrompt) else [self._render(prompt)]
+        return _kept(prompt, tokenizer.encode_all_now(texts, add_special_tokens=prompt.add_special_tokens))
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        if self._template is None:
+            raise BadRequestError(
+                "this model has no chat template: add chat_template.jinja to the directory of --model-path, "
+                "or use /v1/completions",
+                param="messages",
+            )
+        return self._template.render(
+            prompt.messages,
+            tools=prompt.tools,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            chat_template_kwargs=prompt.chat_template_kwargs,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._tokenizer is not None:
+            self._tokenizer.__exit__(*error)
+
+
+def _kept(prompt: Prompt, token_ids: Sequence[TokenIds]) -> list[TokenIds]:
+    if prompt.kept_tokens is None:
+        return list(token_ids)
+    return [ids[prompt.kept_tokens] for ids in token_ids]
+
+
+def _is_short(prompt: ChatPrompt | TextPrompt) -> bool:
+    """Whether the prompt is certainly short: parts, tools and template variables count as long."""
+    if isinstance(prompt, TextPrompt):
+        return _are_short(prompt.texts)
+    if prompt.tools or prompt.chat_template_kwargs:
+        return False
+    return _are_short([message.get("content") for message in prompt.messages])
+
+
+def _are_short(texts: Sequence[object]) -> bool:
+    if len(texts) > _SHORT_PROMPT_ITEMS:
+        return False
+    lengths = [len(text) for text in texts if isinstance(text, str)]
+    return len(lengths) == len(texts) and sum(lengths) <= INLINE_CHARACTERS

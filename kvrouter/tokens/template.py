@@ -1,0 +1,206 @@
+"""The model's chat template, rendered as transformers and vLLM render it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import jinja2
+import jinja2.ext
+import jinja2.parser
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvrouter.errors import BadRequestError, ConfigError
+from kvrouter.tokens.content_format import wants_parts
+from kvrouter.tokens.messages import (
+    ContentFormat,
+    Message,
+    as_parts,
+    as_string,
+    conversation,
+    developer_as_system,
+    tool_definition,
+)
+
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Put behind the text to continue, and found again in the prompt. Its space shows if the template trims."""
+
+
+class ChatTemplate:
+    """A model's chat templates: the default one, and perhaps another for requests with tools."""
+
+    def __init__(
+        self, text: str, *, tool_use: str | None = None, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        environment = _environment()
+        self._default = _Compiled.compile(environment, text)
+        self._tool_use = _Compiled.compile(environment, tool_use) if tool_use is not None else self._default
+        self._special_tokens = dict(special_tokens or {})
+
+    @classmethod
+    def load(cls, model_path: Path) -> Self | None:
+        """The template in a model directory, None without one. Raises ConfigError if it does not compile.
+
+        Read from `chat_template.jinja` and `additional_chat_templates/`, else from `tokenizer_config.json`,
+        else from `chat_template.json`, where older multimodal models have it.
+        """
+        config = _read_json(model_path / "tokenizer_config.json")
+        texts = _template_texts(model_path, config)
+        if "default" not in texts:
+            return None
+        special_tokens = _special_tokens(_read_json(model_path / "special_tokens_map.json") | config)
+        try:
+            return cls(texts["default"], tool_use=texts.get("tool_use"), special_tokens=special_tokens)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template of {model_path} does not compile: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. Raises BadRequestError if the messages are malformed or the template refuses them."""
+        compiled = self._tool_use if tools else self._default
+        chat = conversation(messages, compiled.content_format)
+        if not compiled.knows_developer:
+            chat = developer_as_system(chat)
+        variables = {
+            "documents": None,
+            "tools": [tool_definition(tool) for tool in tools] if tools else None,
+            **self._special_tokens,
+            **(chat_template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if not continue_final_message:
+            return compiled.render(chat, variables)
+        return _cut_at_tag(compiled.render(_tagged(chat), variables))
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    template: jinja2.Template
+    content_format: ContentFormat
+    knows_developer: bool
+
+    @classmethod
+    def compile(cls, environment: jinja2.Environment, text: str) -> Self:
+        return cls(
+            template=environment.from_string(text),
+            content_format=as_parts if wants_parts(environment.parse(text)) else as_string,
+            knows_developer='"developer"' in text or "'developer'" in text,
+        )
+
+    def render(self, chat: list[Message], variables: Mapping[str, Any]) -> str:
+        try:
+            return self.template.render({**variables, "messages": chat})
+        except (
+            Exception
+        ) as error:  # raise_exception(), but also TypeError and whatever else a template runs into
+            reason = f"the chat template refuses this request: {error}"
+            raise BadRequestError(reason, param="messages") from error
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; here its body is simply printed."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes HTML and sorts keys: neither is what models were trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # local time, as in the engine
+
+
+def _tagged(chat: list[Message]) -> list[Message]:
+    """The chat with the tag behind the last text of its last message."""
+    content = chat[-1]["content"]
+    if isinstance(content, str):
+        tagged: str | list[dict[str, Any]] = content + _CONTINUE_TAG
+    elif content:
+        tagged = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _CONTINUE_TAG}]
+    else:
+        raise BadRequestError("continue_final_message: the final message has no text", param="messages")
+    return [*chat[:-1], {**chat[-1], "content": tagged}]
+
+
+def _cut_at_tag(prompt: str) -> str:
+    at = prompt.rfind(_CONTINUE_TAG.rstrip())
+    if at < 0:
+        raise BadRequestError(
+            "continue_final_message: the template drops the final message", param="messages"
+        )
+    return prompt[:at] if prompt.startswith(_CONTINUE_TAG, at) else prompt[:at].rstrip()
+
+
+def _template_texts(model_path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name to text; the name of the only one is "default"."""
+    more = (model_path / "additional_chat_templates").glob("*.jinja")
+    texts = {file.stem: file.read_text("utf-8") for file in more}
+    if (file := model_path / "chat_template.jinja").is_file():
+        texts["default"] = file.read_text("utf-8")
+    if texts:
+        return texts
+    stated = config.get("chat_template") or _read_json(model_path / "chat_template.json").get("chat_template")
+    if isinstance(stated, str):
+        return {"default": stated}
+    return {named["name"]: named["template"] for named in stated or []}  # [{"name": ..., "template": ...}]
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like: a string, or an object with the string as its content."""
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`, empty if there is no such file; raise ConfigError if it is not an object."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} must hold a JSON object")
+    return value

@@ -1,0 +1,140 @@
+"""The demo's model directory, built here in a second: nothing is downloaded.
+
+A byte-level BPE tokenizer of 2,000 tokens trained on Python's own documentation, a ChatML template, and the
+config of a two-layer Qwen2, so that a real engine can serve it, too (vLLM: `--load-format dummy`).
+
+    python -m kvrouter.tokens.tiny DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+VOCABULARY_SIZE = 2_000
+MAX_MODEL_TOKENS = 32_768
+
+_CORPUS = ("pydoc_data/topics.py", "argparse.py", "typing.py", "asyncio/base_events.py")
+"""Parts of the standard library: plenty of English, some code, the same wherever Python is the same."""
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Qwen2's. transformers 5 sees the model type and splits so, whatever a tokenizer.json says."""
+
+_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+_CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\nTools:\\n' }}
+{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}{{ '\\n' + call.function | tojson }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+def build_tiny_model(path: Path) -> None:
+    """Fill `path` with a complete model directory; if it is one already, return at once.
+
+    Every file appears whole, so that processes may build one directory at the same time.
+    """
+    if all((path / name).is_file() for name in _FILES):
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer = _trained_tokenizer()
+    for name, content in _FILES.items():
+        _write_whole(path / name, tokenizer.to_str() if content is None else content)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Build the model in the directory named on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m kvrouter.tokens.tiny", description=__doc__)
+    parser.add_argument("directory", type=Path, help="where to build it")
+    build_tiny_model(parser.parse_args(arguments).directory)
+
+
+def _trained_tokenizer() -> tokenizers.Tokenizer:
+    words = pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=list(_SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library = Path(sysconfig.get_path("stdlib"))
+    tokenizer.train_from_iterator(((library / name).read_text("utf-8") for name in _CORPUS), trainer)
+    return tokenizer
+
+
+def _write_whole(file: Path, text: str) -> None:
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    unfinished.write_text(text, "utf-8")
+    unfinished.replace(file)
+
+
+def _config() -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": VOCABULARY_SIZE,
+        "max_position_embeddings": MAX_MODEL_TOKENS,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        **_ENDS,
+    }
+
+
+def _tokenizer_config() -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": MAX_MODEL_TOKENS,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    }
+
+
+_ENDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+"""Special tokens come first in the vocabulary, in the order of _SPECIAL_TOKENS."""
+
+_FILES: dict[str, str | None] = {
+    "tokenizer.json": None,  # trained
+    "tokenizer_config.json": json.dumps(_tokenizer_config(), indent=2),
+    "chat_template.jinja": _CHAT_TEMPLATE,
+    "config.json": json.dumps(_config(), indent=2),
+    "generation_config.json": json.dumps(_ENDS, indent=2),
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.errors import BadRequestError, ConfigError
+from kvrouter.tokens.messages import Message
+from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt
+from kvrouter.tokens.tokenizer import Tokenizer
+
+LONG = "It was the best of times, it was the worst of times. " * 50
+
+texts = st.text('a{"\\ é\x00', max_size=6)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+messages = st.dictionaries(
+    st.sampled_from(["role", "content", "tool_calls", "name", "reasoning"]),
+    st.sampled_from(["user", "assistant", "tool", "developer", "system"]) | json_values,
+)
+
+
+def chat(text: str, **more: Any) -> ChatPrompt:
+    """A chat of one message."""
+    return ChatPrompt([{"role": "user", "content": text}], **more)
+
+
+@pytest.mark.parametrize("text", ["hi", LONG], ids=["short", "long"])
+async def test_chat(encoder: PromptEncoder, tokenizer: Tokenizer, text: str) -> None:
+    """A chat has the ids of its rendered template; <|im_start|> and <|im_end|> are tokens."""
+    rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+    assert [tokenizer.encode_now(rendered, add_special_tokens=False)] == await encoder.encode(chat(text))
+
+
+async def test_options_of_a_chat(encoder: PromptEncoder, tokenizer: Tokenizer) -> None:
+    """What a request says about its prompt reaches the template."""
+    found = await encoder.encode(chat("hi", add_generation_prompt=False, continue_final_message=True))
+
+    assert [tokenizer.encode_now("<|im_start|>user\nhi", add_special_tokens=False)] == found
+
+
+@pytest.mark.parametrize("texts", [["a"], ["a", "b c", ""], ["a"] * 9, [LONG, "a"]], ids=len)
+async def test_texts(encoder: PromptEncoder, tokenizer: Tokenizer, texts: list[str]) -> None:
+    """Each text of a completion has its own ids."""
+    expected = [tokenizer.encode_now(text, add_special_tokens=True) for text in texts]
+
+    assert expected == await encoder.encode(TextPrompt(texts))
+
+
+async def test_token_ids(encoder: PromptEncoder) -> None:
+    """Token ids are taken as they are, also those that this tokenizer does not have."""
+    assert [[1, 2], [2**32 - 1]] == await encoder.encode(TokenPrompt([[1, 2], [2**32 - 1]]))
+
+
+async def test_unknown_prompt(encoder: PromptEncoder) -> None:
+    """A prompt that only the engine can know has no token ids."""
+    assert await encoder.encode(None) is None
+
+
+async def test_truncated(encoder: PromptEncoder) -> None:
+    """What the client has the engine cut off is cut off here."""
+    whole = await encoder.encode(TextPrompt([LONG]))
+    assert whole
+
+    assert [whole[0][-5:]] == await encoder.encode(TextPrompt([LONG], kept_tokens=slice(-5, None)))
+    assert [[1, 2]] == await encoder.encode(TokenPrompt([[1, 2, 3]], kept_tokens=slice(2)))
+
+
+@pytest.mark.parametrize("prompt", [chat("hi"), TextPrompt(["hi"])], ids=["chat", "text"])
+async def test_without_a_model_directory(prompt: Prompt) -> None:
+    """Without a tokenizer text has no token ids, so it is routed by load; token ids are what they are."""
+    with PromptEncoder.load(None) as encoder:
+        assert not encoder.can_encode_text
+        assert await encoder.encode(prompt) is None
+        assert [[1, 2]] == await encoder.encode(TokenPrompt([[1, 2]]))
+
+
+async def test_without_a_template(tiny: Path, tmp_path: Path) -> None:
+    """A model without a chat template refuses chats, with the way out, and serves completions."""
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+
+    with PromptEncoder.load(tmp_path) as encoder:
+        assert encoder.can_encode_text
+        assert await encoder.encode(TextPrompt(["hi"]))
+        with pytest.raises(BadRequestError, match=r"add chat_template\.jinja"):
+            await encoder.encode(chat("hi"))
+
+
+def test_no_such_directory(tmp_path: Path) -> None:
+    """A wrong --model-path stops the start."""
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is missing"):
+        PromptEncoder.load(tmp_path / "typo")
+
+
+async def test_surrogates_in_a_tool_call(encoder: PromptEncoder) -> None:
+    """JSON within JSON can bring in half a surrogate pair: the client's mistake, not ours."""
+    call = {"id": "1", "function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
+
+    with pytest.raises(BadRequestError, match="not valid Unicode"):
+        await encoder.encode(ChatPrompt([{"role": "assistant", "content": "", "tool_calls": [call]}]))
+
+
+@given(st.lists(messages, min_size=1, max_size=3), st.lists(st.dictionaries(texts, json_values), max_size=2))
+async def test_any_messages(encoder: PromptEncoder, chat: list[Message], tools: list[dict[str, Any]]) -> None:
+    """Messages and tools of any shape are encoded or refused, never an error of ours."""
+    try:
+        ids = await encoder.encode(ChatPrompt(chat, tools=tools or None))
+    except BadRequestError:
+        return
+    assert ids
