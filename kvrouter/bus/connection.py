@@ -68,6 +68,7 @@ class Bus:
         self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
         self._logged_at: dict[str, float] = {}
+        self._is_closing = False
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -188,6 +189,7 @@ class Bus:
 
     async def _finish(self) -> None:
         """Let what was queued (a `leave`) go out, then close."""
+        self._is_closing = True
         if self._client is None:
             return
         with contextlib.suppress(Exception):  # nothing that NATS does may spoil an orderly end
@@ -213,7 +215,8 @@ class Bus:
         self._client_closed.set()
 
     async def _on_disconnected(self) -> None:
-        log.warning("nats.disconnected", name=self._name)
+        if not self._is_closing:
+            log.warning("nats.disconnected", name=self._name)
 
     async def _on_reconnected(self) -> None:
         self._connected()

@@ -1,0 +1,7 @@
+"""`python -m kvrouter COMMAND …`."""
+
+import sys
+
+from kvrouter.cli import main
+
+sys.exit(main())

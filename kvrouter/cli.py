@@ -1,0 +1,88 @@
+"""`kvrouter COMMAND …`: the processes as sub-commands, and the tools beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from kvrouter.version import __version__
+
+_USAGE = """\
+usage: kvrouter COMMAND [flags]
+
+  frontend   one replica: OpenAI-compatible HTTP frontend with the router inside
+  worker     the agent beside an engine: announces it, bridges its KV events, reports its load
+  mocker     a simulated engine with vLLM's HTTP surface and KV-event wire
+  nats       the embedded NATS server on 127.0.0.1, until stopped
+
+`kvrouter COMMAND --help` lists a command's flags. `kvrouter --version` prints the version.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one sub-command; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in {"-h", "--help"}:
+        print(_USAGE, end="")  # noqa: T201
+        return 0
+    if words[0] == "--version":
+        print(__version__)  # noqa: T201
+        return 0
+    command = _COMMANDS.get(words[0])
+    if command is None:
+        print(f"kvrouter: no command {words[0]!r}\n\n{_USAGE}", end="", file=sys.stderr)  # noqa: T201
+        return 2
+    return command(words[1:])
+
+
+def _frontend(arguments: Sequence[str]) -> int:
+    from kvrouter.frontend.__main__ import main as run
+
+    return run(arguments)
+
+
+def _worker(arguments: Sequence[str]) -> int:
+    from kvrouter.worker.__main__ import main as run
+
+    return run(arguments)
+
+
+def _mocker(arguments: Sequence[str]) -> int:
+    from kvrouter.mocker.__main__ import main as run
+
+    run(arguments)
+    return 0
+
+
+def _nats(arguments: Sequence[str]) -> int:
+    from kvrouter.bus.embedded import DEFAULT_URL
+    from kvrouter.telemetry.logs import set_up_logs
+
+    if len(arguments) > 1 or any(word.startswith("-") for word in arguments):
+        print(f"usage: kvrouter nats [URL]   (default {DEFAULT_URL})", file=sys.stderr)  # noqa: T201
+        return 2
+    set_up_logs()
+    asyncio.run(_run_nats(arguments[0] if arguments else DEFAULT_URL))
+    return 0
+
+
+async def _run_nats(url: str) -> None:
+    from kvrouter.bus.embedded import embedded_server
+
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(embedded_server(url))
+        await stopped.wait()
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "frontend": _frontend,
+    "worker": _worker,
+    "mocker": _mocker,
+    "nats": _nats,
+}

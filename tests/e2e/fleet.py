@@ -1,0 +1,125 @@
+"""A whole fleet on one event loop, over real sockets and a real nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from kvrouter.frontend.options import parse_options
+from kvrouter.frontend.serve import RunningFrontend, running_frontend
+from kvrouter.mocker.config import MockerConfig
+from kvrouter.mocker.engine import EngineConfig
+from kvrouter.mocker.server import Mocker, running_mocker
+from kvrouter.worker.agent import serve as serve_agent
+from kvrouter.worker.options import AgentOptions, worker_id_of
+from kvrouter.worker.zmq_feed import FeedOptions
+
+PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Frontends and the mockers behind them."""
+
+    frontends: Sequence[RunningFrontend]
+    mockers: Sequence[Mocker]
+    http: aiohttp.ClientSession
+
+    async def workers(self, frontend: int) -> dict[str, Any]:
+        """What one frontend shows at /workers."""
+        async with self.http.get(f"{self.frontends[frontend].url}/workers") as response:
+            shown: dict[str, Any] = await response.json()
+        return shown
+
+    async def views(self) -> list[dict[str, Any]]:
+        """What every frontend shows."""
+        return [await self.workers(number) for number in range(len(self.frontends))]
+
+    def router_ids(self) -> list[str]:
+        """The id of each replica."""
+        return [frontend.replica.router_id for frontend in self.frontends]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Turn the loop until something is so; bounded."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def running_fleet(
+    nats_url: str,
+    namespace: str,
+    *,
+    frontends: int = 2,
+    mockers: int = 4,
+    model_path: Path | None = None,
+    flags: Sequence[str] = (),
+    engine: EngineConfig | None = None,
+    host_blocks: int = 0,
+) -> AsyncIterator[Fleet]:
+    """Start it all; yields when every frontend is ready and sees every worker and every peer."""
+    async with contextlib.AsyncExitStack() as stack:
+        engine = engine or EngineConfig(num_blocks=2048 + 1, host_blocks=host_blocks)
+        engines = [
+            await stack.enter_async_context(
+                running_mocker(
+                    MockerConfig(engine=engine, model_name="tiny", model_path=model_path, speedup=20.0)
+                )
+            )
+            for _ in range(mockers)
+        ]
+        for mocker in engines:
+            await stack.enter_async_context(running_agent(mocker, nats_url, namespace))
+        replicas = [
+            await stack.enter_async_context(
+                running_frontend(parse_options(frontend_flags(nats_url, namespace, model_path, flags)))
+            )
+            for _ in range(frontends)
+        ]
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        fleet = Fleet(replicas, engines, http)
+        await until(lambda: all(_is_complete(frontend, mockers, frontends) for frontend in replicas))
+        yield fleet
+
+
+def frontend_flags(
+    nats_url: str, namespace: str, model_path: Path | None, more: Sequence[str] = ()
+) -> list[str]:
+    """The command line of a frontend."""
+    flags = ["--host", "127.0.0.1", "--port", "0", "--nats", nats_url, "--namespace", namespace]
+    model = ["--model-path", str(model_path)] if model_path else []
+    return [*flags, "--router-replica-sync", "--drain-grace", "0", "--drain-timeout", "5", *model, *more]
+
+
+@contextlib.asynccontextmanager
+async def running_agent(mocker: Mocker, nats_url: str, namespace: str) -> AsyncIterator[None]:
+    """The agent beside one mocker."""
+    stop = asyncio.Event()
+    options = AgentOptions(
+        engine_url=mocker.url,
+        worker_id=worker_id_of(mocker.url),
+        nats=nats_url,
+        namespace=namespace,
+        feeds=[FeedOptions(mocker.kv_events, mocker.kv_replay)],
+    )
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve_agent(options, stop))
+        try:
+            yield
+        finally:
+            stop.set()
+
+
+def _is_complete(frontend: RunningFrontend, workers: int, replicas: int) -> bool:
+    replica = frontend.replica
+    seen = sum(len(router.pool.targets) for router in replica.routers.values())
+    ready = not replica.not_ready(asyncio.get_running_loop().time())
+    return ready and seen == workers and len(replica.peers) == replicas - 1

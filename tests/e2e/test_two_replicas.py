@@ -1,0 +1,284 @@
+"""Two replicas, four mockers with their agents, one NATS: what a client and an operator see."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from kvrouter.core.beats import Card
+from kvrouter.core.sources import SyncSource
+from kvrouter.mocker.engine import EngineConfig
+from kvrouter.tokens.tiny import build_tiny_model
+from tests.e2e.fleet import Fleet, running_fleet, until
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model directory."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    build_tiny_model(path)
+    return path
+
+
+@pytest.fixture
+async def fleet(nats_url: str, model_path: Path) -> AsyncIterator[Fleet]:
+    """Two frontends in mode kv before four mockers."""
+    async with running_fleet(nats_url, uuid.uuid4().hex, model_path=model_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def clients(fleet: Fleet) -> AsyncIterator[list[openai.AsyncOpenAI]]:
+    """An OpenAI client for each frontend."""
+    made = [
+        openai.AsyncOpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0)
+        for frontend in fleet.frontends
+    ]
+    yield made
+    for client in made:
+        await client.close()
+
+
+def system_prompt(group: int) -> str:
+    """About 20 blocks that the requests of one group share."""
+    return f"You are assistant number {group}. " * 40
+
+
+def content_of(view: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """What a frontend knows of each target's blocks and load."""
+    fields = ("incarnation", "last_seq", "blocks", "digest", "active_blocks", "charged_prefill_tokens")
+    return {row["worker_id"]: tuple(row[field] for field in fields) for row in view["targets"]}
+
+
+def is_settled(fleet: Fleet) -> bool:
+    """Whether nothing is in flight, and every reader has all that its source has sent."""
+    replicas = [frontend.replica for frontend in fleet.frontends]
+    sent = {
+        (replica.router_id, pool): router.source.seq
+        for replica in replicas
+        for pool, router in replica.routers.items()
+    }
+    return all(
+        reader.lag == 0 and reader.state.value == "live" and not reader.is_loading
+        for replica in replicas
+        for reader in replica.readers.values()
+    ) and all(
+        not router.pool.active.owners()
+        and all(
+            reader.seq == sent[source.router_id, source.pool]
+            for source, reader in replica.readers.items()
+            if isinstance(source, SyncSource)
+        )
+        for replica in replicas
+        for router in replica.routers.values()
+    )
+
+
+async def settle(fleet: Fleet) -> list[dict[str, Any]]:
+    """Wait until the fleet is at rest and both replicas show the same; bounded."""
+    await until(lambda: is_settled(fleet))
+    async with asyncio.timeout(10):
+        while True:
+            views = await fleet.views()
+            if content_of(views[0]) == content_of(views[1]):
+                return views
+            await asyncio.sleep(0.02)
+
+
+async def ask_and_settle(fleet: Fleet, client: openai.AsyncOpenAI, prompt: list[int]) -> Any:
+    """The raw answer to one completion, once every replica knows all that came of it."""
+    answer = await client.completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=2)
+    await until(lambda: is_settled(fleet))
+    return answer
+
+
+async def test_replicas_agree_after_mixed_traffic(fleet: Fleet, clients: list[openai.AsyncOpenAI]) -> None:
+    """Requests alternate between replicas; both end with equal indexes and empty active tables."""
+
+    async def ask(number: int) -> None:
+        client = clients[number % 2]
+        messages: Any = [
+            {"role": "system", "content": system_prompt(number % 5)},
+            {"role": "user", "content": f"question {number}"},
+        ]
+        if number % 3:
+            stream = await client.chat.completions.create(
+                model="tiny", messages=messages, max_tokens=20, stream=True
+            )
+            assert 20 == len(
+                [chunk async for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
+            )
+        else:
+            answer = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=20)
+            assert answer.usage is not None
+            assert 20 == answer.usage.completion_tokens
+
+    await asyncio.gather(*(ask(number) for number in range(60)))
+    views = await settle(fleet)
+
+    assert content_of(views[0]) == content_of(views[1])
+    assert 4 == len(content_of(views[0]))
+    assert sum(row["blocks"] for row in views[0]["targets"]) > 100
+    for view in views:
+        assert [{}] == [pool["owners"] for pool in view["bookings"]]
+        assert 0 == sum(feed["counters"]["digest_mismatches"] for feed in view["feeds"])
+        assert 0 == sum(feed["counters"]["contradictions"] for feed in view["feeds"])
+    assert not any(mocker.engine.has_work() for mocker in fleet.mockers)
+
+
+async def test_a_prefix_cached_through_one_replica_is_found_by_the_other(
+    fleet: Fleet, clients: list[openai.AsyncOpenAI]
+) -> None:
+    """Replica B sends a request to the worker that replica A has warmed, and predicts what it reports."""
+    prompt = list(range(100, 500))
+    first = await clients[0].completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=2)
+    await settle(fleet)
+
+    second = await clients[1].completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=2)
+
+    assert second.headers["x-kvrouter-worker"] == first.headers["x-kvrouter-worker"]
+    usage = second.parse().usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 16 * int(second.headers["x-kvrouter-overlap-blocks"])
+    assert "24" == second.headers["x-kvrouter-overlap-blocks"]
+
+
+async def test_text_and_its_token_ids_are_the_same_prompt(
+    fleet: Fleet, clients: list[openai.AsyncOpenAI]
+) -> None:
+    """What the engine says a text is in tokens finds the blocks that the text has filled."""
+    text = system_prompt(1)
+    first = await clients[0].completions.with_raw_response.create(model="tiny", prompt=text, max_tokens=1)
+    async with fleet.http.post(f"{fleet.mockers[0].url}/tokenize", json={"prompt": text}) as response:
+        tokens = (await response.json())["tokens"]
+    await settle(fleet)
+
+    second = await clients[1].completions.with_raw_response.create(model="tiny", prompt=tokens, max_tokens=1)
+
+    assert second.headers["x-kvrouter-worker"] == first.headers["x-kvrouter-worker"]
+    assert (len(tokens) - 1) // 16 == int(second.headers["x-kvrouter-overlap-blocks"])
+
+
+async def test_a_booking_is_seen_by_the_other_replica_while_it_lasts(
+    fleet: Fleet, clients: list[openai.AsyncOpenAI]
+) -> None:
+    """A stream through A shows as load at B, and is gone there when its client has left."""
+    owner, other = fleet.frontends[0].replica, fleet.frontends[1].replica
+
+    def seen() -> int:
+        return sum(r.pool.active.owners().get(owner.router_id, 0) for r in other.routers.values())
+
+    stream = await clients[0].completions.create(
+        model="tiny", prompt=[7] * 64, max_tokens=20_000, stream=True
+    )
+    await until(lambda: seen() == 1)
+    await stream.close()
+    await until(lambda: seen() == 0)
+
+    await settle(fleet)
+    await until(lambda: not any(mocker.engine.has_work() for mocker in fleet.mockers))
+
+
+async def test_errors_are_openai_errors(clients: list[openai.AsyncOpenAI]) -> None:
+    """The client raises what it would raise at OpenAI's own service."""
+    chat: Any = [{"role": "user", "content": "x"}]
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        await clients[0].chat.completions.create(model="other", messages=chat)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await clients[0].completions.create(model="tiny", prompt=[1] * 40_000)
+    with pytest.raises(openai.BadRequestError, match="messages"):
+        await clients[0].chat.completions.create(model="tiny", messages=[])
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await clients[0].completions.create(model="tiny", prompt=[1] * 40_000, stream=True)
+
+
+async def test_a_worker_that_leaves_is_replaced(fleet: Fleet, clients: list[openai.AsyncOpenAI]) -> None:
+    """A worker that refuses connections costs its next request nothing but a retry."""
+    prompt = list(range(1000, 1400))
+    first = await clients[0].completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=2)
+    warmed = first.headers["x-kvrouter-worker"]
+    await settle(fleet)
+    for frontend in fleet.frontends:
+        (router,) = frontend.replica.routers.values()
+        worker = router.pool.workers[warmed]  # type: ignore[index]
+        worker.card = _unreachable(worker.card)
+
+    second = await clients[1].completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=2)
+
+    assert second.headers["x-kvrouter-worker"] != warmed
+
+
+def _unreachable(card: Card) -> Card:
+    return msgspec.structs.replace(card, url="http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("mode", ["round-robin", "random"])
+async def test_modes_without_tokens_spread_requests(nats_url: str, mode: str) -> None:
+    """They serve without a tokenizer, and use every worker."""
+    async with running_fleet(
+        nats_url, uuid.uuid4().hex, frontends=1, mockers=2, flags=["--router-mode", mode]
+    ) as fleet:
+        client = openai.AsyncOpenAI(base_url=f"{fleet.frontends[0].url}/v1", api_key="none")
+        used = {
+            (
+                await client.completions.with_raw_response.create(model="tiny", prompt=[5] * 40, max_tokens=1)
+            ).headers["x-kvrouter-worker"]
+            for _ in range(20)
+        }
+        await client.close()
+
+    assert 2 == len(used)
+
+
+async def test_without_events_the_approximate_index_is_shared(nats_url: str) -> None:
+    """With --no-kv-events replica B finds the worker that replica A has used for the same prompt."""
+    async with running_fleet(nats_url, uuid.uuid4().hex, mockers=3, flags=["--no-kv-events"]) as fleet:
+        clients = [
+            openai.AsyncOpenAI(base_url=f"{frontend.url}/v1", api_key="none") for frontend in fleet.frontends
+        ]
+        prompt = list(range(320))
+        first = await clients[0].completions.with_raw_response.create(
+            model="tiny", prompt=prompt, max_tokens=2
+        )
+        await until(lambda: is_settled(fleet))
+        second = await clients[1].completions.with_raw_response.create(
+            model="tiny", prompt=prompt, max_tokens=2
+        )
+        for client in clients:
+            await client.close()
+
+    assert second.headers["x-kvrouter-worker"] == first.headers["x-kvrouter-worker"]
+    assert "19" == second.headers["x-kvrouter-overlap-blocks"]
+
+
+async def test_host_tier_earns_its_credit(nats_url: str) -> None:
+    """Blocks that went to host memory still draw their requests, and count as cached there."""
+    small = EngineConfig(num_blocks=128, host_blocks=1024, max_model_len=2048)
+    async with running_fleet(nats_url, uuid.uuid4().hex, frontends=1, mockers=2, engine=small) as fleet:
+        client = openai.AsyncOpenAI(base_url=f"{fleet.frontends[0].url}/v1", api_key="none")
+
+        async def ask(start: int) -> Any:
+            prompt = list(range(start, start + 1600))
+            return await client.completions.with_raw_response.create(
+                model="tiny", prompt=prompt, max_tokens=1
+            )
+
+        first = await ask(0)
+        home = first.headers["x-kvrouter-worker"]
+        for other in range(1, 7):  # pushes the first prompt out of the device, on either worker
+            await ask(other * 2000)
+        again = await ask(0)
+        usage = again.parse().usage
+        await client.close()
+
+    assert again.headers["x-kvrouter-worker"] == home
+    assert usage.prompt_tokens_details.cached_tokens == 1584
+    assert int(again.headers["x-kvrouter-overlap-blocks"]) < 99
