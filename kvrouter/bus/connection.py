@@ -107,7 +107,7 @@ class Bus:
     async def subscribe(self, subject: str, on_message: OnMessage) -> None:
         """Call `on_message` for each message, also after reconnects."""
         self._subscriptions.append((subject, on_message))
-        if self._client is not None and self.connected:
+        if self._client is not None and not self._client.is_closed:
             await self._subscribe_client(self._client, subject, on_message)
 
     def on_connect(self, callback: Callable[[], None]) -> None:
@@ -151,10 +151,10 @@ class Bus:
             reconnect_time_wait=_jitter(0.2),  # type: ignore[arg-type]  # it only sleeps on it
             max_reconnect_attempts=-1,
         )
-        for subject, on_message in self._subscriptions:
+        for subject, on_message in self._subscriptions:  # grows if somebody subscribes meanwhile
             await self._subscribe_client(client, subject, on_message)
-        await client.flush()
         self._client = client
+        await client.flush()
         self._connected()
 
     async def _subscribe_client(self, client: Client, subject: str, on_message: OnMessage) -> None:

@@ -77,7 +77,8 @@ class ApproxIndex:
 
     def drop(self, target: Target) -> None:
         """The target is gone, and with it every assumption about it."""
-        self._expiry.pop(target, None)
+        if self._expiry.pop(target, None) is not None:
+            self._due = deque(entry for entry in self._due if entry.target != target)
         self._index.drop(target)
 
     def own_entries(self, now: float) -> Iterator[tuple[Target, Sequence[int], float]]:

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from kvrouter.core.events import VERSION
+from kvrouter.core.events import UNREADABLE, VERSION
 from kvrouter.core.ids import is_identifier
 from kvrouter.errors import MalformedFrameError
 
@@ -91,7 +91,7 @@ def decode_worker_beat(data: bytes) -> WorkerBeat:
     """Read a worker's heartbeat. Raises MalformedFrameError."""
     try:
         beat = _decode_worker(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedFrameError(f"no worker heartbeat: {error}") from None
     return _checked(beat)
 
@@ -100,7 +100,7 @@ def decode_router_beat(data: bytes) -> RouterBeat:
     """Read a replica's heartbeat. Raises MalformedFrameError."""
     try:
         beat = _decode_router(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedFrameError(f"no router heartbeat: {error}") from None
     if beat.version != VERSION:
         raise MalformedFrameError(f"router heartbeat of version {beat.version}, this is {VERSION}")

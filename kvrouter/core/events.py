@@ -22,6 +22,9 @@ MAX_FRAME_HASHES = 4096
 MAX_BOOKING_HASHES = 60_000
 """An AddRequest names at most this many blocks (480 KB); the rest travels as a number."""
 
+MAX_AMOUNT = 1 << 48
+"""Token and block counts beyond this are damage; sums of smaller ones stay within 64 bits."""
+
 DEVICE, HOST, DISK = 0, 1, 2
 TIERS = ("device", "host", "disk")
 
@@ -176,6 +179,8 @@ _decode_code = msgspec.msgpack.Decoder(list[object]).decode
 _decode_request = msgspec.msgpack.Decoder(ReplayRequest).decode
 _decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _KNOWN_CODES = frozenset({1, 2, 3, 4, 16, 17, 18, 19, 20, 21})
+UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+"""What msgspec raises for bytes that are not what they claim to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +198,7 @@ def decode_frame(data: bytes) -> Decoded:
     """Read a frame. Raises MalformedFrameError if not even its number can be read."""
     try:
         frame = _decode_frame(data)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return _decode_leniently(data)
     if frame.version != VERSION or not _are_sound(frame.ops):
         return Decoded(frame.version, frame.incarnation, frame.seq, None)
@@ -204,7 +209,7 @@ def _decode_leniently(data: bytes) -> Decoded:
     """The slow road, for frames with codes unknown here, of another version, or malformed."""
     try:
         envelope = _decode_envelope(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedFrameError(f"no frame: {error}") from None
     if envelope.version != VERSION:
         return Decoded(envelope.version, envelope.incarnation, envelope.seq, None)
@@ -212,7 +217,7 @@ def _decode_leniently(data: bytes) -> Decoded:
         raw_ops = _decode_raw_ops(envelope.ops)
         known = [raw for raw in raw_ops if _decode_code(raw)[0] in _KNOWN_CODES]
         ops = [_decode_op.decode(raw) for raw in known]
-    except (msgspec.DecodeError, RecursionError, IndexError, TypeError):
+    except (*UNREADABLE, IndexError, TypeError):
         return Decoded(envelope.version, envelope.incarnation, envelope.seq, None)
     unknown = len(raw_ops) - len(ops)
     return Decoded(VERSION, envelope.incarnation, envelope.seq, ops if _are_sound(ops) else None, unknown)
@@ -222,7 +227,7 @@ def decode_request(data: bytes) -> ReplayRequest:
     """Read a replay request. Raises MalformedFrameError."""
     try:
         request = _decode_request(data)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise MalformedFrameError(f"no replay request: {error}") from None
     if request.version != VERSION:
         raise MalformedFrameError(f"replay request of version {request.version}, this is {VERSION}")
@@ -233,11 +238,15 @@ def decode_answer(data: bytes) -> Answer:
     """Read the answer to a replay request. Raises MalformedFrameError."""
     try:
         answer = _decode_answer.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedFrameError(f"no replay answer: {error}") from None
-    if isinstance(answer, SnapshotChunk) and not _are_sound(answer.ops):
-        raise MalformedFrameError(f"snapshot {answer.snapshot_id} has ops out of range")
+    if isinstance(answer, SnapshotChunk) and not _is_sound_chunk(answer):
+        raise MalformedFrameError(f"snapshot {answer.snapshot_id} has numbers or ops out of range")
     return answer
+
+
+def _is_sound_chunk(chunk: SnapshotChunk) -> bool:
+    return 0 <= chunk.chunk < chunk.chunks and chunk.as_of_seq >= 0 and _are_sound(chunk.ops)
 
 
 def _are_sound(ops: Sequence[Op]) -> bool:
@@ -251,10 +260,12 @@ def _is_sound(op: Op) -> bool:
             return len(op.hashes) % 8 == 0 and DEVICE <= op.tier <= DISK
         case AddRequest():
             amounts = (op.isl, op.overlap_blocks, op.prefill_tokens, op.anonymous_blocks, op.rank)
-            return len(op.hashes) % 8 == 0 and min(amounts) >= 0
+            return len(op.hashes) % 8 == 0 and min(amounts) >= 0 and max(amounts) <= MAX_AMOUNT
         case Progress():
-            return op.output_blocks >= 0
+            return 0 <= op.output_blocks <= MAX_AMOUNT
+        case Check():
+            return DEVICE <= op.tier <= DISK
         case ApproxEntry():
-            return len(op.hashes) % 8 == 0 and op.ttl_ms >= 0
+            return len(op.hashes) % 8 == 0 and 0 <= op.ttl_ms <= MAX_AMOUNT
         case _:
             return True

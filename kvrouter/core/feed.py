@@ -129,7 +129,7 @@ class FeedReader:
 
     def heartbeat(self, incarnation: int, seq: int, now: float) -> None:
         """The source says how far it is. Its frames travel on the same subscription, before this."""
-        if incarnation < self.incarnation:
+        if incarnation < max(self.incarnation, self._wanted_incarnation):
             return
         if incarnation > max(self.incarnation, self._wanted_incarnation):
             self._meet(incarnation, seq, now)
@@ -159,6 +159,11 @@ class FeedReader:
         self.counters.failures += 1
         self._back_off(now)
 
+    def close(self) -> None:
+        """The source is gone: what was half loaded takes no room any longer."""
+        self._drop_held()
+        self._give_up_load()
+
     # What to do
 
     def due(self, now: float) -> ReplayRequest | None:
@@ -170,8 +175,6 @@ class FeedReader:
         if self.is_loading:
             return None  # first load what is here
         loading = self._loading
-        if loading is None and self._want_snapshot and now < self._snapshot_not_before:
-            return None
         self._asked = True
         incarnation = max(self.incarnation, self._wanted_incarnation)
         if loading is not None:
@@ -263,10 +266,12 @@ class FeedReader:
             return
         self.counters.digest_mismatches += 1
         self._mismatches_in_row += 1
-        self._recover(now, snapshot=True)
         if self._mismatches_in_row > 1:
             self.flag = "its digest keeps differing from what is held here"
-            self._snapshot_not_before = now + BROKEN_RETRY_S
+            if now < self._snapshot_not_before:
+                return  # go on with what there is: a snapshot did not help a moment ago
+        self._snapshot_not_before = now + BROKEN_RETRY_S
+        self._recover(now, snapshot=True)
 
     def _hold(self, decoded: Decoded, size: int, now: float) -> None:
         self._held.append(decoded)
@@ -339,8 +344,10 @@ class FeedReader:
             self._back_off(now)
             return
         loading = self._loading
-        if loading is None or (chunk.snapshot_id, chunk.chunk) != (loading.id, loading.next_chunk):
+        arrived = (chunk.incarnation, chunk.snapshot_id, chunk.chunk)
+        if loading is None or arrived != (loading.incarnation, loading.id, loading.next_chunk):
             if chunk.chunk != 0:
+                self._give_up_load()  # its snapshot is gone: the next request begins anew
                 self._back_off(now)
                 return
             self._sink.begin_load()
@@ -353,6 +360,8 @@ class FeedReader:
     def _finish_load(self, loading: _Loading, now: float) -> None:
         self._loading = None
         self._sink.finish_load()
+        if loading.incarnation > max(self.incarnation, self._wanted_incarnation):
+            self.source_seq = 0  # it started anew while it was asked: the old numbers are void
         self.incarnation = self._wanted_incarnation = loading.incarnation
         self.seq = loading.as_of_seq
         self.source_seq = max(self.source_seq, self.seq)
@@ -362,7 +371,9 @@ class FeedReader:
         self._catch_up(now)
 
     def _give_up_load(self) -> None:
-        self._loading = None
+        if self._loading is not None:
+            self._loading = None
+            self._sink.abandon_load()
 
     def _break(self, reason: str, now: float) -> None:
         self.counters.malformed += 1

@@ -66,7 +66,8 @@ class BlockIndex:
             holding = self.begin_load(TIERS.index(tier) + 1)
             self.finish_load(target, holding)
         if len(holding.sets) <= TIERS.index(tier):
-            self._widen(target, holding, TIERS.index(tier) + 1)
+            self.widen_load(holding, TIERS.index(tier) + 1)
+            self._own(target, holding)
         self.load(holding, hashes, tier)
 
     def remove(self, target: Target, hashes: Hashes, tier: str = "device") -> None:
@@ -147,6 +148,14 @@ class BlockIndex:
             tier_set.count += added
             tier_set.digest = (tier_set.digest + total) & _MASK64
 
+    def widen_load(self, holding: Holding, tier_sets: int) -> None:
+        """There turns out to be a wider tier: that set starts as a copy of the widest so far."""
+        while len(holding.sets) < tier_sets:
+            widest = holding.sets[-1]
+            wider = _TierSet(self._slots.take(), widest.count, widest.digest)
+            self._table.copy_slot(widest.slot, wider.slot)
+            holding.sets.append(wider)
+
     def loaded_holds(self, holding: Holding, hash_: int, tier: str) -> bool:
         """`holds` for a holding that is being loaded."""
         sets = holding.sets
@@ -156,8 +165,7 @@ class BlockIndex:
         """From now on look-ups see this holding as the target's."""
         self.drop(target)
         self._holdings[target] = holding
-        for tier, tier_set in enumerate(holding.sets):
-            self._owners[tier_set.slot] = (target, tier)
+        self._own(target, holding)
 
     def abandon_load(self, holding: Holding) -> None:
         """Give up fresh sets that were not finished."""
@@ -179,14 +187,9 @@ class BlockIndex:
             if counts != sorted(counts):
                 raise AssertionError(f"{target}: a wider tier set holds fewer blocks: {counts}")
 
-    def _widen(self, target: Target, holding: Holding, tier_sets: int) -> None:
-        """The target turns out to have a wider tier: that set starts as a copy of the widest so far."""
-        while len(holding.sets) < tier_sets:
-            widest = holding.sets[-1]
-            wider = _TierSet(self._slots.take(), widest.count, widest.digest)
-            self._table.copy_slot(widest.slot, wider.slot)
-            self._owners[wider.slot] = (target, len(holding.sets))
-            holding.sets.append(wider)
+    def _own(self, target: Target, holding: Holding) -> None:
+        for tier, tier_set in enumerate(holding.sets):
+            self._owners[tier_set.slot] = (target, tier)
 
 
 def _listed(hashes: Hashes) -> Sequence[int]:

@@ -115,16 +115,18 @@ class Pool:
         """Their leases ended: their blocks are forgotten, and they are removed; returns the removed.
 
         Nobody is removed if that left the pool without a target: better a request that fails on a
-        silent worker than one refused for want of any.
+        silent worker than one refused for want of any. One found unreachable meanwhile is gone already.
         """
+        gone = worker_ids.difference(self.workers)
+        worker_ids = worker_ids.difference(gone)
         for worker_id in worker_ids:
             self._forget_blocks(self.workers[worker_id])
             self.workers[worker_id].silent = True
         if all(worker.silent for worker in self.targets.values()):
-            return []
+            return list(gone)
         for worker_id in worker_ids:
             self.remove(worker_id)
-        return list(worker_ids)
+        return [*gone, *worker_ids]
 
     def unreachable(self, worker_id: WorkerId) -> None:
         """Its HTTP port refuses: one that was kept although silent goes."""

@@ -95,7 +95,7 @@ class Replica:
             return
         pool_id = PoolId(beat.pool)
         known = self._worker(worker_id)
-        if known is not None and beat.incarnation < known.incarnation:
+        if known is not None and not known.silent and beat.incarnation < known.incarnation:
             self.counters.stale_heartbeats += 1
             return
         if beat.state == "leave" or self._worker_pools.get(worker_id, pool_id) != pool_id:
@@ -298,7 +298,7 @@ class Replica:
 
     def _lose_workers(self, worker_ids: set[WorkerId]) -> None:
         for pool_id in {self._worker_pools[worker_id] for worker_id in worker_ids}:
-            members = {worker_id for worker_id in worker_ids if self._worker_pools[worker_id] == pool_id}
+            members = {worker_id for worker_id in worker_ids if self._worker_pools.get(worker_id) == pool_id}
             removed = self.routers[pool_id].pool.silence(members)
             self.counters.workers_lost += len(removed)
             for worker_id in members:
@@ -322,14 +322,14 @@ class Replica:
     def _unfollow_worker(self, worker_id: WorkerId) -> None:
         for source in list(self.readers):
             if isinstance(source, KvSource) and source.worker_id == worker_id:
-                del self.readers[source]
+                self.readers.pop(source).close()
 
     def _remove_router(self, router_id: RouterId) -> None:
         self.peers.pop(router_id, None)
         self._leases.forget(RouterSource(router_id))
         for source in list(self.readers):
             if isinstance(source, SyncSource) and source.router_id == router_id:
-                del self.readers[source]
+                self.readers.pop(source).close()
         for router in self.routers.values():
             router.pool.active.free_owner(router_id)
 

@@ -54,6 +54,10 @@ class FeedSink(Protocol):
         """The snapshot is complete and counts from now on."""
         ...
 
+    def abandon_load(self) -> None:
+        """The snapshot is given up."""
+        ...
+
 
 class KvSink:
     """One rank's KV feed writes to the pool's index.
@@ -98,8 +102,7 @@ class KvSink:
 
     def begin_load(self) -> None:
         """Load into fresh slots."""
-        if self._fresh is not None:
-            self._index.abandon_load(self._fresh)
+        self.abandon_load()
         self._fresh = self._index.begin_load(self._tier_sets)
 
     def load(self, op: Op, now: float) -> bool:
@@ -109,14 +112,20 @@ class KvSink:
         tier = TIERS[op.tier]
         if op.parent is not None and not self._index.loaded_holds(self._fresh, op.parent, tier):
             return False
-        if op.tier < len(self._fresh.sets):
-            self._index.load(self._fresh, op.hashes, tier)
+        self._index.widen_load(self._fresh, op.tier + 1)
+        self._index.load(self._fresh, op.hashes, tier)
         return self._has_room(self._fresh.sets[-1].count)
 
     def finish_load(self) -> None:
         """The fresh slots are the target's from now on."""
         if self._fresh is not None:
             self._index.finish_load(self._target, self._fresh)
+            self._fresh = None
+
+    def abandon_load(self) -> None:
+        """The fresh slots are swept by and by."""
+        if self._fresh is not None:
+            self._index.abandon_load(self._fresh)
             self._fresh = None
 
     def _has_room(self, blocks: int) -> bool:
@@ -190,6 +199,9 @@ class SyncSink:
         for booking in self._active.bookings(self._router_id):
             if booking.key.number not in self._named:
                 self._active.free(booking.key)
+
+    def abandon_load(self) -> None:
+        """What was loaded stays: each booking stands for itself, and the next snapshot tells the rest."""
 
 
 def booking_ops(booking: Booking, hashes: bytes) -> list[Op]:

@@ -36,6 +36,7 @@ class Admin:
         self._bus = bus
         self._registry = registry
         self._ready_timeout_s = ready_timeout_s
+        self._gave_up_waiting = False
         self._started_at = asyncio.get_running_loop().time()
         registry.register(StateCollector(lambda: samples(replica, feeds, bus)))
 
@@ -49,16 +50,16 @@ class Admin:
         missing = self._replica.not_ready(now)
         timed_out = bool(missing) and now - self._started_at > self._ready_timeout_s
         if timed_out:
+            self._gave_up_waiting = True
             self._replica.give_up_waiting()
         if self.is_draining:
             return _json({"status": "draining"}, status=503)
         if missing and not timed_out:
             return _json({"status": "starting", "reasons": missing}, status=503)
         reasons = self._degraded()
-        if timed_out:
-            reasons.insert(
-                0, f"ready although not complete: --ready-timeout {self._ready_timeout_s:g} s passed"
-            )
+        if timed_out or (self._gave_up_waiting and reasons):  # said until all is well
+            limit = f"--ready-timeout {self._ready_timeout_s:g} s"
+            reasons.insert(0, f"ready although not complete: {limit} passed")
         return _json({"status": "degraded" if reasons else "ready", "reasons": reasons})
 
     async def health(self, _request: web.Request) -> web.Response:
@@ -201,6 +202,7 @@ def samples(replica: Replica, feeds: Feeds, bus: Bus) -> Iterator[Sample]:
     yield "kvrouter_bus_received", "counter", "Messages received", {}, bus.counters.received
     drops = bus.counters.slow_consumer_drops + feeds.inbox_drops
     yield "kvrouter_bus_dropped", "counter", "Messages dropped because this replica was slow", {}, drops
+    yield "kvrouter_bus_errors", "counter", "Messages that raised an error here: bugs", {}, feeds.errors
     for router in replica.routers.values():
         yield from _pool_samples(router.pool)
     for source, reader in replica.readers.items():

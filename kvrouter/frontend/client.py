@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import struct
+
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion10
@@ -10,9 +14,9 @@ from aiohttp.http import HttpVersion10
 class AiohttpClient:
     """The client behind a request, as relay.Client wants it."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, *, may_stay: bool = True) -> None:
         self.is_http_10 = request.version <= HttpVersion10
-        self.wants_keep_alive = request.keep_alive
+        self.wants_keep_alive = request.keep_alive and may_stay
         self._request = request
         self._protocol = request.protocol
 
@@ -21,12 +25,6 @@ class AiohttpClient:
         transport = self._protocol.transport
         if transport is not None:
             transport.write(data)
-
-    def abort(self) -> None:
-        """Tear the connection."""
-        transport = self._protocol.transport
-        if transport is not None:
-            transport.abort()
 
     @property
     def is_slow(self) -> bool:
@@ -41,18 +39,32 @@ class AiohttpClient:
 class AlreadyWritten(web.StreamResponse):
     """Tells aiohttp that the response has gone out, and whether the connection can be used again."""
 
-    def __init__(self, status: int, *, keeps_alive: bool) -> None:
+    def __init__(self, status: int, *, keeps_alive: bool, is_torn: bool = False) -> None:
         super().__init__(status=status)
         self._keeps_alive = keeps_alive
+        self._is_torn = is_torn
+        self._client: web.BaseRequest | None = None
 
     @property
     def keep_alive(self) -> bool | None:
         """Whether aiohttp may wait for another request."""
         return self._keeps_alive
 
-    async def prepare(self, _request: web.BaseRequest) -> AbstractStreamWriter | None:
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Nothing to send."""
+        self._client = request
         return None
 
     async def write_eof(self, _data: bytes = b"") -> None:
-        """Nothing to send."""
+        """Nothing to send; if the answer is not whole, the connection is torn."""
+        if self._is_torn and self._client is not None:
+            _tear(self._client.transport)
+
+
+def _tear(transport: asyncio.Transport | None) -> None:
+    """Reset the connection: an answer that ends with it would look whole after an orderly end."""
+    if transport is None:
+        return
+    linger_0_s = struct.pack("ii", 1, 0)
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_0_s)
+    transport.abort()

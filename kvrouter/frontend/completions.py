@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from kvrouter.core.blocks import block_hashes, sequence_hashes
 from kvrouter.core.cost import Prompt
@@ -73,6 +74,12 @@ class Completions:
         limits: Limits,
         retries: int,
     ) -> None:
+        self.idle = asyncio.Event()
+        """Set while no request is being served."""
+        self.idle.set()
+        self.is_draining = False
+        """Set: answers close their connections, so that clients come back to another replica."""
+        self._in_flight = 0
         self._running: dict[Attempt, tuple[Router, BookingKey]] = {}
         self._replica = replica
         self._feeds = feeds
@@ -96,19 +103,32 @@ class Completions:
         """Serve one request; every error becomes an OpenAI body, a client that leaves frees everything."""
         received_at = asyncio.get_running_loop().time()
         request_id = _request_id(http)
-        self._metrics.in_flight.inc()
         try:
-            response = await self._complete(http, parse, request_id, received_at)
+            with self._counted():
+                response = await self._complete(http, parse, request_id, received_at)
         except KvRouterError as error:
             response = error_response(error, request_id)
         except asyncio.CancelledError:
             self._metrics.cancelled.inc()
             raise
-        finally:
-            self._metrics.in_flight.dec()
+        if self.is_draining:
+            response.force_close()
         self._metrics.requests.labels(str(response.status)).inc()
         self._metrics.duration.observe(asyncio.get_running_loop().time() - received_at)
         return response
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._in_flight += 1
+        self._metrics.in_flight.inc()
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            self._metrics.in_flight.dec()
+            if not self._in_flight:
+                self.idle.set()
 
     async def _complete(
         self,
@@ -129,7 +149,11 @@ class Completions:
             _number(http, "x-kvrouter-temperature"),
         )
         work = Work(request_id, http, without_report_mode(body), request.stream, route, router, received_at)
-        return await self._try_workers(work)
+        response = await self._try_workers(work)
+        with contextlib.suppress(ConnectionError):
+            # else a client that sends requests and reads no answers would fill our memory
+            await AiohttpClient(http).drained()
+        return response
 
     async def _prompts(self, router: Router, request: openai.CompletionRequest) -> tuple[Prompt, ...]:
         """Token ids, then hashes; empty where the policy needs none or the tokens cannot be known."""
@@ -161,7 +185,7 @@ class Completions:
                 break  # nobody is left to try: the last worker's own answer says most
             if isinstance(outcome, Done | TimedOut):
                 break
-            failed.add(placement.target)
+            failed.update(_targets_of(work, placement))
             self._note_failure(work, placement, outcome)
         return self._response(work, outcome)
 
@@ -191,13 +215,14 @@ class Completions:
         return outcome
 
     async def _exchange(self, work: Work, placement: Placement, *, fresh: bool) -> Outcome:
+        payload = request_head(work.http, work.id, placement, len(work.body)) + work.body
         try:
             connection = await self._upstream.connect(placement.url, fresh=fresh)
         except WorkerUnreachableError as error:
             work.router.pool.unreachable(placement.target.worker_id)
             return Lost(str(error))
         attempt = Attempt(
-            AiohttpClient(work.http),
+            AiohttpClient(work.http, may_stay=not self.is_draining),
             connection,
             self._limits,
             _response_headers(work, placement, self._replica.router_id),
@@ -205,7 +230,7 @@ class Completions:
         )
         self._running[attempt] = (work.router, placement.key)
         try:
-            attempt.send(request_head(work.http, work.id, placement, len(work.body)) + work.body)
+            attempt.send(payload)
             return await attempt.outcome
         except asyncio.CancelledError:
             attempt.cancel()
@@ -233,15 +258,15 @@ class Completions:
 
     def _response(self, work: Work, outcome: Outcome | None) -> web.StreamResponse:
         match outcome:
-            case Done(status, keeps_alive, failure):
+            case Done(status, keeps_alive, failure, is_torn):
                 if failure:
                     self._metrics.broken.inc()
                     log.warning("request.broken_off", request=work.id, reason=failure)
-                return AlreadyWritten(status, keeps_alive=keeps_alive)
-            case Rejected(status, content_type, body):
-                return _held_answer(work.id, status, content_type, body)
+                return AlreadyWritten(status, keeps_alive=keeps_alive, is_torn=is_torn)
+            case Rejected():
+                return _held_answer(work.id, outcome)
             case TimedOut(silent_s):
-                raise WorkerSilentError(f"the worker said nothing for {silent_s:.0f} s")
+                raise WorkerSilentError(f"the worker said nothing for {silent_s:g} s")
             case Lost(reason):
                 raise WorkerDiedError(reason)
             case None:
@@ -261,12 +286,12 @@ def error_response(error: KvRouterError, request_id: str) -> web.Response:
     )
 
 
-def _held_answer(request_id: str, status: int, content_type: bytes, body: bytes) -> web.Response:
+def _held_answer(request_id: str, refusal: Rejected) -> web.Response:
     """The last worker's own refusal, passed on."""
-    headers = {"x-request-id": request_id, "content-type": content_type.decode("latin-1")}
-    if status == 503:
-        headers["retry-after"] = str(RETRY_AFTER_S)
-    return web.Response(status=status, body=body, headers=headers)
+    headers = {"x-request-id": request_id, "content-type": refusal.content_type.decode("latin-1")}
+    if refusal.retry_after or refusal.status == 503:
+        headers["retry-after"] = refusal.retry_after.decode("latin-1") or str(RETRY_AFTER_S)
+    return web.Response(status=refusal.status, body=refusal.body, headers=headers)
 
 
 async def _read_body(http: web.Request) -> bytes:
@@ -274,6 +299,8 @@ async def _read_body(http: web.Request) -> bytes:
         return await http.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise RequestTooLargeError(f"the request body is too large: {error.text}") from None
+    except (web.RequestPayloadError, BadHttpMessage) as error:
+        raise BadRequestError(f"the request body cannot be read: {error}") from None
 
 
 def _request_id(http: web.Request) -> str:
@@ -293,6 +320,12 @@ def _number(http: web.Request, header: str) -> float | None:
     if not 0 <= value < float("inf"):
         raise BadRequestError(f"header {header}: {given!r} is no number of at least 0", param=header)
     return value
+
+
+def _targets_of(work: Work, placement: Placement) -> list[Target]:
+    """All ranks of the worker: they share its server, so another worker is tried."""
+    worker_id = placement.target.worker_id
+    return [target for target in work.router.pool.targets if target.worker_id == worker_id]
 
 
 def _lora_name(router: Router, request: openai.CompletionRequest) -> str | None:

@@ -39,6 +39,8 @@ class Feeds:
         self.state: State = "up"
         self.address = ""
         self.inbox_drops = 0
+        self.errors = 0
+        """Messages that raised: each is a bug, of which the log has the place."""
         self._replica = replica
         self._bus = bus
         self._subjects = subjects
@@ -58,10 +60,14 @@ class Feeds:
 
     async def run(self) -> None:
         """Drain, beat and repair until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._drain_forever(), name="drain")
-            tasks.create_task(self._beat_forever(), name="heartbeat")
-            tasks.create_task(self._tick_forever(), name="tick")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._drain_forever(), name="drain")
+                tasks.create_task(self._beat_forever(), name="heartbeat")
+                tasks.create_task(self._tick_forever(), name="tick")
+        finally:
+            for recovery in self._recoveries:
+                recovery.cancel()
 
     def flush_soon(self) -> None:
         """Something was booked, marked or freed: tell the peers at the end of this loop turn."""
@@ -101,7 +107,7 @@ class Feeds:
         while self._inbox and now < end:
             subject, data = self._inbox.popleft()
             self._inbox_bytes -= len(data)
-            self._dispatch(subject, data, now)
+            self._apply(subject, data, now)
             now = loop.time()
         self._ask(now)
         has_work = True
@@ -111,6 +117,14 @@ class Feeds:
         if not has_work:
             self._ask(now)
         return bool(self._inbox) or has_work
+
+    def _apply(self, subject: str, data: bytes, now: float) -> None:
+        """Nothing that is received ends the replica (design §5). It counts what is malformed itself."""
+        try:
+            self._dispatch(subject, data, now)
+        except Exception:
+            self.errors += 1
+            log.exception("feed.error", subject=subject)
 
     def _dispatch(self, subject: str, data: bytes, now: float) -> None:
         match self._subjects.parse_live(subject):

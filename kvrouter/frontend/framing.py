@@ -6,12 +6,17 @@ what kind of answer it is (the head) and when it is over (so that the connection
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kvrouter.errors import KvRouterError
 
 MAX_HEAD_BYTES = 64 * 1024
 _MAX_SIZE_LINE = 1024
+_MAX_LENGTH_DIGITS = 18
+"""Python refuses to read numbers of thousands of digits; no answer has 10^18 bytes."""
+_CONTROL_CHARACTERS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+"""What may not stand in a head. A client would take a lone CR or LF for the end of a line."""
 
 HOP_BY_HOP = frozenset(
     {
@@ -27,6 +32,14 @@ HOP_BY_HOP = frozenset(
     }
 )
 """Headers that belong to one connection (RFC 9110, 7.6.1) and are not passed on."""
+
+
+def hop_by_hop(connection: bytes) -> frozenset[bytes]:
+    """The headers not to pass on, given the `connection` header, which may name more of them."""
+    if not connection:
+        return HOP_BY_HOP
+    named = {name.strip() for name in connection.lower().split(b",")}
+    return HOP_BY_HOP | (named - {b"content-length"})  # without it the body would have no end
 
 
 class FramingError(KvRouterError):
@@ -61,20 +74,24 @@ def parse_head(data: bytes) -> Head:
     status_line, *lines = data.split(b"\r\n")
     version, _, rest = status_line.partition(b" ")
     status, _, reason = rest.partition(b" ")
-    if version not in {b"HTTP/1.1", b"HTTP/1.0"} or not status.isdigit() or len(status) != 3:
+    is_status_line = version in {b"HTTP/1.1", b"HTTP/1.0"} and len(status) == 3 and status.isdigit()
+    if not is_status_line or status < b"100" or _CONTROL_CHARACTERS.search(reason):
         raise FramingError(f"no HTTP status line: {status_line[:80]!r}")
     everything = [_split_line(line) for line in lines]
     own = dict(everything)
-    connection = own.get(b"connection", b"").lower()
+    connection = b",".join(value for name, value in everything if name == b"connection").lower()
     keeps_alive = b"close" not in connection and (version == b"HTTP/1.1" or b"keep-alive" in connection)
     length, is_chunked = _body_framing(int(status), own)
-    headers = [(name, value) for name, value in everything if name not in HOP_BY_HOP]
+    left_out = hop_by_hop(connection)
+    if is_chunked:
+        left_out |= {b"content-length"}  # the two contradict each other (RFC 9112, 6.3)
+    headers = [(name, value) for name, value in everything if name not in left_out]
     return Head(int(status), reason, headers, length, is_chunked, keeps_alive)
 
 
 def _split_line(line: bytes) -> tuple[bytes, bytes]:
     name, colon, value = line.partition(b":")
-    if not colon or not name or name != name.strip():
+    if not colon or not name or name != name.strip() or _CONTROL_CHARACTERS.search(line):
         raise FramingError(f"no HTTP header line: {line[:80]!r}")
     return name.lower(), value.strip()
 
@@ -82,12 +99,15 @@ def _split_line(line: bytes) -> tuple[bytes, bytes]:
 def _body_framing(status: int, headers: dict[bytes, bytes]) -> tuple[int | None, bool]:
     if status in {204, 304}:
         return 0, False
-    if b"chunked" in headers.get(b"transfer-encoding", b"").lower():
+    coding = headers.get(b"transfer-encoding", b"identity").lower()
+    if coding == b"chunked":
         return None, True
+    if coding != b"identity":
+        raise FramingError(f"transfer-encoding is {coding[:40]!r}")
     length = headers.get(b"content-length")
     if length is None:
         return None, False
-    if not length.isdigit():
+    if not length.isdigit() or len(length) > _MAX_LENGTH_DIGITS:
         raise FramingError(f"content-length is {length[:40]!r}")
     return int(length), False
 
@@ -195,18 +215,38 @@ def body_of(head: Head) -> Body:
     return UntilCloseBody() if head.length is None else LengthBody(head.length)
 
 
-def content(head: Head, body: bytes) -> bytes:
-    """The content in the first bytes of a body, as far as they go. Raises FramingError."""
-    if not head.is_chunked:
-        return body
-    parts, position = [], 0
-    while (line_end := body.find(b"\n", position)) >= 0:
-        size = _chunk_size(body[position:line_end])
-        if size == 0:
-            break
-        parts.append(body[line_end + 1 : line_end + 1 + size])
-        position = line_end + 1 + size + len(b"\r\n")
-    return b"".join(parts)
+class ChunkContent:
+    """Takes the content out of a chunked body, piece by piece. The pieces have passed a ChunkedBody."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._line = b""
+        self._is_over = False
+
+    def feed(self, data: bytes) -> bytes:
+        """The content in the next piece."""
+        parts, position = [], 0
+        while position < len(data) and not self._is_over:
+            if self._left == 0:
+                position = self._read_size(data, position)
+                continue
+            content_left = max(0, self._left - len(b"\r\n"))
+            parts.append(data[position : position + content_left])
+            taken = min(self._left, len(data) - position)
+            self._left -= taken
+            position += taken
+        return b"".join(parts)
+
+    def _read_size(self, data: bytes, position: int) -> int:
+        line_end = data.find(b"\n", position)
+        if line_end < 0:
+            self._line += data[position:]
+            return len(data)
+        size = _chunk_size(self._line + data[position:line_end])
+        self._line = b""
+        self._left = size + len(b"\r\n")
+        self._is_over = size == 0  # what follows are trailers
+        return line_end + 1
 
 
 def chunk(data: bytes) -> bytes:

@@ -1,13 +1,15 @@
 """One attempt to have a worker answer a client: look once, then pass the bytes on.
 
-    holding ──first body bytes are good──> relaying ──body over──> Done
-       │ 5xx, 408, 429, error event            │ worker dies: error event, or a torn connection
-       └──> Rejected                           └──> Done
-       │ connection lost            ──> Lost
-       │ silent for too long        ──> TimedOut (either state)
+    holding ──the answer is good──> relaying ──body over──> Done
+       │ 5xx, 408, 429, error event     │ worker dies: error event, or a torn connection
+       └──> Rejected                    └──> Done
+       │ connection lost, or aborted ──> Lost
+       │ silent for too long         ──> TimedOut (either state)
 
-While holding nothing has reached the client, so another worker can be tried. After that each read
-from the worker's socket is one write to the client's, chunk framing included.
+While holding nothing has reached the client, so another worker can be tried. A stream is good from
+its first event that is no error; any other answer when it is whole, for engines send it at once.
+While relaying each read from the worker's socket is one write to the client's, chunk framing included
+(a client that speaks HTTP/1.0 knows no chunks and gets their content).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from kvrouter.errors import KvRouterError
-from kvrouter.frontend.framing import LAST_CHUNK, Body, ChunkedBody, FramingError, Head, chunk, content
+from kvrouter.frontend.framing import LAST_CHUNK, Body, ChunkContent, ChunkedBody, Head, chunk
 from kvrouter.frontend.openai import error_event
 from kvrouter.frontend.upstream import Connection
 
@@ -29,6 +31,10 @@ HELD_BYTES = 1024 * 1024
 """More of an answer than this is never held back or kept for later."""
 _RETRIABLE = frozenset({408, 429})
 _ABORTED = re.compile(rb'"finish_reason": ?"abort"')
+_ABORTED_REASON = "the worker aborted the request"
+_DATA_LINE = b"\ndata:"
+_TIMER_S = 0.001
+"""The loop's clock ticks in ms: a timer may come this much too early."""
 
 
 class WorkerDiedError(KvRouterError):
@@ -52,6 +58,8 @@ class Done:
     status: int
     keeps_alive: bool
     failure: str = ""
+    is_torn: bool = False
+    """The client could not be told of the failure: its connection has to be torn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,7 @@ class Rejected:
 
     status: int
     content_type: bytes
+    retry_after: bytes
     body: bytes
 
 
@@ -90,10 +99,6 @@ class Client(Protocol):
 
     def write(self, data: bytes) -> None:
         """Send; a client that has left is no error."""
-        ...
-
-    def abort(self) -> None:
-        """Tear the connection, so that the client sees that its answer is not whole."""
         ...
 
     @property
@@ -137,9 +142,12 @@ class Attempt:
         self._on_first_data = on_first_data
         self._head: Head | None = None
         self._body: Body | None = None
-        self._held = b""
+        self._held = bytearray()
+        self._content: ChunkContent | None = None
+        """Set while only the content of chunks is wanted: to look at it, or for an HTTP/1.0 client."""
         self._is_holding = True
-        self._has_data = False
+        self._last_bytes: bytes | None = b"\n"
+        """The end of what was relayed, so that a line is found across two reads; None: data has been seen."""
         self._was_at_boundary = True
         self._keeps_alive = False
         self._heard_at = loop.time()
@@ -152,7 +160,7 @@ class Attempt:
 
     def cancel(self) -> None:
         """The client has left: so does the request."""
-        self._connection.cancel()
+        self._connection.cancel(self)
         self._stop()
         if not self.outcome.done():
             self.outcome.cancel()
@@ -168,10 +176,11 @@ class Attempt:
         """Bytes of the body: relayed, or looked at if they are the first."""
         self._heard_at = self._loop.time()
         if self._is_holding:
-            self._hold(data)
+            self._held += data
+            self._judge()
             return
         if b'"abort"' in data and self._was_at_boundary and _ABORTED.search(data):
-            self._break_off("the worker aborted the request")
+            self._break_off(_ABORTED_REASON)
             return
         self._pass_on(data)
 
@@ -181,11 +190,9 @@ class Attempt:
         if head is None or self.outcome.done():
             return
         if self._is_holding:
-            if _is_refusal(head.status) or _ABORTED.search(self._held):
-                self._reject(head.status, self._content())
-                return
-            self._commit(head)
-        self._finish(Done(head.status, self._keeps_alive))
+            self._judge_whole(head)
+        else:
+            self._finish(Done(head.status, self._keeps_alive))
 
     def lost(self, reason: str) -> None:
         """The connection ended before the body did."""
@@ -198,77 +205,88 @@ class Attempt:
 
     # Holding
 
-    def _hold(self, data: bytes) -> None:
+    def _judge(self) -> None:
+        """Decide, as soon as what has come allows it, whether a client should see the answer."""
         head = self._head
         assert head is not None
-        self._held += data
-        if len(self._held) > HELD_BYTES and _is_refusal(head.status):
-            self._connection.cancel()
-            self._reject(head.status, self._content())
-        elif not _is_refusal(head.status) and not self._must_collect(head):
-            self._judge(head)
+        if _is_refusal(head.status):
+            if len(self._held) > HELD_BYTES:
+                self._reject(head.status, self._held_content())
+        elif len(self._held) > HELD_BYTES or head.status >= 300:
+            self._commit(head)
+        elif head.is_event_stream:
+            self._judge_stream(head)
 
-    def _must_collect(self, head: Head) -> bool:
-        """HTTP/1.0 knows no chunks: its client gets the answer when it is whole."""
-        return self._client.is_http_10 and head.is_chunked
-
-    def _judge(self, head: Head) -> None:
-        """Look at the first content, and decide whether a client should see it."""
-        text = self._content()
-        if not text.strip():
-            return
-        if not head.is_event_stream:
-            if not _ABORTED.search(text):
-                self._commit(head)
-            return
+    def _judge_stream(self, head: Head) -> None:
+        text = self._held_content()
         event, newline, _ = text.lstrip().partition(b"\n")
-        if event.startswith(b"data:") and not newline and len(self._held) < HELD_BYTES:
+        if not newline and event[:5] == b"data:"[: len(event)]:
+            return  # the first event, or nothing of it, has come
+        if not self._is_bad(event, text):
+            self._commit(head)
+
+    def _judge_whole(self, head: Head) -> None:
+        text = self._held_content()
+        if _is_refusal(head.status):
+            self._reject(head.status, text)
             return
-        error_status = _error_status(event)
-        if error_status:
-            self._connection.cancel()
-            self._reject(error_status, event.removeprefix(b"data:").strip())
+        if head.status < 300 and self._is_bad(text.lstrip() if head.is_event_stream else b"", text):
             return
         self._commit(head)
+        self._finish(Done(head.status, self._keeps_alive))
 
-    def _content(self) -> bytes:
+    def _is_bad(self, event: bytes, text: bytes) -> bool:
+        """Whether a 200 is none; the attempt is over then."""
+        error_status = _error_status(event)
+        if _is_refusal(error_status):
+            self._reject(error_status, event.removeprefix(b"data:").strip())
+        elif _ABORTED.search(text):
+            self._finish(Lost(_ABORTED_REASON))
+        return self.outcome.done()
+
+    def _held_content(self) -> bytes:
         assert self._head is not None
-        try:
-            return content(self._head, self._held)
-        except FramingError:
-            return b""  # the connection finds the same and ends the attempt
+        held = bytes(self._held)
+        return ChunkContent().feed(held) if self._head.is_chunked else held
 
     def _commit(self, head: Head) -> None:
+        held, self._held = bytes(self._held), bytearray()
         self._is_holding = False
-        held, self._held = self._held, b""
-        whole = self._must_collect(head)
-        body_is_bounded = head.is_chunked or head.length is not None
-        self._keeps_alive = self._client.wants_keep_alive and body_is_bounded
-        if whole:
-            held = content(head, held)
+        if self._client.is_http_10 and head.is_chunked:
+            self._content = ChunkContent()
+        passes_chunks = head.is_chunked and self._content is None
+        self._keeps_alive = self._client.wants_keep_alive and (passes_chunks or head.length is not None)
+        self._timer.cancel()
+        self._timer = self._loop.call_later(self._limits.idle_s, self._watch)
+        self._pass_on(held, self._client_head(head, passes_chunks=passes_chunks))
+
+    def _client_head(self, head: Head, *, passes_chunks: bool) -> bytes:
         lines = [b"HTTP/1.1 %d %s" % (head.status, head.reason)]
-        lines += [b"%s: %s" % header for header in head.headers]
-        if whole:
-            lines.append(b"content-length: %d" % len(held))
-        elif head.is_chunked:
+        lines += [b"%s: %s" % (name, value) for name, value in head.headers if not _is_ours(name)]
+        if passes_chunks:
             lines.append(b"transfer-encoding: chunked")
         lines.append(b"connection: keep-alive" if self._keeps_alive else b"connection: close")
-        self._pass_on(b"\r\n".join(lines) + b"\r\n" + self._added_headers + b"\r\n", held)
+        return b"\r\n".join(lines) + b"\r\n" + self._added_headers + b"\r\n"
 
     # Relaying
 
-    def _pass_on(self, *parts: bytes) -> None:
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._client.write(data)
+    def _pass_on(self, data: bytes, head: bytes = b"") -> None:
+        self._client.write(head + (data if self._content is None else self._content.feed(data)))
         self.events += data.count(b"\n\n")
-        if not self._has_data and b"data:" in data and self._head is not None and self._head.is_event_stream:
-            self._has_data = True
-            self._on_first_data()
+        if self._last_bytes is not None:
+            self._look_for_data(self._last_bytes + data)
         body = self._body
         self._was_at_boundary = isinstance(body, ChunkedBody) and body.is_at_boundary
         if self._client.is_slow and self._resuming is None:
-            self._connection.pause()
+            self._connection.pause(self)
             self._resuming = self._loop.create_task(self._resume())
+
+    def _look_for_data(self, text: bytes) -> None:
+        """The first data line ends the prefill; neither a comment nor a header does."""
+        self._last_bytes = text[1 - len(_DATA_LINE) :]
+        if _DATA_LINE in text and self._head is not None and self._head.is_event_stream:
+            self._last_bytes = None
+            self._on_first_data()
 
     async def _resume(self) -> None:
         try:
@@ -277,33 +295,32 @@ class Attempt:
             return  # the client has left; its handler is cancelled and cancels us
         self._resuming = None
         self._heard_at = self._loop.time()
-        self._connection.resume()
+        self._connection.resume(self)
 
     def _break_off(self, reason: str, error: KvRouterError | None = None) -> None:
         """End an answer of which the client has seen a part: say so where the framing allows it."""
         head = self._head
         assert head is not None
-        self._connection.cancel()
-        if head.is_event_stream and self._was_at_boundary:
+        can_tell = head.is_event_stream and self._was_at_boundary
+        if can_tell:
             event = error_event(error or WorkerDiedError(reason))
-            self._client.write(chunk(event) + LAST_CHUNK)
-            self._finish(Done(head.status, False, reason))
-            return
-        self._client.abort()
-        self._finish(Done(head.status, False, reason))
+            self._client.write(chunk(event) + LAST_CHUNK if self._content is None else event)
+        self._finish(Done(head.status, False, reason, is_torn=not can_tell))
 
     # Ends
 
     def _watch(self) -> None:
         """The timer: was the worker silent for too long? A paused worker is not silent."""
-        silent = self._loop.time() - self._heard_at
+        now = self._loop.time()
+        if self._resuming is not None:
+            self._heard_at = now
         limit = self._limits.first_byte_s if self._is_holding else self._limits.idle_s
-        if silent < limit or self._resuming is not None:
-            self._timer = self._loop.call_later(max(limit - silent, 1.0), self._watch)
+        left = self._heard_at + limit - now
+        if left > 0:
+            self._timer = self._loop.call_later(max(left, _TIMER_S), self._watch)
             return
-        self._connection.cancel()
         if self._is_holding:
-            self._finish(TimedOut(silent))
+            self._finish(TimedOut(limit))
             return
         reason = f"the worker said nothing for {limit:g} s"
         self._break_off(reason, WorkerSilentError(reason))
@@ -313,9 +330,10 @@ class Attempt:
         content_type = headers.get(b"content-type", b"application/json")
         if b"event-stream" in content_type:
             content_type = b"application/json"
-        self._finish(Rejected(status, content_type, body))
+        self._finish(Rejected(status, content_type, headers.get(b"retry-after", b""), body))
 
     def _finish(self, outcome: Outcome) -> None:
+        self._connection.cancel(self)  # unless the answer is over: then it serves others
         self._stop()
         if not self.outcome.done():
             self.outcome.set_result(outcome)
@@ -330,14 +348,19 @@ def _is_refusal(status: int) -> bool:
     return status >= 500 or status in _RETRIABLE
 
 
+def _is_ours(name: bytes) -> bool:
+    """Whether we say it ourselves; vLLM echoes the request id with --enable-request-id-headers."""
+    return name == b"x-request-id" or name.startswith(b"x-kvrouter-")
+
+
 def _error_status(event: bytes) -> int:
     """The status inside an event `data: {"error": …}`; 0 if it is no error."""
     if b'"error"' not in event:
         return 0
     try:
         body = msgspec.json.decode(event.removeprefix(b"data:").strip())
-    except msgspec.DecodeError:
-        return 0
+    except (ValueError, RecursionError):
+        return 0  # broken JSON, broken UTF-8, nested for ever
     error = body.get("error") if isinstance(body, dict) else None
     if not error:
         return 0

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
 from kvrouter.core.router import Placement
-from kvrouter.frontend.framing import HOP_BY_HOP
+from kvrouter.errors import BadRequestError
+from kvrouter.frontend.framing import hop_by_hop
 
 _REPORT_MODE = b"kv_cache_report_mode"
-_NOT_PASSED_ON = HOP_BY_HOP | {
+_ESCAPED_NAME = re.compile(rb"\\u00[567]")
+"""JSON lets a client write the letters of a name as escapes; nobody does without intent."""
+_NOT_FOR_WORKERS = {
     b"host",
     b"content-length",
     b"content-encoding",  # aiohttp has decoded the body
@@ -26,30 +29,48 @@ _NOT_PASSED_ON = HOP_BY_HOP | {
 def request_head(http: web.Request, request_id: str, placement: Placement, body_bytes: int) -> bytes:
     """The request line and headers, closing empty line included."""
     lines = [
-        f"{http.method} {http.raw_path} HTTP/1.1".encode(),
-        b"host: " + urlsplit(placement.url).netloc.encode(),
+        f"{http.method} {http.raw_path} HTTP/1.1".encode("utf-8", "surrogateescape"),
+        b"host: " + _host(placement.url).encode(),
         b"content-length: %d" % body_bytes,
         b"x-request-id: " + request_id.encode(),
     ]
     if placement.rank_header:
         lines.append(f"{placement.rank_header}: {placement.target.rank}".encode())
+    left_out = _left_out(http, placement)
     for name, value in http.raw_headers:
         lower = name.lower()
-        if lower not in _NOT_PASSED_ON and not lower.startswith(b"x-kvrouter-"):
+        if lower not in left_out and not lower.startswith(b"x-kvrouter-"):
             lines.append(b"%s: %s" % (name, value))
     return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def _host(url: str) -> str:
+    """Host and port, as they stand there: whether they make sense shows when we connect."""
+    return url.partition("//")[2].partition("/")[0].rpartition("@")[2]
+
+
+def _left_out(http: web.Request, placement: Placement) -> frozenset[bytes]:
+    connection = ",".join(http.headers.getall("connection", ()))
+    return hop_by_hop(connection.encode("utf-8", "surrogateescape")).union(
+        _NOT_FOR_WORKERS, (placement.rank_header.lower().encode(),)
+    )
 
 
 def without_report_mode(body: bytes) -> bytes:
     """The body without vLLM's `kv_cache_report_mode`.
 
     With it vLLM announces blocks that it already had as if they were stored once more, and the
-    agent's reference counts would grow for ever (design §5).
+    agent's reference counts would grow for ever (design §5). Raises BadRequestError if the body
+    asks for it and cannot be written anew.
     """
-    if _REPORT_MODE not in body:
+    if _REPORT_MODE not in body and not (b"\\u00" in body and _ESCAPED_NAME.search(body)):
         return body
-    request: dict[str, Any] = msgspec.json.decode(body)
-    arguments = request.get("vllm_xargs")
-    if isinstance(arguments, dict):
-        arguments.pop(_REPORT_MODE.decode(), None)
-    return msgspec.json.encode(request)
+    try:
+        request: dict[str, Any] = msgspec.json.decode(body)
+        arguments = request.get("vllm_xargs")
+        if not isinstance(arguments, dict) or _REPORT_MODE.decode() not in arguments:
+            return body
+        del arguments[_REPORT_MODE.decode()]
+        return msgspec.json.encode(request)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}", param="vllm_xargs") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import random
 import signal
 import socket
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry
 
 from kvrouter.bus import Subjects
@@ -37,6 +39,9 @@ log = structlog.get_logger()
 KEEP_ALIVE_S = 75.0
 """Idle client connections; longer than what load balancers keep theirs (HAProxy, nginx: 60 s)."""
 
+CUT_OFF_S = 0.1
+"""What aiohttp gives, twice, to requests that outlived the draining (0 would mean for ever)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunningFrontend:
@@ -46,25 +51,39 @@ class RunningFrontend:
     replica: Replica
     feeds: Feeds
     admin: Admin
+    completions: Completions
+
+    def drain(self) -> None:
+        """Say so in /ready, and let no connection stay."""
+        self.admin.is_draining = self.completions.is_draining = True
 
 
 async def serve(options: FrontendOptions) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and leave."""
-    stopped = asyncio.Event()
+    """Serve until SIGTERM or SIGINT, then drain and leave. A second signal ends the draining."""
+    stopped, hurried = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        (hurried if stopped.is_set() else stopped).set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    async with running_frontend(options) as frontend:
+        loop.add_signal_handler(number, stop)
+    async with running_frontend(options, hurried) as frontend:
         await stopped.wait()
-        frontend.admin.is_draining = True
+        frontend.drain()
         log.info("frontend.draining", grace_s=options.drain_grace_s)
-        await asyncio.sleep(options.drain_grace_s)
+        await _wait_for_any(hurried, timeout_s=options.drain_grace_s)
     log.info("frontend.stopped")
 
 
 @contextlib.asynccontextmanager
-async def running_frontend(options: FrontendOptions) -> AsyncIterator[RunningFrontend]:
-    """A frontend that serves while inside; leaving drains what runs and says goodbye."""
+async def running_frontend(
+    options: FrontendOptions, hurried: asyncio.Event | None = None
+) -> AsyncIterator[RunningFrontend]:
+    """A frontend that serves while inside; leaving drains what runs and says goodbye.
+
+    `hurried` ends the draining early.
+    """
     async with contextlib.AsyncExitStack() as stack:
         encoder = stack.enter_context(
             PromptEncoder.load(options.model_path, threads=options.tokenizer_workers)
@@ -73,7 +92,7 @@ async def running_frontend(options: FrontendOptions) -> AsyncIterator[RunningFro
         replica = new_replica(options)
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
         feeds = Feeds(replica, bus, Subjects(options.namespace), heartbeat_s=options.heartbeat_s)
-        feeds.address = f"http://{listener.getsockname()[0]}:{listener.getsockname()[1]}"
+        feeds.address = _url(listener)
         upstream = Upstream()
         stack.callback(upstream.close)
         registry = CollectorRegistry()
@@ -85,12 +104,17 @@ async def running_frontend(options: FrontendOptions) -> AsyncIterator[RunningFro
         await feeds.subscribe()
         await stack.enter_async_context(_background(feeds, completions, options))
         stack.callback(feeds.leave)
-        await stack.enter_async_context(
-            _http_server(_application(completions, admin, options), listener, options)
+        server = _http_server(
+            _application(completions, admin, options), listener, completions.idle, hurried, options
         )
+        await stack.enter_async_context(server)
         _warn_of_missing_tokenizer(options, encoder)
         log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
-        yield RunningFrontend(feeds.address, replica, feeds, admin)
+        frontend = RunningFrontend(feeds.address, replica, feeds, admin, completions)
+        try:
+            yield frontend
+        finally:
+            frontend.drain()
 
 
 def new_replica(options: FrontendOptions) -> Replica:
@@ -124,6 +148,11 @@ def _listen(options: FrontendOptions) -> socket.socket:
     return listener
 
 
+def _url(listener: socket.socket) -> str:
+    host, port, *_ = listener.getsockname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _application(completions: Completions, admin: Admin, options: FrontendOptions) -> web.Application:
     app = web.Application(client_max_size=options.max_body_bytes)
     app.add_routes(
@@ -143,22 +172,49 @@ def _application(completions: Completions, admin: Admin, options: FrontendOption
 
 @contextlib.asynccontextmanager
 async def _http_server(
-    app: web.Application, listener: socket.socket, options: FrontendOptions
+    app: web.Application,
+    listener: socket.socket,
+    idle: asyncio.Event,
+    hurried: asyncio.Event | None,
+    options: FrontendOptions,
 ) -> AsyncIterator[None]:
     """Serve on the listener; on the way out stop accepting and let what runs finish."""
+    logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
     runner = web.AppRunner(
         app,
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=KEEP_ALIVE_S,
-        shutdown_timeout=options.drain_timeout_s,
+        shutdown_timeout=CUT_OFF_S,
     )
     await runner.setup()
+    site = web.SockSite(runner, listener)
     try:
-        await web.SockSite(runner, listener).start()
+        await site.start()
         yield
+        await site.stop()
+        await asyncio.sleep(0)  # connections accepted just now begin
+        await _wait_for_any(idle, hurried, timeout_s=options.drain_timeout_s)
+        if not idle.is_set():
+            log.warning("frontend.cut_off", drain_timeout_s=options.drain_timeout_s)
     finally:
         await runner.cleanup()
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """Whether aiohttp logs more than that a client speaks no proper HTTP (it is told so: 400)."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+async def _wait_for_any(*events: asyncio.Event | None, timeout_s: float) -> None:
+    """Wait until one of the events is set, or the time has passed."""
+    waiting = [asyncio.create_task(event.wait()) for event in events if event is not None]
+    try:
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -91,21 +91,28 @@ class Connection(asyncio.Protocol):
             return
         self._transport.write(data)
 
-    def cancel(self) -> None:
-        """Nobody wants the answer any more: the worker notices at once."""
-        self._receiver = None
-        if self._transport is not None:
-            self._transport.abort()
+    # A request is cancelled when its handler wakes up. By then its answer may be complete, and the
+    # connection serve another: so each of these names the receiver it means.
 
-    def pause(self) -> None:
+    def cancel(self, receiver: Receiver) -> None:
+        """Nobody wants the answer any more: the worker notices at once."""
+        if self._receiver is receiver:
+            self._receiver = None
+            self._close()
+
+    def pause(self, receiver: Receiver) -> None:
         """Stop reading: the client is slower than the worker."""
-        if self.is_usable and self._transport is not None:
+        if self._receiver is receiver and self._transport is not None:
             self._transport.pause_reading()
 
-    def resume(self) -> None:
+    def resume(self, receiver: Receiver) -> None:
         """Go on reading."""
-        if self.is_usable and self._transport is not None:
+        if self._receiver is receiver and self._transport is not None:
             self._transport.resume_reading()
+
+    def close(self) -> None:
+        """The worker is gone."""
+        self._close()
 
     # asyncio.Protocol (asyncio and uvloop set TCP_NODELAY on the sockets they connect)
 
@@ -141,20 +148,26 @@ class Connection(asyncio.Protocol):
     def _read_head(self, data: bytes) -> bytes | None:
         """Collect the head; returns what came after it, or None while it is not complete."""
         self._head += data
-        end = self._head.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._head) > MAX_HEAD_BYTES:
-                raise FramingError(f"the response head exceeds {MAX_HEAD_BYTES} bytes")
+        head = self._next_head()
+        while head is not None and head.status < 200:
+            head = self._next_head()  # 1xx: the answer itself is still to come
+        if head is None:
             return None
-        head, rest = parse_head(self._head[:end]), self._head[end + 4 :]
-        self._head = b""
-        if 100 <= head.status < 200:
-            return self._read_head(rest)
+        rest, self._head = self._head, b""
         self._keeps_alive = head.keeps_alive
         self._body = body_of(head)
         if self._receiver is not None:
             self._receiver.opened(head, self._body)
         return rest
+
+    def _next_head(self) -> Head | None:
+        end = self._head.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._head) > MAX_HEAD_BYTES:
+                raise FramingError(f"the response head exceeds {MAX_HEAD_BYTES} bytes")
+            return None
+        head, self._head = parse_head(self._head[:end]), self._head[end + 4 :]
+        return head
 
     def _read_body(self, data: bytes) -> None:
         body, receiver = self._body, self._receiver
@@ -179,6 +192,8 @@ class Connection(asyncio.Protocol):
 
     def _rest(self) -> None:
         self._has_served = True
+        if self._transport is not None:
+            self._transport.resume_reading()  # it may have been paused when the last bytes came
         self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._close)
         self._pool.append(self)
 
@@ -216,21 +231,21 @@ class Upstream:
             connection = pool.pop()
             if connection.is_usable:
                 return connection
-        address = urlsplit(url)
         try:
+            address = urlsplit(url)
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: Connection(pool), address.hostname or "127.0.0.1", address.port or 80
                 )
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ValueError) as error:
             reason = str(error) or "timed out"
             raise WorkerUnreachableError(f"worker at {url} cannot be reached: {reason}") from error
         return connection
 
     def forget(self, url: str) -> None:
         """The worker is gone: close what is idle."""
-        for connection in self._pools.pop(url, ()):
-            connection.cancel()
+        for connection in list(self._pools.pop(url, ())):
+            connection.close()
 
     def close(self) -> None:
         """Close every idle connection."""

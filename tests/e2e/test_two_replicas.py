@@ -13,9 +13,12 @@ import openai
 import pytest
 
 from kvrouter.core.beats import Card
-from kvrouter.core.sources import SyncSource
+from kvrouter.core.feed import FeedState
+from kvrouter.core.replica import Replica
+from kvrouter.core.sources import KvSource
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.tokens.tiny import build_tiny_model
+from kvrouter.worker.options import worker_id_of
 from tests.e2e.fleet import Fleet, running_fleet, until
 
 
@@ -58,26 +61,39 @@ def content_of(view: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def is_settled(fleet: Fleet) -> bool:
-    """Whether nothing is in flight, and every reader has all that its source has sent."""
-    replicas = [frontend.replica for frontend in fleet.frontends]
+    """Whether nothing is in flight, and every replica has all that engines and peers have to tell."""
+    return all(
+        has_every_frame(replica, fleet) and knows_every_block(replica, fleet)
+        for replica in (frontend.replica for frontend in fleet.frontends)
+    )
+
+
+def has_every_frame(replica: Replica, fleet: Fleet) -> bool:
+    """Whether its readers are where their sources are, and no booking is left."""
     sent = {
-        (replica.router_id, pool): router.source.seq
-        for replica in replicas
-        for pool, router in replica.routers.items()
+        (frontend.replica.router_id, pool): router.source.seq
+        for frontend in fleet.frontends
+        for pool, router in frontend.replica.routers.items()
+    }
+    in_step = all(
+        reader.lag == 0
+        and reader.state is FeedState.LIVE
+        and (isinstance(source, KvSource) or reader.seq == sent[source.router_id, source.pool])
+        for source, reader in replica.readers.items()
+    )
+    return in_step and not any(router.pool.active.owners() for router in replica.routers.values())
+
+
+def knows_every_block(replica: Replica, fleet: Fleet) -> bool:
+    """Whether its index holds as many blocks for each target as the engine has on its device."""
+    held = {
+        worker_id_of(mocker.url): len(set(mocker.engine.cache.cached_hashes())) for mocker in fleet.mockers
     }
     return all(
-        reader.lag == 0 and reader.state.value == "live" and not reader.is_loading
-        for replica in replicas
-        for reader in replica.readers.values()
-    ) and all(
-        not router.pool.active.owners()
-        and all(
-            reader.seq == sent[source.router_id, source.pool]
-            for source, reader in replica.readers.items()
-            if isinstance(source, SyncSource)
-        )
-        for replica in replicas
+        router.pool.index.digest(source.target)[0] == held[source.worker_id]
         for router in replica.routers.values()
+        for source in replica.readers
+        if isinstance(source, KvSource)
     )
 
 

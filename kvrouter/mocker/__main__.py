@@ -1,0 +1,135 @@
+"""`python -m kvrouter.mocker`: a simulated vLLM engine. No GPU needed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from kvrouter.errors import ConfigError
+from kvrouter.mocker.config import MockerConfig
+from kvrouter.mocker.engine import EngineConfig
+from kvrouter.mocker.eviction import ORDERS
+from kvrouter.mocker.server import running_mocker
+from kvrouter.mocker.wire import EVENT_SHAPES
+from kvrouter.telemetry.logs import set_up_logs
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_NUM_BLOCKS = 4096
+"""65,536 tokens at block size 16: small enough that a demo evicts."""
+
+LARGEST_DEFAULT_MODEL_LEN = 32_768
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one mocker until SIGINT or SIGTERM."""
+    try:
+        config = config_from(_parser().parse_args(arguments))
+    except ConfigError as error:
+        sys.exit(f"mocker: {error}")
+    set_up_logs()
+    uvloop.run(_serve(config))
+
+
+async def _serve(config: MockerConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with running_mocker(config) as mocker:
+        log.info(
+            "mocker.ready",
+            url=mocker.url,
+            kv_events=[rank.publisher.endpoint for rank in mocker.ranks],
+            kv_replay=[rank.publisher.replay_endpoint for rank in mocker.ranks],
+            model=config.model_name,
+            blocks=config.engine.num_blocks,
+            block_size=config.engine.block_size,
+        )
+        await stop.wait()
+
+
+def config_from(flags: argparse.Namespace) -> MockerConfig:
+    """The command line as a MockerConfig; raises ConfigError."""
+    capacity_tokens = flags.num_blocks * flags.block_size
+    engine = EngineConfig(
+        num_blocks=flags.num_blocks,
+        block_size=flags.block_size,
+        host_blocks=flags.host_blocks,
+        max_num_seqs=flags.max_num_seqs,
+        max_num_batched_tokens=flags.max_num_batched_tokens,
+        max_model_len=flags.max_model_len or min(LARGEST_DEFAULT_MODEL_LEN, capacity_tokens),
+        eviction=flags.eviction,
+    )
+    return MockerConfig(
+        engine=engine,
+        host=flags.host,
+        port=flags.port,
+        kv_events=flags.kv_events,
+        kv_replay=None if flags.kv_replay == "none" else flags.kv_replay,
+        topic=flags.topic,
+        event_shape=flags.event_shape,
+        model_name=flags.served_model_name,
+        model_path=flags.model_path,
+        loras=tuple(flags.lora),
+        speedup=flags.speedup,
+        data_parallel_size=flags.data_parallel_size,
+        max_num_queued_reqs=flags.max_num_queued_reqs,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m kvrouter.mocker", description=__doc__)
+    _add_server_flags(parser)
+    _add_engine_flags(parser)
+    return parser
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("server").add_argument
+    default = MockerConfig()
+    add("--host", default=default.host, help="address to listen on (%(default)s)")
+    add("--port", type=int, default=default.port, help="0: pick one and log it (%(default)s)")
+    add(
+        "--kv-events",
+        default=default.kv_events,
+        metavar="ENDPOINT",
+        help="where to publish KV events; the mocker always BINDS; rank N binds port + N (%(default)s)",
+    )
+    add(
+        "--kv-replay",
+        default=default.kv_replay,
+        metavar="ENDPOINT",
+        help="where to answer replay requests, bound; 'none': no replay (%(default)s)",
+    )
+    add("--topic", default=default.topic, help="ZMQ topic of the events (empty)")
+    add("--event-shape", choices=EVENT_SHAPES, default=default.event_shape, help="as vLLM 0.32 or up to 0.23")
+    add("--served-model-name", default=default.model_name, help="the model's name (%(default)s)")
+    add("--model-path", type=Path, help="model directory with tokenizer and chat template; without: ids only")
+    add("--lora", action="append", default=[], metavar="NAME", help="serve a LoRA adapter, too (repeatable)")
+    add("--max-num-queued-reqs", type=int, metavar="N", help="answer 503 beyond N unfinished requests")
+    add("--data-parallel-size", type=int, default=default.data_parallel_size, metavar="N")
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("engine").add_argument
+    default = EngineConfig()
+    add("--block-size", type=int, default=default.block_size, help="tokens in a block (%(default)s)")
+    add("--num-blocks", type=int, default=DEFAULT_NUM_BLOCKS, help="device blocks (%(default)s)")
+    add("--host-blocks", type=int, default=0, help="blocks of a host tier for evicted ones (%(default)s)")
+    add("--eviction", choices=tuple(ORDERS), default=default.eviction, help="%(default)s")
+    add("--max-num-seqs", type=int, default=default.max_num_seqs, help="%(default)s")
+    add("--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens, help="%(default)s")
+    add("--max-model-len", type=int, help="tokens (32768, or what the blocks hold)")
+    add("--speedup", type=float, default=1.0, help="times as fast as an H100 with an 8B model (%(default)s)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""vLLM's HTTP surface over the engines of one mocker. `facts/vllm.md` says what a real one answers."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from kvrouter.errors import BadRequestError, KvRouterError, UnknownModelError
+from kvrouter.mocker import metrics
+from kvrouter.mocker.bodies import (
+    BodyT,
+    ChatBody,
+    CompletionBody,
+    EngineBusyError,
+    SchemaError,
+    StreamOptions,
+    TokenizeBody,
+    parse,
+    text_prompts,
+    token_prompts,
+)
+from kvrouter.mocker.config import MockerConfig
+from kvrouter.mocker.engine import EngineRequest
+from kvrouter.mocker.hashing import TokenIds
+from kvrouter.mocker.publisher import BUFFER_STEPS, PUB_HIGH_WATER_MARK
+from kvrouter.mocker.rank import Rank
+from kvrouter.mocker.replies import DONE, ChatReply, CompletionReply, Json, Reply, encode, error_body, sse
+from kvrouter.mocker.run import Run
+from kvrouter.mocker.text import Text
+from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
+
+MAX_BODY_BYTES = 64 << 20
+"""A prompt of a million token ids is 7 MB of JSON."""
+
+VERSION = "0.32.0"
+"""The vLLM whose surface this is."""
+
+_SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
+
+
+class Service:
+    """The handlers, and what they share."""
+
+    def __init__(self, config: MockerConfig, text: Text, ranks: Sequence[Rank]) -> None:
+        self.config = config
+        self.text = text
+        self.ranks = ranks
+        self.started_at_s = time.time()
+        self.rejections = 0
+        self._numbers = itertools.count()
+
+    # --- completions ---
+
+    async def completions(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        body = await self._read(http, CompletionBody)
+        prompts = token_prompts(body.prompt)
+        if prompts is None:
+            texts = text_prompts(body.prompt)
+            prompts = await self.text.encode(TextPrompt(texts, add_special_tokens=body.add_special_tokens))
+        return await self._answer(http, body, prompts, CompletionReply, "cmpl")
+
+    async def chat_completions(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        body = await self._read(http, ChatBody)
+        prompts = await self.text.encode(_chat_prompt(body))
+        return await self._answer(http, body, prompts, ChatReply, "chatcmpl")
+
+    async def _answer(
+        self,
+        http: web.Request,
+        body: CompletionBody | ChatBody,
+        prompts: list[TokenIds],
+        shape: type[Reply],
+        prefix: str,
+    ) -> web.StreamResponse:
+        """Run the prompts on one rank and write what comes, streamed or whole."""
+        self._check_lengths(prompts, body.answer_tokens)
+        rank = self._rank(http)
+        reply = shape(
+            id=f"{prefix}-{http.headers.get('X-Request-Id') or secrets.token_hex(8)}",
+            model=body.model or self.config.model_name,
+            created=int(time.time()),
+            shows_token_ids=bool(body.return_token_ids),
+        )
+        if self._is_busy(len(prompts)):
+            return await self._refuse_busy(http, streams=bool(body.stream))
+        requests = [self._request(body, prompt) for prompt in prompts]
+        with rank.serving(requests) as mailbox:
+            run = Run(requests, mailbox, reply, self.text)
+            if body.stream:
+                return await _write_stream(http, run.stream(body.stream_options or StreamOptions()))
+            return _json(await run.whole())
+
+    async def _read(self, http: web.Request, kind: type[BodyT]) -> BodyT:
+        if http.content_type != "application/json":
+            raise SchemaError("Unsupported Media Type: Only 'application/json' is allowed")
+        body = parse(kind, await http.read())
+        if body.model and body.model not in (self.config.model_name, *self.config.loras):
+            raise UnknownModelError(f"The model `{body.model}` does not exist.", param="model")
+        return body
+
+    def _check_lengths(self, prompts: list[TokenIds], max_tokens: int | None) -> None:
+        limit = self.config.engine.max_model_len
+        if max_tokens is not None and max_tokens > limit:
+            raise BadRequestError(
+                f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}. "
+                f"Please request fewer output tokens. (parameter=max_tokens, value={max_tokens})",
+                param="max_tokens",
+            )
+        for prompt in prompts:
+            _check_prompt(len(prompt), limit)
+
+    def _request(self, body: CompletionBody | ChatBody, prompt: TokenIds) -> EngineRequest:
+        return EngineRequest(
+            id=str(next(self._numbers)),  # clients may use the same X-Request-Id twice at once
+            prompt=prompt,
+            max_tokens=body.answer_tokens,
+            ignore_eos=body.ignore_eos,
+            lora_name=body.model if body.model in self.config.loras else None,
+            salt=body.cache_salt,
+            report_full=body.reports_full,
+        )
+
+    def _rank(self, http: web.Request) -> Rank:
+        """The rank that the header names, else the one with the fewest requests (vLLM's weights)."""
+        header = http.headers.get("X-data-parallel-rank", "")
+        try:
+            number = int(header)
+        except ValueError:
+            return min(self.ranks, key=lambda rank: 3 * rank.engine.num_waiting + rank.num_unfinished)
+        if not 0 <= number < len(self.ranks):
+            raise BadRequestError(f"data_parallel_rank {number} is out of range [0, {len(self.ranks)}).")
+        return self.ranks[number]
+
+    def _is_busy(self, prompts: int) -> bool:
+        limit = self.config.max_num_queued_reqs
+        return limit is not None and sum(rank.num_unfinished for rank in self.ranks) + prompts > limit
+
+    async def _refuse_busy(self, http: web.Request, *, streams: bool) -> web.StreamResponse:
+        """503; but a stream has sent its 200 by the time vLLM asks for admission."""
+        self.rejections += 1
+        if not streams:
+            raise EngineBusyError
+        response = web.StreamResponse(headers=_SSE_HEADERS)
+        await response.prepare(http)
+        await response.write_eof(sse(error_body(EngineBusyError())) + DONE)
+        return response
+
+    # --- the rest ---
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        """POST /tokenize."""
+        body = await self._read(http, TokenizeBody)
+        (tokens,) = await self.text.encode(_tokenize_prompt(body))
+        limit = self.config.engine.max_model_len
+        return _json(
+            {"count": len(tokens), "max_model_len": limit, "tokens": tokens.tolist(), "token_strs": None}
+        )
+
+    async def models(self, _: web.Request) -> web.Response:
+        """GET /v1/models: the base model, then its LoRAs."""
+        base = self.config.model_name
+        root = str(self.config.model_path or base)
+        cards = [self._card(base, root, None, self.config.engine.max_model_len)]
+        cards += [self._card(name, name, base, None) for name in self.config.loras]
+        return _json({"object": "list", "data": cards})
+
+    def _card(self, name: str, root: str, parent: str | None, max_model_len: int | None) -> Json:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self.started_at_s),
+            "owned_by": "vllm",
+            "root": root,
+            "parent": parent,
+            "max_model_len": max_model_len,
+            "permission": [],
+        }
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """GET /metrics."""
+        text = metrics.render(
+            [rank.engine for rank in self.ranks],
+            model_name=self.config.model_name,
+            started_at_s=self.started_at_s,
+            rejections=self.rejections,
+        )
+        return web.Response(body=text.encode(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def reset_prefix_cache(self, _: web.Request) -> web.Response:
+        """POST /reset_prefix_cache; refused while requests hold blocks."""
+        done = [rank.engine.reset_prefix_cache() for rank in self.ranks]
+        return _json({"success": all(done)})
+
+    async def kv_event_sources(self, _: web.Request) -> web.Response:
+        """GET /kv_event_sources: the endpoints of each rank."""
+        return _json({str(number): _source(rank) for number, rank in enumerate(self.ranks)})
+
+    async def health(self, _: web.Request) -> web.Response:
+        """GET /health and /ping: 200 and no body."""
+        return web.Response()
+
+    async def version(self, _: web.Request) -> web.Response:
+        """GET /version."""
+        return _json({"version": VERSION})
+
+    def app(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_vllm])
+        app.add_routes(
+            [
+                web.post("/v1/completions", self.completions),
+                web.post("/v1/chat/completions", self.chat_completions),
+                web.post("/tokenize", self.tokenize),
+                web.post("/reset_prefix_cache", self.reset_prefix_cache),
+                web.get("/v1/models", self.models),
+                web.get("/metrics", self.metrics),
+                web.get("/kv_event_sources", self.kv_event_sources),
+                web.get("/health", self.health),
+                web.get("/ping", self.health),
+                web.get("/version", self.version),
+            ]
+        )
+        return app
+
+
+@web.middleware
+async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refusals in vLLM's body; unknown routes in FastAPI's."""
+    try:
+        return await handler(request)
+    except KvRouterError as error:
+        return _json(error_body(error), status=error.status)
+    except web.HTTPException as error:
+        return _json({"detail": error.reason}, status=error.status)
+
+
+async def _write_stream(http: web.Request, parts: AsyncIterator[bytes]) -> web.StreamResponse:
+    response = web.StreamResponse(headers=_SSE_HEADERS)
+    await response.prepare(http)
+    await response.write(b"")  # the head goes out before the first token, as from vLLM
+    async for part in parts:
+        await response.write(part)
+    await response.write_eof()
+    return response
+
+
+def _json(data: Json, *, status: int = 200) -> web.Response:
+    return web.Response(body=encode(data), status=status, content_type="application/json")
+
+
+def _check_prompt(length: int, limit: int) -> None:
+    if length == 0:
+        raise BadRequestError("The decoder prompt cannot be empty", param="prompt")
+    if length > limit:
+        raise BadRequestError(
+            f"This model's maximum context length is {limit} tokens. However, your prompt contains {length} "
+            "input tokens, which exceeds this limit even without any output tokens. Please reduce the length "
+            f"of the input prompt. (parameter=input_tokens, value={length})",
+            param="input_tokens",
+        )
+    if length == limit:
+        raise BadRequestError("max_tokens must be at least 1, got 0.", param="max_tokens")
+
+
+def _chat_prompt(body: ChatBody) -> ChatPrompt:
+    return ChatPrompt(
+        body.messages,
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        add_special_tokens=body.add_special_tokens,
+    )
+
+
+def _tokenize_prompt(body: TokenizeBody) -> ChatPrompt | TextPrompt:
+    if body.messages is None:
+        return TextPrompt([body.prompt or ""], add_special_tokens=body.add_special_tokens is not False)
+    return ChatPrompt(
+        body.messages,
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+
+
+def _source(rank: Rank) -> Json:
+    """VLLM's KVEventsConfig of one rank."""
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": rank.publisher.endpoint,
+        "replay_endpoint": rank.publisher.replay_endpoint,
+        "buffer_steps": BUFFER_STEPS,
+        "hwm": PUB_HIGH_WATER_MARK,
+        "max_queue_size": 100_000,
+        "topic": rank.publisher.topic,
+    }

@@ -1,0 +1,163 @@
+"""Request bodies as vLLM reads them: what they may hold, and how vLLM refuses what they may not.
+
+Unknown fields are ignored, a missing `model` means the base model. Sampling is not simulated, so
+temperature, logprobs, stop strings and the like are accepted and have no effect.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvrouter.errors import BadRequestError, KvRouterError
+from kvrouter.mocker.hashing import TokenIds, token_ids
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""`max_tokens` of /v1/completions in OpenAI's and vLLM's API."""
+
+
+class SchemaError(BadRequestError):
+    """The body is not JSON, or not of the right shape. vLLM's type differs from other refusals'."""
+
+    type = "Bad Request"
+
+
+class EngineBusyError(KvRouterError):
+    """`max_num_queued_reqs` is reached."""
+
+    status = 503
+    type = "Service Unavailable"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The engine is currently busy and cannot accept new requests. "
+            "Please try again later or on a different instance."
+        )
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`stream_options`."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """What both kinds of completion share."""
+
+    model: str | None = None
+    n: int | None = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The limit that the client sets."""
+        return self.max_tokens
+
+    @property
+    def reports_full(self) -> bool:
+        """Whether vLLM would announce reused blocks, too."""
+        return (self.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """/v1/completions."""
+
+    prompt: Any = None
+    max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+    add_special_tokens: bool = True
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """/v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The newer name wins, as in vLLM."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """/tokenize: a prompt or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+BodyT = TypeVar("BodyT", CompletionBody, ChatBody, TokenizeBody)
+
+
+def parse(kind: type[BodyT], raw: bytes) -> BodyT:
+    """Decode and check a body."""
+    try:
+        body = msgspec.json.decode(raw, type=kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise SchemaError(f"1 validation error:\n  {error}", param=_field(str(error))) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SchemaError(f"1 validation error:\n  JSON decode error: {error}", param="body") from error
+    if not isinstance(body, TokenizeBody):
+        _check(body)
+    return body
+
+
+def _check(body: CompletionBody | ChatBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise SchemaError("Stream options can only be defined when `stream=True`.", param="stream_options")
+    if body.cache_salt == "":
+        raise SchemaError("cache_salt must be a non-empty string if provided", param="cache_salt")
+    if (body.n or 1) != 1:
+        raise BadRequestError(f"n={body.n}: the mocker gives one answer to a prompt", param="n")
+    limit = body.answer_tokens
+    if limit is not None and limit < 1:
+        raise BadRequestError(f"max_tokens must be at least 1, got {limit}.", param="max_tokens")
+
+
+def _field(message: str) -> str:
+    """The field a msgspec error speaks of, as vLLM names it: `body.messages`."""
+    found = re.search(r"field `(\w+)`", message) or re.search(r"`\$\.(\w+)", message)
+    return f"body.{found[1]}" if found else "body"
+
+
+def token_prompts(prompt: object) -> list[TokenIds] | None:
+    """The prompts of a completion given as token ids, `[int]` or `[[int]]`; None if they are text."""
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], str):
+        return None
+    prompts = prompt if isinstance(prompt[0], list) else [prompt]
+    try:
+        return [token_ids(ids) for ids in prompts]
+    except (TypeError, OverflowError) as error:
+        raise SchemaError(f"1 validation error:\n  prompt: {error}", param="body.prompt") from error
+
+
+def text_prompts(prompt: object) -> list[str]:
+    """The prompts of a completion given as text, `str` or `[str]`."""
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(prompts, list) or not prompts or "" in prompts:
+        raise SchemaError(
+            "Either prompt or prompt_embeds must be provided and non-empty.", param="body.prompt"
+        )
+    if not all(isinstance(text, str) for text in prompts):
+        raise SchemaError("1 validation error:\n  prompt: mixed types", param="body.prompt")
+    return prompts

@@ -1,0 +1,310 @@
+"""The paged KV cache of one engine: physical blocks, prefix reuse and eviction, with vLLM's semantics.
+
+    chain of a request      [ b7 | b3 | b12 | b4 ]     physical blocks it holds
+    their engine hashes     [ h0 | h1 | h2  |    ]     full blocks only; b4 is partial
+
+    _home    h -> first block with that hash           _spares   h -> further copies
+    blank: no hash, taken first                        idle: hash, no holder, evictable, in `_order`
+
+Like vLLM's block pool, and unlike a set: storing the same hash again keeps a second copy and announces it
+a second time; each copy is removed, and announced, by itself. Events are announced per physical block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from kvrouter.mocker.events import (
+    CPU,
+    GPU,
+    SPEC_KIND,
+    AllBlocksCleared,
+    BlockStored,
+    ExtraKeys,
+    KvEvent,
+    removed,
+)
+from kvrouter.mocker.eviction import ORDERS, EvictionOrder
+from kvrouter.mocker.hashing import TokenIds, chain_hashes, lora_key, root_hash
+from kvrouter.mocker.host import HostTier
+
+
+class Hit(NamedTuple):
+    """Leading blocks of a chain that need not be computed: first those on the device, then on the host."""
+
+    device_blocks: int
+    host_blocks: int
+
+    @property
+    def blocks(self) -> int:
+        """All of them."""
+        return self.device_blocks + self.host_blocks
+
+
+class Chain:
+    """The blocks of one request, as the cache sees them."""
+
+    __slots__ = ("_key", "_root", "blocks", "hashes", "lora_name", "salt", "stored_blocks", "tokens")
+
+    def __init__(
+        self,
+        tokens: TokenIds,
+        block_size: int,
+        *,
+        lora_name: str | None = None,
+        salt: str | None = None,
+        hashes: list[int] | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.lora_name = lora_name
+        self.salt = salt
+        self._root = root_hash(salt)
+        self._key = lora_key(lora_name)
+        self.hashes = hashes if hashes is not None else []
+        self.blocks: list[int] = []
+        self.stored_blocks = 0
+        """Leading blocks that the cache knows by their hash."""
+        self.name_blocks(len(tokens) // block_size, block_size)
+
+    def name_blocks(self, full_blocks: int, block_size: int) -> None:
+        """Hash the blocks up to `full_blocks` that have no name yet."""
+        named = len(self.hashes)
+        if named >= full_blocks:
+            return
+        parent = self.hashes[-1] if named else self._root
+        fresh = self.tokens[named * block_size : full_blocks * block_size]
+        self.hashes.extend(chain_hashes(fresh, block_size, parent=parent, key=self._key))
+
+    def extra_keys(self, first: int, last: int) -> ExtraKeys:
+        """`extra_keys` of an event for blocks `first` to `last`: the LoRA name, then the salt (block 0)."""
+        lora = [self.lora_name] if self.lora_name else []
+        keys: ExtraKeys = [list(lora) or None for _ in range(last - first)]
+        if first == 0 and self.salt:
+            keys[0] = [*lora, self.salt]
+        return keys
+
+
+class BlockCache:
+    """The blocks of one engine.
+
+    Invariants (`check`): a block is blank, idle or held; only idle ones are evicted; the parent of a
+    cached hash is cached; used_blocks counts the held ones.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, eviction: str = "lru", host_blocks: int = 0
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.used_blocks = 0
+        """Blocks held by requests."""
+        self.host = HostTier(host_blocks)
+        self._hash_of: list[int | None] = []  # per physical block that was ever taken
+        self._holders: list[int] = []
+        self._home: dict[int, int] = {}
+        self._spares: dict[int, list[int]] = {}
+        self._blanks: list[int] = []
+        self._order: EvictionOrder = ORDERS[eviction]()
+        self._content: dict[int, BlockStored] = {}  # only with a host tier: what to announce when moved
+        self._events: list[KvEvent] = []
+
+    # --- reading ---
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that a request could take now: blank or evictable."""
+        return self.num_blocks - self.used_blocks
+
+    def cached_hashes(self) -> Iterator[int]:
+        """The hashes that can be hit on the device."""
+        return iter(self._home)
+
+    def lookup(self, chain: Chain, limit_blocks: int) -> Hit:
+        """How many of the chain's first `limit_blocks` blocks are cached without a gap."""
+        device = 0
+        hashes = chain.hashes
+        for engine_hash in islice(hashes, limit_blocks):
+            if engine_hash not in self._home:
+                break
+            device += 1
+        depth = device
+        while depth < min(limit_blocks, len(hashes)) and hashes[depth] in self.host:
+            depth += 1
+        return Hit(device, depth - device)
+
+    # --- holding blocks ---
+
+    def open(self, chain: Chain, hit: Hit, blocks: int, *, must_fit_blocks: int) -> bool:
+        """Hold the hit blocks and take new ones, up to `blocks`; False, and no change, without room.
+
+        There must be room for `must_fit_blocks`, the whole prompt, even if this step computes less of it
+        (vLLM's `scheduler_reserve_full_isl`).
+        """
+        homes = [self._home[engine_hash] for engine_hash in chain.hashes[: hit.device_blocks]]
+        idle = sum(not self._holders[block] for block in homes)
+        if must_fit_blocks - len(homes) + idle > self.free_blocks:
+            return False
+        for block in homes:
+            self._hold(block)
+        self._order.used(chain.hashes[: hit.device_blocks])
+        chain.blocks = homes
+        chain.stored_blocks = len(homes)
+        self.host.touch(reversed(chain.hashes[hit.device_blocks : hit.blocks]))
+        chain.blocks.extend(self._take() for _ in range(blocks - len(homes)))
+        return True
+
+    def grow(self, chain: Chain, blocks: int) -> bool:
+        """Take new blocks up to `blocks`; False, and no change, without room."""
+        missing = blocks - len(chain.blocks)
+        if missing > self.free_blocks:
+            return False
+        chain.blocks.extend(self._take() for _ in range(missing))
+        return True
+
+    def store(self, chain: Chain, full_blocks: int) -> None:
+        """Make the chain's first `full_blocks` blocks reusable, and announce those that were not."""
+        first = chain.stored_blocks
+        if full_blocks <= first:
+            return
+        chain.name_blocks(full_blocks, self.block_size)
+        for depth in range(first, full_blocks):
+            self._name(chain.blocks[depth], chain.hashes[depth])
+        self._order.used(chain.hashes[first:full_blocks])
+        chain.stored_blocks = full_blocks
+        self._events.append(self._stored(chain, first, full_blocks))
+        if self.host.capacity_blocks:
+            self._remember(chain, first, full_blocks)
+
+    def announce(self, chain: Chain, blocks: int) -> None:
+        """Announce reused blocks from the root: vLLM's `kv_cache_report_mode: full`."""
+        if blocks:
+            self._events.append(self._stored(chain, 0, blocks))
+
+    def release(self, chain: Chain) -> None:
+        """Give all blocks back, tail first, so that leaves are evicted before their parents."""
+        for block in reversed(chain.blocks):
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                self._retire(block)
+        chain.blocks = []
+        chain.stored_blocks = 0
+
+    def clear(self) -> bool:
+        """Forget everything cached; refused while blocks are held."""
+        if self.used_blocks:
+            return False
+        self._blanks.extend(self._order.pop() for _ in range(len(self._order)))
+        for engine_hash in self._home:
+            self._order.forget(engine_hash)
+        self._hash_of = [None] * len(self._hash_of)
+        self._home.clear()
+        self._spares.clear()
+        self._content.clear()
+        self.host.clear()
+        self._events.append(AllBlocksCleared())
+        return True
+
+    def take_events(self) -> list[KvEvent]:
+        """What happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # --- single blocks ---
+
+    def _hold(self, block: int) -> None:
+        if self._holders[block] == 0:
+            self._order.discard(block)
+            self.used_blocks += 1
+        self._holders[block] += 1
+
+    def _take(self) -> int:
+        """A blank block with one holder; the caller has made sure that there is one."""
+        self.used_blocks += 1
+        if self._blanks:
+            block = self._blanks.pop()
+        elif len(self._hash_of) < self.num_blocks:
+            block = len(self._hash_of)
+            self._hash_of.append(None)
+            self._holders.append(0)
+        else:
+            block = self._order.pop()
+            self._evict(block)
+        self._holders[block] = 1
+        return block
+
+    def _retire(self, block: int) -> None:
+        """The last holder left: keep the contents for reuse, if they have a name."""
+        self.used_blocks -= 1
+        engine_hash = self._hash_of[block]
+        if engine_hash is None:
+            self._blanks.append(block)
+        else:
+            self._order.push(block, engine_hash)
+
+    def _name(self, block: int, engine_hash: int) -> None:
+        self._hash_of[block] = engine_hash
+        if engine_hash in self._home:
+            self._spares.setdefault(engine_hash, []).append(block)
+        else:
+            self._home[engine_hash] = block
+
+    def _evict(self, block: int) -> None:
+        engine_hash = self._hash_of[block]
+        assert engine_hash is not None
+        self._hash_of[block] = None
+        if self._drop_copy(engine_hash, block):
+            self._order.forget(engine_hash)
+            if self.host.capacity_blocks:
+                # copied before it is dropped: at no moment is the block in neither tier
+                self._events.extend(self.host.keep(self._content.pop(engine_hash)))
+        self._events.append(removed(engine_hash, GPU))
+
+    def _drop_copy(self, engine_hash: int, block: int) -> bool:
+        """Forget one copy; True if it was the last."""
+        spares = self._spares.get(engine_hash)
+        if spares is None:
+            del self._home[engine_hash]
+            return True
+        if self._home[engine_hash] == block:
+            self._home[engine_hash] = spares.pop(0)
+        else:
+            spares.remove(block)
+        if not spares:
+            del self._spares[engine_hash]
+        return False
+
+    # --- events ---
+
+    def _stored(self, chain: Chain, first: int, last: int, medium: str = GPU) -> BlockStored:
+        return BlockStored(
+            block_hashes=chain.hashes[first:last],
+            parent_block_hash=chain.hashes[first - 1] if first else None,
+            token_ids=chain.tokens[first * self.block_size : last * self.block_size].tolist(),
+            block_size=self.block_size,
+            lora_id=None,  # deprecated in vLLM in favour of the name
+            medium=medium,
+            lora_name=chain.lora_name,
+            extra_keys=chain.extra_keys(first, last),
+            group_idx=0,
+            kv_cache_spec_kind=SPEC_KIND,
+        )
+
+    def _remember(self, chain: Chain, first: int, last: int) -> None:
+        for depth in range(first, last):
+            self._content[chain.hashes[depth]] = self._stored(chain, depth, depth + 1, CPU)
+
+    def check(self) -> None:
+        """Raise if an invariant is broken. Tests call this after every step."""
+        copies = Counter(h for h in self._hash_of if h is not None)
+        known = {h: 1 + len(self._spares.get(h, ())) for h in self._home}
+        assert copies == known, "the tables and the physical blocks name different hashes"
+        for engine_hash, block in self._home.items():
+            assert self._hash_of[block] == engine_hash, f"block {block} is not the home of {engine_hash}"
+        held = sum(holders > 0 for holders in self._holders)
+        assert held == self.used_blocks <= self.num_blocks, f"{held} held, {self.used_blocks} counted"
+        idle = len(self._order)
+        assert len(self._hash_of) == held + idle + len(self._blanks), "a block is in no list, or in two"
+        assert len(self.host) <= self.host.capacity_blocks

@@ -1,0 +1,316 @@
+"""One simulated engine: vLLM's scheduler over the paged cache. Pure: no clock, no chance, no socket.
+
+    add() ──> waiting ──admit──> running ──step()──> outputs, events, duration
+                 ^                  │
+                 └──── preempt ─────┘     the newest, when blocks run out; it starts over, keeping its tokens
+
+A step serves every running request: one token for each that decodes, a chunk of the prompt for each that
+still prefills, within `max_num_batched_tokens`; then it admits from the queue, first come first served.
+As in vLLM, blocks become reusable when they are scheduled, and the last sampled token is not in the cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from kvrouter.errors import ConfigError
+from kvrouter.mocker.answers import Answer, Vocabulary
+from kvrouter.mocker.cache import BlockCache, Chain
+from kvrouter.mocker.events import KvEvent
+from kvrouter.mocker.hashing import TokenIds
+from kvrouter.mocker.timing import StepWork, Timing
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The settings of one engine; names and meanings are vLLM's."""
+
+    num_blocks: int = 8192
+    block_size: int = 16
+    host_blocks: int = 0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 32_768
+    eviction: str = "lru"
+    timing: Timing = field(default_factory=Timing)
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+
+    def __post_init__(self) -> None:
+        capacity = self.num_blocks * self.block_size
+        if self.max_model_len > capacity:
+            raise ConfigError(
+                f"max_model_len {self.max_model_len} does not fit in {self.num_blocks} blocks of "
+                f"{self.block_size} ({capacity} tokens): lower it or raise num_blocks"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below "
+                f"max_num_seqs {self.max_num_seqs}"
+            )
+
+
+class EngineRequest(msgspec.Struct, frozen=True):
+    """One prompt. `id` is unique in its engine."""
+
+    id: str
+    prompt: TokenIds
+    max_tokens: int | None = None
+    """None: until the answer ends by itself (see `Vocabulary`) or the context is full. With a number the
+    answer has exactly that many tokens, as with vLLM's `ignore_eos`."""
+    ignore_eos: bool = False
+    lora_name: str | None = None
+    salt: str | None = None
+    report_full: bool = False
+    """vLLM's `kv_cache_report_mode: full`: announce reused blocks from the root."""
+    hashes: tuple[int, ...] | None = None
+    """Names of the prompt's full blocks, where the caller has them (a trace) and the tokens do not count."""
+
+
+class Output(msgspec.Struct, frozen=True, gc=False):
+    """One token of one request; with `finish_reason`, its last."""
+
+    id: str
+    token: int | None
+    """None if the request ended without another token ("abort")."""
+    finish_reason: str | None
+    cached_tokens: int
+    """Prompt tokens that were not computed."""
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What one step did. Outputs and events are due when it ends."""
+
+    duration_s: float
+    outputs: list[Output]
+    events: list[KvEvent]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, in tokens unless said otherwise."""
+
+    prompt: int = 0
+    generated: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
+    preemptions: int = 0
+    """Requests."""
+    steps: int = 0
+
+
+class _Sequence:
+    """A request in the engine. `tokens` is the prompt and what was generated so far."""
+
+    __slots__ = ("answer", "cached_tokens", "chain", "computed", "limit", "prompt_len", "request", "tokens")
+
+    def __init__(self, request: EngineRequest, config: EngineConfig) -> None:
+        self.request = request
+        self.tokens = request.prompt[:]
+        self.prompt_len = len(self.tokens)
+        self.computed = 0
+        self.cached_tokens: int | None = None  # set once, when first admitted
+        self.limit = min(config.max_model_len, self.prompt_len + (request.max_tokens or config.max_model_len))
+        self.chain = Chain(
+            self.tokens,
+            config.block_size,
+            lora_name=request.lora_name,
+            salt=request.salt,
+            hashes=None if request.hashes is None else list(request.hashes),
+        )
+        self.answer = Answer(
+            request.prompt,
+            config.vocabulary,
+            lora_name=request.lora_name,
+            may_end=request.max_tokens is None and not request.ignore_eos,
+        )
+
+
+class Engine:
+    """One engine (one data-parallel rank)."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.cache = BlockCache(
+            config.num_blocks, config.block_size, eviction=config.eviction, host_blocks=config.host_blocks
+        )
+        self.counters = Counters()
+        self._timing = config.timing
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._sequences: dict[str, _Sequence] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones among them."""
+        return len(self._waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of the blocks held by requests; cached but free blocks count as free, as in vLLM."""
+        return self.cache.used_blocks / self.cache.num_blocks
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._sequences)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; its prompt leaves room for at least one token of answer."""
+        if not 0 < len(request.prompt) < self.config.max_model_len:
+            raise ValueError(
+                f"prompt of {len(request.prompt)} tokens, max_model_len is {self.config.max_model_len}"
+            )
+        if request.id in self._sequences:
+            raise ValueError(f"request {request.id!r} is already here")
+        sequence = _Sequence(request, self.config)
+        self._sequences[request.id] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now, without output; False if it is not here (any more)."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        queue = self._running if sequence in self._running else self._waiting
+        queue.remove(sequence)
+        self.cache.release(sequence.chain)
+        return True
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the cache; False while requests hold blocks. The event comes with the next step."""
+        return self.cache.clear()
+
+    def step(self) -> StepResult:
+        """Schedule, compute and sample once. Call only if `has_work()`."""
+        work = StepWork()
+        budget = self.config.max_num_batched_tokens
+        budget, preempted = self._schedule_running(budget, work)
+        if not preempted:
+            self._admit(budget, work)
+        assert self._running, "no request fits: config allows a longer sequence than the cache holds"
+        outputs = self._sample()
+        self.counters.steps += 1
+        return StepResult(self._timing.step_s(work), outputs, self.cache.take_events())
+
+    # --- scheduling ---
+
+    def _schedule_running(self, budget: int, work: StepWork) -> tuple[int, bool]:
+        """Give each running request its next tokens; returns the rest of the budget, and if one lost out."""
+        block_size = self.config.block_size
+        preempted = False
+        position = 0
+        while position < len(self._running) and budget:
+            sequence = self._running[position]
+            tokens = min(len(sequence.tokens) - sequence.computed, budget)
+            blocks = -(-(sequence.computed + tokens) // block_size)
+            while not self.cache.grow(sequence.chain, blocks):
+                preempted = True
+                if self._preempt_newest() is sequence:
+                    return budget, preempted
+            self._advance(sequence, tokens, work)
+            budget -= tokens
+            position += 1
+        return budget, preempted
+
+    def _admit(self, budget: int, work: StepWork) -> None:
+        """Move requests from the queue into the batch while there is room for the whole prompt of each."""
+        while self._waiting and budget and len(self._running) < self.config.max_num_seqs:
+            sequence = self._waiting[0]
+            tokens = self._open(sequence, budget, work)
+            if not tokens:
+                return  # first come, first served: nobody overtakes
+            self._running.append(self._waiting.popleft())
+            self._advance(sequence, tokens, work)
+            budget -= tokens
+
+    def _open(self, sequence: _Sequence, budget: int, work: StepWork) -> int:
+        """Hold what is cached of a request and room for its next tokens; returns their number, or 0."""
+        block_size = self.config.block_size
+        length = len(sequence.tokens)
+        hit = self.cache.lookup(sequence.chain, (length - 1) // block_size)
+        cached = hit.blocks * block_size
+        tokens = min(length - cached, budget)
+        blocks = -(-(cached + tokens) // block_size)
+        if not self.cache.open(sequence.chain, hit, blocks, must_fit_blocks=-(-length // block_size)):
+            return 0
+        if sequence.request.report_full:
+            self.cache.announce(sequence.chain, hit.device_blocks)
+        if sequence.cached_tokens is None:
+            self._count_admission(sequence, cached)
+        sequence.computed = cached
+        work.host_tokens += hit.host_blocks * block_size
+        return tokens
+
+    def _count_admission(self, sequence: _Sequence, cached: int) -> None:
+        sequence.cached_tokens = cached
+        self.counters.prompt += sequence.prompt_len
+        self.counters.cache_queries += sequence.prompt_len
+        self.counters.cache_hits += cached
+
+    def _advance(self, sequence: _Sequence, tokens: int, work: StepWork) -> None:
+        """Compute `tokens` more; blocks that are now full become reusable."""
+        if tokens == 1 and sequence.computed >= sequence.prompt_len:
+            work.decode_seqs += 1
+            work.context_tokens += sequence.computed
+        else:
+            work.prefill_tokens += tokens
+        sequence.computed += tokens
+        full_blocks = sequence.computed // self.config.block_size
+        if full_blocks > sequence.chain.stored_blocks:
+            self.cache.store(sequence.chain, full_blocks)
+
+    def _preempt_newest(self) -> _Sequence:
+        sequence = self._running.pop()
+        self.cache.release(sequence.chain)
+        sequence.computed = 0
+        self._waiting.appendleft(sequence)
+        self.counters.preemptions += 1
+        return sequence
+
+    # --- sampling ---
+
+    def _sample(self) -> list[Output]:
+        """One token for each request whose tokens are all computed; the finished ones leave."""
+        ready = [s for s in self._running if s.computed == len(s.tokens)]
+        outputs = [self._next_output(sequence) for sequence in ready]
+        self.counters.generated += len(outputs)
+        if any(output.finish_reason for output in outputs):
+            self._running = [s for s in self._running if s.request.id in self._sequences]
+        return outputs
+
+    def _next_output(self, sequence: _Sequence) -> Output:
+        token = sequence.answer.next_token()
+        sequence.tokens.append(token)
+        finish_reason = self._finish_reason(sequence, token)
+        request_id = sequence.request.id
+        if finish_reason is not None:
+            del self._sequences[request_id]
+            self.cache.release(sequence.chain)
+        return Output(request_id, token, finish_reason, sequence.cached_tokens or 0)
+
+    def _finish_reason(self, sequence: _Sequence, token: int) -> str | None:
+        if len(sequence.tokens) == sequence.limit:
+            return "length"
+        if token == self.config.vocabulary.end and sequence.request.max_tokens is None:
+            return None if sequence.request.ignore_eos else "stop"
+        return None
+
+    def check(self) -> None:
+        """Raise if the scheduler's tables disagree. Tests call this after every step."""
+        self.cache.check()
+        queued = {s.request.id for s in [*self._running, *self._waiting]}
+        assert queued == set(self._sequences), "a request is in no queue"
+        assert len(self._running) <= self.config.max_num_seqs
+        assert all(not s.chain.blocks for s in self._waiting), "a waiting request holds blocks"
+
+
+def speed_up(config: EngineConfig, speedup: float) -> EngineConfig:
+    """The same engine on a GPU `speedup` times as fast."""
+    return replace(config, timing=config.timing.scaled(speedup))

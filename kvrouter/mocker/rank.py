@@ -1,0 +1,147 @@
+"""One data-parallel rank: an engine driven in real time, its publisher, and who waits for its outputs.
+
+One loop turn per engine step serves all requests: the step is computed at once, its duration is waited for,
+then its events are published and its outputs put into mailboxes. An idle rank waits for an Event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+import structlog
+
+from kvrouter.mocker.config import MockerConfig
+from kvrouter.mocker.engine import Engine, EngineConfig, EngineRequest, Output, StepResult, speed_up
+from kvrouter.mocker.publisher import Publisher, offset_port
+from kvrouter.mocker.wire import BatchEncoder
+
+log = structlog.get_logger(__name__)
+
+SHORTEST_SLEEP_S = 0.5e-3
+"""uvloop's timers have 1 ms: shorter waits are carried over to the next step."""
+
+LARGEST_LAG_S = 0.05
+"""A loop that was held up for longer does not hurry to catch up."""
+
+
+class Mailbox:
+    """The outputs of one HTTP request's prompts, as they come."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Output] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: Output) -> None:
+        """Add an output and wake the reader."""
+        self._outputs.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Output]:
+        """Everything that has come since the last call, at least one."""
+        if not self._outputs:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+
+class Rank:
+    """An engine in real time."""
+
+    def __init__(self, engine: Engine, publisher: Publisher) -> None:
+        self.engine = engine
+        self.publisher = publisher
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._work = asyncio.Event()
+        self._is_shut_down = False
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, config: MockerConfig, engine: EngineConfig, number: int) -> AsyncIterator[Rank]:
+        """Bind the sockets of rank `number` and run its engine until the block ends."""
+        replay = None if config.kv_replay is None else offset_port(config.kv_replay, number)
+        async with Publisher.open(
+            offset_port(config.kv_events, number),
+            replay,
+            BatchEncoder(config.event_shape, number),
+            config.topic,
+        ) as publisher:
+            rank = cls(Engine(speed_up(engine, config.speedup)), publisher)
+            async with _running(rank):
+                yield rank
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting or running."""
+        return self.engine.num_waiting + self.engine.num_running
+
+    @contextmanager
+    def serving(self, requests: Sequence[EngineRequest]) -> Iterator[Mailbox]:
+        """Run these requests; whatever is left of them when the block ends is aborted at once."""
+        mailbox = Mailbox()
+        try:
+            for request in requests:
+                self.engine.add(request)
+                self._mailboxes[request.id] = mailbox
+            self._work.set()
+            if self._is_shut_down:
+                self.shut_down()
+            yield mailbox
+        finally:
+            for request in requests:
+                self.engine.abort(request.id)
+                self._mailboxes.pop(request.id, None)
+
+    async def run(self) -> None:
+        """Step while there is work."""
+        try:
+            while True:
+                await self._work.wait()
+                await self._work_off()
+                self._work.clear()  # no await since the last look at the queue
+        except Exception:
+            self.shut_down()  # nobody waits for an engine that is dead
+            log.exception("engine.failed")
+            raise
+
+    async def _work_off(self) -> None:
+        now = asyncio.get_running_loop().time
+        due_s = now()
+        while self.engine.has_work():
+            step = self.engine.step()
+            due_s = max(due_s, now() - LARGEST_LAG_S) + step.duration_s
+            wait_s = due_s - now()
+            await asyncio.sleep(wait_s if wait_s > SHORTEST_SLEEP_S else 0)
+            self._deliver(step)
+
+    def _deliver(self, step: StepResult) -> None:
+        """Events first: a subscriber may not hear of a block after the answer that made it."""
+        if step.events:
+            self.publisher.publish(time.time(), step.events)
+        for output in step.outputs:
+            mailbox = self._mailboxes.get(output.id)
+            if mailbox is not None:  # None: aborted during the step
+                mailbox.put(output)
+
+    def shut_down(self) -> None:
+        """End everything in flight with finish_reason "abort", as vLLM does on SIGTERM."""
+        self._is_shut_down = True
+        for request_id, mailbox in self._mailboxes.items():
+            if self.engine.abort(request_id):
+                mailbox.put(Output(request_id, None, "abort", 0))
+
+
+@asynccontextmanager
+async def _running(rank: Rank) -> AsyncIterator[None]:
+    """Run the engine; if it has failed, that is raised when the block ends."""
+    task = asyncio.create_task(rank.run(), name="mocker-rank")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -1,0 +1,232 @@
+"""Answers in vLLM's JSON shapes, null fields included: `vllm/entrypoints/openai/*/protocol.py`, 0.32.
+
+Streams leave out what is not set; whole answers spell out nulls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from kvrouter.errors import BadRequestError, KvRouterError
+from kvrouter.mocker.hashing import TokenIds
+
+Json: TypeAlias = dict[str, Any]
+
+encode = msgspec.json.Encoder().encode
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(data: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(data) + b"\n\n"
+
+
+def error_body(error: KvRouterError) -> Json:
+    """VLLM's ErrorResponse."""
+    param = error.param if isinstance(error, BadRequestError) else None
+    return {"error": {"message": str(error), "type": error.type, "param": param, "code": error.status}}
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer as it grows."""
+
+    prompt: TokenIds
+    texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(ABC):
+    """The head that all parts of one answer share."""
+
+    id: str
+    model: str
+    created: int
+    shows_token_ids: bool
+    """The client asked for `return_token_ids`."""
+
+    @abstractmethod
+    def opening(self, choice: Choice) -> Json | None:
+        """The chunk that comes before the first token, if any."""
+
+    @abstractmethod
+    def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
+        """One token of a stream, already part of `choice`."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """The answer to a request that does not stream."""
+
+    @abstractmethod
+    def usage_chunk(self, choices: Sequence[Choice]) -> Json:
+        """The chunk after the last token, on `stream_options.include_usage`."""
+
+    def ids(self, tokens: Sequence[int]) -> list[int] | None:
+        """Token ids, if the client asked for them."""
+        return list(tokens) if self.shows_token_ids else None
+
+
+class ChatReply(Reply):
+    """/v1/chat/completions."""
+
+    def _chunk(self, choices: list[Json], **more: object) -> Json:
+        return {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
+
+    def opening(self, choice: Choice) -> Json:
+        """The role, with empty content."""
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk(
+            [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}],
+            prompt_token_ids=self.ids(choice.prompt),
+        )
+
+    def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
+        """A content delta."""
+        data: Json = {
+            "index": index,
+            "delta": {"content": text},
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+        }
+        if choice.finish_reason is not None:
+            data["stop_reason"] = None
+        data["token_ids"] = self.ids([] if token is None else [token])
+        return self._chunk([data])
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> Json:
+        """Usage and no choices."""
+        return self._chunk([], usage=usage(choices, cached_tokens=choices[0].cached_tokens))
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """One message."""
+        (choice,) = choices
+        return {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": [self._whole_choice(choice)],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": full_usage(choices),
+            "prompt_logprobs": None,
+            "prompt_token_ids": self.ids(choice.prompt),
+            "prompt_text": None,
+            "kv_transfer_params": None,
+        }
+
+    def _whole_choice(self, choice: Choice) -> Json:
+        return {
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": "".join(choice.texts),
+                "refusal": None,
+                "annotations": None,
+                "audio": None,
+                "function_call": None,
+                "reasoning": None,
+            },
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": None,
+            "token_ids": self.ids(choice.tokens),
+        }
+
+
+class CompletionReply(Reply):
+    """/v1/completions."""
+
+    def _head(self) -> Json:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def opening(self, choice: Choice) -> None:
+        """Completions begin with their first token."""
+        return
+
+    def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
+        """A piece of text."""
+        is_first = len(choice.tokens) == 1
+        data = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": None,
+            "prompt_token_ids": self.ids(choice.prompt) if is_first else None,
+            "token_ids": self.ids([] if token is None else [token]),
+        }
+        return {**self._head(), "choices": [data]}
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> Json:
+        """Usage and no choices; cached tokens are those of the first prompt, as in vLLM."""
+        return {
+            **self._head(),
+            "choices": [],
+            "usage": usage(choices, cached_tokens=choices[0].cached_tokens),
+        }
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """One choice for each prompt."""
+        return {
+            **self._head(),
+            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": full_usage(choices),
+            "kv_transfer_params": None,
+        }
+
+    def _whole_choice(self, index: int, choice: Choice) -> Json:
+        return {
+            "index": index,
+            "text": "".join(choice.texts),
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": None,
+            "token_ids": self.ids(choice.tokens),
+            "prompt_logprobs": None,
+            "prompt_token_ids": self.ids(choice.prompt),
+        }
+
+
+def usage(choices: Sequence[Choice], *, cached_tokens: int | None = None) -> Json:
+    """VLLM's UsageInfo without its nulls, over all prompts."""
+    prompt_tokens = sum(len(choice.prompt) for choice in choices)
+    completion_tokens = sum(len(choice.tokens) for choice in choices)
+    counts: Json = {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+    }
+    if cached_tokens is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return counts
+
+
+def full_usage(choices: Sequence[Choice]) -> Json:
+    """The same in a whole answer; cached tokens are those of the last prompt, as in vLLM."""
+    counts = usage(choices, cached_tokens=choices[-1].cached_tokens)
+    counts["prompt_tokens_details"] |= {"created_cache_tokens": None, "multimodal_tokens": None}
+    return {**counts, "completion_tokens_details": None}

@@ -1,0 +1,85 @@
+"""A whole mocker: engines, event sockets and HTTP, opened in order and closed by indentation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+from aiohttp import web
+
+from kvrouter.mocker.app import Service
+from kvrouter.mocker.config import MockerConfig
+from kvrouter.mocker.engine import Engine
+from kvrouter.mocker.rank import Rank
+from kvrouter.mocker.text import Text
+
+SHUTDOWN_S = 2.0
+"""How long a reader may take to fetch the end of its answer once the mocker stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mocker:
+    """A running mocker and where to reach it."""
+
+    url: str
+    """`http://host:port`, with the real port."""
+    service: Service
+    ranks: tuple[Rank, ...]
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The engine of each data-parallel rank."""
+        return tuple(rank.engine for rank in self.ranks)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of rank 0."""
+        return self.ranks[0].engine
+
+    @property
+    def kv_events(self) -> str:
+        """Where rank 0 publishes: connect a SUB."""
+        return self.ranks[0].publisher.endpoint
+
+    @property
+    def kv_replay(self) -> str | None:
+        """Where rank 0 replays: connect a DEALER."""
+        return self.ranks[0].publisher.replay_endpoint
+
+
+@asynccontextmanager
+async def running_mocker(config: MockerConfig | None = None) -> AsyncIterator[Mocker]:
+    """Run a mocker on this event loop until the block ends.
+
+    At the end the port closes, and what is in flight ends with finish_reason "abort".
+    """
+    config = config or MockerConfig()
+    async with AsyncExitStack() as stack:
+        text = stack.enter_context(Text.load(config.model_path))
+        engine = replace(config.engine, vocabulary=text.vocabulary) if config.model_path else config.engine
+        ranks = [
+            await stack.enter_async_context(Rank.open(config, engine, number))
+            for number in range(config.data_parallel_size)
+        ]
+        service = Service(config, text, ranks)
+        url = await stack.enter_async_context(_listening(config, service))
+        yield Mocker(url, service, tuple(ranks))
+
+
+@asynccontextmanager
+async def _listening(config: MockerConfig, service: Service) -> AsyncIterator[str]:
+    """Serve HTTP; aiohttp sets TCP_NODELAY on the sockets it accepts."""
+    runner = web.AppRunner(
+        service.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, config.host, config.port)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}"
+    finally:
+        for rank in service.ranks:
+            rank.shut_down()
+        await runner.cleanup()

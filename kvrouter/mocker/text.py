@@ -1,0 +1,84 @@
+"""Text for a model that only knows token ids: the tokenizer of a model directory, or none.
+
+The answers are made of whole words, ` like these`, that the tokenizer turns back into the very same tokens:
+so a client that sends an answer back in its next turn finds it in the cache, as with a real model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrouter.errors import BadRequestError
+from kvrouter.mocker.answers import Vocabulary
+from kvrouter.mocker.hashing import TokenIds, token_ids
+from kvrouter.tokens.prompt import Prompt, PromptEncoder
+from kvrouter.tokens.template import ChatTemplate
+from kvrouter.tokens.tokenizer import Tokenizer
+
+SCANNED_IDS = 16_384
+"""Words are looked for among the first ids; they stand in the order in which training found them."""
+
+_WORD = re.compile(r" [a-z]+")
+_ANCHOR = " the"
+"""Decoded in front of a token, because some tokenizers drop a leading space."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """How text becomes tokens and tokens become text."""
+
+    encoder: PromptEncoder
+    vocabulary: Vocabulary
+    of_token: Callable[[int], str]
+
+    @classmethod
+    @contextmanager
+    def load(cls, model_path: Path | None) -> Iterator[Text]:
+        """Read a model directory; without one, only prompts of token ids can be served."""
+        if model_path is None:
+            yield cls(PromptEncoder.load(None), Vocabulary(), lambda token: f" t{token}")
+            return
+        tokenizer = Tokenizer.load(model_path)
+        with PromptEncoder(tokenizer, ChatTemplate.load(model_path)) as encoder:
+            words = spoken_words(tokenizer)
+            vocabulary = Vocabulary(tuple(words), end=_end_token(model_path))
+            yield cls(encoder, vocabulary, lambda token: words.get(token, ""))
+
+    async def encode(self, prompt: Prompt) -> list[TokenIds]:
+        """The token ids of each prompt; refused without a tokenizer."""
+        encoded = await self.encoder.encode(prompt)
+        if encoded is None:
+            raise BadRequestError(
+                "this mocker has no tokenizer: send token ids as the prompt of /v1/completions, "
+                "or start it with --model-path"
+            )
+        return [token_ids(ids) for ids in encoded]
+
+
+def spoken_words(tokenizer: Tokenizer) -> dict[int, str]:
+    """The tokens that are one word after a space, and their text, if they survive a round trip."""
+    anchor = tokenizer.encode_now(_ANCHOR, add_special_tokens=False)
+    start = len(tokenizer.decode(anchor))
+    texts = {
+        token: tokenizer.decode([*anchor, token])[start:]
+        for token in range(min(SCANNED_IDS, tokenizer.vocabulary_size))
+    }
+    words = {token: text for token, text in texts.items() if _WORD.fullmatch(text)}
+    again = tokenizer.encode_all_now([_ANCHOR + text for text in words.values()], add_special_tokens=False)
+    return {
+        token: text
+        for (token, text), ids in zip(words.items(), again, strict=True)
+        if ids == [*anchor, token]
+    }
+
+
+def _end_token(model_path: Path) -> int:
+    """`eos_token_id` of generation_config.json, the first of several; 0 if none is named."""
+    file = model_path / "generation_config.json"
+    named = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+    return int((named[0] if isinstance(named, list) else named) or 0)

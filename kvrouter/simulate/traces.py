@@ -1,0 +1,161 @@
+"""Request traces: reading them, scaling them to a small fleet, and prompts to go with them.
+
+A Mooncake trace says when a request came, how long prompt and answer were, and which 512-token blocks the
+prompt consists of, as ids: equal ids are equal blocks after equal prefixes. It holds no text, so prompts are
+made up: an id stands for the same tokens wherever it occurs, which keeps exactly the sharing of the trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvrouter.errors import KvRouterError
+
+TRACE_ID_TOKENS = 512
+"""Prompt tokens that one hash id of a Mooncake trace stands for."""
+
+CONVERSATION_EXCERPT = Path(__file__).parent / "data" / "mooncake_conversation_700.jsonl"
+"""The first 700 requests of the conversation trace; data/README.md names source and licence."""
+
+
+class TraceError(KvRouterError):
+    """A trace that cannot be read; the message names file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace."""
+
+    arrival_s: float
+    """Since the first request."""
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How a trace of a large fleet becomes one for a small machine."""
+
+    tokens_per_id: int = TRACE_ID_TOKENS
+    """Prompts shrink by tokens_per_id / 512; what they share stays shared."""
+    output_divisor: int = 1
+    duration_s: float | None = None
+    """The last request comes this long after the first; None: as in the trace."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tokens_per_id <= TRACE_ID_TOKENS:
+            raise TraceError(f"tokens_per_id {self.tokens_per_id}: use 1 to {TRACE_ID_TOKENS}")
+        if self.output_divisor < 1:
+            raise TraceError(f"output_divisor {self.output_divisor}: use 1 or more")
+        if self.duration_s is not None and self.duration_s < 0:
+            raise TraceError(f"duration_s {self.duration_s}: must not be negative")
+
+
+NotNegative = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Line(msgspec.Struct, frozen=True):
+    timestamp: NotNegative
+    input_length: Positive
+    output_length: NotNegative
+    hash_ids: tuple[NotNegative, ...]
+
+
+def read_mooncake(path: Path, limit: int | None = None) -> list[TraceRequest]:
+    """The first `limit` requests of a Mooncake trace, or all, with times from the first one on."""
+    try:
+        with path.open("rb") as file:
+            lines = list(_lines(path, itertools.islice(file, limit)))
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
+    if not lines:
+        raise TraceError(f"{path}: no requests in it")
+    start_ms = lines[0].timestamp
+    return [
+        TraceRequest((line.timestamp - start_ms) / 1000, line.input_length, line.output_length, line.hash_ids)
+        for line in lines
+    ]
+
+
+def _lines(path: Path, raw_lines: Iterable[bytes]) -> Iterator[_Line]:
+    previous_ms = 0
+    for number, raw in enumerate(raw_lines, start=1):
+        line = _line(f"{path}:{number}", raw)
+        if line.timestamp < previous_ms:
+            raise TraceError(f"{path}:{number}: timestamp {line.timestamp} is before the previous line's")
+        previous_ms = line.timestamp
+        yield line
+
+
+def _line(place: str, raw: bytes) -> _Line:
+    try:
+        line = msgspec.json.decode(raw, type=_Line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(f"{place}: {error}") from error
+    needed = -(-line.input_length // TRACE_ID_TOKENS)
+    if len(line.hash_ids) != needed:
+        raise TraceError(
+            f"{place}: input_length {line.input_length} needs {needed} hash ids of {TRACE_ID_TOKENS} tokens,"
+            f" not {len(line.hash_ids)}"
+        )
+    return line
+
+
+def scaled(requests: Sequence[TraceRequest], scaling: Scaling) -> list[TraceRequest]:
+    """The same requests, shorter and sooner."""
+    span_s = requests[-1].arrival_s if requests else 0.0
+    compression = 1.0 if scaling.duration_s is None or not span_s else scaling.duration_s / span_s
+    return [_scaled_one(request, scaling, compression) for request in requests]
+
+
+def _scaled_one(request: TraceRequest, scaling: Scaling, compression: float) -> TraceRequest:
+    prompt_tokens = max(1, request.prompt_tokens * scaling.tokens_per_id // TRACE_ID_TOKENS)
+    return TraceRequest(
+        arrival_s=request.arrival_s * compression,
+        prompt_tokens=prompt_tokens,
+        output_tokens=max(1, request.output_tokens // scaling.output_divisor),
+        hash_ids=request.hash_ids[: -(-prompt_tokens // scaling.tokens_per_id)],
+    )
+
+
+def spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """The same requests, those of one timestamp spread evenly until the next one.
+
+    The conversation trace counts time in steps of 3 s: taken literally, its requests come in volleys.
+    """
+    bursts = [list(burst) for _, burst in itertools.groupby(requests, key=lambda request: request.arrival_s)]
+    starts = [burst[0].arrival_s for burst in bursts]
+    gaps = [later - start for start, later in itertools.pairwise(starts)] + [0.0]  # the last has no next one
+    return [
+        replace(request, arrival_s=request.arrival_s + gap * position / len(burst))
+        for burst, gap in zip(bursts, gaps, strict=True)
+        for position, request in enumerate(burst)
+    ]
+
+
+class Prompts:
+    """Makes a request's prompt out of its hash ids: the same id, the same tokens, on any machine."""
+
+    def __init__(self, *, tokens_per_id: int, vocabulary_size: int) -> None:
+        self._tokens_per_id = tokens_per_id
+        self._vocabulary_size = vocabulary_size
+        self._decode = struct.Struct(f"<{tokens_per_id}I").unpack
+
+    def token_ids(self, request: TraceRequest) -> list[int]:
+        """The whole prompt; its last block may be partial."""
+        tokens = list(itertools.chain.from_iterable(map(self._block, request.hash_ids)))
+        return tokens[: request.prompt_tokens]
+
+    def _block(self, hash_id: int) -> list[int]:
+        noise = hashlib.shake_128(struct.pack("<Q", hash_id)).digest(4 * self._tokens_per_id)
+        return [number % self._vocabulary_size for number in self._decode(noise)]

@@ -1,0 +1,129 @@
+"""Tells all frontends that a worker is there: heartbeats, its card, the answer to a hello, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from kvrouter.bus.subjects import Subjects
+from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat, decode_worker_beat, encode
+from kvrouter.core.blocks import pool_token
+from kvrouter.core.events import VERSION
+from kvrouter.core.ids import WorkerId
+from kvrouter.errors import KvRouterError, MalformedFrameError
+
+CARD_EVERY_S = 10.0
+HELLO_DELAY_S = 0.01
+"""Hellos that come together get one answer; all within 50 ms."""
+
+
+class TakenOverError(KvRouterError):
+    """Another agent with the same worker id has started later."""
+
+
+class Line(Protocol):
+    """As much of a Bus as an announcer needs."""
+
+    def publish(self, subject: str, payload: bytes) -> bool:
+        """Send, in order; False, and nothing is sent, while there is no connection."""
+
+    async def subscribe(self, subject: str, on_message: Callable[[str, bytes, str], None]) -> None:
+        """Call `on_message` for each message."""
+
+    def on_connect(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after every (re)connection, and now if connected."""
+
+
+class Announcer:
+    """One worker as others see it. `rank_beats` is asked for each heartbeat anew."""
+
+    def __init__(
+        self,
+        bus: Line,
+        subjects: Subjects,
+        card: Card,
+        incarnation: int,
+        rank_beats: Callable[[], list[RankBeat]],
+    ) -> None:
+        self.state: State = "up"
+        self.incarnation = incarnation
+        self.card = card
+        self.card_version = 1
+        self._bus = bus
+        self._subjects = subjects
+        self._subject = subjects.live_worker(WorkerId(card.worker_id))
+        self._rank_beats = rank_beats
+        self._card_sent_at = float("-inf")
+        self._hurry = asyncio.Event()
+        self._successor = 0
+
+    async def subscribe(self) -> None:
+        """Listen for hellos, and for another agent with the same worker id."""
+        await self._bus.subscribe(self._subjects.hello, lambda *_: self.hurry())
+        await self._bus.subscribe(self._subject, self._on_own_subject)
+        self._bus.on_connect(self.hurry)
+
+    def update(self, card: Card) -> None:
+        """Announce another card, if it is another."""
+        if card != self.card:
+            self.card = card
+            self.card_version += 1
+            self.hurry()
+
+    def set_state(self, state: State) -> None:
+        """Announce another state at once."""
+        if state != self.state:
+            self.state = state
+            self.hurry()
+
+    def hurry(self) -> None:
+        """Send a heartbeat with the card within a few milliseconds."""
+        self._card_sent_at = float("-inf")
+        self._hurry.set()
+
+    def beat(self, now: float) -> None:
+        """Send a heartbeat, with the card if that is due."""
+        card = self.card if now - self._card_sent_at >= CARD_EVERY_S else None
+        if self._send(self.state, card) and card is not None:
+            self._card_sent_at = now
+
+    def leave(self) -> None:
+        """Say that the worker goes."""
+        self._send("leave", None)
+
+    async def run(self, heartbeat_s: float) -> None:
+        """Send heartbeats for ever. Raises TakenOverError."""
+        while not self._successor:
+            self.beat(time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(heartbeat_s):
+                    await self._hurry.wait()
+                await asyncio.sleep(HELLO_DELAY_S)
+            self._hurry.clear()
+        raise TakenOverError(
+            f"worker id {self.card.worker_id!r} is also used by an agent that started later "
+            f"({self._successor} > {self.incarnation}); give each engine its own --worker-id"
+        )
+
+    def _send(self, state: State, card: Card | None) -> bool:
+        beat = WorkerBeat(
+            VERSION,
+            self.incarnation,
+            state,
+            pool_token(self.card.model),
+            self._rank_beats(),
+            self.card_version,
+            card,
+        )
+        return self._bus.publish(self._subject, encode(beat))
+
+    def _on_own_subject(self, subject: str, payload: bytes, reply: str) -> None:
+        """Our own echo, or a stranger of our name: who started later stays."""
+        with contextlib.suppress(MalformedFrameError):
+            incarnation = decode_worker_beat(payload).incarnation
+            if incarnation > self.incarnation:
+                self._successor = incarnation
+                self._hurry.set()

@@ -1,0 +1,139 @@
+"""What an agent is told on its command line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvrouter.config import add_common_flags, identifier, not_negative, positive, positive_int
+from kvrouter.errors import ConfigError
+from kvrouter.worker.zmq_feed import FeedOptions
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """Settings of an agent. `feeds` has one entry per rank, none without KV events; times in s."""
+
+    engine_url: str
+    worker_id: str
+    nats: str = "embedded"
+    namespace: str = "default"
+    feeds: Sequence[FeedOptions] = ()
+    ranks: int = 1
+    model: str | None = None
+    advertise_url: str | None = None
+    block_size: int | None = None
+    max_batched_tokens: int = 0
+    max_sequences: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    api_key: str | None = None
+    flush_s: float = 0.010
+    heartbeat_s: float = 1.0
+    probe_s: float = 1.0
+
+
+def worker_id_of(url: str) -> str:
+    """The default worker id: host and port in allowed characters, `127-0-0-1-25100`."""
+    address = urlsplit(url)
+    if address.scheme not in {"http", "https"} or not address.hostname:
+        raise ConfigError(f"--engine-url {url!r}: use http://HOST:PORT")
+    port = address.port or (443 if address.scheme == "https" else 80)
+    return re.sub(r"[^A-Za-z0-9_-]", "-", f"{address.hostname}-{port}")[-64:]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `python -m kvrouter.worker`."""
+    add_common_flags(parser)
+    add = parser.add_argument
+    add("--engine-url", required=True, metavar="URL", help="the engine's HTTP server, as seen from here")
+    add("--advertise-url", metavar="URL", help="the same as frontends see it (default: --engine-url)")
+    add("--engine-api-key-file", type=Path, metavar="FILE", help="bearer token for the engine")
+    add("--kv-events", metavar="ENDPOINT[,…]", help="ZMQ endpoint of the engine's KV events; one per rank")
+    add("--kv-replay", metavar="ENDPOINT[,…]", help="ZMQ endpoint of its replay; one per rank")
+    add("--kv-topic", default="", help="subscribe to topics that begin so (default: all)")
+    add("--dp-size", type=positive_int, help="ranks; from one endpoint, rank r's port is r higher")
+    add("--kv-flush-ms", type=not_negative, default=10.0, help="at most one frame per rank in this time")
+    add("--kv-cache-block-size", type=positive_int, help="if neither metrics nor events tell it")
+    add("--worker-id", type=identifier, help="survives restarts (default: host and port of the engine)")
+    add("--model", help="name of the base model, and so of the pool (default: the engine's first)")
+    add("--max-num-batched-tokens", type=positive_int, default=0, help="the engine's, for the card")
+    add("--max-num-seqs", type=positive_int, default=0, help="the engine's, for the card")
+    add("--label", action="append", default=[], metavar="KEY=VALUE", help="zone, node, group …; repeatable")
+    add("--probe-s", type=positive, default=1.0, help="seconds between health probes; 3 misses mean down")
+
+
+def read_options(arguments: argparse.Namespace) -> AgentOptions:
+    """Check what the flags say together. Raises ConfigError."""
+    feeds = read_feeds(arguments.kv_events, arguments.kv_replay, arguments.kv_topic, arguments.dp_size)
+    default_id = worker_id_of(arguments.engine_url)
+    return AgentOptions(
+        engine_url=arguments.engine_url,
+        worker_id=arguments.worker_id or default_id,
+        nats=arguments.nats,
+        namespace=arguments.namespace,
+        feeds=feeds,
+        ranks=arguments.dp_size or len(feeds) or 1,
+        model=arguments.model,
+        advertise_url=arguments.advertise_url,
+        block_size=arguments.kv_cache_block_size,
+        max_batched_tokens=arguments.max_num_batched_tokens,
+        max_sequences=arguments.max_num_seqs,
+        labels=dict(_read_label(text) for text in arguments.label),
+        api_key=_read_key(arguments.engine_api_key_file),
+        flush_s=arguments.kv_flush_ms / 1000,
+        heartbeat_s=arguments.heartbeat_s,
+        probe_s=arguments.probe_s,
+    )
+
+
+def read_feeds(events: str | None, replay: str | None, topic: str, ranks: int | None) -> list[FeedOptions]:
+    """One feed per rank, from a list of endpoints or from the first rank's. Raises ConfigError."""
+    if not events:
+        if replay:
+            raise ConfigError("--kv-replay without --kv-events: give both")
+        return []
+    event_endpoints = _endpoints("--kv-events", events, ranks)
+    replay_endpoints = _endpoints("--kv-replay", replay, len(event_endpoints)) if replay else []
+    return [
+        FeedOptions(endpoint, replay_endpoints[rank] if replay_endpoints else None, topic)
+        for rank, endpoint in enumerate(event_endpoints)
+    ]
+
+
+def _endpoints(flag: str, text: str, ranks: int | None) -> list[str]:
+    endpoints = [endpoint.strip() for endpoint in text.split(",") if endpoint.strip()]
+    if len(endpoints) == 1 and ranks is not None:
+        return [_offset_port(flag, endpoints[0], rank) for rank in range(ranks)]
+    if not endpoints or len(endpoints) != (ranks or len(endpoints)):
+        raise ConfigError(f"{flag} {text!r}: give one endpoint per rank ({ranks or 1}), or the first only")
+    return endpoints
+
+
+def _offset_port(flag: str, endpoint: str, rank: int) -> str:
+    """The endpoint of a rank as vLLM derives it: the port plus the rank."""
+    if rank == 0:
+        return endpoint
+    address, _, port = endpoint.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigError(f"{flag} {endpoint!r} has no port to count ranks from: give one endpoint per rank")
+    return f"{address}:{int(port) + rank}"
+
+
+def _read_label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ConfigError(f"--label {text!r}: use KEY=VALUE")
+    return key, value
+
+
+def _read_key(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip() or None
+    except OSError as error:
+        raise ConfigError(f"--engine-api-key-file {path}: {error.strerror}") from None

@@ -1,0 +1,173 @@
+"""The KV feed of one rank: engine events in, numbered frames out (design §5, Feeds and Check)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvrouter.bus.subjects import Subjects
+from kvrouter.core.blocks import pool_token
+from kvrouter.core.events import MAX_FRAME_HASHES, TIERS, Op, Removed, ReplayRequest, Stored
+from kvrouter.core.feed_source import FeedSource
+from kvrouter.core.ids import PoolId, WorkerId
+from kvrouter.worker.engine_blocks import MAX_HELD_BLOCKS, BlockIds, EngineBlocks, EngineHash
+
+CHECK_EVERY_S = 1.0
+
+
+class Outlet(Protocol):
+    """As much of a Bus as a feed needs."""
+
+    def publish(self, subject: str, payload: bytes) -> bool:
+        """Send, in order; False, and nothing is sent, while there is no connection."""
+
+
+class KvPublisher:
+    """One rank's blocks and their feed. Call it from one thread; `run` it in a task to send.
+
+    What is stored and removed is collected, and leaves in at most one frame per `flush_s` (more
+    only where a frame would name more than 4,096 hashes). While the bus is away nothing is sent:
+    frames are numbered all the same, and readers have them replayed.
+    """
+
+    def __init__(
+        self,
+        bus: Outlet,
+        worker_id: str,
+        block_size: int,
+        rank: int = 0,
+        *,
+        model: str,
+        namespace: str = "default",
+        incarnation: int | None = None,
+        flush_s: float = 0.010,
+        max_held_blocks: int = MAX_HELD_BLOCKS,
+    ) -> None:
+        self.block_size = block_size
+        self.rank = rank
+        self.blocks = EngineBlocks(max_held_blocks)
+        self._bus = bus
+        self._subject = Subjects(namespace).live_kv(PoolId(pool_token(model)), WorkerId(worker_id), rank)
+        self._flush_s = flush_s
+        self._feed = self._new_feed(time.time_ns() // 1000 if incarnation is None else incarnation)
+        self._pending: list[Op] = []
+        self._filled = asyncio.Event()
+        self._is_unchecked = False
+        self._checked_at = float("-inf")
+
+    @property
+    def incarnation(self) -> int:
+        """Which life of the feed this is; µs since the epoch when it began."""
+        return self._feed.incarnation
+
+    @property
+    def seq(self) -> int:
+        """The number of the last frame."""
+        return self._feed.seq
+
+    def stored(  # noqa: PLR0917  # a public name: positions are fixed by design §8
+        self,
+        engine_hashes: Sequence[EngineHash],
+        token_ids: Sequence[int],
+        parent: EngineHash | None = None,
+        lora_name: str | None = None,
+        salt: str | None = None,
+        tier: str = "device",
+        *,
+        ids: Sequence[BlockIds] = (),
+        block_size: int | None = None,
+    ) -> None:
+        """The engine stored a chain of blocks, the first below `parent`.
+
+        `ids`: per block, the 64-bit ids of the multimodal items that touch it; None for a block
+        that cannot be named. `block_size`, if given, is the engine's present one.
+        """
+        if block_size is not None:
+            self.block_size = block_size
+        self._collect(
+            self.blocks.stored(
+                engine_hashes,
+                token_ids,
+                block_size=self.block_size,
+                parent=parent,
+                lora_name=lora_name,
+                salt=salt,
+                ids=ids,
+                tier=TIERS.index(tier),
+            )
+        )
+
+    def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
+        """The engine dropped one copy of each of these blocks from a tier."""
+        self._collect(self.blocks.removed(engine_hashes, TIERS.index(tier)))
+
+    def cleared(self) -> None:
+        """The engine dropped everything."""
+        self._collect(self.blocks.cleared())
+
+    def lose_history(self, incarnation: int) -> None:
+        """Begin a new life with an empty table: what was published may no longer be there."""
+        self.blocks.cleared()
+        self._pending.clear()
+        self._is_unchecked = False
+        if self.seq:  # else nobody has been told anything yet
+            self._feed = self._new_feed(max(incarnation, self.incarnation + 1))
+
+    def answer(self, request: ReplayRequest, max_bytes: int, now: float) -> bytes:
+        """Frames or a piece of a snapshot. What is pending leaves first: a snapshot names a frame."""
+        self.flush(now)
+        return self._feed.answer(request, max_bytes, now)
+
+    def flush(self, now: float) -> None:
+        """Send what is pending; with the digest once a second, and once before it gets quiet."""
+        ops, self._pending = self._pending, []
+        self._is_unchecked = self._is_unchecked or bool(ops)
+        if self._is_unchecked and now - self._checked_at >= CHECK_EVERY_S:
+            ops += self.blocks.check_ops()
+            self._checked_at, self._is_unchecked = now, False
+        for part in _frames_of(ops):
+            for frame in self._feed.append(part):
+                self._bus.publish(self._subject, frame)
+
+    async def run(self) -> None:
+        """Flush for ever."""
+        while True:
+            await self._wait_until_due()
+            self._filled.clear()
+            self.flush(time.monotonic())
+            await asyncio.sleep(self._flush_s)
+
+    async def _wait_until_due(self) -> None:
+        """Until something is pending, or a digest is owed for what was sent."""
+        if not self._is_unchecked:
+            await self._filled.wait()
+            return
+        try:
+            async with asyncio.timeout(max(0.0, self._checked_at + CHECK_EVERY_S - time.monotonic())):
+                await self._filled.wait()
+        except TimeoutError:
+            return
+
+    def _collect(self, ops: list[Op]) -> None:
+        if ops:
+            self._pending += ops
+            self._filled.set()
+
+    def _new_feed(self, incarnation: int) -> FeedSource:
+        return FeedSource(incarnation, self.blocks.state_ops)
+
+
+def _frames_of(ops: Sequence[Op]) -> list[list[Op]]:
+    """Cut ops into lists that name at most 4,096 hashes each."""
+    frames: list[list[Op]] = []
+    room = 0
+    for op in ops:
+        count = len(op.hashes) // 8 if isinstance(op, Stored | Removed) else 0
+        if not frames or count > room:
+            frames.append([])
+            room = MAX_FRAME_HASHES
+        frames[-1].append(op)
+        room -= count
+    return frames

@@ -1,0 +1,180 @@
+"""The sockets of one rank's engine events: a SUB for live batches, a DEALER for each replay.
+
+    SUB ──────reader──┐
+                      ├─> inbox ─> EngineStream ─> on_action, in order, in slices
+    DEALER ──replay───┘                  └─ asks for a replay
+
+The engine binds its publisher if its endpoint contains `*`, else it connects and we bind; hence
+an endpoint with `*` is bound here. Replays go through a DEALER, because a REQ reads only the
+first message of the answer; a new one for each, so that a late answer meets nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import structlog
+import zmq
+import zmq.asyncio
+
+from kvrouter.errors import ConfigError
+from kvrouter.worker.stream import Action, EngineStream, Numbered, Step
+
+log = structlog.get_logger()
+
+SLICE_S = 0.005
+"""How long actions run before other tasks get a turn."""
+_INBOX_BATCHES = 64
+"""Few, so that the reader gives way: pyzmq's futures are done at once while messages wait."""
+_RECEIVE_HIGH_WATER_MARK = 100_000
+_END_OF_REPLAY = b"\xff" * 8
+
+
+@dataclass(frozen=True, slots=True)
+class FeedOptions:
+    """Where one rank's events are. Times in seconds; without `replay` gaps cannot be repaired."""
+
+    events: str
+    replay: str | None = None
+    topic: str = ""
+    replay_timeout_s: float = 5.0
+    verify_after_s: float = 10.0
+
+
+Heard: TypeAlias = Callable[[EngineStream], Step]
+
+
+class ZmqFeed:
+    """One rank's batches, put in order. Open it with `async with`, then `run` it in a task."""
+
+    def __init__(self, options: FeedOptions, context: zmq.asyncio.Context, sub: zmq.asyncio.Socket) -> None:
+        self.stream = EngineStream(can_replay=options.replay is not None)
+        self.malformed = 0
+        self._options = options
+        self._context = context
+        self._sub = sub
+        self._inbox: asyncio.Queue[Heard] = asyncio.Queue(_INBOX_BATCHES)
+        self._wants_restart = True
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, options: FeedOptions) -> AsyncIterator[ZmqFeed]:
+        """Connect, or bind, before anything is replayed: nothing is lost between the two."""
+        context = zmq.asyncio.Context()
+        sub = context.socket(zmq.SUB)
+        try:
+            sub.set(zmq.RCVHWM, _RECEIVE_HIGH_WATER_MARK)
+            sub.subscribe(options.topic)
+            _attach(sub, options.events)
+            yield cls(options, context, sub)
+        finally:
+            context.destroy(linger=0)
+
+    def restart(self) -> None:
+        """Forget the order of batches and read the engine's history again from its start."""
+        self._wants_restart = True
+        with contextlib.suppress(asyncio.QueueFull):  # full: nobody has to be woken
+            self._inbox.put_nowait(_nothing)
+
+    async def run(self, on_action: Callable[[Action], None]) -> None:
+        """Feed `on_action` for ever; it is plain, and sees a Restarted or Lost before what follows."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read(), name="zmq_feed.read")
+            while True:
+                step = await self._next_step()
+                await self._perform(step, on_action)
+                if step.replay_from is not None:
+                    tasks.create_task(self._replay(step.replay_from), name="zmq_feed.replay")
+
+    async def _next_step(self) -> Step:
+        """What follows from the next thing heard; a question of our own if it was quiet."""
+        if self._wants_restart:
+            self._wants_restart = False
+            return self.stream.begin()
+        try:
+            async with asyncio.timeout(self._options.verify_after_s):
+                heard = await self._inbox.get()
+        except TimeoutError:
+            return self.stream.verify()
+        return heard(self.stream)
+
+    async def _perform(self, step: Step, on_action: Callable[[Action], None]) -> None:
+        clock = asyncio.get_running_loop().time
+        turn_ends = clock() + SLICE_S
+        for action in step.actions:
+            on_action(action)
+            if clock() >= turn_ends:
+                await asyncio.sleep(0)
+                turn_ends = clock() + SLICE_S
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._sub.recv_multipart()
+            batch = _numbered(frames[1:]) if len(frames) == 3 else None
+            if batch is None:
+                self._count_malformed(len(frames))
+            else:
+                seq, payload = batch
+                await self._inbox.put(partial(EngineStream.receive, seq=seq, payload=payload))
+
+    async def _replay(self, from_seq: int) -> None:
+        """Ask once and report the whole answer, or that there was none."""
+        batches = await self._ask(from_seq)
+        if batches is None:
+            log.warning("engine.no_replay", endpoint=self._options.replay, from_seq=from_seq)
+            await self._inbox.put(partial(EngineStream.replay_failed, asked=from_seq))
+        else:
+            await self._inbox.put(partial(EngineStream.replayed, asked=from_seq, batches=batches))
+
+    async def _ask(self, from_seq: int) -> list[Numbered] | None:
+        assert self._options.replay is not None
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.set(zmq.RCVHWM, 0)  # the engine's buffer bounds the answer
+        batches: list[Numbered] = []
+        try:
+            dealer.connect(self._options.replay)
+            await dealer.send_multipart([b"", from_seq.to_bytes(8, "big")])
+            while True:
+                async with asyncio.timeout(self._options.replay_timeout_s):
+                    frames = await dealer.recv_multipart()
+                if frames[-2] == _END_OF_REPLAY:
+                    return batches
+                batch = _numbered(frames[-2:])
+                if batch is not None:
+                    batches.append(batch)
+                if len(batches) % _INBOX_BATCHES == 0:
+                    await asyncio.sleep(0)
+        except (TimeoutError, IndexError):
+            return None
+        finally:
+            dealer.close(linger=0)
+
+    def _count_malformed(self, frames: int) -> None:
+        self.malformed += 1
+        if self.malformed == 1:
+            log.warning("engine.malformed_message", endpoint=self._options.events, frames=frames)
+
+
+def _nothing(stream: EngineStream) -> Step:
+    return Step()
+
+
+def _numbered(frames: list[bytes]) -> Numbered | None:
+    """`[seq, payload]`; None if the number is not 8 bytes."""
+    number, payload = frames
+    return (int.from_bytes(number, "big"), payload) if len(number) == 8 else None
+
+
+def _attach(sub: zmq.asyncio.Socket, endpoint: str) -> None:
+    try:
+        if "*" in endpoint:
+            sub.bind(endpoint)
+        else:
+            sub.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"--kv-events {endpoint}: {error}") from None

@@ -1,0 +1,142 @@
+"""The parts of a kvrouter deployment as processes of a fleet: NATS, mockers, agents, frontends."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrouter.bus.embedded import server_binary
+from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
+from scripts.kit.http_client import Client
+from scripts.kit.replicas import Replica
+
+SETTLE_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start."""
+
+    router_mode: str
+    model_path: Path
+    engines: int = 4
+    replicas: int = 2
+    num_blocks: int = 8192
+    block_size: int = 16
+    speedup: float = 1.0
+    namespace: str = "demo"
+    frontend_flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A mocker and its agent."""
+
+    url: str
+    mocker: Process
+    agent: Process
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What runs, and where."""
+
+    nats_url: str
+    engines: list[Engine]
+    frontends: list[Process]
+    replicas: list[Replica]
+
+
+async def start_nats(fleet: Fleet, client: Client) -> str:
+    """Start a NATS server; returns its URL when it answers."""
+    port, monitor_port = free_ports(2)
+    command = [str(server_binary()), "--addr", "127.0.0.1", "--port", str(port), "-m", str(monitor_port)]
+    process = await fleet.start("nats", command)
+    await wait_until_ok(client, process, f"http://127.0.0.1:{monitor_port}/healthz")
+    return f"nats://127.0.0.1:{port}"
+
+
+async def deploy(fleet: Fleet, client: Client, plan: Plan, nats_url: str) -> Deployment:
+    """Start everything at once; returns when every replica sees every engine."""
+    engines = [await start_engine(fleet, plan, nats_url, number) for number in range(plan.engines)]
+    frontends, replicas = [], []
+    for number in range(plan.replicas):
+        process, url = await start_frontend(fleet, plan, nats_url, number)
+        frontends.append(process)
+        replicas.append(Replica(url, client))
+    for engine in engines:
+        await wait_until_ok(client, engine.mocker, f"{engine.url}/health")
+    for process, replica in zip(frontends, replicas, strict=True):
+        await wait_until_ok(client, process, f"{replica.url}/ready")
+    await _see_all(fleet, plan, replicas)
+    return Deployment(nats_url, engines, frontends, replicas)
+
+
+async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> Engine:
+    """Start one mocker and its agent."""
+    port, events, replay = free_ports(3)
+    url = f"http://127.0.0.1:{port}"
+    wires = [f"--kv-events=tcp://127.0.0.1:{events}", f"--kv-replay=tcp://127.0.0.1:{replay}"]
+    mocker = await fleet.start(
+        f"mocker-{number}",
+        [
+            *_python("kvrouter.mocker"), f"--port={port}", *wires,
+            f"--block-size={plan.block_size}", f"--num-blocks={plan.num_blocks}",
+            f"--speedup={plan.speedup}", f"--model-path={plan.model_path}",
+        ],
+    )  # fmt: skip
+    bus = [f"--nats={nats_url}", f"--namespace={plan.namespace}"]
+    agent = await fleet.start(
+        f"agent-{number}", [*_python("kvrouter.worker"), f"--engine-url={url}", *wires, *bus]
+    )
+    return Engine(url, mocker, agent)
+
+
+async def start_frontend(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> tuple[Process, str]:
+    """Start one replica; returns it and its URL."""
+    (port,) = free_ports(1)
+    process = await fleet.start(
+        f"frontend-{number}",
+        [
+            *_python("kvrouter.frontend"), "--host=127.0.0.1", f"--port={port}",
+            f"--router-mode={plan.router_mode}", "--router-replica-sync",
+            f"--nats={nats_url}", f"--namespace={plan.namespace}", f"--model-path={plan.model_path}",
+            "--drain-grace=0", *plan.frontend_flags,
+        ],
+    )  # fmt: skip
+    return process, f"http://127.0.0.1:{port}"
+
+
+async def stop(fleet: Fleet, deployment: Deployment) -> None:
+    """Stop replicas, agents and mockers, all of a kind at once; NATS stays."""
+    agents = [engine.agent for engine in deployment.engines]
+    mockers = [engine.mocker for engine in deployment.engines]
+    for kind in (deployment.frontends, agents, mockers):
+        await asyncio.gather(*(fleet.stop(process.name) for process in kind))
+
+
+async def _see_all(fleet: Fleet, plan: Plan, replicas: list[Replica]) -> None:
+    """Until every replica has a live target for every engine and knows of its peers."""
+    seen = [0]
+    try:
+        async with asyncio.timeout(SETTLE_TIMEOUT_S):
+            while True:
+                fleet.check()
+                views = [await replica.view() for replica in replicas]
+                seen = [view.live_targets for view in views]
+                if all(count == plan.engines for count in seen) and all(
+                    len(view.peers) == plan.replicas - 1 for view in views
+                ):
+                    return
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        logs = "\n".join(f"{process.name}: {process.tail(3)}" for process in fleet.processes.values())
+        raise FleetError(
+            f"the replicas see {seen} live targets of {plan.engines} after {SETTLE_TIMEOUT_S:g} s\n{logs}"
+        ) from None
+
+
+def _python(module: str) -> list[str]:
+    return [sys.executable, "-m", module]

@@ -1,0 +1,99 @@
+"""Outcomes of a run as figures, and how busy the machine was meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.kit.load import Outcome
+
+BUSY_LIMIT = 0.80
+"""Above this, times say more about the machine than about what runs on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """In seconds; NaN without samples."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run in numbers."""
+
+    requests: int
+    errors: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: Percentiles
+    latency_s: Percentiles
+    requests_per_worker: dict[str, int]
+    worst_late_s: float
+    """The longest that a request left after its time: beyond some ms, the generator was starved."""
+
+    @property
+    def cached_token_rate(self) -> float:
+        """Share of prompt tokens that engines found in their caches."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        return {**asdict(self), "cached_token_rate": self.cached_token_rate}
+
+
+def figures(outcomes: Sequence[Outcome]) -> Figures:
+    """Sum a run up. Times and tokens are those of the requests that succeeded."""
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    workers = Counter(outcome.worker or "unknown" for outcome in good)
+    return Figures(
+        requests=len(outcomes),
+        errors=len(outcomes) - len(good),
+        prompt_tokens=sum(outcome.prompt_tokens for outcome in good),
+        cached_tokens=sum(outcome.cached_tokens for outcome in good),
+        output_tokens=sum(outcome.output_tokens for outcome in good),
+        ttft_s=percentiles(outcome.ttft_s for outcome in good),
+        latency_s=percentiles(outcome.latency_s for outcome in good),
+        requests_per_worker=dict(sorted(workers.items())),
+        worst_late_s=max((outcome.late_s for outcome in outcomes), default=0.0),
+    )
+
+
+def percentiles(samples: Iterable[float | None]) -> Percentiles:
+    """By nearest rank: each is a value that occurred."""
+    known = sorted(sample for sample in samples if sample is not None)
+
+    def at(share: float) -> float:
+        return known[math.ceil(share * len(known)) - 1] if known else math.nan
+
+    return Percentiles(at(0.50), at(0.90), at(0.99))
+
+
+@dataclass(frozen=True, slots=True)
+class MachineTime:
+    """CPU time of the whole machine since it started, in clock ticks."""
+
+    busy: int
+    total: int
+
+    @classmethod
+    def now(cls) -> MachineTime | None:
+        """From /proc/stat; None where there is none."""
+        try:
+            first = Path("/proc/stat").read_text().splitlines()[0]
+        except OSError:
+            return None
+        user, nice, system, idle, iowait, irq, softirq, steal = map(int, first.split()[1:9])
+        busy = user + nice + system + irq + softirq + steal
+        return cls(busy, busy + idle + iowait)
+
+    def busy_since(self, earlier: MachineTime) -> float:
+        """Share of all cores' time that was used."""
+        return (self.busy - earlier.busy) / max(1, self.total - earlier.total)

@@ -1,0 +1,168 @@
+"""Processes that start and end with a script: logs in files, readiness by asking, nothing left behind.
+
+A process ends with its fleet, on `stop` or `kill`, and with this process, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from scripts.kit.http_client import Client, HttpError
+
+STOP_GRACE_S = 10.0
+_POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
+_PORTS = range(20_000, 32_000)
+"""Below Linux's ephemeral ports: no outgoing connection takes one between our look and the bind."""
+
+
+class FleetError(Exception):
+    """A process that did not start, or did not live; the message ends with its last lines."""
+
+
+class Process:
+    """One running process. It leads a group of its own, so Ctrl-C in the terminal does not reach it."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.name = name
+        self.pid = process.pid
+        self.log = log
+        self._process = process
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to this process alone: SIGSTOP and SIGCONT pause it."""
+        if self.returncode is None:
+            self._process.send_signal(number)
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> int:
+        """SIGTERM, then SIGKILL after `grace_s`; returns the exit code."""
+        self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
+        except TimeoutError:
+            pass  # it had its chance
+        return await self.kill()
+
+    async def kill(self) -> int:
+        """SIGKILL, for it and for what it started; returns the exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        return await self._process.wait()
+
+    async def wait(self) -> int:
+        """Until it ends by itself."""
+        return await self._process.wait()
+
+    def tail(self, lines: int = 15) -> str:
+        """The last lines of its log."""
+        text = self.log.read_text(errors="replace").rstrip()
+        return "\n".join(text.splitlines()[-lines:]) or "(it said nothing)"
+
+    def check(self) -> None:
+        """Raise if it has ended."""
+        if self.returncode is not None:
+            raise FleetError(f"{self.name} ended with exit code {self.returncode}; it said:\n{self.tail()}")
+
+
+class Fleet:
+    """The processes of one script, and the directory where their logs are."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.processes: dict[str, Process] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop_all()
+
+    async def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Process:
+        """Start a process; `env` is added to this process's own. Its output goes to `<name>.log`."""
+        if name in self.processes and self.processes[name].returncode is None:
+            raise FleetError(f"{name} runs already")
+        log = self.directory / f"{name}.log"
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+        self.processes[name] = Process(name, process, log)
+        return self.processes[name]
+
+    async def stop(self, name: str, grace_s: float = STOP_GRACE_S) -> int:
+        """Stop one process and forget it; returns its exit code."""
+        return await self.processes.pop(name).stop(grace_s)
+
+    async def stop_all(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Stop all, the last one started first, each with what it needs still there."""
+        while self.processes:
+            await self.stop(list(self.processes)[-1], grace_s)
+
+    def check(self) -> None:
+        """Raise if any process has ended by itself."""
+        for process in self.processes.values():
+            process.check()
+
+
+async def wait_until_ok(client: Client, process: Process, url: str, timeout_s: float = 30.0) -> None:
+    """Ask `url` until it answers 200; raises FleetError if the process ends or time runs out."""
+    answer = "nothing"
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                process.check()
+                try:
+                    status, body = await client.get(url)
+                except HttpError as error:
+                    answer = str(error)
+                else:
+                    if status == 200:
+                        return
+                    answer = f"{status} {body[:200].decode(errors='replace')}"
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise FleetError(
+            f"{process.name} is not ready after {timeout_s:g} s: {url} says {answer}; log:\n{process.tail()}"
+        ) from None
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports of 127.0.0.1 that nobody listens on now."""
+    return [port for port, _ in zip(_bindable(), range(count), strict=False)]
+
+
+def _bindable() -> Iterator[int]:
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            yield port
+
+
+def _die_with_parent() -> None:
+    """Ask Linux for SIGKILL when our parent ends: it works even for a process that is stopped."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

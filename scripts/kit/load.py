@@ -1,0 +1,164 @@
+"""An open-loop load generator: requests leave at their own times, however slow the answers are.
+
+A closed loop would wait for a slow server and so hide its queues (coordinated omission).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from scripts.kit.http_client import Client, Head, HttpError, request_bytes
+
+_now = time.perf_counter
+"""uvloop's own clock stands still within a turn of the loop, and counts ms."""
+
+_TAIL_BYTES = 16 << 10
+"""What is kept of a stream: its last events hold usage, errors and the end mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """One streaming request, and when it is to leave."""
+
+    at_s: float
+    """Since the start of the run."""
+    body: bytes
+    """It should ask for `stream` and `stream_options.include_usage`."""
+    output_tokens: int | None = None
+    """An answer of another length counts as an error."""
+    path: str = "/v1/completions"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request. `error` is None if the whole answer came, and was one."""
+
+    number: int
+    url: str
+    error: str | None = "never sent: the run ended before"
+    status: int | None = None
+    late_s: float = 0.0
+    """How long after its time the request left: this generator's own delay."""
+    ttft_s: float | None = None
+    """From sending to the first byte of the first `data:` line."""
+    latency_s: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    worker: str | None = None
+
+
+async def run_load(
+    requests: Sequence[LoadRequest],
+    base_urls: Sequence[str],
+    *,
+    request_timeout_s: float = 60.0,
+    time_limit_s: float = 600.0,
+    on_done: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Send every request at its time, to the base URLs in turn; returns when all are answered.
+
+    It ends by itself after `time_limit_s`; what was not finished then is an error.
+    """
+    outcomes = [Outcome(n, base_urls[n % len(base_urls)]) for n in range(len(requests))]
+    client = Client()
+    try:
+        async with asyncio.timeout(time_limit_s), asyncio.TaskGroup() as tasks:
+            start = _now()
+            for request, outcome in zip(requests, outcomes, strict=True):
+                await asyncio.sleep(start + request.at_s - _now())
+                outcome.late_s = max(0.0, _now() - start - request.at_s)  # timers tick in ms
+                tasks.create_task(_send(client, request, outcome, request_timeout_s, on_done))
+    except TimeoutError:
+        pass  # the outcomes say which were not finished
+    finally:
+        client.close()
+    return outcomes
+
+
+async def _send(
+    client: Client,
+    request: LoadRequest,
+    outcome: Outcome,
+    timeout_s: float,
+    on_done: Callable[[Outcome], None],
+) -> None:
+    outcome.error = "not finished when the run ended"
+    stream = _Stream(_now)
+    raw = request_bytes("POST", outcome.url + request.path, request.body, request.headers)
+    try:
+        async with asyncio.timeout(timeout_s):
+            head = await client.send(outcome.url, raw, stream.feed)
+        stream.conclude(head, request, outcome)
+    except TimeoutError:
+        outcome.error = f"no complete answer within {timeout_s:g} s"
+    except HttpError as error:
+        outcome.error = str(error)
+    on_done(outcome)
+
+
+class _Stream:
+    """An SSE body as it comes in. Only its first and last bytes are looked at."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._sent_at = now()
+        self._ttft_s: float | None = None
+        self._tail = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Take in bytes of the body."""
+        self._tail += data
+        if self._ttft_s is None and (self._tail.startswith(b"data:") or b"\ndata:" in self._tail):
+            self._ttft_s = self._now() - self._sent_at
+        if len(self._tail) > 2 * _TAIL_BYTES:
+            del self._tail[:-_TAIL_BYTES]
+
+    def conclude(self, head: Head, request: LoadRequest, outcome: Outcome) -> None:
+        """The body is over: judge it."""
+        outcome.status = head.status
+        outcome.worker = head.headers.get("x-kvrouter-worker")
+        outcome.ttft_s = self._ttft_s
+        outcome.latency_s = self._now() - self._sent_at
+        events = list(_events(self._tail))
+        for event in events:
+            _take_usage(event, outcome)
+        outcome.error = self._error(head, events, request, outcome)
+
+    def _error(
+        self, head: Head, events: list[dict[str, Any]], request: LoadRequest, outcome: Outcome
+    ) -> str | None:
+        if head.status != 200:
+            return f"status {head.status}: {self._tail[:200].decode(errors='replace')}"
+        for event in events:
+            if "error" in event:
+                return f"error event: {json.dumps(event['error'])[:200]}"
+        if not self._tail.rstrip().endswith(b"data: [DONE]"):
+            return "the stream ended without data: [DONE]"
+        if request.output_tokens not in {None, outcome.output_tokens}:
+            return f"{outcome.output_tokens} output tokens instead of {request.output_tokens}"
+        return None
+
+
+def _events(tail: bytearray) -> Iterator[dict[str, Any]]:
+    """The JSON objects among the last events; the first may be cut in two, and is then left out."""
+    for line in tail.split(b"\n"):
+        if line.startswith(b"data: {"):
+            try:
+                yield json.loads(line[6:])
+            except ValueError:
+                continue
+
+
+def _take_usage(event: dict[str, Any], outcome: Outcome) -> None:
+    usage = event.get("usage")
+    if usage:
+        outcome.prompt_tokens = usage["prompt_tokens"]
+        outcome.output_tokens = usage["completion_tokens"]
+        outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)

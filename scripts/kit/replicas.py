@@ -1,0 +1,93 @@
+"""What replicas say of themselves in /workers, and whether they agree."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from scripts.kit.http_client import Client
+
+Index: TypeAlias = dict[str, tuple[int, str]]
+"""Target -> blocks and digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One replica's /workers, as far as agreement needs it."""
+
+    router_id: str
+    peers: tuple[str, ...]
+    live_targets: int
+    index: Index
+    bookings: dict[str, int]
+    """Owner -> bookings, those that have any."""
+    in_flight: int
+    active_blocks: int
+    charged_prefill_tokens: int
+
+    @property
+    def bookings_left(self) -> int:
+        """Bookings of all owners."""
+        return sum(self.bookings.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the active table is empty."""
+        return not (self.bookings or self.in_flight or self.active_blocks or self.charged_prefill_tokens)
+
+
+class Replica:
+    """One frontend, as seen by an operator."""
+
+    def __init__(self, url: str, client: Client) -> None:
+        self.url = url
+        self._client = client
+
+    async def view(self) -> View:
+        """What it says now."""
+        return _view(await self._client.get_json(f"{self.url}/workers"))
+
+
+def _view(body: dict[str, Any]) -> View:
+    targets: list[dict[str, Any]] = body["targets"]
+    owners = [owner for pool in body["bookings"] for owner in pool["owners"].items()]
+    return View(
+        router_id=body["router_id"],
+        peers=tuple(body["namespace_peers"]),
+        live_targets=sum(target["eligible"] and target["events"] == "live" for target in targets),
+        index={f"{t['worker_id']}/{t['rank']}": (t["blocks"], t["digest"]) for t in targets},
+        bookings={router_id: owned["count"] for router_id, owned in owners if owned["count"]},
+        in_flight=sum(target["requests_in_flight"] for target in targets),
+        active_blocks=sum(target["active_blocks"] for target in targets),
+        charged_prefill_tokens=sum(target["charged_prefill_tokens"] for target in targets),
+    )
+
+
+async def settled(replicas: Sequence[Replica], timeout_s: float = 10.0) -> list[View]:
+    """The views once all are idle and equal, or what they are when time has run out."""
+    views = [await replica.view() for replica in replicas]
+    try:
+        async with asyncio.timeout(timeout_s):
+            while disagreements(views):
+                await asyncio.sleep(0.1)
+                views = [await replica.view() for replica in replicas]
+    except TimeoutError:
+        pass  # the caller looks at what is left
+    return views
+
+
+def disagreements(views: Sequence[View]) -> list[str]:
+    """What keeps these views from being idle and equal, in words; empty if nothing does."""
+    problems = [
+        f"replica {number} still has {view.bookings_left} bookings, {view.in_flight} requests in flight,"
+        f" {view.active_blocks} active blocks, {view.charged_prefill_tokens} charged prefill tokens"
+        for number, view in enumerate(views)
+        if not view.is_idle
+    ]
+    for target in sorted({target for view in views for target in view.index}):
+        held = {view.index.get(target) for view in views}
+        if len(held) > 1:
+            problems.append(f"replicas hold different blocks of {target}: {held}")
+    return problems

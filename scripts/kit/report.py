@@ -1,0 +1,187 @@
+"""The demo's result: checks, one table, one verdict, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from scripts.kit.figures import BUSY_LIMIT, Figures
+from scripts.kit.load import Outcome
+from scripts.kit.replicas import View, disagreements
+
+LATE_LIMIT_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class ModeResult:
+    """What one router mode achieved."""
+
+    mode: str
+    figures: Figures
+    views: list[View]
+    """One for each replica, at the end."""
+    machine_busy: float | None
+    failed: list[Outcome]
+
+    def problems(self) -> list[str]:
+        """What makes this run a failure."""
+        found = [f"{self.mode}: {text}" for text in disagreements(self.views)]
+        if self.failed:
+            first = self.failed[0]
+            found.append(
+                f"{self.mode}: {len(self.failed)} of {self.figures.requests} requests failed;"
+                f" the first is number {first.number}: {first.error}"
+            )
+        return found
+
+    def warnings(self) -> list[str]:
+        """What makes its times doubtful."""
+        found = []
+        if self.machine_busy is not None and self.machine_busy > BUSY_LIMIT:
+            found.append(
+                f"{self.mode}: the machine was {self.machine_busy:.0%} busy; times are not to be trusted"
+            )
+        if self.figures.worst_late_s > LATE_LIMIT_S:
+            found.append(
+                f"{self.mode}: a request left {1000 * self.figures.worst_late_s:.0f} ms after its time"
+            )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        return {
+            "mode": self.mode,
+            **self.figures.as_json(),
+            "machine_busy": self.machine_busy,
+            "bookings_left": [view.bookings_left for view in self.views],
+            "replicas": [asdict(view) for view in self.views],
+            "failed": [asdict(outcome) for outcome in self.failed[:20]],
+        }
+
+
+def problems(plain: ModeResult, kv: ModeResult) -> list[str]:
+    """Every reason for exit code 1."""
+    found = plain.problems() + kv.problems()
+    if kv.figures.cached_token_rate <= plain.figures.cached_token_rate:
+        found.append(
+            f"kv found {kv.figures.cached_token_rate:.1%} of the prompt tokens in cache,"
+            f" not more than {plain.mode} with {plain.figures.cached_token_rate:.1%}"
+        )
+    return found
+
+
+def show(console: Console, plain: ModeResult, kv: ModeResult, caption: str) -> None:
+    """Print the table, warnings, and what failed or the verdict."""
+    console.print()
+    console.print(_table(plain, kv, caption))
+    for warning in plain.warnings() + kv.warnings():
+        console.print(f"[yellow]warning:[/] {warning}")
+    failures = problems(plain, kv)
+    for failure in failures:
+        console.print(f"[bold red]failed:[/] {failure}", highlight=False)
+    if not failures:
+        console.print(f"[bold green]passed:[/] {_verdict(plain.figures, kv.figures)}", highlight=False)
+
+
+def _verdict(plain: Figures, kv: Figures) -> str:
+    gain = kv.cached_token_rate / plain.cached_token_rate if plain.cached_token_rate else float("inf")
+    return (
+        f"KV-aware routing found {gain:.1f} times as much in the engines' caches; "
+        f"median TTFT {_change(plain.ttft_s.p50, kv.ttft_s.p50)}. "
+        "All answers complete, no booking left, both replicas hold the same index."
+    )
+
+
+def _change(before: float, after: float) -> str:
+    return f"{(after - before) / before:+.0%}".replace("-", "−") if before else "–"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    label: str
+    value: Callable[[ModeResult], float]
+    text: Callable[[float], str]
+    compares: bool = True
+    ends_section: bool = False
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _ms(value: float) -> str:
+    return f"{1000 * value:,.0f} ms"
+
+
+_ROWS = (
+    _Row("requests", lambda r: r.figures.requests, _count, compares=False),
+    _Row("errors", lambda r: r.figures.errors, _count, compares=False),
+    _Row("cached-token rate", lambda r: r.figures.cached_token_rate, _percent, ends_section=True),
+    _Row("TTFT p50", lambda r: r.figures.ttft_s.p50, _ms),
+    _Row("TTFT p90", lambda r: r.figures.ttft_s.p90, _ms),
+    _Row("TTFT p99", lambda r: r.figures.ttft_s.p99, _ms, ends_section=True),
+    _Row("latency p50", lambda r: r.figures.latency_s.p50, _ms),
+    _Row("latency p90", lambda r: r.figures.latency_s.p90, _ms),
+    _Row("latency p99", lambda r: r.figures.latency_s.p99, _ms, ends_section=True),
+)
+
+
+def _table(plain: ModeResult, kv: ModeResult, caption: str) -> Table:
+    table = Table(caption=caption, caption_justify="left", caption_style="dim")
+    table.add_column("", no_wrap=True)
+    table.add_column(plain.mode, justify="right", no_wrap=True)
+    table.add_column(kv.mode, justify="right", style="bold", no_wrap=True)
+    table.add_column("change", justify="right")
+    for row in _ROWS:
+        before, after = row.value(plain), row.value(kv)
+        change = _change(before, after) if row.compares else ""
+        table.add_row(row.label, row.text(before), row.text(after), change, end_section=row.ends_section)
+    for label, text in _MODE_ROWS:
+        table.add_row(label, text(plain), text(kv), "")
+    return table
+
+
+def _per_worker(result: ModeResult) -> str:
+    return "/".join(str(count) for count in result.figures.requests_per_worker.values())
+
+
+def _bookings_left(result: ModeResult) -> str:
+    return "/".join(str(view.bookings_left) for view in result.views)
+
+
+def _indexes(result: ModeResult) -> str:
+    return "equal" if all(view.index == result.views[0].index for view in result.views) else "different"
+
+
+def _busy(result: ModeResult) -> str:
+    return "unknown" if result.machine_busy is None else f"{result.machine_busy:.0%}"
+
+
+_MODE_ROWS: Sequence[tuple[str, Callable[[ModeResult], str]]] = (
+    ("requests by worker", _per_worker),
+    ("bookings left, by replica", _bookings_left),
+    ("indexes of replicas", _indexes),
+    ("machine busy", _busy),
+)
+
+
+def write_json(path: Path, plain: ModeResult, kv: ModeResult, about: dict[str, Any]) -> None:
+    """The same figures for machines."""
+    failures = problems(plain, kv)
+    results = {
+        "passed": not failures,
+        "problems": failures,
+        **about,
+        "modes": [plain.as_json(), kv.as_json()],
+    }
+    path.write_text(json.dumps(results, indent=2) + "\n")

@@ -1,0 +1,306 @@
+"""The bus against a real nats-server that comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from uuid import uuid4
+
+import pytest
+
+from kvrouter.bus import Bus, BusError, NatsOptions
+from tests.conftest import NatsServer
+
+SOON_S = 10.0
+NewServer = Callable[[], NatsServer]
+
+
+class Inbox:
+    """Messages as they arrive."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, bytes]] = []
+        self._arrived = asyncio.Event()
+
+    def __call__(self, subject: str, payload: bytes, _reply: str) -> None:
+        self.messages.append((subject, payload))
+        self._arrived.set()
+
+    @property
+    def payloads(self) -> list[bytes]:
+        """Without subjects."""
+        return [payload for _, payload in self.messages]
+
+    async def holds(self, count: int) -> None:
+        """Wait for this many messages."""
+        async with asyncio.timeout(SOON_S):
+            while len(self.messages) < count:
+                self._arrived.clear()
+                await self._arrived.wait()
+
+
+class Connections:
+    """Counts what `on_connect` is called for, and waits for it."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.count = 0
+        self._changed = asyncio.Event()
+        bus.on_connect(self._connected)
+
+    def _connected(self) -> None:
+        self.count += 1
+        self._changed.set()
+
+    async def reach(self, count: int) -> None:
+        """Wait for the count-th connection."""
+        async with asyncio.timeout(SOON_S):
+            while self.count < count:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+async def disconnected(bus: Bus) -> None:
+    """Wait until the bus has noticed; it has no call-back for this."""
+    async with asyncio.timeout(SOON_S):
+        while bus.connected:
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def bus(nats_url: str) -> AsyncIterator[Bus]:
+    """A bus that is connected to the session's server."""
+    async with Bus.open(NatsOptions((nats_url,)), name="test") as bus:
+        await Connections(bus).reach(1)
+        yield bus
+
+
+@pytest.fixture
+def subject() -> str:
+    """A subject of this test alone."""
+    return f"test.{uuid4().hex}"
+
+
+async def test_published_messages_arrive_in_order(bus: Bus, subject: str) -> None:
+    """Two subjects under one subscription, each message once, in the order of publishing."""
+    inbox = Inbox()
+    await bus.subscribe(f"{subject}.>", inbox)
+    sent = [(f"{subject}.{n % 2}", str(n).encode()) for n in range(2000)]
+
+    assert all([bus.publish(to, payload) for to, payload in sent])
+    await inbox.holds(len(sent))
+
+    assert sent == inbox.messages
+    assert (2000, 0) == (bus.counters.published, bus.counters.unsent)
+    assert 2000 == bus.counters.received
+
+
+async def test_request_is_answered(bus: Bus, subject: str, nats_url: str) -> None:
+    """A request reaches a subscriber on another connection, whose publish to the reply answers it."""
+    async with Bus.open(NatsOptions((nats_url,)), name="other") as other:
+        await Connections(other).reach(1)
+        await other.subscribe(subject, lambda _, payload, reply: _answer(other, reply, payload[::-1]))
+        await _subscribed(other, subject)
+
+        assert b"cba" == await bus.request(subject, b"abc", timeout_s=SOON_S)
+
+
+def _answer(bus: Bus, reply: str, payload: bytes) -> None:
+    bus.publish(reply, payload)
+
+
+async def _subscribed(bus: Bus, subject: str) -> None:
+    """Commands of one connection are taken in order: after its own answer, its subscription stands."""
+    await bus.request(subject, b"", timeout_s=SOON_S)
+
+
+async def test_request_that_nobody_answers(bus: Bus, subject: str) -> None:
+    """Nobody there, or too late: a BusError that names the subject."""
+    with pytest.raises(BusError, match=subject):
+        await bus.request(subject, b"", timeout_s=SOON_S)
+    await bus.subscribe(subject, lambda *_: None)
+    with pytest.raises(BusError, match=subject):
+        await bus.request(subject, b"", timeout_s=0.05)
+
+
+async def test_too_large_a_message_harms_nobody(bus: Bus, subject: str) -> None:
+    """What exceeds max_payload is not sent, and the connection lives on."""
+    inbox = Inbox()
+    await bus.subscribe(subject, inbox)
+
+    bus.publish(subject, bytes(bus.max_payload + 1))
+    bus.publish(subject, b"after")
+    await inbox.holds(1)
+
+    assert [b"after"] == inbox.payloads
+    assert 1 == bus.counters.unsent
+
+
+async def test_full_outbox_refuses(bus: Bus, subject: str) -> None:
+    """More than the outbox holds, in one turn of the loop, is refused rather than kept."""
+    payload = bytes(1024 * 1024)
+
+    taken = [bus.publish(subject, payload) for _ in range(40)]
+
+    assert (True, False) == (taken[0], taken[-1])
+    assert 32 == sum(taken)
+
+
+async def test_callback_that_fails_ends_nothing(bus: Bus, subject: str) -> None:
+    """An error in one message's handling does not stop the next."""
+    inbox = Inbox()
+
+    def handle(to: str, payload: bytes, reply: str) -> None:
+        inbox(to, payload, reply)
+        if payload == b"bad":
+            raise ValueError(payload)
+
+    await bus.subscribe(subject, handle)
+    for payload in (b"bad", b"good"):
+        bus.publish(subject, payload)
+
+    await inbox.holds(2)
+
+
+async def test_subscribed_before_connected(nats_url: str, subject: str) -> None:
+    """Subscriptions made before the connection stands, at whatever moment, count."""
+    async with Bus.open(NatsOptions((nats_url,)), name="test") as bus:
+        inboxes = []
+        connected = Connections(bus)
+        while not connected.count:
+            inboxes.append(Inbox())
+            await bus.subscribe(subject, inboxes[-1])
+            await asyncio.sleep(0)
+        bus.publish(subject, b"x")
+
+        for inbox in inboxes:
+            await inbox.holds(1)
+
+
+async def test_leave_goes_out_on_the_way_down(bus: Bus, subject: str, nats_url: str) -> None:
+    """What was published right before the end is still sent."""
+    inbox = Inbox()
+    await bus.subscribe(subject, inbox)
+    await bus.subscribe(f"{subject}.x", lambda _, payload, reply: _answer(bus, reply, payload))
+    await _subscribed(bus, f"{subject}.x")
+
+    async with Bus.open(NatsOptions((nats_url,)), name="other") as other:
+        await Connections(other).reach(1)
+        other.publish(subject, b"leave")
+
+    await inbox.holds(1)
+
+
+async def test_server_that_comes_late(new_nats_server: NewServer, subject: str) -> None:
+    """The bus is usable before the server is there: publish says no, and it connects by itself."""
+    server, inbox = new_nats_server(), Inbox()
+    async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
+        connected = Connections(bus)
+        await bus.subscribe(subject, inbox)
+        assert not bus.connected
+        assert not bus.publish(subject, b"too early")
+        with pytest.raises(BusError, match="away"):
+            await bus.request(subject, b"", timeout_s=1)
+
+        server.start()
+        await connected.reach(1)
+        assert bus.publish(subject, b"now")
+        await inbox.holds(1)
+
+    assert [b"now"] == inbox.payloads
+
+
+async def test_absent_server_does_not_keep_the_process(new_nats_server: NewServer) -> None:
+    """Leaving while no server has ever answered is quick and quiet."""
+    async with asyncio.timeout(SOON_S):
+        async with Bus.open(NatsOptions((new_nats_server().url,)), name="test") as bus:
+            await asyncio.sleep(0)
+            assert not bus.connected
+
+
+async def test_server_restarts(new_nats_server: NewServer, subject: str) -> None:
+    """Away: publish says no. Back: subscribed again, told so, and nothing stale is sent."""
+    server, inbox = new_nats_server(), Inbox()
+    server.start()
+    async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
+        connected = Connections(bus)
+        await connected.reach(1)
+        await bus.subscribe(subject, inbox)
+        bus.publish(subject, b"before")
+        await inbox.holds(1)
+
+        server.stop()
+        await disconnected(bus)
+        assert not any([bus.publish(subject, b"stale") for _ in range(100)])
+        server.start()
+        await connected.reach(2)
+
+        assert bus.publish(subject, b"after")
+        await inbox.holds(2)
+
+    assert [b"before", b"after"] == inbox.payloads
+    assert (100, 2) == (bus.counters.unsent, bus.counters.connections)
+
+
+async def test_on_connect_of_a_connected_bus(bus: Bus) -> None:
+    """Whoever asks late is told at once."""
+    assert 1 == Connections(bus).count
+
+
+async def test_second_server_takes_over(new_nats_server: NewServer, subject: str) -> None:
+    """With two servers given, the bus goes on at the other when one dies."""
+    servers, inbox = [new_nats_server(), new_nats_server()], Inbox()
+    for server in servers:
+        server.start()
+    async with Bus.open(NatsOptions(tuple(server.url for server in servers)), name="test") as bus:
+        connected = Connections(bus)
+        await bus.subscribe(subject, inbox)
+        await connected.reach(1)
+        assert bus._client is not None
+        assert bus._client.connected_url is not None
+        first = bus._client.connected_url.port
+
+        next(server for server in servers if server.port == first).stop()
+        await connected.reach(2)
+        assert bus.publish(subject, b"there")
+        await inbox.holds(1)
+
+        assert bus._client.connected_url.port != first
+
+
+async def test_client_that_closed_for_good_is_replaced(bus: Bus, subject: str) -> None:
+    """nats-py gives up in some cases; a new client is built and subscribed."""
+    inbox, connected = Inbox(), Connections(bus)
+    await bus.subscribe(subject, inbox)
+    assert bus._client is not None
+
+    await bus._client.close()
+    assert not bus.publish(subject, b"stale")
+    await connected.reach(2)
+    bus.publish(subject, b"after")
+    await inbox.holds(1)
+
+    assert [b"after"] == inbox.payloads
+
+
+async def test_server_that_dies_during_the_handshake(free_port: Callable[[], int]) -> None:
+    """A server that goes away right after CONNECT does not end the bus: it tries again."""
+    port, clients = free_port(), 0
+    tried_again = asyncio.Event()
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal clients
+        clients += 1
+        if clients > 2:
+            tried_again.set()
+        writer.write(b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576}\r\n')
+        while (line := await reader.readline()) and not line.startswith(b"PING"):
+            pass
+        writer.write(b"PONG\r\n")
+        await reader.readline()  # what comes next finds nobody
+        writer.close()
+
+    async with await asyncio.start_server(speak, "127.0.0.1", port):
+        async with Bus.open(NatsOptions((f"nats://127.0.0.1:{port}",)), name="test") as bus:
+            await bus.subscribe("a", lambda *_: None)
+            async with asyncio.timeout(SOON_S):
+                await tried_again.wait()

@@ -1,0 +1,76 @@
+"""Subjects: what is written is what is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.bus.subjects import Subjects
+from kvrouter.core.blocks import pool_token
+from kvrouter.core.ids import PoolId, RouterId, WorkerId
+from kvrouter.core.sources import KvSource, RouterSource, Source, SyncSource, WorkerSource
+from kvrouter.errors import ConfigError
+
+POOL, WORKER, ROUTER = PoolId(pool_token("meta/Llama-3.1")), WorkerId("host_9000"), RouterId("3f-2a")
+
+
+@pytest.fixture
+def subjects() -> Subjects:
+    """The subjects of namespace prod."""
+    return Subjects("prod")
+
+
+def test_table_of_the_design(subjects: Subjects) -> None:
+    """Every subject is that of design §5."""
+    assert "kvrouter.prod.hello" == subjects.hello
+    assert "kvrouter.prod.live.>" == subjects.live
+    assert "kvrouter.prod.live.worker.host_9000" == subjects.live_worker(WORKER)
+    assert f"kvrouter.prod.live.kv.{POOL}.host_9000.3" == subjects.live_kv(POOL, WORKER, 3)
+    assert "kvrouter.prod.live.router.3f-2a" == subjects.live_router(ROUTER)
+    assert f"kvrouter.prod.live.sync.{POOL}.3f-2a" == subjects.live_sync(POOL, ROUTER)
+    assert "kvrouter.prod.kv-replay.host_9000" == subjects.kv_replay(WORKER)
+    assert "kvrouter.prod.sync-replay.3f-2a" == subjects.sync_replay(ROUTER)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        WorkerSource(WORKER),
+        RouterSource(ROUTER),
+        KvSource(POOL, WORKER, 12),
+        SyncSource(POOL, ROUTER),
+    ],
+)
+def test_live_subjects_come_back(subjects: Subjects, source: Source) -> None:
+    """A live subject says who speaks."""
+    match source:
+        case WorkerSource():
+            subject = subjects.live_worker(source.worker_id)
+        case RouterSource():
+            subject = subjects.live_router(source.router_id)
+        case KvSource():
+            subject = subjects.live_kv(source.pool, source.worker_id, source.rank)
+        case SyncSource():
+            subject = subjects.live_sync(source.pool, source.router_id)
+
+    assert source == subjects.parse_live(subject)
+
+
+@pytest.mark.parametrize(
+    "rest", ["", "worker", "worker.a.b", "kv.pool.w1", "kv.pool.w1.x", "kv.pool.w1.-1", "sync.pool", "new.a"]
+)
+def test_other_live_subjects_are_none_of_ours(subjects: Subjects, rest: str) -> None:
+    """What a newer version may publish under live is passed over."""
+    assert subjects.parse_live(f"kvrouter.prod.live.{rest}") is None
+
+
+def test_replay_subject_of_a_feed(subjects: Subjects) -> None:
+    """A KV feed is asked of its agent, a sync feed of its replica."""
+    assert subjects.kv_replay(WORKER) == subjects.replay(KvSource(POOL, WORKER, 0))
+    assert subjects.sync_replay(ROUTER) == subjects.replay(SyncSource(POOL, ROUTER))
+
+
+@pytest.mark.parametrize("namespace", ["", "a.b", "a b", "*", ">", "x" * 65, "ü"])
+def test_bad_namespace_fails_at_start(namespace: str) -> None:
+    """A namespace that makes no subject is refused, with its value."""
+    with pytest.raises(ConfigError, match="use 1 to 64"):
+        Subjects(namespace)

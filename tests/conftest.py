@@ -1,0 +1,122 @@
+"""What all tests share: the event loop they run on, and a NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import uvloop
+
+from kvrouter.bus.embedded import server_binary
+
+_START_TIMEOUT_S = 10.0
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config,  # pytest passes hook arguments by name
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Async tests run on the loop that the processes run on."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+class NatsServer:
+    """A nats-server process on a port of its own, which a test may stop and start again."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.url = f"nats://127.0.0.1:{port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start, and return when it answers."""
+        self._process = subprocess.Popen(
+            [str(server_binary()), "--addr", "127.0.0.1", "--port", str(self.port)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not _answers(self.port):
+            ended = self._process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                raise RuntimeError(f"nats-server did not come up on port {self.port}")
+
+    def stop(self) -> None:
+        """Kill it, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _answers(port: int) -> bool:
+    """Whether a NATS server speaks there: it sends its INFO line first. A refusal takes no time."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=0.2) as connection:
+            return connection.recv(5) == b"INFO "
+    except OSError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """Returns a port that nobody listens on."""
+    return _free_port
+
+
+@pytest.fixture
+def new_nats_server() -> Iterator[Callable[[], NatsServer]]:
+    """Makes servers, not started yet, that end with the test."""
+    servers: list[NatsServer] = []
+
+    def make() -> NatsServer:
+        servers.append(NatsServer(_free_port()))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def nats_url() -> Iterator[str]:
+    """A NATS server for the whole session: a container where Docker answers, else the bundled binary.
+
+    Tests that share it keep apart by namespace.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _container_url(stack) if _docker_answers() else _bundled_url(stack)
+
+
+def _docker_answers() -> bool:
+    try:
+        return subprocess.run(["docker", "info"], capture_output=True, timeout=5, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _container_url(stack: contextlib.ExitStack) -> str:
+    from testcontainers.community.nats import NatsContainer
+
+    container = stack.enter_context(NatsContainer("nats:2-alpine"))
+    return str(container.nats_uri())
+
+
+def _bundled_url(stack: contextlib.ExitStack) -> str:
+    server = NatsServer(_free_port())
+    stack.callback(server.stop)
+    server.start()
+    return server.url

@@ -1,0 +1,187 @@
+"""A KV feed from end to end in memory: an owner, its source, a link that may lose, a reader, an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvrouter.core.blocks import pack_hashes
+from kvrouter.core.events import (
+    TIERS,
+    VERSION,
+    Check,
+    Cleared,
+    Frame,
+    Op,
+    Removed,
+    ReplayRequest,
+    Stored,
+    decode_request,
+    encode,
+)
+from kvrouter.core.feed import FeedReader, FeedState
+from kvrouter.core.feed_source import FeedSource
+from kvrouter.core.ids import Target, WorkerId
+from kvrouter.core.index import BlockIndex
+from kvrouter.core.sinks import KvSink
+from tests.core.forest import Forest, NaiveIndex
+
+TARGET = Target(WorkerId("w1"))
+MAX_BYTES = 1024 * 1024
+
+
+class Owner:
+    """An agent's published set: the truth, and the ops that tell of its changes."""
+
+    def __init__(self, forest: Forest, tier_sets: int = 1) -> None:
+        self.forest = forest
+        self.truth = NaiveIndex()
+        self._tier_sets = tier_sets
+        self.lose()
+
+    def lose(self) -> None:
+        """It holds nothing."""
+        self.truth.sets[TARGET] = [set() for _ in range(self._tier_sets)]
+
+    @property
+    def sets(self) -> list[set[int]]:
+        """Tier sets, narrowest first."""
+        return self.truth.sets[TARGET]
+
+    def store(self, node: int, tier: int = 0) -> list[Op]:
+        """A chain is computed: tells of the blocks that were missing, parent first."""
+        chain = self.forest.chain(node)
+        held = sum(hash_ in self.sets[tier] for hash_ in chain)  # a prefix: the set is closed
+        self.truth.store(TARGET, chain, TIERS[tier])
+        parent = chain[held - 1] if held else None
+        return [Stored(tier, parent, pack_hashes(chain[held:]))] if held < len(chain) else []
+
+    def remove(self, node: int, tier: int = 0) -> list[Op]:
+        """A block is evicted with all below it, deepest first."""
+        held = [hash_ for hash_ in self.forest.subtree(node) if hash_ in self.sets[tier]]
+        self.truth.remove(TARGET, held, TIERS[tier])
+        return [Removed(tier, pack_hashes(held))] if held else []
+
+    def clear(self) -> list[Op]:
+        """The engine restarts."""
+        self.truth.clear(TARGET)
+        return [Cleared()]
+
+    def check(self) -> list[Op]:
+        """What the owner holds, as count and digest of each tier set."""
+        return [Check(*self.truth.digest(TARGET, TIERS[tier]), tier=tier) for tier in range(self._tier_sets)]
+
+    def state_ops(self) -> Iterator[Op]:
+        """One Stored per block, narrowest tier first, parents before children."""
+        told: set[int] = set()
+        for tier, held in enumerate(self.sets):
+            for number, hash_ in enumerate(self.forest.hashes):
+                if hash_ in held and hash_ not in told:
+                    parent = self.forest.parents[number]
+                    above = None if parent is None else self.forest.hashes[parent]
+                    yield Stored(tier, above, pack_hashes([hash_]))
+            told |= held
+
+
+class Link:
+    """Carries frames, heartbeats and requests; the test decides what is lost. Time is `now`."""
+
+    def __init__(
+        self, seed: int = 1, size: int = 48, *, tier_sets: int = 1, capacity: int = 0, ring_frames: int = 4096
+    ) -> None:
+        self.owner = Owner(Forest(seed, size), tier_sets)
+        self.index = BlockIndex()
+        self.ring_frames = ring_frames
+        self.max_bytes = MAX_BYTES
+        self.now = 100.0
+        self.requests: list[ReplayRequest] = []
+        sink = KvSink(self.index, TARGET, tier_sets, lambda: capacity)
+        self.reader = FeedReader(0, sink, lambda: 0.5)
+        self.source = self.new_source(1000)
+
+    def new_source(self, incarnation: int) -> FeedSource:
+        """The owner starts (again)."""
+        self.source = FeedSource(incarnation, self.owner.state_ops, ring_frames=self.ring_frames)
+        return self.source
+
+    def write(self, *ops: Op) -> bytes:
+        """One frame of the feed, not delivered."""
+        (frame,) = self.source.append(ops)
+        return frame
+
+    def deliver(self, *frames: bytes) -> None:
+        """Frames arrive."""
+        for frame in frames:
+            self.reader.frame(frame, self.now)
+
+    def send(self, ops: Sequence[Op]) -> None:
+        """A frame is written and arrives."""
+        self.deliver(*self.source.append(ops))
+
+    def heartbeat(self) -> None:
+        """The source's heartbeat arrives."""
+        self.reader.heartbeat(self.source.incarnation, self.source.seq, self.now)
+
+    def ask(self) -> bytes | None:
+        """The answer to what the reader wants now; it has not arrived yet."""
+        request = self.reader.due(self.now)
+        if request is None:
+            return None
+        self.requests.append(request)
+        return self.source.answer(decode_request(encode(request)), self.max_bytes, self.now)
+
+    def exchange(self) -> bool:
+        """One request and its answer, or one slice of loading; False if there is nothing to do."""
+        if self.reader.is_loading:
+            self.reader.work(7, self.now)
+            return True
+        answer = self.ask()
+        if answer is not None:
+            self.reader.answer(answer, self.now)
+        return answer is not None
+
+    def exchange_all(self, most: int = 200) -> int:
+        """Until nothing is to be asked at this moment; returns the requests it took."""
+        before = len(self.requests)
+        for _ in range(most):
+            if not self.exchange():
+                return len(self.requests) - before
+        raise AssertionError(f"the reader still asks after {most} exchanges")
+
+    def settle(self, seconds: float = 40.0) -> None:
+        """A clean link, a heartbeat a second, and this long at most until the reader is live."""
+        until = self.now + seconds
+        self.heartbeat()
+        while self.exchange_all() or self.reader.state is not FeedState.LIVE:
+            assert self.now < until, f"not live after {seconds} s: {self.reader.state} {self.reader.flag}"
+            self.now += 1.0
+            self.heartbeat()
+
+    def agrees(self) -> bool:
+        """Whether index and owner hold the same, tier by tier."""
+        self.index.check()
+        held = [
+            {hash_ for hash_ in self.owner.forest.hashes if self.index.holds(TARGET, hash_, tier)}
+            for tier in TIERS[: len(self.owner.sets)]
+        ]
+        digests = [self.index.digest(TARGET, tier) for tier in TIERS[: len(self.owner.sets)]]
+        return held == self.owner.sets and digests == [
+            self.owner.truth.digest(TARGET, tier) for tier in TIERS[: len(self.owner.sets)]
+        ]
+
+
+def malformed(frame: bytes) -> bytes:
+    """The frame with its number and damaged ops."""
+    (version, incarnation, seq, _) = _unpack(frame)
+    return encode([version, incarnation, seq, [[1, "damaged"]]])
+
+
+def _unpack(frame: bytes) -> tuple[int, int, int, object]:
+    from kvrouter.core.events import decode_frame
+
+    decoded = decode_frame(frame)
+    return decoded.version, decoded.incarnation, decoded.seq, decoded.ops
+
+
+def frame_of(incarnation: int, seq: int, *ops: Op, version: int = VERSION) -> bytes:
+    """A frame that no source wrote."""
+    return encode(Frame(version, incarnation, seq, list(ops)))

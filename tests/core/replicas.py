@@ -1,0 +1,58 @@
+"""Replicas in memory, and what they hear."""
+
+from __future__ import annotations
+
+import random
+
+from kvrouter.core.beats import Card, RankBeat, State, encode
+from kvrouter.core.ids import PoolId, RouterId, WorkerId
+from kvrouter.core.policy import Policy, PolicyState
+from kvrouter.core.pool import PoolSettings
+from kvrouter.core.replica import Replica, ReplicaSettings
+from kvrouter.policies.kv import Kv
+from tests.core.worlds import POOL, worker_beat
+
+ME, PEER = RouterId("me"), RouterId("peer")
+ROUNDS = 5
+
+
+def new_replica(
+    router_id: RouterId = ME, *, synced: bool = True, settings: PoolSettings | None = None
+) -> Replica:
+    """A replica with a seeded chance that has said hello at 0.0."""
+
+    def new_policy() -> tuple[Policy, PolicyState]:
+        return Kv(), PolicyState(random.Random(1).random)
+
+    replica = Replica(
+        ReplicaSettings(settings or PoolSettings(), synced=synced), router_id, 1000, new_policy,
+        chance=lambda: 0.5, clock=lambda: 0.0,
+    )  # fmt: skip
+    replica.said_hello(0.0)
+    return replica
+
+
+def hear_worker(
+    replica: Replica,
+    worker: Card | str = "w1",
+    *,
+    incarnation: int = 100,
+    state: State = "up",
+    seq: int = 0,
+    rank_incarnation: int = 100,
+    pool: PoolId = POOL,
+) -> None:
+    """A worker's heartbeat arrives."""
+    ranks = [RankBeat(0, rank_incarnation, seq)]
+    beat = worker_beat(worker, incarnation=incarnation, state=state, ranks=ranks, pool=pool)
+    replica.worker_heard(WorkerId(worker if isinstance(worker, str) else worker.worker_id), encode(beat), 0.0)
+
+
+def rounds(replica: Replica, count: int, *others: Replica) -> None:
+    """Own heartbeats come back; `others` hear and are heard in each round."""
+    for _ in range(count):
+        for one in (replica, *others):
+            one.next_round(0.0)
+            beat = encode(one.heartbeat("up", ""))
+            for listener in (replica, *others):
+                listener.router_heard(one.router_id, beat, 0.0)

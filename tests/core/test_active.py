@@ -1,0 +1,290 @@
+"""The active table: what requests in flight hold and charge."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from xxhash import xxh3_64_intdigest
+
+from kvrouter.core.active import ActiveTable, Booking
+from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
+from tests.core.forest import Forest, walk
+
+R1, R2 = RouterId("r1"), RouterId("r2")
+T1, T2 = Target(WorkerId("w1")), Target(WorkerId("w2"), 3)
+B1, B2 = BookingKey(R1, 1), BookingKey(R1, 2)
+CHAIN = [11, 22, 33, 44]
+
+
+def booking(
+    key: BookingKey = B1,
+    target: Target = T1,
+    hashes: list[int] | None = None,
+    prefill_tokens: int = 48,
+    anonymous_blocks: int = 0,
+) -> Booking:
+    """A booking of CHAIN unless told otherwise."""
+    named = CHAIN if hashes is None else hashes
+    return Booking(key, "req", target, named, 64, 1, prefill_tokens, anonymous_blocks)
+
+
+@pytest.fixture
+def active() -> ActiveTable:
+    """An empty table."""
+    return ActiveTable()
+
+
+def test_free_twice(active: ActiveTable) -> None:
+    """A request freed twice is counted once."""
+    active.book(booking(B1))
+    active.book(booking(B2))
+
+    assert B1 == getattr(active.free(B1), "key", None)
+    assert active.free(B1) is None
+
+    assert (4, 48, 1) == (active.blocks(T1), active.charged_tokens(T1), active.requests(T1))
+    active.check()
+
+
+def test_shared_blocks_count_once(active: ActiveTable) -> None:
+    """Two requests with a common prefix hold it once, until both are gone."""
+    active.book(booking(B1, hashes=[11, 22, 33]))
+    active.book(booking(B2, hashes=[11, 22, 44]))
+    assert 4 == active.blocks(T1)
+
+    active.free(B1)
+
+    assert 3 == active.blocks(T1)
+    assert {T1: 2} == active.depths([11, 22, 33])
+
+
+def test_depths_are_per_target(active: ActiveTable) -> None:
+    """Blocks in flight on one target are not in flight on another."""
+    active.book(booking(B1, T1, CHAIN[:1]))
+    active.book(booking(B2, T2, CHAIN[:3]))
+
+    assert {T1: 1, T2: 3} == active.depths(CHAIN)
+    assert {} == active.depths([99])
+
+
+def test_prefill_completed(active: ActiveTable) -> None:
+    """Completed prefill is no longer charged; the blocks stay; a second mark is no news."""
+    active.book(booking())
+
+    assert active.mark_prefill_completed(B1) is not None
+    assert active.mark_prefill_completed(B1) is None
+
+    assert (0, 4, 1) == (active.charged_tokens(T1), active.blocks(T1), active.requests(T1))
+    active.check()
+
+
+def test_free_implies_prefill_completed(active: ActiveTable) -> None:
+    """What was still charged goes with the booking; marking it afterwards changes nothing."""
+    active.book(booking())
+
+    active.free(B1)
+
+    assert active.mark_prefill_completed(B1) is None
+    assert (0, 0, 0) == (active.charged_tokens(T1), active.blocks(T1), active.requests(T1))
+    active.check()
+
+
+def test_free_after_mark_does_not_charge_twice(active: ActiveTable) -> None:
+    """Mark then free takes the charge off once."""
+    active.book(booking(B1))
+    active.book(booking(B2))
+    active.mark_prefill_completed(B1)
+
+    active.free(B1)
+
+    assert 48 == active.charged_tokens(T1)
+
+
+def test_output_blocks_are_never_shared(active: ActiveTable) -> None:
+    """Output blocks add up over requests with the same prompt; fewer than before is passed over."""
+    active.book(booking(B1))
+    active.book(booking(B2))
+    active.progress(B1, 3)
+    active.progress(B2, 2)
+    active.progress(B1, 1)
+    active.progress(BookingKey(R2, 9), 5)
+
+    assert 4 + 3 + 2 == active.blocks(T1)
+    active.free(B1)
+    assert 4 + 2 == active.blocks(T1)
+    active.check()
+
+
+def test_anonymous_blocks_count(active: ActiveTable) -> None:
+    """Blocks whose hashes are not known are active too."""
+    active.book(booking(anonymous_blocks=7))
+
+    assert 11 == active.blocks(T1)
+    active.free(B1)
+    assert 0 == active.blocks(T1)
+
+
+def test_booked_again_under_the_same_key(active: ActiveTable) -> None:
+    """The later booking replaces the earlier one, on whatever target it was."""
+    active.book(booking(B1, T1))
+
+    active.book(booking(B1, T2, CHAIN[:1], prefill_tokens=5))
+
+    assert (0, 0) == (active.blocks(T1), active.requests(T1))
+    assert (1, 5, 1) == (active.blocks(T2), active.charged_tokens(T2), active.requests(T2))
+    active.check()
+
+
+def test_same_number_of_two_replicas(active: ActiveTable) -> None:
+    """Numbers are per replica: one's Free does not end the other's booking."""
+    active.book(booking(BookingKey(R1, 1)))
+    active.book(booking(BookingKey(R2, 1)))
+
+    active.free(BookingKey(R1, 1))
+
+    assert {R2: 1} == active.owners()
+    assert 1 == active.requests(T1)
+
+
+def test_a_replica_dies(active: ActiveTable) -> None:
+    """All its bookings end, and only its own."""
+    for number in range(5):
+        active.book(booking(BookingKey(R1, number), T2 if number % 2 else T1))
+    active.book(booking(BookingKey(R2, 1), hashes=[99]))
+
+    freed = active.free_owner(R1)
+
+    assert list(range(5)) == [one.key.number for one in freed]
+    assert [] == active.free_owner(R1)
+    assert (1, 0) == (active.blocks(T1), active.blocks(T2))
+    active.check()
+
+
+def test_request_without_blocks(active: ActiveTable) -> None:
+    """A prompt shorter than a block is in flight all the same."""
+    active.book(booking(hashes=[], prefill_tokens=3))
+
+    assert (0, 3, 1) == (active.blocks(T1), active.charged_tokens(T1), active.requests(T1))
+    active.check()
+
+
+def test_hash_named_twice_in_one_booking(active: ActiveTable) -> None:
+    """A peer that names a block twice in one booking harms nobody: it counts once and goes at the end."""
+    active.book(booking(hashes=[11, 11, 22]))
+    active.check()
+    assert 2 == active.blocks(T1)
+
+    active.free(B1)
+
+    assert 0 == active.blocks(T1)
+    active.check()
+
+
+def test_digest_is_that_of_the_design(active: ActiveTable) -> None:
+    """Count, and the sum of xxh3_64(msgpack [number, worker, rank, done, tokens, hashes, output])."""
+    active.book(booking(B1, T2, anonymous_blocks=2))
+    active.book(booking(B2, T1))
+    active.mark_prefill_completed(B1)
+    active.progress(B1, 7)
+
+    facts = [(1, "w2", 3, True, 48, 4 + 2, 7), (2, "w1", 0, False, 48, 4, 0)]
+    total = sum(xxh3_64_intdigest(msgpack.packb(fact)) for fact in facts)
+    assert (2, total % 2**64) == active.digest(R1)
+    assert (0, 0) == active.digest(R2)
+
+
+def test_check_notices_what_does_not_add_up(active: ActiveTable) -> None:
+    """The self-check is worth something: a charge too much is noticed."""
+    active.book(booking())
+    active._loads[T1].charged_tokens += 1
+
+    with pytest.raises(AssertionError, match="does not add up"):
+        active.check()
+
+
+KEYS = [BookingKey(router, number) for router in (R1, R2) for number in range(4)]
+keys = st.sampled_from(KEYS)
+
+
+class ActiveHistory(RuleBasedStateMachine):
+    """Any order of moments, also of bookings that are not there, leaves the sums right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = ActiveTable()
+        self.model: dict[BookingKey, Booking] = {}
+
+    @initialize(seed=st.integers(0, 2**32))
+    def grow(self, seed: int) -> None:
+        """Prompts that share prefixes."""
+        self.forest = Forest(seed, 24)
+
+    @rule(key=keys, node=st.integers(0, 23), on=st.sampled_from([T1, T2]), tokens=st.integers(0, 9))
+    def book(self, key: BookingKey, node: int, on: Target, tokens: int) -> None:
+        """A request, or one booked anew under the same key."""
+        chain = self.forest.chain(node)
+        self.active.book(booking(key, on, chain, tokens, anonymous_blocks=tokens % 3))
+        self.model[key] = booking(key, on, chain, tokens, anonymous_blocks=tokens % 3)
+
+    @rule(key=keys)
+    def mark(self, key: BookingKey) -> None:
+        """Its first byte."""
+        news = key in self.model and not self.model[key].prefill_completed
+        assert news == (self.active.mark_prefill_completed(key) is not None)
+        if key in self.model:
+            self.model[key].prefill_completed = True
+
+    @rule(key=keys, blocks=st.integers(0, 9))
+    def progress(self, key: BookingKey, blocks: int) -> None:
+        """Its output grows."""
+        self.active.progress(key, blocks)
+        if key in self.model:
+            self.model[key].output_blocks = max(blocks, self.model[key].output_blocks)
+
+    @rule(key=keys)
+    def free(self, key: BookingKey) -> None:
+        """It ends."""
+        assert (self.model.pop(key, None) is not None) == (self.active.free(key) is not None)
+
+    @rule(router_id=st.sampled_from([R1, R2]))
+    def free_owner(self, router_id: RouterId) -> None:
+        """Its replica dies."""
+        freed = {one.key for one in self.active.free_owner(router_id)}
+        assert {key for key in self.model if key.router_id == router_id} == freed
+        for key in freed:
+            del self.model[key]
+
+    @invariant()
+    def agrees(self) -> None:
+        """Sums, depths and digests are those of the bookings there are."""
+        self.active.check()
+        for target in (T1, T2):
+            self._agrees_on(target, [one for one in self.model.values() if one.target == target])
+        for router_id in (R1, R2):
+            own = [one.digest() for key, one in self.model.items() if key.router_id == router_id]
+            assert (len(own), sum(own) % 2**64) == self.active.digest(router_id)
+
+    def _agrees_on(self, target: Target, here: list[Booking]) -> None:
+        held = {hash_ for one in here for hash_ in one.hashes}
+        nameless = sum(one.anonymous_blocks + one.output_blocks for one in here)
+        assert len(held) + nameless == self.active.blocks(target)
+        charged = sum(one.prefill_tokens for one in here if not one.prefill_completed)
+        assert (charged, len(here)) == (self.active.charged_tokens(target), self.active.requests(target))
+        for node in range(24):
+            chain = self.forest.chain(node)
+            assert walk(chain, held) == self.active.depths(chain).get(target, 0)
+
+    def teardown(self) -> None:
+        """When all are freed, nothing is left."""
+        for key in KEYS:
+            self.active.free(key)
+        self.active.check()
+        assert 0 == len(self.active._table)
+        assert {} == self.active.owners()
+
+
+ActiveHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestActiveHistory = ActiveHistory.TestCase

@@ -1,0 +1,75 @@
+"""Cards, heartbeats and pools for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvrouter.core.active import Booking
+from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat
+from kvrouter.core.cost import Prompt
+from kvrouter.core.events import VERSION
+from kvrouter.core.ids import BookingKey, PoolId, RouterId, Target, WorkerId
+from kvrouter.core.policy import RouteRequest
+from kvrouter.core.pool import Pool, PoolSettings
+
+POOL = PoolId("llama-0a1b2c3d")
+OTHER = RouterId("other")
+W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
+T1, T2, T3 = Target(W1), Target(W2), Target(W3)
+
+
+def card(worker_id: str = "w1", **facts: Any) -> Card:  # a Card's own fields
+    """A worker's card, block size 16 unless told otherwise."""
+    told: dict[str, Any] = {"url": f"http://{worker_id}:9000", "model": "llama", "block_size": 16} | facts
+    return Card(worker_id=worker_id, **told)
+
+
+def worker_beat(
+    worker: Card | str = "w1",
+    *,
+    incarnation: int = 100,
+    state: State = "up",
+    ranks: Sequence[RankBeat] = (RankBeat(0, 100, 0),),
+    pool: str = POOL,
+    card_version: int = 1,
+) -> WorkerBeat:
+    """A heartbeat; with a Card it carries the card, with a worker's id it does not."""
+    carried = worker if isinstance(worker, Card) else None
+    return WorkerBeat(VERSION, incarnation, state, pool, list(ranks), card_version, carried)
+
+
+def new_pool(*workers: Card, **settings: Any) -> Pool:  # PoolSettings' own fields
+    """A pool where these workers are up."""
+    pool = Pool(POOL, PoolSettings(**settings))
+    for one in workers:
+        pool.update(WorkerId(one.worker_id), worker_beat(one))
+    return pool
+
+
+def prompt(chain: Sequence[int], isl: int | None = None) -> Prompt:
+    """A prompt of full blocks of 16 tokens, or of `isl` tokens."""
+    return Prompt(chain, len(chain) * 16 if isl is None else isl)
+
+
+def request(*prompts: Prompt, **facts: Any) -> RouteRequest:  # RouteRequest's own fields
+    """A request with these prompts."""
+    return RouteRequest("req", prompts, **facts)
+
+
+def chain_from(start: int, blocks: int) -> list[int]:
+    """Hashes `start`, `start` + 1, …: a chain like any other."""
+    return list(range(start, start + blocks))
+
+
+def book(pool: Pool, target: Target, hashes: Sequence[int], prefill_tokens: int = 0) -> BookingKey:
+    """Somebody's request is in flight on the target."""
+    number = sum(pool.active.owners().values()) + 1
+    key = BookingKey(OTHER, number)
+    pool.active.book(Booking(key, "req", target, hashes, len(hashes) * 16, 0, prefill_tokens))
+    return key
+
+
+def fixed(chance: float) -> Callable[[], float]:
+    """Chance that is none."""
+    return lambda: chance

@@ -1,0 +1,141 @@
+"""A client on raw streams, and what it reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.frontend.workers import WAIT_S
+
+
+@dataclass(frozen=True)
+class Response:
+    """An answer. `is_whole` is False if the connection broke before its end."""
+
+    status: int
+    head: bytes
+    body: bytes
+    is_whole: bool = True
+
+    def headers(self, name: str) -> list[str]:
+        """All values of a header."""
+        lines = [line.partition(":") for line in self.head.decode("latin-1").split("\r\n")[1:]]
+        return [value.strip() for key, _, value in lines if key.lower() == name]
+
+    def header(self, name: str) -> str:
+        """The only value of a header."""
+        (value,) = self.headers(name)
+        return value
+
+    @property
+    def json(self) -> Any:
+        """The body."""
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The JSON of the server-sent events, [DONE] left out."""
+        datas = [line[5:].strip() for line in self.body.split(b"\n") if line.startswith(b"data:")]
+        return [json.loads(data) for data in datas if data != b"[DONE]"]
+
+
+class Client:
+    """One connection to a frontend."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(
+        self, body: Any, *headers: str, path: str = "/v1/completions", version: str = "HTTP/1.1"
+    ) -> None:
+        """Send a request; a body that is no bytes is made JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        lines = [f"POST {path} {version}", "host: test", f"content-length: {len(data)}", *headers]
+        self.writer.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + data)
+
+    async def ask(self, body: Any, *headers: str, path: str = "/v1/completions") -> Response:
+        """Send a request and read the answer."""
+        self.send(body, *headers, path=path)
+        return await self.response()
+
+    async def get(self, path: str) -> Response:
+        """GET."""
+        self.writer.write(f"GET {path} HTTP/1.1\r\nhost: test\r\n\r\n".encode())
+        return await self.response()
+
+    async def response(self) -> Response:
+        """Read an answer to its end, however it ends."""
+        async with asyncio.timeout(WAIT_S):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            started = Response(int(head[9:12]), head[:-4], b"")
+            body, is_whole = await self._body(started)
+            return Response(started.status, started.head, body, is_whole)
+
+    async def _body(self, response: Response) -> tuple[bytes, bool]:
+        if response.headers("transfer-encoding") == ["chunked"]:
+            assert not response.headers("content-length")
+            return await self._chunks()
+        length = response.headers("content-length")
+        try:
+            return await (self.reader.readexactly(int(length[0])) if length else self.reader.read()), True
+        except asyncio.IncompleteReadError as error:
+            return error.partial, False
+        except ConnectionError:
+            return b"", False
+
+    async def _chunks(self) -> tuple[bytes, bool]:
+        body = b""
+        try:
+            while size := int((await self.reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+                body += (await self.reader.readexactly(size + 2))[:-2]
+            while await self.reader.readuntil(b"\r\n") != b"\r\n":
+                pass  # trailers
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return body, False
+        return body, True
+
+    async def read_until(self, text: bytes) -> bytes:
+        """What comes, up to and with this text."""
+        async with asyncio.timeout(WAIT_S):
+            return await self.reader.readuntil(text)
+
+    async def is_closed(self) -> bool:
+        """Whether the frontend closes the connection, saying no more."""
+        async with asyncio.timeout(WAIT_S):
+            try:
+                return await self.reader.read() == b""
+            except ConnectionError:
+                return True
+
+    def leave(self) -> None:
+        """Go away without a word."""
+        self.writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Client]:
+    """A connection to the frontend at `url`."""
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=2**20)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+async def ask(url: str, body: Any, *headers: str, path: str = "/v1/completions") -> Response:
+    """One request on a connection of its own."""
+    async with connected(url) as client:
+        return await client.ask(body, *headers, path=path)
+
+
+async def get(url: str, path: str) -> Response:
+    """One GET on a connection of its own."""
+    async with connected(url) as client:
+        return await client.get(path)

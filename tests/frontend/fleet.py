@@ -1,0 +1,173 @@
+"""A frontend in this process, with scripted workers that announce themselves over a real NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+
+from kvrouter.bus import Bus, NatsOptions, Subjects
+from kvrouter.core.beats import Card, State, WorkerBeat
+from kvrouter.core.beats import encode as encode_beat
+from kvrouter.core.events import VERSION
+from kvrouter.core.ids import PoolId, Target, WorkerId
+from kvrouter.frontend.options import parse_options
+from kvrouter.frontend.serve import RunningFrontend, running_frontend
+from tests.frontend.clients import Client, Response, ask, connected, get
+from tests.frontend.workers import OK, FakeWorker, Script, until
+
+POOL = PoolId("m-12345678")
+BODY = {"model": "m", "prompt": list(range(64)), "max_tokens": 4}
+STREAM = {**BODY, "stream": True}
+
+
+class Trouble:
+    """What must not happen behind a client's back: errors in the log, exceptions in the loop."""
+
+    def __init__(self) -> None:
+        self.loop_errors: list[dict[str, Any]] = []
+        self.records: list[logging.LogRecord] = []
+        self.logs: list[Any] = []
+
+    def all(self) -> list[Any]:
+        """Everything of level error and above."""
+        loud = [entry for entry in self.logs if entry["log_level"] in {"error", "critical"}]
+        return [*self.loop_errors, *(record.getMessage() for record in self.records), *loud]
+
+
+@contextlib.contextmanager
+def no_trouble() -> Iterator[Trouble]:
+    """Fails if there was any inside."""
+    trouble = Trouble()
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = trouble.records.append  # type: ignore[method-assign]
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: trouble.loop_errors.append(context))
+    logging.getLogger().addHandler(handler)
+    try:
+        with structlog.testing.capture_logs() as trouble.logs:
+            yield trouble
+    finally:
+        logging.getLogger().removeHandler(handler)
+        loop.set_exception_handler(None)
+    assert [] == trouble.all()
+
+
+@dataclass
+class Fleet:
+    """Frontends (most tests have one), workers, and the bus they meet on."""
+
+    bus: Bus
+    subjects: Subjects
+    trouble: Trouble
+    frontends: list[RunningFrontend] = field(default_factory=list)
+    workers: list[FakeWorker] = field(default_factory=list)
+
+    @property
+    def frontend(self) -> RunningFrontend:
+        """The first."""
+        return self.frontends[0]
+
+    @property
+    def url(self) -> str:
+        """The first frontend's address."""
+        return self.frontend.url
+
+    @property
+    def requests(self) -> list[str]:
+        """The ids of the workers that got a request, once for each."""
+        return [worker.id for worker in self.workers for _ in worker.requests]
+
+    def announce(self, worker: FakeWorker, state: State = "up", **card: Any) -> None:
+        """Publish the worker's heartbeat, as its agent would."""
+        facts = {"model": "m", "block_size": 16, "publishes_events": False, "started_at_us": 1, **card}
+        whole = Card(worker_id=worker.id, url=worker.url, **facts)
+        beat = WorkerBeat(VERSION, 1, state, POOL, [], 1, whole)
+        self.bus.publish(self.subjects.live_worker(WorkerId(worker.id)), encode_beat(beat))
+
+    def targets(self, frontend: RunningFrontend) -> list[Target]:
+        """What a frontend may choose from."""
+        routers = frontend.replica.routers.values()
+        return [target for router in routers for target in router.pool.targets]
+
+    def bookings(self) -> int:
+        """Requests in flight as each replica sees them, added up."""
+        pools = [router.pool for each in self.frontends for router in each.replica.routers.values()]
+        return sum(sum(pool.active.owners().values()) for pool in pools)
+
+    async def until_free(self, within_s: float = 10.0) -> None:
+        """Return when no replica counts any request in flight."""
+        await until(lambda: not self.bookings(), "all bookings are freed", within_s)
+
+    async def ask(self, body: Any = None, *headers: str, path: str = "/v1/completions") -> Response:
+        """One request on a connection of its own."""
+        return await ask(self.url, BODY if body is None else body, *headers, path=path)
+
+    async def get(self, path: str) -> Response:
+        """One GET on a connection of its own."""
+        return await get(self.url, path)
+
+    def connected(self) -> contextlib.AbstractAsyncContextManager[Client]:
+        """A connection to the first frontend."""
+        return connected(self.url)
+
+    def logged(self, event: str) -> list[Any]:
+        """What was logged under this name."""
+        return [entry for entry in self.trouble.logs if entry["event"] == event]
+
+    def check_nothing_is_left(self) -> None:
+        """Raise if a request left something behind."""
+        for frontend in self.frontends:
+            assert {} == frontend.completions._running
+            assert frontend.completions.idle.is_set()
+            for router in frontend.replica.routers.values():
+                router.pool.active.check()
+                assert not router._own
+
+
+class FleetOf(Protocol):
+    """Opens a fleet: flags of the frontend first, then a script for each worker, and parts of their card."""
+
+    def __call__(
+        self, *flags: str, scripts: tuple[Script, ...] = ..., replicas: int = 1, **card: Any
+    ) -> contextlib.AbstractAsyncContextManager[Fleet]:
+        """Use with `async with`."""
+        ...
+
+
+@contextlib.asynccontextmanager
+async def running_fleet(
+    nats: str, *flags: str, scripts: tuple[Script, ...] = (OK,), replicas: int = 1, **card: Any
+) -> AsyncIterator[Fleet]:
+    """A fleet with a worker for each script, all of them known. No trouble may happen inside."""
+    namespace = uuid.uuid4().hex
+    common = ["--host", "127.0.0.1", "--port", "0", "--nats", nats, "--namespace", namespace]
+    common += ["--lease-s", "60", "--drain-timeout", "5", "--router-mode", "round-robin", *flags]
+    async with contextlib.AsyncExitStack() as stack:
+        trouble = stack.enter_context(no_trouble())
+        bus = await stack.enter_async_context(Bus.open(NatsOptions((nats,)), name="test"))
+        fleet = Fleet(bus, Subjects(namespace), trouble)
+        for number, script in enumerate(scripts):
+            worker = FakeWorker(f"w{number}", script)
+            fleet.workers.append(await stack.enter_async_context(worker.serving()))
+        for _ in range(replicas):
+            frontend = running_frontend(parse_options(common))
+            fleet.frontends.append(await stack.enter_async_context(frontend))
+        await until(lambda: bus.connected, "the test is connected")
+        await until(lambda: all(each.replica._hello_at for each in fleet.frontends), "hello has been said")
+        for worker in fleet.workers:
+            fleet.announce(worker, **card)
+        count = len(scripts) * card.get("ranks", 1)
+        await until(
+            lambda: all(len(fleet.targets(each)) == count for each in fleet.frontends), "workers seen"
+        )
+        yield fleet
+        await fleet.until_free()
+        await until(lambda: all(each.completions.idle.is_set() for each in fleet.frontends), "idle")
+        fleet.check_nothing_is_left()

@@ -1,0 +1,330 @@
+"""The request path: retries, refusals of our own, what each client is told."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import AsyncExitStack
+
+import pytest
+
+from tests.frontend.fleet import BODY, STREAM, FleetOf
+from tests.frontend.workers import (
+    LAST_CHUNK,
+    OK,
+    OK_BODY,
+    SSE_HEAD,
+    FakeWorker,
+    Received,
+    Script,
+    Wire,
+    answer,
+    chunk,
+    event,
+    in_turn,
+    says,
+    says_and_closes,
+    says_and_resets,
+    stream,
+)
+
+OVERLOADED = b'data: {"error": {"message": "full", "type": "ServiceUnavailable", "code": 503}}\n\n'
+ABORTED = b'{"choices":[{"index":0,"text":"h","finish_reason":"abort"}]}'
+
+FAILURES: dict[str, Script] = {
+    "500": says(answer(b'{"error":{}}', 500)),
+    "503": says(answer(b'{"error":{}}', 503)),
+    "503 without a length": says_and_closes(b"HTTP/1.1 503 Busy\r\n\r\nbusy"),
+    "503 in chunks": says(
+        b"HTTP/1.1 503 Busy\r\ntransfer-encoding: chunked\r\n\r\n", chunk(b"bu"), chunk(b"sy") + LAST_CHUNK
+    ),
+    "408": says(answer(b"{}", 408)),
+    "429": says(answer(b"{}", 429)),
+    "reset at once": says_and_resets(),
+    "closed at once": says_and_closes(),
+    "reset within the head": says_and_resets(b"HTTP/1.1 200 O"),
+    "closed after the head": says_and_closes(SSE_HEAD),
+    "closed within the first event": says_and_closes(SSE_HEAD + b"40\r\ndata: {"),
+    "closed within a JSON body": says_and_closes(answer()[:-5]),
+    "closed within chunks of JSON": says_and_closes(
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunk(OK_BODY[:20])
+    ),
+    "error event first": says(SSE_HEAD, chunk(OVERLOADED), chunk(b"data: [DONE]\n\n") + LAST_CHUNK),
+    "error event in pieces": says(SSE_HEAD + b"%x\r\nda" % len(OVERLOADED), OVERLOADED[2:9], OVERLOADED[9:]),
+    "error event without an end": says(SSE_HEAD + chunk(OVERLOADED.strip()) + LAST_CHUNK),
+    "abort in JSON": says(answer(ABORTED)),
+    "abort in JSON of two reads": says(answer(ABORTED)[:90], answer(ABORTED)[90:]),
+    "abort in the first read of a stream": says(SSE_HEAD + chunk(event("", "abort")) + LAST_CHUNK),
+    "garbage": says(b"\x00\xff\r\n\r\n" * 9),
+    "a head that does not end": says(b"HTTP/1.1 200 OK\r\nx: " + b"x" * 70_000),
+    "a lone line feed in a header": says(b"HTTP/1.1 200 OK\r\nx: 1\nset-cookie: 2\r\n\r\n"),
+    "a length of many digits": says(b"HTTP/1.1 200 OK\r\ncontent-length: %s\r\n\r\n" % (b"9" * 5000)),
+    "a chunk size that is none": says(SSE_HEAD + b"zz\r\n"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_another_worker(fleet_of: FleetOf, failure: str) -> None:
+    """Whatever a worker does before its first good byte, another gets the request, and nobody notices."""
+    scripts = in_turn(FAILURES[failure], OK)
+    async with fleet_of(scripts=(scripts, scripts)) as fleet:
+        response = await fleet.ask()
+
+        first, second = sorted(
+            fleet.workers, key=lambda worker: worker.id != response.headers("x-kvrouter-worker")[0]
+        )
+        assert (200, OK_BODY) == (response.status, response.body)
+        assert [1, 1] == [len(first.requests), len(second.requests)]
+        assert first.requests[0].body == second.requests[0].body
+        assert 1 == len(fleet.logged("worker.failed_request"))
+        await fleet.until_free()
+
+
+async def test_refused_connection(fleet_of: FleetOf) -> None:
+    """A worker whose port refuses is passed over."""
+    async with fleet_of(scripts=(OK,)) as fleet:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            gone = FakeWorker("gone", OK, f"http://127.0.0.1:{closed.getsockname()[1]}")
+            fleet.announce(gone)
+            while len(fleet.targets(fleet.frontend)) < 2:
+                await fleet.get("/live")
+            workers = [(await fleet.ask()).header("x-kvrouter-worker") for _ in range(4)]
+
+        assert ["w0"] * 4 == workers
+        assert fleet.logged("worker.failed_request")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[", "http://" + "x" * 70 + ".example"])
+async def test_senseless_address(fleet_of: FleetOf, url: str) -> None:
+    """A card with an address that is none makes its worker one that cannot be reached."""
+    async with fleet_of(scripts=()) as fleet:
+        fleet.announce(FakeWorker("odd", OK, url))
+        while not fleet.targets(fleet.frontend):
+            await fleet.get("/live")
+
+        assert 502 == (await fleet.ask()).status
+
+
+async def test_all_fail(fleet_of: FleetOf) -> None:
+    """If nobody serves it, the client gets the last worker's own answer; each was asked once."""
+    refusal = says(answer(b'{"error":{"message":"full"}}', 503, b"retry-after: 7\r\n"))
+    async with fleet_of(scripts=(refusal,) * 2) as fleet:
+        response = await fleet.ask()
+
+        assert (503, b'{"error":{"message":"full"}}') == (response.status, response.body)
+        assert "application/json" == response.header("content-type")
+        assert "7" == response.header("retry-after")
+        assert ["w0", "w1"] == fleet.requests
+
+
+async def test_bounded_attempts(fleet_of: FleetOf) -> None:
+    """`--retries 2`: three workers are tried, however many there are."""
+    async with fleet_of("--retries", "2", scripts=(says_and_resets(),) * 6) as fleet:
+        response = await fleet.ask()
+
+        assert 502 == response.status
+        assert "BadGatewayError" == response.json["error"]["type"]
+        assert 3 == len(fleet.requests)
+
+
+async def test_no_retries(fleet_of: FleetOf) -> None:
+    """`--retries 0`: one attempt."""
+    async with fleet_of(
+        "--retries", "0", scripts=(says(answer(b"{}", 500)), says(answer(b"{}", 500)))
+    ) as fleet:
+        assert 500 == (await fleet.ask()).status
+        assert 1 == len(fleet.requests)
+
+
+async def test_another_worker_not_another_rank(fleet_of: FleetOf) -> None:
+    """The ranks of a worker share its server: after one has failed, another worker is tried."""
+    failing = in_turn(says_and_resets(), OK)
+    async with fleet_of("--retries", "1", scripts=(failing, failing), ranks=8) as fleet:
+        assert 200 == (await fleet.ask()).status
+        assert ["w0", "w1"] == fleet.requests
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 404, 422])
+async def test_other_statuses_pass(fleet_of: FleetOf, status: int) -> None:
+    """What is the client's own fault passes through, and is not tried again."""
+    async with fleet_of(scripts=(says(answer(b'{"detail":"no"}', status)),) * 2) as fleet:
+        response = await fleet.ask()
+
+        assert (status, b'{"detail":"no"}') == (response.status, response.body)
+        assert 1 == len(fleet.requests)
+        assert not fleet.logged("worker.failed_request")
+
+
+async def test_clients_fault_in_a_stream(fleet_of: FleetOf) -> None:
+    """A first event that says 400 is an answer, not a worker's failure."""
+    body = SSE_HEAD + chunk(b'data: {"error": {"code": 400}}\n\n') + LAST_CHUNK
+    async with fleet_of(scripts=(says(body),) * 2) as fleet:
+        response = await fleet.ask(STREAM)
+
+        assert [{"error": {"code": 400}}] == response.events
+        assert 1 == len(fleet.requests)
+
+
+async def test_idle_connection_dies(fleet_of: FleetOf) -> None:
+    """A keep-alive connection that the worker closes just as a request comes costs the worker nothing."""
+
+    async def once(_received: Received, wire: Wire) -> None:
+        if wire.requests == 2:
+            wire.close()  # the request was on its way
+        else:
+            await wire.send(answer())
+
+    async with fleet_of(scripts=(once,)) as fleet:
+        assert [200, 200, 200] == [(await fleet.ask()).status for _ in range(3)]
+        assert [2, 2, 1] == [wire.requests for wire in fleet.workers[0].wires]
+        assert not fleet.logged("worker.failed_request")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "\xff"}', b"{}" + b"\x00"])
+async def test_malformed_body(fleet_of: FleetOf, body: bytes) -> None:
+    """A body that is no request is answered with 400 in OpenAI's form."""
+    async with fleet_of() as fleet:
+        response = await fleet.ask(body)
+
+        assert (400, "BadRequestError") == (response.status, response.json["error"]["type"])
+        assert response.header("x-request-id")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","prompt":[1],"vllm_xargs":{"kv_cache_report_mode":"full"},"x":"\\ud800"}',
+        b'{"model":"m","prompt":[1],"vllm_xargs":{"kv_cache_report_mode":"full"},"x":%s}' % (b"[" * 9999),
+    ],
+)
+async def test_body_that_cannot_be_written_anew(fleet_of: FleetOf, body: bytes) -> None:
+    """A body that would have to be changed, and cannot be, is a bad request."""
+    async with fleet_of() as fleet:
+        assert 400 == (await fleet.ask(body)).status
+
+
+async def test_torn_request_encoding(fleet_of: FleetOf) -> None:
+    """A request body that breaks its own framing or compression is a bad request, and no error of ours."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        client.writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n"
+        )
+        assert 400 == (await client.response()).status
+        assert 400 == (await fleet.ask(b"no gzip at all", "content-encoding: gzip")).status
+
+
+async def test_no_http_at_all(fleet_of: FleetOf) -> None:
+    """Bytes that are no HTTP are answered with 400; the log stays clean."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        client.writer.write(b"\x16\x03\x01 hello\r\n\r\n")
+
+        assert 400 == (await client.response()).status
+
+
+async def test_unknown_model(fleet_of: FleetOf) -> None:
+    """A model that nobody serves is a 404 that names what is served."""
+    async with fleet_of() as fleet:
+        response = await fleet.ask({**BODY, "model": "other"})
+
+        assert (404, "NotFoundError") == (response.status, response.json["error"]["type"])
+        assert "served: m" in response.json["error"]["message"]
+
+
+async def test_no_worker_seen(fleet_of: FleetOf) -> None:
+    """Without workers the answer is 503, with Retry-After."""
+    async with fleet_of(scripts=()) as fleet:
+        response = await fleet.ask()
+
+        assert (503, "1") == (response.status, response.header("retry-after"))
+        assert "ServiceUnavailableError" == response.json["error"]["type"]
+
+
+async def test_all_workers_down(fleet_of: FleetOf) -> None:
+    """Workers that are down get nothing; the answer is 503, with Retry-After."""
+    async with fleet_of() as fleet:
+        fleet.announce(fleet.workers[0], state="down")
+        while fleet.targets(fleet.frontend):
+            await fleet.get("/live")
+        response = await fleet.ask()
+
+        assert (503, "1") == (response.status, response.header("retry-after"))
+
+
+async def test_body_too_large(fleet_of: FleetOf) -> None:
+    """A body above --max-body-mb is a 413 in OpenAI's form."""
+    async with fleet_of("--max-body-mb", "1") as fleet:
+        response = await fleet.ask(b" " * (1024 * 1024 + 1))
+
+        assert (413, 413) == (response.status, response.json["error"]["code"])
+        assert not fleet.requests
+
+
+async def test_large_body(fleet_of: FleetOf) -> None:
+    """10 MB of prompt reach the worker byte for byte."""
+    body = json.dumps({"model": "m", "prompt": "x" * 10_000_000}).encode()
+    async with fleet_of() as fleet:
+        assert 200 == (await fleet.ask(body)).status
+        assert body == fleet.workers[0].requests[0].body
+
+
+async def test_large_body_refused_unread(fleet_of: FleetOf) -> None:
+    """A worker that breaks off while a large body is on its way is a worker that failed."""
+
+    async def refuse(_received: Received, wire: Wire) -> None:
+        wire.reset()
+
+    scripts = in_turn(refuse, OK)
+    async with fleet_of(scripts=(scripts, scripts)) as fleet:
+        body = {"model": "m", "prompt": "x" * 5_000_000}
+
+        assert 200 == (await fleet.ask(body)).status
+
+
+@pytest.mark.parametrize("weight", ["x", "-1", "nan", "inf"])
+async def test_senseless_override(fleet_of: FleetOf, weight: str) -> None:
+    """A header that sets a routing parameter must be a number."""
+    async with fleet_of() as fleet:
+        response = await fleet.ask(BODY, f"x-kvrouter-overlap-weight: {weight}")
+
+        assert (400, "x-kvrouter-overlap-weight") == (response.status, response.json["error"]["param"])
+
+
+async def test_booking_while_it_runs(fleet_of: FleetOf) -> None:
+    """A request is booked, on its target and with its blocks, exactly as long as it runs."""
+    async with fleet_of("--router-mode", "kv") as fleet, AsyncExitStack() as stack:
+        pool = next(iter(fleet.frontend.replica.routers.values())).pool
+        seen: list[tuple[int, int, int]] = []
+
+        async def script(_received: Received, wire: Wire) -> None:
+            target = next(iter(pool.targets))
+            seen.append(
+                (pool.active.requests(target), pool.active.blocks(target), pool.active.charged_tokens(target))
+            )
+            await wire.send(SSE_HEAD + chunk(b": wait\n\n"))
+            seen.append(
+                (pool.active.requests(target), pool.active.blocks(target), pool.active.charged_tokens(target))
+            )
+            await wire.send(chunk(event("a")))
+            seen.append(
+                (pool.active.requests(target), pool.active.blocks(target), pool.active.charged_tokens(target))
+            )
+            await wire.send(LAST_CHUNK)
+
+        fleet.workers[0].script = script
+        client = await stack.enter_async_context(fleet.connected())
+        response = await client.ask(STREAM)
+
+        assert response.is_whole
+        assert [(1, 4, 64), (1, 4, 64), (1, 4, 0)] == seen
+        assert 0 == fleet.bookings()
+
+
+async def test_models_with_stream(fleet_of: FleetOf) -> None:
+    """A chat is served too, without a tokenizer placed by load alone."""
+    async with fleet_of("--router-mode", "kv", scripts=(says(stream("a", "b")),)) as fleet:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+        response = await fleet.ask(body, path="/v1/chat/completions")
+
+        assert ["a", "b"] == [each["choices"][0]["text"] for each in response.events]
+        assert "0" == response.header("x-kvrouter-overlap-blocks")

@@ -1,0 +1,61 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from kvrouter.mocker.__main__ import _parser, config_from, main
+from kvrouter.mocker.config import MockerConfig
+
+
+def config(*arguments: str) -> MockerConfig:
+    """The config of a command line."""
+    return config_from(_parser().parse_args(arguments))
+
+
+def test_defaults() -> None:
+    """Without flags a mocker picks its ports and has vLLM's block size."""
+    default = config()
+
+    assert (0, 16, 32_768) == (default.port, default.engine.block_size, default.engine.max_model_len)
+
+
+def test_context_follows_the_cache() -> None:
+    """A small cache has a small context, unless it is named."""
+    assert 160 == config("--num-blocks", "10").engine.max_model_len
+
+
+def test_repeated_and_disabled() -> None:
+    """Several LoRAs; no replay."""
+    flags = config("--lora", "a", "--lora", "b", "--kv-replay", "none")
+
+    assert (("a", "b"), None) == (flags.loras, flags.kv_replay)
+
+
+def test_impossible_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    """The process does not start, and says why."""
+    with pytest.raises(SystemExit, match="max_model_len 5000 does not fit"):
+        main(["--num-blocks", "10", "--max-model-len", "5000"])
+
+
+def test_process() -> None:
+    """It says where it is, serves, and ends with 0 on SIGTERM."""
+    command = [sys.executable, "-m", "kvrouter.mocker", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        ready = process.stderr.readline()
+        url = re.search(r"http://[\d.:]+", ready)
+        assert url is not None, ready
+        with urllib.request.urlopen(f"{url[0]}/health") as response:
+            assert 200 == response.status
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+
+    assert "kv_replay=" in ready
+    assert (0, "") == (process.returncode, rest)

@@ -1,0 +1,182 @@
+"""Mode kv on real tables: the worked examples of design §6, siblings, weight and temperature."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from kvrouter.core.beats import WorkerBeat
+from kvrouter.core.cost import cost
+from kvrouter.core.ids import Target, WorkerId
+from kvrouter.core.policy import Candidate, PolicyState, RouteRequest
+from kvrouter.core.pool import Pool
+from kvrouter.policies.kv import Kv
+from tests.core.worlds import (
+    T1,
+    T2,
+    T3,
+    book,
+    card,
+    chain_from,
+    fixed,
+    new_pool,
+    prompt,
+    request,
+    worker_beat,
+)
+
+CHAIN = chain_from(1000, 10)
+
+
+def costs(pool: Pool, what: RouteRequest, weight: float = 1.0) -> list[float]:
+    """What each candidate costs, in order of name."""
+    return [cost(weight, one.prefill_blocks, one.decode_blocks) for one in pool.candidates(what)]
+
+
+def pick(pool: Pool, what: RouteRequest, chance: float = 0.0, weight: float = 1.0) -> Target:
+    """What the policy chooses."""
+    candidates = pool.candidates(what)
+    return candidates[Kv().pick(what, candidates, PolicyState(fixed(chance), weight))].target
+
+
+def published_pool() -> Pool:
+    """Overlap 2/5/8 of ten blocks, 10/7/9 other active blocks, nothing charged."""
+    pool = new_pool(card("w1"), card("w2"), card("w3"))
+    for target, overlap, active in [(T1, 2, 10), (T2, 5, 7), (T3, 8, 9)]:
+        pool.index.store(target, CHAIN[:overlap])
+        book(pool, target, chain_from(active * 10_000, active))
+    return pool
+
+
+def test_the_whole_worked_example() -> None:
+    """Prefill 8/5/2, decode 20/17/19: costs 28, 22, 21, and worker 3 wins."""
+    pool, what = published_pool(), request(prompt(CHAIN))
+    candidates = pool.candidates(what)
+
+    assert [8, 5, 2] == [found.prefill_blocks for found in candidates]
+    assert [20, 17, 19] == [found.decode_blocks for found in candidates]
+    assert [28, 22, 21] == costs(pool, what)
+    assert T3 == pick(pool, what)
+
+
+def test_weight_decides_between_cache_and_load() -> None:
+    """At weight 0 the least loaded wins; a request's own weight beats the setting."""
+    pool = published_pool()
+
+    assert T2 == pick(pool, request(prompt(CHAIN)), weight=0.0)
+    assert T2 == pick(pool, request(prompt(CHAIN), overlap_weight=0.0))
+    assert T3 == pick(pool, request(prompt(CHAIN), overlap_weight=2.0), weight=0.0)
+
+
+def test_weight_zero_ignores_index_and_charge() -> None:
+    """What is cached and what is charged cost nothing at weight 0; only active blocks do."""
+    pool, what = new_pool(card("w1"), card("w2")), request(prompt(CHAIN))
+    pool.index.store(T1, CHAIN)
+    book(pool, T2, [], prefill_tokens=10**6)
+
+    assert [10, 10] == costs(pool, what, weight=0.0)
+
+
+def test_weight_zero_counts_shared_blocks_once() -> None:
+    """Blocks shared with requests in flight are no new load, even at weight 0."""
+    pool, what = new_pool(card("w1"), card("w2")), request(prompt(CHAIN))
+    book(pool, T1, CHAIN[:8])
+    book(pool, T2, chain_from(50_000, 7))
+
+    assert [8 + 2, 7 + 10] == costs(pool, what, weight=0.0)
+    assert T1 == pick(pool, what, weight=0.0)
+
+
+def sibling_pool(shared: int, own: int, advantage: int, others: int = 2) -> Pool:
+    """A first sibling is in flight on w1; w1 has `advantage` fewer other active blocks than the rest."""
+    names = [f"w{number}" for number in range(1, others + 2)]
+    pool = new_pool(*(card(name) for name in names))
+    first = chain_from(1000, shared) + chain_from(2000, own)
+    book(pool, T1, first, prefill_tokens=(shared + own) * 16)
+    for number, name in enumerate(names[1:], start=1):
+        book(pool, Target(WorkerId(name)), chain_from(100_000 * number, advantage))
+    return pool
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("shared", "own"), [(6, 2), (1, 4), (30, 10)])
+def test_second_sibling_costs_what_the_design_says(weight: float, shared: int, own: int) -> None:
+    """(w+1)(P+2u) beside the first, (w+1)(P+u) on a target with nothing to do."""
+    second = request(prompt(chain_from(1000, shared) + chain_from(3000, own)))
+
+    beside, elsewhere, _ = costs(sibling_pool(shared, own, advantage=0), second, weight)
+
+    assert (weight + 1) * (shared + 2 * own) == beside
+    assert (weight + 1) * (shared + own) == elsewhere
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("shared", "own"), [(6, 2), (1, 4), (30, 10)])
+def test_sibling_boundary(weight: float, shared: int, own: int) -> None:
+    """A sibling joins its sibling where all others are busier by more than (w+1)u blocks, else not."""
+    second = request(prompt(chain_from(1000, shared) + chain_from(3000, own)))
+    boundary = int((weight + 1) * own)
+
+    joined = [pick(sibling_pool(shared, own, boundary + 1), second, chance, weight) for chance in (0.0, 0.99)]
+    apart = [pick(sibling_pool(shared, own, boundary - 1), second, chance, weight) for chance in (0.0, 0.99)]
+    tied = [pick(sibling_pool(shared, own, boundary), second, chance, weight) for chance in (0.0, 0.99)]
+
+    assert [T1, T1] == joined
+    assert T1 not in apart
+    assert [T1, T3] == tied, "exactly at the boundary it is a tie"
+
+
+def test_sibling_goes_to_the_one_that_is_less_busy() -> None:
+    """One other target below the boundary is enough to draw the sibling away."""
+    pool = sibling_pool(6, 2, advantage=100)
+    pool.update(WorkerId("w9"), _up("w9"))
+
+    assert Target(WorkerId("w9")) == pick(pool, request(prompt(chain_from(1000, 6) + chain_from(3000, 2))))
+
+
+def _up(name: str) -> WorkerBeat:
+    return worker_beat(card(name))
+
+
+def test_ties_are_random_among_the_equal() -> None:
+    """An idle pool's workers are picked about equally often."""
+    pool, what, rng = new_pool(card("w1"), card("w2"), card("w3")), request(prompt(CHAIN)), random.Random(1)
+
+    picks = Counter(pick(pool, what, rng.random()) for _ in range(900))
+
+    assert all(abs(picks[target] - 300) < 60 for target in (T1, T2, T3))
+
+
+def test_temperature_spreads_the_choice() -> None:
+    """Above 0 the costs 28, 22, 21 draw by softmax over the normalised costs."""
+    pool, what, draws = published_pool(), request(prompt(CHAIN)), 3000
+    weights = [2.718281828459045 ** (-(value - 21) / (7 * 0.5)) for value in (28, 22, 21)]
+    state = PolicyState(random.Random(5).random, temperature=0.5)
+
+    picks = _draw(pool, what, state, draws)
+
+    expected = [draws * weight / sum(weights) for weight in weights]
+    assert sum((picks[i] - want) ** 2 / want for i, want in enumerate(expected)) < 13.8  # 99.9 %, 2 degrees
+
+
+def test_requests_own_temperature_wins() -> None:
+    """A request may ask for temperature 0, or for one, whatever is set."""
+    pool = published_pool()
+    cold = PolicyState(random.Random(5).random, temperature=0.0)
+    hot = PolicyState(random.Random(5).random, temperature=5.0)
+
+    assert [2] == list(_draw(pool, request(prompt(CHAIN), temperature=0.0), hot, 50))
+    assert {0, 1, 2} == set(_draw(pool, request(prompt(CHAIN), temperature=5.0), cold, 50))
+
+
+def _draw(pool: Pool, what: RouteRequest, state: PolicyState, draws: int) -> Counter[int]:
+    candidates: Sequence[Candidate] = pool.candidates(what)
+    return Counter(Kv().pick(what, candidates, state) for _ in range(draws))
+
+
+def test_kv_needs_tokens() -> None:
+    """Without tokens there is no overlap to look at."""
+    assert Kv.needs_tokens

@@ -1,0 +1,66 @@
+"""Modes that do not look at the cache."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from kvrouter.core.ids import Target
+from kvrouter.core.policy import Policy, PolicyState
+from kvrouter.core.pool import Pool
+from kvrouter.policies import POLICIES
+from kvrouter.policies.plain import Random, RoundRobin
+from tests.core.worlds import T1, T2, T3, W2, card, fixed, new_pool, request, worker_beat
+
+
+@pytest.fixture
+def pool() -> Pool:
+    """Three workers that are up."""
+    return new_pool(card("w3"), card("w1"), card("w2"))
+
+
+def pick(pool: Pool, policy: Policy, state: PolicyState) -> Target:
+    """One choice."""
+    candidates = pool.candidates(request())
+    return candidates[policy.pick(request(), candidates, state)].target
+
+
+def test_round_robin_takes_turns(pool: Pool) -> None:
+    """Each worker in turn, by name."""
+    state, policy = PolicyState(fixed(0.0)), RoundRobin()
+
+    assert [T1, T2, T3, T1, T2] == [pick(pool, policy, state) for _ in range(5)]
+
+
+def test_round_robin_passes_over_who_drains(pool: Pool) -> None:
+    """Turns go on over those that are left, evenly."""
+    state, policy = PolicyState(fixed(0.0)), RoundRobin()
+    pick(pool, policy, state)
+
+    pool.update(W2, worker_beat(state="draining"))
+
+    assert {T1: 3, T3: 3} == Counter(pick(pool, policy, state) for _ in range(6))
+
+
+def test_random_is_uniform(pool: Pool) -> None:
+    """Each worker about equally often."""
+    state, policy = PolicyState(random.Random(2).random), Random()
+
+    picks = Counter(pick(pool, policy, state) for _ in range(3000))
+
+    assert all(abs(picks[target] - 1000) < 100 for target in (T1, T2, T3))
+
+
+def test_random_reaches_both_ends(pool: Pool) -> None:
+    """The least and the greatest chance pick the first and the last."""
+    assert T1 == pick(pool, Random(), PolicyState(fixed(0.0)))
+    assert T3 == pick(pool, Random(), PolicyState(fixed(1 - 2**-53)))
+
+
+def test_modes_by_name() -> None:
+    """`--router-mode` knows these; the plain ones need no tokens."""
+    assert {"kv", "round-robin", "random"} <= set(POLICIES)
+    assert not POLICIES["random"].needs_tokens
+    assert not POLICIES["round-robin"].needs_tokens

@@ -1,0 +1,217 @@
+"""Processes that start and end with a script."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from scripts.kit.fleet import Fleet, FleetError, free_ports, wait_until_ok
+from scripts.kit.http_client import Client, HttpError
+
+WAIT = "import signal; print('here', flush=True); signal.pause()"
+SERVE = """
+import http.server, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response({status}, "as told")
+        self.end_headers()
+        self.wfile.write(b"status {status}")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+CONNECT = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.recv(1)"
+CONNECT_IN_CHILD = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {CONNECT!r}, sys.argv[1]]).wait()
+"""
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    """A command that runs `code`."""
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+@dataclass(frozen=True)
+class Guests:
+    """A process's connection to this test: when it ends, the process has."""
+
+    port: int
+    came: asyncio.Event
+    went: asyncio.Event
+
+
+@pytest.fixture
+async def guests() -> AsyncIterator[Guests]:
+    """A server for one guest."""
+    came, went = asyncio.Event(), asyncio.Event()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.set()
+        with suppress(ConnectionError):
+            await reader.read()
+        went.set()
+        writer.close()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        yield Guests(server.sockets[0].getsockname()[1], came, went)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    """Closed at the end."""
+    client = Client()
+    yield client
+    client.close()
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    """A fleet whose processes all end with the test."""
+    async with Fleet(tmp_path) as fleet:
+        yield fleet
+
+
+async def test_stop(fleet: Fleet, guests: Guests) -> None:
+    """SIGTERM ends an ordinary process, and the fleet forgets it."""
+    await fleet.start("guest", python(CONNECT, guests.port))
+    await guests.came.wait()
+
+    assert -signal.SIGTERM == await fleet.stop("guest")
+    assert {} == fleet.processes
+
+
+async def test_stop_what_does_not_listen(fleet: Fleet, client: Client, free_port: Callable[[], int]) -> None:
+    """After the grace comes SIGKILL."""
+    port = free_port()
+    process = await fleet.start("deaf", python(SERVE.format(status=200), port))
+    await wait_until_ok(client, process, f"http://127.0.0.1:{port}/")
+
+    assert -signal.SIGKILL == await process.stop(grace_s=0.05)
+
+
+async def test_stop_what_has_ended(fleet: Fleet) -> None:
+    """Its exit code is what counts."""
+    process = await fleet.start("brief", python("raise SystemExit(3)"))
+    await process.wait()
+
+    assert 3 == await fleet.stop("brief")
+
+
+async def test_stop_what_is_paused(fleet: Fleet, guests: Guests) -> None:
+    """A stopped process ends, too."""
+    process = await fleet.start("paused", python(CONNECT, guests.port))
+    await guests.came.wait()
+    process.send(signal.SIGSTOP)
+
+    assert await process.stop(grace_s=0.05) in {-signal.SIGTERM, -signal.SIGKILL}
+
+
+async def test_kill_leaves_nothing(fleet: Fleet, guests: Guests) -> None:
+    """What the process started ends with it."""
+    process = await fleet.start("parent", python(CONNECT_IN_CHILD, guests.port))
+    await guests.came.wait()
+
+    await process.kill()
+
+    await guests.went.wait()
+
+
+async def test_error_leaves_nothing(tmp_path: Path, guests: Guests) -> None:
+    """A script that fails takes its fleet with it."""
+
+    async def fail() -> None:
+        async with Fleet(tmp_path) as fleet:
+            await fleet.start("guest", python(CONNECT, guests.port))
+            await guests.came.wait()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+
+    await guests.went.wait()
+
+
+SCRIPT = f"""
+import asyncio, pathlib, sys
+from scripts.kit.fleet import Fleet
+async def main():
+    async with Fleet(pathlib.Path(sys.argv[2])) as fleet:
+        process = await fleet.start("guest", [sys.executable, "-c", {CONNECT!r}, sys.argv[1]])
+        await process.wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+async def test_killed_script_leaves_nothing(fleet: Fleet, guests: Guests, tmp_path: Path) -> None:
+    """Even SIGKILL on the script itself, and on it alone."""
+    root = str(Path(__file__).parents[2])
+    script = await fleet.start("script", python(SCRIPT, guests.port, tmp_path), {"PYTHONPATH": root})
+    await guests.came.wait()
+
+    script.send(signal.SIGKILL)
+
+    await guests.went.wait()
+
+
+async def test_ends_before_it_is_ready(fleet: Fleet, client: Client, free_port: Callable[[], int]) -> None:
+    """The error shows what the process said."""
+    process = await fleet.start("broken", python("import sys; sys.exit('no such model')"))
+
+    with pytest.raises(FleetError, match=r"broken ended with exit code 1; it said:\nno such model"):
+        await wait_until_ok(client, process, f"http://127.0.0.1:{free_port()}/ready")
+    with pytest.raises(FleetError, match="broken ended"):
+        fleet.check()
+
+
+async def test_never_ready(fleet: Fleet, client: Client, free_port: Callable[[], int]) -> None:
+    """The error shows the last answer."""
+    port = free_port()
+    process = await fleet.start("slow", python(SERVE.format(status=503), port))
+    await wait_until_it_answers(client, port)
+
+    with pytest.raises(FleetError, match=r"slow is not ready after 0.1 s: .*503 status 503"):
+        await wait_until_ok(client, process, f"http://127.0.0.1:{port}/ready", timeout_s=0.1)
+    await process.kill()
+
+
+async def wait_until_it_answers(client: Client, port: int) -> None:
+    """Whatever it says."""
+    while True:
+        with suppress(HttpError):
+            await client.get(f"http://127.0.0.1:{port}/")
+            return
+
+
+async def test_name_in_use(fleet: Fleet) -> None:
+    """A name stands for one process at a time."""
+    process = await fleet.start("a", python(WAIT))
+
+    with pytest.raises(FleetError, match="a runs already"):
+        await fleet.start("a", python(WAIT))
+
+    await process.kill()
+    await fleet.start("a", python(WAIT))
+
+
+async def test_silent_process(fleet: Fleet) -> None:
+    """There may be no last words."""
+    process = await fleet.start("mute", python("pass"))
+    await process.wait()
+
+    assert "(it said nothing)" == process.tail()
+
+
+def test_free_ports() -> None:
+    """All different, and none that the system gives to outgoing connections."""
+    ports = free_ports(20)
+
+    assert 20 == len(set(ports))
+    assert all(20_000 <= port < 32_000 for port in ports)

@@ -1,0 +1,207 @@
+"""Figures, agreement of replicas, and the verdict."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from scripts.kit.demo import load_requests, main
+from scripts.kit.figures import MachineTime, Percentiles, figures, percentiles
+from scripts.kit.load import Outcome
+from scripts.kit.replicas import View, _view, disagreements
+from scripts.kit.report import ModeResult, problems, show, write_json
+
+GOOD_VIEW = View("r0", ("r1",), 4, {"w1/0": (10, "ab"), "w2/0": (7, "cd")}, {}, 0, 0, 0)
+
+
+def outcome(number: int, cached_tokens: int = 0, **more: Any) -> Outcome:
+    """A good one."""
+    good = {"error": None, "status": 200, "ttft_s": 0.1, "latency_s": 0.2, "worker": "w1"}
+    return Outcome(number, "u", prompt_tokens=100, cached_tokens=cached_tokens, **{**good, **more})
+
+
+def result(mode: str, cached_tokens: int, *, views: list[View] | None = None, **more: Any) -> ModeResult:
+    """A mode's result: ten requests."""
+    outcomes = [outcome(number, cached_tokens) for number in range(9)] + [outcome(9, cached_tokens, **more)]
+    failed = [one for one in outcomes if one.error]
+    return ModeResult(mode, figures(outcomes), views or [GOOD_VIEW, GOOD_VIEW], 0.5, failed)
+
+
+# --- figures ---
+
+
+def test_percentiles() -> None:
+    """Nearest rank: values that occurred."""
+    assert Percentiles(50, 90, 99) == percentiles(range(100, 0, -1))
+    assert Percentiles(7, 7, 7) == percentiles([None, 7])
+    assert math.isnan(percentiles([]).p50)
+
+
+def test_figures() -> None:
+    """Failures count as errors, and nowhere else."""
+    bad = replace(outcome(2), error="gone", worker="w9", late_s=0.5)
+    sums = figures([outcome(0, 40), outcome(1, 20, worker="w0"), bad])
+
+    assert (3, 1, 200, 60, 0.3) == (
+        sums.requests, sums.errors, sums.prompt_tokens, sums.cached_tokens, sums.cached_token_rate
+    )  # fmt: skip
+    assert {"w0": 1, "w1": 1} == sums.requests_per_worker
+    assert 0.5 == sums.worst_late_s
+
+
+def test_nothing_succeeded() -> None:
+    """A rate of nothing is 0."""
+    assert 0.0 == figures([]).cached_token_rate
+
+
+def test_machine_time() -> None:
+    """A share of what passed in between."""
+    assert 0.25 == MachineTime(busy=150, total=1200).busy_since(MachineTime(busy=100, total=1000))
+
+
+# --- replicas ---
+
+
+def test_view_of_workers() -> None:
+    """/workers, reduced to what agreement needs."""
+    target = {
+        "worker_id": "w1", "rank": 0, "eligible": True, "events": "live", "blocks": 10, "digest": "ab",
+        "requests_in_flight": 1, "active_blocks": 5, "charged_prefill_tokens": 80,
+    }  # fmt: skip
+    body = {
+        "router_id": "r0",
+        "namespace_peers": ["r1"],
+        "targets": [target, {**target, "worker_id": "w2", "events": "recovering"}],
+        "bookings": [{"pool": "p", "owners": {"r0": {"count": 2}, "r1": {"count": 0}}}],
+    }
+    index = {"w1/0": (10, "ab"), "w2/0": (10, "ab")}
+
+    assert View("r0", ("r1",), 1, index, {"r0": 2}, 2, 10, 160) == _view(body)
+
+
+def test_agreement() -> None:
+    """Idle and equal, whatever the order of targets."""
+    turned = replace(GOOD_VIEW, router_id="r1", index=dict(reversed(GOOD_VIEW.index.items())))
+
+    assert [] == disagreements([GOOD_VIEW, turned])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"bookings": {"r1": 2}}, "replica 1 still has 2 bookings"),
+        ({"in_flight": 1}, "1 requests in flight"),
+        ({"active_blocks": 3}, "3 active blocks"),
+        ({"charged_prefill_tokens": 9}, "9 charged prefill tokens"),
+        ({"index": {"w1/0": (10, "ab"), "w2/0": (7, "other")}}, "different blocks of w2/0"),
+        ({"index": {"w1/0": (10, "ab")}}, "different blocks of w2/0"),
+    ],
+)
+def test_disagreement(change: dict[str, Any], says: str) -> None:
+    """Each kind is named."""
+    (problem,) = disagreements([GOOD_VIEW, replace(GOOD_VIEW, **change)])
+
+    assert says in problem
+
+
+# --- verdict ---
+
+
+def printed(plain: ModeResult, kv: ModeResult) -> str:
+    """What a person sees."""
+    text = io.StringIO()
+    show(Console(file=text, width=300), plain, kv, "the caption")
+    return text.getvalue()
+
+
+def test_passed() -> None:
+    """One table and a verdict."""
+    plain, kv = result("round-robin", 10), result("kv", 20)
+    text = printed(plain, kv)
+
+    assert [] == problems(plain, kv)
+    assert all(part in text for part in ("10.0%", "20.0%", "+100%", "0/0", "equal", "50%", "the caption"))
+    assert "passed: KV-aware routing found 2.0 times as much" in text
+    assert "failed" not in text
+    assert "warning" not in text
+
+
+@pytest.mark.parametrize(
+    ("plain", "kv", "says"),
+    [
+        (result("rr", 20), result("kv", 20), "kv found 20.0% of the prompt tokens in cache, not more than rr"),
+        (result("rr", 1), result("kv", 2, error="gone"), "kv: 1 of 10 requests failed; the first is number 9: gone"),
+        (result("rr", 1, error="gone"), result("kv", 2), "rr: 1 of 10 requests failed"),
+        (
+            result("rr", 1, views=[GOOD_VIEW, replace(GOOD_VIEW, in_flight=1)]),
+            result("kv", 2),
+            "rr: replica 1 still has",
+        ),
+    ],
+)  # fmt: skip
+def test_failed(plain: ModeResult, kv: ModeResult, says: str) -> None:
+    """What failed is said, and there is no verdict beside it."""
+    text = printed(plain, kv)
+
+    assert f"failed: {says}" in text
+    assert "passed" not in text
+
+
+def test_nothing_succeeded_at_all() -> None:
+    """The table still stands."""
+    dead = ModeResult("rr", figures([Outcome(0, "u")]), [GOOD_VIEW], None, [Outcome(0, "u")])
+
+    assert "unknown" in printed(dead, dead)
+
+
+def test_warnings() -> None:
+    """A busy machine and a starved generator make times doubtful, not wrong."""
+    plain = replace(result("rr", 1), machine_busy=0.81)
+    kv = result("kv", 2, late_s=0.3)
+    text = printed(plain, kv)
+
+    assert "warning: rr: the machine was 81% busy" in text
+    assert "warning: kv: a request left 300 ms after its time" in text
+    assert "passed" in text
+
+
+def test_json(tmp_path: Path) -> None:
+    """The same figures."""
+    file = tmp_path / "figures.json"
+    write_json(file, result("rr", 10), result("kv", 20), {"scaling": {"tokens_per_id": 64}})
+    written = json.loads(file.read_text())
+
+    assert (True, []) == (written["passed"], written["problems"])
+    assert [("rr", 0.1), ("kv", 0.2)] == [
+        (mode["mode"], mode["cached_token_rate"]) for mode in written["modes"]
+    ]
+    assert 64 == written["scaling"]["tokens_per_id"]
+
+
+# --- the demo's own requests ---
+
+
+def test_demo_requests() -> None:
+    """640 streaming requests of token ids in 35 s, each the same whenever they are made."""
+    requests = load_requests(640)
+    body = json.loads(requests[0].body)
+
+    assert requests == load_requests(640)
+    assert (640, 62, 844) == (len(requests), requests[0].output_tokens, len(body["prompt"]))
+    assert (True, {"include_usage": True}, 62) == (body["stream"], body["stream_options"], body["max_tokens"])
+    assert pytest.approx(35.0) == requests[-1].at_s
+
+
+def test_demo_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    """More requests than there are."""
+    with pytest.raises(SystemExit):
+        main(["--requests", "701"])
+
+    assert "--requests 701: the excerpt has 700 requests" in capsys.readouterr().err

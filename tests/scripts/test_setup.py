@@ -1,0 +1,135 @@
+"""scripts/setup says plainly what is missing. Nothing is installed here."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("bash", "cat", "cksum", "dirname", "env", "flock", "head", "rm")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fake PATH is made of Linux's tools")
+
+
+class Checkout:
+    """A checkout without .venv, on a machine with little more than bash."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.bin = root / "bin"
+        self.bin.mkdir()
+        (root / "scripts").mkdir()
+        for name in ("scripts/setup", "scripts/constraints.txt", "pyproject.toml"):
+            shutil.copy(ROOT / name, root / name)
+        for tool in TOOLS:
+            found = shutil.which(tool)
+            if found:
+                (self.bin / tool).symlink_to(found)
+
+    def program(self, path: str, *lines: str) -> None:
+        """Write a shell script."""
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(["#!/usr/bin/env bash", *lines, ""]))
+        file.chmod(0o755)
+
+    def set_up(self) -> tuple[int, str]:
+        """Exit code, and what it says."""
+        done = subprocess.run(
+            ["bash", self.root / "scripts/setup"],
+            env={"PATH": str(self.bin)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stderr
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    """A fresh one."""
+    return Checkout(tmp_path)
+
+
+def test_no_python(checkout: Checkout) -> None:
+    """None, or one that is too old."""
+    checkout.program("bin/python3", "exit 1")
+
+    code, says = checkout.set_up()
+
+    assert 1 == code
+    assert says.startswith("setup: no Python 3.11 or newer found")
+
+
+def test_no_venv_module(checkout: Checkout) -> None:
+    """Debian's Python without python3-venv."""
+    checkout.program("bin/python3", 'case "$*" in *ensurepip*) exit 1;; esac')
+
+    code, says = checkout.set_up()
+
+    assert 1 == code
+    assert "no venv and ensurepip modules; on Debian and Ubuntu they are in the package python3-venv" in says
+
+
+FAKE_VENV = 'case "$*" in *"-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python";; esac'
+
+
+def fake_python(checkout: Checkout, *lines: str) -> None:
+    """A python that makes .venv as a copy of itself; `lines` come after that."""
+    for tool in ("mkdir", "cp"):
+        (checkout.bin / tool).symlink_to(str(shutil.which(tool)))
+    checkout.program("bin/python3", FAKE_VENV, *lines)
+
+
+def test_pip_fails(checkout: Checkout) -> None:
+    """The set-up is not taken for done."""
+    fake_python(checkout, 'case "$*" in *pip*) echo no network >&2; exit 1;; esac')
+
+    code, says = checkout.set_up()
+
+    assert 1 == code
+    assert "no network\nsetup: pip could not install the packages, see above" in says
+    assert not (checkout.root / ".venv/set-up").exists()
+
+
+def test_no_compiler(checkout: Checkout) -> None:
+    """A note, no failure."""
+    fake_python(checkout)
+
+    code, says = checkout.set_up()
+
+    assert 0 == code
+    assert "setup: no C compiler: everything works" in says
+
+
+def test_done_once(checkout: Checkout) -> None:
+    """The second time nothing runs, until the versions change."""
+    fake_python(checkout)
+    checkout.set_up()
+
+    assert (0, "") == checkout.set_up()
+
+    with (checkout.root / "scripts/constraints.txt").open("a") as constraints:
+        constraints.write("another==1.0\n")
+    code, says = checkout.set_up()
+
+    assert 0 == code
+    assert "installing the packages" in says
+    assert "making .venv" not in says
+
+
+def test_moved_checkout(checkout: Checkout) -> None:
+    """Scripts in a .venv name its place: in another place it is made anew."""
+    fake_python(checkout)
+    checkout.set_up()
+    stamp = checkout.root / ".venv/set-up"
+    stamp.write_text(f"/elsewhere\n{stamp.read_text().splitlines()[1]}\n")
+
+    code, says = checkout.set_up()
+
+    assert 0 == code
+    assert "making .venv" in says

@@ -1,0 +1,210 @@
+"""Traces: reading, scaling, prompts."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kvrouter.simulate.traces import (
+    CONVERSATION_EXCERPT,
+    Prompts,
+    Scaling,
+    TraceError,
+    TraceRequest,
+    read_mooncake,
+    scaled,
+    spread,
+)
+
+GOOD = {"timestamp": 5, "input_length": 700, "output_length": 9, "hash_ids": [0, 7]}
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    """Where a test puts a trace."""
+    return tmp_path / "trace.jsonl"
+
+
+def write(path: Path, *lines: object) -> None:
+    """One JSON value a line; text as it is."""
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+
+
+def at(arrival_s: float, prompt_tokens: int = 512, hash_ids: tuple[int, ...] = (0,)) -> TraceRequest:
+    """A request of a trace."""
+    return TraceRequest(arrival_s, prompt_tokens, 80, hash_ids)
+
+
+# --- reading ---
+
+
+def test_shipped_excerpt() -> None:
+    """It holds 700 requests over 234 s, of which all share block 0, unchanged."""
+    requests = read_mooncake(CONVERSATION_EXCERPT)
+
+    assert (700, 0.0, 234.0) == (len(requests), requests[0].arrival_s, requests[-1].arrival_s)
+    assert {0} == {request.hash_ids[0] for request in requests}
+    assert TraceRequest(0.0, 6758, 500, tuple(range(14))) == requests[0]
+
+
+def test_limit() -> None:
+    """Only so many requests are read."""
+    assert 3 == len(read_mooncake(CONVERSATION_EXCERPT, 3))
+
+
+def test_time_starts_with_the_first_request(trace_file: Path) -> None:
+    """Whatever timestamp it has."""
+    write(trace_file, GOOD, {**GOOD, "timestamp": 2005})
+
+    assert [0.0, 2.0] == [request.arrival_s for request in read_mooncake(trace_file)]
+
+
+def test_other_fields_are_ignored(trace_file: Path) -> None:
+    """A newer trace may say more."""
+    write(trace_file, {**GOOD, "tenant": "a"})
+
+    assert 1 == len(read_mooncake(trace_file))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "truncated"),
+        ("", "truncated"),
+        ("[1]", "Expected `object`"),
+        ({"timestamp": 5}, "missing required field `input_length`"),
+        ({**GOOD, "timestamp": -1}, r">= 0.*\$\.timestamp"),
+        ({**GOOD, "timestamp": 1.5}, r"\$\.timestamp"),
+        ({**GOOD, "input_length": 0}, r">= 1.*\$\.input_length"),
+        ({**GOOD, "output_length": None}, r"\$\.output_length"),
+        ({**GOOD, "hash_ids": ["a", "b"]}, r"\$\.hash_ids"),
+        ({**GOOD, "hash_ids": [0, -7]}, r"\$\.hash_ids"),
+        ({**GOOD, "hash_ids": [0, 2**64]}, r"\$\.hash_ids"),
+        ({**GOOD, "hash_ids": [0]}, "input_length 700 needs 2 hash ids of 512 tokens, not 1"),
+        ({**GOOD, "timestamp": 4}, "timestamp 4 is before the previous line's"),
+    ],
+)
+def test_malformed_line(trace_file: Path, line: object, says: str) -> None:
+    """The error names file, line, and what is wrong there."""
+    write(trace_file, GOOD, line)
+
+    with pytest.raises(TraceError, match=f"trace.jsonl:2: .*{says}"):
+        read_mooncake(trace_file)
+
+
+def test_bytes_that_are_no_text(trace_file: Path) -> None:
+    """A gzipped trace, say."""
+    trace_file.write_bytes(b"\x1f\x8b\x08\x00\xff\n")
+
+    with pytest.raises(TraceError, match=r"trace\.jsonl:1: "):
+        read_mooncake(trace_file)
+
+
+def test_nothing_to_read(trace_file: Path) -> None:
+    """No file, a folder, an empty file."""
+    with pytest.raises(TraceError, match=r"cannot read the trace .*: No such file"):
+        read_mooncake(trace_file)
+    with pytest.raises(TraceError, match=r"cannot read the trace .*: Is a directory"):
+        read_mooncake(trace_file.parent)
+    write(trace_file)
+    with pytest.raises(TraceError, match="no requests in it"):
+        read_mooncake(trace_file)
+
+
+# --- scaling ---
+
+
+def test_scaled_like_the_demo() -> None:
+    """64 tokens an id, an eighth of the output, 234 s in 35."""
+    requests = scaled(read_mooncake(CONVERSATION_EXCERPT), Scaling(64, 8, duration_s=35.0))
+
+    assert TraceRequest(0.0, 844, 62, tuple(range(14))) == requests[0]
+    assert pytest.approx(35.0) == requests[-1].arrival_s
+    assert all(len(r.hash_ids) == -(-r.prompt_tokens // 64) for r in requests)
+
+
+def test_nothing_scales_away() -> None:
+    """A prompt and an answer keep one token at least."""
+    (request,) = scaled([TraceRequest(0.0, 1, 1, (0,))], Scaling(64, 8, duration_s=35.0))
+
+    assert (1, 1, (0,)) == (request.prompt_tokens, request.output_tokens, request.hash_ids)
+
+
+def test_id_that_scales_away() -> None:
+    """An id whose only tokens are lost in rounding is left out."""
+    (request,) = scaled([at(0.0, 513, (0, 1))], Scaling(64))
+
+    assert (64, (0,)) == (request.prompt_tokens, request.hash_ids)
+
+
+def test_unscaled() -> None:
+    """The default changes nothing."""
+    requests = read_mooncake(CONVERSATION_EXCERPT)
+
+    assert requests == scaled(requests, Scaling())
+    assert [] == scaled([], Scaling(duration_s=1.0))
+
+
+@pytest.mark.parametrize("wrong", [{"tokens_per_id": 0}, {"tokens_per_id": 513}, {"output_divisor": 0}])
+def test_impossible_scaling(wrong: dict[str, int]) -> None:
+    """It is refused, with the value."""
+    with pytest.raises(TraceError, match=next(iter(wrong))):
+        Scaling(**wrong)
+
+
+def test_negative_duration() -> None:
+    """It is refused."""
+    with pytest.raises(TraceError, match="duration_s -1"):
+        Scaling(duration_s=-1)
+
+
+def test_spread_evenly() -> None:
+    """Requests of one timestamp share the time until the next; the last ones have no next."""
+    times = [request.arrival_s for request in spread([at(0.0), at(0.0), at(0.0), at(3.0), at(9.0), at(9.0)])]
+
+    assert pytest.approx([0.0, 1.0, 2.0, 3.0, 9.0, 9.0]) == times
+
+
+def test_spread_keeps_the_order() -> None:
+    """And every request."""
+    requests = read_mooncake(CONVERSATION_EXCERPT)
+    result = spread(requests)
+
+    assert [request.hash_ids for request in requests] == [request.hash_ids for request in result]
+    assert all(one.arrival_s <= other.arrival_s for one, other in pairwise(result))
+
+
+# --- prompts ---
+
+
+def test_tokens_never_change() -> None:
+    """Pinned: figures of different days compare only if prompts are the same. SHAKE-128 of the id."""
+    prompts = Prompts(tokens_per_id=64, vocabulary_size=2000)
+
+    assert PINNED == prompts.token_ids(at(0.0, 4, (0,))) + prompts.token_ids(at(0.0, 4, (13711,)))
+
+
+PINNED = [922, 1674, 899, 429, 1900, 879, 94, 1095]
+
+
+def test_same_id_same_tokens() -> None:
+    """Prompts share exactly what their ids share; a partial block is the beginning of a whole one."""
+    prompts = Prompts(tokens_per_id=64, vocabulary_size=2000)
+
+    whole = prompts.token_ids(at(0.0, 192, (0, 5, 6)))
+    other = prompts.token_ids(at(0.0, 150, (0, 5, 7)))
+
+    assert (192, 150) == (len(whole), len(other))
+    assert whole[:128] == other[:128]
+    assert whole[128:] != other[128:]
+    assert whole[:100] == prompts.token_ids(at(0.0, 100, (0, 5)))
+
+
+def test_tokens_are_in_the_vocabulary() -> None:
+    """And use all of it."""
+    tokens = Prompts(tokens_per_id=512, vocabulary_size=10).token_ids(at(0.0, 512))
+
+    assert set(range(10)) == set(tokens)

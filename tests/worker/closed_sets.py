@@ -1,0 +1,64 @@
+"""What a reader of a KV feed holds, checked after every single hash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvrouter.core.blocks import unpack_hashes
+from kvrouter.core.events import TIERS, Check, Cleared, Op, Removed, Stored
+
+_MASK64 = (1 << 64) - 1
+
+
+class ClosedSets:
+    """The nested tier sets of one rank. `apply` fails as soon as one of them has a hole.
+
+    Like the router's index it has the device set only, until it is told of a wider one.
+    """
+
+    def __init__(self) -> None:
+        self._sets: list[set[int]] = [set()]
+        self.parents: dict[int, int | None] = {}
+
+    @property
+    def tiers(self) -> list[set[int]]:
+        """All three sets; one that does not exist holds what the widest does."""
+        return [self._sets[min(tier, len(self._sets) - 1)] for tier in range(len(TIERS))]
+
+    def apply(self, ops: Iterable[Op]) -> ClosedSets:
+        """Apply ops hash by hash."""
+        for op in ops:
+            match op:
+                case Stored():
+                    self._store(op)
+                case Removed():
+                    self._remove(op)
+                case Cleared():
+                    self._sets = [set() for _ in self._sets]
+                case Check():
+                    assert op.tier < len(self._sets), "a digest of a set that is not known"
+                    held = self._sets[op.tier]
+                    assert (op.count, op.digest) == (len(held), sum(held) & _MASK64)
+                case _:
+                    raise AssertionError(f"{op} in a KV feed")
+        return self
+
+    def _store(self, op: Stored) -> None:
+        parent = op.parent
+        while len(self._sets) <= op.tier:
+            self._sets.append(set(self._sets[-1]))
+        for sequence in unpack_hashes(op.hashes):
+            assert self.parents.setdefault(sequence, parent) == parent, "another parent than before"
+            for held in self._sets[op.tier :]:
+                assert parent is None or parent in held, "stored below a block that is not there"
+                held.add(sequence)
+            parent = sequence
+
+    def _remove(self, op: Removed) -> None:
+        for sequence in unpack_hashes(op.hashes):
+            for held in self._sets[: op.tier + 1]:
+                held.discard(sequence)
+            for held in self._sets:
+                assert sequence in held or not any(self.parents[child] == sequence for child in held), (
+                    "removed before its children"
+                )

@@ -1,0 +1,141 @@
+"""An engine as the agent sees it: HTTP, a publisher of KV events, a replay socket; all real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgpack
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+END_OF_REPLAY = b"\xff" * 8
+
+
+class EventSockets:
+    """The event sockets of one rank. Numbers its batches from 0; `forget` what a replay shall lack."""
+
+    def __init__(self, pub: zmq.asyncio.Socket, router: zmq.asyncio.Socket) -> None:
+        self.events = _endpoint(pub)
+        self.replay = _endpoint(router)
+        self.buffer: list[bytes] = []
+        self._pub = pub
+        self._router = router
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls) -> AsyncIterator[EventSockets]:
+        """Bind both sockets and answer replays."""
+        context = zmq.asyncio.Context()
+        sockets = cls(_bound(context, zmq.XPUB), _bound(context, zmq.ROUTER))
+        replays = asyncio.create_task(sockets._answer_replays())
+        try:
+            yield sockets
+        finally:
+            replays.cancel()
+            context.destroy(linger=0)
+
+    async def until_subscribed(self) -> None:
+        """Return when a subscriber has arrived: an XPUB is told."""
+        async with asyncio.timeout(5):
+            await self._pub.recv()
+
+    def restart(self) -> None:
+        """Begin anew, as another process would."""
+        self.buffer = []
+
+    async def send(self, payload: bytes, *, is_lost: bool = False) -> None:
+        """Publish the next batch, unless the wire loses it."""
+        self.buffer.append(payload)
+        if not is_lost:
+            await self._pub.send_multipart([b"topic", _number(len(self.buffer) - 1), payload])
+
+    async def send_raw(self, frames: list[bytes]) -> None:
+        """Publish whatever that is."""
+        await self._pub.send_multipart(frames)
+
+    async def _answer_replays(self) -> None:
+        while True:
+            identity, _, start = await self._router.recv_multipart()
+            first = int.from_bytes(start, "big")
+            for seq, payload in list(enumerate(self.buffer))[first:]:
+                await self._router.send_multipart([identity, b"", b"topic", _number(seq), payload])
+            await self._router.send_multipart([identity, b"", b"", END_OF_REPLAY, b""])
+
+
+class EngineServer:
+    """The HTTP side. `is_healthy` and `metrics` may be changed while it serves."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.is_healthy = True
+        self.model = "tiny"
+        self.metrics = (
+            'vllm:cache_config_info{block_size="2",engine="0",num_gpu_blocks="100"} 1.0\n'
+            'vllm:num_requests_running{engine="0"} 3.0\n'
+            "process_start_time_seconds 10.0\n"
+        )
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, port: int) -> AsyncIterator[EngineServer]:
+        """Serve on a port of this machine."""
+        server = cls(f"http://127.0.0.1:{port}")
+        app = web.Application()
+        for path in ("v1/models", "metrics", "version", "health"):
+            app.router.add_get(f"/{path}", server._answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        try:
+            yield server
+        finally:
+            await runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        match request.path:
+            case "/v1/models":
+                base = {"id": self.model, "root": "/m", "parent": None, "max_model_len": 512}
+                lora = {"id": "adapter", "root": "/l", "parent": self.model, "max_model_len": None}
+                return web.json_response({"object": "list", "data": [base, lora]})
+            case "/metrics":
+                return web.Response(text=self.metrics)
+            case "/version":
+                return web.json_response({"version": "0.32.0"})
+            case _:
+                return web.Response(status=200 if self.is_healthy else 503)
+
+
+def pack(*events: object, ts: float = 100.0) -> bytes:
+    """A batch as vLLM packs it."""
+    payload: bytes = msgpack.packb([ts, events, 0])
+    return payload
+
+
+def store(*hashes: int, parent: int | None = None) -> dict[str, object]:
+    """BlockStored for a chain of blocks of two tokens, made of their hashes."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": [token for hash_ in hashes for token in (hash_, hash_)],
+        "block_size": 2,
+    }
+
+
+def _bound(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+    socket = context.socket(kind)
+    socket.bind("tcp://127.0.0.1:*")
+    return socket
+
+
+def _endpoint(socket: zmq.asyncio.Socket) -> str:
+    endpoint = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.decode().rstrip("\0")
+
+
+def _number(seq: int) -> bytes:
+    return seq.to_bytes(8, "big")

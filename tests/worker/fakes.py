@@ -1,0 +1,51 @@
+"""A bus that remembers, in place of NATS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+OnMessage = Callable[[str, bytes, str], None]
+
+
+class FakeBus:
+    """Keeps what is published while it is `connected`."""
+
+    def __init__(self) -> None:
+        self.connected = True
+        self.max_payload = 1024 * 1024
+        self.sent: list[tuple[str, bytes]] = []
+        self.callbacks: dict[str, OnMessage] = {}
+        self.connect_callbacks: list[Callable[[], None]] = []
+        self._published = asyncio.Event()
+
+    def publish(self, subject: str, payload: bytes) -> bool:
+        """Remember a message."""
+        if self.connected:
+            self.sent.append((subject, payload))
+            self._published.set()
+        return self.connected
+
+    async def subscribe(self, subject: str, on_message: OnMessage) -> None:
+        """Remember whom to call; a test calls `deliver`."""
+        self.callbacks[subject] = on_message
+
+    def on_connect(self, callback: Callable[[], None]) -> None:
+        """Remember whom to call after a connection."""
+        self.connect_callbacks.append(callback)
+
+    def deliver(self, subject: str, payload: bytes = b"") -> None:
+        """Let a message arrive."""
+        self.callbacks[subject](subject, payload, "")
+
+    async def until_sent(self, count: int) -> None:
+        """Return when so many messages wait to be taken."""
+        async with asyncio.timeout(5):
+            while len(self.sent) < count:
+                self._published.clear()
+                await self._published.wait()
+
+    def take(self) -> list[tuple[str, bytes]]:
+        """What was published since the last time."""
+        sent, self.sent = self.sent, []
+        return sent

@@ -1,0 +1,307 @@
+"""The whole agent between a fake engine and a real NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kvrouter.bus import Bus, NatsOptions, Subjects
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat, decode_worker_beat, encode
+from kvrouter.core.blocks import block_hashes, pool_token, sequence_hashes
+from kvrouter.core.events import (
+    VERSION,
+    Cleared,
+    Op,
+    ReplayRequest,
+    SnapshotChunk,
+    decode_answer,
+    decode_frame,
+)
+from kvrouter.core.events import encode as encode_op
+from kvrouter.core.ids import PoolId, WorkerId
+from kvrouter.worker.agent import serve
+from kvrouter.worker.announcer import TakenOverError
+from kvrouter.worker.engine_http import EngineError
+from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.zmq_feed import FeedOptions
+from tests.worker.closed_sets import ClosedSets
+from tests.worker.fake_engine import EngineServer, EventSockets, pack, store
+
+A, B = sequence_hashes(block_hashes([1, 1, 2, 2], 2))
+_namespaces = itertools.count()
+
+
+class Listener:
+    """Another process on the bus: hears heartbeats and frames, and asks for what it missed."""
+
+    def __init__(self, bus: Bus, namespace: str) -> None:
+        self.bus = bus
+        self.subjects = Subjects(namespace)
+        self.beats: asyncio.Queue[WorkerBeat] = asyncio.Queue()
+        self.live_ops: list[Op] = []
+        self._reader = ClosedSets()
+        self._seq = 0
+        self._sent_seq = 0
+        self._has_heard = asyncio.Event()
+
+    def on_beat(self, subject: str, payload: bytes, reply: str) -> None:
+        """A heartbeat: it tells how many frames there have been."""
+        beat = decode_worker_beat(payload)
+        self.beats.put_nowait(beat)
+        self._sent_seq = max([rank.seq for rank in beat.ranks], default=0)
+        self._has_heard.set()
+
+    def on_frame(self, subject: str, payload: bytes, reply: str) -> None:
+        """A frame: applied if it is the next."""
+        frame = decode_frame(payload)
+        if frame.seq == self._seq + 1:
+            self._reader.apply(frame.ops or ())
+            self.live_ops += frame.ops or ()
+            self._seq = frame.seq
+            self._has_heard.set()
+
+    async def beat(self, is_wanted: Callable[[WorkerBeat], bool]) -> WorkerBeat:
+        """The next heartbeat that fits."""
+        async with asyncio.timeout(10):
+            while not is_wanted(beat := await self.beats.get()):
+                pass
+        return beat
+
+    async def until_held(self, hashes: set[int]) -> None:
+        """Return when the feed has come to this."""
+        async with asyncio.timeout(10):
+            while self._reader.tiers[0] != hashes:
+                self._has_heard.clear()
+                if self._seq < self._sent_seq:
+                    await self._recover()
+                else:
+                    await self._has_heard.wait()
+
+    async def snapshot(self) -> SnapshotChunk:
+        """Ask the agent for everything it holds."""
+        request = encode_op(ReplayRequest(VERSION, 0, 0, 0))
+        subject = self.subjects.kv_replay(WorkerId("w"))
+        answer = decode_answer(await self.bus.request(subject, request, timeout_s=5))
+        assert isinstance(answer, SnapshotChunk)
+        return answer
+
+    async def _recover(self) -> None:
+        snapshot = await self.snapshot()
+        self._reader = ClosedSets().apply(snapshot.ops)
+        self._seq = snapshot.as_of_seq
+
+
+@dataclass
+class Scene:
+    """An engine, a listener, and how an agent is to be run."""
+
+    engine: EngineServer
+    events: EventSockets
+    listener: Listener
+    options: AgentOptions
+
+    @contextlib.asynccontextmanager
+    async def agent(self, options: AgentOptions | None = None) -> AsyncIterator[asyncio.Task[None]]:
+        """An agent at work; told to stop at the end."""
+        stop = asyncio.Event()
+        task = asyncio.create_task(serve(options or self.options, stop))
+        yield task
+        stop.set()
+        await task
+
+
+@pytest.fixture
+async def scene(nats_url: str, free_port: Callable[[], int]) -> AsyncIterator[Scene]:
+    """Everything but the agent; the engine has one block already."""
+    namespace = f"agent-{next(_namespaces)}-{free_port()}"
+    async with (
+        EngineServer.open(free_port()) as engine,
+        EventSockets.open() as events,
+        Bus.open(NatsOptions((nats_url,)), name="listener") as bus,
+    ):
+        listener = Listener(bus, namespace)
+        kv_subject = listener.subjects.live_kv(PoolId(pool_token("tiny")), WorkerId("w"), 0)
+        await bus.subscribe(listener.subjects.live_worker(WorkerId("w")), listener.on_beat)
+        await bus.subscribe(kv_subject, listener.on_frame)
+        connected = asyncio.Event()
+        bus.on_connect(connected.set)
+        await connected.wait()
+        await events.send(pack(store(1)))
+        feeds = [FeedOptions(events.events, events.replay)]
+        options = AgentOptions(
+            engine.url, "w", nats_url, namespace, feeds, heartbeat_s=0.05, probe_s=0.02, flush_s=0.001
+        )
+        yield Scene(engine, events, listener, options)
+
+
+async def test_announces(scene: Scene) -> None:
+    """The agent announces the engine as it is, with its load and the state of its feed, and says leave."""
+    listener = scene.listener
+    async with scene.agent():
+        beat = await listener.beat(
+            lambda beat: bool(beat.card and beat.ranks[0].seq and beat.ranks[0].running)
+        )
+        await listener.until_held({A})
+
+    assert beat.card is not None
+    assert (
+        Card(
+            worker_id="w",
+            url=scene.engine.url,
+            model="tiny",
+            served_names=("tiny",),
+            lora_names=("adapter",),
+            block_size=2,
+            tiers={"device": 100},
+            max_model_len=512,
+            engine="vllm",
+            engine_version="0.32.0",
+            started_at_us=beat.incarnation,
+        )
+        == beat.card
+    )
+    assert [RankBeat(0, beat.incarnation, beat.ranks[0].seq, False, 3)] == beat.ranks
+    assert "leave" == (await listener.beat(lambda beat: beat.state == "leave")).state
+
+
+async def test_bridges_events(scene: Scene) -> None:
+    """What the engine stores, whether replayed or live, arrives at the listener."""
+    async with scene.agent():
+        await scene.events.until_subscribed()
+        await scene.listener.until_held({A})
+        await scene.events.send(pack(store(2, parent=1)))
+
+        await scene.listener.until_held({A, B})
+
+
+async def test_hello(scene: Scene) -> None:
+    """A hello is answered with the card, long before the next heartbeat."""
+    listener = scene.listener
+    async with scene.agent(replace(scene.options, heartbeat_s=3600)):
+        await listener.beat(lambda beat: beat.card is not None)
+        listener.bus.publish(listener.subjects.hello, b"")
+
+        assert await listener.beat(lambda beat: beat.card is not None)
+
+
+async def test_replay(scene: Scene) -> None:
+    """Who asks gets a snapshot; nonsense and unknown ranks get nothing and harm nobody."""
+    listener = scene.listener
+    subject = listener.subjects.kv_replay(WorkerId("w"))
+    async with scene.agent():
+        await listener.until_held({A})
+        listener.bus.publish(subject, b"nonsense")
+        listener.bus.publish(subject, encode_op(ReplayRequest(VERSION, 9, 0, 0)))
+        snapshot = await listener.snapshot()
+
+    assert {A} == ClosedSets().apply(snapshot.ops).tiers[0]
+
+
+async def test_engine_down_and_up(scene: Scene) -> None:
+    """Three failed probes mean down and Cleared; when it answers again its history is read anew."""
+    listener = scene.listener
+    async with scene.agent():
+        await listener.until_held({A})
+        scene.engine.is_healthy = False
+        await listener.beat(lambda beat: beat.state == "down")
+        await listener.until_held(set())
+        scene.engine.is_healthy = True
+
+        await listener.beat(lambda beat: beat.state == "up")
+        await listener.until_held({A})
+    assert Cleared() in listener.live_ops
+
+
+async def test_engine_restarted_unheard(scene: Scene) -> None:
+    """An engine whose process is younger than the table has its history read anew."""
+    async with scene.agent():
+        await scene.listener.until_held({A})
+        scene.events.restart()
+        scene.engine.metrics = scene.engine.metrics.replace("seconds 10.0", "seconds 150.0")
+
+        await scene.listener.until_held(set())
+
+
+async def test_another_model(scene: Scene) -> None:
+    """An engine that comes back with another model ends the agent: the pool is another."""
+    task = asyncio.create_task(serve(scene.options, asyncio.Event()))
+    await scene.listener.until_held({A})
+    scene.engine.is_healthy = False
+    await scene.listener.beat(lambda beat: beat.state == "down")
+    scene.engine.model = "other"
+    scene.engine.is_healthy = True
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await task
+
+    assert raised.group_contains(EngineError, match="now serves 'other'")
+
+
+async def test_namesake(scene: Scene) -> None:
+    """An agent that hears a later one with its own worker id ends with an error."""
+    later = WorkerBeat(VERSION, 2**62, "up", "p", [], 1)
+
+    task = asyncio.create_task(serve(scene.options, asyncio.Event()))
+    await scene.listener.until_held({A})
+    scene.listener.bus.publish(scene.listener.subjects.live_worker(WorkerId("w")), encode(later))
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await task
+
+    assert raised.group_contains(TakenOverError)
+
+
+async def test_without_events(scene: Scene) -> None:
+    """An engine without events is announced as such, with its load."""
+    async with scene.agent(replace(scene.options, feeds=())):
+        beat = await scene.listener.beat(lambda beat: beat.card is not None)
+
+    assert beat.card is not None
+    assert not beat.card.publishes_events
+    assert [RankBeat(0, beat.incarnation, 0, False, 3)] == beat.ranks
+
+
+async def test_engine_not_up_yet(scene: Scene, free_port: Callable[[], int]) -> None:
+    """The agent waits for its engine, and can be stopped meanwhile."""
+    url = f"http://127.0.0.1:{free_port()}"
+    async with scene.agent(replace(scene.options, engine_url=url)) as task:
+        pass
+
+    assert task.done()
+
+
+async def test_process(scene: Scene) -> None:
+    """`python -m kvrouter.worker` runs until SIGTERM, says leave and exits 0."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvrouter.worker",
+        "--engine-url", scene.engine.url,
+        "--kv-events", scene.events.events, "--kv-replay", scene.events.replay,
+        "--nats", scene.options.nats, "--namespace", scene.options.namespace, "--worker-id", "w",
+        stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        await scene.listener.until_held({A})
+    finally:
+        process.send_signal(signal.SIGTERM)
+
+    assert 0 == await process.wait()
+    await scene.listener.beat(lambda beat: beat.state == "leave")
+
+
+async def test_process_with_bad_flags() -> None:
+    """A wrong flag ends it with a message that names it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvrouter.worker", "--engine-url", "nowhere",
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, errors = await process.communicate()
+
+    assert 1 == process.returncode
+    assert b"use http://HOST:PORT" in errors

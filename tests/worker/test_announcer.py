@@ -1,0 +1,113 @@
+"""Heartbeats, hellos and namesakes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvrouter.bus.subjects import Subjects
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat, decode_worker_beat, encode
+from kvrouter.core.blocks import pool_token
+from kvrouter.core.events import VERSION
+from kvrouter.core.ids import WorkerId
+from kvrouter.worker.announcer import Announcer, TakenOverError
+from tests.worker.fakes import FakeBus
+
+SUBJECTS = Subjects("ns")
+OWN = SUBJECTS.live_worker(WorkerId("w"))
+CARD = Card(worker_id="w", url="http://e", model="m", block_size=16)
+RANKS = [RankBeat(0, 7, 3)]
+
+
+@pytest.fixture
+def bus() -> FakeBus:
+    """A bus that remembers."""
+    return FakeBus()
+
+
+@pytest.fixture
+def announcer(bus: FakeBus) -> Announcer:
+    """The announcer of worker w, started at 7."""
+    return Announcer(bus, SUBJECTS, CARD, 7, lambda: RANKS)
+
+
+def beats(bus: FakeBus) -> list[WorkerBeat]:
+    """The heartbeats sent since the last time."""
+    return [decode_worker_beat(payload) for _, payload in bus.take()]
+
+
+def test_beat(bus: FakeBus, announcer: Announcer) -> None:
+    """A heartbeat carries state, pool and ranks; the card goes along first, and then every 10 s."""
+    for now in (0.0, 1.0, 9.9, 10.0):
+        announcer.beat(now)
+
+    sent = beats(bus)
+    assert WorkerBeat(VERSION, 7, "up", pool_token("m"), RANKS, 1, CARD) == sent[0]
+    assert [CARD, None, None, CARD] == [beat.card for beat in sent]
+
+
+def test_card_while_away(bus: FakeBus, announcer: Announcer) -> None:
+    """A card that could not be sent stays due."""
+    bus.connected = False
+    announcer.beat(0.0)
+    bus.connected = True
+    announcer.beat(1.0)
+
+    assert [CARD] == [beat.card for beat in beats(bus)]
+
+
+def test_update(bus: FakeBus, announcer: Announcer) -> None:
+    """A changed card gets a new version and is sent with the next heartbeat; the same card does not."""
+    changed = Card(worker_id="w", url="http://e", model="m", block_size=32)
+    announcer.beat(0.0)
+    announcer.update(CARD)
+    announcer.beat(1.0)
+    announcer.update(changed)
+    announcer.beat(2.0)
+
+    assert [(1, CARD), (1, None), (2, changed)] == [(beat.card_version, beat.card) for beat in beats(bus)]
+
+
+def test_leave(bus: FakeBus, announcer: Announcer) -> None:
+    """At the end it says leave."""
+    announcer.leave()
+
+    assert ["leave"] == [beat.state for beat in beats(bus)]
+
+
+async def test_hello(bus: FakeBus, announcer: Announcer) -> None:
+    """A hello is answered with the card at once, not at the next heartbeat."""
+    await announcer.subscribe()
+    task = asyncio.create_task(announcer.run(heartbeat_s=3600))
+    await bus.until_sent(1)
+    bus.take()
+
+    bus.deliver(SUBJECTS.hello)
+    bus.deliver(SUBJECTS.hello)
+    await bus.until_sent(1)
+    task.cancel()
+
+    assert [CARD] == [beat.card for beat in beats(bus)]
+
+
+async def test_state(bus: FakeBus, announcer: Announcer) -> None:
+    """A new state is told at once."""
+    task = asyncio.create_task(announcer.run(heartbeat_s=3600))
+    await bus.until_sent(1)
+    announcer.set_state("down")
+    await bus.until_sent(2)
+    task.cancel()
+
+    assert ["up", "down"] == [beat.state for beat in beats(bus)]
+
+
+async def test_namesake(bus: FakeBus, announcer: Announcer) -> None:
+    """An agent gives way to a later one with its own id; its echo and an earlier one do not matter."""
+    await announcer.subscribe()
+    for incarnation in (6, 7, 8):
+        bus.deliver(OWN, encode(WorkerBeat(VERSION, incarnation, "up", "p", [], 1)))
+    bus.deliver(OWN, b"noise")
+
+    with pytest.raises(TakenOverError, match="'w' is also used by an agent that started later"):
+        await announcer.run(heartbeat_s=3600)

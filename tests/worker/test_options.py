@@ -1,0 +1,95 @@
+"""The agent's flags."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from kvrouter.errors import ConfigError
+from kvrouter.worker.options import AgentOptions, add_flags, read_feeds, read_options, worker_id_of
+
+
+def read(*flags: str) -> AgentOptions:
+    """The options that flags mean."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return read_options(parser.parse_args(["--engine-url", "http://127.0.0.1:25100", *flags]))
+
+
+def test_defaults() -> None:
+    """Without further flags: one rank, no events, an id made of host and port."""
+    options = read()
+
+    assert ("127-0-0-1-25100", 1, []) == (options.worker_id, options.ranks, options.feeds)
+    assert (0.010, 1.0) == (options.flush_s, options.heartbeat_s)
+
+
+@pytest.mark.parametrize(
+    ("url", "worker_id"),
+    [
+        ("http://gpu-7.local:8000/", "gpu-7-local-8000"),
+        ("https://engine", "engine-443"),
+        ("http://[::1]:80", "--1-80"),
+    ],
+)
+def test_worker_id(url: str, worker_id: str) -> None:
+    """The default worker id keeps to the allowed characters."""
+    assert worker_id == worker_id_of(url)
+
+
+def test_bad_url() -> None:
+    """A URL without scheme is refused with a way out."""
+    with pytest.raises(ConfigError, match=r"use http://HOST:PORT"):
+        worker_id_of("127.0.0.1:8000")
+
+
+def test_ranks_from_the_first_port() -> None:
+    """From one endpoint, rank r's port is r higher, for events and replay."""
+    feeds = read("--kv-events", "tcp://e:5557", "--kv-replay", "tcp://e:5657", "--dp-size", "2").feeds
+
+    assert [("tcp://e:5557", "tcp://e:5657"), ("tcp://e:5558", "tcp://e:5658")] == [
+        (feed.events, feed.replay) for feed in feeds
+    ]
+
+
+def test_ranks_listed() -> None:
+    """Endpoints may be listed, one per rank."""
+    options = read("--kv-events", "tcp://e:1,tcp://e:5")
+
+    assert (2, ["tcp://e:1", "tcp://e:5"]) == (options.ranks, [feed.events for feed in options.feeds])
+
+
+@pytest.mark.parametrize(
+    ("events", "replay", "ranks"),
+    [
+        (None, "tcp://e:1", None),
+        ("tcp://e:1,tcp://e:2", None, 3),
+        ("tcp://e:1,tcp://e:2", "tcp://e:3,tcp://e:4,tcp://e:5", None),
+        ("ipc:///tmp/e", None, 2),
+        (",", None, None),
+    ],
+)
+def test_feeds_that_do_not_fit(events: str | None, replay: str | None, ranks: int | None) -> None:
+    """Endpoints that do not fit the ranks are refused."""
+    with pytest.raises(ConfigError):
+        read_feeds(events, replay, "", ranks)
+
+
+def test_labels_and_key(tmp_path: Path) -> None:
+    """Labels are pairs; the key is the content of a file."""
+    path = tmp_path / "key"
+    path.write_text("secret\n")
+
+    options = read("--label", "zone=a", "--label", "node=n=1", "--engine-api-key-file", str(path))
+
+    assert ({"zone": "a", "node": "n=1"}, "secret") == (options.labels, options.api_key)
+
+
+def test_bad_label_and_key() -> None:
+    """A label without value and a file that is not there are refused."""
+    with pytest.raises(ConfigError, match="use KEY=VALUE"):
+        read("--label", "zone")
+    with pytest.raises(ConfigError, match="No such file"):
+        read("--engine-api-key-file", "/nowhere/key")

@@ -1,0 +1,187 @@
+"""The feed of one rank: what is sent, when, and what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from kvrouter.core.blocks import block_hashes, pack_hashes, pool_token, sequence_hashes
+from kvrouter.core.events import (
+    DEVICE,
+    DISK,
+    HOST,
+    MAX_FRAME_HASHES,
+    VERSION,
+    Check,
+    Cleared,
+    Decoded,
+    Op,
+    Removed,
+    ReplayFrames,
+    ReplayRequest,
+    SnapshotChunk,
+    Stored,
+    decode_answer,
+    decode_frame,
+)
+from kvrouter.worker.publisher import KvPublisher
+from tests.worker.closed_sets import ClosedSets
+from tests.worker.fakes import FakeBus
+
+SIZE = 2
+A, B = sequence_hashes(block_hashes([1, 2, 3, 4], SIZE))
+STORED_A = Stored(DEVICE, None, pack_hashes([A]))
+
+
+@pytest.fixture
+def bus() -> FakeBus:
+    """A bus that remembers."""
+    return FakeBus()
+
+
+@pytest.fixture
+def publisher(bus: FakeBus) -> KvPublisher:
+    """The feed of rank 1 of worker w."""
+    return KvPublisher(bus, "w", SIZE, 1, model="m", namespace="ns", incarnation=5, flush_s=0.0)
+
+
+def frames(bus: FakeBus) -> list[Decoded]:
+    """The frames sent since the last time."""
+    return [decode_frame(payload) for _, payload in bus.take()]
+
+
+def ops(bus: FakeBus) -> Iterator[list[Op]]:
+    """Their ops without the digests."""
+    for frame in frames(bus):
+        yield [op for op in frame.ops or () if not isinstance(op, Check)]
+
+
+def ask(from_seq: int, incarnation: int = 5) -> ReplayRequest:
+    """A reader's request."""
+    return ReplayRequest(VERSION, 1, incarnation, from_seq)
+
+
+def test_one_frame_per_flush(bus: FakeBus, publisher: KvPublisher) -> None:
+    """What is collected between two flushes travels in one frame, numbered from 1."""
+    publisher.stored([10], [1, 2])
+    publisher.removed([10])
+    publisher.flush(0.0)
+    publisher.flush(0.01)
+
+    ((subject, payload),) = bus.take()
+    frame = decode_frame(payload)
+    assert f"kvrouter.ns.live.kv.{pool_token('m')}.w.1" == subject
+    assert (5, 1) == (frame.incarnation, frame.seq)
+    assert [STORED_A, Removed(DISK, pack_hashes([A])), Check(0, 0)] == frame.ops
+
+
+def test_tiers_have_names(bus: FakeBus, publisher: KvPublisher) -> None:
+    """A tier is given by its name."""
+    publisher.stored([10], [1, 2], tier="device")
+    publisher.stored([10], [], tier="host")
+    publisher.removed([10], tier="device")
+    publisher.cleared()
+    publisher.flush(0.0)
+
+    in_host = Stored(HOST, None, pack_hashes([A]))
+    assert [[STORED_A, in_host, Removed(DEVICE, pack_hashes([A])), Cleared()]] == list(ops(bus))
+
+
+def test_check_once_a_second(bus: FakeBus, publisher: KvPublisher) -> None:
+    """A digest goes with the first frame, then at most once a second, and once after the last change."""
+    publisher.stored([10], [1, 2])
+    publisher.flush(0.0)
+    publisher.stored([11], [3, 4], parent=10)
+    publisher.flush(0.5)
+    publisher.flush(0.9)
+    publisher.flush(1.0)
+    publisher.flush(2.5)
+
+    first, second, last = frames(bus)
+    assert [STORED_A, Check(1, A)] == first.ops
+    assert [Stored(DEVICE, A, pack_hashes([B]))] == second.ops
+    assert [Check(2, (A + B) % 2**64)] == last.ops
+
+
+def test_bus_away(bus: FakeBus, publisher: KvPublisher) -> None:
+    """While the bus is away frames are numbered and kept, not sent; a reader has them replayed."""
+    bus.connected = False
+    publisher.stored([10], [1, 2])
+    publisher.flush(0.0)
+    bus.connected = True
+    publisher.stored([11], [3, 4], parent=10)
+    publisher.flush(0.01)
+
+    assert [2] == [frame.seq for frame in frames(bus)]
+    answer = decode_answer(publisher.answer(ask(1), 10_000, 0.02))
+    assert isinstance(answer, ReplayFrames)
+    assert [1, 2] == [decode_frame(data).seq for data in answer.frames]
+
+
+def test_snapshot(bus: FakeBus, publisher: KvPublisher) -> None:
+    """A snapshot holds all blocks as of a frame that has been sent: what is pending leaves first."""
+    publisher.stored([10], [1, 2])
+    publisher.flush(0.0)
+    publisher.stored([11], [3, 4], parent=10)
+
+    answer = decode_answer(publisher.answer(ask(0, incarnation=4), 10_000, 0.02))
+
+    assert isinstance(answer, SnapshotChunk)
+    assert (5, 2) == (answer.incarnation, answer.as_of_seq)
+    assert [{A, B}] * 3 == ClosedSets().apply(answer.ops).tiers
+    assert [1, 2] == [frame.seq for frame in frames(bus)]
+
+
+def test_lost_history(bus: FakeBus, publisher: KvPublisher) -> None:
+    """Lost history begins a new life: greater incarnation, frames from 1, nothing held."""
+    publisher.stored([10], [1, 2])
+    publisher.flush(0.0)
+    publisher.stored([11], [3, 4], parent=10)
+    publisher.lose_history(3)
+    bus.take()
+
+    publisher.stored([12], [1, 2])
+    publisher.flush(1.0)
+
+    (frame,) = frames(bus)
+    assert (6, 1, [STORED_A, Check(1, A)]) == (frame.incarnation, frame.seq, frame.ops)
+
+
+def test_lost_before_anything_was_said(publisher: KvPublisher) -> None:
+    """Before the first frame there is no life to end."""
+    publisher.lose_history(99)
+
+    assert (5, 0) == (publisher.incarnation, publisher.seq)
+
+
+def test_block_size_of_events(bus: FakeBus, publisher: KvPublisher) -> None:
+    """The block size that events show replaces the one given."""
+    publisher.stored([10], [1, 2, 3, 4], block_size=4)
+
+    assert 4 == publisher.block_size
+
+
+def test_frames_are_bounded(bus: FakeBus, publisher: KvPublisher) -> None:
+    """One frame names at most 4,096 hashes."""
+    for number in range(3):
+        start = number * 2000
+        publisher.stored(range(start, start + 2000), range(start, start + 4000))
+    publisher.flush(0.0)
+
+    counts = [
+        sum(len(op.hashes) // 8 for op in frame.ops or () if isinstance(op, Stored)) for frame in frames(bus)
+    ]
+    assert [4000, 2000] == counts
+    assert max(counts) <= MAX_FRAME_HASHES
+
+
+async def test_run(bus: FakeBus, publisher: KvPublisher) -> None:
+    """While it runs, what is stored is sent without anybody asking."""
+    task = asyncio.create_task(publisher.run())
+    publisher.stored([10], [1, 2])
+    await bus.until_sent(1)
+    task.cancel()
+
+    assert [[STORED_A]] == list(ops(bus))
