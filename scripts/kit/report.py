@@ -91,11 +91,8 @@ def show(console: Console, plain: ModeResult, kv: ModeResult, caption: str) -> N
 
 def _verdict(plain: Figures, kv: Figures) -> str:
     gain = kv.cached_token_rate / plain.cached_token_rate if plain.cached_token_rate else float("inf")
-    return (
-        f"KV-aware routing found {gain:.1f} times as much in the engines' caches; "
-        f"median TTFT {_change(plain.ttft_s.p50, kv.ttft_s.p50)}. "
-        "All answers complete, no booking left, both replicas hold the same index."
-    )
+    ttft = _change(plain.ttft_s.p50, kv.ttft_s.p50)
+    return f"kv cached {gain:.1f}× as much, TTFT p50 {ttft}; replicas agree, no bookings left"
 
 
 def _change(before: float, after: float) -> str:

@@ -87,7 +87,7 @@ def fake_python(checkout: Checkout, *lines: str) -> None:
 
 def test_pip_fails(checkout: Checkout) -> None:
     """The set-up is not taken for done."""
-    fake_python(checkout, 'case "$*" in *pip*) echo no network >&2; exit 1;; esac')
+    fake_python(checkout, 'case "$*" in *"-m pip"*) echo no network >&2; exit 1;; esac')
 
     code, says = checkout.set_up()
 
