@@ -67,6 +67,7 @@ class Bus:
         self._outbox: deque[tuple[str, bytes]] = deque()
         self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
+        self._closing = False
         self._logged_at: dict[str, float] = {}
         self._is_closing = False
 
@@ -79,6 +80,7 @@ class Bus:
         try:
             yield bus
         finally:
+            bus._closing = True
             for task in (keeper, sender):
                 task.cancel()
             await asyncio.gather(keeper, sender, return_exceptions=True)
@@ -130,9 +132,12 @@ class Bus:
     async def _keep_connected(self) -> None:
         while True:
             self._client_closed.clear()
-            await self._build_client()
-            await self._client_closed.wait()
-            log.warning("nats.client_closed", name=self._name)
+            try:
+                await self._build_client()
+                await self._client_closed.wait()
+                log.warning("nats.client_closed", name=self._name)
+            except (nats.errors.Error, OSError) as error:  # it went away again during the handshake
+                self._log_rarely("nats.error", error=str(error) or type(error).__name__)
             await asyncio.sleep(_jitter(0.2))
 
     async def _build_client(self) -> None:
@@ -165,7 +170,7 @@ class Bus:
         await client.subscribe(subject, cb=deliver)
 
     async def _keep_sending(self) -> None:
-        while True:
+        while not self._closing:  # nats-py's publish may swallow the cancellation
             await self._outbox_filled.wait()
             self._outbox_filled.clear()
             await self._send_outbox()

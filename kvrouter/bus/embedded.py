@@ -52,10 +52,12 @@ def _wheel_files() -> list[Path]:
 async def embedded_server(url: str = DEFAULT_URL) -> AsyncIterator[str]:
     """Run a server at `url` while inside, unless one answers there already; yields the URL.
 
-    Port 0 is refused: ask `free_port()` first. The server ends with this process, whatever ends it.
+    Port 0 is refused: nobody would know where it is. The server ends with this process, whatever ends it.
     """
     address = urlsplit(url)
-    host, port = address.hostname or "127.0.0.1", address.port or 4222
+    host, port = address.hostname or "127.0.0.1", 4222 if address.port is None else address.port
+    if port == 0:
+        raise ConfigError(f"{url}: the embedded server needs a port of its own, not 0")
     if await _answers(host, port):
         yield url
         return
@@ -99,8 +101,7 @@ async def _answers(host: str, port: int) -> bool:
     try:
         async with asyncio.timeout(1.0):
             reader, writer = await asyncio.open_connection(host, port)
-            line = await reader.readline()
+            with contextlib.closing(writer):
+                return (await reader.read(5)).startswith(b"INFO ")
     except (OSError, TimeoutError):
         return False
-    writer.close()
-    return line.startswith(b"INFO ")

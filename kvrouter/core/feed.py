@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvrouter.core.events import (
@@ -170,17 +170,14 @@ class FeedReader:
         """The request to send now, if any. The caller reports back with `answer` or `failed`."""
         if self.state is FeedState.BROKEN and now >= self._retry_at:
             self._recover(now, snapshot=True)
-        if self.state is not FeedState.RECOVERING or self._asked or now < self._retry_at:
+        if self.state is not FeedState.RECOVERING or self._asked or now < self._retry_at or self.is_loading:
             return None
-        if self.is_loading:
-            return None  # first load what is here
         loading = self._loading
         self._asked = True
         incarnation = max(self.incarnation, self._wanted_incarnation)
         if loading is not None:
             return ReplayRequest(VERSION, self._part, incarnation, 0, loading.id, loading.next_chunk)
-        from_seq = 0 if self._want_snapshot else self.seq + 1
-        return ReplayRequest(VERSION, self._part, incarnation, from_seq)
+        return ReplayRequest(VERSION, self._part, incarnation, 0 if self._want_snapshot else self.seq + 1)
 
     def work(self, hashes: int, now: float) -> None:
         """Load about this many hashes of a snapshot."""
@@ -389,16 +386,16 @@ class FeedReader:
         self._retry_at = now + delay * (0.5 + self._chance())
 
 
+@dataclass(slots=True)
 class _Loading:
     """A snapshot on its way in."""
 
-    def __init__(self, snapshot_id: int, as_of_seq: int, incarnation: int, chunks: int) -> None:
-        self.id = snapshot_id
-        self.as_of_seq = as_of_seq
-        self.incarnation = incarnation
-        self.chunks = chunks
-        self.next_chunk = 0
-        self.ops: deque[Op] = deque()
+    id: int
+    as_of_seq: int
+    incarnation: int
+    chunks: int
+    next_chunk: int = 0
+    ops: deque[Op] = field(default_factory=deque)
 
 
 def _weight(op: Op) -> int:

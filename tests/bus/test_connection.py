@@ -62,7 +62,7 @@ class Connections:
 async def disconnected(bus: Bus) -> None:
     """Wait until the bus has noticed; it has no call-back for this."""
     async with asyncio.timeout(SOON_S):
-        while bus.connected:
+        while bus.connected:  # noqa: ASYNC110  # the bus tells nobody when it loses its server
             await asyncio.sleep(0)
 
 
@@ -86,9 +86,10 @@ async def test_published_messages_arrive_in_order(bus: Bus, subject: str) -> Non
     await bus.subscribe(f"{subject}.>", inbox)
     sent = [(f"{subject}.{n % 2}", str(n).encode()) for n in range(2000)]
 
-    assert all([bus.publish(to, payload) for to, payload in sent])
+    taken = [bus.publish(to, payload) for to, payload in sent]
     await inbox.holds(len(sent))
 
+    assert all(taken)
     assert sent == inbox.messages
     assert (2000, 0) == (bus.counters.published, bus.counters.unsent)
     assert 2000 == bus.counters.received
@@ -230,7 +231,7 @@ async def test_server_restarts(new_nats_server: NewServer, subject: str) -> None
 
         server.stop()
         await disconnected(bus)
-        assert not any([bus.publish(subject, b"stale") for _ in range(100)])
+        assert [False] * 100 == [bus.publish(subject, b"stale") for _ in range(100)]
         server.start()
         await connected.reach(2)
 
@@ -283,24 +284,26 @@ async def test_client_that_closed_for_good_is_replaced(bus: Bus, subject: str) -
 
 
 async def test_server_that_dies_during_the_handshake(free_port: Callable[[], int]) -> None:
-    """A server that goes away right after CONNECT does not end the bus: it tries again."""
+    """A server that goes away between CONNECT and the first flush does not end the bus: it tries again."""
     port, clients = free_port(), 0
-    tried_again = asyncio.Event()
 
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal clients
         clients += 1
-        if clients > 2:
-            tried_again.set()
+        pongs = 1 if clients < 3 else 1000
         writer.write(b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576}\r\n')
-        while (line := await reader.readline()) and not line.startswith(b"PING"):
-            pass
-        writer.write(b"PONG\r\n")
-        await reader.readline()  # what comes next finds nobody
+        while pongs and (line := await reader.readline()):
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+                pongs -= 1
         writer.close()
 
-    async with await asyncio.start_server(speak, "127.0.0.1", port):
-        async with Bus.open(NatsOptions((f"nats://127.0.0.1:{port}",)), name="test") as bus:
-            await bus.subscribe("a", lambda *_: None)
-            async with asyncio.timeout(SOON_S):
-                await tried_again.wait()
+    async with (
+        await asyncio.start_server(speak, "127.0.0.1", port),
+        Bus.open(NatsOptions((f"nats://127.0.0.1:{port}",)), name="test") as bus,
+    ):
+        await bus.subscribe("a", lambda *_: None)
+
+        await Connections(bus).reach(1)
+
+    assert clients >= 3

@@ -232,7 +232,7 @@ def test_ready_once_and_for_ever(replica: Replica) -> None:
     hear_worker(replica, card(), seq=0, rank_incarnation=101, incarnation=101)
     assert [] == replica.not_ready(HELLO_S)
 
-    hear_worker(replica, state="leave")
+    hear_worker(replica, state="leave", incarnation=101)
 
     assert [] == replica.not_ready(HELLO_S)
     assert ["no worker is known"] == replica.degraded()
