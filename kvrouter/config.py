@@ -7,10 +7,23 @@ import contextlib
 import math
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
-from kvrouter.bus.connection import Bus, NatsOptions
+from kvrouter.bus.connection import Bus
 from kvrouter.bus.embedded import DEFAULT_URL, embedded_server
+from kvrouter.bus.options import NatsOptions
 from kvrouter.core.ids import is_identifier
+
+_NATS_FILES = {
+    "password-file": "the password of --nats-user",
+    "token-file": "a token",
+    "creds": "a .creds file (JWT and seed)",
+    "nkey": "an nkey seed file",
+    "tls-ca": "the authority that signed the servers' certificates",
+    "tls-cert": "this client's certificate",
+    "tls-key": "its key",
+}
 
 
 def identifier(text: str) -> str:
@@ -54,13 +67,17 @@ def _number(text: str) -> float:
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """--nats, --namespace, --heartbeat-s, --log-level, --log-format."""
-    parser.add_argument(
+    """--nats and who to be there, --namespace, --heartbeat-s, --log-level, --log-format."""
+    nats = parser.add_argument_group("NATS")
+    nats.add_argument(
         "--nats",
         default=os.environ.get("NATS_URL", DEFAULT_URL),
         metavar="URL[,URL…]|embedded",
-        help=f"NATS servers; 'embedded' starts one at {DEFAULT_URL} unless one answers there",
+        help=f"servers; 'embedded' starts one at {DEFAULT_URL} unless one answers there",
     )
+    nats.add_argument("--nats-user", metavar="NAME", help="with --nats-password-file")
+    for flag, text in _NATS_FILES.items():
+        nats.add_argument(f"--nats-{flag}", type=Path, metavar="FILE", help=text)
     parser.add_argument(
         "--namespace", type=identifier, default="default", help="keeps fleets on one NATS apart"
     )
@@ -69,11 +86,31 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-format", choices=["console", "json"], default="console")
 
 
+def nats_options(flags: argparse.Namespace) -> NatsOptions:
+    """What the flags of `add_common_flags` say about NATS. Raises ConfigError."""
+    options = NatsOptions(
+        servers=tuple(url.strip() for url in flags.nats.split(",") if url.strip()),
+        user=flags.nats_user,
+        password_file=flags.nats_password_file,
+        token_file=flags.nats_token_file,
+        creds_file=flags.nats_creds,
+        nkey_file=flags.nats_nkey,
+        tls_ca=flags.nats_tls_ca,
+        tls_cert=flags.nats_tls_cert,
+        tls_key=flags.nats_tls_key,
+    )
+    if not options.is_embedded:
+        options.connect_arguments()  # what is wrong with them is said before anything starts
+    return options
+
+
 @contextlib.asynccontextmanager
-async def open_bus(nats: str, *, name: str) -> AsyncIterator[Bus]:
-    """The bus that a --nats value names, with the embedded server behind it if it says so."""
+async def open_bus(options: NatsOptions | str, *, name: str) -> AsyncIterator[Bus]:
+    """The bus at these servers (text: as --nats takes it), with the embedded server where it is asked for."""
+    if isinstance(options, str):
+        options = NatsOptions(tuple(options.split(",")))
     async with contextlib.AsyncExitStack() as stack:
-        if nats == "embedded":
-            nats = await stack.enter_async_context(embedded_server())
-        servers = tuple(url.strip() for url in nats.split(",") if url.strip())
-        yield await stack.enter_async_context(Bus.open(NatsOptions(servers), name=name))
+        if options.is_embedded:
+            url = await stack.enter_async_context(embedded_server())
+            options = replace(options, servers=(url,))
+        yield await stack.enter_async_context(Bus.open(options, name=name))

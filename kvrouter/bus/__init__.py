@@ -1,6 +1,7 @@
 """NATS: the connection, every subject name, the embedded server."""
 
-from kvrouter.bus.connection import Bus, BusError, NatsOptions
+from kvrouter.bus.connection import Bus, BusError
+from kvrouter.bus.options import NatsOptions
 from kvrouter.bus.subjects import Subjects
 
 __all__ = ["Bus", "BusError", "NatsOptions", "Subjects"]

@@ -20,6 +20,7 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from kvrouter.bus.options import NatsOptions
 from kvrouter.errors import KvRouterError
 
 log = structlog.get_logger()
@@ -33,13 +34,6 @@ _LOG_EVERY_S = 10.0
 
 class BusError(KvRouterError):
     """A request over NATS got no answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class NatsOptions:
-    """How to reach NATS. User and password may stand in the URL."""
-
-    servers: tuple[str, ...] = ("nats://127.0.0.1:4222",)
 
 
 @dataclass(slots=True)
@@ -59,6 +53,7 @@ class Bus:
     def __init__(self, options: NatsOptions, name: str) -> None:
         self.counters = BusCounters()
         self._options = options
+        self._arguments = options.connect_arguments()
         self._name = name
         self._client: Client | None = None
         self._client_closed = asyncio.Event()
@@ -69,7 +64,6 @@ class Bus:
         self._outbox_filled = asyncio.Event()
         self._closing = False
         self._logged_at: dict[str, float] = {}
-        self._is_closing = False
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -143,8 +137,20 @@ class Bus:
     async def _build_client(self) -> None:
         """Connect a new client; returns when it is connected, however long that takes."""
         client = Client()
+        try:
+            await self._connect(client)
+            for subject, on_message in self._subscriptions:  # grows if somebody subscribes meanwhile
+                await self._subscribe_client(client, subject, on_message)
+            self._client = client
+            await client.flush()
+        except BaseException:
+            await _abandon(client)
+            raise
+        self._connected()
+
+    async def _connect(self, client: Client) -> None:
         await client.connect(
-            servers=list(self._options.servers),
+            **self._arguments,
             name=self._name,
             error_cb=self._on_error,
             closed_cb=self._on_closed,
@@ -156,11 +162,6 @@ class Bus:
             reconnect_time_wait=_jitter(0.2),  # type: ignore[arg-type]  # it only sleeps on it
             max_reconnect_attempts=-1,
         )
-        for subject, on_message in self._subscriptions:  # grows if somebody subscribes meanwhile
-            await self._subscribe_client(client, subject, on_message)
-        self._client = client
-        await client.flush()
-        self._connected()
 
     async def _subscribe_client(self, client: Client, subject: str, on_message: OnMessage) -> None:
         async def deliver(message: Msg) -> None:
@@ -194,7 +195,6 @@ class Bus:
 
     async def _finish(self) -> None:
         """Let what was queued (a `leave`) go out, then close."""
-        self._is_closing = True
         if self._client is None:
             return
         with contextlib.suppress(Exception):  # nothing that NATS does may spoil an orderly end
@@ -214,13 +214,16 @@ class Bus:
         if isinstance(error, nats.errors.SlowConsumerError):
             self.counters.slow_consumer_drops += 1
         reason = str(error) or type(error).__name__
-        self._log_rarely("nats.error", error=reason, servers=", ".join(self._options.servers))
+        facts = {"error": reason, "servers": self._options.shown()}
+        if "authorization" in reason.lower():
+            facts["remedy"] = "NATS refuses these credentials; see the --nats-… flags in --help"
+        self._log_rarely("nats.error", **facts)
 
     async def _on_closed(self) -> None:
         self._client_closed.set()
 
     async def _on_disconnected(self) -> None:
-        if not self._is_closing:
+        if not self._closing:
             log.warning("nats.disconnected", name=self._name)
 
     async def _on_reconnected(self) -> None:
@@ -232,6 +235,21 @@ class Bus:
         if now - self._logged_at.get(event, -_LOG_EVERY_S) >= _LOG_EVERY_S:
             self._logged_at[event] = now
             log.warning(event, **facts)
+
+
+async def _abandon(client: Client) -> None:
+    """Close a client that did not get as far as being connected.
+
+    After a refused password nats-py believes it is closed and leaves its socket open: hence the
+    private name.
+    """
+    transport = getattr(client, "_transport", None)
+    with contextlib.suppress(Exception):
+        await client.close()
+    if transport is not None:
+        with contextlib.suppress(Exception):
+            transport.close()
+            await transport.wait_closed()
 
 
 def _jitter(seconds: float) -> float:

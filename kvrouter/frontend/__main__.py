@@ -15,9 +15,9 @@ from kvrouter.telemetry.logs import set_up_logs
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one replica; returns the exit code."""
-    options = parse_options(arguments)
-    set_up_logs(options.log_level, options.log_format)
     try:
+        options = parse_options(arguments)
+        set_up_logs(options.log_level, options.log_format)
         uvloop.run(serve(options))
     except ConfigError as error:
         print(f"kvrouter.frontend: {error}", file=sys.stderr)  # noqa: T201

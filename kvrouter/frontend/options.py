@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrouter.config import add_common_flags, not_negative, positive, positive_int
+from kvrouter.bus import NatsOptions
+from kvrouter.config import add_common_flags, nats_options, not_negative, positive, positive_int
 from kvrouter.core.approx import DEFAULT_TTL_S
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import ReplicaSettings
@@ -21,7 +22,7 @@ class FrontendOptions:
 
     host: str
     port: int
-    nats: str
+    nats: NatsOptions
     namespace: str
     router_mode: str
     overlap_weight: float
@@ -54,7 +55,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
     return FrontendOptions(
         host=flags.host,
         port=flags.port,
-        nats=flags.nats,
+        nats=nats_options(flags),
         namespace=flags.namespace,
         router_mode=flags.router_mode,
         overlap_weight=flags.kv_overlap_score_weight,

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvrouter.config import add_common_flags, identifier, not_negative, positive, positive_int
+from kvrouter.bus import NatsOptions
+from kvrouter.config import (
+    add_common_flags,
+    identifier,
+    nats_options,
+    not_negative,
+    positive,
+    positive_int,
+)
 from kvrouter.errors import ConfigError
 from kvrouter.worker.zmq_feed import FeedOptions
 
@@ -20,7 +28,7 @@ class AgentOptions:
 
     engine_url: str
     worker_id: str
-    nats: str = "embedded"
+    nats: NatsOptions | str = "embedded"
     namespace: str = "default"
     feeds: Sequence[FeedOptions] = ()
     ranks: int = 1
@@ -34,6 +42,9 @@ class AgentOptions:
     flush_s: float = 0.010
     heartbeat_s: float = 1.0
     probe_s: float = 1.0
+    state_file: Path | None = None
+    state_every_s: float = 10.0
+    kv_repair: bool = True
 
 
 def worker_id_of(url: str) -> str:
@@ -63,6 +74,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=positive_int, default=0, help="the engine's, for the card")
     add("--max-num-seqs", type=positive_int, default=0, help="the engine's, for the card")
     add("--label", action="append", default=[], metavar="KEY=VALUE", help="zone, node, group …; repeatable")
+    add("--state-file", type=Path, metavar="FILE", help="keep the table of blocks here across restarts")
+    add(
+        "--kv-repair",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="after lost history, have requests make the engine announce the blocks they re-use "
+        "(only where it can: vLLM 0.24 and later)",
+    )
     add("--probe-s", type=positive, default=1.0, help="seconds between health probes; 3 misses mean down")
 
 
@@ -73,7 +92,7 @@ def read_options(arguments: argparse.Namespace) -> AgentOptions:
     return AgentOptions(
         engine_url=arguments.engine_url,
         worker_id=arguments.worker_id or default_id,
-        nats=arguments.nats,
+        nats=nats_options(arguments),
         namespace=arguments.namespace,
         feeds=feeds,
         ranks=arguments.dp_size or len(feeds) or 1,
@@ -87,6 +106,8 @@ def read_options(arguments: argparse.Namespace) -> AgentOptions:
         flush_s=arguments.kv_flush_ms / 1000,
         heartbeat_s=arguments.heartbeat_s,
         probe_s=arguments.probe_s,
+        state_file=_read_state_file(arguments.state_file),
+        kv_repair=arguments.kv_repair,
     )
 
 
@@ -128,6 +149,12 @@ def _read_label(text: str) -> tuple[str, str]:
     if not key or not equals:
         raise ConfigError(f"--label {text!r}: use KEY=VALUE")
     return key, value
+
+
+def _read_state_file(path: Path | None) -> Path | None:
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(f"--state-file {path}: give a file in a directory that exists")
+    return path
 
 
 def _read_key(path: Path | None) -> str | None:

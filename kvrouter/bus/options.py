@@ -1,0 +1,105 @@
+"""How to reach NATS, and who to be there."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvrouter.errors import ConfigError
+
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True, slots=True)
+class NatsOptions:
+    """Servers and credentials. User and password may stand in the URLs instead.
+
+    Secrets come from files, so that they do not show in the list of processes. `tls_ca` alone is
+    enough for a server with a private CA; certificate and key where it asks for the client's.
+    """
+
+    servers: tuple[str, ...] = ("nats://127.0.0.1:4222",)
+    user: str | None = None
+    password_file: Path | None = None
+    token_file: Path | None = None
+    creds_file: Path | None = None
+    nkey_file: Path | None = None
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether a server is to be started where none answers."""
+        return self.servers == (EMBEDDED,)
+
+    def connect_arguments(self) -> dict[str, Any]:
+        """The arguments of nats-py's `connect`. Raises ConfigError for files that cannot be read."""
+        self._check()
+        arguments: dict[str, Any] = {"servers": list(self.servers)}
+        if self.user is not None:
+            arguments["user"] = self.user
+        if self.password_file is not None:
+            arguments["password"] = _read_secret("--nats-password-file", self.password_file)
+        if self.token_file is not None:
+            arguments["token"] = _read_secret("--nats-token-file", self.token_file)
+        if self.creds_file is not None:
+            arguments["user_credentials"] = str(_existing("--nats-creds", self.creds_file))
+        if self.nkey_file is not None:
+            arguments["nkeys_seed"] = str(_existing("--nats-nkey", self.nkey_file))
+        if self._wants_tls():
+            arguments["tls"] = self._tls()
+        return arguments
+
+    def shown(self) -> str:
+        """The servers without their passwords, for logs."""
+        return ", ".join(_without_password(server) for server in self.servers)
+
+    def _check(self) -> None:
+        if not self.servers:
+            raise ConfigError("--nats names at least one server")
+        for server in self.servers:
+            address = urlsplit(server)
+            if address.scheme not in {"nats", "tls", "ws", "wss"} or not address.hostname:
+                raise ConfigError(f"--nats {_without_password(server)!r}: use nats://HOST:PORT or {EMBEDDED}")
+        if (self.user is None) != (self.password_file is None):
+            raise ConfigError("--nats-user and --nats-password-file go together")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--nats-tls-cert and --nats-tls-key go together")
+
+    def _wants_tls(self) -> bool:
+        named = self.tls_ca is not None or self.tls_cert is not None
+        return named or any(server.startswith(("tls://", "wss://")) for server in self.servers)
+
+    def _tls(self) -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(cafile=self.tls_ca)
+            if self.tls_cert is not None:
+                context.load_cert_chain(self.tls_cert, self.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"--nats-tls-ca, --nats-tls-cert or --nats-tls-key: {error}") from error
+        return context
+
+
+def _existing(flag: str, path: Path) -> Path:
+    if not path.is_file():
+        raise ConfigError(f"{flag} {path}: no such file")
+    return path
+
+
+def _read_secret(flag: str, path: Path) -> str:
+    try:
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from error
+    if not secret:
+        raise ConfigError(f"{flag} {path}: the file is empty")
+    return secret
+
+
+def _without_password(server: str) -> str:
+    scheme, separator, rest = server.rpartition("://")
+    return scheme + separator + rest.rpartition("@")[2]
