@@ -41,8 +41,10 @@ class BusCounters:
     """What the bus has done, for metrics."""
 
     published: int = 0
+    published_bytes: int = 0
     unsent: int = 0
     received: int = 0
+    received_bytes: int = 0
     slow_consumer_drops: int = 0
     connections: int = 0
 
@@ -75,9 +77,7 @@ class Bus:
             yield bus
         finally:
             bus._closing = True
-            for task in (keeper, sender):
-                task.cancel()
-            await asyncio.gather(keeper, sender, return_exceptions=True)
+            await asyncio.gather(_end(keeper), _end(sender))
             await bus._finish()
 
     @property
@@ -166,6 +166,7 @@ class Bus:
     async def _subscribe_client(self, client: Client, subject: str, on_message: OnMessage) -> None:
         async def deliver(message: Msg) -> None:
             self.counters.received += 1
+            self.counters.received_bytes += len(message.data)
             on_message(message.subject, message.data, message.reply)
 
         await client.subscribe(subject, cb=deliver)
@@ -189,6 +190,7 @@ class Bus:
         try:
             await self._client.publish(subject, payload)
             self.counters.published += 1
+            self.counters.published_bytes += len(payload)
         except nats.errors.Error as error:
             self.counters.unsent += 1
             self._log_rarely("nats.unsent", error=str(error), subject=subject)
@@ -235,6 +237,13 @@ class Bus:
         if now - self._logged_at.get(event, -_LOG_EVERY_S) >= _LOG_EVERY_S:
             self._logged_at[event] = now
             log.warning(event, **facts)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancel a task until it has ended: nats-py's waits now and then swallow a cancellation."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)
 
 
 async def _abandon(client: Client) -> None:

@@ -38,6 +38,8 @@ class Card(Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     started_at_us: int = 0
     publishes_events: bool = True
+    repairs_by_report: bool = False
+    """Whether requests to a partial rank shall ask for `kv_cache_report_mode: full` (design §5)."""
 
     def names(self) -> tuple[str, ...]:
         """Every model name a client may use for this worker."""

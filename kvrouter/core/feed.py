@@ -127,16 +127,20 @@ class FeedReader:
             return
         self._see(decoded, len(data), now)
 
-    def heartbeat(self, incarnation: int, seq: int, now: float) -> None:
-        """The source says how far it is. Its frames travel on the same subscription, before this."""
+    def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
+        """The source says how far it is; False if a greater incarnation of it has been met.
+
+        Its frames travel on the same subscription, before this.
+        """
         if incarnation < max(self.incarnation, self._wanted_incarnation):
-            return
+            return False
         if incarnation > max(self.incarnation, self._wanted_incarnation):
             self._meet(incarnation, seq, now)
         self.source_seq = max(self.source_seq, seq)
         if self.state is FeedState.LIVE and seq > self.seq:
             self.counters.gaps += 1
             self._recover(now)
+        return True
 
     def answer(self, data: bytes, now: float) -> None:
         """What the source answered to the request that `due` returned."""

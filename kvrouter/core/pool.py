@@ -45,6 +45,8 @@ class Worker:
     incarnation: int = 0
     state: State = "up"
     ranks: dict[int, RankBeat] = field(default_factory=dict)
+    card_seen: tuple[int, int] = (0, 0)
+    """Incarnation and version of the card."""
     refused: str = ""
     """Why it is no candidate although it is up; empty if it is one."""
     silent: bool = False
@@ -95,6 +97,8 @@ class Pool:
             changed = True
         if worker is None:
             return False
+        if beat.card is not None:
+            worker.card_seen = (beat.incarnation, beat.card_version)
         changed = changed or worker.state != beat.state or worker.silent
         worker.incarnation, worker.state, worker.silent = beat.incarnation, beat.state, False
         worker.ranks = {rank.rank: rank for rank in beat.ranks}

@@ -83,6 +83,8 @@ class Replica:
         self._round = 0
         self._hello_at: float | None = None
         self._is_ready = False
+        self._lacks_card = False
+        self._hello_again_round = 0
 
     # Messages
 
@@ -100,7 +102,10 @@ class Replica:
             return
         if beat.state == "leave" or self._worker_pools.get(worker_id, pool_id) != pool_id:
             self._remove_worker(worker_id)
-        if beat.state == "leave" or not self.router(pool_id).pool.update(worker_id, beat):
+        if beat.state == "leave":
+            return
+        self._lacks_card = self._lacks_card or _is_card_missing(known, beat)
+        if not self.router(pool_id).pool.update(worker_id, beat):
             return
         self._worker_pools[worker_id] = pool_id
         self._leases.heard(WorkerSource(worker_id))
@@ -184,6 +189,17 @@ class Replica:
         feeds = {str(pool_id): router.source.seq for pool_id, router in self.routers.items()}
         return RouterBeat(VERSION, self.incarnation, state, address, feeds, self._round)
 
+    def wants_hello(self) -> bool:
+        """Whether to say hello in this round: somebody is heard whose card is missing here.
+
+        Cards travel every 10 s only, and one may be lost. Not asked for in every round: all answer.
+        """
+        if not self._lacks_card or self._round < self._hello_again_round:
+            return False
+        self._lacks_card = False
+        self._hello_again_round = self._round + self.settings.lease_rounds
+        return True
+
     def said_hello(self, now: float) -> None:
         """A hello has gone out (again, after a reconnect)."""
         if self._hello_at is None:
@@ -244,7 +260,11 @@ class Replica:
             if reader.state is not FeedState.LIVE
         ]
         pools = [router.pool for router in self.routers.values()]
-        reasons += [f"pool {pool.id}: no live worker" for pool in pools if pool.workers and not pool.targets]
+        reasons += [
+            f"pool {pool.id}: no live worker"
+            for pool in pools
+            if pool.workers and all(worker.silent for worker in pool.targets.values())
+        ]
         return reasons or ([] if any(pool.workers for pool in pools) else ["no worker is known"])
 
     def _missing(self, now: float) -> Iterable[str]:
@@ -265,8 +285,9 @@ class Replica:
         if not (worker.card.publishes_events and self.settings.pool.use_kv_events):
             return
         for rank in beat.ranks:
-            reader = self._reader(KvSource(pool_id, worker_id, rank.rank))
-            reader.heartbeat(rank.incarnation, rank.seq, now)
+            source = KvSource(pool_id, worker_id, rank.rank)
+            if self._reader(source).heartbeat(rank.incarnation, rank.seq, now):
+                self._leases.heard(source)
 
     def _reader(self, source: Feed) -> FeedReader:
         reader = self.readers.get(source)
@@ -295,6 +316,8 @@ class Replica:
             if isinstance(source, RouterSource):
                 self.counters.replicas_lost += 1
                 self._remove_router(source.router_id)
+            elif isinstance(source, KvSource):
+                self._unfollow(source)
 
     def _lose_workers(self, worker_ids: set[WorkerId]) -> None:
         for pool_id in {self._worker_pools[worker_id] for worker_id in worker_ids}:
@@ -322,20 +345,34 @@ class Replica:
     def _unfollow_worker(self, worker_id: WorkerId) -> None:
         for source in list(self.readers):
             if isinstance(source, KvSource) and source.worker_id == worker_id:
-                self.readers.pop(source).close()
+                self._unfollow(source)
+
+    def _unfollow(self, source: Feed) -> None:
+        """Its reader goes. A heartbeat begins a new one, which takes any incarnation."""
+        self._leases.forget(source)
+        reader = self.readers.pop(source, None)
+        if reader is not None:
+            reader.close()
 
     def _remove_router(self, router_id: RouterId) -> None:
         self.peers.pop(router_id, None)
         self._leases.forget(RouterSource(router_id))
         for source in list(self.readers):
             if isinstance(source, SyncSource) and source.router_id == router_id:
-                self.readers.pop(source).close()
+                self._unfollow(source)
         for router in self.routers.values():
             router.pool.active.free_owner(router_id)
 
     def _worker(self, worker_id: WorkerId) -> Worker | None:
         pool_id = self._worker_pools.get(worker_id)
         return self.routers[pool_id].pool.workers.get(worker_id) if pool_id else None
+
+
+def _is_card_missing(known: Worker | None, beat: WorkerBeat) -> bool:
+    """Whether the heartbeat speaks of a card that has not been seen."""
+    if beat.card is not None:
+        return False
+    return known is None or known.card_seen != (beat.incarnation, beat.card_version)
 
 
 def name(source: Feed) -> str:

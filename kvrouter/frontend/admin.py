@@ -13,10 +13,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvrouter.bus import Bus
+from kvrouter.core.events import TIERS
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.ids import Target
 from kvrouter.core.pool import Pool, Worker
 from kvrouter.core.replica import Replica, name
+from kvrouter.core.router import Router
 from kvrouter.core.sources import Feed, KvSource, SyncSource
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.openai import ModelEntry, models_body
@@ -82,10 +84,12 @@ class Admin:
         return web.Response(body=generate_latest(self._registry), headers=headers)
 
     async def workers(self, _request: web.Request) -> web.Response:
-        """Every target, and every feed this replica follows."""
+        """Every target, every feed this replica follows and its own: one plain call, as of one moment."""
+        self._feeds.flush()
         return _json(
             {
                 "router_id": self._replica.router_id,
+                "replica_sync": self._replica.settings.synced,
                 "namespace_peers": sorted(self._replica.peers),
                 "pools": [_pool(router.pool) for router in self._replica.routers.values()],
                 "targets": [
@@ -95,9 +99,7 @@ class Admin:
                     for row in self._targets(router.pool, worker)
                 ],
                 "feeds": [_feed(source, reader) for source, reader in self._replica.readers.items()],
-                "bookings": [
-                    _bookings(pool_id, router.pool) for pool_id, router in self._replica.routers.items()
-                ],
+                "bookings": [_bookings(pool_id, router) for pool_id, router in self._replica.routers.items()],
             }
         )
 
@@ -146,6 +148,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "blocks": pool.index.blocks(target),
         "device_blocks": count,
         "digest": f"{digest:016x}",
+        "tiers": list(_tier_sets(pool, worker, target)),
         "capacity_blocks": worker.capacity_blocks(),
         "charged_prefill_tokens": pool.active.charged_tokens(target),
         "active_blocks": pool.active.blocks(target),
@@ -161,9 +164,19 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
     }
 
 
+def _tier_sets(pool: Pool, worker: Worker, target: Target) -> Iterator[dict[str, Any]]:
+    """The nested sets; one that no block has widened yet is equal to the narrower one."""
+    shown = (0, 0)
+    for tier in TIERS[: worker.tier_sets()]:
+        shown = max(shown, pool.index.digest(target, tier), key=lambda held: held[0])
+        yield {"tier": tier, "blocks": shown[0], "digest": f"{shown[1]:016x}"}
+
+
 def _feed(source: Feed, reader: FeedReader) -> dict[str, Any]:
     return {
         "feed": name(source),
+        "pool": source.pool,
+        "owner": source.router_id if isinstance(source, SyncSource) else str(source.target),
         "kind": "sync" if isinstance(source, SyncSource) else "kv",
         "state": reader.state.value,
         "incarnation": reader.incarnation,
@@ -174,9 +187,11 @@ def _feed(source: Feed, reader: FeedReader) -> dict[str, Any]:
     }
 
 
-def _bookings(pool_id: str, pool: Pool) -> dict[str, Any]:
+def _bookings(pool_id: str, router: Router) -> dict[str, Any]:
+    pool = router.pool
     return {
         "pool": pool_id,
+        "own_feed": {"incarnation": router.source.incarnation, "seq": router.source.seq},
         "owners": {
             router_id: {"count": count, "digest": f"{pool.active.digest(router_id)[1]:016x}"}
             for router_id, count in pool.active.owners().items()
@@ -200,6 +215,9 @@ def samples(replica: Replica, feeds: Feeds, bus: Bus) -> Iterator[Sample]:
     yield "kvrouter_bus_published", "counter", "Messages sent", {}, bus.counters.published
     yield "kvrouter_bus_unsent", "counter", "Messages not sent (NATS away, or full)", {}, bus.counters.unsent
     yield "kvrouter_bus_received", "counter", "Messages received", {}, bus.counters.received
+    sent, got = bus.counters.published_bytes, bus.counters.received_bytes
+    yield "kvrouter_bus_published_bytes", "counter", "Payload bytes sent", {}, sent
+    yield "kvrouter_bus_received_bytes", "counter", "Payload bytes received", {}, got
     drops = bus.counters.slow_consumer_drops + feeds.inbox_drops
     yield "kvrouter_bus_dropped", "counter", "Messages dropped because this replica was slow", {}, drops
     yield "kvrouter_bus_errors", "counter", "Messages that raised an error here: bugs", {}, feeds.errors

@@ -73,11 +73,11 @@ class Feeds:
         """Something was booked, marked or freed: tell the peers at the end of this loop turn."""
         if not self._flush_is_due:
             self._flush_is_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
 
     def leave(self) -> None:
         """Say goodbye; the peers drop this replica's bookings at once."""
-        self._flush()
+        self.flush()
         self.state = "leave"
         self._publish_heartbeat()
 
@@ -170,13 +170,14 @@ class Feeds:
         router = self._replica.routers.get(PoolId(str(request.part)))
         if router is None or not reply:
             return
-        self._flush()  # so that the answer is as of everything that has happened
+        self.flush()  # so that the answer is as of everything that has happened
         now = asyncio.get_running_loop().time()
         self._bus.publish(reply, router.source.answer(request, self._bus.max_payload, now))
 
     # What is sent
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Publish, numbered, what has happened to own bookings: afterwards they are as of the feed's seq."""
         self._flush_is_due = False
         for pool_id, router in self._replica.routers.items():
             self._publish_frames(pool_id, router.frames())
@@ -196,7 +197,7 @@ class Feeds:
         self._publish_heartbeat()
 
     def _answer_hello(self, _subject: str, _data: bytes, _reply: str) -> None:
-        self._flush()
+        self.flush()
         self._publish_heartbeat()
 
     async def _beat_forever(self) -> None:
@@ -204,6 +205,8 @@ class Feeds:
             self._replica.next_round(asyncio.get_running_loop().time())
             for pool_id, router in self._replica.routers.items():
                 self._publish_frames(pool_id, router.check_frames())
+            if self._replica.wants_hello():
+                self._bus.publish(self._subjects.hello, b"")
             self._publish_heartbeat()
             await asyncio.sleep(self._heartbeat_s)
 

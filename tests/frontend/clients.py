@@ -90,15 +90,15 @@ class Client:
             return b"", False
 
     async def _chunks(self) -> tuple[bytes, bool]:
-        body = b""
+        body = bytearray()
         try:
             while size := int((await self.reader.readuntil(b"\r\n")).partition(b";")[0], 16):
                 body += (await self.reader.readexactly(size + 2))[:-2]
             while await self.reader.readuntil(b"\r\n") != b"\r\n":
                 pass  # trailers
         except (asyncio.IncompleteReadError, ConnectionError):
-            return body, False
-        return body, True
+            return bytes(body), False
+        return bytes(body), True
 
     async def read_until(self, text: bytes) -> bytes:
         """What comes, up to and with this text."""

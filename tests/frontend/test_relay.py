@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -31,9 +33,9 @@ from tests.frontend.workers import (
 ONE = SSE_HEAD + chunk(event("a"))
 
 
-def texts(events: list[dict[str, object]]) -> list[object]:
+def texts(events: list[Any]) -> list[str]:
     """The texts of the events, and the types of the errors."""
-    return [each["error"]["type"] if "error" in each else each["choices"][0]["text"] for each in events]  # type: ignore[index]
+    return [each["error"]["type"] if "error" in each else each["choices"][0]["text"] for each in events]
 
 
 async def test_plain_answer(fleet_of: FleetOf) -> None:
@@ -91,9 +93,12 @@ async def test_until_close(fleet_of: FleetOf) -> None:
 
 async def test_no_content(fleet_of: FleetOf) -> None:
     """A 204 has no body, and the connection stays."""
-    async with fleet_of(
-        scripts=(in_turn(says(b"HTTP/1.1 204 No Content\r\ncontent-length: 0\r\n\r\n"), OK),)
-    ) as fleet, fleet.connected() as client:
+    async with (
+        fleet_of(
+            scripts=(in_turn(says(b"HTTP/1.1 204 No Content\r\ncontent-length: 0\r\n\r\n"), OK),)
+        ) as fleet,
+        fleet.connected() as client,
+    ):
         assert 204 == (await client.ask(BODY)).status
         assert 200 == (await client.ask(BODY)).status
 
@@ -145,11 +150,11 @@ async def test_death_between_chunks(fleet_of: FleetOf, failure: str) -> None:
         assert b"kvrouter_broken_streams_total 1.0" in (await fleet.get("/metrics")).body
 
 
-@pytest.mark.parametrize("kill", [says_and_resets, says_and_closes])
+@pytest.mark.parametrize("dies", [says_and_resets, says_and_closes])
 @pytest.mark.parametrize("rest", [b"4", b"40\r", b"40\r\ndata: {", b"5\r\nhello", b"0\r\n"])
-async def test_death_within_a_chunk(fleet_of: FleetOf, rest: bytes, kill: type[Script]) -> None:
+async def test_death_within_a_chunk(fleet_of: FleetOf, rest: bytes, dies: Callable[..., Script]) -> None:
     """A worker that dies within a chunk: the client's connection breaks too, so nothing looks whole."""
-    async with fleet_of(scripts=(kill(ONE, rest),)) as fleet:  # type: ignore[call-arg]
+    async with fleet_of(scripts=(dies(ONE, rest),)) as fleet:
         response = await fleet.ask(STREAM)
 
         assert not response.is_whole
@@ -161,9 +166,8 @@ async def test_death_of_a_body_without_length(fleet_of: FleetOf) -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
     async with fleet_of(scripts=(says_and_resets(head, event("a")),)) as fleet, fleet.connected() as client:
         client.send(STREAM)
-        await client.read_until(b'"text": "a"')
+        await client.read_until(event("a"))
 
-        assert not (await client.reader.readuntil(b"\n\n")).strip(b'}], "finish_reason": null\n')
         with pytest.raises(ConnectionResetError):
             await client.reader.read()
 
@@ -243,27 +247,21 @@ async def test_slow_client(fleet_of: FleetOf) -> None:
             sent += 1
         wire.writer.write(LAST_CHUNK)
 
-    async with fleet_of("--idle-timeout", "0.05", scripts=(script,)) as fleet, fleet.connected() as client:
+    async with fleet_of("--idle-timeout", "0.3", scripts=(script,)) as fleet, fleet.connected() as client:
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         client.send(STREAM)
-        (attempt,) = await running_attempts(fleet)
+        running = fleet.frontend.completions._running
+        await until(lambda: running, "the request runs")
+        (attempt,) = running
         await until(lambda: attempt._resuming, "the worker is paused")
-        await asyncio.wait([attempt.outcome], timeout=0.2)  # four idle timeouts: waiting is no silence
+        await asyncio.wait([attempt.outcome], timeout=0.4)  # longer than the idle timeout
         assert not attempt.outcome.done()
         assert sent < count / 2
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
         response = await client.response()
-        print(fleet.trouble.logs, sent)
 
         assert response.is_whole
         assert count == sent == len(response.events)
-
-
-async def running_attempts(fleet: object) -> list[object]:
-    """The attempts under way, as soon as there are any."""
-    running = fleet.frontend.completions._running  # type: ignore[attr-defined]
-    await until(lambda: running, "the request runs")
-    return list(running)
 
 
 async def test_paused_connection_is_resumed(fleet_of: FleetOf) -> None:

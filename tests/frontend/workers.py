@@ -92,6 +92,8 @@ class Wire:
     async def send(self, *pieces: bytes) -> None:
         """Write piece after piece, each read by itself."""
         for piece in pieces:
+            if self.writer.is_closing():
+                raise ConnectionResetError
             self.writer.write(piece)
             await self.writer.drain()
             await turns()

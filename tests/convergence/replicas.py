@@ -1,0 +1,305 @@
+"""A replica on the simulated bus: the real Replica, driven as `frontend/feeds.py` drives it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+from kvrouter.bus.subjects import Subjects
+from kvrouter.core.active import ActiveTable
+from kvrouter.core.beats import State
+from kvrouter.core.beats import encode as encode_beat
+from kvrouter.core.cost import Prompt
+from kvrouter.core.events import (
+    AddRequest,
+    Free,
+    MarkPrefillCompleted,
+    Op,
+    Progress,
+    ReplayRequest,
+    decode_request,
+)
+from kvrouter.core.events import encode as encode_request
+from kvrouter.core.feed import FeedReader
+from kvrouter.core.ids import BookingKey, PoolId, RouterId
+from kvrouter.core.policy import Policy, PolicyState, RouteRequest
+from kvrouter.core.replica import Replica, ReplicaSettings
+from kvrouter.core.router import Router
+from kvrouter.core.sinks import FeedSink
+from kvrouter.core.sources import Feed, KvSource, RouterSource, SyncSource, WorkerSource
+from kvrouter.frontend.feeds import ANSWER_TIMEOUT_S, RECOVERIES, TICK_S
+from kvrouter.policies.kv import Kv
+from tests.convergence.bus import Agenda, Line, Net, Process
+from tests.convergence.engines import BLOCK_SIZE, HEARTBEAT_S, LIBRARY, LIBRARY_SIZE, NAMESPACE
+from tests.convergence.truth import Histories, booking_facts, check_live_copies
+
+SWEEPS = 600
+"""Steps of tidying at a time: two slots' worth. Nobody looks in between."""
+
+
+Running = tuple[PoolId, BookingKey]
+"""A request in flight; bookings are counted per pool."""
+
+
+class WatchedSink:
+    """A peer's sync feed; no moment of a booking may come before its AddRequest, nor after its Free."""
+
+    def __init__(self, sink: FeedSink, active: ActiveTable, owner: RouterId) -> None:
+        self._sink = sink
+        self._active = active
+        self._owner = owner
+        self.reset, self.agrees = sink.reset, sink.agrees
+        self.begin_load, self.load = sink.begin_load, sink.load
+        self.finish_load, self.abandon_load = sink.finish_load, sink.abandon_load
+
+    def apply(self, op: Op, now: float) -> bool:
+        """Look, then apply."""
+        if isinstance(op, AddRequest | MarkPrefillCompleted | Progress | Free):
+            is_known = self._active.booking(BookingKey(self._owner, op.number)) is not None
+            assert is_known is not isinstance(op, AddRequest), f"{op} of {self._owner}: known {is_known}"
+        return self._sink.apply(op, now)
+
+
+class WatchedReplica(Replica):
+    """A replica with small rings, whose copies of bookings are watched."""
+
+    ring_frames = 4096
+
+    def router(self, pool_id: PoolId) -> Router:
+        """The router of a pool."""
+        router = super().router(pool_id)
+        router.source._ring_frames = self.ring_frames
+        return router
+
+    def _new_reader(self, source: Feed) -> FeedReader:
+        reader = super()._new_reader(source)
+        if isinstance(source, SyncSource):
+            active = self.router(source.pool).pool.active
+            reader._sink = WatchedSink(reader._sink, active, source.router_id)
+        return reader
+
+
+class SimReplica(Process):
+    """A frontend in one life."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        net: Net,
+        rng: random.Random,
+        number: int,
+        *,
+        incarnation: int,
+        histories: Histories,
+        ring: int,
+    ) -> None:
+        super().__init__(agenda, skew_s=rng.uniform(-1e4, 1e6))
+        self.line = Line(net, self, number)
+        self.state: State = "up"
+        self.replica = WatchedReplica(
+            ReplicaSettings(synced=True), RouterId(f"r{number}"), incarnation, self._new_policy,
+            chance=rng.random, clock=self.now,
+        )  # fmt: skip
+        self.replica.ring_frames = ring
+        self.running: dict[Running, int] = {}
+        """Own requests in flight, with the tokens of their answers so far: the ledger."""
+        self._rng = rng
+        self._histories = histories
+        self._subjects = Subjects(NAMESPACE)
+        self._inbox: deque[tuple[str, bytes]] = deque()
+        self._is_drain_due = False
+        self._is_flush_due = False
+        self._recoveries = 0
+        self._was_ready = False
+
+    def _new_policy(self) -> tuple[Policy, PolicyState]:
+        return Kv(), PolicyState(self._rng.random)
+
+    def start(self) -> None:
+        """Listen, connect, beat."""
+        subjects = self._subjects
+        self.line.listen(subjects.live, self._receive)
+        self.line.listen(subjects.hello, lambda *_: self._answer_hello())
+        self.line.listen(subjects.sync_replay(self.replica.router_id), self._answer_replay)
+        self.line.on_connect(self._say_hello)
+        self.line.connect()
+        self._beat()
+        self._tick()
+
+    def leave(self) -> None:
+        """An orderly end: what runs has finished, then goodbye."""
+        self.drain_requests()
+        self._flush()
+        self.state = "leave"
+        self._publish_heartbeat()
+        self.kill()
+
+    # Requests
+
+    def act(self, rng: random.Random) -> None:
+        """A client's request begins, goes on or ends."""
+        if not self.running or (len(self.running) < 12 and rng.random() < 0.4):
+            self.place(rng)
+            return
+        running = rng.choice(sorted(self.running))
+        router, key = self.replica.router(running[0]), running[1]
+        match rng.choice(("first byte", "progress", "free", "retry")):
+            case "first byte":
+                router.first_byte(key, self.now())
+            case "progress":
+                self.running[running] += rng.randrange(1, 6)
+                router.progress(key, self.running[running])
+            case "free":
+                self.free(running)
+            case "retry":
+                self.free(running)
+                self.place(rng)
+        self._flush_soon()
+
+    def drain_requests(self) -> None:
+        """All answers have been sent."""
+        for running in list(self.running):
+            self.free(running)
+        self._flush_soon()
+
+    def place(self, rng: random.Random) -> None:
+        """A request begins, if there is anybody to send it to."""
+        pools = [router for _, router in sorted(self.replica.routers.items()) if router.pool.targets]
+        if not pools:
+            return
+        hashes = LIBRARY.hashes(rng.randrange(LIBRARY_SIZE))
+        request = RouteRequest("req", (Prompt(hashes, BLOCK_SIZE * len(hashes) + rng.randrange(2)),))
+        router = rng.choice(pools)
+        placement = router.route(request, self.now(), streamed=rng.random() < 0.7)
+        self.running[router.pool.id, placement.key] = 0
+        self._flush_soon()
+
+    def free(self, running: Running) -> None:
+        """It ends."""
+        del self.running[running]
+        self.replica.router(running[0]).free(running[1])
+
+    # As Feeds does it
+
+    def _receive(self, subject: str, data: bytes, _reply: str) -> None:
+        self._inbox.append((subject, data))
+        self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        if not self._is_drain_due:
+            self._is_drain_due = True
+            self.after(self._rng.uniform(0.0, 0.002), self._drain_slice)
+
+    def _drain_slice(self) -> None:
+        self._is_drain_due = False
+        now = self.now()
+        for _ in range(min(len(self._inbox), self._rng.randrange(1, 8))):
+            self._dispatch(*self._inbox.popleft(), now)
+        self._ask()
+        has_work = self._work(now)
+        if not has_work:
+            self._ask()
+        self.look()
+        if self._inbox or has_work:
+            self._drain_soon()
+
+    def _work(self, now: float) -> bool:
+        """One slice of a snapshot, or some sweeping; returns whether there is more."""
+        is_loading = any(reader.is_loading for reader in self.replica.readers.values())
+        return all(self.replica.work(now) for _ in range(1 if is_loading else SWEEPS))
+
+    def _dispatch(self, subject: str, data: bytes, now: float) -> None:
+        match self._subjects.parse_live(subject):
+            case KvSource() as source:
+                self.replica.kv_frame(source, data, now)
+            case SyncSource() as source:
+                self.replica.sync_frame(source, data, now)
+            case WorkerSource(worker_id):
+                self.replica.worker_heard(worker_id, data, now)
+            case RouterSource(router_id):
+                self.replica.router_heard(router_id, data, now)
+            case None:
+                raise AssertionError(f"who sends on {subject}?")
+
+    def look(self) -> None:
+        """Every moment: live copies are exact, and readiness is for ever."""
+        check_live_copies(self.replica, self._histories)
+        is_ready = not self.replica.not_ready(self.now())
+        assert is_ready or not self._was_ready, "it was ready, and no longer is"
+        self._was_ready = is_ready
+
+    def _ask(self) -> None:
+        for source, request in self.replica.due(self.now(), RECOVERIES - self._recoveries):
+            self._recover(source, request)
+
+    def _recover(self, source: Feed, request: ReplayRequest) -> None:
+        def answered(data: bytes) -> None:
+            self._recoveries -= 1
+            self.replica.answered(source, data, self.now())
+            self.look()
+            self._drain_soon()
+
+        def failed() -> None:
+            self._recoveries -= 1
+            self.replica.failed(source, self.now())
+
+        self._recoveries += 1
+        subject, payload = self._subjects.replay(source), encode_request(request)
+        self.line.request(subject, payload, ANSWER_TIMEOUT_S, answered, failed)
+
+    def _answer_replay(self, _subject: str, data: bytes, reply: str) -> None:
+        request = decode_request(data)
+        router = self.replica.routers.get(PoolId(str(request.part)))
+        if router is not None:
+            self._flush()
+            self.line.publish(reply, router.source.answer(request, self.line.max_payload, self.now()))
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self.after(0.0, self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        self._publish(Router.frames)
+
+    def _publish(self, frames_of: Callable[[Router], list[bytes]]) -> None:
+        router_id = self.replica.router_id
+        for pool_id, router in self.replica.routers.items():
+            frames = frames_of(router)
+            source = SyncSource(pool_id, router_id)
+            facts = booking_facts(self.replica, pool_id, router_id)
+            self._histories.note(source, self.replica.incarnation, router.source.seq, facts)
+            for frame in frames:
+                self.line.publish(self._subjects.live_sync(pool_id, router_id), frame)
+
+    def _publish_heartbeat(self) -> None:
+        beat = self.replica.heartbeat(self.state, "")
+        self.line.publish(self._subjects.live_router(self.replica.router_id), encode_beat(beat))
+
+    def _say_hello(self) -> None:
+        self.line.publish(self._subjects.hello, b"")
+        self.replica.said_hello(self.now())
+        self._publish_heartbeat()
+
+    def _answer_hello(self) -> None:
+        self._flush()
+        self._publish_heartbeat()
+
+    def _beat(self) -> None:
+        self.replica.next_round(self.now())
+        self._publish(Router.check_frames)
+        if self.replica.wants_hello():
+            self.line.publish(self._subjects.hello, b"")
+        self._publish_heartbeat()
+        self.after(HEARTBEAT_S, self._beat)
+
+    def _tick(self) -> None:
+        now = self.now()
+        for router in self.replica.routers.values():
+            for key in router.due(now):
+                router.mark_prefill_completed(key, now)
+                self._flush_soon()
+        self._ask()
+        self.after(TICK_S, self._tick)

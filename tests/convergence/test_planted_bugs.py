@@ -1,0 +1,113 @@
+"""The harness itself: with a bug planted in the protocol it must see the property fail."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, settings
+
+from kvrouter.core import replica as replica_module
+from kvrouter.core.events import decode_frame
+from kvrouter.core.feed import FeedReader, FeedState
+from kvrouter.core.lease import Leases
+from tests.convergence.plans import histories
+from tests.convergence.replicas import WatchedReplica
+from tests.convergence.world import Setup, Step, World, live_through
+
+ENOUGH_HISTORIES = 60
+"""By far: without the bug, thousands pass."""
+
+
+def is_seen(history: tuple[Setup, list[Any]]) -> bool:
+    """Whether the property fails."""
+    try:
+        live_through(*history)
+    except AssertionError:
+        return True
+    return False
+
+
+def assert_seen() -> None:
+    """Some history of a fixed series shows the bug; raises NoSuchExample if none does."""
+    few = settings(
+        max_examples=ENOUGH_HISTORIES,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    find(histories, is_seen, settings=few, random=random.Random(1))
+
+
+class SeesNoGaps(FeedReader):
+    """Whatever comes is taken for the next frame, and what a heartbeat counts for applied."""
+
+    def frame(self, data: bytes, now: float) -> None:
+        """Never mind the number."""
+        decoded = decode_frame(data)
+        if self.state is FeedState.LIVE and decoded.incarnation == self.incarnation:
+            self.seq = max(self.seq, decoded.seq - 1)
+        super().frame(data, now)
+
+    def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
+        """Never mind the lost tail."""
+        if self.state is FeedState.LIVE and incarnation == self.incarnation:
+            self.seq = max(self.seq, seq)
+        return super().heartbeat(incarnation, seq, now)
+
+
+class HoldsNothing(FeedReader):
+    """What comes during a snapshot is taken for applied; it went into the slot that is replaced."""
+
+    _is_loaded = False
+
+    def _hold(self, *_: object) -> None:
+        """Forget it."""
+
+    def _finish_load(self, *facts: Any) -> None:
+        self._is_loaded = True
+        super()._finish_load(*facts)
+
+    def _catch_up(self, now: float) -> None:
+        if self._is_loaded:
+            self.seq, self._is_loaded = max(self.seq, self.source_seq), False
+        super()._catch_up(now)
+
+
+def test_gap_detection_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the property fails."""
+    monkeypatch.setattr(replica_module, "FeedReader", SeesNoGaps)
+
+    assert_seen()
+
+
+def test_holding_live_frames_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames that come while a snapshot is loaded must not be lost with the old slot."""
+    monkeypatch.setattr(replica_module, "FeedReader", HoldsNothing)
+
+    assert_seen()
+
+
+def test_leases_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them the dead stay."""
+    monkeypatch.setattr(Leases, "round", lambda *_: [])
+
+    assert_seen()
+
+
+def test_rounds_must_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were rounds counted when they are begun, a deaf replica would drop everybody."""
+
+    def next_round(self: WatchedReplica, now: float) -> None:
+        super(WatchedReplica, self).next_round(now)
+        self._lose(self._leases.round(self._round))
+
+    monkeypatch.setattr(WatchedReplica, "next_round", next_round, raising=False)
+    world = World(Setup())
+    world.agenda.run(3.0)
+
+    world.follow([Step("deaf", who=0, seconds=9.0, wait=9.0)])
+
+    assert world.replicas()[0].replica.counters.replicas_lost

@@ -1,0 +1,206 @@
+"""What owners hold, frame by frame, and whether the copies are the same.
+
+While faults run, one thing must be true at every moment: a reader that is live at frame n of an
+incarnation holds exactly what the owner held after frame n. Afterwards: everything everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvrouter.core.events import TIERS
+from kvrouter.core.feed import FeedState
+from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId
+from kvrouter.core.replica import Replica
+from kvrouter.core.sources import Feed, SyncSource
+from kvrouter.worker.engine_blocks import EngineBlocks
+from tests.worker.closed_sets import ClosedSets
+
+if TYPE_CHECKING:
+    from tests.convergence.engines import SimAgent
+    from tests.convergence.replicas import SimReplica
+    from tests.convergence.world import World
+
+Facts = tuple[tuple[int, int], ...]
+"""Counts and digests: of each tier set, or of the bookings."""
+
+_MASK64 = (1 << 64) - 1
+
+
+class Histories:
+    """What each feed's owner held after each frame."""
+
+    def __init__(self) -> None:
+        self._facts: dict[tuple[Feed, int], dict[int, Facts]] = {}
+
+    def note(self, source: Feed, incarnation: int, seq: int, facts: Facts) -> None:
+        """The owner's state after this frame."""
+        self._facts.setdefault((source, incarnation), {})[seq] = facts
+
+    def facts(self, source: Feed, incarnation: int, seq: int) -> Facts | None:
+        """What was noted; None for a frame that was sent together with the next."""
+        return self._facts.get((source, incarnation), {}).get(seq)
+
+
+def published_facts(blocks: EngineBlocks) -> Facts:
+    """Of the three tier sets; one that holds nothing more is as the narrower one."""
+    return _tier_facts(published_sets(blocks))
+
+
+def published_sets(blocks: EngineBlocks) -> list[set[int]]:
+    """The three tier sets an agent has published."""
+    return ClosedSets().apply(blocks.state_ops()).tiers
+
+
+def _tier_facts(sets: list[set[int]]) -> Facts:
+    return tuple((len(held), sum(held) & _MASK64) for held in sets)
+
+
+def booking_facts(replica: Replica, pool_id: PoolId, router_id: RouterId) -> Facts:
+    """Of one replica's bookings, as this one has them."""
+    return (replica.router(pool_id).pool.active.digest(router_id),)
+
+
+def copied_facts(replica: Replica, source: Feed) -> Facts:
+    """Of a feed, as this replica has it."""
+    if isinstance(source, SyncSource):
+        return booking_facts(replica, source.pool, source.router_id)
+    index = replica.router(source.pool).pool.index
+    facts: list[tuple[int, int]] = []
+    for tier in TIERS:
+        digest = index.digest(source.target, tier)
+        facts.append(facts[-1] if facts and not digest[0] else digest)  # no such set: the narrower one
+    return tuple(facts)
+
+
+def check_live_copies(replica: Replica, histories: Histories) -> None:
+    """Raise if a live reader's copy is not what the owner held after that frame, or an owner is a ghost."""
+    for source, reader in replica.readers.items():
+        if reader.state is FeedState.LIVE:
+            expected = histories.facts(source, reader.incarnation, reader.seq)
+            held = copied_facts(replica, source)
+            assert expected in (None, held), f"{source} at {reader.seq}: {held} is not {expected}"
+        counters = reader.counters
+        assert not counters.digest_mismatches, f"{source}: a Check differed"
+        assert not counters.contradictions, f"{source}: contradicts what is held"
+        assert not counters.malformed, f"{source}: malformed"
+    for pool_id, router in replica.routers.items():
+        for owner in router.pool.active.owners():
+            is_followed = SyncSource(pool_id, owner) in replica.readers
+            assert is_followed or owner == replica.router_id, f"bookings of {owner}, whom nobody follows"
+
+
+def check_tables(replica: Replica) -> None:
+    """Raise if an invariant of a table is broken."""
+    for router in replica.routers.values():
+        pool = router.pool
+        pool.index.check()
+        pool.active.check()
+        for target in pool.targets:
+            assert pool.active.requests(target) >= 0, f"{target}: a negative number of requests"
+            assert pool.active.charged_tokens(target) >= 0, f"{target}: negative prefill tokens"
+
+
+def differences(world: World) -> list[str]:
+    """Where any copy is not its owner's truth; empty when all agree."""
+    return [difference for sim in world.replicas() for difference in _differences_at(sim.replica, world)]
+
+
+def _differences_at(replica: Replica, world: World) -> Iterator[str]:
+    me = replica.router_id
+    expected, followed = dict(_expected_feeds(replica, world)), replica.readers.keys()
+    if followed != expected.keys():
+        yield f"{me} follows {followed - expected.keys()} too much, lacks {expected.keys() - followed}"
+        return
+    if set(replica.peers) != {sim.replica.router_id for sim in world.replicas()} - {me}:
+        yield f"{me} has the peers {set(replica.peers)}"
+    yield from _differences_of_workers(replica, world)
+    for source, incarnation in expected.items():
+        yield from _differences_of_reader(replica, source, incarnation)
+    for sim in world.replicas():
+        yield from _differences_of_bookings(replica, sim)
+    for agent in world.agents():
+        yield from _differences_of_index(replica, agent, world)
+    yield from _leaks(replica, world)
+
+
+def _expected_feeds(replica: Replica, world: World) -> Iterator[tuple[Feed, int]]:
+    """Every feed of others, with its incarnation."""
+    for agent in world.agents():
+        yield from ((publisher.source, publisher.incarnation) for publisher in agent.publishers)
+    for peer in (sim.replica for sim in world.replicas() if sim.replica is not replica):
+        yield from ((SyncSource(pool_id, peer.router_id), peer.incarnation) for pool_id in peer.routers)
+
+
+def _differences_of_workers(replica: Replica, world: World) -> Iterator[str]:
+    """Workers known here are those that live; the last of a pool are kept, as silent, if none is up."""
+    for pool_id, router in replica.routers.items():
+        live = {WorkerId(agent.card.worker_id): agent for agent in world.agents() if agent.pool_id == pool_id}
+        has_any_up = any(agent.state == "up" for agent in live.values())
+        for worker_id, worker in router.pool.workers.items():
+            agent, seen = live.get(worker_id), (worker.incarnation, worker.state, worker.silent)
+            if agent is not None and seen != (agent.incarnation, agent.state, False):
+                yield f"{replica.router_id}: {worker_id} is known as {seen}"
+            if worker_id not in live and (has_any_up or not worker.silent):
+                yield f"{replica.router_id}: dead {worker_id} is kept"
+        if set(live) - set(router.pool.workers):
+            yield f"{replica.router_id}: lacks {set(live) - set(router.pool.workers)}"
+
+
+def _differences_of_reader(replica: Replica, source: Feed, incarnation: int) -> Iterator[str]:
+    reader, me = replica.readers[source], replica.router_id
+    if reader.incarnation != incarnation:
+        yield f"{me}: {source} is of incarnation {reader.incarnation}, not {incarnation}"
+    if reader.state is not FeedState.LIVE or reader.lag or reader.flag:
+        yield f"{me}: {source} is {reader.state.value}, {reader.lag} behind, {reader.flag!r}"
+
+
+def _differences_of_bookings(replica: Replica, owner: SimReplica) -> Iterator[str]:
+    """The ledger says what runs, the owner's table how it stands, the copies are like it."""
+    name = owner.replica.router_id
+    for pool_id in set(replica.routers) | set(owner.replica.routers):
+        copies, own = (side.router(pool_id).pool.active.bookings(name) for side in (replica, owner.replica))
+        if sorted(map(repr, copies)) != sorted(map(repr, own)):
+            yield f"{replica.router_id} has {len(copies)} of {name}'s {len(own)} bookings"
+        if {(pool_id, booking.key) for booking in own} != {key for key in owner.running if key[0] == pool_id}:
+            yield f"{name} lost bookings of its own"
+
+
+def _differences_of_index(replica: Replica, agent: SimAgent, world: World) -> Iterator[str]:
+    index = replica.router(agent.pool_id).pool.index
+    for publisher in agent.publishers:
+        target, sets = publisher.source.target, published_sets(publisher.blocks)
+        if copied_facts(replica, publisher.source) != _tier_facts(sets):
+            yield f"{replica.router_id}: the digest of {target} is off"
+        for tier, held in zip(TIERS, sets, strict=True):
+            if {hash_ for hash_ in world.universe if index.holds(target, hash_, tier)} != held:
+                yield f"{replica.router_id}: {target} holds other blocks in {tier}"
+        yield from _differences_of_overlap(replica, target, sets[0], world)
+
+
+def _differences_of_overlap(
+    replica: Replica, target: Target, device: set[int], world: World
+) -> Iterator[str]:
+    index = replica.router(world.pool_of(target)).pool.index
+    for chain in world.chains:
+        depth = next((n for n, hash_ in enumerate(chain) if hash_ not in device), len(chain))
+        if index.overlap(chain).get(target, 0) != depth:
+            yield f"{replica.router_id}: overlap with {target} is not {depth}"
+
+
+def _leaks(replica: Replica, world: World) -> Iterator[str]:
+    """What nobody owns any longer: bookings, targets, slots, rows."""
+    alive = {sim.replica.router_id for sim in world.replicas()}
+    targets = {publisher.source.target for agent in world.agents() for publisher in agent.publishers}
+    for pool_id, router in replica.routers.items():
+        pool = router.pool
+        if not pool.active.owners().keys() <= alive:
+            yield f"{replica.router_id}: phantoms of {pool.active.owners().keys() - alive}"
+        if not set(pool.index.targets()) <= targets:
+            yield f"{replica.router_id}: blocks of {set(pool.index.targets()) - targets}"
+        sets = [tier_set for holding in pool.index._holdings.values() for tier_set in holding.sets]
+        if pool.index._slots.live.bit_count() != len(sets):
+            yield f"{replica.router_id}: slots that nobody owns in {pool_id}"
+        if len(pool.index) != len({h for agent in world.agents() for h in agent.blocks(pool_id)}):
+            yield f"{replica.router_id}: rows that nobody holds in {pool_id}"

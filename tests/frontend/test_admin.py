@@ -1,0 +1,229 @@
+"""What operators and load balancers see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvrouter.core.beats import RankBeat, WorkerBeat, encode
+from kvrouter.core.events import VERSION
+from kvrouter.core.ids import WorkerId
+from kvrouter.frontend.options import parse_options
+from kvrouter.frontend.serve import running_frontend
+from kvrouter.version import __version__
+from tests.conftest import NatsServer
+from tests.frontend.clients import Response, get
+from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf, no_trouble, running_fleet
+from tests.frontend.workers import OK, SSE_HEAD, FakeWorker, chunk, event, says_and_stalls, until
+
+
+async def until_ready(url: str, status: int = 200) -> Response:
+    """The first answer of /ready with this status."""
+    while True:
+        response = await get(url, "/ready")
+        if response.status == status:
+            return response
+
+
+async def test_live(fleet_of: FleetOf) -> None:
+    """/live is 200, workers or not."""
+    async with fleet_of(scripts=()) as fleet:
+        assert (200, b"ok\n") == ((await fleet.get("/live")).status, (await fleet.get("/live")).body)
+
+
+async def test_ready(fleet_of: FleetOf) -> None:
+    """/ready is 200 as soon as a worker is known and everyone had time to answer the hello."""
+    async with fleet_of() as fleet:
+        assert {"status": "ready", "reasons": []} == (await until_ready(fleet.url)).json
+
+
+async def test_not_ready_without_workers(fleet_of: FleetOf) -> None:
+    """Until a worker has been seen /ready is 503, and says why."""
+    async with fleet_of(scripts=()) as fleet:
+        response = await fleet.get("/ready")
+
+        assert (503, "starting") == (response.status, response.json["status"])
+        assert "no worker has been seen" in response.json["reasons"]
+
+
+async def test_not_ready_while_a_feed_recovers(fleet_of: FleetOf) -> None:
+    """A feed that is behind keeps a starting replica from being ready."""
+    async with fleet_of() as fleet:
+        fleet.announce(fleet.workers[0], publishes_events=True)
+        beat = WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 1, 7)], 1)
+        fleet.bus.publish(fleet.subjects.live_worker(WorkerId("w0")), encode(beat))
+        await until(lambda: fleet.frontend.replica.readers, "the feed is followed")
+        response = await fleet.get("/ready")
+        health = await fleet.get("/health")
+
+        assert 503 == response.status
+        assert "kv w0/0: recovering, 7 frames behind" in response.json["reasons"]
+        assert (200, "degraded") == (health.status, health.json["status"])
+
+
+async def test_ready_timeout(fleet_of: FleetOf) -> None:
+    """After --ready-timeout it is ready with what there is, and says so until all is well."""
+    async with fleet_of("--ready-timeout", "0", scripts=()) as fleet:
+        responses = [await fleet.get("/ready") for _ in range(2)]
+        worker = FakeWorker("late", OK, "http://127.0.0.1:1")
+        fleet.announce(worker)
+        await until(lambda: fleet.targets(fleet.frontend), "the worker is seen")
+        later = await fleet.get("/ready")
+
+        assert [(200, "degraded")] * 2 == [(each.status, each.json["status"]) for each in responses]
+        assert all("--ready-timeout 0 s passed" in each.json["reasons"][0] for each in responses)
+        assert {"status": "ready", "reasons": []} == later.json
+
+
+async def test_once_ready_always_ready(fleet_of: FleetOf) -> None:
+    """When all workers go down /ready stays 200: or the balancer would take out every replica at once."""
+    async with fleet_of() as fleet:
+        await until_ready(fleet.url)
+        fleet.announce(fleet.workers[0], state="down")
+        await until(lambda: not fleet.targets(fleet.frontend), "the worker is down")
+        response = await fleet.get("/ready")
+
+        assert (200, "degraded") == (response.status, response.json["status"])
+        assert [f"pool {POOL}: no live worker"] == response.json["reasons"]
+
+
+async def test_draining(fleet_of: FleetOf) -> None:
+    """While draining /ready is 503, and answers close their connections."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        await until_ready(fleet.url)
+        fleet.frontend.drain()
+        ready, answered = await fleet.get("/ready"), await client.ask(BODY)
+
+        assert (503, {"status": "draining"}) == (ready.status, ready.json)
+        assert (200, "close") == (answered.status, answered.header("connection"))
+        assert await client.is_closed()
+        assert "close" == (await fleet.ask(b"{")).header("connection")
+
+
+async def test_nats_comes_late(new_nats_server: Callable[[], NatsServer]) -> None:
+    """Without NATS it starts, lives and says why it is not ready; when NATS appears it recovers."""
+    server = new_nats_server()
+    options = parse_options(["--host", "127.0.0.1", "--port", "0", "--nats", server.url])
+    with no_trouble():
+        async with running_frontend(options) as frontend:
+            live, ready = await get(frontend.url, "/live"), await get(frontend.url, "/ready")
+            assert (200, 503) == (live.status, ready.status)
+            assert "not connected to NATS yet" in ready.json["reasons"]
+            assert not (await get(frontend.url, "/health")).json["nats_connected"]
+            server.start()
+            await until(lambda: frontend.replica._hello_at is not None, "NATS is found")
+
+            assert (await get(frontend.url, "/health")).json["nats_connected"]
+
+
+async def test_nats_goes_away(new_nats_server: Callable[[], NatsServer]) -> None:
+    """When NATS goes away requests go on, and /ready says degraded."""
+    server = new_nats_server()
+    server.start()
+    async with running_fleet(server.url) as fleet:
+        await until_ready(fleet.url)
+        server.stop()
+        while not (reasons := (await fleet.get("/ready")).json["reasons"]):
+            pass
+
+        assert ["NATS is away: routing with the last known state"] == reasons
+        assert 200 == (await fleet.get("/ready")).status
+        assert 200 == (await fleet.ask()).status
+
+
+async def test_workers(fleet_of: FleetOf) -> None:
+    """/workers lists every target with its load, every feed, and who has booked how much."""
+    script = says_and_stalls(SSE_HEAD, chunk(b": wait\n\n"))
+    async with (
+        fleet_of("--router-mode", "kv", scripts=(script,), ranks=2) as fleet,
+        fleet.connected() as client,
+    ):
+        client.send(STREAM)
+        await client.read_until(b"wait")
+        body = (await fleet.get("/workers")).json
+        client.leave()
+
+        assert [("w0", 0), ("w0", 1)] == [(each["worker_id"], each["rank"]) for each in body["targets"]]
+        assert 64 == sum(each["charged_prefill_tokens"] for each in body["targets"])
+        assert 1 == sum(each["requests_in_flight"] for each in body["targets"])
+        assert [(POOL, "m", 16, ["m"])] == [
+            (each["pool"], each["model"], each["block_size"], each["names"]) for each in body["pools"]
+        ]
+        assert {fleet.frontend.replica.router_id: 1} == {
+            owner: each["count"] for owner, each in body["bookings"][0]["owners"].items()
+        }
+
+
+async def test_refused_worker(fleet_of: FleetOf) -> None:
+    """A worker with another block size is no candidate, and /workers says why."""
+    async with fleet_of() as fleet:
+        fleet.announce(FakeWorker("odd", OK, "http://127.0.0.1:1"), block_size=32, started_at_us=2)
+        pool = fleet.frontend.replica.routers[POOL].pool
+        await until(lambda: "odd" in pool.workers, "it is seen")
+        rows = {each["worker_id"]: each for each in (await fleet.get("/workers")).json["targets"]}
+
+        assert (False, "block size 32, pool has 16") == (rows["odd"]["eligible"], rows["odd"]["refused"])
+        assert (True, "") == (rows["w0"]["eligible"], rows["w0"]["refused"])
+
+
+async def test_models(fleet_of: FleetOf) -> None:
+    """/v1/models lists every name once, adapters with their parent."""
+    async with fleet_of(
+        scripts=(says_and_stalls(),) * 2, lora_names=("a",), served_names=("m", "alias")
+    ) as fleet:
+        entries = (await fleet.get("/v1/models")).json["data"]
+
+        assert [("m", None), ("alias", None), ("a", "m")] == [
+            (each["id"], each["parent"]) for each in entries
+        ]
+
+
+async def test_health(fleet_of: FleetOf) -> None:
+    """/health is /live with details."""
+    async with fleet_of(replicas=2) as fleet:
+        await until(lambda: fleet.frontend.replica.peers, "the peer is seen")
+        body = (await fleet.get("/health")).json
+
+        assert ("ok", __version__, True, 1) == (
+            body["status"],
+            body["version"],
+            body["nats_connected"],
+            body["workers"],
+        )
+        assert [fleet.frontends[1].replica.router_id] == body["peers"]
+
+
+async def test_metrics(fleet_of: FleetOf) -> None:
+    """/metrics counts requests and shows the state, in Prometheus' format, all names with our prefix."""
+    async with fleet_of() as fleet:
+        await fleet.ask()
+        await fleet.ask(b"{")
+        response = await fleet.get("/metrics")
+        lines = response.body.decode().splitlines()
+
+        assert response.header("content-type").startswith("text/plain")
+        for line in (
+            'kvrouter_requests_total{status="200"} 1.0',
+            'kvrouter_requests_total{status="400"} 1.0',
+            "kvrouter_requests_in_flight 0.0",
+            "kvrouter_nats_connected 1.0",
+            f'kvrouter_target_eligible{{pool="{POOL}",rank="0",worker="w0"}} 1.0',
+        ):
+            assert line in lines
+        assert all(line.startswith(("kvrouter_", "#")) for line in lines)
+        assert len([line for line in lines if line.startswith("# TYPE")]) == len(
+            {line.split()[2] for line in lines if line.startswith("# TYPE")}
+        )
+
+
+@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/metrics", "/workers", "/v1/models"])
+async def test_while_a_stream_runs(fleet_of: FleetOf, path: str) -> None:
+    """Every view answers at any moment."""
+    script = says_and_stalls(SSE_HEAD, chunk(event("a")))
+    async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
+        client.send(STREAM)
+        await client.read_until(event("a"))
+
+        assert (await fleet.get(path)).status in {200, 503}
+        client.leave()

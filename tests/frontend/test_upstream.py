@@ -1,0 +1,325 @@
+"""Connections to workers, read by read; the transport is a fake, so that any read can be played."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.frontend.relay import Attempt, Done, Limits, Lost, Outcome, Rejected
+from kvrouter.frontend.upstream import Connection, Upstream, WorkerUnreachableError
+from tests.frontend.fleet import no_trouble
+from tests.frontend.workers import LAST_CHUNK, OK, SSE_HEAD, FakeWorker, answer, chunk, event, stream, until
+
+
+class FakeTransport(asyncio.Transport):
+    """Remembers what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.aborted = False
+        self.paused = False
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self.written += bytes(data)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+
+class FakeClient:
+    """Keeps what it is sent; `slow` piles up until `catch_up`."""
+
+    def __init__(self, *, is_http_10: bool = False) -> None:
+        self.is_http_10 = is_http_10
+        self.wants_keep_alive = True
+        self.is_slow = False
+        self.got = b""
+        self._caught_up = asyncio.Event()
+
+    def write(self, data: bytes) -> None:
+        self.got += data
+
+    def catch_up(self) -> None:
+        self.is_slow = False
+        self._caught_up.set()
+
+    async def drained(self) -> None:
+        await self._caught_up.wait()
+
+
+class Rig:
+    """One attempt on one connection, without sockets."""
+
+    def __init__(self, pool: deque[Connection] | None = None, **client: Any) -> None:
+        self.pool = deque() if pool is None else pool
+        self.connection = Connection(self.pool)
+        self.transport = FakeTransport()
+        self.connection.connection_made(self.transport)
+        self.begin(**client)
+
+    def begin(self, **client: Any) -> Attempt:
+        """Send a request."""
+        self.client = FakeClient(**client)
+        self.marks = 0
+        self.attempt = Attempt(
+            self.client, self.connection, Limits(), b"x-kvrouter-worker: w\r\n", self._mark
+        )
+        self.attempt.send(b"request")
+        return self.attempt
+
+    def _mark(self) -> None:
+        self.marks += 1
+
+    def read(self, *pieces: bytes) -> None:
+        """The worker's bytes arrive, as long as the connection reads."""
+        for piece in pieces:
+            if piece and not self.transport.aborted:
+                self.connection.data_received(piece)
+
+    def lose(self, error: Exception | None = None) -> None:
+        """The connection ends."""
+        self.transport.aborted = True
+        self.connection.connection_lost(error)
+
+    def outcome(self) -> Outcome:
+        """How the attempt ended."""
+        return self.attempt.outcome.result()
+
+
+@st.composite
+def pieces_of(draw: st.DrawFn, data: bytes) -> list[bytes]:
+    """The data, cut anywhere."""
+    ends = sorted(draw(st.lists(st.integers(0, len(data)), max_size=12)))
+    return [data[start:end] for start, end in zip([0, *ends], [*ends, len(data)], strict=True)]
+
+
+def run_in_loop(function: Callable[[], None]) -> None:
+    """Run a plain function inside an event loop in which nothing may go wrong."""
+
+    async def run() -> None:
+        with no_trouble():
+            function()
+
+    asyncio.run(run())
+
+
+WHOLE = [answer(), stream("a", "b"), SSE_HEAD + chunk(b": hi\n\n") + chunk(event("x")) + b"0\r\nt: 1\r\n\r\n"]
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from(WHOLE), st.booleans())
+def test_any_cut_gives_the_same(data: st.DataObject, whole: bytes, is_http_10: bool) -> None:
+    """However an answer is cut into reads, the client gets the same bytes, and the connection rests."""
+    pieces = data.draw(pieces_of(whole))
+
+    def check() -> None:
+        cut, uncut = Rig(is_http_10=is_http_10), Rig(is_http_10=is_http_10)
+        cut.read(*pieces)
+        uncut.read(whole)
+
+        assert uncut.client.got == cut.client.got
+        assert uncut.outcome() == cut.outcome() == Done(200, not is_http_10 or whole == answer())
+        assert [cut.connection] == list(cut.pool)
+        assert uncut.marks == cut.marks == (whole != answer())
+
+    run_in_loop(check)
+
+
+garbage = st.lists(
+    st.binary(max_size=60)
+    | st.sampled_from(
+        [b"HTTP/1.1 200 OK\r\n", b"\r\n\r\n", SSE_HEAD, b"5\r\n", LAST_CHUNK, event("a"), b"data:"]
+    ),
+    max_size=8,
+)
+
+
+@settings(deadline=None)
+@given(garbage, st.sampled_from([None, ConnectionResetError("reset")]), st.booleans())
+def test_any_garbage(pieces: list[bytes], error: Exception | None, is_http_10: bool) -> None:
+    """Whatever a worker sends before it closes: there is an outcome, and no exception in a callback."""
+
+    def check() -> None:
+        rig = Rig(is_http_10=is_http_10)
+        rig.read(*pieces)
+        rig.lose(error)
+
+        assert isinstance(rig.outcome(), Done | Lost | Rejected)
+        assert not rig.pool or rig.outcome() == Done(200, True)
+        assert rig.client.got == b"" or isinstance(rig.outcome(), Done)
+
+    run_in_loop(check)
+
+
+async def test_error_event_of_garbage() -> None:
+    """A first event that only looks like an error is passed on, be it broken UTF-8 or nested for ever."""
+    for payload in (b'{"error":"\xff"}', b'{"error":' + b"[" * 100_000, b'{"error":1e999}', b'"error"'):
+        rig = Rig()
+        rig.read(SSE_HEAD + chunk(b"data: " + payload + b"\n\n") + LAST_CHUNK)
+
+        assert rig.outcome() == Done(200, True)
+        assert payload in rig.client.got
+
+
+async def test_cancelled_late() -> None:
+    """A request cancelled after its answer was complete leaves the connection to the next request."""
+    rig = Rig()
+    first = rig.attempt
+    rig.read(answer())
+    second = rig.begin()
+
+    first.cancel()
+    rig.read(answer())
+
+    assert not rig.transport.aborted
+    assert second.outcome.result() == Done(200, True)
+
+
+async def test_cancelled_while_complete() -> None:
+    """The same if the handler was cancelled first, and the answer came before it woke up."""
+    rig = Rig()
+    first = rig.attempt
+    first.outcome.cancel()  # what cancelling the handler does at once
+    rig.read(answer())
+    second = rig.begin()
+    first.cancel()
+    rig.read(answer())
+
+    assert second.outcome.result() == Done(200, True)
+
+
+async def test_paused_at_the_end() -> None:
+    """A connection whose last bytes made the client slow reads again when it rests."""
+    rig = Rig()
+    rig.read(SSE_HEAD)
+    rig.client.is_slow = True
+    rig.read(chunk(event("a")) + LAST_CHUNK)
+
+    assert rig.outcome() == Done(200, True)
+    assert [rig.connection] == list(rig.pool)
+    assert not rig.transport.paused
+
+
+async def test_late_resume() -> None:
+    """A client that catches up after its answer does not wake a connection that another client has paused."""
+    rig = Rig()
+    slow = rig.client
+    rig.read(SSE_HEAD)
+    slow.is_slow = True
+    rig.read(chunk(event("a")))
+    assert rig.transport.paused
+    rig.read(LAST_CHUNK)
+    rig.begin()
+    rig.client.is_slow = True
+    rig.read(SSE_HEAD + chunk(event("b")))
+    slow.catch_up()
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+    assert rig.transport.paused
+    rig.client.catch_up()
+    await until(lambda: not rig.transport.paused, "the second client's own resume")
+
+
+async def test_nothing_is_left() -> None:
+    """Attempts that ended in any way leave no task and no timer."""
+    loop_tasks = asyncio.all_tasks()
+    rigs = [Rig() for _ in range(4)]
+    for rig in rigs:
+        rig.read(SSE_HEAD)
+        rig.client.is_slow = True
+        rig.read(chunk(event("a")))
+    rigs[0].read(LAST_CHUNK)
+    rigs[1].lose(ConnectionResetError())
+    rigs[2].attempt.cancel()
+    rigs[3].read(b"zz\r\n")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+    assert all(rig.attempt._timer.cancelled() for rig in rigs)
+    assert loop_tasks == asyncio.all_tasks()
+
+
+async def test_unasked_bytes() -> None:
+    """Bytes on an idle connection, such as a 408 before it is closed, end it."""
+    rig = Rig()
+    rig.read(answer())
+    rig.connection.data_received(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
+
+    assert rig.transport.aborted
+    assert not rig.pool
+
+
+async def test_connection_reused() -> None:
+    """One idle connection serves the next request; `fresh` asks for another."""
+    async with FakeWorker("w", OK).serving() as worker:
+        upstream = Upstream()
+        for _ in range(3):
+            connection = await upstream.connect(worker.url)
+            attempt = Attempt(FakeClient(), connection, Limits(), b"", lambda: None)
+            attempt.send(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
+            await attempt.outcome
+        assert [3] == [wire.requests for wire in worker.wires]
+        fresh = await upstream.connect(worker.url, fresh=True)
+        await until(lambda: len(worker.wires) == 2)
+        fresh.close()
+        upstream.close()
+
+        await until(lambda: not worker.open_wires, "idle connections are closed")
+
+
+async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle connection is closed before the worker would do it."""
+    monkeypatch.setattr("kvrouter.frontend.upstream.IDLE_S", 0.01)
+    async with FakeWorker("w", OK).serving() as worker:
+        upstream = Upstream()
+        connection = await upstream.connect(worker.url)
+        attempt = Attempt(FakeClient(), connection, Limits(), b"", lambda: None)
+        attempt.send(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
+        await attempt.outcome
+
+        await until(lambda: not worker.open_wires, "the idle connection is closed")
+        assert not connection.is_usable
+
+
+async def test_unreachable(free_port: Callable[[], int]) -> None:
+    """A port that refuses is an error that names the worker."""
+    url = f"http://127.0.0.1:{free_port()}"
+
+    with pytest.raises(WorkerUnreachableError, match=url):
+        await Upstream().connect(url)
+
+
+async def test_cancelled_connects() -> None:
+    """Cancelled at any moment, connecting leaves no connection open."""
+    async with FakeWorker("w", OK).serving() as worker:
+        upstream = Upstream()
+        for turns_before in range(12):
+            task = asyncio.ensure_future(upstream.connect(worker.url))
+            for _ in range(turns_before):
+                await asyncio.sleep(0)
+            if task.cancel():
+                await asyncio.wait([task])
+            if not task.cancelled():
+                task.result().close()
+        del task
+        gc.collect()
+
+        await until(lambda: not worker.open_wires, "no connection is left")

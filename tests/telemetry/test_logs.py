@@ -1,0 +1,73 @@
+"""Logs, as an operator finds them on stderr; each test in a process of its own, for logging is global."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SPEAK = """
+import logging, structlog
+from kvrouter.telemetry.logs import set_up_logs
+log = structlog.get_logger()
+set_up_logs({level!r}, {form!r})
+log.debug("worker.seen", worker="w0")
+log.info("worker.joined", worker="w1")
+log.warning("worker.lost", worker="w2", silent_s=31)
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.exception("feed.error", subject="s")
+logging.getLogger("nats.aio.client").error("noise")
+logging.getLogger("some.library").warning("library says")
+logging.getLogger("some.library").info("library whispers")
+"""
+
+
+def said(level: str, form: str) -> list[str]:
+    """What a process with these settings says on stderr; nothing may go to stdout."""
+    code = SPEAK.format(level=level, form=form)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "" == done.stdout
+    return done.stderr.splitlines()
+
+
+def test_json() -> None:
+    """`json`: one object a line, the event and its facts beside level and time."""
+    lines = [json.loads(line) for line in said("info", "json") if line.startswith("{")]
+    lost = lines[1]
+
+    assert ["worker.joined", "worker.lost", "feed.error"] == [line["event"] for line in lines]
+    assert ("warning", "w2", 31) == (lost["level"], lost["worker"], lost["silent_s"])
+    assert lost["timestamp"].endswith("Z")
+
+
+def test_json_has_tracebacks() -> None:
+    """An exception is one object too, with its traceback."""
+    failure = next(json.loads(line) for line in said("error", "json") if line.startswith("{"))
+
+    assert "ZeroDivisionError" in failure["exception"]
+
+
+def test_console() -> None:
+    """`console`: readable lines, without colours where stderr is no terminal."""
+    lines = said("info", "console")
+
+    assert any("worker.lost" in line and "worker=w2" in line and "silent_s=31" in line for line in lines)
+    assert not any("\x1b" in line for line in lines)
+
+
+@pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 2), ("warning", 1), ("error", 0)])
+def test_levels(level: str, count: int) -> None:
+    """What is below the level is not said."""
+    assert count == len([line for line in said(level, "json") if '"event": "worker.' in line])
+
+
+def test_libraries() -> None:
+    """Libraries are heard from warnings on; nats-py is not, for our bus says the same, once."""
+    lines = said("info", "json")
+
+    assert "some.library: library says" in lines
+    assert not any("whispers" in line or "noise" in line for line in lines)

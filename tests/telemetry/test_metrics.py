@@ -1,0 +1,91 @@
+"""Metrics as Prometheus reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrouter.telemetry.metrics import SECONDS, RequestMetrics, Sample, StateCollector
+
+
+def scraped(registry: CollectorRegistry) -> dict[str, float]:
+    """Every sample by its name and labels."""
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        sample.name + str(dict(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_names() -> None:
+    """Every metric of requests carries our prefix, and can be scraped before the first request."""
+    registry = CollectorRegistry()
+    RequestMetrics(registry)
+
+    assert all(name.startswith("kvrouter_") for name in scraped(registry))
+
+
+def test_requests_by_status() -> None:
+    """Requests are counted by status."""
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry)
+    metrics.requests.labels("200").inc()
+    metrics.requests.labels("503").inc(2)
+    samples = scraped(registry)
+
+    assert (1, 2) == (
+        samples["kvrouter_requests_total{'status': '200'}"],
+        samples["kvrouter_requests_total{'status': '503'}"],
+    )
+
+
+def test_buckets() -> None:
+    """Buckets ascend, from a cached prefill to an hour."""
+    assert list(SECONDS) == sorted(set(SECONDS))
+    assert (0.005, 3600) == (SECONDS[0], SECONDS[-1])
+
+
+def test_state_is_read_at_scrape_time() -> None:
+    """State is asked for at each scrape, so it is never out of date; what is gone disappears."""
+    registry = CollectorRegistry()
+    workers = {"w1": 3.0, "w2": 4.0}
+
+    def samples() -> Iterator[Sample]:
+        for worker, blocks in workers.items():
+            yield "kvrouter_blocks", "gauge", "Blocks", {"worker": worker}, blocks
+        yield "kvrouter_seen", "counter", "Seen", {}, 7.0
+
+    registry.register(StateCollector(samples))
+    before = scraped(registry)
+    del workers["w1"]
+    after = scraped(registry)
+
+    assert {
+        "kvrouter_blocks{'worker': 'w1'}": 3,
+        "kvrouter_blocks{'worker': 'w2'}": 4,
+        "kvrouter_seen_total{}": 7,
+    } == before
+    assert "kvrouter_blocks{'worker': 'w1'}" not in after
+
+
+def test_label_values_are_escaped() -> None:
+    """Quotes and line ends in a label do not break the page."""
+    registry = CollectorRegistry()
+    odd = 'a"b\\c\nd'
+    registry.register(StateCollector(lambda: [("kvrouter_x", "gauge", "X", {"feed": odd}, 1.0)]))
+    (family,) = text_string_to_metric_families(generate_latest(registry).decode())
+
+    assert odd == family.samples[0].labels["feed"]
+
+
+def test_two_registries() -> None:
+    """Two replicas in one process count apart."""
+    one, two = CollectorRegistry(), CollectorRegistry()
+    RequestMetrics(one).cancelled.inc()
+    RequestMetrics(two)
+
+    name = "kvrouter_cancelled_requests_total{}"
+    assert (1, 0) == (scraped(one)[name], scraped(two)[name])
