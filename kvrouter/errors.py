@@ -38,6 +38,13 @@ class UnknownModelError(BadRequestError):
     type = "NotFoundError"
 
 
+class NoRouteError(KvRouterError):
+    """There is nothing at this path, or not with this method."""
+
+    status = 404
+    type = "NotFoundError"
+
+
 class NoWorkersError(KvRouterError):
     """No live worker serves the model now; the client may try again."""
 

@@ -29,6 +29,8 @@ OnMessage = Callable[[str, bytes, str], None]
 """`(subject, payload, reply)`; plain, and quick: it runs between two reads of the socket."""
 
 OUTBOX_BYTES = 32 * 1024 * 1024
+LEAST_PAYLOAD_BYTES = 513 * 1024
+"""What a server must let through: the largest frame (512 KiB) and its envelope. NATS's default is 1 MiB."""
 _LOG_EVERY_S = 10.0
 
 
@@ -172,7 +174,7 @@ class Bus:
         await client.subscribe(subject, cb=deliver)
 
     async def _keep_sending(self) -> None:
-        while not self._closing:  # nats-py's publish may swallow the cancellation
+        while True:
             await self._outbox_filled.wait()
             self._outbox_filled.clear()
             await self._send_outbox()
@@ -209,6 +211,8 @@ class Bus:
     def _connected(self) -> None:
         self.counters.connections += 1
         log.info("nats.connected", name=self._name)
+        if self.max_payload < LEAST_PAYLOAD_BYTES:
+            log.warning("nats.max_payload_too_small", bytes=self.max_payload, least=LEAST_PAYLOAD_BYTES)
         for callback in self._connect_callbacks:
             callback()
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
 from kvrouter.core.events import (
     VERSION,
@@ -36,6 +35,7 @@ from kvrouter.core.events import (
     decode_answer,
     decode_frame,
 )
+from kvrouter.core.feed_state import FeedCounters, FeedState
 from kvrouter.core.sinks import FeedSink
 from kvrouter.errors import MalformedFrameError
 
@@ -43,35 +43,6 @@ HELD_BYTES = 32 * 1024 * 1024
 BROKEN_RETRY_S = 30.0
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 5.0
-
-
-class FeedState(Enum):
-    """Where a reader stands."""
-
-    WAITING = "waiting"
-    RECOVERING = "recovering"
-    LIVE = "live"
-    BROKEN = "broken"
-
-
-@dataclass(slots=True)
-class FeedCounters:
-    """What happened on one feed, for metrics and `/workers`."""
-
-    applied: int = 0
-    repeated: int = 0
-    stale: int = 0
-    gaps: int = 0
-    malformed: int = 0
-    unknown_ops: int = 0
-    replayed: int = 0
-    snapshots: int = 0
-    contradictions: int = 0
-    digest_mismatches: int = 0
-    held_overflows: int = 0
-    failures: int = 0
-    recovery_s: float = 0.0
-    """How long the last recovery took."""
 
 
 class FeedReader:
@@ -370,6 +341,8 @@ class FeedReader:
         self._want_snapshot = False
         self.state = FeedState.LIVE
         self._catch_up(now)
+        if self.state is FeedState.RECOVERING:
+            self._back_off(now)  # the snapshot did not lead on: a frame behind it may be poisoned
 
     def _give_up_load(self) -> None:
         if self._loading is not None:

@@ -44,14 +44,14 @@ class _Snapshot:
 class FeedSource:
     """One feed as its owner writes it.
 
-    `state_ops` returns ops that build the owner's present state from nothing; it is called in the
-    same plain call that reads `seq`, so a snapshot is exact as of that frame.
+    `state_ops(now)` returns ops that build the owner's present state from nothing; it is called in
+    the same plain call that reads `seq`, so a snapshot is exact as of that frame.
     """
 
     def __init__(
         self,
         incarnation: int,
-        state_ops: Callable[[], Iterable[Op]],
+        state_ops: Callable[[float], Iterable[Op]],
         *,
         ring_frames: int = RING_FRAMES,
         ring_bytes: int = RING_BYTES,
@@ -120,7 +120,7 @@ class FeedSource:
         return snapshot
 
     def _take_snapshot(self, snapshot_id: int, room: int, now: float) -> _Snapshot:
-        parts = list(_split(list(self._state_ops()), room)) or [[]]
+        parts = list(_split(list(self._state_ops(now)), room)) or [[]]
         chunks = [
             encode(SnapshotChunk(snapshot_id, self.seq, number, len(parts), ops, self.incarnation))
             for number, ops in enumerate(parts)

@@ -39,7 +39,7 @@ class Leases(Generic[SourceT]):
         self._last_round = number
         for source in self._silent:
             self._silent[source] += 1
-        lost = [source for source, silent in self._silent.items() if silent > self.rounds]
+        lost = [source for source, silent in self._silent.items() if silent >= self.rounds]
         for source in lost:
             del self._silent[source]
         return lost

@@ -116,21 +116,20 @@ class Pool:
         return worker.targets()
 
     def silence(self, worker_ids: set[WorkerId]) -> list[WorkerId]:
-        """Their leases ended: their blocks are forgotten, and they are removed; returns the removed.
+        """Their leases ended: their blocks are forgotten; returns who is gone.
 
-        Nobody is removed if that left the pool without a target: better a request that fails on a
-        silent worker than one refused for want of any. One found unreachable meanwhile is gone already.
+        A silent worker stays as long as the pool has no other target: better a request that fails
+        on it than one refused for want of any. One found unreachable meanwhile is gone already.
         """
-        gone = worker_ids.difference(self.workers)
-        worker_ids = worker_ids.difference(gone)
-        for worker_id in worker_ids:
+        silent = worker_ids.intersection(self.workers)
+        for worker_id in silent:
             self._forget_blocks(self.workers[worker_id])
             self.workers[worker_id].silent = True
-        if all(worker.silent for worker in self.targets.values()):
-            return list(gone)
-        for worker_id in worker_ids:
+        self._choose_targets()
+        gone = worker_ids.difference(target.worker_id for target in self.targets)
+        for worker_id in gone:
             self.remove(worker_id)
-        return [*gone, *worker_ids]
+        return list(gone)
 
     def unreachable(self, worker_id: WorkerId) -> None:
         """Its HTTP port refuses: one that was kept although silent goes."""
@@ -151,7 +150,8 @@ class Pool:
             worker.refused = ""
             if worker.card.block_size != self.block_size:
                 worker.refused = f"block size {worker.card.block_size}, pool has {self.block_size}"
-        eligible = [worker for worker in live if worker.state == "up" and not worker.refused]
+        takers = [worker for worker in live if worker.state == "up" and not worker.refused]
+        eligible = [worker for worker in takers if not worker.silent] or takers
         pairs = [(target, worker) for worker in eligible for target in worker.targets()]
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
         if self.workers:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from kvrouter.core.beats import RouterBeat, State, WorkerBeat, decode_router_beat, decode_worker_beat
 from kvrouter.core.events import VERSION, ReplayRequest
-from kvrouter.core.feed import FeedReader, FeedState
+from kvrouter.core.feed import FeedReader
+from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId
 from kvrouter.core.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.policy import Policy, PolicyState
@@ -66,7 +67,6 @@ class Replica:
         new_policy: Callable[[], tuple[Policy, PolicyState]],
         *,
         chance: Callable[[], float],
-        clock: Callable[[], float],
     ) -> None:
         self.settings = settings
         self.router_id = router_id
@@ -79,7 +79,6 @@ class Replica:
         self._leases: Leases[Source] = Leases(settings.lease_rounds)
         self._new_policy = new_policy
         self._chance = chance
-        self._clock = clock
         self._round = 0
         self._hello_at: float | None = None
         self._is_ready = False
@@ -219,7 +218,6 @@ class Replica:
                 router_id=self.router_id,
                 incarnation=self.incarnation,
                 synced=self.settings.synced,
-                clock=self._clock,
             )
         return router
 

@@ -11,7 +11,7 @@ the outbox is order on the wire and order at the peer, so a Free can never overt
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvrouter.core.active import Booking
@@ -72,11 +72,10 @@ class Router:
         router_id: RouterId,
         incarnation: int,
         synced: bool,
-        clock: Callable[[], float],
     ) -> None:
         self.pool = pool
         self.router_id = router_id
-        self.source = FeedSource(incarnation, lambda: self._state_ops(clock()))
+        self.source = FeedSource(incarnation, self._state_ops)
         self.rates = PrefillRates()
         self._policy = policy
         self._state = state

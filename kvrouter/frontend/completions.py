@@ -7,7 +7,7 @@ import contextlib
 import random
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import structlog
@@ -20,7 +20,13 @@ from kvrouter.core.ids import BookingKey, Target
 from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement, Router
-from kvrouter.errors import BadRequestError, KvRouterError, NoWorkersError, RequestTooLargeError
+from kvrouter.errors import (
+    BadRequestError,
+    KvRouterError,
+    NoRouteError,
+    NoWorkersError,
+    RequestTooLargeError,
+)
 from kvrouter.frontend import openai
 from kvrouter.frontend.client import AiohttpClient, AlreadyWritten
 from kvrouter.frontend.feeds import Feeds
@@ -271,6 +277,22 @@ class Completions:
                 raise WorkerDiedError(reason)
             case None:
                 raise NoWorkersError("no worker was tried")
+
+
+@web.middleware
+async def openai_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Unknown routes and our own bugs are answered in OpenAI's form too."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        kind = NoRouteError if error.status in {404, 405} else KvRouterError
+        answer = kind(f"{request.method} {request.path}: {error.reason}")
+    except Exception:
+        log.exception("request.failed", path=request.path)
+        answer = KvRouterError("internal error; the log of this replica has the details")
+    return error_response(answer, _request_id(request))
 
 
 def error_response(error: KvRouterError, request_id: str) -> web.Response:

@@ -157,7 +157,12 @@ class Feeds:
             log.info("feed.no_answer", source=name(source), error=str(error))
             self._replica.failed(source, loop.time())
             return
-        self._replica.answered(source, data, loop.time())
+        try:
+            self._replica.answered(source, data, loop.time())
+        except Exception:  # a bug of ours; the reader asks again instead of waiting for ever
+            self.errors += 1
+            log.exception("feed.answer_failed", source=name(source))
+            self._replica.failed(source, loop.time())
         self._inbox_filled.set()
 
     def _answer_replay(self, _subject: str, data: bytes, reply: str) -> None:

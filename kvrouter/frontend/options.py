@@ -51,7 +51,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         inflight_overlap=flags.router_inflight_overlap,
         block_size=flags.kv_cache_block_size,
     )
-    lease_rounds = max(1, round(flags.lease_s / flags.heartbeat_s))
+    lease_rounds = max(2, round(flags.lease_s / flags.heartbeat_s))
     return FrontendOptions(
         host=flags.host,
         port=flags.port,

@@ -26,7 +26,7 @@ from kvrouter.core.policy import Policy, PolicyState
 from kvrouter.core.replica import Replica
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.admin import Admin
-from kvrouter.frontend.completions import Completions
+from kvrouter.frontend.completions import Completions, openai_errors
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.upstream import Upstream
@@ -131,7 +131,6 @@ def new_replica(options: FrontendOptions) -> Replica:
         int(time.time() * 1_000_000),
         new_policy,
         chance=random.random,
-        clock=time.monotonic,
     )
 
 
@@ -154,7 +153,7 @@ def _url(listener: socket.socket) -> str:
 
 
 def _application(completions: Completions, admin: Admin, options: FrontendOptions) -> web.Application:
-    app = web.Application(client_max_size=options.max_body_bytes)
+    app = web.Application(client_max_size=options.max_body_bytes, middlewares=[openai_errors])
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat),

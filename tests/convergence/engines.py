@@ -154,7 +154,7 @@ class WatchedPublisher(KvPublisher):
         self._histories.note(self._source, self.incarnation, self.seq, published_facts(self.blocks))
 
     def _new_feed(self, incarnation: int) -> FeedSource:
-        return FeedSource(incarnation, self.blocks.state_ops, ring_frames=self._ring_frames)
+        return FeedSource(incarnation, lambda _now: self.blocks.state_ops(), ring_frames=self._ring_frames)
 
 
 class SimAgent(Process):

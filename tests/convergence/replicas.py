@@ -99,7 +99,7 @@ class SimReplica(Process):
         self.state: State = "up"
         self.replica = WatchedReplica(
             ReplicaSettings(synced=True), RouterId(f"r{number}"), incarnation, self._new_policy,
-            chance=rng.random, clock=self.now,
+            chance=rng.random,
         )  # fmt: skip
         self.replica.ring_frames = ring
         self.running: dict[Running, int] = {}

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, Phase, find, settings
 
 from kvrouter.core import replica as replica_module
 from kvrouter.core.events import decode_frame
-from kvrouter.core.feed import FeedReader, FeedState
+from kvrouter.core.feed import FeedReader
+from kvrouter.core.feed_state import FeedState
 from kvrouter.core.lease import Leases
 from tests.convergence.plans import histories
 from tests.convergence.replicas import WatchedReplica

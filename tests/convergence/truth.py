@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvrouter.core.events import TIERS
-from kvrouter.core.feed import FeedState
+from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId
 from kvrouter.core.replica import Replica
 from kvrouter.core.sources import Feed, SyncSource

@@ -18,8 +18,9 @@ from kvrouter.core.events import (
     decode_request,
     encode,
 )
-from kvrouter.core.feed import FeedReader, FeedState
+from kvrouter.core.feed import FeedReader
 from kvrouter.core.feed_source import FeedSource
+from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import Target, WorkerId
 from kvrouter.core.index import BlockIndex
 from kvrouter.core.sinks import KvSink
@@ -100,7 +101,9 @@ class Link:
 
     def new_source(self, incarnation: int) -> FeedSource:
         """The owner starts (again)."""
-        self.source = FeedSource(incarnation, self.owner.state_ops, ring_frames=self.ring_frames)
+        self.source = FeedSource(
+            incarnation, lambda _now: self.owner.state_ops(), ring_frames=self.ring_frames
+        )
         return self.source
 
     def write(self, *ops: Op) -> bytes:

@@ -26,7 +26,7 @@ def new_replica(
 
     replica = Replica(
         ReplicaSettings(settings or PoolSettings(), synced=synced), router_id, 1000, new_policy,
-        chance=lambda: 0.5, clock=lambda: 0.0,
+        chance=lambda: 0.5,
     )  # fmt: skip
     replica.said_hello(0.0)
     return replica

@@ -6,7 +6,7 @@ import pytest
 
 from kvrouter.core.blocks import pack_hashes
 from kvrouter.core.events import Free, Stored
-from kvrouter.core.feed import FeedState
+from kvrouter.core.feed_state import FeedState
 from tests.core.links import TARGET, Link, frame_of
 
 

@@ -36,7 +36,7 @@ def new_source(state: State) -> Callable[..., FeedSource]:
     """Makes sources of that state."""
 
     def make(**limits: int) -> FeedSource:
-        return FeedSource(1000, lambda: list(state), **limits)
+        return FeedSource(1000, lambda _now: list(state), **limits)
 
     return make
 

@@ -6,7 +6,8 @@ import pytest
 
 from kvrouter.core.blocks import pack_hashes
 from kvrouter.core.events import VERSION, Check, ReplayRequest, SnapshotChunk, Stored, encode
-from kvrouter.core.feed import BROKEN_RETRY_S, HELD_BYTES, LAST_RETRY_S, FeedState
+from kvrouter.core.feed import BROKEN_RETRY_S, HELD_BYTES, LAST_RETRY_S
+from kvrouter.core.feed_state import FeedState
 from tests.core.links import TARGET, Link, frame_of, malformed
 
 

@@ -7,8 +7,8 @@ import pytest
 from kvrouter.core.beats import encode
 from kvrouter.core.blocks import pack_hashes
 from kvrouter.core.events import VERSION, Frame, Stored
-from kvrouter.core.feed import FeedState
 from kvrouter.core.feed_source import FeedSource
+from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import PoolId, Target, WorkerId
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import HELLO_S, Replica
@@ -43,7 +43,7 @@ def test_join_by_hello(replica: Replica) -> None:
 
 def test_join_with_history(replica: Replica) -> None:
     """A worker that has sent frames is asked for them; its blocks are there after one exchange."""
-    source = FeedSource(100, lambda: [Stored(0, None, pack_hashes(CHAIN))])
+    source = FeedSource(100, lambda _now: [Stored(0, None, pack_hashes(CHAIN))])
     source.append([Stored(0, None, pack_hashes(CHAIN))])
     hear_worker(replica, card(), seq=1)
 
@@ -80,7 +80,7 @@ def test_leave(replica: Replica) -> None:
 
 def test_leave_in_the_middle_of_a_snapshot(replica: Replica) -> None:
     """What was half loaded of a worker that left takes no room."""
-    source = FeedSource(100, lambda: [Stored(0, None, pack_hashes([n])) for n in range(9000)])
+    source = FeedSource(100, lambda _now: [Stored(0, None, pack_hashes([n])) for n in range(9000)])
     source.append([Stored(0, None, b"")])
     hear_worker(replica, card(), seq=1)
     [(feed, wanted)] = replica.due(0.0, 16)

@@ -21,7 +21,8 @@ from kvrouter.core.events import (
     decode_answer,
     decode_frame,
 )
-from kvrouter.core.feed import FeedReader, FeedState
+from kvrouter.core.feed import FeedReader
+from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import RouterId
 from kvrouter.core.policy import PolicyState
 from kvrouter.core.pool import Pool
@@ -37,7 +38,7 @@ ME = RouterId("me")
 def new_router(pool: Pool, *, synced: bool = True, router_id: RouterId = ME) -> Router:
     """A router in mode kv with a seeded chance."""
     state = PolicyState(random.Random(1).random)
-    return Router(pool, Kv(), state, router_id=router_id, incarnation=1000, synced=synced, clock=lambda: 0.0)
+    return Router(pool, Kv(), state, router_id=router_id, incarnation=1000, synced=synced)
 
 
 @pytest.fixture

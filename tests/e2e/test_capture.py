@@ -25,7 +25,7 @@ from kvrouter.core.sources import KvSource
 from kvrouter.policies import POLICIES
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
-from kvrouter.worker.stream import Apply
+from kvrouter.worker.stream import Apply, EngineStream
 from kvrouter.worker.vllm import decode_batch
 from tests.worker.fakes import FakeBus
 
@@ -54,21 +54,20 @@ class Routed:
 
         self.bus = FakeBus()
         self.publisher = KvPublisher(self.bus, WORKER, BLOCK_SIZE, model="tiny", incarnation=1)
-        self.rank = EngineRank(self.publisher, capacity_blocks=100)
+        self.rank = EngineRank(self.publisher, EngineStream(can_replay=True), capacity_blocks=100)
         self.replica = Replica(
             ReplicaSettings(),
             RouterId("r1"),
             1,
             new_policy,
             chance=random.Random(2).random,
-            clock=lambda: 0.0,
         )
         beat = WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 1, 0)], 1, CARD)
         self.replica.worker_heard(WORKER, beats.encode(beat), 0.0)
 
     def batch(self, payload: bytes, at: float) -> None:
         """The engine published a batch."""
-        self.rank.on_action(Apply(payload))
+        self.rank.on_action(Apply(0, payload))
         self.publisher.flush(at)
         for _, frame in self.bus.take():
             self.replica.kv_frame(KvSource(POOL, WORKER, 0), frame, at)

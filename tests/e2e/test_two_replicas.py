@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from kvrouter.core.beats import Card
-from kvrouter.core.feed import FeedState
+from kvrouter.core.feed_state import FeedState
 from kvrouter.core.replica import Replica
 from kvrouter.core.sources import KvSource
 from kvrouter.mocker.engine import EngineConfig

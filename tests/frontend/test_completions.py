@@ -328,3 +328,14 @@ async def test_models_with_stream(fleet_of: FleetOf) -> None:
 
         assert ["a", "b"] == [each["choices"][0]["text"] for each in response.events]
         assert "0" == response.header("x-kvrouter-overlap-blocks")
+
+
+@pytest.mark.parametrize("path", ["/nope", "/v1/completions"])
+async def test_unknown_route(fleet_of: FleetOf, path: str) -> None:
+    """A path, or a method, that is not served is answered in OpenAI's form."""
+    async with fleet_of(scripts=()) as fleet:
+        response = await fleet.get(path)
+
+        error = json.loads(response.body)["error"]
+        assert (404, "NotFoundError") == (response.status, error["type"])
+        assert path in error["message"]

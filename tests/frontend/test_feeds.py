@@ -35,7 +35,7 @@ class Agent:
     """The KV feed of worker w0 as its agent keeps it; it answers replay requests unless told not to."""
 
     def __init__(self, fleet: Fleet, *, answers: bool = True) -> None:
-        self.source = FeedSource(5, lambda: [self._all()])
+        self.source = FeedSource(5, lambda _now: [self._all()])
         self.asked = 0
         self._fleet = fleet
         self._answers = answers
@@ -221,7 +221,7 @@ async def test_garbage_on_the_bus(fleet_of: FleetOf) -> None:
         whole = [
             encode(WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 1, 3)], 1)),
             encode(RouterBeat(VERSION, 1, "up", "", {POOL: 3}, 1)),
-            FeedSource(1, list).append([Stored(0, None, pack_hashes(HASHES))])[0],
+            FeedSource(1, lambda _now: []).append([Stored(0, None, pack_hashes(HASHES))])[0],
         ]
         addresses = [
             subjects.hello,

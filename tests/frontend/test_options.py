@@ -47,13 +47,13 @@ def test_nats_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lease_in_heartbeats() -> None:
-    """A lease is counted in heartbeats, at least one."""
+    """A lease is counted in heartbeats, at least two."""
     leases = [
         parse_options(["--lease-s", lease, "--heartbeat-s", beat]).replica.lease_rounds
         for lease, beat in (("3", "0.5"), ("0.1", "1"))
     ]
 
-    assert [6, 1] == leases
+    assert [6, 2] == leases
 
 
 def test_max_body_in_mib() -> None:
