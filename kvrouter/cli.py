@@ -17,6 +17,7 @@ usage: kvrouter COMMAND [flags]
   worker     the agent beside an engine: announces it, bridges its KV events, reports its load
   mocker     a simulated engine with vLLM's HTTP surface and KV-event wire
   nats       the embedded NATS server on 127.0.0.1, until stopped
+  verify     compares what live replicas hold: the same blocks, the same bookings?
 
 `kvrouter COMMAND --help` lists a command's flags. `kvrouter --version` prints the version.
 """
@@ -69,6 +70,12 @@ def _nats(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _verify(arguments: Sequence[str]) -> int:
+    from kvrouter.verify import main as run
+
+    return run(arguments)
+
+
 async def _run_nats(url: str) -> None:
     from kvrouter.bus.embedded import embedded_server
 
@@ -85,4 +92,5 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "worker": _worker,
     "mocker": _mocker,
     "nats": _nats,
+    "verify": _verify,
 }

@@ -238,8 +238,11 @@ class Bus:
     def _log_rarely(self, event: str, **facts: object) -> None:
         """The same trouble once in 10 s: nats-py reports one error per attempt or dropped message."""
         now = asyncio.get_running_loop().time()
-        if now - self._logged_at.get(event, -_LOG_EVERY_S) >= _LOG_EVERY_S:
-            self._logged_at[event] = now
+        trouble = f"{event}: {facts.get('error')}"
+        if now - self._logged_at.get(trouble, -_LOG_EVERY_S) >= _LOG_EVERY_S:
+            self._logged_at = {
+                known: at for known, at in self._logged_at.items() if now - at < _LOG_EVERY_S
+            } | {trouble: now}
             log.warning(event, **facts)
 
 

@@ -56,6 +56,11 @@ class Worker:
         """Its ranks."""
         return [Target(WorkerId(self.card.worker_id), rank) for rank in range(self.card.ranks)]
 
+    def wants_report(self, rank: int) -> bool:
+        """Whether requests to this rank help to learn what it holds, after its history was lost."""
+        beat = self.ranks.get(rank)
+        return self.card.repairs_by_report and beat is not None and beat.partial
+
     def tier_sets(self) -> int:
         """How many nested tier sets it publishes."""
         return 1 + max((TIERS.index(tier) for tier in self.card.tiers if tier in TIERS), default=0)

@@ -42,6 +42,8 @@ class Placement:
     choice: Candidate
     url: str
     rank_header: str
+    wants_report: bool
+    """Whether the request shall ask for a report of the blocks it reuses (design §5, lost history)."""
     candidates: list[Candidate]
 
     @property
@@ -105,8 +107,9 @@ class Router:
             raise NoWorkersError(self._why_none(exclude))
         choice = candidates[self._policy.pick(request, candidates, self._state)]
         key = self._book(request, choice, now, streamed)
-        card = self.pool.targets[choice.target].card
-        return Placement(key, choice, card.url, card.rank_header, candidates)
+        worker = self.pool.targets[choice.target]
+        card, wants_report = worker.card, worker.wants_report(choice.target.rank)
+        return Placement(key, choice, card.url, card.rank_header, wants_report, candidates)
 
     def _why_none(self, exclude: frozenset[Target]) -> str:
         if exclude:

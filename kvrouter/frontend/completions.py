@@ -41,7 +41,7 @@ from kvrouter.frontend.relay import (
     WorkerDiedError,
     WorkerSilentError,
 )
-from kvrouter.frontend.request_head import request_head, without_report_mode
+from kvrouter.frontend.request_head import request_head, with_report_mode, without_report_mode
 from kvrouter.frontend.upstream import Upstream, WorkerUnreachableError
 from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.tokens.prompt import PromptEncoder
@@ -221,7 +221,8 @@ class Completions:
         return outcome
 
     async def _exchange(self, work: Work, placement: Placement, *, fresh: bool) -> Outcome:
-        payload = request_head(work.http, work.id, placement, len(work.body)) + work.body
+        body = with_report_mode(work.body) if placement.wants_report else work.body
+        payload = request_head(work.http, work.id, placement, len(body)) + body
         try:
             connection = await self._upstream.connect(placement.url, fresh=fresh)
         except WorkerUnreachableError as error:

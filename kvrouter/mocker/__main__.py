@@ -74,6 +74,7 @@ def config_from(flags: argparse.Namespace) -> MockerConfig:
         port=flags.port,
         kv_events=flags.kv_events,
         kv_replay=None if flags.kv_replay == "none" else flags.kv_replay,
+        replay_buffer=flags.replay_buffer,
         topic=flags.topic,
         event_shape=flags.event_shape,
         model_name=flags.served_model_name,
@@ -109,6 +110,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ENDPOINT",
         help="where to answer replay requests, bound; 'none': no replay (%(default)s)",
     )
+    add("--replay-buffer", type=int, metavar="N", help="batches kept for replay (10000, as vLLM)")
     add("--topic", default=default.topic, help="ZMQ topic of the events (empty)")
     add("--event-shape", choices=EVENT_SHAPES, default=default.event_shape, help="as vLLM 0.32 or up to 0.23")
     add("--served-model-name", default=default.model_name, help="the model's name (%(default)s)")

@@ -20,6 +20,8 @@ class MockerConfig:
     port: int = 0
     kv_events: str = "tcp://127.0.0.1:0"
     kv_replay: str | None = "tcp://127.0.0.1:0"
+    replay_buffer: int | None = None
+    """Batches kept for replay; None: as many as vLLM keeps."""
     topic: str = ""
     event_shape: str = "map"
     model_name: str = "mock"

@@ -41,7 +41,12 @@ class Publisher:
     """Publishes batches and answers replay requests, both on the event loop."""
 
     def __init__(
-        self, pub: zmq.Socket[bytes], router: zmq.Socket[bytes] | None, encoder: BatchEncoder, topic: str
+        self,
+        pub: zmq.Socket[bytes],
+        router: zmq.Socket[bytes] | None,
+        encoder: BatchEncoder,
+        topic: str,
+        buffer_steps: int | None = None,
     ) -> None:
         self.topic = topic
         self.endpoint = _endpoint(pub)
@@ -51,12 +56,18 @@ class Publisher:
         self._encoder = encoder
         self._topic = topic.encode()
         self._next_seq = 0
-        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=BUFFER_STEPS)
+        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps or BUFFER_STEPS)
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, endpoint: str, replay_endpoint: str | None, encoder: BatchEncoder, topic: str
+        cls,
+        endpoint: str,
+        replay_endpoint: str | None,
+        encoder: BatchEncoder,
+        topic: str,
+        *,
+        buffer_steps: int | None = None,
     ) -> AsyncIterator[Publisher]:
         """Bind both sockets; they close when the block ends."""
         with zmq.Context() as context, ExitStack() as sockets:
@@ -65,7 +76,7 @@ class Publisher:
             if replay_endpoint is not None:
                 # no limit: the ROUTER would drop the end of a long replay, and the buffer bounds it already
                 router = sockets.enter_context(_bound(context, zmq.ROUTER, replay_endpoint, 0))
-            publisher = cls(pub, router, encoder, topic)
+            publisher = cls(pub, router, encoder, topic, buffer_steps)
             with publisher._replaying():
                 yield publisher
 

@@ -69,6 +69,7 @@ class Rank:
             replay,
             BatchEncoder(config.event_shape, number),
             config.topic,
+            buffer_steps=config.replay_buffer,
         ) as publisher:
             rank = cls(Engine(speed_up(engine, config.speedup)), publisher)
             async with _running(rank):

@@ -12,44 +12,38 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
 from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.beats import Card, RankBeat
-from kvrouter.core.events import TIERS, decode_request
+from kvrouter.core.events import decode_request
 from kvrouter.core.ids import WorkerId
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.announcer import Announcer
-from kvrouter.worker.engine_http import EngineError, EngineHttp, Models
+from kvrouter.worker.engine_blocks import MAX_HELD_BLOCKS
+from kvrouter.worker.engine_http import EngineError, EngineHttp
+from kvrouter.worker.facts import EngineFacts, build_card, can_report, learn, learn_patiently
 from kvrouter.worker.load import RankLoad, Scrape
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
+from kvrouter.worker.state import VERSION, AgentState, Header
+from kvrouter.worker.state_file import StateFile
 from kvrouter.worker.zmq_feed import ZmqFeed
 
 log = structlog.get_logger()
 
 MISSES_UNTIL_DOWN = 3
-RANK_HEADER = "X-data-parallel-rank"
-_LEARN_EVERY_S = 0.5
-_SAY_EVERY_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What the engine said about itself at one time."""
-
-    models: Models
-    version: str
-    scrape: Scrape
+SETTLE_S = 2.0
+"""How long the first heartbeat waits until it is known what of the engine's history there is."""
 
 
 async def serve(options: AgentOptions, stop: asyncio.Event) -> None:
     """Run an agent until `stop` is set. Raises TakenOverError, ConfigError."""
-    incarnation = time.time_ns() // 1000
+    started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(EngineHttp.open(options.engine_url, options.api_key))
         facts = await learn_patiently(engine, options, stop)
@@ -57,77 +51,13 @@ async def serve(options: AgentOptions, stop: asyncio.Event) -> None:
             return
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"worker {options.worker_id}"))
         feeds = [await stack.enter_async_context(ZmqFeed.open(feed)) for feed in options.feeds]
-        agent = Agent(options, bus, engine, facts, feeds, incarnation=incarnation)
-        await agent.run(stop)
-
-
-async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
-    """Ask the engine what it is. Raises EngineError."""
-    models = await engine.models()
-    try:
-        scrape = await engine.scrape()
-    except EngineError:
-        if options.block_size is None:
-            raise
-        scrape = Scrape()
-    if not (options.block_size or scrape.block_size):
-        raise EngineError("/metrics tells no block size: give --kv-cache-block-size")
-    return EngineFacts(models, await engine.version(), scrape)
-
-
-async def learn_patiently(
-    engine: EngineHttp, options: AgentOptions, stop: asyncio.Event
-) -> EngineFacts | None:
-    """Wait for the engine, saying so now and then; None if told to stop before it is up."""
-    said_at = float("-inf")
-    while not stop.is_set():
-        try:
-            return await learn(engine, options)
-        except EngineError as error:
-            if time.monotonic() - said_at >= _SAY_EVERY_S:
-                said_at = time.monotonic()
-                log.info("engine.awaited", url=options.engine_url, reason=str(error))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LEARN_EVERY_S):
-                await stop.wait()
-    return None
-
-
-def build_card(
-    options: AgentOptions,
-    facts: EngineFacts,
-    *,
-    block_size: int | None,
-    widest_tier: int,
-    started_at_us: int,
-) -> Card:
-    """The card of an engine; `block_size` and `widest_tier` are what its events have shown."""
-    models, scrape = facts.models, facts.scrape
-    return Card(
-        worker_id=options.worker_id,
-        url=(options.advertise_url or options.engine_url).rstrip("/"),
-        model=options.model or models.served_names[0],
-        served_names=models.served_names,
-        lora_names=models.lora_names,
-        block_size=block_size or options.block_size or scrape.block_size,
-        ranks=options.ranks,
-        rank_header=RANK_HEADER if options.ranks > 1 else "",
-        tiers=_tiers(scrape, widest_tier),
-        max_model_len=models.max_model_len,
-        max_batched_tokens=options.max_batched_tokens,
-        max_sequences=options.max_sequences,
-        engine="vllm",
-        engine_version=facts.version,
-        labels=dict(options.labels),
-        started_at_us=started_at_us,
-        publishes_events=bool(options.feeds),
-    )
-
-
-def _tiers(scrape: Scrape, widest_tier: int) -> dict[str, int]:
-    capacities = {"device": scrape.device_blocks, "host": scrape.host_blocks, "disk": 0}
-    widest = max(widest_tier, 1 if scrape.host_blocks else 0)
-    return {name: capacities[name] for name in TIERS[: widest + 1]}
+        file = None
+        if options.state_file is not None:
+            owner = f"{options.namespace}/{options.worker_id}"
+            file = stack.enter_context(StateFile.open(options.state_file, owner))
+        former = file.load() if file is not None else None
+        agent = Agent(options, bus, engine, facts, feeds, started_us=started_us, former=former)
+        await agent.run(stop, file)
 
 
 class Agent:
@@ -141,38 +71,84 @@ class Agent:
         facts: EngineFacts,
         feeds: Sequence[ZmqFeed],
         *,
-        incarnation: int,
+        started_us: int,
+        former: AgentState | None = None,
     ) -> None:
+        """`former` is what the agent before left.
+
+        A restarted agent is a new incarnation, even where it goes on with the former table: that of
+        its heartbeats must be greater anyway, and that of its feeds see `KvPublisher.restore`. It is
+        greater than the former ones also where the clock has been put back.
+        """
         self._options = options
         self._bus = bus
         self._engine = engine
         self._facts = facts
         self._feeds = feeds
-        self._incarnation = incarnation
+        self._incarnation = max(started_us, former.header.incarnation + 1 if former else 0)
         self._subjects = Subjects(options.namespace)
         self._pool_model = options.model or facts.models.served_names[0]
-        self._ranks = [self._rank(number) for number in range(len(feeds))]
+        self._ranks = [self._rank(number, former) for number in range(len(feeds))]
+        self._is_answering = asyncio.Event()
         self._loads: Mapping[int, RankLoad] = facts.scrape.loads
-        self._announcer = Announcer(bus, self._subjects, self._card(), incarnation, self._rank_beats)
+        self._announcer = Announcer(bus, self._subjects, self._card(), self._incarnation, self._rank_beats)
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set, then say `leave`. Raises TakenOverError."""
-        worker_id = WorkerId(self._options.worker_id)
-        await self._bus.subscribe(self._subjects.kv_replay(worker_id), self._on_replay)
+    async def run(self, stop: asyncio.Event, file: StateFile | None = None) -> None:
+        """Serve until `stop` is set, then say `leave` and keep the state. Raises TakenOverError."""
         await self._announcer.subscribe()
-        log.info("worker.up", worker=worker_id, card=self._announcer.card.model, ranks=self._options.ranks)
         async with asyncio.TaskGroup() as group:
-            loops = [self._announcer.run(self._options.heartbeat_s), self._watch_health(), self._watch_load()]
+            loops = [self._announce(), self._watch_health(), self._watch_load(), self._keep_state(file)]
             for feed, rank in zip(self._feeds, self._ranks, strict=True):
-                loops += [feed.run(rank.on_action), rank.publisher.run()]
+                loops += [feed.run(rank.on_action), self._publish(rank)]
             tasks = [group.create_task(loop) for loop in loops]
             await stop.wait()
             self._announcer.leave()
             for task in tasks:
                 task.cancel()
+        await self._save_state(file)  # not after an error: the file may be our successor's
 
-    def _rank(self, number: int) -> EngineRank:
-        scrape = self._facts.scrape
+    async def _announce(self) -> None:
+        """Heartbeats, and answers: not before it is known what there is, or readers would see nothing."""
+        worker_id = WorkerId(self._options.worker_id)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                for feed in self._feeds:
+                    await feed.settled.wait()
+        await self._bus.subscribe(self._subjects.kv_replay(worker_id), self._on_replay)
+        self._is_answering.set()
+        for rank in self._ranks:
+            rank.publisher.flush(time.monotonic())  # so that the first heartbeat tells of it
+        log.info("worker.up", worker=worker_id, card=self._announcer.card.model, ranks=self._options.ranks)
+        await self._announcer.run(self._options.heartbeat_s)
+
+    async def _publish(self, rank: EngineRank) -> None:
+        """Send frames, once whoever misses one can ask for it."""
+        await self._is_answering.wait()
+        await rank.publisher.run()
+
+    async def _keep_state(self, file: StateFile | None) -> None:
+        while file is not None:
+            await asyncio.sleep(self._options.state_every_s)
+            await self._save_state(file)
+
+    async def _save_state(self, file: StateFile | None) -> None:
+        """Keep the tables, unless one is in doubt: what was kept last may still be proven."""
+        if file is not None and self._ranks and all(rank.is_settled for rank in self._ranks):
+            await file.save(self._state())
+
+    def _state(self) -> AgentState:
+        """All ranks in one plain call: each table fits its position."""
+        incarnations = [self._incarnation, *(rank.publisher.incarnation for rank in self._ranks)]
+        owner = f"{self._options.namespace}/{self._options.worker_id}"
+        header = Header(VERSION, owner, self._facts.scrape.started_s, max(incarnations))
+        states = [rank.state() for rank in self._ranks]
+        return AgentState(header, {state.head.rank: state for state in states if state is not None})
+
+    def _rank(self, number: int, agent_before: AgentState | None) -> EngineRank:
+        scrape, feed = self._facts.scrape, self._feeds[number]
+        former = agent_before.ranks.get(number) if agent_before else None
+        if agent_before and former and self._is_same_process(agent_before.header):
+            feed.resume(former.head.seq, former.head.digest, was_complete=former.head.is_complete)
         publisher = KvPublisher(
             self._bus,
             self._options.worker_id,
@@ -182,8 +158,17 @@ class Agent:
             namespace=self._options.namespace,
             incarnation=self._incarnation,
             flush_s=self._options.flush_s,
+            max_held_blocks=scrape.device_blocks + scrape.host_blocks or MAX_HELD_BLOCKS,
         )
-        return EngineRank(publisher, scrape.device_blocks)
+        repairs = can_report(self._options, self._facts.version)
+        return EngineRank(publisher, feed.stream, scrape.device_blocks, repairs=repairs, former=former)
+
+    def _is_same_process(self, former: Header) -> bool:
+        """False if the engine has certainly restarted since; the bytes of its batches tell for sure."""
+        times = {former.engine_started_s, self._facts.scrape.started_s} - {0.0}
+        if len(times) > 1:
+            log.info("engine.restarted", since="the state was kept", url=self._options.engine_url)
+        return len(times) < 2
 
     def _card(self) -> Card:
         publishers = [rank.publisher for rank in self._ranks]
@@ -193,6 +178,7 @@ class Agent:
             block_size=publishers[0].block_size if publishers else None,
             widest_tier=max((publisher.blocks.widest_tier for publisher in publishers), default=0),
             started_at_us=self._incarnation,
+            repairs_by_report=any(rank.repairs for rank in self._ranks),
         )
 
     def _rank_beats(self) -> list[RankBeat]:
@@ -202,12 +188,12 @@ class Agent:
         load = self._loads.get(number, RankLoad())
         if number >= len(self._ranks):
             return RankBeat(number, self._incarnation, 0, False, load.running, load.waiting, load.kv_usage)
-        rank, stream = self._ranks[number], self._feeds[number].stream
+        rank = self._ranks[number]
         return RankBeat(
             number,
             rank.publisher.incarnation,
             rank.publisher.seq,
-            rank.is_partial(has_all_batches=stream.is_complete),
+            rank.is_partial,
             load.running,
             load.waiting,
             load.kv_usage,
@@ -230,7 +216,7 @@ class Agent:
         log.warning("engine.down", url=self._options.engine_url)
         self._loads = {}
         for rank in self._ranks:
-            rank.publisher.cleared()
+            rank.go_down()
         self._announcer.set_state("down")
 
     async def _come_back(self) -> None:
@@ -273,6 +259,7 @@ class Agent:
         self._facts = facts
         for rank in self._ranks:
             rank.capacity_blocks = facts.scrape.device_blocks
+            rank.set_repairs(can_report(self._options, facts.version))
 
     def _restart_feeds(self, ranks: Sequence[EngineRank]) -> None:
         for rank in ranks:

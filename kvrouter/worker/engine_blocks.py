@@ -4,6 +4,12 @@
         │
         └──held──> tokens, engine hash of the parent      named as soon as the parent is known
 
+Once history was lost, an engine may be asked for reports (`kv_cache_report_mode: full`): it then
+announces blocks that it had already, one event per request that begins at the root, and looks like
+a real one. With `hears_reports` a Stored at the root therefore adds no reference to a block that has
+one: so ours never exceed the engine's. (vLLM 0.32, `emit_cached_block_events`; what it really stored
+below a known block comes in an event of its own, with a parent, and always counts.)
+
 An engine hash is opaque. Engines store and remove the same hash once per physical block, so
 references are counted; several engine hashes may mean one sequence hash (a LoRA reloaded from
 another path). The seed, salt and LoRA, is shown on a root block only and handed down.
@@ -15,12 +21,15 @@ block's parent is not known; a block without a seed has no sequence hash, nor ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from kvrouter.core.blocks import block_seed, seeded_block_hashes, sequence_hashes
-from kvrouter.core.events import DEVICE, TIERS, Op
+from kvrouter.core.events import DEVICE, HOST, Op
 from kvrouter.core.ids import SequenceHash
 from kvrouter.worker.published import PublishedBlocks
 
@@ -29,29 +38,39 @@ BlockIds: TypeAlias = Sequence[int] | None
 """The 64-bit multimodal ids of one block; None if its extra keys are not understood."""
 
 MAX_HELD_BLOCKS = 100_000
+_NO_REFS = (0, 0, 0)
 
 
-class _Known:
+Refs: TypeAlias = tuple[int, int, int]
+"""References per tier."""
+
+
+class Known(Struct, frozen=True, array_like=True, gc=False):
     """An engine hash that has a name, or never will (`sequence` and `seed` None)."""
 
-    __slots__ = ("parent", "refs", "seed", "sequence")
-
-    def __init__(self, sequence: SequenceHash | None, parent: SequenceHash | None, seed: int | None) -> None:
-        self.sequence = sequence
-        self.parent = parent
-        self.seed = seed if sequence is not None else None
-        self.refs = [0] * len(TIERS)
+    sequence: int | None
+    parent: int | None
+    """The sequence hash of its parent."""
+    seed: int | None
+    refs: Refs
 
 
-class _Held:
-    """A block whose parent is not known yet."""
+class Held(Struct, frozen=True, array_like=True, gc=False):
+    """A block whose parent is not known yet. `ids` as in `BlockIds`, () if none were given."""
 
-    __slots__ = ("block", "parent", "refs")
+    parent: EngineHash
+    refs: Refs
+    block_size: int
+    token_ids: tuple[int, ...]
+    ids: tuple[tuple[int, ...] | None, ...]
 
-    def __init__(self, block: _Chain, parent: EngineHash) -> None:
-        self.block = block
-        self.parent = parent
-        self.refs = [0] * len(TIERS)
+
+@dataclass(frozen=True, slots=True)
+class BlocksImage:
+    """A table at one moment. Its entries are values, so a shallow copy is a true one (100,000: 1–5 ms)."""
+
+    known: dict[EngineHash, Known]
+    held: dict[EngineHash, Held]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,32 +82,44 @@ class _Chain:
     block_size: int
     ids: Sequence[BlockIds]
 
-    def rest(self, start: int, end: int | None = None) -> _Chain:
-        """The blocks [start, end) as a chain of their own."""
-        stop = len(self.engine_hashes) if end is None else end
-        tokens = self.token_ids[start * self.block_size : stop * self.block_size]
-        return _Chain(self.engine_hashes[start:stop], tokens, self.block_size, self.ids[start:stop])
+    def rest(self, start: int) -> _Chain:
+        """The blocks from `start` on as a chain of their own."""
+        tokens = self.token_ids[start * self.block_size :]
+        return _Chain(self.engine_hashes[start:], tokens, self.block_size, self.ids[start:])
 
-    def names(self, parent: SequenceHash | None, seed: int | None) -> list[SequenceHash | None]:
+    def held(self, index: int, parent: EngineHash) -> Held:
+        """One block of the chain, to be kept without references below `parent`."""
+        tokens = self.token_ids[index * self.block_size : (index + 1) * self.block_size]
+        ids = tuple(None if block is None else tuple(block) for block in self.ids[index : index + 1])
+        return Held(parent, _NO_REFS, self.block_size, tuple(tokens), ids)
+
+    def names(self, parent: int | None, seed: int | None) -> list[int | None]:
         """Each block's sequence hash; None from the first that cannot be named on."""
         count = len(self.engine_hashes)
         ids = self.ids or [()] * count
         understood = [] if seed is None else list(_until_none(ids))
         blocks = seeded_block_hashes(self.token_ids, self.block_size, seed or 0, understood)
-        return [*sequence_hashes(blocks, parent), *([None] * (count - len(blocks)))]
+        above = None if parent is None else SequenceHash(parent)
+        return [*sequence_hashes(blocks, above), *([None] * (count - len(blocks)))]
 
 
 class EngineBlocks:
     """Engine events in, ops out: see the picture above."""
 
     def __init__(self, max_held_blocks: int = MAX_HELD_BLOCKS) -> None:
+        self.hears_reports = False
+        self.max_held_blocks = max_held_blocks
         self.ignored_removals = 0
+        self.doubtful_removals = 0
+        """Blocks withdrawn although one of their stores was not counted: the engine may have a copy."""
+        self.device_removals = 0
+        """Physical blocks that the engine has emptied so far, known or not."""
         self.dropped_held_blocks = 0
-        self._max_held_blocks = max_held_blocks
         self._published = PublishedBlocks()
-        self._known: dict[EngineHash, _Known] = {}
-        self._held: dict[EngineHash, _Held] = {}
+        self._known: dict[EngineHash, Known] = {}
+        self._held: dict[EngineHash, Held] = {}
         self._waiting: dict[EngineHash, set[EngineHash]] = {}
+        self._uncounted: set[EngineHash] = set()
 
     @property
     def widest_tier(self) -> int:
@@ -136,11 +167,14 @@ class EngineBlocks:
                 f"{len(engine_hashes)} blocks of {block_size} with {len(token_ids)} tokens, {len(ids)} ids"
             )
         chain = _Chain(engine_hashes, token_ids, block_size, ids)
-        self._store(chain, parent, block_seed(lora_name, salt), tier)
+        is_counted = not (self.hears_reports and parent is None)
+        self._store(chain, parent, block_seed(lora_name, salt), tier, is_counted=is_counted)
         return self._published.take_ops()
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: int = DEVICE) -> list[Op]:
         """Count one reference less to each; hashes without one in `tier` are ignored."""
+        if tier == DEVICE:
+            self.device_removals += len(engine_hashes)
         for engine_hash in engine_hashes:
             self._remove(engine_hash, tier)
         return self._published.take_ops()
@@ -150,62 +184,96 @@ class EngineBlocks:
         self._known.clear()
         self._held.clear()
         self._waiting.clear()
+        self._uncounted.clear()
         self._published.clear()
         return self._published.take_ops()
+
+    def forget_uncounted(self) -> None:
+        """Those stores were reports: nobody need doubt the removals that follow."""
+        self._uncounted.clear()
+
+    def image(self) -> BlocksImage:
+        """What is in the table now, for `restore`; later changes do not touch it."""
+        return BlocksImage(self._known.copy(), self._held.copy())
+
+    def restore(self, image: BlocksImage) -> None:
+        """Take over a table as it was; this one must be empty. Its ops are those of `state_ops`."""
+        self._known = image.known.copy()
+        for sequence, parent, tier in _references(self._known):
+            self._published.add(sequence, parent, tier)
+        self._published.take_ops()
+        for engine_hash, held in image.held.items():
+            self._held[engine_hash] = held
+            self._waiting.setdefault(held.parent, set()).add(engine_hash)
 
     def _stored_again(self, engine_hashes: Sequence[EngineHash], tier: int) -> list[Op]:
         for engine_hash in engine_hashes:
             known, held = self._known.get(engine_hash), self._held.get(engine_hash)
             if known is not None:
-                self._refer(known, tier)
+                self._refer(engine_hash, known, tier)
             elif held is not None:
-                held.refs[tier] += 1
+                self._held[engine_hash] = replace(held, refs=_counted(held.refs, tier, 1))
         return self._published.take_ops()
 
-    def _store(self, chain: _Chain, above: EngineHash | None, root_seed: int, tier: int) -> None:
+    def _store(
+        self, chain: _Chain, above: EngineHash | None, root_seed: int, tier: int, *, is_counted: bool
+    ) -> None:
         for index, engine_hash in enumerate(chain.engine_hashes):
             known = self._known.get(engine_hash)
             if known is not None:
-                self._refer(known, tier)
+                self._store_known(engine_hash, known, tier, is_counted=is_counted)
             elif above is None:
-                return self._name(chain.rest(index), None, root_seed, tier)
+                return self._name(chain.rest(index), None, root_seed, tier, is_counted=is_counted)
             elif above in self._known:
                 place = self._known[above]
-                return self._name(chain.rest(index), place.sequence, place.seed, tier)
+                rest = chain.rest(index)
+                return self._name(rest, place.sequence, place.seed, tier, is_counted=is_counted)
             else:
                 self._hold(chain, index, above, tier)
             above = engine_hash
         return None
 
-    def _name(self, chain: _Chain, parent: SequenceHash | None, seed: int | None, tier: int) -> None:
+    def _name(
+        self, chain: _Chain, parent: int | None, seed: int | None, tier: int, *, is_counted: bool
+    ) -> None:
         """Learn and count a chain whose parent is known: all its hashes in one go."""
         for engine_hash, sequence in zip(chain.engine_hashes, chain.names(parent, seed), strict=True):
             known = self._known.get(engine_hash)
             if known is None:
-                known = self._learn(engine_hash, _Known(sequence, parent, seed))
-            self._refer(known, tier)
-            self._name_waiting(engine_hash)
+                self._learn(engine_hash, sequence, parent, seed, tier)
+            else:
+                self._store_known(engine_hash, known, tier, is_counted=is_counted)
             parent = sequence
 
-    def _learn(self, engine_hash: EngineHash, known: _Known) -> _Known:
-        self._known[engine_hash] = known
+    def _store_known(self, engine_hash: EngineHash, known: Known, tier: int, *, is_counted: bool) -> None:
+        if is_counted or not known.refs[tier]:
+            self._refer(engine_hash, known, tier)
+        else:
+            self._uncounted.add(engine_hash)
+
+    def _learn(
+        self, engine_hash: EngineHash, sequence: int | None, parent: int | None, seed: int | None, tier: int
+    ) -> None:
         if engine_hash in self._held:
             self._drop_held(engine_hash)  # it was announced below another parent: believe the known one
-        return known
+        self._refer(engine_hash, _known(sequence, parent, seed), tier)
+        self._name_waiting(engine_hash)
 
-    def _refer(self, known: _Known, tier: int) -> None:
-        known.refs[tier] += 1
+    def _refer(self, engine_hash: EngineHash, known: Known, tier: int, count: int = 1) -> None:
+        refs = _counted(known.refs, tier, count)
+        self._known[engine_hash] = Known(known.sequence, known.parent, known.seed, refs)
         if known.sequence is not None:
-            self._published.add(known.sequence, known.parent, tier)
+            for _ in range(count):
+                self._published.add(known.sequence, known.parent, tier)
 
     def _hold(self, chain: _Chain, index: int, parent: EngineHash, tier: int) -> None:
         engine_hash = chain.engine_hashes[index]
         held = self._held.get(engine_hash)
         if held is None:
-            held = self._held[engine_hash] = _Held(chain.rest(index, index + 1), parent)
+            held = chain.held(index, parent)
             self._waiting.setdefault(parent, set()).add(engine_hash)
-        held.refs[tier] += 1
-        if len(self._held) > self._max_held_blocks:
+        self._held[engine_hash] = replace(held, refs=_counted(held.refs, tier, 1))
+        if len(self._held) > self.max_held_blocks:
             self._drop_held(next(iter(self._held)))
             self.dropped_held_blocks += 1
 
@@ -215,16 +283,15 @@ class EngineBlocks:
         while pending:
             above = pending.pop()
             for child in self._waiting.pop(above, ()):
-                self._name_held(self._held.pop(child), self._known[above])
+                self._name_held(child, self._held.pop(child), self._known[above])
                 pending.append(child)
 
-    def _name_held(self, held: _Held, place: _Known) -> None:
-        (sequence,) = held.block.names(place.sequence, place.seed)
-        (engine_hash,) = held.block.engine_hashes
-        known = self._known[engine_hash] = _Known(sequence, place.sequence, place.seed)
+    def _name_held(self, engine_hash: EngineHash, held: Held, place: Known) -> None:
+        chain = _Chain([engine_hash], held.token_ids, held.block_size, held.ids)
+        (sequence,) = chain.names(place.sequence, place.seed)
+        self._known[engine_hash] = _known(sequence, place.sequence, place.seed)
         for tier, count in enumerate(held.refs):
-            for _ in range(count):
-                self._refer(known, tier)
+            self._refer(engine_hash, self._known[engine_hash], tier, count)
 
     def _drop_held(self, engine_hash: EngineHash) -> None:
         held = self._held.pop(engine_hash)
@@ -234,37 +301,65 @@ class EngineBlocks:
             del self._waiting[held.parent]
 
     def _remove(self, engine_hash: EngineHash, tier: int) -> None:
-        entry = self._known.get(engine_hash) or self._held.get(engine_hash)
-        if entry is None or not entry.refs[tier]:
+        known, held = self._known.get(engine_hash), self._held.get(engine_hash)
+        if known is not None and known.refs[tier]:
+            self._remove_known(engine_hash, known, tier)
+        elif held is not None and held.refs[tier]:
+            self._remove_held(engine_hash, held, tier)
+        else:
             self.ignored_removals += 1
-            return
-        entry.refs[tier] -= 1
-        if isinstance(entry, _Held):
-            if not any(entry.refs):
-                self._drop_held(engine_hash)
-            return
-        if entry.sequence is not None:
-            self._published.drop(entry.sequence, tier)
-        if not any(entry.refs):
+
+    def _remove_known(self, engine_hash: EngineHash, known: Known, tier: int) -> None:
+        refs = _counted(known.refs, tier, -1)
+        if known.sequence is not None:
+            self._published.drop(known.sequence, tier)
+        if any(refs):
+            self._known[engine_hash] = Known(known.sequence, known.parent, known.seed, refs)
+        else:
             del self._known[engine_hash]
+            self.doubtful_removals += engine_hash in self._uncounted
+            self._uncounted.discard(engine_hash)
+
+    def _remove_held(self, engine_hash: EngineHash, held: Held, tier: int) -> None:
+        refs = _counted(held.refs, tier, -1)
+        if any(refs):
+            self._held[engine_hash] = replace(held, refs=refs)
+        else:
+            self._drop_held(engine_hash)
 
     def check(self) -> None:
         """Raise if an invariant is broken. Tests call this after every step."""
-        self._published.check(self._references())
+        named = [(sequence, tier) for sequence, _, tier in _references(self._known)]
+        self._published.check(named)
         assert not self._known.keys() & self._held.keys(), "both known and held"
-        refs = [entry.refs for entries in (self._known, self._held) for entry in entries.values()]
-        assert all(map(any, refs)), "unreferenced"
+        entries: list[Known | Held] = [*self._known.values(), *self._held.values()]
+        assert all(any(entry.refs) and min(entry.refs) >= 0 for entry in entries), "unreferenced"
         assert not self._waiting.keys() & self._known.keys(), "held below a known block"
         waiting = {(parent, child) for parent, children in self._waiting.items() for child in children}
         assert waiting == {(held.parent, engine_hash) for engine_hash, held in self._held.items()}, "waiting"
-        assert len(self._held) <= self._max_held_blocks, "holds too much"
+        assert len(self._held) <= self.max_held_blocks, "holds too much"
+        assert self._uncounted <= self._known.keys(), "uncounted stores of unknown blocks"
 
-    def _references(self) -> Iterator[tuple[int, int]]:
-        for known in self._known.values():
-            if known.sequence is not None:
-                yield from (
-                    (known.sequence, tier) for tier, count in enumerate(known.refs) for _ in range(count)
-                )
+
+def _known(sequence: int | None, parent: int | None, seed: int | None) -> Known:
+    """A block without references; without a name it has no seed to hand down either."""
+    return Known(sequence, parent, None if sequence is None else seed, _NO_REFS)
+
+
+def _counted(refs: Refs, tier: int, change: int) -> Refs:
+    device, host, disk = refs
+    if tier == DEVICE:
+        return device + change, host, disk
+    return (device, host + change, disk) if tier == HOST else (device, host, disk + change)
+
+
+def _references(known: Mapping[EngineHash, Known]) -> Iterator[tuple[int, int | None, int]]:
+    """Sequence hash, parent and tier of every reference that counts."""
+    for block in known.values():
+        if block.sequence is not None:
+            for tier, count in enumerate(block.refs):
+                for _ in range(count):
+                    yield block.sequence, block.parent, tier
 
 
 def _until_none(ids: Sequence[BlockIds]) -> Iterator[Sequence[int]]:

@@ -12,7 +12,13 @@ from kvrouter.core.blocks import pool_token
 from kvrouter.core.events import MAX_FRAME_HASHES, TIERS, Op, Removed, ReplayRequest, Stored
 from kvrouter.core.feed_source import FeedSource
 from kvrouter.core.ids import PoolId, WorkerId
-from kvrouter.worker.engine_blocks import MAX_HELD_BLOCKS, BlockIds, EngineBlocks, EngineHash
+from kvrouter.worker.engine_blocks import (
+    MAX_HELD_BLOCKS,
+    BlockIds,
+    BlocksImage,
+    EngineBlocks,
+    EngineHash,
+)
 
 CHECK_EVERY_S = 1.0
 
@@ -115,6 +121,19 @@ class KvPublisher:
         if self.seq:  # else nobody has been told anything yet
             self._feed = self._new_feed(max(incarnation, self.incarnation + 1))
 
+    def restore(self, image: BlocksImage, block_size: int) -> None:
+        """Go on with the table of the agent before, in this feed's own life.
+
+        Not in the former life: its ring is gone, and frames sent after the table was kept have used
+        its next numbers. The restored table counts as frame 1, which is nowhere to be had: readers
+        take a snapshot, and keep what they hold of the former life until that is loaded.
+        """
+        self.block_size = block_size
+        self.blocks.restore(image)
+        self._feed.seq = max(1, self._feed.seq)
+        self._is_unchecked = True
+        self._filled.set()
+
     def answer(self, request: ReplayRequest, max_bytes: int, now: float) -> bytes:
         """Frames or a piece of a snapshot. What is pending leaves first: a snapshot names a frame."""
         self.flush(now)
@@ -156,7 +175,7 @@ class KvPublisher:
             self._filled.set()
 
     def _new_feed(self, incarnation: int) -> FeedSource:
-        return FeedSource(incarnation, self.blocks.state_ops)
+        return FeedSource(incarnation, lambda _now: self.blocks.state_ops())
 
 
 def _frames_of(ops: Sequence[Op]) -> list[list[Op]]:

@@ -1,4 +1,25 @@
-"""One rank of an engine: what arrives on its event socket becomes its KV feed."""
+"""One rank of an engine: what arrives on its event socket becomes its KV feed.
+
+    whole ──gap, malformed, overfull, nothing to begin from──> partial ──mended──> (as good as) whole
+
+After lost history the table begins empty: what the engine holds from before is not in it, and will
+not be until it is stored, or announced, anew. Nothing marks the end of that, so a rank counts as
+mended only when what was missed can hardly be there any more:
+
+- the engine has emptied its cache, or has restarted; or
+- with repair, nothing is held back and the engine has since evicted twice as many blocks as it has
+  room for. It evicts what was not used for longest: a block of which we still know nothing has not
+  been hit by a request that asked for a report, so it has been evicted in the first round, or in
+  the second if a request held it during the first. (A request that lasts longer than both rounds, or
+  one that did not come through a frontend, may leave a block unknown: an undercount.) Other tiers
+  than the device keep their own order: where there are any, only an empty cache will do.
+
+That reports may still come has its price: a block stored twice at the root for real
+(by two requests at once) counts once, and is withdrawn when one copy goes. If that happens to a rank
+that is not partial, it is partial again: the next request that hits the other copy announces it.
+
+On a busy engine mending takes minutes, on a quiet one for ever; until then the rank says `partial`.
+"""
 
 from __future__ import annotations
 
@@ -10,81 +31,212 @@ import structlog
 from kvrouter.core.events import DEVICE
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.publisher import KvPublisher
-from kvrouter.worker.stream import Action, Apply, Lost, Restarted
-from kvrouter.worker.vllm import AllBlocksCleared, AllCacheCleared, VllmAdapter, decode_batch
+from kvrouter.worker.state import RankHead, RankState
+from kvrouter.worker.stream import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
+from kvrouter.worker.vllm import AllBlocksCleared, AllCacheCleared, Batch, VllmAdapter, decode_batch
 
 log = structlog.get_logger()
+
+TURNOVERS_UNTIL_MENDED = 2
 
 
 class EngineRank:
     """Applies a rank's batches to its publisher, and begins a new life where they cannot be trusted.
 
-    `capacity_blocks` bounds what may be published, 0 meaning unknown: more than the engine has
-    room for means that removals were missed.
+    `stream` puts the batches in order. `capacity_blocks` bounds what may be published, 0 meaning
+    unknown: more than the engine has room for means that removals were missed. `repairs`: whether
+    frontends ask for reports while the rank is partial; None: if its events have the shape of
+    vLLMs that can. `former`: what the agent before left of this rank.
     """
 
-    def __init__(self, publisher: KvPublisher, capacity_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        publisher: KvPublisher,
+        stream: EngineStream,
+        capacity_blocks: int = 0,
+        *,
+        repairs: bool | None = False,
+        former: RankState | None = None,
+    ) -> None:
         self.publisher = publisher
         self.capacity_blocks = capacity_blocks
+        self.repairs = repairs
         self.losses: Counter[str] = Counter()
-        self.is_whole = True
-        """Whether everything the engine holds can be known here, as far as batches were read."""
-        self.was_cleared = False
-        """Whether the engine has emptied its cache since history was lost."""
+        self._stream = stream
+        self._former = former
         self._adapter = VllmAdapter(publisher)
+        self._was_partial = False
+        self._is_down = False
+        self._is_whole = True
+        """Whether nothing has been missed since the beginning, which the stream knows of."""
+        self._is_mended = False
+        """Whether what was missed no longer matters."""
         self._first_ts: float | None = None
+        self._position: tuple[int, bytes] | None = None
+        """The last batch applied: its number, and the digest of its bytes."""
+        self._removals_before = publisher.blocks.device_removals
+        # whatever else is lost: requests that the agent before had asked for may still be under way
+        publisher.blocks.hears_reports = former is not None and former.head.hears_reports
 
     @property
     def skipped(self) -> Counter[str]:
         """Events that were not passed on, by reason."""
         return self._adapter.skipped
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the table is what is known of the engine: not while it is down or looked for."""
+        return not (self._is_down or self._stream.is_beginning)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the engine may hold blocks that are not published."""
+        return self.is_settled and not self._is_mended and not self._has_everything
+
     def on_action(self, action: Action) -> None:
         """Do what the stream of batches says."""
+        if self._is_down and not isinstance(action, Restarted):
+            return  # once it is up again its history is read anew
         match action:
             case Apply():
-                self._apply(action.payload)
+                self._apply(action)
             case Restarted():
+                self._is_down = False
                 self._begin()
                 self.publisher.cleared()
+            case Continued():
+                self._continue()
             case Lost():
                 self._lose("gap")
+        self._say_if_partial()
 
-    def is_partial(self, *, has_all_batches: bool) -> bool:
-        """Whether the engine may hold blocks that are not published."""
-        return not self.was_cleared and not (self.is_whole and has_all_batches)
+    def set_repairs(self, repairs: bool | None) -> None:
+        """Note what the engine's version says; if it says nothing, what its events showed stays."""
+        if repairs is not None:
+            self.repairs = repairs
+
+    def go_down(self) -> None:
+        """The engine is gone, and what it held with it."""
+        self._is_down = True
+        self._begin()
+        self.publisher.cleared()
 
     def is_older_than(self, engine_started_s: float) -> bool:
         """Whether the table has batches from before the engine process started."""
         return self._first_ts is not None and self._first_ts < engine_started_s
 
-    def _apply(self, payload: bytes) -> None:
+    def state(self) -> RankState | None:
+        """The rank for the agent that comes next; None before the first batch. Call it when settled."""
+        if self._position is None:
+            return None
+        seq, digest = self._position
+        blocks = self.publisher.blocks
+        head = RankHead(
+            self.publisher.rank,
+            seq,
+            digest,
+            self._stream.is_complete,
+            self._is_whole,
+            self._is_mended,
+            blocks.hears_reports,
+            blocks.device_removals - self._removals_before,
+            self._adapter.group,
+            self._first_ts,
+            self.publisher.block_size,
+        )
+        return RankState(head, blocks.image())
+
+    @property
+    def _has_everything(self) -> bool:
+        return self._is_whole and self._stream.is_complete
+
+    def _apply(self, action: Apply) -> None:
         try:
-            batch = decode_batch(payload)
+            batch = decode_batch(action.payload)
         except MalformedFrameError as error:
             self._lose("malformed", error=str(error))
             return
         if self._first_ts is None:
             self._first_ts = batch.ts
+        self._position = (action.seq, digest_of(action.payload))
+        self._expect_reports(batch)
+        doubts_before = self.publisher.blocks.doubtful_removals
         known = self.skipped.keys() | ()
         self._adapter.apply(batch)
         for reason in self.skipped.keys() - known:
             log.warning("engine.event_skipped", rank=self.publisher.rank, reason=reason)
-        if any(isinstance(event, AllBlocksCleared | AllCacheCleared) for event in batch.events):
-            self.was_cleared = True
+        if self.is_partial:
+            self._mend(batch)
+        elif self.publisher.blocks.doubtful_removals > doubts_before:
+            self._doubt()
         if 0 < self.capacity_blocks < self.publisher.blocks.count(DEVICE):
             self._lose("overfull", capacity_blocks=self.capacity_blocks)
 
+    def _expect_reports(self, batch: Batch) -> None:
+        """While something is missing, requests may ask for reports; ours, or those of an agent before.
+
+        It stays so even when nothing is missing any more: a request can be queued for minutes, and a
+        frontend that is cut off from NATS goes on asking. The price is small, see EngineBlocks.
+        """
+        if self.repairs is None and batch.is_mapped:
+            self.repairs = True
+        if self.repairs and not self._has_everything:
+            self.publisher.blocks.hears_reports = True
+
+    def _mend(self, batch: Batch) -> None:
+        """See whether the rank is as good as whole now."""
+        self.publisher.blocks.forget_uncounted()  # they have been asked for
+        is_cleared = any(isinstance(event, AllBlocksCleared | AllCacheCleared) for event in batch.events)
+        self._is_mended = is_cleared or self._is_turned_over()
+
+    def _doubt(self) -> None:
+        """Something may be missing again, though nothing that is published is wrong."""
+        self._is_whole = self._is_mended = False
+        self._removals_before = self.publisher.blocks.device_removals
+
+    def _is_turned_over(self) -> bool:
+        blocks = self.publisher.blocks
+        can_tell = self.repairs and self.capacity_blocks > 0 and blocks.widest_tier == DEVICE
+        if not can_tell or blocks.held_blocks:
+            return False
+        evicted = blocks.device_removals - self._removals_before
+        return evicted >= TURNOVERS_UNTIL_MENDED * self.capacity_blocks
+
+    def _continue(self) -> None:
+        """The engine has returned the batch that was the last of the agent before: go on from there."""
+        former = self._former
+        assert former is not None, "continued without a state"
+        head = former.head
+        self._begin()
+        self._is_whole, self._is_mended = head.is_whole, head.is_mended
+        self._first_ts, self._position = head.first_ts, (head.seq, head.digest)
+        self._removals_before -= head.removals
+        self._adapter.group = head.group
+        self.publisher.restore(former.image, head.block_size)
+        log.info("engine.history_continued", rank=head.rank, seq=head.seq, blocks=len(former.image.known))
+
     def _begin(self) -> None:
-        self.is_whole = True
-        self.was_cleared = False
+        self._former = None
+        self._is_whole = True
+        self._is_mended = False
         self._first_ts = None
+        self._position = None
+        self._removals_before = self.publisher.blocks.device_removals
 
     def _lose(self, reason: str, **facts: object) -> None:
         """Undercount is allowed, overcount never: begin again with an empty table."""
         self._begin()
-        self.is_whole = False
+        self._is_whole = False
         self.losses[reason] += 1
         if self.losses[reason] == 1:
             log.warning("engine.history_lost", rank=self.publisher.rank, reason=reason, **facts)
         self.publisher.lose_history(time.time_ns() // 1000)
+
+    def _say_if_partial(self) -> None:
+        if self.is_partial == self._was_partial or not self.is_settled:
+            return
+        self._was_partial = self.is_partial
+        if self.is_partial:
+            log.warning("rank.partial", rank=self.publisher.rank, repairs=bool(self.repairs))
+        else:
+            log.info("rank.whole", rank=self.publisher.rank)

@@ -1,15 +1,16 @@
 """Puts an engine's batches in order: live ones, replayed ones, gaps, restarts (design §5).
 
-    begin ──ask 0──> recovering ──replayed──> live ──gap: ask next-1──> recovering …
-                        │  live batches are held, in order of arrival
-                        └─ failed too often ──> lost, go on with what comes
+    begin ────ask 0────> recovering ──replayed──> live ──gap: ask next-1──> recovering …
+    resume ──ask last──┘     │  live batches are held, in order of arrival
+                             └─ failed too often ──> lost, go on with what comes
 
 Engines number batches from 0 and start again when they restart, so a number alone proves nothing.
 A replay asks from the last batch applied, inclusive: if the engine returns that one unchanged,
 what follows is its continuation; if it returns another one, or none, the engine has restarted; if
 it no longer reaches back that far, history is lost. A live batch with an old number is a repeat if
 its bytes are known, else a restart. (An engine that restarts and happens to be heard again exactly at
-`next_seq` is not seen here: the agent compares the start of its process.)
+`next_seq` is not seen here: the agent compares the start of its process.) `resume` asks in the same
+way for the last batch that a former agent applied: nothing is gone on from before it has come back.
 
 Invariants: all batches before `next_seq` since the last Restarted or Lost are applied, each
 once; digests are kept of the newest of them.
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_128_digest
 
 REMEMBERED_BATCHES = 10_000
 """vLLM's own replay buffer: what is older cannot come again."""
@@ -34,6 +35,7 @@ MAX_ATTEMPTS = 3
 class Apply:
     """The next batch of the engine's history."""
 
+    seq: int
     payload: bytes
 
 
@@ -43,11 +45,16 @@ class Restarted:
 
 
 @dataclass(frozen=True, slots=True)
+class Continued:
+    """What follows continues what a former agent has applied: begin with its table."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """Batches are missing for good: what is in the table may no longer be there."""
 
 
-Action: TypeAlias = Apply | Restarted | Lost
+Action: TypeAlias = Apply | Restarted | Continued | Lost
 Numbered: TypeAlias = tuple[int, bytes]
 """A batch with its sequence number."""
 
@@ -71,12 +78,19 @@ class EngineStream:
         self._heard_before = 0
         self._attempts = 0
         self._held: deque[Numbered] = deque(maxlen=HELD_BATCHES)
-        self._digests: dict[int, int] = {}
+        self._digests: dict[int, bytes] = {}
+        self._is_unproven = False
+        self._was_complete = False
 
     @property
     def is_recovering(self) -> bool:
         """Whether a replay has been asked for and not answered."""
         return self._asked is not None
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether it is not known yet from where the engine's history can be had."""
+        return self.is_recovering and (self._is_unproven or self.next_seq == 0)
 
     def begin(self) -> Step:
         """Start, or start over with an empty table, at the engine's first batch."""
@@ -85,6 +99,18 @@ class EngineStream:
         self.next_seq = 0 if self._can_replay else None
         self._ask(self.next_seq)
         return Step([Restarted()], self._asked)
+
+    def resume(self, seq: int, digest: bytes, *, was_complete: bool) -> Step:
+        """Go on behind batch `seq` that a former agent applied, if the engine returns that very batch."""
+        if not self._can_replay:
+            return self.begin()  # nothing can be proven
+        self._start_over()
+        self._held.clear()
+        self.next_seq = seq + 1
+        self._digests[seq] = digest
+        self._is_unproven, self._was_complete = True, was_complete
+        self._ask(seq)
+        return Step((), seq)
 
     def verify(self) -> Step:
         """Ask whether the engine still is the one that sent the last batch; for quiet times."""
@@ -113,6 +139,8 @@ class EngineStream:
         actions = []
         if batches and batches[0][0] > asked:
             actions.append(self._lose(batches[0][0]))
+        elif self._is_unproven:
+            actions.append(self._continue())
         elif self.next_seq == 0:
             self.is_complete = True
         return self._advance(actions, [*batches, *held])
@@ -126,16 +154,17 @@ class EngineStream:
             self._ask(asked)
             return Step((), asked)
         self._ask(None)
+        actions: list[Action] = [self._lose(None)] if self._is_unproven else []
         self._attempts = MAX_ATTEMPTS  # a gap is now given up
         self.next_seq = self.next_seq or None
-        return self._advance([], self._take_held())
+        return self._advance(actions, self._take_held())
 
     def _continues(self, asked: int, batches: Sequence[Numbered]) -> bool:
         """False if the answer shows that the engine is not the one that sent batch `asked`."""
         if not batches:
             return False
         seq, payload = batches[0]
-        return seq > asked or self._digests.get(seq) in {None, _digest(payload)}
+        return seq > asked or self._digests.get(seq) in {None, digest_of(payload)}
 
     def _ask(self, seq: int | None) -> None:
         """Ask for a replay from `seq`, or for none.
@@ -160,7 +189,7 @@ class EngineStream:
 
     def _is_repeat(self, seq: int, payload: bytes) -> bool:
         is_old = self.next_seq is not None and seq < self.next_seq
-        return is_old and self._digests.get(seq) == _digest(payload)
+        return is_old and self._digests.get(seq) == digest_of(payload)
 
     def _is_due(self, seq: int, actions: list[Action]) -> bool:
         """Whether a batch can be applied now; if some before it are missing, sees to that."""
@@ -185,10 +214,15 @@ class EngineStream:
 
     def _apply(self, seq: int, payload: bytes) -> Action:
         self._attempts = 0
-        self._digests[seq] = _digest(payload)
+        self._digests[seq] = digest_of(payload)
         self._digests.pop(seq - REMEMBERED_BATCHES, None)
         self.next_seq = seq + 1
-        return Apply(payload)
+        return Apply(seq, payload)
+
+    def _continue(self) -> Action:
+        self._is_unproven = False
+        self.is_complete = self._was_complete
+        return Continued()
 
     def _restart(self) -> Action:
         self._start_over()
@@ -203,6 +237,7 @@ class EngineStream:
 
     def _start_over(self) -> None:
         self.is_complete = False
+        self._is_unproven = False
         self._attempts = 0
         self._digests.clear()
 
@@ -212,5 +247,6 @@ class EngineStream:
         return held
 
 
-def _digest(payload: bytes) -> int:
-    return xxh3_64_intdigest(payload)
+def digest_of(payload: bytes) -> bytes:
+    """What is kept of a batch to know it again."""
+    return xxh3_128_digest(payload)

@@ -115,12 +115,16 @@ _decode_array: msgspec.msgpack.Decoder[_ArrayEvent] = msgspec.msgpack.Decoder(_A
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The events of one scheduler step; `ts` in seconds since the epoch. `skipped` counts by type."""
+    """The events of one scheduler step; `ts` in seconds since the epoch. `skipped` counts by type.
+
+    `is_mapped`: the events have the shape of vLLM after June 2026.
+    """
 
     ts: float
     rank: int | None
     events: Sequence[Event]
     skipped: Counter[str] = field(default_factory=Counter)
+    is_mapped: bool = False
 
 
 def decode_batch(payload: bytes) -> Batch:
@@ -129,7 +133,7 @@ def decode_batch(payload: bytes) -> Batch:
         maps = _decode_maps(payload)
     except UNREADABLE:
         return _decode_array_batch(payload)
-    return Batch(maps.ts, maps.rank, maps.events)
+    return Batch(maps.ts, maps.rank, maps.events, is_mapped=True)
 
 
 def _decode_array_batch(payload: bytes) -> Batch:
@@ -202,12 +206,15 @@ class Sink(Protocol):
 
 
 class VllmAdapter:
-    """Tells a publisher what vLLM's events mean. `skipped` counts what was not passed on, by reason."""
+    """Tells a publisher what vLLM's events mean. `skipped` counts what was not passed on, by reason.
+
+    `group` is the KV group that is followed, None until events have shown it.
+    """
 
     def __init__(self, sink: Sink) -> None:
         self.skipped: Counter[str] = Counter()
         self._sink = sink
-        self._group: int | None = None
+        self.group: int | None = None
 
     def apply(self, batch: Batch) -> None:
         """Pass on a batch, in order."""
@@ -249,7 +256,7 @@ class VllmAdapter:
         tier = TIER_OF_MEDIUM.get(event.medium)
         if tier is None:
             self.skipped[f"medium {event.medium}"] += 1
-        elif event.group_idx in {None, self._group or 0}:
+        elif event.group_idx in {None, self.group or 0}:
             self._sink.removed(event.block_hashes, tier)
         else:
             self.skipped["removal in another group"] += 1
@@ -258,9 +265,9 @@ class VllmAdapter:
         """Whether it is of the one KV group that counts: the first seen with full attention."""
         if event.group_idx is None:
             return event.kv_cache_spec_kind in _FULL_ATTENTION
-        if self._group is None and event.kv_cache_spec_kind in _FULL_ATTENTION:
-            self._group = event.group_idx
-        return event.group_idx == self._group
+        if self.group is None and event.kv_cache_spec_kind in _FULL_ATTENTION:
+            self.group = event.group_idx
+        return event.group_idx == self.group
 
 
 def _is_whole(event: BlockStored) -> bool:

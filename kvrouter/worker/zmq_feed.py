@@ -58,8 +58,10 @@ class ZmqFeed:
         self._options = options
         self._context = context
         self._sub = sub
+        self.settled = asyncio.Event()
+        """Set once it is known from where the history can be had, and that part has been passed on."""
         self._inbox: asyncio.Queue[Heard] = asyncio.Queue(_INBOX_BATCHES)
-        self._wants_restart = True
+        self._start: Heard | None = EngineStream.begin
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -75,9 +77,13 @@ class ZmqFeed:
         finally:
             context.destroy(linger=0)
 
+    def resume(self, seq: int, digest: bytes, *, was_complete: bool) -> None:
+        """Before it runs: begin behind the batch that a former agent applied last."""
+        self._start = partial(EngineStream.resume, seq=seq, digest=digest, was_complete=was_complete)
+
     def restart(self) -> None:
         """Forget the order of batches and read the engine's history again from its start."""
-        self._wants_restart = True
+        self._start = EngineStream.begin
         with contextlib.suppress(asyncio.QueueFull):  # full: nobody has to be woken
             self._inbox.put_nowait(_nothing)
 
@@ -88,14 +94,16 @@ class ZmqFeed:
             while True:
                 step = await self._next_step()
                 await self._perform(step, on_action)
+                if not self.stream.is_beginning:
+                    self.settled.set()
                 if step.replay_from is not None:
                     tasks.create_task(self._replay(step.replay_from), name="zmq_feed.replay")
 
     async def _next_step(self) -> Step:
         """What follows from the next thing heard; a question of our own if it was quiet."""
-        if self._wants_restart:
-            self._wants_restart = False
-            return self.stream.begin()
+        if self._start is not None:
+            start, self._start = self._start, None
+            return start(self.stream)
         try:
             async with asyncio.timeout(self._options.verify_after_s):
                 heard = await self._inbox.get()

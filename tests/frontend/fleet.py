@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
-from kvrouter.core.beats import Card, State, WorkerBeat
+from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat
 from kvrouter.core.beats import encode as encode_beat
 from kvrouter.core.events import VERSION
 from kvrouter.core.ids import PoolId, Target, WorkerId
@@ -84,11 +84,13 @@ class Fleet:
         """The ids of the workers that got a request, once for each."""
         return [worker.id for worker in self.workers for _ in worker.requests]
 
-    def announce(self, worker: FakeWorker, state: State = "up", **card: Any) -> None:
+    def announce(
+        self, worker: FakeWorker, state: State = "up", ranks_heard: Sequence[RankBeat] = (), **card: Any
+    ) -> None:
         """Publish the worker's heartbeat, as its agent would."""
         facts = {"model": "m", "block_size": 16, "publishes_events": False, "started_at_us": 1, **card}
         whole = Card(worker_id=worker.id, url=worker.url, **facts)
-        beat = WorkerBeat(VERSION, 1, state, POOL, [], 1, whole)
+        beat = WorkerBeat(VERSION, 1, state, POOL, list(ranks_heard), 1, whole)
         self.bus.publish(self.subjects.live_worker(WorkerId(worker.id)), encode_beat(beat))
 
     def targets(self, frontend: RunningFrontend) -> list[Target]:

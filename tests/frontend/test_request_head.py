@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from kvrouter.core.beats import RankBeat
+from kvrouter.core.pool import Worker
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.request_head import with_report_mode, without_report_mode
-from tests.frontend.fleet import BODY, FleetOf
+from tests.frontend.fleet import BODY, Fleet, FleetOf
 from tests.frontend.workers import answer, says
 
 
@@ -189,3 +191,27 @@ def test_report_mode_is_added(body: bytes, arguments: dict[str, object]) -> None
 def test_report_mode_has_no_place(body: bytes) -> None:
     """A body without an object for it stays as it is."""
     assert body is with_report_mode(body)
+
+
+@pytest.mark.parametrize(("is_partial", "wanted"), [(True, "full"), (False, None)])
+async def test_partial_rank_is_asked_to_report(
+    fleet_of: FleetOf, is_partial: bool, wanted: str | None
+) -> None:
+    """Requests to a rank whose history was lost ask for a report of reused blocks; no others do."""
+    async with fleet_of() as fleet:
+        (worker,) = fleet.workers
+        fleet.announce(worker, ranks_heard=[RankBeat(0, 1, 0, partial=is_partial)], repairs_by_report=True)
+        while not any(known.card.repairs_by_report for known in known_workers(fleet)):
+            await fleet.get("/live")
+
+        await fleet.ask({"model": "m", "prompt": [1], "vllm_xargs": {"kv_cache_report_mode": "full"}})
+
+        (request,) = worker.requests
+        assert wanted == request.json.get("vllm_xargs", {}).get("kv_cache_report_mode")
+        assert [str(len(request.body))] == request.headers("content-length")
+
+
+def known_workers(fleet: Fleet) -> list[Worker]:
+    """The workers as the first frontend knows them."""
+    routers = fleet.frontend.replica.routers.values()
+    return [worker for router in routers for worker in router.pool.workers.values()]

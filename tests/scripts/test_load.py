@@ -221,11 +221,11 @@ HEAD = Head(200, {})
 def judged(parts: list[bytes]) -> Outcome:
     """A stream whose parts come one second apart, from second 1 on."""
     clock = iter(range(1000))
-    stream = _Stream(lambda: float(next(clock)))
     outcome = Outcome(0, "")
+    stream = _Stream(lambda: float(next(clock)), outcome)
     for part in parts:
         stream.feed(part)
-    stream.conclude(HEAD, LoadRequest(0.0, b""), outcome)
+    stream.conclude(HEAD, LoadRequest(0.0, b""))
     return outcome
 
 

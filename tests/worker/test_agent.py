@@ -12,20 +12,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvrouter.bus import Bus, NatsOptions, Subjects
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat, decode_worker_beat, encode
-from kvrouter.core.blocks import block_hashes, pool_token, sequence_hashes
-from kvrouter.core.events import (
-    VERSION,
-    Cleared,
-    Op,
-    ReplayRequest,
-    SnapshotChunk,
-    decode_answer,
-    decode_frame,
-)
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat, encode
+from kvrouter.core.blocks import block_hashes, sequence_hashes
+from kvrouter.core.events import VERSION, Cleared, ReplayRequest
 from kvrouter.core.events import encode as encode_op
-from kvrouter.core.ids import PoolId, WorkerId
+from kvrouter.core.ids import WorkerId
 from kvrouter.worker.agent import serve
 from kvrouter.worker.announcer import TakenOverError
 from kvrouter.worker.engine_http import EngineError
@@ -33,69 +24,10 @@ from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq_feed import FeedOptions
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fake_engine import EngineServer, EventSockets, pack, store
+from tests.worker.listener import Listener
 
 A, B = sequence_hashes(block_hashes([1, 1, 2, 2], 2))
 _namespaces = itertools.count()
-
-
-class Listener:
-    """Another process on the bus: hears heartbeats and frames, and asks for what it missed."""
-
-    def __init__(self, bus: Bus, namespace: str) -> None:
-        self.bus = bus
-        self.subjects = Subjects(namespace)
-        self.beats: asyncio.Queue[WorkerBeat] = asyncio.Queue()
-        self.live_ops: list[Op] = []
-        self._reader = ClosedSets()
-        self._seq = 0
-        self._sent_seq = 0
-        self._has_heard = asyncio.Event()
-
-    def on_beat(self, subject: str, payload: bytes, reply: str) -> None:
-        """A heartbeat: it tells how many frames there have been."""
-        beat = decode_worker_beat(payload)
-        self.beats.put_nowait(beat)
-        self._sent_seq = max([rank.seq for rank in beat.ranks], default=0)
-        self._has_heard.set()
-
-    def on_frame(self, subject: str, payload: bytes, reply: str) -> None:
-        """A frame: applied if it is the next."""
-        frame = decode_frame(payload)
-        if frame.seq == self._seq + 1:
-            self._reader.apply(frame.ops or ())
-            self.live_ops += frame.ops or ()
-            self._seq = frame.seq
-            self._has_heard.set()
-
-    async def beat(self, is_wanted: Callable[[WorkerBeat], bool]) -> WorkerBeat:
-        """The next heartbeat that fits."""
-        async with asyncio.timeout(10):
-            while not is_wanted(beat := await self.beats.get()):
-                pass
-        return beat
-
-    async def until_held(self, hashes: set[int]) -> None:
-        """Return when the feed has come to this."""
-        async with asyncio.timeout(10):
-            while self._reader.tiers[0] != hashes:
-                self._has_heard.clear()
-                if self._seq < self._sent_seq:
-                    await self._recover()
-                else:
-                    await self._has_heard.wait()
-
-    async def snapshot(self) -> SnapshotChunk:
-        """Ask the agent for everything it holds."""
-        request = encode_op(ReplayRequest(VERSION, 0, 0, 0))
-        subject = self.subjects.kv_replay(WorkerId("w"))
-        answer = decode_answer(await self.bus.request(subject, request, timeout_s=5))
-        assert isinstance(answer, SnapshotChunk)
-        return answer
-
-    async def _recover(self) -> None:
-        snapshot = await self.snapshot()
-        self._reader = ClosedSets().apply(snapshot.ops)
-        self._seq = snapshot.as_of_seq
 
 
 @dataclass
@@ -124,15 +56,8 @@ async def scene(nats_url: str, free_port: Callable[[], int]) -> AsyncIterator[Sc
     async with (
         EngineServer.open(free_port()) as engine,
         EventSockets.open() as events,
-        Bus.open(NatsOptions((nats_url,)), name="listener") as bus,
+        Listener.open(nats_url, namespace, "tiny") as listener,
     ):
-        listener = Listener(bus, namespace)
-        kv_subject = listener.subjects.live_kv(PoolId(pool_token("tiny")), WorkerId("w"), 0)
-        await bus.subscribe(listener.subjects.live_worker(WorkerId("w")), listener.on_beat)
-        await bus.subscribe(kv_subject, listener.on_frame)
-        connected = asyncio.Event()
-        bus.on_connect(connected.set)
-        await connected.wait()
         await events.send(pack(store(1)))
         feeds = [FeedOptions(events.events, events.replay)]
         options = AgentOptions(
@@ -164,6 +89,7 @@ async def test_announces(scene: Scene) -> None:
             engine="vllm",
             engine_version="0.32.0",
             started_at_us=beat.incarnation,
+            repairs_by_report=True,
         )
         == beat.card
     )
@@ -277,13 +203,13 @@ async def test_engine_not_up_yet(scene: Scene, free_port: Callable[[], int]) -> 
     assert task.done()
 
 
-async def test_process(scene: Scene) -> None:
+async def test_process(scene: Scene, nats_url: str) -> None:
     """`python -m kvrouter.worker` runs until SIGTERM, says leave and exits 0."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvrouter.worker",
         "--engine-url", scene.engine.url,
         "--kv-events", scene.events.events, "--kv-replay", scene.events.replay,
-        "--nats", scene.options.nats, "--namespace", scene.options.namespace, "--worker-id", "w",
+        "--nats", nats_url, "--namespace", scene.options.namespace, "--worker-id", "w",
         stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:

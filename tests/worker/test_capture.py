@@ -15,7 +15,7 @@ from kvrouter.core.blocks import block_hashes, sequence_hashes
 from kvrouter.core.events import decode_frame
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
-from kvrouter.worker.stream import Apply
+from kvrouter.worker.stream import Apply, EngineStream
 from kvrouter.worker.vllm import decode_batch
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fakes import FakeBus
@@ -67,7 +67,7 @@ def replay(name: str) -> list[Prediction]:
     """Replay the capture in time order; every step checks prefix closure and digests."""
     bus = FakeBus()
     publisher = KvPublisher(bus, "w", BLOCK_SIZE, model="tiny", incarnation=1)
-    rank = EngineRank(publisher, capacity_blocks=100)
+    rank = EngineRank(publisher, EngineStream(can_replay=True), capacity_blocks=100)
     reader = ClosedSets()
     predictions = []
     moments = [*read_batches(name), *read_requests()]
@@ -76,7 +76,7 @@ def replay(name: str) -> list[Prediction]:
             predictions.append(Prediction(moment, predict(moment, reader.tiers[0])))
             continue
         assert isinstance(moment, bytes)
-        rank.on_action(Apply(moment))
+        rank.on_action(Apply(0, moment))
         publisher.flush(ts)
         publisher.blocks.check()
         for _, payload in bus.take():

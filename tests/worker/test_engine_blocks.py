@@ -279,6 +279,37 @@ def test_held_below_two_parents(table: EngineBlocks) -> None:
     assert [Removed(DISK, pack_hashes([A]))] == table.removed([9])
 
 
+def test_reports(table: EngineBlocks) -> None:
+    """Where reports may come, a store at the root adds none to a reference; one below a parent does."""
+    table.hears_reports = True
+    store(table, 0, 2)
+    store(table, 0, 3)
+    store(table, 2, 3)
+    table.check()
+
+    assert [(1, 0, 0), (1, 0, 0), (2, 0, 0)] == [known.refs for known in table.image().known.values()]
+    table.removed([2, 2])
+    assert 0 == table.doubtful_removals
+    table.removed([1])
+    assert 1 == table.doubtful_removals
+    table.forget_uncounted()
+    table.removed([0])
+    table.check()
+    assert (1, 4) == (table.doubtful_removals, table.device_removals)
+
+
+def test_report_names_held_blocks(table: EngineBlocks) -> None:
+    """Blocks held back keep the references they have when a report names what is above them."""
+    table.hears_reports = True
+    store(table, 1, 3)
+    store(table, 1, 3)
+    store(table, 0, 3)
+
+    assert {0: (1, 0, 0), 1: (2, 0, 0), 2: (2, 0, 0)} == {
+        name: known.refs for name, known in table.image().known.items()
+    }
+
+
 def test_wrong_token_count(table: EngineBlocks) -> None:
     """Tokens that do not fill the blocks are refused."""
     with pytest.raises(ValueError, match="2 blocks of 2 with 3 tokens"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.errors import ConfigError
+from kvrouter.worker.facts import can_report
 from kvrouter.worker.options import AgentOptions, add_flags, read_feeds, read_options, worker_id_of
 
 
@@ -93,3 +94,28 @@ def test_bad_label_and_key() -> None:
         read("--label", "zone")
     with pytest.raises(ConfigError, match="No such file"):
         read("--engine-api-key-file", "/nowhere/key")
+
+
+def test_state_file_and_repair(tmp_path: Path) -> None:
+    """Without flags nothing is kept, and lost history is repaired where the engine can."""
+    plain, told = read(), read("--state-file", str(tmp_path / "state"), "--no-kv-repair")
+
+    assert (None, True) == (plain.state_file, plain.kv_repair)
+    assert (tmp_path / "state", False) == (told.state_file, told.kv_repair)
+
+
+@pytest.mark.parametrize("path", ["/nowhere/state", "/"])
+def test_bad_state_file(path: str) -> None:
+    """A state file that cannot be written is refused at once, naming the flag."""
+    with pytest.raises(ConfigError, match=f"--state-file {path}"):
+        read("--state-file", path)
+
+
+@pytest.mark.parametrize(
+    ("version", "can"),
+    [("0.32.0", True), ("v0.24.1+cpu", True), ("1.0", True), ("0.23.0", False), ("", None), ("dev", None)],
+)
+def test_who_can_report(version: str, can: bool | None) -> None:
+    """Reports came with vLLM 0.24; an engine that tells no version is judged by its events."""
+    assert can is can_report(read(), version)
+    assert can_report(read("--no-kv-repair"), version) is False

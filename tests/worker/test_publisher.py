@@ -26,6 +26,7 @@ from kvrouter.core.events import (
     decode_answer,
     decode_frame,
 )
+from kvrouter.worker.engine_blocks import EngineBlocks
 from kvrouter.worker.publisher import KvPublisher
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fakes import FakeBus
@@ -154,6 +155,25 @@ def test_lost_before_anything_was_said(publisher: KvPublisher) -> None:
     publisher.lose_history(99)
 
     assert (5, 0) == (publisher.incarnation, publisher.seq)
+
+
+def test_restore(bus: FakeBus, publisher: KvPublisher) -> None:
+    """A table of the agent before is had as a snapshot only; what follows comes in frames, with a digest."""
+    former = EngineBlocks()
+    former.stored([10], [1, 2], block_size=SIZE)
+    publisher.restore(former.image(), SIZE)
+    assert (5, 1, 1) == (publisher.incarnation, publisher.seq, publisher.blocks.count())
+    assert isinstance(decode_answer(publisher.answer(ask(1), 10_000, 0.0)), SnapshotChunk)
+
+    publisher.stored([11], [3, 4], parent=10)
+    publisher.flush(2.0)
+
+    checked, stored = frames(bus)
+    assert (2, [Check(1, A)]) == (checked.seq, checked.ops)
+    assert (3, Stored(DEVICE, A, pack_hashes([B]))) == (stored.seq, (stored.ops or [Cleared()])[0])
+    answer = decode_answer(publisher.answer(ask(0), 10_000, 2.0))
+    assert isinstance(answer, SnapshotChunk)
+    assert {A, B} >= ClosedSets().apply(answer.ops).tiers[0] >= {A}
 
 
 def test_block_size_of_events(bus: FakeBus, publisher: KvPublisher) -> None:

@@ -1,92 +1,330 @@
-"""One rank: when its table can be trusted, and when it begins again."""
+"""One rank: when its table can be trusted, when it begins again, when it is whole once more."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
 
 import msgpack
 import pytest
 
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
-from kvrouter.worker.stream import Apply, Lost, Restarted
+from kvrouter.worker.state import RankState
+from kvrouter.worker.stream import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
 from tests.worker.fakes import FakeBus
 
-
-@pytest.fixture
-def rank() -> EngineRank:
-    """A rank with room for two blocks of one token, told about by a first frame."""
-    publisher = KvPublisher(FakeBus(), "w", 1, model="m", incarnation=5)
-    publisher.stored([1], [1])
-    publisher.flush(0.0)
-    return EngineRank(publisher, capacity_blocks=2)
+CLEARED = {"type": "AllBlocksCleared"}
 
 
-def apply(*events: object, ts: float = 100.0) -> Apply:
-    """A batch of events."""
-    return Apply(msgpack.packb([ts, events, 0]))
+@dataclass
+class Scene:
+    """A rank with room for two blocks of one token, and its stream, at the engine's first batch."""
+
+    repairs: bool | None = False
+    former: RankState | None = None
+    capacity_blocks: int = 2
+    stream: EngineStream = field(default_factory=lambda: EngineStream(can_replay=True))
+
+    def __post_init__(self) -> None:
+        self._seq = count()
+        self.rank = EngineRank(
+            KvPublisher(FakeBus(), "w", 1, model="m", incarnation=5),
+            self.stream,
+            self.capacity_blocks,
+            repairs=self.repairs,
+            former=self.former,
+        )
+        if self.former is None:
+            self.stream.begin()
+            self.stream.replayed(0, [])
+
+    @property
+    def count(self) -> int:
+        """Distinct blocks published."""
+        return self.rank.publisher.blocks.count()
+
+    def apply(self, *events: object, ts: float = 100.0, as_arrays: bool = False) -> None:
+        """Let the rank apply a batch of events."""
+        shaped = [list(event.values()) if as_arrays else event for event in map(_dict, events)]
+        self.rank.on_action(Apply(next(self._seq), msgpack.packb([ts, shaped, 0])))
+
+    def tell(self) -> None:
+        """Let a first frame be sent: a life that nobody was told of need not end."""
+        self.rank.publisher.flush(0.0)
 
 
-def store(*hashes: int) -> dict[str, object]:
+def _dict(event: object) -> dict[str, object]:
+    assert isinstance(event, dict)
+    return event
+
+
+def store(*hashes: int, parent: int | None = None) -> dict[str, object]:
     """A chain of blocks of one token."""
     return {
         "type": "BlockStored",
         "block_hashes": hashes,
-        "parent_block_hash": None,
+        "parent_block_hash": parent,
         "token_ids": hashes,
         "block_size": 1,
     }
 
 
-def test_apply(rank: EngineRank) -> None:
+def remove(*hashes: int) -> dict[str, object]:
+    """Blocks that go."""
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """A rank that has published one block."""
+    scene = Scene()
+    scene.apply(store(1))
+    scene.tell()
+    return scene
+
+
+@pytest.fixture
+def repairing() -> Scene:
+    """A rank that has lost its history and has it repaired by reports."""
+    scene = Scene(repairs=True)
+    scene.rank.on_action(Lost())
+    return scene
+
+
+def test_apply(scene: Scene) -> None:
     """Batches reach the table; with all of them nothing is missing."""
-    rank.on_action(apply(store(1, 2)))
+    scene.apply(store(2, parent=1))
 
-    assert 2 == rank.publisher.blocks.count()
-    assert not rank.is_partial(has_all_batches=True)
-    assert rank.is_partial(has_all_batches=False)
+    assert 2 == scene.count
+    assert not scene.rank.is_partial
 
 
-def test_restart(rank: EngineRank) -> None:
+def test_batches_that_cannot_be_had() -> None:
+    """Without a replay the rank is partial from the start; not while an answer is awaited."""
+    scene = Scene(stream=EngineStream(can_replay=False))
+    assert scene.rank.is_partial
+
+    scene = Scene()
+    scene.stream.begin()
+    assert (False, False) == (scene.rank.is_partial, scene.rank.is_settled)
+
+
+def test_restart(scene: Scene) -> None:
     """A restarted engine holds nothing; the feed's life goes on."""
-    rank.on_action(Restarted())
+    scene.rank.on_action(Restarted())
 
-    assert (0, 5) == (rank.publisher.blocks.count(), rank.publisher.incarnation)
+    assert (0, 5) == (scene.count, scene.rank.publisher.incarnation)
 
 
 @pytest.mark.parametrize(
     ("action", "reason"),
-    [(Lost(), "gap"), (Apply(b"\xc1"), "malformed"), (apply(store(1, 2, 3)), "overfull")],
+    [
+        (lambda scene: scene.rank.on_action(Lost()), "gap"),
+        (lambda scene: scene.rank.on_action(Apply(7, b"\xc1")), "malformed"),
+        (lambda scene: scene.apply(store(1, 2, 3)), "overfull"),
+    ],
 )
-def test_lost(rank: EngineRank, action: Lost | Apply, reason: str) -> None:
+def test_lost(scene: Scene, action: Callable[[Scene], None], reason: str) -> None:
     """A gap, an unreadable batch or more blocks than fit begin a new life, marked partial."""
-    rank.on_action(action)
+    action(scene)
 
-    assert {reason: 1} == rank.losses
-    assert 0 == rank.publisher.blocks.count()
-    assert rank.publisher.incarnation > 5
-    assert rank.is_partial(has_all_batches=True)
-
-
-def test_cleared_after_loss(rank: EngineRank) -> None:
-    """Once the engine has emptied its cache, what was lost no longer matters."""
-    rank.on_action(Lost())
-    rank.on_action(apply({"type": "AllBlocksCleared"}, store(1)))
-
-    assert not rank.is_partial(has_all_batches=False)
+    assert {reason: 1} == scene.rank.losses
+    assert 0 == scene.count
+    assert scene.rank.publisher.incarnation > 5
+    assert scene.rank.is_partial
+    assert scene.rank.state() is None
 
 
-def test_age(rank: EngineRank) -> None:
+@pytest.mark.parametrize("repairs", [True, False])
+def test_cleared_after_loss(repairs: bool) -> None:
+    """Once the engine has emptied its cache, or restarted, what was lost no longer matters."""
+    cleared, restarted = Scene(repairs=repairs), Scene(repairs=repairs)
+    for scene in (cleared, restarted):
+        scene.rank.on_action(Lost())
+        assert scene.rank.is_partial
+    cleared.apply(CLEARED)
+    restarted.rank.on_action(Restarted())
+
+    assert (False, False) == (cleared.rank.is_partial, restarted.rank.is_partial)
+
+
+def test_turned_over(repairing: Scene) -> None:
+    """With repair: after two rounds of evictions nothing can be there that was not announced."""
+    repairing.apply(remove(70, 71, 72))
+    assert repairing.rank.is_partial
+
+    repairing.apply(remove(73))
+    assert not repairing.rank.is_partial
+
+
+def test_not_turned_over_while_blocks_are_held(repairing: Scene) -> None:
+    """A block that waits for its parent is known to be missing."""
+    repairing.apply(store(2, parent=1), remove(70, 71, 72, 73))
+    assert repairing.rank.is_partial
+
+    repairing.apply(store(1, 2), store(3, parent=2), remove(3))
+    assert not repairing.rank.is_partial
+
+
+@pytest.mark.parametrize(("repairs", "capacity_blocks"), [(False, 2), (True, 0)])
+def test_turning_over_alone_tells_nothing(repairs: bool, capacity_blocks: int) -> None:
+    """Without reports a hot block stays unknown for ever, and without a capacity nobody can count."""
+    scene = Scene(repairs=repairs, capacity_blocks=capacity_blocks)
+    scene.rank.on_action(Lost())
+    scene.apply(remove(*range(70, 90)))
+
+    assert scene.rank.is_partial
+
+
+def test_turned_over_beside_another_tier(repairing: Scene) -> None:
+    """What was in the host tier may still be there."""
+    repairing.apply(store(1), {**store(1), "medium": "CPU"}, remove(70, 71, 72, 73))
+
+    assert repairing.rank.is_partial
+
+
+def test_reports_add_no_references(repairing: Scene) -> None:
+    """Once asked for, reports may come at any time: even when the rank is whole again."""
+    repairing.apply(store(1), store(1))
+    repairing.apply(remove(1))
+    assert 0 == repairing.count
+
+    repairing.rank.on_action(Restarted())
+    repairing.apply(store(1), store(1))
+    assert (1, False) == (repairing.count, repairing.rank.is_partial)
+    repairing.apply(remove(1))
+    assert 0 == repairing.count
+
+
+def test_doubt(repairing: Scene) -> None:
+    """A block withdrawn after a store that was not counted: the rank is partial again, and mended again."""
+    repairing.apply(CLEARED, store(1))
+    repairing.apply(store(1))
+    assert not repairing.rank.is_partial
+
+    repairing.apply(remove(1))
+    assert (0, True) == (repairing.count, repairing.rank.is_partial)
+    repairing.apply(store(1))
+    assert (1, True) == (repairing.count, repairing.rank.is_partial)
+    repairing.apply(remove(1, 70, 71, 72))
+    assert not repairing.rank.is_partial
+
+
+def test_no_doubt(repairing: Scene) -> None:
+    """What was announced while reports were asked for is no reason to doubt later."""
+    repairing.apply(store(1), store(1))
+    repairing.apply(remove(70, 71, 72, 73))
+    repairing.apply(remove(1))
+
+    assert (0, False) == (repairing.count, repairing.rank.is_partial)
+
+
+def test_without_repair_all_stores_count() -> None:
+    """Nobody asks for reports: what looks like a store is one."""
+    scene = Scene(repairs=False)
+    scene.rank.on_action(Lost())
+    scene.apply(store(1), store(1), remove(1))
+
+    assert 1 == scene.count
+
+
+@pytest.mark.parametrize("as_arrays", [True, False])
+def test_shape_tells_whether_it_repairs(as_arrays: bool) -> None:
+    """An engine that does not tell its version is judged by the shape of its events."""
+    scene = Scene(repairs=None)
+    scene.apply(store(1), as_arrays=as_arrays)
+
+    assert as_arrays is not bool(scene.rank.repairs)
+    scene.rank.set_repairs(None)
+    assert as_arrays is not bool(scene.rank.repairs)
+    scene.rank.set_repairs(False)
+    assert not scene.rank.repairs
+
+
+def test_down(scene: Scene) -> None:
+    """While the engine is down it holds nothing, and nothing is kept for the next agent."""
+    scene.rank.go_down()
+    scene.apply(store(1))
+    assert (0, False, False) == (scene.count, scene.rank.is_partial, scene.rank.is_settled)
+
+    scene.rank.on_action(Restarted())
+    scene.apply(store(1))
+    assert (1, True) == (scene.count, scene.rank.is_settled)
+
+
+def test_state(scene: Scene) -> None:
+    """The next agent goes on from there: table, position, and all that decides whether it is partial."""
+    scene.apply(store(2, parent=1), store(9, parent=8), ts=101.0)
+    state = scene.rank.state()
+    assert state is not None
+    after = Scene(former=state)
+    assert 0 == after.count
+    _continue(after, state)
+
+    assert (2, 1) == (after.count, after.rank.publisher.seq)
+    assert state == after.rank.state()
+    assert after.rank.is_older_than(100.5)
+
+
+def test_state_of_a_partial_rank(repairing: Scene) -> None:
+    """It stays partial, counts evictions on, and knows that reports may come."""
+    repairing.apply(store(1), remove(70, 71, 72))
+    state = repairing.rank.state()
+    assert state is not None
+
+    after = Scene(repairs=True, former=state)
+    _continue(after, state)
+    assert after.rank.is_partial
+    after.apply(store(1), remove(73))
+    assert (1, False) == (after.count, after.rank.is_partial)
+    after.apply(remove(1))
+    assert 0 == after.count
+
+
+def test_state_not_proven(repairing: Scene) -> None:
+    """A state that is not continued leaves no block, yet the reports asked for may still come."""
+    repairing.apply(store(1))
+    after = Scene(former=repairing.rank.state())
+    after.rank.on_action(Restarted())
+    after.apply(store(2), store(2), remove(2))
+
+    assert 0 == after.count
+
+
+def test_group_is_kept(scene: Scene) -> None:
+    """The KV group that is followed is: else its removals would be passed over."""
+    scene.apply({**store(2), "group_idx": 1}, ts=101.0)
+    state = scene.rank.state()
+    assert state is not None
+    after = Scene(former=state)
+    _continue(after, state)
+    after.apply({**remove(2), "group_idx": 1})
+
+    assert 1 == after.count
+
+
+def _continue(scene: Scene, state: RankState) -> None:
+    """Let the engine prove that it is the same."""
+    payload = b"whatever the batch was"
+    scene.stream.resume(state.head.seq, digest_of(payload), was_complete=state.head.is_complete)
+    actions: list[Action] = [*scene.stream.replayed(state.head.seq, [(state.head.seq, payload)]).actions]
+    assert [Continued()] == actions
+    scene.rank.on_action(actions[0])
+
+
+def test_age(scene: Scene) -> None:
     """A table with batches from before the engine's process is older than it."""
-    assert not rank.is_older_than(200.0)
+    assert not Scene().rank.is_older_than(200.0)
 
-    rank.on_action(apply(ts=100.0))
-
-    assert rank.is_older_than(100.5)
-    assert not rank.is_older_than(99.5)
+    assert scene.rank.is_older_than(100.5)
+    assert not scene.rank.is_older_than(99.5)
 
 
-def test_skipped(rank: EngineRank) -> None:
+def test_skipped(scene: Scene) -> None:
     """What is skipped is counted."""
-    rank.on_action(apply({"type": "Novelty"}))
-    rank.on_action(apply({"type": "Novelty"}))
+    scene.apply({"type": "Novelty"})
+    scene.apply({"type": "Novelty"})
 
-    assert {"Novelty": 2} == rank.skipped
+    assert {"Novelty": 2} == scene.rank.skipped

@@ -16,6 +16,7 @@ from kvrouter.worker.stream import (
     Numbered,
     Restarted,
     Step,
+    digest_of,
 )
 
 
@@ -249,6 +250,71 @@ def test_held_batches_are_bounded() -> None:
     assert 0 == stream.replayed(0, []).replay_from
 
 
+def resumed(*, was_complete: bool = True) -> EngineStream:
+    """A stream that is to go on behind batch 4 of a former agent."""
+    stream = EngineStream(can_replay=True)
+    seq, payload = batch(4)
+    assert Step((), 4) == stream.resume(seq, digest_of(payload), was_complete=was_complete)
+    return stream
+
+
+@pytest.mark.parametrize("was_complete", [True, False])
+def test_resume(was_complete: bool) -> None:
+    """What the former agent applied is gone on from once its last batch has come back unchanged."""
+    stream = resumed(was_complete=was_complete)
+    assert stream.is_beginning
+    assert [] == applied(stream.receive(*batch(6)))
+
+    step = stream.replayed(4, batches(4, 7))
+
+    assert ["Continued", "a5", "a6"] == applied(step)
+    assert (was_complete, False) == (stream.is_complete, stream.is_beginning)
+
+
+def test_resume_when_nothing_happened() -> None:
+    """The last batch alone is proof enough."""
+    assert ["Continued"] == applied(resumed().replayed(4, batches(4, 5)))
+
+
+@pytest.mark.parametrize("answer", [[], batches(4, 6, "b")])
+def test_resume_beside_another_engine(answer: list[Numbered]) -> None:
+    """Another batch of that number, or none: the engine has restarted, and is read from its start."""
+    stream = resumed()
+
+    step = stream.replayed(4, answer)
+
+    assert (["Restarted"], 0) == (applied(step), step.replay_from)
+    assert stream.is_beginning
+    assert ["b0", "b1"] == applied(stream.replayed(0, batches(0, 2, "b")))
+    assert stream.is_complete
+
+
+def test_resume_too_late() -> None:
+    """Where the engine no longer has the batch, its history is lost."""
+    stream = resumed()
+
+    assert ["Lost", "a7"] == applied(stream.replayed(4, batches(7, 8)))
+    assert (False, False) == (stream.is_complete, stream.is_beginning)
+
+
+def test_resume_unanswered() -> None:
+    """What cannot be proven is not gone on from."""
+    stream = resumed()
+    stream.receive(*batch(5))
+    for _ in range(MAX_ATTEMPTS):
+        step = stream.replay_failed(4)
+
+    assert ["Lost", "a5"] == applied(step)
+    assert not stream.is_complete
+
+
+def test_resume_without_replay(deaf: EngineStream) -> None:
+    """Without a replay endpoint nothing can be proven."""
+    assert ["Restarted"] == applied(deaf.resume(4, b"", was_complete=True))
+    assert ["a5"] == applied(deaf.receive(*batch(5)))
+    assert not deaf.is_complete
+
+
 class Engine:
     """An engine that can restart, a wire that can lose live batches, and the stream that hears it."""
 
@@ -306,4 +372,4 @@ def test_whatever_is_lost(history: list[str]) -> None:
 
     last_clear = max(i for i, action in enumerate(engine.told) if not isinstance(action, Apply))
     assert not any(isinstance(action, Lost) for action in engine.told)
-    assert [Apply(payload) for _, payload in engine.sent] == engine.told[last_clear + 1 :]
+    assert [Apply(*sent) for sent in engine.sent] == engine.told[last_clear + 1 :]

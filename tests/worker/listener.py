@@ -1,0 +1,123 @@
+"""Another process on the bus, which hears an agent and asks it for what it missed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from kvrouter.bus import Bus, NatsOptions, Subjects
+from kvrouter.core.beats import WorkerBeat, decode_worker_beat
+from kvrouter.core.blocks import pool_token
+from kvrouter.core.events import (
+    VERSION,
+    Answer,
+    Op,
+    ReplayRequest,
+    SnapshotChunk,
+    decode_answer,
+    decode_frame,
+)
+from kvrouter.core.events import encode as encode_op
+from kvrouter.core.ids import PoolId, WorkerId
+from tests.worker.closed_sets import ClosedSets
+
+
+class Listener:
+    """Hears the heartbeats and frames of worker w, and reads its feed."""
+
+    def __init__(self, bus: Bus, namespace: str) -> None:
+        self.bus = bus
+        self.subjects = Subjects(namespace)
+        self.beats: asyncio.Queue[WorkerBeat] = asyncio.Queue()
+        self.live_ops: list[Op] = []
+        self._reader = ClosedSets()
+        self._life = (0, 0)  # incarnation, and the last frame of it that is applied
+        self._sent = (0, 0)
+        self._has_heard = asyncio.Event()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, nats_url: str, namespace: str, model: str) -> AsyncIterator[Listener]:
+        """Connect and listen."""
+        async with Bus.open(NatsOptions((nats_url,)), name="listener") as bus:
+            listener = cls(bus, namespace)
+            worker_id = WorkerId("w")
+            kv_subject = listener.subjects.live_kv(PoolId(pool_token(model)), worker_id, 0)
+            await bus.subscribe(listener.subjects.live_worker(worker_id), listener.on_beat)
+            await bus.subscribe(kv_subject, listener.on_frame)
+            connected = asyncio.Event()
+            bus.on_connect(connected.set)
+            await connected.wait()
+            yield listener
+
+    def on_beat(self, subject: str, payload: bytes, reply: str) -> None:
+        """A heartbeat: it tells how many frames there have been."""
+        beat = decode_worker_beat(payload)
+        self.beats.put_nowait(beat)
+        self._sent = max([self._sent, *((rank.incarnation, rank.seq) for rank in beat.ranks)])
+        self._has_heard.set()
+
+    def on_frame(self, subject: str, payload: bytes, reply: str) -> None:
+        """A frame: applied if it is the next; the first of a new life begins with nothing."""
+        frame = decode_frame(payload)
+        if frame.incarnation > self._life[0] and frame.seq == 1:
+            self._reader, self._life = ClosedSets(), (frame.incarnation, 0)
+        self._take(payload)
+        self._sent = max(self._sent, (frame.incarnation, frame.seq))
+        self._has_heard.set()
+
+    async def beat(self, is_wanted: Callable[[WorkerBeat], bool]) -> WorkerBeat:
+        """The next heartbeat that fits."""
+        async with asyncio.timeout(10):
+            while not is_wanted(beat := await self.beats.get()):
+                pass
+        return beat
+
+    @property
+    def held(self) -> set[int]:
+        """What is held of the device set."""
+        return self._reader.tiers[0]
+
+    async def until_held(self, hashes: set[int]) -> None:
+        """Return when the feed has come to this."""
+        await self.until(lambda: self.held == hashes)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Return when something is so, at the newest frame that is known of."""
+        async with asyncio.timeout(10):
+            while self._life < self._sent or not is_so():
+                if self._life < self._sent:
+                    await self._recover()
+                else:
+                    self._has_heard.clear()
+                    await self._has_heard.wait()
+
+    async def snapshot(self) -> SnapshotChunk:
+        """Ask the agent for everything it holds."""
+        answer = await self._ask(0, 0)
+        assert isinstance(answer, SnapshotChunk)
+        return answer
+
+    async def _ask(self, incarnation: int, from_seq: int) -> Answer:
+        request = encode_op(ReplayRequest(VERSION, 0, incarnation, from_seq))
+        subject = self.subjects.kv_replay(WorkerId("w"))
+        return decode_answer(await self.bus.request(subject, request, timeout_s=5))
+
+    async def _recover(self) -> None:
+        """Frames if the agent has them, else a snapshot: which may be one from a moment ago."""
+        incarnation, seq = self._life
+        answer = await self._ask(incarnation, seq + 1)
+        if isinstance(answer, SnapshotChunk):
+            self._reader = ClosedSets().apply(answer.ops)
+            self._life = (answer.incarnation, answer.as_of_seq)
+            return
+        for frame in answer.frames:
+            self._take(frame)
+
+    def _take(self, payload: bytes) -> None:
+        frame = decode_frame(payload)
+        if (frame.incarnation, frame.seq - 1) == self._life:
+            self._reader.apply(frame.ops or ())
+            self.live_ops += frame.ops or ()
+            self._life = (frame.incarnation, frame.seq)

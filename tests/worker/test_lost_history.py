@@ -1,0 +1,285 @@
+"""Random histories of a simulated engine, and agents that come and go beside it.
+
+The engine is the mocker's, with its paged cache, copies of one hash, evictions and reports; its
+replay buffer is short. Whatever happens, what is published is in the engine's cache (undercount is
+allowed, overcount never), and where nothing was lost it is the cache.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from itertools import count
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.core.blocks import block_hashes, block_seed, seeded_block_hashes, sequence_hashes
+from kvrouter.mocker.engine import Engine, EngineConfig, EngineRequest
+from kvrouter.mocker.events import BlockStored, KvEvent
+from kvrouter.mocker.wire import BatchEncoder
+from kvrouter.worker.publisher import KvPublisher
+from kvrouter.worker.rank import EngineRank
+from kvrouter.worker.state import AgentState, Header, RankState, decode_state, digest_of_file, encode_state
+from kvrouter.worker.stream import Continued, EngineStream, Numbered, Step
+from tests.worker.closed_sets import ClosedSets
+from tests.worker.fakes import FakeBus
+
+SIZE = 2
+NUM_BLOCKS = 9
+CONFIG = EngineConfig(num_blocks=NUM_BLOCKS, block_size=SIZE, max_num_seqs=3, max_model_len=16)
+ENCODER = BatchEncoder("map", 0)
+PROMPTS = [
+    [1, 1, 2, 2, 3, 3, 4],
+    [1, 1, 2, 2, 3, 3],  # an exact multiple: its last block is stored once more
+    [1, 1, 2, 2, 5, 5, 6, 6, 7],
+    [1, 1],
+    [8, 8, 9, 9],
+    [13, 13, 14, 14, 15, 15, 16],
+    [8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13],
+]
+
+
+class SmallEngine:
+    """An engine with a bounded replay buffer. `names` tells the sequence hash of each engine hash."""
+
+    def __init__(self, buffer_batches: int, clock: count[int]) -> None:
+        self.names: dict[int, int] = {}
+        self.engine = Engine(CONFIG)
+        self._sent = count()
+        self._clock = clock
+        self._buffer: deque[Numbered] = deque(maxlen=buffer_batches)
+        self._requests = count()
+
+    def serve(self, prompts: list[int], *, report_full: bool) -> list[Numbered]:
+        """Serve some requests at once; returns the batches this made."""
+        for prompt in prompts:
+            tokens = array("I", PROMPTS[prompt])
+            number = str(next(self._requests))
+            self.engine.add(EngineRequest(number, tokens, max_tokens=2, report_full=report_full))
+        batches = []
+        while self.engine.has_work():
+            events = self.engine.step().events
+            if events:
+                batches.append(self._send(events))
+        return batches
+
+    def replay(self, start: int) -> list[Numbered]:
+        """What is still there from a number on."""
+        return [batch for batch in self._buffer if batch[0] >= start]
+
+    def cached(self) -> set[int]:
+        """The sequence hashes of what can be hit."""
+        return {self.names[engine_hash] for engine_hash in self.engine.cache.cached_hashes()}
+
+    def _send(self, events: list[KvEvent]) -> Numbered:
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._learn(event)
+        batch = next(self._sent), ENCODER.encode(next(self._clock), events)
+        self._buffer.append(batch)
+        return batch
+
+    def _learn(self, event: BlockStored) -> None:
+        parent = event.parent_block_hash
+        above = None if parent is None else self.names[parent]
+        blocks = seeded_block_hashes(event.token_ids, SIZE, block_seed(), [()] * len(event.block_hashes))
+        chain = sequence_hashes(blocks, above)  # type: ignore[arg-type]  # a plain number here
+        self.names.update(zip(event.block_hashes, chain, strict=True))
+
+
+class SmallAgent:
+    """Stream, rank and publisher, driven by hand."""
+
+    def __init__(
+        self, engine: SmallEngine, former: RankState | None, incarnation: int, *, repairs: bool
+    ) -> None:
+        self.stream = EngineStream(can_replay=True)
+        publisher = KvPublisher(FakeBus(), "w", SIZE, model="m", incarnation=incarnation)
+        self.rank = EngineRank(publisher, self.stream, NUM_BLOCKS, repairs=repairs, former=former)
+        self.was_continued = False
+        self._engine = engine
+        self._asked: int | None = None
+        if former is None:
+            self.hear(self.stream.begin())
+        else:
+            head = former.head
+            self.hear(self.stream.resume(head.seq, head.digest, was_complete=head.is_complete))
+        self.settle()
+
+    @property
+    def published(self) -> set[int]:
+        """What readers hold."""
+        return ClosedSets().apply(self.rank.publisher.blocks.state_ops()).tiers[0]
+
+    def hear(self, step: Step) -> None:
+        """Do what the stream says; each action leaves a sound table."""
+        for action in step.actions:
+            self.was_continued = self.was_continued or isinstance(action, Continued)
+            self.rank.on_action(action)
+            self.rank.publisher.blocks.check()
+        self._asked = step.replay_from if step.replay_from is not None else self._asked
+
+    def settle(self) -> None:
+        """Let the engine answer, until the last word is known."""
+        for _ in range(8):
+            if self._asked is None:
+                self.hear(self.stream.verify())
+            asked, self._asked = self._asked, None
+            if asked is not None:
+                self.hear(self.stream.replayed(asked, self._engine.replay(asked)))
+
+
+class World:
+    """An engine, the agent beside it, and the state that was kept last."""
+
+    def __init__(self, buffer_batches: int, *, repairs: bool) -> None:
+        self.clock = count(100)
+        self.buffer_batches = buffer_batches
+        self.repairs = repairs
+        self.incarnations = count(1)
+        self.kept: RankState | None = None
+        self.has_asked = False
+        self.engine = SmallEngine(buffer_batches, self.clock)
+        self.kept_of = self.engine
+        self.agent: SmallAgent | None = None
+
+    def new_agent(self) -> SmallAgent:
+        """An agent that starts with what was kept last."""
+        return SmallAgent(self.engine, self.kept, next(self.incarnations), repairs=self.repairs)
+
+    def is_provable(self) -> bool:
+        """Whether the engine still is the one whose batch was kept, and still has that batch."""
+        seqs = [seq for seq, _ in self.engine.replay(0)]
+        return self.kept is not None and self.kept_of is self.engine and self.kept.head.seq in seqs
+
+    def step(self, kind: str, prompts: list[int]) -> None:
+        match kind:
+            case "serve" | "unheard":
+                self._serve(prompts, is_heard=kind == "serve")
+            case "reset":
+                self.engine.engine.reset_prefix_cache()
+                self._serve(prompts, is_heard=True)  # the clear is told with the next step only
+            case "restart engine":
+                self.engine = SmallEngine(self.buffer_batches, self.clock)
+                self.agent = None  # beside a running agent: see test_stream
+            case "keep":
+                self.keep()
+            case "kill":
+                self.agent = None
+            case "stop":
+                self.keep()
+                self.agent = None
+            case "forget":
+                self.agent = self.kept = None
+            case _:
+                self.agent = self.new_agent()
+                assert self.agent.was_continued is self.is_provable()
+        if self.agent is not None:
+            self.agent.settle()
+            self.judge(self.agent)
+
+    def keep(self) -> None:
+        """Write the state file and read it again."""
+        if self.agent is None or not self.agent.rank.is_settled:
+            return
+        state = self.agent.rank.state()
+        agent = AgentState(Header(1, "o", 0.0, 1), {} if state is None else {0: state})
+        pieces = list(encode_state(agent))
+        read = decode_state(b"".join([*pieces, digest_of_file(pieces)]), "o")
+        assert agent == read
+        self.kept, self.kept_of = read.ranks.get(0), self.engine
+
+    def _serve(self, prompts: list[int], *, is_heard: bool) -> None:
+        """Frontends ask for reports while they last heard that the rank is partial, agent or not."""
+        if self.agent is not None:
+            self.has_asked = self.repairs and self.agent.rank.is_partial
+        batches = self.engine.serve(prompts, report_full=self.has_asked)
+        for seq, payload in batches if is_heard and self.agent is not None else ():
+            assert self.agent is not None
+            self.agent.hear(self.agent.stream.receive(seq, payload))
+
+    def judge(self, agent: SmallAgent) -> None:
+        """What is published is cached; where all stores were counted from the start, it is the cache."""
+        published, cached = agent.published, self.engine.cached()
+        assert published <= cached, "overcount"
+        assert agent.rank.publisher.blocks.held_blocks <= NUM_BLOCKS
+        if not agent.rank.is_partial and not agent.rank.publisher.blocks.hears_reports:
+            assert published == cached
+
+
+def ops(kinds: list[str], max_size: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
+    """Things that happen, each with the prompts that are served at it."""
+    prompts = st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=3)
+    return st.lists(st.tuples(st.sampled_from(kinds), prompts), max_size=max_size)
+
+
+@st.composite
+def histories(draw: st.DrawFn, away: list[str], ends: list[str]) -> list[tuple[str, list[int]]]:
+    """Lives of agents: what happens beside one, how it ends, and what happens until the next."""
+    history: list[tuple[str, list[int]]] = []
+    for _ in range(draw(st.integers(1, 4))):
+        history += [("start", []), *draw(ops(["serve", "serve", "serve", "unheard", "keep", "reset"], 8))]
+        history += [(draw(st.sampled_from(ends)), []), *draw(ops(away, 6))]
+    return [*history, ("start", []), *draw(ops(["serve", "unheard"], 8))]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    histories(["serve"] * 6 + ["reset", "restart engine"], ["kill", "stop", "stop", "forget"]),
+    st.sampled_from([1, 3, 8, 1000]),
+    st.booleans(),
+)
+def test_never_overcounts(history: list[tuple[str, list[int]]], buffer_batches: int, repairs: bool) -> None:
+    """Agents killed, stopped, restarted with and without state, engines restarted, buffers too short."""
+    world = World(buffer_batches, repairs=repairs)
+
+    for step in history:
+        world.step(*step)
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories(["serve", "serve", "reset"], ["kill", "stop"]))
+def test_exact_where_continuity_is_proven(history: list[tuple[str, list[int]]]) -> None:
+    """A state kept and a buffer that reaches back to it: the next agent holds exactly the cache."""
+    world = World(1000, repairs=True)
+    for step in history:
+        world.step(*step)
+
+        assert world.kept is None or world.is_provable()
+        if world.agent is not None:
+            assert world.agent.published == world.engine.cached()
+            assert not world.agent.rank.is_partial
+
+
+def test_repaired_by_reports() -> None:
+    """A hot prefix that was stored before the agent came is published once a request re-uses it."""
+    world = World(1, repairs=True)
+    for prompt in (0, 2, 0, 2):
+        world.step("serve", [prompt])
+    world.step("start", [])
+    assert world.agent is not None
+    assert world.agent.rank.is_partial
+    assert set() == world.agent.published
+
+    world.step("serve", [2])
+    hot = sequence_hashes(block_hashes(PROMPTS[2], SIZE))
+    assert set(hot) <= world.agent.published
+
+    for prompt in [6, 2] * 12:
+        world.step("serve", [prompt])
+    assert [False, True] == [world.agent.rank.is_partial, set(hot) <= world.agent.published]
+
+
+def test_a_hot_prefix_is_lost_without_reports() -> None:
+    """The same without repair: nothing below the root is ever known again. This is what it is for."""
+    world = World(1, repairs=False)
+    for prompt in (2, 2, 2):
+        world.step("serve", [prompt])
+    world.step("start", [])
+    for _ in range(5):
+        world.step("serve", [2])
+
+    assert world.agent is not None
+    assert world.agent.rank.is_partial
+    assert not set(sequence_hashes(block_hashes(PROMPTS[2], SIZE))) & world.agent.published
