@@ -225,7 +225,7 @@ class Comparison:
             if copy is None:
                 yield f"{key}: {view.url} does not follow them"
             elif copy.trouble:
-                yield f"{key}: {view.url} is {copy.trouble}, {copy.lag} frames behind"
+                yield f"{key}: at {view.url}: {copy.trouble}, {copy.lag} frames behind"
             elif view.url not in track.in_step:
                 yield f"{key}: {view.url} stays behind, by {copy.lag} frames now"
             elif view.url not in track.met.get(views[0].url, {views[0].url}):

@@ -69,6 +69,41 @@ def lowest(costs: Sequence[float], chance: float) -> int:
     return ties[int(chance * len(ties))]
 
 
+def spread(costs: Sequence[float], own_cost: float, unseen: float, chance: float) -> int:
+    """Choose while others choose the same moment: as if their load were water poured over the costs.
+
+    `unseen` requests of about `own_cost` each will go where cost is lowest; poured over the
+    candidates they rise to one level, and each candidate is as likely as the water on it is deep.
+    If every replica draws so, the load they add together is level. No water: the lowest cost.
+    """
+    if unseen * own_cost <= 0 or len(costs) == 1:
+        return lowest(costs, chance)
+    level = _level(sorted(costs), unseen * own_cost)
+    depths = [max(0.0, level - value) for value in costs]
+    return _draw(depths, chance)
+
+
+def _level(ordered: Sequence[float], volume: float) -> float:
+    """How high `volume` rises over a ground of these heights, lowest first."""
+    total = 0.0
+    for count, height in enumerate(ordered, start=1):
+        total += height
+        level = (volume + total) / count
+        if count == len(ordered) or level <= ordered[count]:
+            return level
+    raise AssertionError("unreachable: the last height ends the loop")
+
+
+def _draw(weights: Sequence[float], chance: float) -> int:
+    """An index, as likely as its weight is large; `chance` in [0, 1) is where to draw."""
+    left = chance * sum(weights)
+    for i, weight in enumerate(weights):
+        left -= weight
+        if left < 0:
+            return i
+    return len(weights) - 1
+
+
 def sample(costs: Sequence[float], temperature: float, chance: float) -> int:
     """Softmax over the normalised costs: weight `exp(-(cost - min) / ((max - min) * temperature))`.
 
@@ -78,9 +113,4 @@ def sample(costs: Sequence[float], temperature: float, chance: float) -> int:
     if most == least:
         return int(chance * len(costs))
     weights = [math.exp(-(value - least) / ((most - least) * temperature)) for value in costs]
-    left = chance * sum(weights)
-    for i, weight in enumerate(weights):
-        left -= weight
-        if left < 0:
-            return i
-    return len(costs) - 1
+    return _draw(weights, chance)

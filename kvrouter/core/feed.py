@@ -54,6 +54,8 @@ class FeedReader:
         self.seq = 0
         self.source_seq = 0
         """The newest seq the source is known to have sent; `source_seq - seq` is the lag."""
+        self.heard_at: float | None = None
+        """When the source was last heard on this feed; None before its first word."""
         self.flag = ""
         """What is wrong with the source, for a person; empty if nothing."""
         self.counters = FeedCounters()
@@ -107,6 +109,7 @@ class FeedReader:
             return False
         if incarnation > max(self.incarnation, self._wanted_incarnation):
             self._meet(incarnation, seq, now)
+        self.heard_at = now
         self.source_seq = max(self.source_seq, seq)
         if self.state is FeedState.LIVE and seq > self.seq:
             self.counters.gaps += 1
@@ -172,6 +175,7 @@ class FeedReader:
     # Frames
 
     def _see(self, decoded: Decoded, size: int, now: float) -> None:
+        self.heard_at = now
         self.counters.unknown_ops += decoded.unknown_ops
         if decoded.incarnation < max(self.incarnation, self._wanted_incarnation):
             self.counters.stale += 1

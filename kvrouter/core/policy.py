@@ -34,13 +34,15 @@ class Candidate(Struct, frozen=True, gc=False):
     """A target as a policy sees it, for one request. Amounts include the request itself.
 
     `prefill_tokens` are those charged on the target plus the request's own; `decode_blocks` the
-    blocks that would be active there; `requests` those in flight, booked by any replica.
+    blocks that would be active there, `own_decode_blocks` of them only through this request;
+    `requests` those in flight, booked by any replica.
     """
 
     target: Target
     overlap_blocks: int
     widest_blocks: int
     own_prefill_tokens: int
+    own_decode_blocks: int
     prefill_tokens: int
     prefill_blocks: float
     decode_blocks: int
@@ -61,6 +63,8 @@ class PolicyState:
     overlap_weight: float = 1.0
     temperature: float = 0.0
     turn: int = 0
+    unseen: float = 0.0
+    """Bookings of other replicas that a decision cannot know of yet (core/unseen.py)."""
 
 
 class Policy(Protocol):

@@ -199,6 +199,7 @@ class Pool:
             overlap_blocks=overlap_blocks,
             widest_blocks=widest_blocks,
             own_prefill_tokens=own_tokens,
+            own_decode_blocks=new_blocks,
             prefill_tokens=prefill_tokens,
             prefill_blocks=prefill_tokens / self.block_size,
             decode_blocks=self.active.blocks(target) + new_blocks,

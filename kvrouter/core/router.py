@@ -31,6 +31,7 @@ from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.core.pool import Pool
 from kvrouter.core.rates import PrefillRates
 from kvrouter.core.sinks import SyncSink, booking_ops
+from kvrouter.core.unseen import UnseenBookings
 from kvrouter.errors import NoWorkersError
 
 
@@ -79,6 +80,7 @@ class Router:
         self.router_id = router_id
         self.source = FeedSource(incarnation, self._state_ops)
         self.rates = PrefillRates()
+        self.unseen = UnseenBookings()
         self._policy = policy
         self._state = state
         self._synced = synced
@@ -105,6 +107,7 @@ class Router:
         candidates = self.pool.candidates(request, exclude)
         if not candidates:
             raise NoWorkersError(self._why_none(exclude))
+        self._state.unseen = self.unseen.expected
         choice = candidates[self._policy.pick(request, candidates, self._state)]
         key = self._book(request, choice, now, streamed)
         worker = self.pool.targets[choice.target]
@@ -120,6 +123,7 @@ class Router:
 
     def _book(self, request: RouteRequest, choice: Candidate, now: float, streamed: bool) -> BookingKey:
         self._last_number += 1
+        self.unseen.booked_here(now)
         key = BookingKey(self.router_id, self._last_number)
         hashes = _union(request)
         named = hashes[:MAX_BOOKING_HASHES]
@@ -215,6 +219,7 @@ class Router:
         return SyncSink(
             self.pool.active,
             router_id,
+            self.unseen.booked_elsewhere,
             lambda booking, now: self.assume(booking, now, own=False),
             self._take_assumption,
         )

@@ -144,11 +144,13 @@ class SyncSink:
         self,
         active: ActiveTable,
         router_id: RouterId,
+        booked: Callable[[float], None],
         prefill_completed: Callable[[Booking, float], None],
         assume: Callable[[ApproxEntry, float], None],
     ) -> None:
         self._active = active
         self._router_id = router_id
+        self._booked = booked
         self._prefill_completed = prefill_completed
         self._assume = assume
         self._named: set[int] = set()
@@ -158,6 +160,7 @@ class SyncSink:
         match op:
             case AddRequest():
                 self._active.book(_booking(self._router_id, op))
+                self._booked(now)
             case MarkPrefillCompleted():
                 booking = self._active.mark_prefill_completed(BookingKey(self._router_id, op.number))
                 if booking is not None:

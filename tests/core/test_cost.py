@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core.cost import Overlap, cost, find_overlap, lowest, sample, uncached_tokens
+from kvrouter.core.cost import Overlap, cost, find_overlap, lowest, sample, spread, uncached_tokens
 
 costs = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
 chances = st.floats(0, 1, exclude_max=True)
@@ -153,3 +153,24 @@ def test_equal_costs_draw_uniformly() -> None:
 def test_low_temperature_is_nearly_deterministic() -> None:
     """Near 0 the least cost wins, even for tiny temperatures that underflow the others' weights."""
     assert {1} == {sample([5.0, 3.0, 4.0], 1e-6, chance / 100) for chance in range(100)}
+
+
+def test_spread_without_water_is_the_lowest() -> None:
+    """Nobody else decides: the lowest cost, ties by chance."""
+    assert 1 == spread([5.0, 3.0, 4.0], own_cost=10, unseen=0, chance=0.9)
+    assert [0, 1] == [spread([3.0, 3.0], own_cost=0, unseen=5, chance=chance) for chance in (0.1, 0.9)]
+
+
+def test_spread_by_the_depth_of_the_water() -> None:
+    """Costs 0, 10, 100 and water of 30: the level is 20, the depths 20, 10 and 0."""
+    drawn = Counter(spread([0.0, 10.0, 100.0], 30, 1, chance=n / 300) for n in range(300))
+
+    assert {0: 200, 1: 100} == drawn
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8), st.floats(0, 1e4), st.floats(0, 50))
+def test_spread_takes_nobody_above_the_level(costs: list[float], own_cost: float, unseen: float) -> None:
+    """Whoever is chosen costs at most what the lowest would with all the unseen load on it."""
+    for chance in (0.0, 0.5, 0.999999):
+        chosen = spread(costs, own_cost, unseen, chance)
+        assert costs[chosen] <= min(costs) + own_cost * unseen + 1e-6 * (1 + max(costs))

@@ -53,7 +53,13 @@ def prefilled() -> list[Booking]:
 @pytest.fixture
 def sync(active: ActiveTable, prefilled: list[Booking]) -> SyncSink:
     """A peer's bookings."""
-    return SyncSink(active, OTHER, lambda booking, now: prefilled.append(booking), lambda entry, now: None)
+    return SyncSink(
+        active,
+        OTHER,
+        lambda now: None,
+        lambda booking, now: prefilled.append(booking),
+        lambda entry, now: None,
+    )
 
 
 def test_kv_ops_change_the_index(kv: KvSink, index: BlockIndex) -> None:
@@ -167,7 +173,11 @@ def test_snapshot_hands_on_assumptions(active: ActiveTable) -> None:
     entries: list[ApproxEntry] = []
     prefilled: list[Booking] = []
     sync = SyncSink(
-        active, OTHER, lambda one, now: prefilled.append(one), lambda one, now: entries.append(one)
+        active,
+        OTHER,
+        lambda now: None,
+        lambda one, now: prefilled.append(one),
+        lambda one, now: entries.append(one),
     )
     entry = ApproxEntry("w1", 0, pack_hashes(CHAIN), 5000)
     sync.apply(entry, 0.0)
