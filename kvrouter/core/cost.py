@@ -76,11 +76,9 @@ def spread(costs: Sequence[float], own_cost: float, unseen: float, chance: float
     candidates they rise to one level, and each candidate is as likely as the water on it is deep.
     If every replica draws so, the load they add together is level. No water: the lowest cost.
     """
-    if unseen * own_cost <= 0 or len(costs) == 1:
-        return lowest(costs, chance)
     level = _level(sorted(costs), unseen * own_cost)
     depths = [max(0.0, level - value) for value in costs]
-    return _draw(depths, chance)
+    return _draw(depths, chance) if any(depths) else lowest(costs, chance)
 
 
 def _level(ordered: Sequence[float], volume: float) -> float:
