@@ -154,6 +154,7 @@ class _Track:
     """URL -> the replicas that are known to be equal to it, directly or through others."""
     in_step: set[str] = field(default_factory=set)
     last: tuple[int, Content] = (0, ())
+    differs: bool = False
 
     def note(self, url: str, copy: Copy) -> list[str]:
         """A replica stands there; returns those that hold something else at the same frame."""
@@ -170,6 +171,7 @@ class _Track:
             self._unite(url, other)
             self.last = max(self.last, (copy.seq, copy.content), key=lambda last: last[0])
         here[url] = copy.content
+        self.differs = self.differs or bool(different)
         return different
 
     def _unite(self, one: str, other: str) -> None:
@@ -219,7 +221,7 @@ class Comparison:
         return [*_strangers(views), *(text for key in keys for text in self._pending(key, views))]
 
     def _pending(self, key: FeedKey, views: Sequence[View]) -> Iterator[str]:
-        track = self._tracks[key]
+        track, standing = self._tracks[key], dict[str, Copy]()
         for view in views:
             copy = view.copies.get(key)
             if copy is None:
@@ -228,11 +230,10 @@ class Comparison:
                 yield f"{key}: at {view.url}: {copy.trouble}, {copy.lag} frames behind"
             elif view.url not in track.in_step:
                 yield f"{key}: {view.url} stays behind, by {copy.lag} frames now"
-            elif view.url not in track.met.get(views[0].url, {views[0].url}):
-                yield (
-                    f"{key}: {views[0].url} and {view.url} were never at the same frame"
-                    f" (now {_place(views[0].copies.get(key))} and {_place(copy)})"
-                )
+            else:
+                standing[view.url] = copy
+        if not track.differs:
+            yield from _apart(key, track, standing)
 
     def report(self, looks: int, seconds: float) -> Report:
         """The result, as of now."""
@@ -241,8 +242,8 @@ class Comparison:
         rows = []
         for key in sorted({key for view in views for key in view.copies}):
             track = self._tracks[key]
-            differs = any(text.startswith(f"{key},") for text in self.differences)
-            rows.append(Row(str(key), track.incarnation, *track.last, not differs and key not in unsettled))
+            is_equal = not track.differs and key not in unsettled
+            rows.append(Row(str(key), track.incarnation, *track.last, is_equal))
         differences = [*self.differences, *self.pending()]
         replicas = {view.url: view.router_id for view in views}
         return Report(replicas, rows, differences, looks, seconds)
@@ -263,8 +264,13 @@ def _strangers(views: Sequence[View]) -> Iterator[str]:
                 yield f"{view.url} does not see the replica {other.router_id} ({other.url})"
 
 
-def _place(copy: Copy | None) -> str:
-    return f"{copy.incarnation}:{copy.seq}" if copy else "nowhere"
+def _apart(key: FeedKey, track: _Track, standing: Mapping[str, Copy]) -> Iterator[str]:
+    """Those that were never met at a frame where the first one was, not even through others."""
+    first, *others = standing or [""]
+    for url in others:
+        if url not in track.met.get(first, ()):
+            places = [f"{standing[each].incarnation}:{standing[each].seq}" for each in (first, url)]
+            yield f"{key}: {first} and {url} were never at the same frame (now {' and '.join(places)})"
 
 
 def _shown(content: Content) -> str:

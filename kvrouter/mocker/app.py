@@ -27,7 +27,7 @@ from kvrouter.mocker.bodies import (
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineRequest
 from kvrouter.mocker.hashing import TokenIds
-from kvrouter.mocker.publisher import BUFFER_STEPS, PUB_HIGH_WATER_MARK
+from kvrouter.mocker.publisher import PUB_HIGH_WATER_MARK
 from kvrouter.mocker.rank import Rank
 from kvrouter.mocker.replies import DONE, ChatReply, CompletionReply, Json, Reply, encode, error_body, sse
 from kvrouter.mocker.run import Run
@@ -300,7 +300,7 @@ def _source(rank: Rank) -> Json:
         "publisher": "zmq",
         "endpoint": rank.publisher.endpoint,
         "replay_endpoint": rank.publisher.replay_endpoint,
-        "buffer_steps": BUFFER_STEPS,
+        "buffer_steps": rank.publisher.buffer_steps,
         "hwm": PUB_HIGH_WATER_MARK,
         "max_queue_size": 100_000,
         "topic": rank.publisher.topic,

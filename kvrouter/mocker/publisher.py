@@ -49,6 +49,7 @@ class Publisher:
         buffer_steps: int | None = None,
     ) -> None:
         self.topic = topic
+        self.buffer_steps = buffer_steps or BUFFER_STEPS
         self.endpoint = _endpoint(pub)
         self.replay_endpoint = _endpoint(router) if router else None
         self._pub = pub
@@ -56,7 +57,7 @@ class Publisher:
         self._encoder = encoder
         self._topic = topic.encode()
         self._next_seq = 0
-        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps or BUFFER_STEPS)
+        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=self.buffer_steps)
 
     @classmethod
     @asynccontextmanager

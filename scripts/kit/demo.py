@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import shutil
-import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import uvloop
@@ -37,6 +33,7 @@ from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.load import LoadRequest, Outcome, run_load
 from scripts.kit.replicas import settled
+from scripts.kit.script import log_directory, until_signalled
 
 MODEL = "mock"
 REQUESTS = 640
@@ -46,7 +43,6 @@ OUTPUT_DIVISOR = 8
 REQUEST_TIMEOUT_S = 30.0
 NUM_BLOCKS = 12_288
 """An engine's cache: three quarters of what round-robin fills in the run, so that caches are contended."""
-INTERRUPTED = 130
 
 
 class FailedError(Exception):
@@ -66,37 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code."""
     options = _options(arguments)
     try:
-        return uvloop.run(_until_signalled(options))
+        return uvloop.run(until_signalled("demo", _run(options)))
     except (FailedError, FleetError, HttpError, TraceError) as error:
         print(f"demo: failed: {error}", file=sys.stderr)
         return 1
-
-
-async def _until_signalled(options: Options) -> int:
-    """Run; Ctrl-C or SIGTERM cancels, once, and everything is stopped on the way out."""
-    task = asyncio.ensure_future(_run(options))
-    is_signalled = False
-
-    def interrupt() -> None:
-        nonlocal is_signalled
-        if not is_signalled:  # a second one must not interrupt the stopping
-            is_signalled = True
-            task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, interrupt)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        print("demo: stopped; nothing is left running", file=sys.stderr)
-        return INTERRUPTED
 
 
 async def _run(options: Options) -> int:
     console = Console()
     requests = load_requests(options.requests)
     async with AsyncExitStack() as stack:
-        directory = stack.enter_context(_log_directory())
+        directory = stack.enter_context(log_directory("demo"))
         client = Client()
         stack.callback(client.close)
         fleet = await stack.enter_async_context(Fleet(directory))
@@ -115,21 +91,6 @@ async def _run(options: Options) -> int:
         if report.problems(plain, kv):
             raise FailedError("see above")
         return 0
-
-
-@contextlib.contextmanager
-def _log_directory() -> Iterator[Path]:
-    """A directory for logs and the model. It stays if the demo fails, and goes otherwise."""
-    directory = Path(tempfile.mkdtemp(prefix="kvrouter-demo-"))
-    try:
-        yield directory
-    except Exception:
-        print(f"demo: the logs of all processes are in {directory}", file=sys.stderr)
-        raise
-    except asyncio.CancelledError:
-        shutil.rmtree(directory)
-        raise
-    shutil.rmtree(directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +135,10 @@ class Stage:
             )
 
 
-def load_requests(count: int) -> list[LoadRequest]:
+def load_requests(count: int, *, output_divisor: int = OUTPUT_DIVISOR) -> list[LoadRequest]:
     """The first `count` requests of the excerpt, scaled, as streaming completions of token ids."""
-    trace = spread(scaled(read_mooncake(CONVERSATION_EXCERPT, count), _scaling(count)))
+    scaling = replace(_scaling(count), output_divisor=output_divisor)
+    trace = spread(scaled(read_mooncake(CONVERSATION_EXCERPT, count), scaling))
     prompts = Prompts(tokens_per_id=TOKENS_PER_ID, vocabulary_size=VOCABULARY_SIZE)
     return [
         LoadRequest(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrouter.bus.embedded import server_binary
@@ -28,6 +29,8 @@ class Plan:
     speedup: float = 1.0
     namespace: str = "demo"
     frontend_flags: tuple[str, ...] = ()
+    mocker_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """More flags for single mockers, by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Engine:
     """A mocker and its agent."""
 
     url: str
+    kv_events: str
     mocker: Process
     agent: Process
 
@@ -85,13 +89,14 @@ async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> 
             *_python("kvrouter.mocker"), f"--port={port}", *wires,
             f"--block-size={plan.block_size}", f"--num-blocks={plan.num_blocks}",
             f"--speedup={plan.speedup}", f"--model-path={plan.model_path}",
+            *plan.mocker_flags.get(number, ()),
         ],
     )  # fmt: skip
     bus = [f"--nats={nats_url}", f"--namespace={plan.namespace}"]
     agent = await fleet.start(
         f"agent-{number}", [*_python("kvrouter.worker"), f"--engine-url={url}", *wires, *bus]
     )
-    return Engine(url, mocker, agent)
+    return Engine(url, f"tcp://127.0.0.1:{events}", mocker, agent)
 
 
 async def start_frontend(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> tuple[Process, str]:

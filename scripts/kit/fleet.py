@@ -34,8 +34,11 @@ class FleetError(Exception):
 class Process:
     """One running process. It leads a group of its own, so Ctrl-C in the terminal does not reach it."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], process: asyncio.subprocess.Process, log: Path
+    ) -> None:
         self.name = name
+        self.command = command
         self.pid = process.pid
         self.log = log
         self._process = process
@@ -44,6 +47,15 @@ class Process:
     def returncode(self) -> int | None:
         """None while it runs."""
         return self._process.returncode
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """It stands still while inside."""
+        self.send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.send(signal.SIGCONT)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to this process alone: SIGSTOP and SIGCONT pause it."""
@@ -111,8 +123,12 @@ class Fleet:
                 start_new_session=True,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
-        self.processes[name] = Process(name, process, log)
+        self.processes[name] = Process(name, command, process, log)
         return self.processes[name]
+
+    async def start_again(self, name: str) -> Process:
+        """Start a process that has ended once more, with the same command line."""
+        return await self.start(name, self.processes[name].command)
 
     async def stop(self, name: str, grace_s: float = STOP_GRACE_S) -> int:
         """Stop one process and forget it; returns its exit code."""

@@ -24,6 +24,10 @@ class HttpError(Exception):
     """No answer, or none that can be read."""
 
 
+class RefusedError(HttpError):
+    """No connection: the server has not seen the request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """Status and headers of an answer; header names in lower case."""
@@ -266,5 +270,7 @@ async def _connect(address: tuple[str, int]) -> _Connection:
     try:
         _, connection = await asyncio.get_running_loop().create_connection(_Connection, *address)
     except OSError as error:
-        raise HttpError(f"cannot connect to {address[0]}:{address[1]}: {error.strerror or error}") from error
+        raise RefusedError(
+            f"cannot connect to {address[0]}:{address[1]}: {error.strerror or error}"
+        ) from error
     return connection

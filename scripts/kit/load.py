@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.kit.http_client import Client, Head, HttpError, request_bytes
+from scripts.kit.http_client import Client, Head, HttpError, RefusedError, request_bytes
 
 _now = time.perf_counter
 """uvloop's own clock stands still within a turn of the loop, and counts ms."""
@@ -43,6 +43,9 @@ class Outcome:
     url: str
     error: str | None = "never sent: the run ended before"
     status: int | None = None
+    sent_at_s: float = 0.0
+    """By this machine's monotonic clock, as is `ended_at_s`."""
+    ended_at_s: float | None = None
     late_s: float = 0.0
     """How long after its time the request left: this generator's own delay."""
     ttft_s: float | None = None
@@ -74,7 +77,8 @@ async def run_load(
             for request, outcome in zip(requests, outcomes, strict=True):
                 await asyncio.sleep(start + request.at_s - _now())
                 outcome.late_s = max(0.0, _now() - start - request.at_s)  # timers tick in ms
-                tasks.create_task(_send(client, request, outcome, request_timeout_s, on_done))
+                sending = send(client, request, outcome, timeout_s=request_timeout_s, on_done=on_done)
+                tasks.create_task(sending)
     except TimeoutError:
         pass  # the outcomes say which were not finished
     finally:
@@ -82,49 +86,67 @@ async def run_load(
     return outcomes
 
 
-async def _send(
+async def send(
     client: Client,
     request: LoadRequest,
     outcome: Outcome,
+    *,
     timeout_s: float,
-    on_done: Callable[[Outcome], None],
+    on_done: Callable[[Outcome], None] = lambda _outcome: None,
+    other_urls: Sequence[str] = (),
 ) -> None:
+    """Send one request to `outcome.url`, or to the next of `other_urls` while a connection is refused."""
     outcome.error = "not finished when the run ended"
-    stream = _Stream(_now)
-    raw = request_bytes("POST", outcome.url + request.path, request.body, request.headers)
+    outcome.sent_at_s = _now()
     try:
         async with asyncio.timeout(timeout_s):
-            head = await client.send(outcome.url, raw, stream.feed)
-        stream.conclude(head, request, outcome)
+            await _send(client, request, outcome, other_urls)
     except TimeoutError:
         outcome.error = f"no complete answer within {timeout_s:g} s"
     except HttpError as error:
         outcome.error = str(error)
+    outcome.ended_at_s = _now()
     on_done(outcome)
+
+
+async def _send(client: Client, request: LoadRequest, outcome: Outcome, other_urls: Sequence[str]) -> None:
+    stream = _Stream(_now, outcome)
+    raw = request_bytes("POST", outcome.url + request.path, request.body, request.headers)
+    for next_url in (*other_urls, None):
+        try:
+            head = await client.send(outcome.url, raw, stream.feed)
+        except RefusedError:
+            if next_url is None:
+                raise
+            outcome.url = next_url
+        else:
+            stream.conclude(head, request)
+            return
 
 
 class _Stream:
     """An SSE body as it comes in. Only its first and last bytes are looked at."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], outcome: Outcome) -> None:
         self._now = now
         self._sent_at = now()
-        self._ttft_s: float | None = None
+        self._outcome = outcome
         self._tail = bytearray()
 
     def feed(self, data: bytes) -> None:
         """Take in bytes of the body."""
         self._tail += data
-        if self._ttft_s is None and (self._tail.startswith(b"data:") or b"\ndata:" in self._tail):
-            self._ttft_s = self._now() - self._sent_at
+        is_first = self._outcome.ttft_s is None
+        if is_first and (self._tail.startswith(b"data:") or b"\ndata:" in self._tail):
+            self._outcome.ttft_s = self._now() - self._sent_at
         if len(self._tail) > 2 * _TAIL_BYTES:
             del self._tail[:-_TAIL_BYTES]
 
-    def conclude(self, head: Head, request: LoadRequest, outcome: Outcome) -> None:
+    def conclude(self, head: Head, request: LoadRequest) -> None:
         """The body is over: judge it."""
+        outcome = self._outcome
         outcome.status = head.status
         outcome.worker = head.headers.get("x-kvrouter-worker")
-        outcome.ttft_s = self._ttft_s
         outcome.latency_s = self._now() - self._sent_at
         events = list(_events(self._tail))
         for event in events:

@@ -38,6 +38,11 @@ def test_repeated_and_disabled() -> None:
     assert (("a", "b"), None) == (flags.loras, flags.kv_replay)
 
 
+def test_replay_buffer() -> None:
+    """As large as vLLM's unless it is named."""
+    assert (None, 25) == (config().replay_buffer, config("--replay-buffer", "25").replay_buffer)
+
+
 def test_impossible_settings(capsys: pytest.CaptureFixture[str]) -> None:
     """The process does not start, and says why."""
     with pytest.raises(SystemExit, match="max_model_len 5000 does not fit"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -199,6 +200,35 @@ async def test_name_in_use(fleet: Fleet) -> None:
 
     await process.kill()
     await fleet.start("a", python(WAIT))
+
+
+async def test_start_again(fleet: Fleet, client: Client, free_port: Callable[[], int]) -> None:
+    """The same command line, in the same place."""
+    port = free_port()
+    first = await fleet.start("server", python(SERVE.format(status=200), port))
+    await wait_until_ok(client, first, f"http://127.0.0.1:{port}/")
+    await first.kill()
+    second = await fleet.start_again("server")
+    await wait_until_ok(client, second, f"http://127.0.0.1:{port}/")
+
+    assert first.pid != second.pid
+    assert second is fleet.processes["server"]
+    await second.kill()
+
+
+async def test_paused(fleet: Fleet) -> None:
+    """It stands still inside, and goes on after."""
+    process = await fleet.start("a", python(WAIT))
+
+    with process.paused():
+        _until_state(process.pid, "T")
+    _until_state(process.pid, "S")
+
+
+def _until_state(pid: int, state: str) -> None:
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != state:
+        os.sched_yield()
 
 
 async def test_silent_process(fleet: Fleet) -> None:

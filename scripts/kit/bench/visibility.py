@@ -1,0 +1,172 @@
+"""How soon a booking at one replica is visible at the others: the shells alone, a process each.
+
+    child 0: Router.route, the time in the booking's request id ──frame──> NATS ──> child 1…N-1
+    child n: Feeds applies the frame; the booking stands in the active table: now - that time
+
+Each booking is marked and freed a moment later, so a peer hears three frames of it, as of a request.
+
+CLOCK_MONOTONIC is one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import uvloop
+
+from kvrouter.bus import Bus, Subjects
+from kvrouter.config import open_bus
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat, encode
+from kvrouter.core.blocks import pool_token
+from kvrouter.core.cost import Prompt
+from kvrouter.core.events import VERSION
+from kvrouter.core.ids import PoolId, SequenceHash, WorkerId
+from kvrouter.core.policy import RouteRequest
+from kvrouter.core.replica import Replica
+from kvrouter.core.router import Router
+from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.options import parse_options
+from kvrouter.frontend.serve import new_replica
+from scripts.kit.bench.meter import cpu_ns
+from scripts.kit.fleet import Fleet, FleetError
+
+MODEL = "bench"
+WORKER = WorkerId("w0")
+POOL = PoolId(pool_token(MODEL))
+BLOCKS, BLOCK_SIZE = 64, 16
+PREFILL_S, HELD_S = 0.02, 0.1
+_PATIENCE_S = 20.0
+_TAIL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the children other than the booking one saw."""
+
+    latencies_ms: list[float]
+    """From booking to visibility, of every booking at every other replica."""
+    cpu_us: float
+    """CPU time for one booking of another replica, from AddRequest to Free; heartbeats taken off."""
+
+
+async def measure(fleet: Fleet, nats_url: str, *, replicas: int, rate: float, seconds: float) -> Seen:
+    """Start the children, and read what they wrote."""
+    files = [fleet.directory / f"visible-{number}.json" for number in range(replicas)]
+    processes = []
+    for number, file in enumerate(files):
+        flags = [f"--nats={nats_url}", f"--number={number}", f"--replicas={replicas}", f"--file={file}"]
+        flags += [f"--rate={rate}", f"--seconds={seconds}"]
+        command = [sys.executable, "-m", "scripts.kit.bench.visibility", *flags]
+        processes.append(await fleet.start(f"visible-{number}", command))
+    for process in processes:
+        if await process.wait():
+            raise FleetError(f"{process.name} failed:\n{process.tail()}")
+        fleet.processes.pop(process.name)
+    peers = [json.loads(file.read_text()) for file in files[1:]]
+    return Seen([ms for peer in peers for ms in peer["latencies_ms"]], mean(peer["cpu_us"] for peer in peers))
+
+
+class WatchedFeeds(Feeds):
+    """Takes the time after each message that brought a booking."""
+
+    def __init__(self, replica: Replica, bus: Bus, subjects: Subjects) -> None:
+        super().__init__(replica, bus, subjects, heartbeat_s=1.0)
+        self.latencies_ms: list[float] = []
+        self._last_number = 0
+
+    def _apply(self, subject: str, data: bytes, now: float) -> None:
+        super()._apply(subject, data, now)
+        now_ns = time.monotonic_ns()
+        active = self._replica.router(POOL).pool.active
+        for owner in active.owners():
+            newest = self._last_number
+            for booking in reversed(active.bookings(owner)):
+                if booking.key.number <= newest:
+                    break
+                self.latencies_ms.append((now_ns - int(booking.request_id)) / 1e6)
+                self._last_number = max(self._last_number, booking.key.number)
+
+
+async def _child(flags: argparse.Namespace) -> None:
+    namespace = f"visible-{flags.replicas}"
+    options = parse_options(["--router-replica-sync", "--namespace", namespace])
+    replica = new_replica(options)
+    async with open_bus(flags.nats, name=f"visible-{flags.number}") as bus:
+        feeds = WatchedFeeds(replica, bus, Subjects(namespace))
+        await feeds.subscribe()
+        running = asyncio.create_task(feeds.run())
+        async with asyncio.timeout(_PATIENCE_S):
+            while len(replica.peers) < flags.replicas - 1:  # noqa: ASYNC110  # no event tells
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(_TAIL_S)  # all have met, also those that came last
+        gc.freeze()  # as a frontend does
+        rest = cpu_ns(os.getpid())
+        await asyncio.sleep(_TAIL_S)
+        before = cpu_ns(os.getpid())
+        if flags.number == 0:
+            await _book(replica, feeds, flags.rate, flags.seconds)
+        else:
+            await asyncio.sleep(flags.seconds)
+        used = cpu_ns(os.getpid()) - before - (before - rest) * flags.seconds / _TAIL_S
+        await asyncio.sleep(_TAIL_S)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    cpu_us = used / 1000 / max(1, len(feeds.latencies_ms))
+    flags.file.write_text(json.dumps({"latencies_ms": feeds.latencies_ms, "cpu_us": cpu_us}))
+
+
+async def _book(replica: Replica, feeds: Feeds, rate: float, seconds: float) -> None:
+    """Book at random moments (a Poisson process), and free each a moment later."""
+    router = _router(replica)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while loop.time() < end:
+        await asyncio.sleep(random.expovariate(rate))
+        hashes = [SequenceHash(random.getrandbits(64)) for _ in range(BLOCKS)]
+        request = RouteRequest(str(time.monotonic_ns()), (Prompt(hashes, BLOCKS * BLOCK_SIZE),))
+        placement = router.route(request, loop.time())
+        feeds.flush_soon()
+        loop.call_later(PREFILL_S, _tell, feeds, router.mark_prefill_completed, placement.key, 0.0)
+        loop.call_later(HELD_S, _tell, feeds, router.free, placement.key)
+
+
+def _tell(feeds: Feeds, change: Callable[..., None], *arguments: Any) -> None:
+    change(*arguments)
+    feeds.flush_soon()
+
+
+def _router(replica: Replica) -> Router:
+    """The pool's router, with one worker that takes everything."""
+    card = Card(worker_id=WORKER, url="http://127.0.0.1:1", model=MODEL, block_size=BLOCK_SIZE)
+    beat = WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 1, 0)], 1, card)
+    replica.worker_heard(WORKER, encode(beat), 0.0)
+    return replica.routers[POOL]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One child."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--nats", required=True)
+    parser.add_argument("--number", type=int, required=True)
+    parser.add_argument("--replicas", type=int, required=True)
+    parser.add_argument("--rate", type=float, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--file", type=Path, required=True)
+    uvloop.run(_child(parser.parse_args(arguments)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

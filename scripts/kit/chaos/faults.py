@@ -1,0 +1,167 @@
+"""The faults, each as one function: do it, undo it, say what it may have cost.
+
+What is killed is started again with the same command line, as a supervisor would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.kit.chaos.judge import Damage, Excuse
+from scripts.kit.chaos.stage import Stage
+from scripts.kit.fleet import wait_until_ok
+from scripts.kit.load import Outcome
+from scripts.kit.steady import SteadyLoad
+
+STOPPED_S = 10.0
+DOWN_S = 2.0
+DRAIN_LIMIT_S = 60.0
+WAITING = 3
+IN_TRANSIT_BLOCKS = 256
+"""What a replica may know of an engine before this process does."""
+_PATIENCE_S = 20.0
+
+Fault = Callable[[Stage, SteadyLoad], Awaitable[Damage]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fault as the command line and the table name it."""
+
+    name: str
+    what: str
+    fault: Fault
+    behind_haproxy: bool = False
+
+
+async def kill_replica(stage: Stage, load: SteadyLoad) -> Damage:
+    """In the middle of a stream of it."""
+    url = stage.urls[1]
+    await _until(lambda: load.is_streaming(url))
+    at_s = time.perf_counter()
+    await stage.frontend(1).kill()
+    await asyncio.sleep(DOWN_S)
+    process = await stage.fleet.start_again("frontend-1")
+    ended_at_s = time.perf_counter()
+    await wait_until_ok(stage.client, process, f"{url}/ready")
+    ready_s = time.perf_counter() - ended_at_s
+    return Damage(
+        ended_at_s,
+        [Excuse("were in flight on the killed replica", at_s, url)],
+        [f"ready {ready_s:.1f} s after its start"],
+    )
+
+
+async def stop_replica(stage: Stage, load: SteadyLoad) -> Damage:
+    """It stands still in the middle of streams, and its clients wait."""
+    await _until(lambda: load.is_streaming(stage.urls[1]))
+    with stage.frontend(1).paused():
+        await asyncio.sleep(STOPPED_S)
+    return Damage(time.perf_counter())
+
+
+async def kill_nats(stage: Stage, load: SteadyLoad) -> Damage:
+    """The server is gone for some seconds, and comes back with nothing."""
+    await stage.fleet.processes["nats"].kill()
+    await asyncio.sleep(DOWN_S)
+    await stage.fleet.start_again("nats")
+    return Damage(time.perf_counter())
+
+
+async def stop_nats(stage: Stage, load: SteadyLoad) -> Damage:
+    """Connections stay open, and nothing comes through."""
+    with stage.fleet.processes["nats"].paused():
+        await asyncio.sleep(STOPPED_S)
+    return Damage(time.perf_counter())
+
+
+async def kill_agent(stage: Stage, load: SteadyLoad) -> Damage:
+    """The engine's replay buffer reaches back to its start: the new agent reads everything again."""
+    return await _kill_agent(stage, 0)
+
+
+async def kill_agent_late(stage: Stage, load: SteadyLoad) -> Damage:
+    """The replay buffer has forgotten the beginning: what hangs below it cannot be named."""
+    return await _kill_agent(stage, len(stage.deployed.engines) - 1)
+
+
+async def _kill_agent(stage: Stage, number: int) -> Damage:
+    before = await stage.index_share(number)
+    url, begun_us = stage.deployed.engines[number].url, time.time_ns() // 1000
+    await stage.fleet.processes[f"agent-{number}"].kill()
+    await asyncio.sleep(DOWN_S)
+    await stage.fleet.start_again(f"agent-{number}")
+    return Damage(
+        time.perf_counter(),
+        notes=[f"before: {before}"],
+        is_noticed=lambda target: target["url"] != url or target["incarnation"] > begun_us,
+    )
+
+
+async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
+    """It first stands still for a moment, so that requests wait for their first byte there."""
+    engine = stage.deployed.engines[0]
+    mocker = stage.fleet.processes["mocker-0"]
+    with mocker.paused():
+        before = {outcome.number for outcome in load.outcomes}
+        begun = frozenset(outcome.number for outcome in load.in_flight if outcome.ttft_s is not None)
+        waiting: list[Outcome] = []
+        for _ in range(30):
+            await asyncio.sleep(0.1)
+            waiting = [each for each in load.in_flight if each.ttft_s is None and each.number not in before]
+            if len(waiting) >= WAITING:
+                break
+        at_s = time.perf_counter()
+        await mocker.kill()
+    await asyncio.sleep(DOWN_S)
+    process = await stage.fleet.start_again("mocker-0")
+    await wait_until_ok(stage.client, process, f"{engine.url}/health")
+    notes = [f"{len(waiting)} requests were waiting for their first byte when it was killed"]
+    problems = [] if waiting else ["no request was waiting for its first byte: nothing was shown"]
+    excuse = Excuse("were streaming from the killed worker", at_s, request_numbers=begun)
+
+    def is_noticed(target: dict[str, Any]) -> bool:
+        held = len(stage.watches[engine.url].held())
+        return bool(target["url"] != engine.url or target["device_blocks"] <= held + IN_TRANSIT_BLOCKS)
+
+    return Damage(time.perf_counter(), [excuse], notes, problems, is_noticed)
+
+
+async def restart_all(stage: Stage, load: SteadyLoad) -> Damage:
+    """SIGTERM, an orderly end, a new start, /ready: one replica after the other."""
+    problems, took_s = [], []
+    for number, url in enumerate(stage.urls):
+        begun_s = time.perf_counter()
+        code = await stage.frontend(number).stop(DRAIN_LIMIT_S)
+        if code != 0:
+            problems.append(f"replica {number} ended with exit code {code} on SIGTERM")
+        process = await stage.fleet.start_again(f"frontend-{number}")
+        await wait_until_ok(stage.client, process, f"{url}/ready")
+        took_s.append(time.perf_counter() - begun_s)
+        await asyncio.sleep(1.0)  # HAProxy looks every 0.5 s; a deployment waits longer
+    notes = [f"each took {min(took_s):.1f}–{max(took_s):.1f} s from SIGTERM to /ready"]
+    return Damage(time.perf_counter(), notes=notes, problems=problems)
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(_PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
+            await asyncio.sleep(0.002)
+
+
+ROWS = (
+    Row("replica-kill", "kill -9 a replica mid-stream, start it again", kill_replica),
+    Row("replica-stop", f"SIGSTOP a replica for {STOPPED_S:g} s", stop_replica),
+    Row("nats-kill", "kill -9 nats-server, start it again", kill_nats),
+    Row("nats-stop", f"SIGSTOP nats-server for {STOPPED_S:g} s", stop_nats),
+    Row("agent-kill", "kill -9 an agent, start it again", kill_agent),
+    Row("agent-kill-late", "kill -9 an agent whose engine no longer replays its beginning", kill_agent_late),
+    Row("worker-kill", "kill -9 a worker before first bytes, start it again", kill_worker),
+    Row(
+        "rolling-restart", "rolling restart of all replicas behind HAProxy", restart_all, behind_haproxy=True
+    ),
+)

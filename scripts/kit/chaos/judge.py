@@ -1,0 +1,151 @@
+"""What a fault has cost, as a row: which failures were to be expected, which were not."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from scripts.kit.load import Outcome
+
+CLEAN_LIMIT_S = 30.0
+_SHOWN_FAILURES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Excuse:
+    """Requests that a fault takes with it by its nature: those in flight on what was killed.
+
+    `worker` and `had_begun` narrow it to answers of one worker that had begun; a request without
+    its first byte can be tried elsewhere, so nothing excuses its loss.
+    """
+
+    reason: str
+    at_s: float
+    """When it was killed, by the clock of the outcomes."""
+    url: str | None = None
+    request_numbers: frozenset[int] = frozenset()
+
+    def covers(self, outcome: Outcome) -> bool:
+        """Whether this failure is to be expected."""
+        ended = math.inf if outcome.ended_at_s is None else outcome.ended_at_s
+        was_in_flight = outcome.sent_at_s <= self.at_s <= ended
+        return was_in_flight and (outcome.url == self.url or outcome.number in self.request_numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What a fault did, when it was over."""
+
+    ended_at_s: float
+    excuses: Sequence[Excuse] = ()
+    notes: Sequence[str] = ()
+    problems: Sequence[str] = ()
+    """What went wrong beside the requests: an exit code, a process that did not come back."""
+    is_noticed: Callable[[dict[str, Any]], bool] = lambda _target: True
+    """Whether a row of a replica's /workers shows that it knows what happened to that target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What should be gone when no request is in flight any more, summed over the replicas."""
+
+    bookings: int = 0
+    active_blocks: int = 0
+    index_blocks: int = 0
+    """Blocks in a replica's index that their owner, the agent, does not name, or the other way round."""
+
+    @property
+    def total(self) -> int:
+        """0 is what is promised."""
+        return self.bookings + self.active_blocks + self.index_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """One fault."""
+
+    name: str
+    what: str
+    requests: int = 0
+    expected: dict[str, int] = field(default_factory=dict)
+    """Failures that the fault excuses, by reason."""
+    unexpected: list[Outcome] = field(default_factory=list)
+    clean_after_s: float | None = None
+    unclean: Sequence[str] = ()
+    leftovers: Leftovers = Leftovers()
+    notes: Sequence[str] = ()
+    problems: Sequence[str] = ()
+    skipped: str = ""
+    worst_ttft_s: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether the promise was kept; a skipped row promises nothing."""
+        return bool(self.skipped) or not self.reasons()
+
+    def reasons(self) -> list[str]:
+        """What broke the promise."""
+        found = list(self.problems)
+        counted = Counter(outcome.error or "" for outcome in self.unexpected)
+        found += [f"{count} requests failed: {error}" for error, count in counted.most_common(5)]
+        if self.clean_after_s is None:
+            found.append(f"verify was not clean within {CLEAN_LIMIT_S:g} s: {'; '.join(self.unclean[:3])}")
+        if self.leftovers.total:
+            found.append(f"left behind: {self.leftovers}")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        return {
+            **asdict(self),
+            "unexpected": [asdict(outcome) for outcome in self.unexpected[:_SHOWN_FAILURES]],
+            "failed": sum(self.expected.values()) + len(self.unexpected),
+            "holds": self.holds,
+            "reasons": [] if self.skipped else self.reasons(),
+        }
+
+
+def judge(outcomes: Sequence[Outcome], excuses: Sequence[Excuse]) -> tuple[dict[str, int], list[Outcome]]:
+    """Sort failures: expected ones counted by reason, and the others."""
+    expected: Counter[str] = Counter()
+    unexpected = []
+    for outcome in outcomes:
+        if outcome.error is None:
+            continue
+        reason = next((excuse.reason for excuse in excuses if excuse.covers(outcome)), None)
+        if reason is None:
+            unexpected.append(outcome)
+        else:
+            expected[reason] += 1
+    return dict(expected), unexpected
+
+
+def table(results: Sequence[RowResult]) -> Table:
+    """All rows."""
+    shown = Table("fault", "requests", "failed", "clean after", "phantoms", "longest TTFT", "promise")
+    for result in results:
+        if result.skipped:
+            shown.add_row(result.what, "–", "–", "–", "–", "–", f"[yellow]skipped[/]: {result.skipped}")
+            continue
+        shown.add_row(
+            result.what,
+            str(result.requests),
+            _failed(result),
+            "never" if result.clean_after_s is None else f"{result.clean_after_s:.1f} s",
+            str(result.leftovers.total),
+            f"{result.worst_ttft_s:.1f} s",
+            "[green]kept[/]" if result.holds else "[bold red]broken[/]",
+        )
+    return shown
+
+
+def _failed(result: RowResult) -> str:
+    lines = [f"{count} {reason}" for reason, count in result.expected.items()]
+    if result.unexpected:
+        lines.append(f"[bold red]{len(result.unexpected)} unexpected[/]")
+    return "\n".join(lines) or "0"

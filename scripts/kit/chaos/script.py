@@ -1,0 +1,196 @@
+"""Faults against real processes under load: what fails, how soon all replicas agree again, what is left.
+
+Three replicas, four simulated engines with their agents, one nats-server, and requests at a fixed
+rate. One fault after the other, all on the same fleet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import uvloop
+from rich.console import Console
+
+from kvrouter.bus.connection import BusError
+from kvrouter.config import open_bus
+from kvrouter.simulate.traces import TraceError
+from kvrouter.tokens.tiny import build_tiny_model
+from kvrouter.verify import VerifyError, compare
+from kvrouter.version import __version__
+from scripts.kit import deployment
+from scripts.kit.chaos import haproxy
+from scripts.kit.chaos.faults import ROWS, Row
+from scripts.kit.chaos.judge import RowResult, judge, table
+from scripts.kit.chaos.stage import Stage
+from scripts.kit.chaos.truth import watching
+from scripts.kit.demo import load_requests
+from scripts.kit.deployment import Plan
+from scripts.kit.fleet import Fleet, FleetError
+from scripts.kit.http_client import Client, HttpError
+from scripts.kit.load import LoadRequest
+from scripts.kit.script import log_directory, until_signalled
+from scripts.kit.steady import SteadyLoad
+
+NAMESPACE = "chaos"
+REPLICAS, ENGINES = 3, 4
+RATE = 10.0
+LEAD_S = 3.0
+OUTPUT_DIVISOR = 2
+"""Of the trace's answers: streams of about a second, so that faults meet some."""
+NUM_BLOCKS = 4096
+SHORT_REPLAY_BUFFER = 25
+"""Batches; an engine fills it within seconds, so that a restarted agent finds the beginning gone."""
+
+
+class BrokenPromiseError(Exception):
+    """The run is complete, and its table says what was not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    rate: float
+    only: Sequence[str]
+    json: Path | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all rows, or those asked for; exit code 0 only if every promise was kept."""
+    options = _options(arguments)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # NATS goes away
+    try:
+        return uvloop.run(until_signalled("chaos", _run(options)))
+    except (BrokenPromiseError, BusError, FleetError, HttpError, TraceError, VerifyError) as error:
+        print(f"chaos: failed: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(options: Options) -> int:
+    console = Console()
+    started = time.monotonic()
+    async with AsyncExitStack() as stack:
+        directory = stack.enter_context(log_directory("chaos"))
+        fleet = await stack.enter_async_context(Fleet(directory))
+        stage = await _set_up(stack, console, fleet)
+        requests = load_requests(700, output_divisor=OUTPUT_DIVISOR)
+        rows = [row for row in ROWS if not options.only or row.name in options.only]
+        results = []
+        for row in rows:
+            result = await _run_row(console, stage, row, requests, options.rate)
+            results.append(result)
+        _show(console, results, options, time.monotonic() - started)
+        if not all(result.holds for result in results):
+            raise BrokenPromiseError("a promise was broken, see above")
+        return 0
+
+
+async def _set_up(stack: AsyncExitStack, console: Console, fleet: Fleet) -> Stage:
+    console.print(f"starting NATS, {ENGINES} engines with their agents, and {REPLICAS} replicas")
+    client = Client()
+    stack.callback(client.close)
+    build_tiny_model(fleet.directory / "model")
+    nats_url = await deployment.start_nats(fleet, client)
+    plan = Plan(
+        "kv",
+        fleet.directory / "model",
+        engines=ENGINES,
+        replicas=REPLICAS,
+        num_blocks=NUM_BLOCKS,
+        namespace=NAMESPACE,
+        frontend_flags=("--drain-grace=2",),
+        mocker_flags={ENGINES - 1: (f"--replay-buffer={SHORT_REPLAY_BUFFER}",)},
+    )
+    deployed = await deployment.deploy(fleet, client, plan, nats_url)
+    watches = {
+        engine.url: await stack.enter_async_context(watching(engine.kv_events)) for engine in deployed.engines
+    }
+    bus = await stack.enter_async_context(open_bus(nats_url, name="chaos"))
+    return Stage(fleet, client, plan, deployed, bus, watches)
+
+
+async def _run_row(
+    console: Console, stage: Stage, row: Row, requests: Sequence[LoadRequest], rate: float
+) -> RowResult:
+    urls = stage.urls
+    if row.behind_haproxy:
+        binary = haproxy.find()
+        if binary is None:
+            console.print(f"[yellow]{row.name}: skipped:[/] {haproxy.HOW_TO_GET}")
+            return RowResult(row.name, row.what, skipped=haproxy.HOW_TO_GET)
+        urls = [await haproxy.start(stage.fleet, stage.client, binary, urls)]
+    console.print(f"[bold]{row.name}[/]: {row.what}", highlight=False)
+    async with SteadyLoad(requests, urls, rate=rate) as load:
+        await asyncio.sleep(LEAD_S)
+        before = await compare(stage.urls, timeout_s=10.0)
+        repairs = await stage.repairs()
+        damage = await row.fault(stage, load)
+        clean_after_s, unclean = await stage.until_clean(damage)
+        await load.stop()
+    expected, unexpected = judge(load.outcomes, damage.excuses)
+    repaired = await stage.repairs() - repairs
+    notes = [
+        *damage.notes,
+        "feeds: " + (", ".join(f"{n} {what}" for what, n in repaired.items()) or "no repair"),
+    ]
+    if row.name.startswith("agent"):
+        notes.append(f"after: {await stage.index_share(0 if row.name == 'agent-kill' else ENGINES - 1)}")
+    result = RowResult(
+        row.name,
+        row.what,
+        len(load.outcomes),
+        expected,
+        unexpected,
+        clean_after_s,
+        unclean,
+        await stage.leftovers(),
+        notes,
+        [*damage.problems, *(f"before the fault: {text}" for text in before.differences)],
+        worst_ttft_s=max((outcome.ttft_s or 0.0 for outcome in load.outcomes), default=0.0),
+    )
+    for text in notes:
+        console.print(f"  {text}", highlight=False)
+    return result
+
+
+def _show(console: Console, results: Sequence[RowResult], options: Options, seconds: float) -> None:
+    console.print(table(results))
+    for result in results:
+        for reason in [] if result.skipped else result.reasons():
+            console.print(f"[bold red]{result.name}:[/] {reason}", highlight=False, soft_wrap=True)
+    console.print(f"{options.rate:g} requests/s, {seconds:.0f} s in all", highlight=False)
+    if options.json is not None:
+        body = {
+            "version": __version__,
+            "rate": options.rate,
+            "seconds": seconds,
+            "passed": all(result.holds for result in results),
+            "rows": [result.as_json() for result in results],
+        }
+        options.json.write_text(json.dumps(body, indent=2) + "\n")
+
+
+def _options(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__.split("\n", maxsplit=1)[0])
+    names = [row.name for row in ROWS]
+    parser.add_argument("--only", action="append", default=[], choices=names, help="this row; repeatable")
+    parser.add_argument("--rate", type=float, default=RATE, metavar="N", help="requests/s (%(default)g)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    flags = parser.parse_args(arguments)
+    if not 0 < flags.rate <= 1000:
+        parser.error(f"--rate {flags.rate:g}: use more than 0 and at most 1000 requests/s")
+    return Options(flags.rate, flags.only, flags.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The fleet that the faults meet, and what is asked of it after each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrouter.bus import Bus
+from kvrouter.verify import VerifyError, compare
+from scripts.kit.chaos.judge import CLEAN_LIMIT_S, Damage, Leftovers
+from scripts.kit.chaos.truth import EngineWatch, agent_blocks, phantom_blocks
+from scripts.kit.deployment import Deployment, Plan
+from scripts.kit.fleet import Fleet, Process
+from scripts.kit.http_client import Client, HttpError
+from scripts.kit.replicas import disagreements, settled
+
+CONFIRMED_S = 2.5
+"""Clean means that it stays so for two heartbeats: a lost tail is noticed by then."""
+REPAIRS = ("gaps", "replayed", "snapshots", "contradictions", "digest_mismatches", "malformed")
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Everything that runs."""
+
+    fleet: Fleet
+    client: Client
+    plan: Plan
+    deployed: Deployment
+    bus: Bus
+    watches: Mapping[str, EngineWatch]
+    """Engine URL -> its truth."""
+
+    @property
+    def urls(self) -> list[str]:
+        """The replicas."""
+        return [replica.url for replica in self.deployed.replicas]
+
+    def frontend(self, number: int) -> Process:
+        """The process of a replica, as of its last start."""
+        return self.fleet.processes[f"frontend-{number}"]
+
+    async def until_clean(self, damage: Damage) -> tuple[float | None, list[str]]:
+        """Seconds from the fault's end until verify is clean and stays so; or None, and why it is not."""
+        clean_at_s, since_s = None, damage.ended_at_s
+        while True:
+            reasons = await self._unnoticed(damage) or await self._differences()
+            now = time.perf_counter()
+            if reasons:
+                clean_at_s = None
+            elif clean_at_s is None:
+                clean_at_s = now
+            elif now - clean_at_s > CONFIRMED_S:
+                return max(0.0, clean_at_s - since_s), []
+            if now - since_s > CLEAN_LIMIT_S:
+                return None, reasons or ["it was never clean for long"]
+            await asyncio.sleep(0.05)
+
+    async def _unnoticed(self, damage: Damage) -> list[str]:
+        """Replicas that agree on what was before the fault have not recovered from it."""
+        found = []
+        for url in self.urls:
+            try:
+                targets = (await self.client.get_json(f"{url}/workers"))["targets"]
+            except HttpError as error:
+                return [str(error)]
+            live = [target for target in targets if target["eligible"] and target["events"] == "live"]
+            if len(live) < self.plan.engines:
+                found.append(f"{url} sees {len(live)} live targets of {self.plan.engines}")
+            if not all(map(damage.is_noticed, targets)):
+                found.append(f"{url} has not noticed yet")
+        return found
+
+    async def _differences(self) -> list[str]:
+        try:
+            return (await compare(self.urls, timeout_s=_LOOK_S)).differences
+        except VerifyError as error:
+            return [str(error)]
+
+    async def leftovers(self) -> Leftovers:
+        """What is left once nothing is in flight; asked until it is nothing, for some seconds."""
+        views = await settled(self.deployed.replicas, timeout_s=5.0)
+        left = Leftovers(
+            bookings=max(view.bookings_left for view in views),
+            active_blocks=max(view.active_blocks for view in views),
+            index_blocks=await self._phantom_index_blocks(),
+        )
+        if not left.total and disagreements(views):
+            return Leftovers(index_blocks=1)
+        return left
+
+    async def _phantom_index_blocks(self) -> int:
+        rows = [await self.client.get_json(f"{url}/workers") for url in self.urls]
+        count = 0
+        for target in (target for row in rows for target in row["targets"]):
+            agent = await agent_blocks(self.bus, self.plan.namespace, target["worker_id"])
+            count += phantom_blocks(target, agent, self.watches[target["url"]])
+        return count
+
+    async def repairs(self) -> Counter[str]:
+        """What the replicas' feeds have gone through so far, summed over all of them."""
+        total: Counter[str] = Counter()
+        for url in self.urls:
+            for feed in (await self.client.get_json(f"{url}/workers"))["feeds"]:
+                total.update({name: feed["counters"][name] for name in REPAIRS})
+        return total
+
+    async def index_share(self, engine: int) -> str:
+        """How much of what an engine holds its agent can name."""
+        url = self.deployed.engines[engine].url
+        row = await self.client.get_json(f"{self.urls[0]}/workers")
+        target = next(target for target in row["targets"] if target["url"] == url)
+        held = len(self.watches[url].held())
+        partial = ", partial" if target["partial"] else ""
+        return f"the index names {target['blocks']} of the engine's {held} blocks{partial}"

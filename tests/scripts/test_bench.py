@@ -1,0 +1,127 @@
+"""The arithmetic of `scripts/bench sync`; the measuring needs a fleet."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from rich.console import Console
+
+from scripts.kit.bench.__main__ import main
+from scripts.kit.bench.meter import Usage, cpu_ns, usage
+from scripts.kit.bench.sync import make_requests
+from scripts.kit.bench.sync_report import Visibility, median_cost, summary, tables
+from scripts.kit.bench.visibility import Seen
+from scripts.kit.http_client import Client
+
+METRICS = """\
+# HELP kvrouter_bus_published_total Messages sent
+kvrouter_bus_published_total 3.0
+kvrouter_bus_published_bytes_total 630.0
+kvrouter_bus_received_total 1e+01
+kvrouter_bus_received_bytes_total 4000.0
+kvrouter_bookings{pool="p",router="r"} 1.0
+"""
+
+
+def test_cpu_time(tmp_path: Path) -> None:
+    """All threads of a process, in nanoseconds."""
+    for thread, used in ((7, 1500), (8, 20)):
+        task = tmp_path / "7" / "task" / str(thread)
+        task.mkdir(parents=True)
+        (task / "schedstat").write_text(f"{used} 99 3\n")
+
+    assert 1520 == cpu_ns(7, tmp_path)
+
+
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    """A replica's /metrics."""
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=METRICS)
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    async with TestServer(app) as server:
+        yield str(server.make_url("")).rstrip("/")
+
+
+async def test_usage(url: str) -> None:
+    """CPU time from /proc, the rest from the bus counters; two make an interval."""
+    client = Client()
+    used = await usage(client, os.getpid(), url)
+    client.close()
+
+    assert used.cpu_ns > 0
+    assert (3, 630, 10, 4000) == (used.sent, used.sent_bytes, used.received, used.received_bytes)
+    assert Usage(0, 0, 0, 0, 0) == used - used
+    assert Usage(5, 1, 2, 3, 4) == Usage(6, 2, 4, 6, 8) - Usage(1, 1, 2, 3, 4)
+
+
+def run(requests: int, *cpu_us: float) -> tuple[int, list[Usage]]:
+    """One run in which each replica used so much for each request, and got 100 bytes for it."""
+    return requests, [Usage(round(us * 1000 * requests), received_bytes=100 * requests) for us in cpu_us]
+
+
+def test_one_serves() -> None:
+    """The first serves, the others are peers; each figure is the median of the runs."""
+    runs = [run(10, 1000, 100, 300), run(20, 1200, 200, 200), run(10, 5000, 900, 900)]
+    cost = median_cost(runs, replicas=3, spread=False, synced=True)
+
+    assert cost.peer is not None
+    assert (1200.0, 200.0) == (cost.serving.cpu_us, cost.peer.cpu_us)
+    assert (10, 100.0) == (cost.requests, cost.peer.received_bytes)
+
+
+def test_all_serve() -> None:
+    """Spread: the mean over all, and no peers."""
+    cost = median_cost([run(10, 100, 300)], replicas=2, spread=True, synced=True)
+
+    assert (200.0, None) == (cost.serving.cpu_us, cost.peer)
+
+
+def test_visibility() -> None:
+    """Percentiles of each run, their medians; the rate is what was achieved at one peer."""
+    runs = [Seen([float(ms) for ms in range(1, 101)], cpu) for cpu in (30.0, 10.0, 20.0)]
+    seen = Visibility.median(3, 5.0, runs)
+
+    assert (50.0, 90.0, 99.0, 20.0) == (seen.p50_ms, seen.p90_ms, seen.p99_ms, seen.cpu_us)
+    assert (100, 10.0) == (seen.samples, seen.rate)
+
+
+def test_report() -> None:
+    """Everything is in the tables and in the file."""
+    costs = [
+        median_cost([run(10, 1234, 321)], replicas=2, spread=False, synced=synced) for synced in (True, False)
+    ]
+    seen = [Visibility(2, 60.0, 240, 0.5, 0.75, 1.25, 150.0)]
+    console = Console(file=io.StringIO(), width=200)
+    for table in tables(costs, seen):
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+
+    assert all(figure in text for figure in ("1,234", "321", "0.50 ms", "1.25 ms", "150"))
+    assert [True, False] == [cost["synced"] for cost in summary(costs, seen)["costs"]]
+
+
+def test_requests_share_nothing() -> None:
+    """And ask for a stream, so that the end of prefill is told."""
+    requests = make_requests()
+
+    assert len(requests) == len({request.body[:400] for request in requests})
+    assert b'"stream":true' in requests[0].body
+
+
+def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a sub-command the list; an unknown one is refused."""
+    assert 0 == main([])
+    assert "sync " in capsys.readouterr().out
+    assert 2 == main(["nothing"])
+    assert "no sub-command 'nothing'" in capsys.readouterr().err

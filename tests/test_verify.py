@@ -1,0 +1,288 @@
+"""`kvrouter verify` before servers that say what the test wants, and before real frontends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from kvrouter.verify import Comparison, Report, VerifyError, compare, main, read_view
+from tests.frontend.fleet import running_fleet
+
+Json = dict[str, Any]
+
+AGREED = f"{7:016x}"
+PEERS = ("r0", "r1", "r2")
+KV = "blocks of w1/0 in p"
+
+
+def body(router_id: str, **more: Any) -> Json:
+    """What a replica says that holds 5 blocks of w1 as of frame 10, and nobody's bookings."""
+    facts = {"seq": 10, "incarnation": 1, "digest": AGREED, "state": "live", "lag": 0, "flag": "", **more}
+    feed = {"kind": "kv", "pool": "p", "owner": "w1/0", "incarnation": facts["incarnation"]}
+    feed |= {"last_seq": facts["seq"], "state": facts["state"], "lag": facts["lag"], "flag": facts["flag"]}
+    target = {"pool": "p", "worker_id": "w1", "rank": 0}
+    target["tiers"] = [{"tier": "device", "blocks": 5, "digest": facts["digest"]}]
+    return {
+        "router_id": router_id,
+        "replica_sync": True,
+        "namespace_peers": [peer for peer in PEERS if peer != router_id],
+        "pools": [{"pool": "p", "block_size": 16}],
+        "targets": [target],
+        "feeds": [feed, *(sync_feed(peer) for peer in PEERS if peer != router_id)],
+        "bookings": [{"pool": "p", "own_feed": {"incarnation": 3, "seq": 4}, "owners": {}}],
+    }
+
+
+def sync_feed(owner: str, seq: int = 4) -> Json:
+    """A peer's bookings, as followed here."""
+    feed = {"kind": "sync", "pool": "p", "owner": owner, "incarnation": 3, "last_seq": seq}
+    return {**feed, "state": "live", "lag": 0, "flag": ""}
+
+
+class Said:
+    """Looks at replicas r0, r1 …: each argument is what all of them say in one look."""
+
+    def __init__(self, *looks: tuple[Json, ...]) -> None:
+        self.comparison = Comparison()
+        for bodies in looks:
+            self.comparison.add([read_view(f"u{n}", said) for n, said in enumerate(bodies)])
+
+    @property
+    def report(self) -> Report:
+        """As of the last look."""
+        return self.comparison.report(1, 0.0)
+
+    @property
+    def differences(self) -> list[str]:
+        """As of the last look."""
+        return self.report.differences
+
+
+# --- what is compared ---
+
+
+def test_equal() -> None:
+    """The same at the same frames: nothing to say."""
+    report = Said((body("r0"), body("r1"))).report
+
+    assert report.is_equal
+    assert {"u0": "r0", "u1": "r1"} == report.replicas
+    assert {KV, *(f"bookings of {peer} in p" for peer in PEERS)} == {row.feed for row in report.rows}
+    assert [(10, (("device", 5, AGREED),))] == [
+        (row.seq, row.content) for row in report.rows if row.feed == KV
+    ]
+
+
+def test_other_digest_at_the_same_frame() -> None:
+    """That is a difference, whatever comes later."""
+    said = Said((body("r0"), body("r1", digest=f"{8:016x}")), (body("r0", seq=11), body("r1", seq=11)))
+
+    assert not said.report.is_equal
+    assert [
+        f"{KV}, as of frame 1:10: u0 holds device 5 ({AGREED}), u1 device 5 ({8:016x})"
+    ] == said.differences
+    assert [KV] == [row.feed for row in said.report.rows if not row.is_equal]
+
+
+def test_other_digest_at_other_frames() -> None:
+    """Two moments of one feed say nothing about each other."""
+    said = Said((body("r0"), body("r1", seq=11, digest=f"{8:016x}")))
+
+    assert [] == said.comparison.differences
+    assert [f"{KV}: u0 and u1 were never at the same frame (now 1:10 and 1:11)"] == said.differences
+
+
+def test_met_at_different_looks() -> None:
+    """Under traffic one replica is seen at a frame a moment after the other."""
+    assert Said((body("r0", seq=11), body("r1")), (body("r0", seq=12), body("r1", seq=11))).report.is_equal
+
+
+def test_met_through_others() -> None:
+    """A is equal to B at one frame, B to C at another."""
+    first = (body("r0", seq=10), body("r1", seq=10), body("r2", seq=9))
+    then = (body("r0", seq=13), body("r1", seq=12), body("r2", seq=12))
+
+    assert Said(first).differences
+    assert Said(first, then).report.is_equal
+
+
+def test_owner_is_a_party() -> None:
+    """A booking that its owner has freed and a peer still holds is a phantom."""
+    peer = body("r1")
+    peer["bookings"][0]["owners"] = {"r0": {"count": 1, "digest": AGREED}}
+    said = Said((body("r0"), peer))
+
+    (text,) = said.differences
+    assert text.startswith("bookings of r0 in p, as of frame 3:4: u0 holds bookings 0 ")
+    assert text.endswith(f"u1 bookings 1 ({AGREED})")
+
+
+def test_dead_owner() -> None:
+    """A replica that has dropped a dead peer's bookings differs from one that has not yet."""
+    late = body("r1")
+    late["feeds"].append(sync_feed("dead"))
+    late["bookings"][0]["owners"] = {"dead": {"count": 2, "digest": AGREED}}
+
+    assert ["bookings of dead in p: u0 does not follow them"] == Said((body("r0"), late)).differences
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"lag": 3}, f"{KV}: u1 stays behind, by 3 frames now"),
+        ({"state": "recovering", "lag": 2}, f"{KV}: at u1: recovering, 2 frames behind"),
+        ({"state": "broken"}, f"{KV}: at u1: broken, 0 frames behind"),
+        ({"flag": "its digest keeps differing"}, f"{KV}: at u1: its digest keeps differing, 0 frames behind"),
+        ({"incarnation": 2}, f"{KV}: u0 stays behind, by 0 frames now"),
+    ],
+)
+def test_what_is_not_in_step(facts: Json, says: str) -> None:
+    """It may pass, and is said if it has not when time is up."""
+    said = Said((body("r0"), body("r1", **facts)))
+
+    assert [] == said.comparison.differences
+    assert says in said.differences
+
+
+def test_caught_up() -> None:
+    """Lag at one look, none at the next."""
+    assert Said((body("r0"), body("r1", lag=3)), (body("r0"), body("r1"))).report.is_equal
+
+
+def test_new_incarnation_begins_anew() -> None:
+    """What was equal before a source started anew proves nothing about it."""
+    before, after = (body("r0"), body("r1")), (body("r0", incarnation=2, seq=1), body("r1"))
+
+    assert Said(before).report.is_equal
+    assert not Said(before, after).report.is_equal
+
+
+def test_strangers() -> None:
+    """Replicas that do not see each other, share differently or cut blocks differently."""
+    other = body("r1")
+    other |= {"namespace_peers": [], "replica_sync": False, "pools": [{"pool": "p", "block_size": 32}]}
+    differences = Said((body("r0"), other)).differences
+
+    assert "u1 does not see the replica r0 (u0)" in differences
+    assert "u0 and u1: only one of them has --router-replica-sync" in differences
+    assert "block sizes: {'p': 16} at u0, {'p': 32} at u1" in differences
+
+
+def test_restart_while_looking() -> None:
+    """Another replica answers under the URL."""
+    with pytest.raises(VerifyError, match="u1 answers as r1 and as r2"):
+        Said((body("r0"), body("r1")), (body("r0"), body("r2")))
+
+
+def test_one_replica_twice() -> None:
+    """It would agree with itself."""
+    with pytest.raises(VerifyError, match="the same replica under two URLs"):
+        Said((body("r0"), body("r0")))
+
+
+def test_another_version() -> None:
+    """A /workers without what is compared is refused, not found equal."""
+    with pytest.raises(VerifyError, match=r"u/workers is not what this version of kvrouter says"):
+        read_view("u", {"router_id": "r0"})
+
+
+# --- over HTTP ---
+
+
+@contextlib.asynccontextmanager
+async def serving(*answers: Json | int | str) -> AsyncIterator[str]:
+    """A replica that gives these answers, one after the other, the last one for ever."""
+    said = iter(answers)
+    last: list[Json | int | str] = []
+
+    async def workers(_: web.Request) -> web.Response:
+        last[:] = [next(said, *last)] if last else [next(said)]
+        match last[0]:
+            case int(status):
+                return web.Response(status=status)
+            case str(text):
+                return web.Response(text=text)
+            case said_body:
+                return web.json_response(said_body)
+
+    app = web.Application()
+    app.router.add_get("/workers", workers)
+    async with TestServer(app) as server:
+        yield str(server.make_url("")).rstrip("/")
+
+
+async def verify(*flags: str) -> int:
+    """The command, beside the servers' loop."""
+    return await asyncio.to_thread(main, flags)
+
+
+async def test_looks_until_equal() -> None:
+    """A replica that is behind has until the timeout."""
+    async with serving(body("r0")) as one, serving(body("r1", lag=1), body("r1")) as two:
+        report = await compare([one, two], timeout_s=20.0)
+
+    assert (True, 2) == (report.is_equal, report.looks)
+
+
+async def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 equal, 1 different; the file says what the terminal says."""
+    file = tmp_path / "verify.json"
+    async with serving(body("r0")) as one, serving(body("r1")) as two, serving(body("r2", lag=1)) as late:
+        assert 0 == await verify("--replica", one, "--replica", f"{two}/", "--json", str(file))
+        assert json.loads(file.read_text())["equal"]
+        assert "equal: 2 replicas, 1 looks" in capsys.readouterr().out
+        assert 1 == await verify("--replica", one, "--replica", late, "--timeout", "0", "--json", str(file))
+
+    written = json.loads(file.read_text())
+    assert not written["equal"]
+    assert f"{KV}: {late} stays behind, by 1 frames now" in written["differences"]
+    assert f"different: {KV}: {late} stays behind" in capsys.readouterr().out
+
+
+async def test_unreachable(free_port: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> None:
+    """2, and which one."""
+    gone = f"127.0.0.1:{free_port()}"
+    async with serving(body("r0")) as one:
+        assert 2 == await verify("--replica", one, "--replica", gone)
+
+    assert f"http://{gone} cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"), [(503, "answers 503"), ("<html>", "is not JSON"), ({}, "is not what this version")]
+)
+async def test_something_else_answers(
+    answer: Json | int | str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2, and what came."""
+    async with serving(body("r0")) as one, serving(answer) as two:
+        assert 2 == await verify("--replica", one, "--replica", two)
+
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--replica", "u"], ["--replica", "u", "--replica", "http://u/"]])
+def test_needs_two(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One replica cannot differ from itself."""
+    assert 2 == main(flags)
+    assert "give two different replicas" in capsys.readouterr().err
+
+
+async def test_real_replicas(nats_url: str) -> None:
+    """Two frontends: what they say is what is read here, and they agree."""
+    async with running_fleet(nats_url, "--router-replica-sync", replicas=2) as fleet:
+        urls = [frontend.url for frontend in fleet.frontends]
+        await fleet.ask()
+        report = await compare(urls, timeout_s=20.0)
+
+        assert report.is_equal, report.differences
+        assert {frontend.replica.router_id for frontend in fleet.frontends} == set(report.replicas.values())
+        assert 2 == len([row for row in report.rows if row.feed.startswith("bookings of ")])
