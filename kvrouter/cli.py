@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from kvrouter.errors import ConfigError
 from kvrouter.version import __version__
 
 _USAGE = """\
@@ -62,11 +63,15 @@ def _nats(arguments: Sequence[str]) -> int:
     from kvrouter.bus.embedded import DEFAULT_URL
     from kvrouter.telemetry.logs import set_up_logs
 
-    if len(arguments) > 1 or any(word.startswith("-") for word in arguments):
-        print(f"usage: kvrouter nats [URL]   (default {DEFAULT_URL})", file=sys.stderr)  # noqa: T201
+    if len(arguments) > 1 or not all(word.startswith("nats://") for word in arguments):
+        print(f"usage: kvrouter nats [nats://HOST:PORT]   (default {DEFAULT_URL})", file=sys.stderr)  # noqa: T201
         return 2
     set_up_logs()
-    asyncio.run(_run_nats(arguments[0] if arguments else DEFAULT_URL))
+    try:
+        asyncio.run(_run_nats(arguments[0] if arguments else DEFAULT_URL))
+    except ConfigError as error:
+        print(f"kvrouter nats: {error}", file=sys.stderr)  # noqa: T201
+        return 2
     return 0
 
 

@@ -22,6 +22,7 @@ log = structlog.get_logger()
 
 DEFAULT_URL = "nats://127.0.0.1:4222"
 _START_TIMEOUT_S = 10.0
+_RESTART_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
@@ -62,9 +63,23 @@ async def embedded_server(url: str = DEFAULT_URL) -> AsyncIterator[str]:
         yield url
         return
     process = await _start(host, port)
+    keeper = asyncio.create_task(_keep_running(process, host, port))
     try:
         await _wait_until_it_answers(process, host, port)
         yield url
+    finally:
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+
+
+async def _keep_running(process: asyncio.subprocess.Process, host: str, port: int) -> None:
+    """Start the server again whenever it ends; end it when cancelled."""
+    try:
+        while True:
+            code = await process.wait()
+            log.warning("nats.embedded_server_ended", code=code, address=f"{host}:{port}")
+            await asyncio.sleep(_RESTART_S)
+            process = await _start(host, port)
     finally:
         if process.returncode is None:
             process.terminate()

@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kvrouter.errors import ConfigError
 
@@ -63,7 +63,7 @@ class NatsOptions:
             raise ConfigError("--nats names at least one server")
         for server in self.servers:
             address = urlsplit(server)
-            if address.scheme not in {"nats", "tls", "ws", "wss"} or not address.hostname:
+            if address.scheme not in {"nats", "tls", "ws", "wss"} or not _has_address(address):
                 raise ConfigError(f"--nats {_without_password(server)!r}: use nats://HOST:PORT or {EMBEDDED}")
         if (self.user is None) != (self.password_file is None):
             raise ConfigError("--nats-user and --nats-password-file go together")
@@ -82,6 +82,13 @@ class NatsOptions:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"--nats-tls-ca, --nats-tls-cert or --nats-tls-key: {error}") from error
         return context
+
+
+def _has_address(address: SplitResult) -> bool:
+    try:
+        return bool(address.hostname) and (address.port is None or address.port > 0)
+    except ValueError:  # a port that is no number, or too large a one
+        return False
 
 
 def _existing(flag: str, path: Path) -> Path:

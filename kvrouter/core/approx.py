@@ -6,25 +6,43 @@
 A chain's blocks are always renewed together with all their parents, so a parent never expires
 before its child; of those due at the same time the deepest goes first. The index so stays
 prefix-closed. The 120 s default is that of Dynamo's ApproxKvIndexer.
+
+What is kept is bounded: a target is assumed to hold no more than `capacity` blocks, the entries
+least recently used going first; and entries that renewal has emptied are dropped when they make up
+more than half of what is listed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvrouter.core.ids import Target
 from kvrouter.core.index import BlockIndex
 
 DEFAULT_TTL_S = 120.0
+DEFAULT_CAPACITY_BLOCKS = 1_000_000
+"""Of a target whose card tells no capacity."""
+_FEW_HASHES = 4096
+"""Below this nothing is worth tidying."""
 
 
 class _Entry(NamedTuple):
     expires: float
-    target: Target
     hashes: Sequence[int]
     own: bool
+
+
+@dataclass(slots=True)
+class _Assumed:
+    """What one target is assumed to hold: when each block expires, and the entries in that order."""
+
+    expiry: dict[int, float] = field(default_factory=dict)
+    entries: deque[_Entry] = field(default_factory=deque)
+    listed: int = 0
+    """Hashes in all entries, those renewed since included."""
 
 
 class ApproxIndex:
@@ -33,8 +51,7 @@ class ApproxIndex:
     def __init__(self, index: BlockIndex, ttl_s: float = DEFAULT_TTL_S) -> None:
         self.ttl_s = ttl_s
         self._index = index
-        self._expiry: dict[Target, dict[int, float]] = {}
-        self._due: deque[_Entry] = deque()
+        self._targets: dict[Target, _Assumed] = {}
 
     def insert(
         self,
@@ -44,45 +61,70 @@ class ApproxIndex:
         *,
         ttl_s: float | None = None,
         own: bool = False,
+        capacity: int = 0,
     ) -> None:
         """The target is assumed to hold this chain (parent first) for `ttl_s` from `now`.
 
         `own`: it comes from a booking of this replica, which therefore tells joiners of it.
+        `capacity`: blocks the target has room for; 0 if that is not known.
         """
         if not hashes:
             return
         expires = now + (self.ttl_s if ttl_s is None else ttl_s)
-        expiry = self._expiry.setdefault(target, {})
+        assumed = self._targets.setdefault(target, _Assumed())
+        expiry = assumed.expiry
         expiry.update({hash_: expires for hash_ in hashes if expiry.get(hash_, 0.0) < expires})
         self._index.store(target, hashes)
-        self._remember(_Entry(expires, target, hashes, own))
-
-    def _remember(self, entry: _Entry) -> None:
-        """Keep `_due` ordered by time: entries of a snapshot have less time left than new ones."""
-        late: list[_Entry] = []
-        while self._due and self._due[-1].expires > entry.expires:
-            late.append(self._due.pop())
-        self._due.append(entry)
-        self._due.extend(reversed(late))
+        _remember(assumed, _Entry(expires, hashes, own))
+        while len(expiry) > (capacity or DEFAULT_CAPACITY_BLOCKS) and len(assumed.entries) > 1:
+            self._take_back_oldest(target, assumed)
+        if assumed.listed > _FEW_HASHES + 2 * len(expiry):
+            _tidy(assumed)
 
     def expire(self, now: float) -> None:
         """Take back what is due. A renewed block is due again later and is passed over here."""
-        while self._due and self._due[0].expires <= now:
-            entry = self._due.popleft()
-            expiry = self._expiry.get(entry.target, {})
-            over = [hash_ for hash_ in reversed(entry.hashes) if expiry.get(hash_) == entry.expires]
-            for hash_ in over:
-                del expiry[hash_]
-            self._index.remove(entry.target, over)
+        for target, assumed in self._targets.items():
+            while assumed.entries and assumed.entries[0].expires <= now:
+                self._take_back_oldest(target, assumed)
 
     def drop(self, target: Target) -> None:
         """The target is gone, and with it every assumption about it."""
-        if self._expiry.pop(target, None) is not None:
-            self._due = deque(entry for entry in self._due if entry.target != target)
+        self._targets.pop(target, None)
         self._index.drop(target)
 
     def own_entries(self, now: float) -> Iterator[tuple[Target, Sequence[int], float]]:
-        """`(target, chain, seconds left)` of this replica's own entries, in order of expiry."""
-        for entry in self._due:
-            if entry.own and entry.expires > now:
-                yield entry.target, entry.hashes, entry.expires - now
+        """`(target, chain, seconds left)` of this replica's own entries, each target's in order of expiry."""
+        for target, assumed in self._targets.items():
+            for entry in assumed.entries:
+                if entry.own and entry.expires > now:
+                    yield target, entry.hashes, entry.expires - now
+
+    def _take_back_oldest(self, target: Target, assumed: _Assumed) -> None:
+        entry = assumed.entries.popleft()
+        assumed.listed -= len(entry.hashes)
+        over = [hash_ for hash_ in reversed(entry.hashes) if assumed.expiry.get(hash_) == entry.expires]
+        for hash_ in over:
+            del assumed.expiry[hash_]
+        self._index.remove(target, over)
+
+
+def _remember(assumed: _Assumed, entry: _Entry) -> None:
+    """Keep entries ordered by time: those of a snapshot have less time left than new ones."""
+    late: list[_Entry] = []
+    while assumed.entries and assumed.entries[-1].expires > entry.expires:
+        late.append(assumed.entries.pop())
+    assumed.entries.append(entry)
+    assumed.entries.extend(reversed(late))
+    assumed.listed += len(entry.hashes)
+
+
+def _tidy(assumed: _Assumed) -> None:
+    """Drop the entries of which every block has been renewed since: they would take nothing back."""
+    expiry = assumed.expiry
+    kept = [
+        entry
+        for entry in assumed.entries
+        if any(expiry.get(hash_) == entry.expires for hash_ in entry.hashes)
+    ]
+    assumed.entries = deque(kept)
+    assumed.listed = sum(len(entry.hashes) for entry in kept)

@@ -84,6 +84,8 @@ class Pool:
         self.targets: dict[Target, Worker] = {}
         self.names: frozenset[str] = frozenset()
         """Every model name a client may use here; kept while all workers are away."""
+        self.max_model_len = 0
+        """The longest prompt that any worker takes, in tokens; 0 if none says."""
         self.lora_names: frozenset[str] = frozenset()
         """Those of them that are LoRA adapters."""
         self.index = BlockIndex()
@@ -97,7 +99,10 @@ class Pool:
         worker = self.workers.get(worker_id)
         changed = False
         if beat.card is not None and (worker is None or worker.card != beat.card):
+            before = worker.targets() if worker is not None else []
             worker = self.workers[worker_id] = Worker(beat.card)
+            for target in set(before).difference(worker.targets()):
+                self.approx.drop(target)  # it has fewer ranks than before
             self.model = beat.card.model
             changed = True
         if worker is None:
@@ -142,6 +147,11 @@ class Pool:
         if worker is not None and worker.silent:
             self.remove(worker_id)
 
+    def capacity_blocks(self, target: Target) -> int:
+        """Blocks the target has room for; 0 if that is not known."""
+        worker = self.workers.get(target.worker_id)
+        return worker.capacity_blocks() if worker else 0
+
     def _forget_blocks(self, worker: Worker) -> None:
         for target in worker.targets():
             self.approx.drop(target)
@@ -163,6 +173,7 @@ class Pool:
             cards = [worker.card for worker in self.workers.values()]
             self.names = frozenset(name for card in cards for name in card.names())
             self.lora_names = frozenset(name for card in cards for name in card.lora_names)
+            self.max_model_len = max(card.max_model_len for card in cards)
 
     # Candidates
 

@@ -280,12 +280,20 @@ class Replica:
 
     def _follow_worker(self, pool_id: PoolId, worker_id: WorkerId, beat: WorkerBeat, now: float) -> None:
         worker = self.routers[pool_id].pool.workers[worker_id]
+        if beat.card is not None:
+            self._unfollow_lost_ranks(pool_id, worker_id, worker.card.ranks)
         if not (worker.card.publishes_events and self.settings.pool.use_kv_events):
             return
-        for rank in beat.ranks:
+        for rank in beat.ranks[: worker.card.ranks]:
             source = KvSource(pool_id, worker_id, rank.rank)
             if self._reader(source).heartbeat(rank.incarnation, rank.seq, now):
                 self._leases.heard(source)
+
+    def _unfollow_lost_ranks(self, pool_id: PoolId, worker_id: WorkerId, ranks: int) -> None:
+        """A worker that came back with fewer ranks has no feeds for the others any more."""
+        for source in list(self.readers):
+            if isinstance(source, KvSource) and source[:2] == (pool_id, worker_id) and source.rank >= ranks:
+                self._unfollow(source)
 
     def _reader(self, source: Feed) -> FeedReader:
         reader = self.readers.get(source)

@@ -50,6 +50,9 @@ log = structlog.get_logger()
 
 RETRY_DELAY_S = 0.05
 RETRY_AFTER_S = 1
+_MOST_BYTES_PER_TOKEN = 64
+"""A body with more for each token of the model's length is not tokenized: a 30 MB text takes 40 s."""
+_UNKNOWN_MODEL_LEN = 131_072
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -146,7 +149,7 @@ class Completions:
         body = await _read_body(http)
         request = parse(body)
         router = self._replica.router_for(request.model)
-        prompts = await self._prompts(router, request)
+        prompts = await self._prompts(router, request, body)
         route = RouteRequest(
             request_id,
             prompts,
@@ -156,15 +159,20 @@ class Completions:
         )
         work = Work(request_id, http, without_report_mode(body), request.stream, route, router, received_at)
         response = await self._try_workers(work)
-        with contextlib.suppress(ConnectionError):
+        if response.keep_alive:
             # else a client that sends requests and reads no answers would fill our memory
-            await AiohttpClient(http).drained()
+            with contextlib.suppress(ConnectionError):
+                await AiohttpClient(http).drained()
         return response
 
-    async def _prompts(self, router: Router, request: openai.CompletionRequest) -> tuple[Prompt, ...]:
+    async def _prompts(
+        self, router: Router, request: openai.CompletionRequest, body: bytes
+    ) -> tuple[Prompt, ...]:
         """Token ids, then hashes; empty where the policy needs none or the tokens cannot be known."""
         if not router.needs_tokens or request.prompt is None:
             return ()
+        if len(body) > _MOST_BYTES_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN):
+            return ()  # far above the model's limit: the engine will refuse it, unread
         with self._metrics.tokenize.time():
             token_ids = await self._encoder.encode(request.prompt)
         size, lora, salt = router.pool.block_size, _lora_name(router, request), request.cache_salt

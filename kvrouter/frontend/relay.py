@@ -310,10 +310,8 @@ class Attempt:
     # Ends
 
     def _watch(self) -> None:
-        """The timer: was the worker silent for too long? A paused worker is not silent."""
+        """The timer: the worker was silent for too long, or it is paused and the client read nothing."""
         now = self._loop.time()
-        if self._resuming is not None:
-            self._heard_at = now
         limit = self._limits.first_byte_s if self._is_holding else self._limits.idle_s
         left = self._heard_at + limit - now
         if left > 0:
@@ -321,6 +319,9 @@ class Attempt:
             return
         if self._is_holding:
             self._finish(TimedOut(limit))
+            return
+        if self._resuming is not None:
+            self._finish(Done(200, False, f"the client read nothing for {limit:g} s", is_torn=True))
             return
         reason = f"the worker said nothing for {limit:g} s"
         self._break_off(reason, WorkerSilentError(reason))

@@ -240,9 +240,17 @@ async def _report_progress(completions: Completions) -> None:
 
 
 def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder) -> None:
-    if POLICIES[options.router_mode].needs_tokens and not encoder.can_encode_text:
+    if not POLICIES[options.router_mode].needs_tokens:
+        return
+    if not encoder.can_encode_text:
         log.warning(
             "frontend.no_tokenizer",
-            effect="text prompts and chats are routed by load alone; prompts as token ids by KV overlap",
+            effect="texts and chats go where the fewest requests are; prompts as token ids by KV overlap",
             remedy="give --model-path DIR",
+        )
+    elif not encoder.can_encode_chats:
+        log.warning(
+            "frontend.no_chat_template",
+            effect="chats go where the fewest requests are",
+            remedy=f"add chat_template.jinja to {options.model_path}",
         )

@@ -26,6 +26,8 @@ class Kv:
         While other replicas are choosing too, the choice is spread so that they do not all take the
         same worker.
         """
+        if not request.prompts:  # nothing is known of its blocks: it goes where the fewest requests are
+            return lowest([candidate.requests for candidate in candidates], state.random())
         weight = state.overlap_weight if request.overlap_weight is None else request.overlap_weight
         temperature = state.temperature if request.temperature is None else request.temperature
         costs = [cost(weight, candidate.prefill_blocks, candidate.decode_blocks) for candidate in candidates]

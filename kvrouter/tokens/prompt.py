@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from kvrouter.errors import BadRequestError
 from kvrouter.tokens.messages import Message
 from kvrouter.tokens.template import ChatTemplate
 from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, Tokenizer
@@ -81,16 +80,24 @@ class PromptEncoder:
         """Whether there is a tokenizer, so that text and chats have token ids."""
         return self._tokenizer is not None
 
+    @property
+    def can_encode_chats(self) -> bool:
+        """Whether there is a chat template too."""
+        return self._tokenizer is not None and self._template is not None
+
     async def encode(self, prompt: Prompt | None) -> list[TokenIds] | None:
         """The token ids of each prompt (a chat is one), None where they cannot be known.
 
         None for a prompt is one that only the engine can know.
 
-        Raises BadRequestError if the chat template refuses the messages, or there is no template.
+        Raises BadRequestError if the chat template refuses the messages. Without a template the engine,
+        which may have one, is left to judge.
         """
         if isinstance(prompt, TokenPrompt):
             return _kept(prompt, prompt.token_ids)
         if prompt is None or self._tokenizer is None:
+            return None
+        if self._template is None and isinstance(prompt, ChatPrompt):
             return None
         job = partial(self._encode_now, self._tokenizer, prompt)
         if _is_short(prompt):
@@ -102,12 +109,7 @@ class PromptEncoder:
         return _kept(prompt, tokenizer.encode_all_now(texts, add_special_tokens=prompt.add_special_tokens))
 
     def _render(self, prompt: ChatPrompt) -> str:
-        if self._template is None:
-            raise BadRequestError(
-                "this model has no chat template: add chat_template.jinja to the directory of --model-path, "
-                "or use /v1/completions",
-                param="messages",
-            )
+        assert self._template is not None, "encode has looked"
         return self._template.render(
             prompt.messages,
             tools=prompt.tools,

@@ -52,7 +52,10 @@ def worker_id_of(url: str) -> str:
     address = urlsplit(url)
     if address.scheme not in {"http", "https"} or not address.hostname:
         raise ConfigError(f"--engine-url {url!r}: use http://HOST:PORT")
-    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+    except ValueError as error:
+        raise ConfigError(f"--engine-url {url!r}: {error}") from None
     return re.sub(r"[^A-Za-z0-9_-]", "-", f"{address.hostname}-{port}")[-64:]
 
 

@@ -163,3 +163,31 @@ def test_any_history_is_prefix_closed(
             assert live == {hash_ for hash_ in forest.hashes if index.holds(target, hash_)}
             assert forest.is_closed(live)
         index.check()
+
+
+def test_a_target_is_assumed_to_hold_no_more_than_it_can() -> None:
+    """Beyond its capacity the least recently used chains go, deepest block first."""
+    index = BlockIndex()
+    approx = ApproxIndex(index)
+    for start in range(0, 1000, 10):
+        approx.insert(T1, range(start, start + 10), now=start, capacity=50)
+
+    assert 50 == index.blocks(T1)
+    assert {T1: 10} == index.overlap(list(range(990, 1000)))
+    assert {} == index.overlap(list(range(10)))
+    index.check()
+
+
+def test_one_prompt_repeated_takes_no_more_room() -> None:
+    """Entries that renewal has emptied are dropped by and by; what is due is due at its last use."""
+    index = BlockIndex()
+    approx = ApproxIndex(index, ttl_s=10.0)
+    chain = list(range(500))
+    for second in range(1000):
+        approx.insert(T1, chain, now=float(second))
+
+    assert approx._targets[T1].listed <= 4096 + 3 * len(chain)
+    approx.expire(1008.0)
+    assert {T1: 500} == index.overlap(chain)
+    approx.expire(1009.0)
+    assert {} == index.overlap(chain)

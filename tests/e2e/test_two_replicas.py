@@ -13,7 +13,9 @@ import openai
 import pytest
 
 from kvrouter.core.beats import Card
+from kvrouter.core.blocks import block_hashes, sequence_hashes
 from kvrouter.core.feed_state import FeedState
+from kvrouter.core.ids import Target
 from kvrouter.core.replica import Replica
 from kvrouter.core.sources import KvSource
 from kvrouter.mocker.engine import EngineConfig
@@ -283,18 +285,19 @@ async def test_host_tier_earns_its_credit(nats_url: str) -> None:
 
         async def ask(start: int) -> Any:
             prompt = list(range(start, start + 1600))
-            return await client.completions.with_raw_response.create(
-                model="tiny", prompt=prompt, max_tokens=1
-            )
+            return await ask_and_settle(fleet, client, prompt)
 
         first = await ask(0)
-        home = first.headers["x-kvrouter-worker"]
+        home = Target(first.headers["x-kvrouter-worker"])
+        hashes = sequence_hashes(block_hashes(range(1600), 16))
+        (router,) = fleet.frontends[0].replica.routers.values()
         for other in range(1, 7):  # pushes the first prompt out of the device, on either worker
             await ask(other * 2000)
+        await until(lambda: router.pool.index.overlap_by_tier(hashes)[home] == [0, 100])
         again = await ask(0)
         usage = again.parse().usage
         await client.close()
 
-    assert again.headers["x-kvrouter-worker"] == home
+    assert again.headers["x-kvrouter-worker"] == home.worker_id
     assert usage.prompt_tokens_details.cached_tokens == 1584
-    assert int(again.headers["x-kvrouter-overlap-blocks"]) < 99
+    assert "0" == again.headers["x-kvrouter-overlap-blocks"]

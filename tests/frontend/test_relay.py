@@ -247,21 +247,38 @@ async def test_slow_client(fleet_of: FleetOf) -> None:
             sent += 1
         wire.writer.write(LAST_CHUNK)
 
-    async with fleet_of("--idle-timeout", "0.3", scripts=(script,)) as fleet, fleet.connected() as client:
+    async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         client.send(STREAM)
         running = fleet.frontend.completions._running
         await until(lambda: running, "the request runs")
         (attempt,) = running
         await until(lambda: attempt._resuming, "the worker is paused")
-        await asyncio.wait([attempt.outcome], timeout=0.4)  # longer than the idle timeout
-        assert not attempt.outcome.done()
         assert sent < count / 2
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
         response = await client.response()
 
         assert response.is_whole
         assert count == sent == len(response.events)
+
+
+async def test_client_that_never_reads(fleet_of: FleetOf) -> None:
+    """It does not hold its worker and its booking for longer than the idle timeout."""
+
+    async def script(_received: Received, wire: Wire) -> None:
+        wire.writer.write(SSE_HEAD)
+        while True:
+            wire.writer.write(chunk(event("x" * 65_000)))
+            await wire.writer.drain()
+
+    async with fleet_of("--idle-timeout", "0.3", scripts=(script,)) as fleet, fleet.connected() as client:
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.send(STREAM)
+        await until(lambda: fleet.bookings() > 0, "the request is booked")
+        await fleet.until_free()
+
+        (broken,) = fleet.logged("request.broken_off")
+        assert "read nothing" in broken["reason"]
 
 
 async def test_paused_connection_is_resumed(fleet_of: FleetOf) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvrouter.core.active import Booking
 from kvrouter.core.beats import WorkerBeat
 from kvrouter.core.cost import cost
-from kvrouter.core.ids import Target, WorkerId
+from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.core.policy import Candidate, PolicyState, RouteRequest
 from kvrouter.core.pool import Pool
 from kvrouter.policies.kv import Kv
@@ -180,3 +181,13 @@ def _draw(pool: Pool, what: RouteRequest, state: PolicyState, draws: int) -> Cou
 def test_kv_needs_tokens() -> None:
     """Without tokens there is no overlap to look at."""
     assert Kv.needs_tokens
+
+
+def test_without_tokens_the_fewest_requests() -> None:
+    """A request whose blocks are unknown goes where the fewest requests are, whatever they hold."""
+    pool = new_pool(card("w1"), card("w2"))
+    for number in range(3):
+        pool.active.book(Booking(BookingKey(RouterId("r"), number), "text", T1, [], 0, 0, 0))
+    book(pool, T2, chain_from(7000, 40))
+
+    assert {T2} == {pick(pool, RouteRequest("text"), chance) for chance in (0.0, 0.5, 0.99)}

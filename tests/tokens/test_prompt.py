@@ -84,14 +84,14 @@ async def test_without_a_model_directory(prompt: Prompt) -> None:
 
 
 async def test_without_a_template(tiny: Path, tmp_path: Path) -> None:
-    """A model without a chat template refuses chats, with the way out, and serves completions."""
+    """Without a chat template chats are left to the engine, which may have one; texts are encoded."""
     shutil.copy(tiny / "tokenizer.json", tmp_path)
 
     with PromptEncoder.load(tmp_path) as encoder:
         assert encoder.can_encode_text
+        assert not encoder.can_encode_chats
         assert await encoder.encode(TextPrompt(["hi"]))
-        with pytest.raises(BadRequestError, match=r"add chat_template\.jinja"):
-            await encoder.encode(chat("hi"))
+        assert await encoder.encode(chat("hi")) is None
 
 
 def test_no_such_directory(tmp_path: Path) -> None:
