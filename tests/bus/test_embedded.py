@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from kvrouter.bus import Bus, NatsOptions
 from kvrouter.bus.embedded import embedded_server, server_binary
 from kvrouter.errors import ConfigError
 
@@ -101,3 +105,33 @@ async def test_port_0_is_refused() -> None:
     with pytest.raises(ConfigError, match="port"):
         async with embedded_server("nats://127.0.0.1:0"):
             pass
+
+
+async def test_server_that_dies_is_started_again(free_port: Callable[[], int]) -> None:
+    """Whoever kills the embedded server finds another one at its address; leaving ends that too."""
+    port = free_port()
+    url = f"nats://127.0.0.1:{port}"
+    connections = asyncio.Queue[None]()
+    async with embedded_server(url), Bus.open(NatsOptions((url,)), name="test") as bus:
+        bus.on_connect(lambda: connections.put_nowait(None))
+        await connections.get()
+        (server,) = _servers_on(port)
+
+        os.kill(server, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            await connections.get()
+
+        assert [server] != _servers_on(port)
+    assert [] == _servers_on(port)
+
+
+def _servers_on(port: int) -> list[int]:
+    """The processes that were started for this port."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if words[0].endswith(b"nats-server") and str(port).encode() in words:
+                    found.append(int(entry.name))
+    return found

@@ -114,6 +114,8 @@ async def test_refused_password_is_said_and_tried_again(start: Callable[..., str
     [
         (NatsOptions(("http://x:4222",)), "nats://HOST:PORT"),
         (NatsOptions(("x",)), "nats://HOST:PORT"),
+        (NatsOptions(("nats://x:99999",)), "nats://HOST:PORT"),
+        (NatsOptions(("nats://x:abc",)), "nats://HOST:PORT"),
         (NatsOptions(()), "at least one"),
         (NatsOptions(user="a"), "go together"),
         (NatsOptions(tls_cert=Path("a")), "go together"),

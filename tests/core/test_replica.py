@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.core.beats import encode
+from kvrouter.core.beats import RankBeat, WorkerBeat, encode
 from kvrouter.core.blocks import pack_hashes
 from kvrouter.core.events import VERSION, Frame, Stored
 from kvrouter.core.feed_source import FeedSource
@@ -270,3 +270,21 @@ def test_router_for_a_model(replica: Replica) -> None:
     for unknown in ("gpt", None):
         with pytest.raises(UnknownModelError, match="llama, qwen"):
             replica.router_for(unknown)
+
+
+def test_worker_that_comes_back_with_fewer_ranks() -> None:
+    """What was known of the ranks that are gone goes with them."""
+    replica = new_replica()
+    ranks = [RankBeat(0, 5, 0), RankBeat(1, 5, 0)]
+    for life, count in ((1, 2), (2, 1)):
+        told = WorkerBeat(VERSION, life, "up", POOL, ranks[:count], 1, card(ranks=count))
+        replica.worker_heard(W1, encode(told), 0.0)
+        pool = replica.router(POOL).pool
+        assert count == len(replica.readers)
+        pool.index.store(Target(W1, count - 1), CHAIN)
+    pool.index.clear(T1)
+
+    assert [T1] == list(pool.targets)
+    while pool.index.sweep():
+        pass
+    assert 0 == len(pool.index)

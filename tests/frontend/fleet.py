@@ -162,7 +162,9 @@ async def running_fleet(
             frontend = running_frontend(parse_options(common))
             fleet.frontends.append(await stack.enter_async_context(frontend))
         await until(lambda: bus.connected, "the test is connected")
-        await until(lambda: all(each.replica._hello_at for each in fleet.frontends), "hello has been said")
+        # its own heartbeat has come back: so the server has its subscription
+        heard = lambda: all(each.replica._leases._last_round for each in fleet.frontends)  # noqa: E731
+        await until(heard, "every frontend hears itself")
         for worker in fleet.workers:
             fleet.announce(worker, **card)
         count = len(scripts) * card.get("ranks", 1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
-from tests.frontend.fleet import BODY, STREAM, FleetOf
+from kvrouter.tokens.tiny import build_tiny_model
+from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf
 from tests.frontend.workers import (
     LAST_CHUNK,
     OK,
@@ -339,3 +341,17 @@ async def test_unknown_route(fleet_of: FleetOf, path: str) -> None:
         error = json.loads(response.body)["error"]
         assert (404, "NotFoundError") == (response.status, error["type"])
         assert path in error["message"]
+
+
+async def test_texts_that_no_model_takes_are_not_tokenized(fleet_of: FleetOf, tmp_path: Path) -> None:
+    """Tokenizing 30 MB takes 40 s and gigabytes: the engine refuses such a text by its length alone."""
+    build_tiny_model(tmp_path / "tiny")
+    async with fleet_of("--router-mode", "kv", "--model-path", str(tmp_path / "tiny")) as fleet:
+        fleet.announce(fleet.workers[0], max_model_len=100)
+        while fleet.frontend.replica.router(POOL).pool.max_model_len != 100:
+            await fleet.get("/live")
+
+        for text in ("word " * 1200, "word " * 1400):  # 64 bytes for each of the model's tokens lie between
+            await fleet.ask({"model": "m", "prompt": text})
+
+        assert b"kvrouter_tokenize_seconds_count 1.0" in (await fleet.get("/metrics")).body
