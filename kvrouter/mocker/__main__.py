@@ -11,6 +11,7 @@ from pathlib import Path
 
 import structlog
 import uvloop
+import zmq
 
 from kvrouter.errors import ConfigError
 from kvrouter.mocker.config import MockerConfig
@@ -32,10 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one mocker until SIGINT or SIGTERM."""
     try:
         config = config_from(_parser().parse_args(arguments))
-    except ConfigError as error:
+        set_up_logs()
+        uvloop.run(_serve(config))
+    except (ConfigError, OSError, zmq.ZMQError) as error:  # what is wrong with a flag, a file or a port
         sys.exit(f"mocker: {error}")
-    set_up_logs()
-    uvloop.run(_serve(config))
 
 
 async def _serve(config: MockerConfig) -> None:

@@ -39,6 +39,9 @@ class EngineConfig:
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
 
     def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)} must be at least 1")
         capacity = self.num_blocks * self.block_size
         if self.max_model_len > capacity:
             raise ConfigError(

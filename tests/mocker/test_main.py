@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
 
 import pytest
 
+from kvrouter.errors import ConfigError
 from kvrouter.mocker.__main__ import _parser, config_from, main
 from kvrouter.mocker.config import MockerConfig
 
@@ -64,3 +66,25 @@ def test_process() -> None:
 
     assert "kv_replay=" in ready
     assert (0, "") == (process.returncode, rest)
+
+
+@pytest.mark.parametrize("flags", [["--port"], ["--kv-events"]])
+def test_port_in_use(flags: list[str]) -> None:
+    """Who already listens there is not an exception but a message."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        value = str(port) if flags == ["--port"] else f"tcp://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "kvrouter.mocker", *flags, value]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert 1 == ended.returncode
+    assert "mocker: " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_no_blocks() -> None:
+    """An engine without memory is refused."""
+    with pytest.raises(ConfigError, match="num_blocks 0 must be at least 1"):
+        config("--num-blocks", "0")
