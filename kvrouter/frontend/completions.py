@@ -44,14 +44,14 @@ from kvrouter.frontend.relay import (
 from kvrouter.frontend.request_head import request_head, with_report_mode, without_report_mode
 from kvrouter.frontend.upstream import Upstream, WorkerUnreachableError
 from kvrouter.telemetry.metrics import RequestMetrics
-from kvrouter.tokens.prompt import PromptEncoder
+from kvrouter.tokens.prompt import PromptEncoder, text_characters
 
 log = structlog.get_logger()
 
 RETRY_DELAY_S = 0.05
 RETRY_AFTER_S = 1
-_MOST_BYTES_PER_TOKEN = 64
-"""A body with more for each token of the model's length is not tokenized: a 30 MB text takes 40 s."""
+_MOST_CHARACTERS_PER_TOKEN = 64
+"""A text with more for each token of the model's length is not tokenized: a 30 MB text takes 40 s."""
 _UNKNOWN_MODEL_LEN = 131_072
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -149,7 +149,7 @@ class Completions:
         body = await _read_body(http)
         request = parse(body)
         router = self._replica.router_for(request.model)
-        prompts = await self._prompts(router, request, body)
+        prompts = await self._prompts(router, request)
         route = RouteRequest(
             request_id,
             prompts,
@@ -165,13 +165,12 @@ class Completions:
                 await AiohttpClient(http).drained()
         return response
 
-    async def _prompts(
-        self, router: Router, request: openai.CompletionRequest, body: bytes
-    ) -> tuple[Prompt, ...]:
+    async def _prompts(self, router: Router, request: openai.CompletionRequest) -> tuple[Prompt, ...]:
         """Token ids, then hashes; empty where the policy needs none or the tokens cannot be known."""
         if not router.needs_tokens or request.prompt is None:
             return ()
-        if len(body) > _MOST_BYTES_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN):
+        most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
+        if text_characters(request.prompt) > most_characters:
             return ()  # far above the model's limit: the engine will refuse it, unread
         with self._metrics.tokenize.time():
             token_ids = await self._encoder.encode(request.prompt)

@@ -126,6 +126,23 @@ class PromptEncoder:
             self._tokenizer.__exit__(*error)
 
 
+def text_characters(prompt: Prompt) -> int:
+    """How much text there is to tokenize; media, however large they are in the body, are not text."""
+    if isinstance(prompt, TokenPrompt):
+        return 0
+    if isinstance(prompt, TextPrompt):
+        return sum(map(len, prompt.texts))
+    return sum(_content_characters(message.get("content")) for message in prompt.messages)
+
+
+def _content_characters(content: object) -> int:
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
 def _kept(prompt: Prompt, token_ids: Sequence[TokenIds]) -> list[TokenIds]:
     if prompt.kept_tokens is None:
         return list(token_ids)

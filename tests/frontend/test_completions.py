@@ -351,7 +351,7 @@ async def test_texts_that_no_model_takes_are_not_tokenized(fleet_of: FleetOf, tm
         while fleet.frontend.replica.router(POOL).pool.max_model_len != 100:
             await fleet.get("/live")
 
-        for text in ("word " * 1200, "word " * 1400):  # 64 bytes for each of the model's tokens lie between
+        for text in ("word " * 1200, "word " * 1400):  # 64 for each of the model's tokens lie between
             await fleet.ask({"model": "m", "prompt": text})
 
         assert b"kvrouter_tokenize_seconds_count 1.0" in (await fleet.get("/metrics")).body

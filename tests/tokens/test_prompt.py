@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrouter.errors import BadRequestError, ConfigError
 from kvrouter.tokens.messages import Message
-from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt
+from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt, text_characters
 from kvrouter.tokens.tokenizer import Tokenizer
 
 LONG = "It was the best of times, it was the worst of times. " * 50
@@ -116,3 +116,13 @@ async def test_any_messages(encoder: PromptEncoder, chat: list[Message], tools: 
     except BadRequestError:
         return
     assert ids
+
+
+def test_text_characters() -> None:
+    """Texts count wherever they stand; ids and media do not, however large."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "x" * 10_000}}
+    parts: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "abc"}, image]}
+
+    assert 5 == text_characters(TextPrompt(["ab", "cde"]))
+    assert 0 == text_characters(TokenPrompt([[1] * 1000]))
+    assert 5 == text_characters(ChatPrompt([{"role": "system", "content": "ab"}, parts, {"role": "tool"}]))
