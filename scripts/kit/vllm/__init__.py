@@ -1,0 +1,1 @@
+"""`scripts/test-vllm`: what kvrouter predicts, against what real vLLM engines report."""

@@ -1,0 +1,104 @@
+"""Real vLLM engines on this machine's CPU, serving a tiny model with random weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
+from scripts.kit.http_client import Client
+from scripts.kit.vllm.adapters import RANK
+
+BLOCK_SIZE = 32
+"""vLLM's attention on a CPU takes multiples of 32 only."""
+MAX_MODEL_LEN = 2_048
+START_TIMEOUT_S = 240.0
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTest:
+    """What every engine of the test serves."""
+
+    vllm: Path
+    model_path: Path
+    adapters: dict[str, Path]
+    num_blocks: int
+    name: str = "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class Vllm:
+    """One running engine; its process changes when it is started again."""
+
+    name: str
+    url: str
+    events: str
+    replay: str
+
+
+def find_vllm(directory: Path) -> Path:
+    """The `vllm` command of `directory`'s venv. Raises FleetError with how to make one."""
+    command = directory / "venv" / "bin" / "vllm"
+    if not command.is_file():
+        raise FleetError(
+            f"{command} is missing: DIR must hold a venv with vLLM "
+            "(docs/engines.md says how to make one for a CPU, in about 2 minutes and 3.4 GB)"
+        )
+    return command.absolute()
+
+
+async def start_engine(fleet: Fleet, test: EngineTest, number: int) -> Vllm:
+    """Start one engine; it answers some 20 s later."""
+    port, events, replay = free_ports(3)
+    engine = Vllm(
+        f"vllm-{number}",
+        f"http://127.0.0.1:{port}",
+        f"tcp://127.0.0.1:{events}",
+        f"tcp://127.0.0.1:{replay}",
+    )
+    await fleet.start(engine.name, _command(test, port, events, replay), env=_environment(test))
+    return engine
+
+
+async def wait_until_up(client: Client, process: Process, engine: Vllm) -> None:
+    """Until the engine serves requests."""
+    await wait_until_ok(client, process, f"{engine.url}/health", START_TIMEOUT_S)
+
+
+def _environment(test: EngineTest) -> dict[str, str]:
+    return {**_ENVIRONMENT, "VIRTUAL_ENV": str(test.vllm.parent.parent)}
+
+
+def _command(test: EngineTest, port: int, events: int, replay: int) -> list[str]:
+    kv_events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        # vLLM binds endpoints that contain "::", and this one is plain 127.0.0.1 to libzmq
+        "endpoint": f"tcp://[::ffff:127.0.0.1]:{events}",
+        "replay_endpoint": f"tcp://127.0.0.1:{replay}",
+        "topic": f"kv@127.0.0.1:{port}@{test.name}",
+    }
+    return [
+        str(test.vllm), "serve", str(test.model_path), "--served-model-name", test.name,
+        "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--dtype", "float32",
+        "--enforce-eager", "--enable-prefix-caching", "--block-size", str(BLOCK_SIZE),
+        "--num-gpu-blocks-override", str(test.num_blocks), "--max-model-len", str(MAX_MODEL_LEN),
+        "--gpu-memory-utilization", "0.2",  # of the memory: a CPU engine claims 0.92, and there are two
+        "--max-num-seqs", "16", "--max-num-batched-tokens", "4096",
+        "--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details",
+        "--kv-events-config", json.dumps(kv_events),
+        "--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", str(len(test.adapters)),
+        "--lora-modules", *(f"{name}={path}" for name, path in test.adapters.items()),
+    ]  # fmt: skip

@@ -1,0 +1,74 @@
+"""The figures of a run, as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from scripts.kit.vllm.answers import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All samples of a run, and what they were taken from."""
+
+    samples: Sequence[Sample]
+    versions: dict[str, str]
+    took_s: float
+
+    @property
+    def exact_share(self) -> float:
+        """Share of requests whose prediction was what the engine reported."""
+        return sum(sample.is_exact for sample in self.samples) / len(self.samples)
+
+    @property
+    def differences(self) -> list[Sample]:
+        """Those that were not."""
+        return [sample for sample in self.samples if not sample.is_exact]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for a machine."""
+        return {
+            "versions": self.versions,
+            "took_s": round(self.took_s, 1),
+            "requests": len(self.samples),
+            "exact_share": self.exact_share,
+            "differences": [asdict(sample) for sample in self.differences],
+            "samples": [asdict(sample) for sample in self.samples],
+        }
+
+
+def table(report: Report) -> list[Table | str]:
+    """What a person reads."""
+    lines: list[Table | str] = [_by(report.samples, "phase"), _by(report.samples, "kind")]
+    lines += [
+        f"difference: request {sample.number} ({sample.kind}, {sample.phase}, {sample.worker}): predicted"
+        f" {sample.predicted_tokens} cached tokens of {sample.prompt_tokens}, reported {sample.cached_tokens}"
+        for sample in report.differences
+    ]
+    exact = len(report.samples) - len(report.differences)
+    lines.append(
+        f"{exact} of {len(report.samples)} predictions exact ({report.exact_share:.1%}),"
+        f" vLLM {report.versions['vllm']}, {report.took_s:.0f} s"
+    )
+    return lines
+
+
+def _by(samples: Sequence[Sample], attribute: str) -> Table:
+    view = Table(attribute, "requests", "with a hit", "cached tokens", "of prompt tokens", "exact")
+    for column in view.columns[1:]:
+        column.justify = "right"
+    for value in dict.fromkeys(getattr(sample, attribute) for sample in samples):
+        some = [sample for sample in samples if getattr(sample, attribute) == value]
+        view.add_row(
+            str(value),
+            str(len(some)),
+            str(sum(sample.cached_tokens > 0 for sample in some)),
+            str(sum(sample.cached_tokens for sample in some)),
+            str(sum(sample.prompt_tokens for sample in some)),
+            str(sum(sample.is_exact for sample in some)),
+        )
+    return view

@@ -1,0 +1,138 @@
+"""Predicted overlap against the cached tokens that two real vLLM engines report, behind `kvrouter serve`.
+
+One request at a time, to two replicas in turn; then one engine is killed, requests go on with the
+other, it is started again, and the rest follows. DIR/venv must have vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from scripts.kit.fleet import Fleet, FleetError
+from scripts.kit.http_client import Client, HttpError
+from scripts.kit.script import log_directory, until_signalled
+from scripts.kit.vllm.answers import Sample, ask
+from scripts.kit.vllm.engines import BLOCK_SIZE, find_vllm
+from scripts.kit.vllm.report import Report, table
+from scripts.kit.vllm.stage import ENGINES, Stage, prepare, set_up
+from scripts.kit.vllm.workload import Request, Workload
+
+NUM_BLOCKS = 110
+"""Per engine: the six groups with their salts and adapters need some 300, so both evict."""
+WANTED_SHARE = 0.99
+DOWN_REQUESTS = 10
+_FEWEST_REQUESTS = 3 * DOWN_REQUESTS
+
+
+class WrongPredictionsError(Exception):
+    """The run is complete, and its table says what was wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    directory: Path
+    requests: int
+    seed: int
+    json: Path | None
+
+
+@dataclass(slots=True)
+class Trial:
+    """Requests sent so far, and what came of them."""
+
+    stage: Stage
+    workload: Workload
+    samples: list[Sample] = field(default_factory=list)
+    _requests: Iterator[Request] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._requests = iter(self.workload)
+
+    async def send(self, count: int, phase: str) -> None:
+        """`count` requests, one at a time, each after the last one's events are known everywhere."""
+        for _ in range(count):
+            request, number = next(self._requests), len(self.samples) + 1
+            replica = self.stage.replicas[number % len(self.stage.replicas)]
+            answer = await ask(self.stage.client, replica.url, request)
+            self.samples.append(answer.sample(number, phase, request, BLOCK_SIZE))
+            self.workload.heard(request, answer.text)
+            await self.stage.until_equal()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the test; exit code 0 only if at least 99 % of the predictions were exact."""
+    options = _options(arguments)
+    try:
+        return uvloop.run(until_signalled("test-vllm", _run(options)))
+    except (FleetError, HttpError, WrongPredictionsError) as error:
+        print(f"test-vllm: failed: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(options: Options) -> int:
+    console = Console()
+    vllm = find_vllm(options.directory)
+    started = time.monotonic()
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(Fleet(stack.enter_context(log_directory("test-vllm"))))
+        client = Client()
+        stack.callback(client.close)
+        test = prepare(fleet.directory, vllm, NUM_BLOCKS)
+        console.print(f"starting {ENGINES} vLLM engines, {NUM_BLOCKS} blocks of {BLOCK_SIZE} tokens each")
+        stage = await set_up(fleet, client, test)
+        console.print(stage.serve.log.read_text(errors="replace"), markup=False, highlight=False)
+        trial = Trial(stage, Workload(test.name, tuple(test.adapters), options.seed))
+        await _send_all(console, trial, options.requests)
+        report = Report(trial.samples, await _versions(stage), time.monotonic() - started)
+    _show(console, report, options.json)
+    if report.exact_share < WANTED_SHARE:
+        raise WrongPredictionsError(f"only {report.exact_share:.1%} of the predictions were exact")
+    return 0
+
+
+async def _send_all(console: Console, trial: Trial, count: int) -> None:
+    """Two thirds, a kill, a few with one engine, the rest with both."""
+    before = count * 2 // 3
+    await trial.send(before, "both engines")
+    victim = trial.stage.engines[-1]
+    console.print(f"{before} requests answered; killing {victim.name}")
+    await trial.stage.fleet.processes[victim.name].kill()
+    await trial.send(DOWN_REQUESTS, "one engine")
+    await trial.stage.start_again(victim)
+    console.print(f"{victim.name} is back")
+    await trial.send(count - before - DOWN_REQUESTS, "after its restart")
+
+
+def _show(console: Console, report: Report, file: Path | None) -> None:
+    console.print(*table(report), sep="\n")
+    if file is not None:
+        file.write_text(json.dumps(report.as_json(), indent=2) + "\n", "utf-8")
+
+
+async def _versions(stage: Stage) -> dict[str, str]:
+    version = await stage.client.get_json(f"{stage.engines[0].url}/version")
+    return {"vllm": version["version"], "python": sys.version.split()[0]}
+
+
+def _options(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(prog="scripts/test-vllm", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="DIR/venv has vLLM, see docs/engines.md")
+    parser.add_argument("--requests", type=int, default=300, help="how many (default: 300)")
+    parser.add_argument("--seed", type=int, default=1, help="of the workload (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    options = Options(**vars(parser.parse_args(arguments)))
+    if options.requests < _FEWEST_REQUESTS:
+        parser.error(f"--requests {options.requests}: at least {_FEWEST_REQUESTS} are needed")
+    return options

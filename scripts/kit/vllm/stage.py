@@ -1,0 +1,110 @@
+"""Two engines, and `kvrouter serve` with two replicas in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
+from scripts.kit.http_client import Client
+from scripts.kit.replicas import Replica
+from scripts.kit.vllm.adapters import write_adapter
+from scripts.kit.vllm.engines import EngineTest, Vllm, start_engine, wait_until_up
+
+ENGINES, REPLICAS = 2, 2
+SETTLE_S = 0.05
+"""Events follow an answer within the engine's next step, and an agent sends them within 10 ms."""
+SEEN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What runs."""
+
+    fleet: Fleet
+    client: Client
+    engines: Sequence[Vllm]
+    serve: Process
+    replicas: Sequence[Replica]
+
+    async def until_equal(self) -> None:
+        """Until the last answer's events are in every index: all are equal, and stay so for a moment."""
+        former: list[Any] = []
+        async with asyncio.timeout(SEEN_TIMEOUT_S):
+            while True:
+                await asyncio.sleep(SETTLE_S)
+                indexes = [(await replica.view()).index for replica in self.replicas]
+                if indexes == former and all(index == indexes[0] for index in indexes):
+                    return
+                former = indexes
+
+    async def until_live(self) -> None:
+        """Until every replica hears every engine."""
+        live = [0]
+        try:
+            async with asyncio.timeout(SEEN_TIMEOUT_S):
+                while set(live) != {len(self.engines)}:
+                    await asyncio.sleep(SETTLE_S)
+                    live = [(await replica.view()).live_targets for replica in self.replicas]
+        except TimeoutError:
+            raise FleetError(
+                f"the replicas see {live} live targets of {len(self.engines)}; kvrouter serve says\n"
+                f"{self.serve.tail(20)}"
+            ) from None
+
+    async def start_again(self, engine: Vllm) -> None:
+        """Start an engine that was killed, and wait until every replica hears it."""
+        process = await self.fleet.start_again(engine.name)
+        await wait_until_up(self.client, process, engine)
+        await self.until_live()
+
+
+def prepare(directory: Path, vllm: Path, num_blocks: int) -> EngineTest:
+    """Write a model and two adapters into `directory`."""
+    model = directory / "model"
+    build_tiny_model(model)
+    adapters = {name: directory / name for name in ("lora-a", "lora-b")}
+    for seed, path in enumerate(adapters.values()):
+        write_adapter(path, model, seed)
+    return EngineTest(vllm, model, adapters, num_blocks)
+
+
+async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
+    """Start everything; returns when every replica hears every engine."""
+    engines = [await start_engine(fleet, test, number) for number in range(ENGINES)]
+    for engine in engines:
+        await wait_until_up(client, fleet.processes[engine.name], engine)
+    port = _ports_in_a_row(REPLICAS)
+    serve = await fleet.start("serve", _serve_command(engines, test, port))
+    replicas = [Replica(f"http://127.0.0.1:{port + number}", client) for number in range(REPLICAS)]
+    for replica in replicas:
+        await wait_until_ok(client, serve, f"{replica.url}/ready")
+    stage = Stage(fleet, client, engines, serve, replicas)
+    await stage.until_live()
+    return stage
+
+
+def _serve_command(engines: Sequence[Vllm], test: EngineTest, port: int) -> list[str]:
+    """The first engine's event sockets are named, those of the others `serve` finds."""
+    first, *others = engines
+    named = [f"{first.url},kv={first.events},replay={first.replay}", *(engine.url for engine in others)]
+    return [
+        sys.executable, "-m", "kvrouter", "serve",
+        *(word for engine in named for word in ("--engine", engine)),
+        f"--replicas={REPLICAS}", "--host=127.0.0.1", f"--port={port}",
+        f"--nats=nats://127.0.0.1:{free_ports(1)[0]}", f"--model-path={test.model_path}", "--drain-grace=0",
+    ]  # fmt: skip
+
+
+def _ports_in_a_row(count: int) -> int:
+    """The first of `count` free ports in a row."""
+    while True:
+        ports = set(free_ports(500))
+        for first in ports:
+            if all(first + number in ports for number in range(count)):
+                return first
