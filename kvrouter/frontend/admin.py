@@ -20,8 +20,9 @@ from kvrouter.core.pool import Pool, Worker
 from kvrouter.core.replica import Replica, name
 from kvrouter.core.router import Router
 from kvrouter.core.sources import Feed, KvSource, SyncSource
+from kvrouter.errors import UnknownModelError
 from kvrouter.frontend.feeds import Feeds
-from kvrouter.frontend.openai import ModelEntry, models_body
+from kvrouter.frontend.openai import ModelEntry, model_body, models_body
 from kvrouter.telemetry.metrics import Sample, StateCollector
 from kvrouter.version import __version__
 
@@ -105,12 +106,24 @@ class Admin:
 
     async def models(self, _request: web.Request) -> web.Response:
         """/v1/models, merged over the fleet."""
+        entries = self._model_entries().values()
+        return web.Response(body=models_body(entries), content_type="application/json")
+
+    async def model(self, request: web.Request) -> web.Response:
+        """/v1/models/NAME. Raises UnknownModelError."""
+        name, entries = request.match_info["name"], self._model_entries()
+        if name not in entries:
+            served = ", ".join(sorted(entries))
+            raise UnknownModelError(f"The model `{name}` does not exist; served: {served}", param="model")
+        return web.Response(body=model_body(entries[name]), content_type="application/json")
+
+    def _model_entries(self) -> dict[str, ModelEntry]:
         entries: dict[str, ModelEntry] = {}
         for router in self._replica.routers.values():
             for worker in router.pool.workers.values():
                 for entry in _model_entries(worker):
                     entries.setdefault(entry.id, entry)
-        return web.Response(body=models_body(entries.values()), content_type="application/json")
+        return entries
 
     def _degraded(self) -> list[str]:
         away = [] if self._bus.connected else ["NATS is away: routing with the last known state"]

@@ -297,6 +297,8 @@ async def openai_errors(
     except web.HTTPException as error:
         kind = NoRouteError if error.status in {404, 405} else KvRouterError
         answer = kind(f"{request.method} {request.path}: {error.reason}")
+    except KvRouterError as error:
+        answer = error
     except Exception:
         log.exception("request.failed", path=request.path)
         answer = KvRouterError("internal error; the log of this replica has the details")

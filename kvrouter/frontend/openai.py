@@ -117,19 +117,24 @@ def error_event(error: KvRouterError) -> bytes:
 
 def models_body(models: Iterable[ModelEntry]) -> bytes:
     """The JSON of /v1/models, as vLLM lists them."""
-    entries = [
-        {
-            "id": model.id,
-            "object": "model",
-            "created": model.created_s,
-            "owned_by": "kvrouter",
-            "root": model.root or model.id,
-            "parent": model.parent,
-            "max_model_len": model.max_model_len,
-        }
-        for model in models
-    ]
-    return msgspec.json.encode({"object": "list", "data": entries})
+    return msgspec.json.encode({"object": "list", "data": [_listed(model) for model in models]})
+
+
+def model_body(model: ModelEntry) -> bytes:
+    """The JSON of /v1/models/NAME."""
+    return msgspec.json.encode(_listed(model))
+
+
+def _listed(model: ModelEntry) -> dict[str, Any]:
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "kvrouter",
+        "root": model.root or model.id,
+        "parent": model.parent,
+        "max_model_len": model.max_model_len,
+    }
 
 
 def _decode(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:

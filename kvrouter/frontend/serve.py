@@ -159,6 +159,7 @@ def _application(completions: Completions, admin: Admin, options: FrontendOption
             web.post("/v1/chat/completions", completions.chat),
             web.post("/v1/completions", completions.completion),
             web.get("/v1/models", admin.models),
+            web.get("/v1/models/{name:.+}", admin.model),
             web.get("/live", admin.live),
             web.get("/ready", admin.ready),
             web.get("/health", admin.health),

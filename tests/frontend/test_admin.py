@@ -179,6 +179,19 @@ async def test_models(fleet_of: FleetOf) -> None:
         ]
 
 
+@pytest.mark.parametrize("path", ["org/m", "org%2Fm"])
+async def test_one_model(fleet_of: FleetOf, path: str) -> None:
+    """/v1/models/NAME describes one model or adapter, slashes in its name or not; else the list is named."""
+    async with fleet_of(lora_names=("a",), served_names=("org/m",)) as fleet:
+        base, adapter = await fleet.get(f"/v1/models/{path}"), await fleet.get("/v1/models/a")
+        other = await fleet.get("/v1/models/other")
+
+        assert ("org/m", None) == (base.json["id"], base.json["parent"])
+        assert ("a", "org/m") == (adapter.json["id"], adapter.json["parent"])
+        assert (404, "model") == (other.status, other.json["error"]["param"])
+        assert "served: a, org/m" in other.json["error"]["message"]
+
+
 async def test_health(fleet_of: FleetOf) -> None:
     """/health is /live with details."""
     async with fleet_of(replicas=2) as fleet:
