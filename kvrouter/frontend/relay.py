@@ -265,6 +265,8 @@ class Attempt:
         lines += [b"%s: %s" % (name, value) for name, value in head.headers if not _is_ours(name)]
         if passes_chunks:
             lines.append(b"transfer-encoding: chunked")
+        if head.is_event_stream:
+            lines.append(b"x-accel-buffering: no")  # nginx would hold events back
         lines.append(b"connection: keep-alive" if self._keeps_alive else b"connection: close")
         return b"\r\n".join(lines) + b"\r\n" + self._added_headers + b"\r\n"
 
@@ -351,7 +353,7 @@ def _is_refusal(status: int) -> bool:
 
 def _is_ours(name: bytes) -> bool:
     """Whether we say it ourselves; vLLM echoes the request id with --enable-request-id-headers."""
-    return name == b"x-request-id" or name.startswith(b"x-kvrouter-")
+    return name in {b"x-request-id", b"x-accel-buffering"} or name.startswith(b"x-kvrouter-")
 
 
 def _error_status(event: bytes) -> int:

@@ -50,6 +50,16 @@ async def test_plain_answer(fleet_of: FleetOf) -> None:
         assert fleet.frontend.replica.router_id == response.header("x-kvrouter-router")
 
 
+async def test_proxies_in_front_are_told_not_to_buffer(fleet_of: FleetOf) -> None:
+    """A stream says so once, whatever the worker says; a whole answer does not."""
+    streams = (
+        SSE_HEAD.replace(b"\r\n\r\n", b"\r\nx-accel-buffering: yes\r\n\r\n") + chunk(event("a")) + LAST_CHUNK
+    )
+    async with fleet_of(scripts=(in_turn(says(streams), OK),)) as fleet:
+        assert ["no"] == (await fleet.ask(STREAM)).headers("x-accel-buffering")
+        assert [] == (await fleet.ask()).headers("x-accel-buffering")
+
+
 async def test_byte_by_byte(fleet_of: FleetOf) -> None:
     """A worker may send its head and its body byte by byte."""
     whole = stream("a", "b")
