@@ -64,18 +64,19 @@ async def running_fleet(
     flags: Sequence[str] = (),
     engine: EngineConfig | None = None,
     host_blocks: int = 0,
+    max_num_queued_reqs: int | None = None,
 ) -> AsyncIterator[Fleet]:
     """Start it all; yields when every frontend is ready and sees every worker and every peer."""
     async with contextlib.AsyncExitStack() as stack:
         engine = engine or EngineConfig(num_blocks=2048 + 1, host_blocks=host_blocks)
-        engines = [
-            await stack.enter_async_context(
-                running_mocker(
-                    MockerConfig(engine=engine, model_name="tiny", model_path=model_path, speedup=20.0)
-                )
-            )
-            for _ in range(mockers)
-        ]
+        config = MockerConfig(
+            engine=engine,
+            model_name="tiny",
+            model_path=model_path,
+            speedup=20.0,
+            max_num_queued_reqs=max_num_queued_reqs,
+        )
+        engines = [await stack.enter_async_context(running_mocker(config)) for _ in range(mockers)]
         for mocker in engines:
             await stack.enter_async_context(running_agent(mocker, nats_url, namespace))
         replicas = [

@@ -19,17 +19,8 @@ from kvrouter.core.ids import Target
 from kvrouter.core.replica import Replica
 from kvrouter.core.sources import KvSource
 from kvrouter.mocker.engine import EngineConfig
-from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.options import worker_id_of
 from tests.e2e.fleet import Fleet, running_fleet, until
-
-
-@pytest.fixture(scope="session")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model directory."""
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    build_tiny_model(path)
-    return path
 
 
 @pytest.fixture
