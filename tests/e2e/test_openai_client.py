@@ -358,7 +358,7 @@ async def test_asynchronous_stream_cancelled(fleet: Fleet, client: openai.AsyncO
 
 async def test_timeout(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
     """A client that gives up on a whole answer before its first byte frees everything, too."""
-    impatient = client.with_options(timeout=0.3)
+    impatient = client.with_options(timeout=1.0)
     asking = asyncio.create_task(impatient.completions.create(**ENDLESS))
     await until(lambda: bookings(fleet) == 1)
 
