@@ -176,7 +176,7 @@ class Service:
             "id": name,
             "object": "model",
             "created": int(self.started_at_s),
-            "owned_by": "vllm",
+            "owned_by": "mocker",
             "root": root,
             "parent": parent,
             "max_model_len": max_model_len,

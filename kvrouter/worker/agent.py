@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import structlog
 
@@ -23,9 +22,10 @@ from kvrouter.core.events import decode_request
 from kvrouter.core.ids import WorkerId
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.announcer import Announcer
+from kvrouter.worker.discovery import learn, learn_patiently
 from kvrouter.worker.engine_blocks import MAX_HELD_BLOCKS
 from kvrouter.worker.engine_http import EngineError, EngineHttp
-from kvrouter.worker.facts import EngineFacts, build_card, can_report, learn, learn_patiently
+from kvrouter.worker.facts import EngineFacts, build_card, can_report, with_discovered
 from kvrouter.worker.load import RankLoad, Scrape
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.publisher import KvPublisher
@@ -42,13 +42,14 @@ SETTLE_S = 2.0
 
 
 async def serve(options: AgentOptions, stop: asyncio.Event) -> None:
-    """Run an agent until `stop` is set. Raises TakenOverError, ConfigError."""
+    """Run an agent until `stop` is set. Raises TakenOverError, EngineError, ConfigError."""
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(EngineHttp.open(options.engine_url, options.api_key))
         facts = await learn_patiently(engine, options, stop)
         if facts is None:
             return
+        options = with_discovered(options, facts)
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"worker {options.worker_id}"))
         feeds = [await stack.enter_async_context(ZmqFeed.open(feed)) for feed in options.feeds]
         file = None
@@ -160,7 +161,7 @@ class Agent:
             flush_s=self._options.flush_s,
             max_held_blocks=scrape.device_blocks + scrape.host_blocks or MAX_HELD_BLOCKS,
         )
-        repairs = can_report(self._options, self._facts.version)
+        repairs = can_report(self._options, self._facts.version, self._facts.kind)
         return EngineRank(publisher, feed.stream, scrape.device_blocks, repairs=repairs, former=former)
 
     def _is_same_process(self, former: Header) -> bool:
@@ -230,6 +231,10 @@ class Agent:
                 f"the engine served {self._pool_model!r} and now serves {facts.models.served_names[0]!r}: "
                 "start the agent again"
             )
+        if facts.feeds != self._facts.feeds:
+            raise EngineError(
+                "the engine publishes its KV events elsewhere than before: start the agent again"
+            )
         log.info("engine.up", url=self._options.engine_url)
         self._note(facts)
         self._restart_feeds(self._ranks)
@@ -253,13 +258,13 @@ class Agent:
         if scrape.started_s != self._facts.scrape.started_s:
             # restarted between two probes; a table that has only seen the new process stays
             self._restart_feeds([rank for rank in self._ranks if rank.is_older_than(scrape.started_s)])
-        self._note(replace(self._facts, scrape=scrape))
+        self._note(self._facts.with_scrape(scrape))
 
     def _note(self, facts: EngineFacts) -> None:
         self._facts = facts
         for rank in self._ranks:
             rank.capacity_blocks = facts.scrape.device_blocks
-            rank.set_repairs(can_report(self._options, facts.version))
+            rank.set_repairs(can_report(self._options, facts.version, facts.kind))
 
     def _restart_feeds(self, ranks: Sequence[EngineRank]) -> None:
         for rank in ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -23,17 +24,24 @@ class EngineError(KvRouterError):
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What an engine serves: the ids of its base model, and of the LoRA adapters on it."""
+    """What an engine serves: the ids of its base model, and of the LoRA adapters on it.
+
+    `root` is where the engine has the model from, `owner` what kind of engine it is.
+    """
 
     served_names: tuple[str, ...]
     lora_names: tuple[str, ...]
     max_model_len: int = 0
+    root: str = ""
+    owner: str = ""
 
 
 class _Model(Struct, frozen=True):
     id: str
     parent: str | None = None
     max_model_len: int | None = None
+    root: str | None = None
+    owned_by: str | None = None
 
 
 class _ModelList(Struct, frozen=True):
@@ -44,8 +52,17 @@ class _Version(Struct, frozen=True):
     version: str = ""
 
 
+class _Usage(Struct, frozen=True):
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class _Completion(Struct, frozen=True):
+    usage: _Usage = _Usage()
+
+
 _decode_models = msgspec.json.Decoder(_ModelList).decode
 _decode_version = msgspec.json.Decoder(_Version).decode
+_decode_completion = msgspec.json.Decoder(_Completion).decode
 
 
 def read_models(body: bytes) -> Models:
@@ -58,13 +75,20 @@ def read_models(body: bytes) -> Models:
     if not base:
         raise EngineError("/v1/models names no base model")
     loras = tuple(entry.id for entry in entries if entry.parent is not None)
-    return Models(tuple(entry.id for entry in base), loras, base[0].max_model_len or 0)
+    return Models(
+        tuple(entry.id for entry in base),
+        loras,
+        base[0].max_model_len or 0,
+        base[0].root or "",
+        base[0].owned_by or "",
+    )
 
 
 class EngineHttp:
     """An engine's HTTP server, as a client. Open it with `async with`."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.health_path = "health"
         self._session = session
 
     @classmethod
@@ -96,20 +120,46 @@ class EngineHttp:
             raise EngineError(f"/metrics is not in Prometheus' text format: {error}") from None
 
     async def is_healthy(self) -> bool:
-        """Whether /health answers in time with anything but a server error."""
+        """Whether the health path answers in time with anything but a server error."""
         try:
             timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-            async with self._session.get("health", timeout=timeout) as response:
+            async with self._session.get(self.health_path, timeout=timeout) as response:
                 return response.status < 500
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
 
-    async def _get(self, path: str) -> bytes:
-        try:
-            async with self._session.get(path) as response:
-                body = await response.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineError(f"/{path}: {error or type(error).__name__}") from None
-        if response.status != 200:
-            raise EngineError(f"/{path} answered {response.status}")
+    async def find(self, path: str) -> bytes | None:
+        """What is at this path; None if the engine has nothing there. Raises EngineError."""
+        status, body = await self._answer("GET", path)
+        if status == 404:
+            return None
+        if status != 200:
+            raise EngineError(f"/{path} answered {status}")
         return body
+
+    async def reports_cached_tokens(self, model: str) -> bool | None:
+        """Whether answers say how many prompt tokens were cached; None if the engine would not answer.
+
+        Asked with one token in and one out: that fills no block, so the cache stays as it is.
+        """
+        body = {"model": model, "prompt": [1], "max_tokens": 1}
+        try:
+            status, answer = await self._answer("POST", "v1/completions", body)
+            if status != 200:
+                return None
+            return _decode_completion(answer).usage.prompt_tokens_details is not None
+        except (EngineError, msgspec.DecodeError):
+            return None
+
+    async def _get(self, path: str) -> bytes:
+        body = await self.find(path)
+        if body is None:
+            raise EngineError(f"/{path} answered 404")
+        return body
+
+    async def _answer(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+        try:
+            async with self._session.request(method, path, json=body) as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise EngineError(f"/{path}: {str(error) or type(error).__name__}") from None

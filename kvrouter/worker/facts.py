@@ -1,69 +1,57 @@
-"""What an engine is: asked of it over HTTP, shown by its events, told by flags; and its card."""
+"""What an engine is: said by itself, shown by its events, told by flags; and the card made of it all."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
-import time
-from dataclasses import dataclass
-
-import structlog
+from dataclasses import dataclass, replace
 
 from kvrouter.core.beats import Card
 from kvrouter.core.events import TIERS
-from kvrouter.worker.engine_http import EngineError, EngineHttp, Models
+from kvrouter.worker.engine_http import Models
 from kvrouter.worker.load import Scrape
-from kvrouter.worker.options import AgentOptions
-
-log = structlog.get_logger()
+from kvrouter.worker.options import AgentOptions, read_feeds
+from kvrouter.worker.zmq_feed import FeedOptions
 
 RANK_HEADER = "X-data-parallel-rank"
-_LEARN_EVERY_S = 0.5
-_SAY_EVERY_S = 10.0
+"""Taken by vLLM and by SGLang."""
+
 _FIRST_TO_REPORT = (0, 24)
 """The first vLLM with `kv_cache_report_mode` (its pull request 45261, of June 2026; 0.23 has none)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the engine said about itself at one time."""
+    """What the engine said about itself at one time. 0 means unknown.
+
+    `feeds` are its events by rank, none if it publishes none or does not tell. `tokenizer` is a directory
+    or the name of a hub. `lacks` says what would make it serve better, each with how to get it.
+    """
 
     models: Models
     version: str
     scrape: Scrape
+    kind: str = "vllm"
+    ranks: int = 1
+    feeds: tuple[FeedOptions, ...] = ()
+    max_batched_tokens: int = 0
+    max_sequences: int = 0
+    tokenizer: str = ""
+    lacks: tuple[str, ...] = ()
+
+    def with_scrape(self, scrape: Scrape) -> EngineFacts:
+        """The same after a later look at the metrics; what they do not tell stays as it is known."""
+        return replace(self, scrape=scrape.or_else(self.scrape))
 
 
-async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
-    """Ask the engine what it is. Raises EngineError."""
-    models = await engine.models()
-    try:
-        scrape = await engine.scrape()
-    except EngineError:
-        if options.block_size is None:
-            raise
-        scrape = Scrape()
-    if not (options.block_size or scrape.block_size):
-        raise EngineError("/metrics tells no block size: give --kv-cache-block-size")
-    return EngineFacts(models, await engine.version(), scrape)
-
-
-async def learn_patiently(
-    engine: EngineHttp, options: AgentOptions, stop: asyncio.Event
-) -> EngineFacts | None:
-    """Wait for the engine, saying so now and then; None if told to stop before it is up."""
-    said_at = float("-inf")
-    while not stop.is_set():
-        try:
-            return await learn(engine, options)
-        except EngineError as error:
-            if time.monotonic() - said_at >= _SAY_EVERY_S:
-                said_at = time.monotonic()
-                log.info("engine.awaited", url=options.engine_url, reason=str(error))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LEARN_EVERY_S):
-                await stop.wait()
-    return None
+def with_discovered(options: AgentOptions, facts: EngineFacts) -> AgentOptions:
+    """The options, with what the engine tells where the flags are silent. Raises ConfigError."""
+    if not options.feeds:
+        return replace(options, feeds=facts.feeds, ranks=max(options.ranks, facts.ranks))
+    if len(options.feeds) == 1 == options.ranks < facts.ranks:
+        (first,) = options.feeds
+        feeds = read_feeds(first.events, first.replay, first.topic, facts.ranks)
+        return replace(options, feeds=feeds, ranks=facts.ranks)
+    return options
 
 
 def build_card(
@@ -88,9 +76,9 @@ def build_card(
         rank_header=RANK_HEADER if options.ranks > 1 else "",
         tiers=_tiers(scrape, widest_tier),
         max_model_len=models.max_model_len,
-        max_batched_tokens=options.max_batched_tokens,
-        max_sequences=options.max_sequences,
-        engine="vllm",
+        max_batched_tokens=options.max_batched_tokens or facts.max_batched_tokens,
+        max_sequences=options.max_sequences or facts.max_sequences,
+        engine=facts.kind,
         engine_version=facts.version,
         labels=dict(options.labels),
         started_at_us=started_at_us,
@@ -105,9 +93,9 @@ def _tiers(scrape: Scrape, widest_tier: int) -> dict[str, int]:
     return {name: capacities[name] for name in TIERS[: widest + 1]}
 
 
-def can_report(options: AgentOptions, version: str) -> bool | None:
+def can_report(options: AgentOptions, version: str, kind: str = "vllm") -> bool | None:
     """Whether requests may ask the engine for reports; None if its events' shape must tell."""
-    if not options.kv_repair:
+    if not options.kv_repair or kind == "sglang":
         return False
     numbers = re.match(r"v?(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) >= _FIRST_TO_REPORT if numbers else None

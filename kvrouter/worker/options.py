@@ -131,13 +131,13 @@ def read_feeds(events: str | None, replay: str | None, topic: str, ranks: int | 
 def _endpoints(flag: str, text: str, ranks: int | None) -> list[str]:
     endpoints = [endpoint.strip() for endpoint in text.split(",") if endpoint.strip()]
     if len(endpoints) == 1 and ranks is not None:
-        return [_offset_port(flag, endpoints[0], rank) for rank in range(ranks)]
+        return [offset_port(flag, endpoints[0], rank) for rank in range(ranks)]
     if not endpoints or len(endpoints) != (ranks or len(endpoints)):
         raise ConfigError(f"{flag} {text!r}: give one endpoint per rank ({ranks or 1}), or the first only")
     return endpoints
 
 
-def _offset_port(flag: str, endpoint: str, rank: int) -> str:
+def offset_port(flag: str, endpoint: str, rank: int) -> str:
     """The endpoint of a rank as vLLM derives it: the port plus the rank."""
     if rank == 0:
         return endpoint
