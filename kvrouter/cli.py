@@ -14,6 +14,7 @@ from kvrouter.version import __version__
 _USAGE = """\
 usage: kvrouter COMMAND [flags]
 
+  serve      a whole deployment: NATS, an agent for each engine, the frontends
   frontend   one replica: OpenAI-compatible HTTP frontend with the router inside
   worker     the agent beside an engine: announces it, bridges its KV events, reports its load
   mocker     a simulated engine with vLLM's HTTP surface and KV-event wire
@@ -38,6 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvrouter: no command {words[0]!r}\n\n{_USAGE}", end="", file=sys.stderr)  # noqa: T201
         return 2
     return command(words[1:])
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    from kvrouter.serve.__main__ import main as run
+
+    return run(arguments)
 
 
 def _frontend(arguments: Sequence[str]) -> int:
@@ -93,6 +100,7 @@ async def _run_nats(url: str) -> None:
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": _serve,
     "frontend": _frontend,
     "worker": _worker,
     "mocker": _mocker,

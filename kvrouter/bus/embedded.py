@@ -94,6 +94,7 @@ async def _start(host: str, port: int) -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C is ours: whoever drains still needs it
         preexec_fn=_die_with_parent if sys.platform == "linux" else None,
     )  # fmt: skip
 

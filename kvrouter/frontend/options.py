@@ -82,12 +82,17 @@ def _parser() -> argparse.ArgumentParser:
         description="One replica: an OpenAI-compatible frontend with a KV-cache-aware router inside.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    add_common_flags(parser)
+    add_flags(parser)
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that only a frontend has."""
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
     parser.add_argument("--port", "--http-port", type=_port, default=8000, help="port; 0 picks a free one")
-    add_common_flags(parser)
     _add_router_flags(parser.add_argument_group("routing"))
     _add_http_flags(parser.add_argument_group("requests"))
-    return parser
 
 
 def _add_router_flags(group: argparse._ArgumentGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -162,4 +163,11 @@ class EngineHttp:
             async with self._session.request(method, path, json=body) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineError(f"/{path}: {str(error) or type(error).__name__}") from None
+            raise EngineError(f"/{path}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without aiohttp's wording of where."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno).lower()
+    return str(error) or type(error).__name__

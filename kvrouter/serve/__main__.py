@@ -1,0 +1,64 @@
+"""`kvrouter serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from kvrouter.bus.embedded import embedded_server
+from kvrouter.errors import KvRouterError
+from kvrouter.serve.deployment import NAME, Deployment
+from kvrouter.serve.options import ServeOptions, parse_options
+from kvrouter.serve.output import LabelledText, Output
+from kvrouter.telemetry.logs import set_up_logs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a deployment until SIGTERM or SIGINT; returns the exit code."""
+    try:
+        options = parse_options(sys.argv[1:] if arguments is None else arguments)
+    except KvRouterError as error:
+        print(f"kvrouter serve: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    width = len(f"frontend-{max(len(options.engines), options.replicas)}")
+    is_json = options.frontend.log_format == "json"
+    output = Output(sys.stdout.buffer, sys.stderr.buffer, width=width, is_json=is_json)
+    with contextlib.closing(output), contextlib.redirect_stderr(LabelledText(output, NAME)):
+        set_up_logs(options.frontend.log_level, options.frontend.log_format)
+        return _serve(options, output)
+
+
+def _serve(options: ServeOptions, output: Output) -> int:
+    failures: list[BaseException] = []
+    code = 2
+    try:
+        code = uvloop.run(_run(options, output))
+    except* KvRouterError as group:
+        failures += group.exceptions
+    for failure in failures:
+        output.line(NAME, str(failure).encode(), is_error=True)
+    return code
+
+
+async def _run(options: ServeOptions, output: Output) -> int:
+    stopped, hurried = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        (hurried if stopped.is_set() else stopped).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    async with contextlib.AsyncExitStack() as stack:
+        nats = ",".join(options.nats.servers)
+        if options.nats.is_embedded:
+            nats = await stack.enter_async_context(embedded_server(f"nats://127.0.0.1:{options.nats_port}"))
+        return await Deployment(options, nats, output).run(stopped, hurried)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

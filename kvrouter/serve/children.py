@@ -1,0 +1,161 @@
+"""Child processes: kept running, heard line by line, ended in good order, never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from kvrouter.serve.output import Lines, Output
+
+log = structlog.get_logger()
+
+STEADY_S = 60.0
+"""A child that lived so long has not failed to start."""
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 30.0
+_LAST_LINES_S = 1.0
+_READ_BYTES = 64 * 1024
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(slots=True)
+class Backoff:
+    """How long to wait before the next start."""
+
+    delay_s: float = 0.0
+
+    def after(self, lived_s: float) -> float:
+        """Twice as long as the last time, unless the child has lived a while."""
+        is_first = self.delay_s == 0.0 or lived_s >= STEADY_S
+        self.delay_s = FIRST_DELAY_S if is_first else min(self.delay_s * 2, LONGEST_DELAY_S)
+        return self.delay_s
+
+
+class Child:
+    """One process at a time, by one command. It leads a session of its own: Ctrl-C reaches only us."""
+
+    def __init__(self, name: str, command: Sequence[str], output: Output) -> None:
+        self.name = name
+        self.command = command
+        self.starts = 0
+        self._output = output
+        self._process: asyncio.subprocess.Process | None = None
+        self._ending = asyncio.Event()
+        self._backoff = Backoff()
+        self._exit_code = 0
+        self._lived_s = 0.0
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it shall not start again."""
+        return self._ending.is_set()
+
+    async def run(self) -> int:
+        """Run it once; returns its exit code."""
+        if self.is_ending:
+            return 0
+        started = time.monotonic()
+        self._exit_code = await self._run()
+        self._lived_s = time.monotonic() - started
+        return self._exit_code
+
+    async def pause(self) -> None:
+        """Say that it has ended, and wait before it may start again; `end` cuts that short."""
+        if self.is_ending:
+            return
+        delay_s = self._backoff.after(self._lived_s)
+        log.warning("child.ended", name=self.name, exit_code=self._exit_code, starts_again_in_s=delay_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._ending.wait()
+
+    async def keep_running(self) -> None:
+        """Start it again whenever it ends, until `end`."""
+        while not self.is_ending:
+            await self.run()
+            await self.pause()
+
+    async def end(self, patience_s: float) -> None:
+        """SIGTERM; SIGKILL after `patience_s`; return when it has gone."""
+        self._ending.set()
+        process = self._process
+        if process is None:
+            return
+        _signal(process, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(patience_s):
+                await process.wait()
+        except TimeoutError:
+            log.warning("child.killed", name=self.name, patience_s=patience_s)
+            self.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL, and no other start."""
+        self._ending.set()
+        if self._process is not None:
+            _signal(self._process, signal.SIGKILL)
+
+    async def _run(self) -> int:
+        self.starts += 1
+        process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+            preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,
+        )
+        self._process = process
+        if self.is_ending:
+            _signal(process, signal.SIGTERM)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        readers = [
+            asyncio.create_task(self._hear(process.stdout, is_error=False)),
+            asyncio.create_task(self._hear(process.stderr, is_error=True)),
+        ]
+        try:
+            code = await process.wait()
+            await asyncio.wait(readers, timeout=_LAST_LINES_S)  # a grandchild may hold the pipes open
+        finally:
+            _signal(process, signal.SIGKILL)
+            for reader in readers:
+                reader.cancel()
+        self._process = None
+        return code
+
+    async def _hear(self, stream: asyncio.StreamReader, *, is_error: bool) -> None:
+        lines = Lines()
+        while data := await stream.read(_READ_BYTES):
+            for line in lines.feed(data):
+                self._output.line(self.name, line, is_error=is_error)
+        for line in lines.rest():
+            self._output.line(self.name, line, is_error=is_error)
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """Ask Linux, in the child, for SIGKILL when its parent ends, whatever ends it."""
+
+    def ask() -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it ended before we asked
+
+    return ask

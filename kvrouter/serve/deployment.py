@@ -1,0 +1,197 @@
+"""A deployment at work: one agent per engine as the engines become known, then the frontends.
+
+engine known ──> report ──> agent-N, until it ends ──> known anew …
+     └── all, or some of them after a while ──> frontend-1 … frontend-N
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sys
+from dataclasses import replace
+
+import structlog
+
+from kvrouter.serve.children import Child
+from kvrouter.serve.engines import EngineSpec
+from kvrouter.serve.options import ServeOptions
+from kvrouter.serve.output import Output
+from kvrouter.serve.report import report, tokenizer_of
+from kvrouter.worker.discovery import learn_patiently
+from kvrouter.worker.engine_http import EngineHttp
+from kvrouter.worker.facts import EngineFacts, with_discovered
+from kvrouter.worker.vllm_facts import CACHED_TOKENS_UNKNOWN
+
+log = structlog.get_logger()
+
+NAME = "serve"
+OTHERS_S = 10.0
+"""How long the frontends wait for the other engines once they might start with those that are known."""
+AGENT_PATIENCE_S = 10.0
+_CUT_OFF_S = 10.0
+_WRONG_FLAGS = 2
+"""The exit code of a frontend that cannot start as it is told, or where: its port is taken, say."""
+_ALWAYS_COUNTS = (0, 32)
+"""The vLLM that was seen to report 0 cached tokens; earlier ones leave the field out then."""
+
+
+class Deployment:
+    """All children of one `kvrouter serve`."""
+
+    def __init__(self, options: ServeOptions, nats: str, output: Output) -> None:
+        self._options = options
+        self._output = output
+        self._facts: dict[str, EngineFacts] = {}
+        self._reported: dict[str, list[str]] = {}
+        self._one_known, self._all_known = asyncio.Event(), asyncio.Event()
+        self._stopping, self._failed = asyncio.Event(), asyncio.Event()
+        self._approximate = False
+        self._model_path = options.frontend.model_path
+        self._agents = {
+            engine.worker_id: Child(
+                f"agent-{number}",
+                [*_python("worker"), *options.agent_flags(engine), f"--nats={nats}"],
+                output,
+            )
+            for number, engine in enumerate(options.engines, 1)
+        }
+        self._nats = nats
+        self._frontends: list[Child] = []
+
+    async def run(self, stopped: asyncio.Event, hurried: asyncio.Event) -> int:
+        """Serve until `stopped`, then end in order; `hurried` kills. Returns the exit code."""
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self._options.engines:
+                tasks.create_task(self._attend(engine), name=engine.worker_id)
+            serving = tasks.create_task(self._serve(), name="frontends")
+            killer = tasks.create_task(self._kill_on(hurried), name="killer")
+            await _first_of(stopped, self._failed)
+            if not self._frontends:
+                serving.cancel()
+            await self._wind_down()
+            killer.cancel()
+        if self._failed.is_set():
+            return _WRONG_FLAGS
+        return 1 if hurried.is_set() else 0
+
+    async def _attend(self, engine: EngineSpec) -> None:
+        """Learn the engine, say what it is, run its agent; again whenever the agent ends."""
+        agent, options = self._agents[engine.worker_id], self._options.agent(engine)
+        async with EngineHttp.open(options.engine_url, options.api_key) as http:
+            while not agent.is_ending:
+                facts = await learn_patiently(http, options, self._stopping)
+                if facts is None:
+                    return
+                self._note(engine, await _with_cached_tokens(http, facts))
+                await agent.run()
+                await agent.pause()
+
+    def _note(self, engine: EngineSpec, facts: EngineFacts) -> None:
+        self._facts[engine.worker_id] = facts
+        model_path = self._options.frontend.model_path or self._model_path or tokenizer_of(facts)
+        lines = list(report(self._options.agent(engine), facts, model_path))
+        if lines != self._reported.get(engine.worker_id):
+            self._reported[engine.worker_id] = lines
+            for line in lines:
+                self._say(line)
+        if self._approximate and facts.feeds:
+            self._say("this engine publishes KV events now: start kvrouter serve again to route by them")
+        self._one_known.set()
+        if len(self._facts) == len(self._options.engines):
+            self._all_known.set()
+
+    async def _serve(self) -> None:
+        """Run the frontends, as soon as it is known how."""
+        await self._one_known.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OTHERS_S):
+                await self._all_known.wait()
+        flags = self._discovered_flags()
+        self._frontends = [
+            Child(f"frontend-{number}", [*self._frontend_command(port), *flags], self._output)
+            for number, port in enumerate(self._options.ports(), 1)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            for child in self._frontends:
+                tasks.create_task(self._keep(child))
+
+    async def _keep(self, child: Child) -> None:
+        code = await child.run()
+        if code == _WRONG_FLAGS:
+            log.error("serve.frontend_cannot_start", name=child.name)
+            self._failed.set()
+            return
+        await child.pause()
+        await child.keep_running()
+
+    def _frontend_command(self, port: int) -> list[str]:
+        sync = ["--router-replica-sync"] if self._options.replicas > 1 else []
+        options = self._options
+        return [
+            *_python("frontend"), *sync, *options.common, *options.frontend_flags,
+            f"--port={port}", f"--nats={self._nats}",
+        ]  # fmt: skip
+
+    def _discovered_flags(self) -> list[str]:
+        """What the engines say about how the frontends are to route."""
+        flags = []
+        if self._options.frontend.model_path is None:
+            found = [path for facts in self._facts.values() if (path := tokenizer_of(facts))]
+            self._model_path = found[0] if found else None
+            flags += [f"--model-path={path}" for path in found[:1]]
+        if not self._has_events() and not self._options.says_events():
+            self._approximate = True
+            flags.append("--no-kv-events")
+            self._say("no engine publishes KV events: routing by what was sent where, which is approximate")
+        return flags
+
+    def _has_events(self) -> bool:
+        return any(
+            with_discovered(self._options.agent(engine), facts).feeds
+            for engine in self._options.engines
+            if (facts := self._facts.get(engine.worker_id))
+        )
+
+    async def _wind_down(self) -> None:
+        """Frontends drain first, with the agents still there; NATS goes last, when this has returned."""
+        self._stopping.set()
+        frontend = self._options.frontend
+        patience_s = frontend.drain_grace_s + frontend.drain_timeout_s + _CUT_OFF_S
+        log.info("serve.stopping", frontends=len(self._frontends), drain_timeout_s=frontend.drain_timeout_s)
+        await asyncio.gather(*(child.end(patience_s) for child in self._frontends))
+        await asyncio.gather(*(child.end(AGENT_PATIENCE_S) for child in self._agents.values()))
+
+    async def _kill_on(self, hurried: asyncio.Event) -> None:
+        await hurried.wait()
+        log.warning("serve.killing")
+        for child in (*self._frontends, *self._agents.values()):
+            child.kill()
+
+    def _say(self, line: str) -> None:
+        self._output.line(NAME, line.encode())
+
+
+async def _with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFacts:
+    """The facts, with what the engine lacks if its answers do not count cached tokens."""
+    version = re.match(r"v?(\d+)\.(\d+)", facts.version)
+    if facts.kind == "sglang" or not version or (int(version[1]), int(version[2])) < _ALWAYS_COUNTS:
+        return facts
+    if await http.reports_cached_tokens(facts.models.served_names[0]) is not False:
+        return facts
+    return replace(facts, lacks=(*facts.lacks, CACHED_TOKENS_UNKNOWN))
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Return when one of them is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _python(part: str) -> list[str]:
+    return [sys.executable, "-m", f"kvrouter.{part}"]

@@ -1,0 +1,88 @@
+"""`--engine URL[,key=value…]`: one engine as the command line names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvrouter.core.ids import is_identifier
+from kvrouter.errors import ConfigError
+from kvrouter.worker.options import worker_id_of
+
+_FLAGS = {"kv": "--kv-events", "replay": "--kv-replay", "topic": "--kv-topic", "model": "--model"}
+_LABEL = "label."
+_EXAMPLE = "http://127.0.0.1:9000,kv=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:5657"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine, and what is said of it by hand; the rest is learnt from itself."""
+
+    url: str
+    worker_id: str
+    values: Mapping[str, str] = field(default_factory=dict)
+    """By flag of the agent."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def flags(self) -> list[str]:
+        """The agent's flags that say the same."""
+        return [
+            f"--engine-url={self.url}",
+            f"--worker-id={self.worker_id}",
+            *(f"{flag}={value}" for flag, value in self.values.items()),
+            *(f"--label={key}={value}" for key, value in self.labels.items()),
+        ]
+
+
+def read_engine(text: str) -> EngineSpec:
+    """Read one --engine. Raises ConfigError."""
+    url, *pairs = text.split(",")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--engine {text!r}: begin with the engine's URL, as in {_EXAMPLE}")
+    worker_id, values, labels = _worker_id_of(url), dict[str, str](), dict[str, str]()
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not value:
+            raise ConfigError(f"--engine {text!r}: {pair!r} is no key=value")
+        if key == "id":
+            worker_id = _checked_id(text, value)
+        elif key.startswith(_LABEL) and key != _LABEL:
+            labels[key.removeprefix(_LABEL)] = value
+        elif key in _FLAGS:
+            values[_FLAGS[key]] = _checked(text, key, value)
+        else:
+            known = ", ".join(["id", *_FLAGS, f"{_LABEL}NAME"])
+            raise ConfigError(f"--engine {text!r}: no key {key!r}; there are {known}")
+    return EngineSpec(url.rstrip("/"), worker_id, values, labels)
+
+
+def read_engines(texts: Sequence[str]) -> tuple[EngineSpec, ...]:
+    """Read all of them, and check that they are different ones. Raises ConfigError."""
+    specs = [read_engine(text) for text in texts]
+    by_id: dict[str, EngineSpec] = {}
+    for spec in specs:
+        former = by_id.setdefault(spec.worker_id, spec)
+        if former is not spec:
+            raise ConfigError(
+                f"--engine {former.url} and {spec.url} are both {spec.worker_id!r}: give one of them id=NAME"
+            )
+    return tuple(specs)
+
+
+def _worker_id_of(url: str) -> str:
+    try:
+        return worker_id_of(url)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--engine-url", "--engine")) from None
+
+
+def _checked_id(text: str, value: str) -> str:
+    if not is_identifier(value):
+        raise ConfigError(f"--engine {text!r}: id={value}: use 1 to 64 of A-Z a-z 0-9 _ -")
+    return value
+
+
+def _checked(text: str, key: str, value: str) -> str:
+    if key in {"kv", "replay"} and not value.startswith(("tcp://", "ipc://")):
+        raise ConfigError(f"--engine {text!r}: {key}={value}: use tcp://HOST:PORT")
+    return value

@@ -1,0 +1,146 @@
+"""The flags of `kvrouter serve`: its own, those that all processes share, and all of the frontends'."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvrouter.bus import NatsOptions
+from kvrouter.config import add_common_flags, nats_options, positive_int
+from kvrouter.errors import ConfigError
+from kvrouter.frontend import options as frontend
+from kvrouter.frontend.options import FrontendOptions
+from kvrouter.serve.engines import EngineSpec, read_engines
+from kvrouter.worker import options as worker
+from kvrouter.worker.options import AgentOptions
+
+_EPILOG = (
+    "Every flag of `kvrouter frontend` may be given too and goes to each replica. Both are in this list."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """A whole deployment. `common` are the flags of every child, `frontend_flags` those of the frontends."""
+
+    engines: tuple[EngineSpec, ...]
+    replicas: int
+    nats: NatsOptions
+    nats_port: int
+    state_dir: Path | None
+    api_key_file: Path | None
+    common: tuple[str, ...]
+    frontend_flags: tuple[str, ...]
+    frontend: FrontendOptions
+
+    def ports(self) -> list[int]:
+        """Of each replica; 0 stays 0."""
+        first = self.frontend.port
+        return [first + number if first else 0 for number in range(self.replicas)]
+
+    def agent_flags(self, engine: EngineSpec) -> list[str]:
+        """The flags of an engine's agent but for --nats."""
+        flags = [*engine.flags(), *self.common]
+        if self.state_dir is not None:
+            flags.append(f"--state-file={self.state_dir / engine.worker_id}.state")
+        if self.api_key_file is not None:
+            flags.append(f"--engine-api-key-file={self.api_key_file}")
+        return flags
+
+    def agent(self, engine: EngineSpec) -> AgentOptions:
+        """What its agent will make of its flags. Raises ConfigError."""
+        parser = argparse.ArgumentParser()
+        worker.add_flags(parser)
+        return worker.read_options(parser.parse_args(self.agent_flags(engine)))
+
+    def says_events(self) -> bool:
+        """Whether the command line chooses between events and the approximate index."""
+        return any("use-kv-events" in flag or "no-kv-events" in flag for flag in self.frontend_flags)
+
+
+def parse_options(arguments: Sequence[str]) -> ServeOptions:
+    """Read the command line; a wrong one ends the process with a message or raises ConfigError."""
+    _whole_parser().parse_args(arguments)
+    own, rest = _own_parser().parse_known_args(arguments)
+    shared, frontend_flags = _common_parser().parse_known_args(rest)
+    nats = nats_options(shared)
+    common = _as_flags(shared)
+    options = ServeOptions(
+        engines=read_engines(own.engine),
+        replicas=own.replicas,
+        nats=nats,
+        nats_port=own.nats_port,
+        state_dir=own.state_dir,
+        api_key_file=own.engine_api_key_file,
+        common=common,
+        frontend_flags=tuple(frontend_flags),
+        frontend=replace(frontend.parse_options([*common, *frontend_flags]), nats=nats),
+    )
+    for engine in options.engines:
+        options.agent(engine)
+    if options.ports()[-1] > 65535:
+        raise ConfigError(f"--port {options.frontend.port}: {own.replicas} replicas go beyond port 65535")
+    return options
+
+
+def _as_flags(shared: argparse.Namespace) -> tuple[str, ...]:
+    """Flags that say what was read; --nats is known only when the server runs."""
+    return tuple(
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in vars(shared).items()
+        if value is not None and name != "nats"
+    )
+
+
+def _add_own_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("serve")
+    group.add_argument(
+        "--engine",
+        action="append",
+        required=True,
+        metavar="URL[,key=value…]",
+        help="an engine; repeatable. Keys: kv, replay (ZMQ endpoints), id, topic, model, label.NAME; "
+        "what is not given is asked of the engine",
+    )
+    group.add_argument("--replicas", type=positive_int, default=1, help="frontends, on --port, --port + 1, …")
+    group.add_argument(
+        "--nats-port", type=positive_int, default=4222, help="port of the embedded NATS server"
+    )
+    group.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help="agents keep their tables here across restarts"
+    )
+    group.add_argument(
+        "--engine-api-key-file", type=Path, metavar="FILE", help="bearer token for the engines"
+    )
+
+
+def _own_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvrouter serve", add_help=False, allow_abbrev=False)
+    _add_own_flags(parser)
+    return parser
+
+
+def _common_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvrouter serve", add_help=False, allow_abbrev=False)
+    add_common_flags(parser)
+    parser.set_defaults(nats=os.environ.get("NATS_URL", "embedded"))
+    return parser
+
+
+def _whole_parser() -> argparse.ArgumentParser:
+    """Knows every flag: for --help, and to refuse what nobody knows."""
+    parser = argparse.ArgumentParser(
+        prog="kvrouter serve",
+        description="NATS, an agent for each engine and the frontends: a whole deployment in one command.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_own_flags(parser)
+    add_common_flags(parser)
+    parser.set_defaults(nats=os.environ.get("NATS_URL", "embedded"))
+    frontend.add_flags(parser)
+    return parser

@@ -1,0 +1,118 @@
+"""The output of several processes as one: whole lines, each under the name of who said it.
+
+    agent-1    | 2026-11-21T10:00:00Z [info] engine.up url=…
+
+With JSON logs the name becomes a key of each object instead. A thread writes, so that an output nobody
+reads delays no process: its lines wait in a bounded queue, and beyond that are counted and dropped.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import queue
+import threading
+from collections.abc import Iterator
+from typing import BinaryIO
+
+MAX_LINE_BYTES = 64 * 1024
+"""A longer line goes out in parts."""
+MAX_LINES = 10_000
+_CLOSE_S = 2.0
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+class Lines:
+    """Cuts what a process writes into lines."""
+
+    def __init__(self) -> None:
+        self._part = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The lines that are complete now, without their ends."""
+        *lines, self._part = (self._part + data).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+        while len(self._part) >= MAX_LINE_BYTES:
+            yield self._part[:MAX_LINE_BYTES]
+            self._part = self._part[MAX_LINE_BYTES:]
+
+    def rest(self) -> Iterator[bytes]:
+        """What came after the last line's end."""
+        if self._part:
+            yield self._part
+        self._part = b""
+
+
+class Output:
+    """Where the lines of all processes go. `width` is that of the longest name."""
+
+    def __init__(self, out: BinaryIO, err: BinaryIO, *, width: int, is_json: bool = False) -> None:
+        self.lost = 0
+        self._streams = {False: out, True: err}
+        self._is_tty = {key: stream.isatty() for key, stream in self._streams.items()}
+        self._width = width
+        self._is_json = is_json
+        self._colours: dict[str, int] = {}
+        self._queue: queue.Queue[tuple[bool, bytes] | None] = queue.Queue(MAX_LINES)
+        self._thread = threading.Thread(target=self._write_all, name="output", daemon=True)
+        self._thread.start()
+
+    def line(self, name: str, line: bytes, *, is_error: bool = False) -> None:
+        """Let a line follow the others."""
+        try:
+            self._queue.put_nowait((is_error, self._labelled(name, line, is_tty=self._is_tty[is_error])))
+        except queue.Full:
+            self.lost += 1
+
+    def close(self) -> None:
+        """Write what waits, for a short time at most."""
+        try:
+            self._queue.put(None, timeout=_CLOSE_S)
+        except queue.Full:
+            return
+        self._thread.join(_CLOSE_S)
+
+    def _labelled(self, name: str, line: bytes, *, is_tty: bool) -> bytes:
+        if self._is_json:
+            return _json_line(name, line)
+        label = f"{name:<{self._width}} | "
+        if is_tty:
+            colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
+            label = f"\033[{colour}m{label}\033[0m"
+        return label.encode() + line + b"\n"
+
+    def _write_all(self) -> None:
+        said_lost = 0
+        while (entry := self._queue.get()) is not None:
+            is_error, line = entry
+            if self.lost > said_lost:
+                line += self._labelled("serve", b"lines lost: %d" % (self.lost - said_lost), is_tty=False)
+                said_lost = self.lost
+            try:
+                self._streams[is_error].write(line)
+                self._streams[is_error].flush()
+            except (OSError, ValueError):
+                continue  # whoever read it has gone; the processes go on
+
+
+class LabelledText(io.TextIOBase):
+    """A text stream of this process, in place of sys.stderr, whose lines go out under a name."""
+
+    def __init__(self, output: Output, name: str) -> None:
+        self._output = output
+        self._name = name
+        self._lines = Lines()
+
+    def write(self, text: str) -> int:
+        """Take in text; whole lines go out."""
+        for line in self._lines.feed(text.encode(errors="replace")):
+            self._output.line(self._name, line, is_error=True)
+        return len(text)
+
+
+def _json_line(name: str, line: bytes) -> bytes:
+    key = b'{"process": ' + json.dumps(name).encode()
+    if line.startswith(b"{") and line.endswith(b"}") and len(line) > 2:
+        return key + b", " + line[1:] + b"\n"
+    return key + b', "line": ' + json.dumps(line.decode(errors="replace")).encode() + b"}\n"
