@@ -126,14 +126,14 @@ class Child:
             asyncio.create_task(self._hear(process.stderr, is_error=True)),
         ]
         try:
-            code = await process.wait()
-            await asyncio.wait(readers, timeout=_LAST_LINES_S)  # a grandchild may hold the pipes open
+            return await process.wait()
         finally:
-            _signal(process, signal.SIGKILL)
+            _signal(process, signal.SIGKILL)  # where this task was cancelled
+            await process.wait()
+            await asyncio.wait(readers, timeout=_LAST_LINES_S)  # a grandchild may hold the pipes open
             for reader in readers:
                 reader.cancel()
-        self._process = None
-        return code
+            self._process = None
 
     async def _hear(self, stream: asyncio.StreamReader, *, is_error: bool) -> None:
         lines = Lines()

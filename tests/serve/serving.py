@@ -1,0 +1,156 @@
+"""A `kvrouter serve` that runs as a process of its own, as a test sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+PATIENCE_S = 40.0
+
+
+@dataclass
+class Serving:
+    """A running `kvrouter serve`, and what it has said so far."""
+
+    process: asyncio.subprocess.Process
+    said: list[str] = field(default_factory=list)
+
+    async def listen(self, stream: asyncio.StreamReader | None) -> None:
+        """Keep what it says."""
+        assert stream is not None
+        async for line in stream:
+            self.said.append(line.decode().rstrip())
+
+    def text(self) -> str:
+        """All of it."""
+        return "\n".join(self.said)
+
+    async def until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait for something; if it does not come, show what was said instead."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            pytest.fail(f"{what} did not come to be; it said:\n{self.text()}")
+
+    async def until_said(self, pattern: str, count: int = 1) -> None:
+        """Wait until lines match so often."""
+        await self.until(
+            lambda: sum(bool(re.search(pattern, line)) for line in self.said) >= count,
+            f"{count} × {pattern!r}",
+        )
+
+    def children(self) -> dict[int, str]:
+        """Its child processes: command lines by process id."""
+        found = {}
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            for pid in (task / "children").read_text().split():
+                with contextlib.suppress(FileNotFoundError):
+                    found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def agents(self) -> list[int]:
+        """The process ids of its agents."""
+        return [pid for pid, command in self.children().items() if "kvrouter.worker" in command]
+
+    async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Signal it and wait; returns the exit code."""
+        self.process.send_signal(number)
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def serving(*flags: str) -> AsyncIterator[Serving]:
+    """Run it; it is killed at the end if it still runs."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvrouter", "serve", "--host", "127.0.0.1", "--drain-grace", "0", *flags,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    running = Serving(process)
+    ears = [asyncio.create_task(running.listen(stream)) for stream in (process.stdout, process.stderr)]
+    try:
+        yield running
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        await asyncio.gather(*ears)
+
+
+async def get(http: aiohttp.ClientSession, url: str) -> bool:
+    """Whether a URL answers 200."""
+    try:
+        async with http.get(url) as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def until_ready(served: Serving, http: aiohttp.ClientSession, urls: Sequence[str]) -> None:
+    """Wait until every frontend is ready."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            for url in urls:
+                while not await get(http, f"{url}/ready"):  # noqa: ASYNC110  # HTTP has no event
+                    await asyncio.sleep(0.05)
+    except TimeoutError:
+        pytest.fail(f"not ready; it said:\n{served.text()}")
+
+
+def consecutive_ports(count: int) -> int:
+    """The first of some free ports in a row."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(bound(0)).getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                for number in range(1, count):
+                    stack.enter_context(bound(first + number))
+                return int(first)
+
+
+def bound(port: int) -> socket.socket:
+    """A socket that has a port of this machine."""
+    listener = socket.socket()
+    try:
+        listener.bind(("127.0.0.1", port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def all_gone(pids: Sequence[int]) -> bool:
+    """Whether none of these processes is left."""
+    return not any(is_alive(pid) for pid in pids)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def until_known(served: Serving, http: aiohttp.ClientSession, url: str, worker: str) -> None:
+    """Wait until a replica knows of blocks on a worker, and of no request in flight."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            async with http.get(f"{url}/workers") as response:
+                view = await response.json()
+            rows = {row["worker_id"]: row for row in view["targets"]}
+            if rows[worker]["blocks"] and not any(row["active_blocks"] for row in rows.values()):
+                return
+            await asyncio.sleep(0.02)

@@ -1,0 +1,157 @@
+"""Child processes: heard, started again, ended. Real processes, small ones."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrouter.serve import children
+from kvrouter.serve.children import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S, Backoff, Child
+from kvrouter.serve.output import Output
+from tests.serve.serving import is_alive
+
+SAY_AND_STAY = "echo up; trap 'echo bye; exit 0' TERM; while :; do sleep 0.01; done"
+DEAF = "trap '' TERM; echo up; while :; do sleep 0.01; done"
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Look until something is so; bounded."""
+    async with asyncio.timeout(20):
+        while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
+            await asyncio.sleep(0.005)
+
+
+class Heard:
+    """An output that a test can read and wait on."""
+
+    def __init__(self) -> None:
+        self.out, self.err = io.BytesIO(), io.BytesIO()
+        self.output = Output(self.out, self.err, width=1)
+
+    async def until(self, text: bytes, count: int = 1) -> None:
+        """Return when something has been said so often."""
+        await until(lambda: self.out.getvalue().count(text) >= count)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """An output."""
+    made = Heard()
+    yield made
+    made.output.close()
+
+
+def child(script: str, heard: Heard) -> Child:
+    """A child that runs a shell script."""
+    return Child("c", ["/bin/sh", "-c", script], heard.output)
+
+
+def test_backoff() -> None:
+    """Starts that fail come more and more slowly, up to a bound; a child that lived starts soon again."""
+    backoff = Backoff()
+
+    delays = [backoff.after(0.0) for _ in range(10)]
+
+    assert [FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S] == delays[:3]
+    assert LONGEST_DELAY_S == max(delays) == delays[-1]
+    assert FIRST_DELAY_S == backoff.after(STEADY_S)
+
+
+async def test_output_and_exit_code(heard: Heard) -> None:
+    """Both streams are heard to their last word; the exit code is told."""
+    code = await child("echo one; echo two >&2; printf three; exit 7", heard).run()
+    heard.output.close()
+
+    assert 7 == code
+    assert b"c | one\nc | three\n" == heard.out.getvalue()
+    assert b"c | two\n" == heard.err.getvalue()
+
+
+async def test_started_again(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that dies is started again, until it is to end."""
+    monkeypatch.setattr(children, "FIRST_DELAY_S", 0.01)
+    kept = child("echo up", heard)
+
+    running = asyncio.create_task(kept.keep_running())
+    await heard.until(b"up", 3)
+    await kept.end(5)
+    await running
+
+    assert kept.starts >= 3
+
+
+async def test_end(heard: Heard) -> None:
+    """The end is SIGTERM first: a child may say goodbye."""
+    kept = child(SAY_AND_STAY, heard)
+    running = asyncio.create_task(kept.keep_running())
+    await heard.until(b"up")
+
+    await kept.end(5)
+    await running
+    heard.output.close()
+
+    assert heard.out.getvalue().endswith(b"c | bye\n")
+    assert 1 == kept.starts
+
+
+async def test_deaf_child(heard: Heard) -> None:
+    """A child that does not listen is killed when patience has ended."""
+    kept = child(DEAF, heard)
+    running = asyncio.create_task(kept.run())
+    await heard.until(b"up")
+
+    await kept.end(0.05)
+
+    assert -signal.SIGKILL == await running
+
+
+async def test_ended_before_it_began(heard: Heard) -> None:
+    """What was told to end is not started."""
+    kept = child("echo up", heard)
+    await kept.end(1)
+
+    await kept.keep_running()
+
+    assert 0 == kept.starts
+
+
+async def test_cancelled(heard: Heard) -> None:
+    """Where the task that runs a child is cancelled, the child does not stay."""
+    kept = child("echo up $$; while :; do sleep 0.01; done", heard)
+    running = asyncio.create_task(kept.run())
+    await heard.until(b"\n")
+    pid = int(heard.out.getvalue().split()[-1])
+
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+    await until(lambda: not is_alive(pid))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child of its parent's death")
+async def test_parent_killed(tmp_path: Path) -> None:
+    """Children of a parent that is killed do not stay behind."""
+    script = f"""
+import asyncio, io
+from kvrouter.serve.children import Child
+from kvrouter.serve.output import Output
+from tests.serve.serving import is_alive
+command = ["/bin/sh", "-c", "echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; exec sleep 60"]
+asyncio.run(Child("c", command, Output(io.BytesIO(), io.BytesIO(), width=1)).run())
+"""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    await until((tmp_path / "pid").exists)
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, 0)
+
+    parent.kill()
+    await parent.wait()
+
+    await until(lambda: not is_alive(pid))

@@ -1,0 +1,64 @@
+"""`--engine`, read and refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.errors import ConfigError
+from kvrouter.serve.engines import EngineSpec, read_engine, read_engines
+
+
+def test_url_alone() -> None:
+    """A URL is enough: the id is made of it, the rest is learnt."""
+    assert EngineSpec("http://127.0.0.1:25100", "127-0-0-1-25100") == read_engine("http://127.0.0.1:25100/")
+
+
+def test_every_key() -> None:
+    """Each key is a flag of the agent."""
+    spec = read_engine(
+        "http://e:1,kv=tcp://e:2,replay=tcp://e:3,id=w,topic=kv@e@m,model=m,label.zone=a,label.node=n=1"
+    )
+
+    assert [
+        "--engine-url=http://e:1",
+        "--worker-id=w",
+        "--kv-events=tcp://e:2",
+        "--kv-replay=tcp://e:3",
+        "--kv-topic=kv@e@m",
+        "--model=m",
+        "--label=zone=a",
+        "--label=node=n=1",
+    ] == spec.flags()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("127.0.0.1:25100", "begin with the engine's URL"),
+        ("kv=tcp://e:1", "begin with the engine's URL"),
+        ("http://", "use http://HOST:PORT"),
+        ("http://e:port", "--engine"),
+        ("http://e:1,kvs=tcp://e:2", "no key 'kvs'; there are id, kv, replay"),
+        ("http://e:1,label.=x", "no key 'label.'"),
+        ("http://e:1,kv=e:2", "use tcp://HOST:PORT"),
+        ("http://e:1,replay=http://e:2", "use tcp://HOST:PORT"),
+        ("http://e:1,kv", "no key=value"),
+        ("http://e:1,kv=", "no key=value"),
+        ("http://e:1,", "no key=value"),
+        ("http://e:1,id=a b", "use 1 to 64"),
+    ],
+)
+def test_refused(text: str, said: str) -> None:
+    """What is wrong is refused with what would be right."""
+    with pytest.raises(ConfigError, match=said):
+        read_engine(text)
+
+
+def test_one_engine_twice() -> None:
+    """Two engines of one id would take each other over; an id of its own helps."""
+    with pytest.raises(ConfigError, match="give one of them id=NAME"):
+        read_engines(["http://e:1", "http://e:1/"])
+
+    assert ("e-1", "other") == tuple(
+        spec.worker_id for spec in read_engines(["http://e:1", "http://e:1,id=other"])
+    )

@@ -1,0 +1,85 @@
+"""The flags of `kvrouter serve`: its own, everybody's, the frontends'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrouter.errors import ConfigError
+from kvrouter.serve.options import ServeOptions, parse_options
+
+ENGINE = "--engine=http://127.0.0.1:25100"
+
+
+def parse(*flags: str) -> ServeOptions:
+    """The options that flags mean."""
+    return parse_options([ENGINE, *flags])
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica on port 8000 and a NATS server of its own."""
+    monkeypatch.delenv("NATS_URL", raising=False)
+
+    options = parse()
+
+    assert ([8000], True, ()) == (options.ports(), options.nats.is_embedded, options.frontend_flags)
+
+
+def test_nats_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """$NATS_URL counts here too."""
+    monkeypatch.setenv("NATS_URL", "nats://elsewhere:4222")
+
+    assert ("nats://elsewhere:4222",) == parse().nats.servers
+
+
+def test_who_gets_which_flag(tmp_path: Path) -> None:
+    """Shared flags reach agents and frontends, a frontend's own only the frontends."""
+    options = parse(
+        "--replicas", "3", "--port", "9000", "--namespace", "n", "--router-mode", "random",
+        "--kv-overlap-score-weight=2", "--state-dir", str(tmp_path), "--no-use-kv-events",
+    )  # fmt: skip
+    agent = options.agent(options.engines[0])
+
+    assert [9000, 9001, 9002] == options.ports()
+    assert ("n", tmp_path / "127-0-0-1-25100.state") == (agent.namespace, agent.state_file)
+    assert "--namespace=n" in options.common
+    assert (
+        "--port", "9000", "--router-mode", "random", "--kv-overlap-score-weight=2", "--no-use-kv-events",
+    ) == options.frontend_flags  # fmt: skip
+    assert ("n", 2.0) == (options.frontend.namespace, options.frontend.overlap_weight)
+    assert options.says_events()
+
+
+def test_any_port() -> None:
+    """Port 0 lets every replica pick one."""
+    assert [0, 0] == parse("--port", "0", "--replicas", "2").ports()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--router-mod", "kv"], "unrecognized arguments"),
+        (["--router-mode", "best"], "invalid choice"),
+        (["--replicas", "0"], "at least 1"),
+        (["stray"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_flags(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong flag, whosever it is, ends it at once with usage and message."""
+    with pytest.raises(SystemExit):
+        parse(*flags)
+
+    error = capsys.readouterr().err
+    assert said in error
+    assert "kvrouter serve: error" in error
+
+
+def test_what_does_not_fit() -> None:
+    """What only shows when flags are seen together is refused too."""
+    with pytest.raises(ConfigError, match="beyond port 65535"):
+        parse("--port", "65535", "--replicas", "2")
+    with pytest.raises(ConfigError, match="--kv-replay without --kv-events"):
+        parse("--engine", "http://e:1,replay=tcp://e:2")
+    with pytest.raises(ConfigError, match="use nats://HOST:PORT"):
+        parse("--nats", "http://e:1")

@@ -1,0 +1,143 @@
+"""Lines of several processes in one output."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+
+import pytest
+
+from kvrouter.serve import output as output_module
+from kvrouter.serve.output import MAX_LINE_BYTES, LabelledText, Lines, Output
+
+
+class Terminal(io.BytesIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Yes."""
+        return True
+
+
+class Stalled(io.BytesIO):
+    """A stream that takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flows = threading.Event()
+        self.is_asked = threading.Event()
+
+    def write(self, data: object) -> int:
+        """Wait."""
+        self.is_asked.set()
+        self.flows.wait()
+        return super().write(data)  # type: ignore[arg-type]
+
+
+class Gone(io.BytesIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, data: object) -> int:
+        """Fail."""
+        raise BrokenPipeError
+
+
+def test_lines_are_whole() -> None:
+    """Lines come out whole, however they came in; what has no end comes last."""
+    lines = Lines()
+    out = [line for part in (b"on", b"e\ntwo\r\nth", b"ree", b"\n\nend") for line in lines.feed(part)]
+
+    assert [b"one", b"two", b"three", b"", b"end"] == [*out, *lines.rest()]
+    assert [] == list(lines.rest())
+
+
+def test_endless_line() -> None:
+    """A line without an end is cut: it does not fill the memory."""
+    assert [MAX_LINE_BYTES, MAX_LINE_BYTES] == [
+        len(line) for line in Lines().feed(b"x" * (2 * MAX_LINE_BYTES + 5))
+    ]
+
+
+def test_labels() -> None:
+    """Each line has its process's name, in a column; errors go to the other stream; no colours in files."""
+    out, err = io.BytesIO(), io.BytesIO()
+    output = Output(out, err, width=8)
+
+    output.line("agent-1", b"up")
+    output.line("frontend", b"caf\xe9", is_error=True)
+    output.close()
+
+    assert b"agent-1  | up\n" == out.getvalue()
+    assert b"frontend | caf\xe9\n" == err.getvalue()
+
+
+def test_colours_on_a_terminal() -> None:
+    """On a terminal each name has a colour of its own."""
+    out = Terminal()
+    output = Output(out, io.BytesIO(), width=1)
+
+    for name in ("a", "b", "a"):
+        output.line(name, b"x")
+    output.close()
+
+    first, second, third = out.getvalue().splitlines()
+    assert first == third
+    assert first.startswith(b"\033[36m")
+    assert second.startswith(b"\033[33m")
+
+
+def test_json() -> None:
+    """With JSON logs every line is an object that names its process, whatever it was before."""
+    out = io.BytesIO()
+    output = Output(out, io.BytesIO(), width=1, is_json=True)
+
+    output.line("agent-1", b'{"event": "up"}')
+    output.line("agent-1", b"Traceback")
+    output.line("agent-1", b"{}")
+    output.close()
+
+    assert [
+        {"process": "agent-1", "event": "up"},
+        {"process": "agent-1", "line": "Traceback"},
+        {"process": "agent-1", "line": "{}"},
+    ] == [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that takes nothing holds nobody up; what was lost is said when it flows again."""
+    monkeypatch.setattr(output_module, "MAX_LINES", 2)
+    out = Stalled()
+    output = Output(out, io.BytesIO(), width=1)
+
+    output.line("a", b"0")
+    out.is_asked.wait(5)
+    for number in range(1, 6):
+        output.line("a", b"%d" % number)
+    out.flows.set()
+    output.close()
+
+    assert [b"a | 0", b"a | 1", b"serve | lines lost: 3", b"a | 2"] == out.getvalue().splitlines()
+
+
+def test_reader_gone() -> None:
+    """When one stream's reader has gone, the other still gets its lines."""
+    err = io.BytesIO()
+    output = Output(Gone(), err, width=1)
+
+    output.line("a", b"lost")
+    output.line("a", b"kept", is_error=True)
+    output.close()
+
+    assert b"a | kept\n" == err.getvalue()
+
+
+def test_own_stderr() -> None:
+    """What this process prints to stderr is labelled as well."""
+    err = io.BytesIO()
+    output = Output(io.BytesIO(), err, width=5)
+
+    print("one", "two", file=LabelledText(output, "serve"))
+    output.close()
+
+    assert b"serve | one two\n" == err.getvalue()

@@ -1,0 +1,58 @@
+"""What a person is told of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvrouter.serve.report import report, tokenizer_of
+from kvrouter.worker.engine_http import Models
+from kvrouter.worker.facts import EngineFacts
+from kvrouter.worker.load import Scrape
+from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.vllm_facts import EVENTS_OFF
+from kvrouter.worker.zmq_feed import FeedOptions
+
+OPTIONS = AgentOptions("http://e:1", "e-1")
+
+
+def test_everything_found() -> None:
+    """One block names what was found, in words."""
+    facts = EngineFacts(
+        Models(("tiny", "alias"), ("a",)),
+        "0.32.0",
+        Scrape(block_size=32, device_blocks=1000, host_blocks=50),
+        ranks=2,
+        feeds=(FeedOptions("tcp://e:2", "tcp://e:4"), FeedOptions("tcp://e:3", "tcp://e:5")),
+        tokenizer="/models/tiny",
+    )
+
+    assert """\
+engine e-1 at http://e:1: vllm 0.32.0
+  model       tiny, alias, LoRA: a
+  block size  32 tokens
+  blocks      1,000 (32,000 tokens), 50 in host memory
+  ranks       2
+  events      tcp://e:2, tcp://e:3
+  replay      tcp://e:4, tcp://e:5
+  tokenizer   /models/tiny""" == "\n".join(report(OPTIONS, facts, Path("/models/tiny")))
+
+
+def test_much_missing() -> None:
+    """What is missing is said with what to do about it."""
+    facts = EngineFacts(Models(("m",), ()), "", Scrape(), tokenizer="Org/Model", lacks=(EVENTS_OFF,))
+
+    lines = list(report(OPTIONS, facts, None))
+
+    assert "  blocks      unknown" in lines
+    assert "  events      none: placed by load" in lines
+    assert f"  ! {EVENTS_OFF}" in lines
+    assert "'Org/Model' is no such directory on this machine; give --model-path DIR" in lines[-1]
+
+
+def test_tokenizer(tmp_path: Path) -> None:
+    """The engine's model directory serves if it is here and has a tokenizer."""
+    facts = EngineFacts(Models(("m",), ()), "", Scrape(), tokenizer=str(tmp_path))
+
+    assert tokenizer_of(facts) is None
+    (tmp_path / "tokenizer.json").touch()
+    assert tmp_path == tokenizer_of(facts)

@@ -1,0 +1,185 @@
+"""`kvrouter serve` as a user runs it: one command, real processes, mockers as engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from kvrouter.mocker.config import MockerConfig
+from kvrouter.mocker.engine import EngineConfig
+from kvrouter.mocker.server import Mocker, running_mocker
+from kvrouter.tokens.tiny import build_tiny_model
+from tests.serve.serving import (
+    PATIENCE_S,
+    all_gone,
+    bound,
+    consecutive_ports,
+    serving,
+    until_known,
+    until_ready,
+)
+
+FAST = MockerConfig(engine=EngineConfig(num_blocks=2048 + 1), model_name="tiny", speedup=50.0)
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    """A model directory."""
+    build_tiny_model(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.fixture
+async def mockers(model_path: Path) -> AsyncIterator[list[Mocker]]:
+    """Two engines that know where their model is."""
+    config = MockerConfig(engine=FAST.engine, model_name="tiny", model_path=model_path, speedup=50.0)
+    async with running_mocker(config) as first, running_mocker(config) as second:
+        yield [first, second]
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    """A client."""
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def ask(http: aiohttp.ClientSession, url: str, prompt: str | list[int]) -> aiohttp.ClientResponse:
+    """One completion."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
+    async with http.post(f"{url}/v1/completions", json=body) as response:
+        await response.read()
+    assert response.status == 200
+    return response
+
+
+async def test_the_one_command(
+    mockers: list[Mocker], model_path: Path, http: aiohttp.ClientSession, free_port: Callable[[], int]
+) -> None:
+    """Two engines, two replicas, a NATS of its own: a killed agent comes back, SIGTERM leaves nothing."""
+    first = consecutive_ports(2)
+    urls = [f"http://127.0.0.1:{first + number}" for number in range(2)]
+    engines = [f"--engine={mocker.url}" for mocker in mockers]
+    async with serving(*engines, "--replicas=2", f"--port={first}", f"--nats-port={free_port()}") as served:
+        await until_ready(served, http, urls)
+
+        prompt = "the same words again and again " * 20
+        warm = await ask(http, urls[0], prompt)
+        chosen = warm.headers["x-kvrouter-worker"]
+        await until_known(served, http, urls[1], chosen)
+        found = await ask(http, urls[1], prompt)
+
+        (victim, *_) = before = served.agents()
+        os.kill(victim, signal.SIGKILL)
+        await served.until_said(r"child.ended +exit_code=-9 name=agent-\d starts_again_in_s=0.5")
+        await served.until(lambda: len(set(served.agents()) - set(before)) == 1, "another agent")
+        await served.until_said(r"^agent-\d +\| .*worker\.up", 3)
+
+        pids = list(served.children())
+        code = await served.end()
+        await served.until(lambda: all_gone(pids), "an end of all children")
+
+    assert chosen == found.headers["x-kvrouter-worker"]
+    assert int(found.headers["x-kvrouter-overlap-blocks"]) > 5
+    assert 0 == code
+    said = served.text()
+    assert f"tokenizer   {model_path}" in said
+    assert f"events      {mockers[0].kv_events}" in said
+    assert len(pids) == 5
+    assert said.index("frontend.stopped") > said.index("serve.stopping")
+    assert all(re.match(r"(serve|agent-\d|frontend-\d) +\| ", line) for line in served.said), said
+    assert "\033[" not in said
+
+
+async def test_engine_that_comes_later(
+    nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]
+) -> None:
+    """An engine that is not up yet is awaited, and said to be; what it lacks is said when it is there."""
+    engine_port, port = free_port(), free_port()
+    url = f"http://127.0.0.1:{port}"
+    flags = [f"--engine=http://127.0.0.1:{engine_port}", f"--port={port}", f"--nats={nats_url}"]
+    async with serving(*flags, f"--namespace=later-{port}") as served:
+        await served.until_said(r"engine.awaited +reason='/v1/models: connection refused'")
+        assert not served.children()
+
+        async with running_mocker(MockerConfig(engine=FAST.engine, model_name="tiny", port=engine_port)):
+            await until_ready(served, http, [url])
+            await ask(http, url, [1, 2, 3])
+
+            assert 0 == await served.end(signal.SIGINT)
+
+    assert "! no tokenizer:" in served.text()
+
+
+async def test_second_signal(
+    nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]
+) -> None:
+    """A second signal does not wait for what runs."""
+    port = free_port()
+    config = MockerConfig(engine=FAST.engine, model_name="tiny", speedup=0.05)
+    async with running_mocker(config) as mocker:
+        flags = [f"--engine={mocker.url}", f"--port={port}", f"--nats={nats_url}"]
+        async with serving(*flags, f"--namespace=second-{port}") as served:
+            await until_ready(served, http, [f"http://127.0.0.1:{port}"])
+            body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2000, "stream": True}
+            async with http.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as stream:
+                await stream.content.readany()
+                pids = list(served.children())
+                served.process.send_signal(signal.SIGTERM)
+                await served.until_said(r"^frontend-1 .*frontend\.draining")
+
+                assert 1 == await served.end()
+
+            await served.until(lambda: all_gone(pids), "an end of all children")
+
+
+async def test_killed(nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]) -> None:
+    """Even kill -9 leaves no orphan."""
+    port = free_port()
+    async with running_mocker(FAST) as mocker:
+        flags = [f"--engine={mocker.url}", f"--port={port}", f"--nats={nats_url}"]
+        async with serving(*flags, f"--namespace=killed-{port}") as served:
+            await until_ready(served, http, [f"http://127.0.0.1:{port}"])
+            pids = list(served.children())
+
+            await served.end(signal.SIGKILL)
+
+            await served.until(lambda: all_gone(pids), "an end of all children")
+    assert len(pids) == 2
+
+
+async def test_port_taken(nats_url: str) -> None:
+    """A frontend that cannot have its port ends the whole with its message: nothing half runs."""
+    with bound(0) as taken:
+        port = taken.getsockname()[1]
+        async with running_mocker(FAST) as mocker:
+            flags = [f"--engine={mocker.url}", f"--port={port}", f"--nats={nats_url}"]
+            async with serving(*flags, f"--namespace=taken-{port}") as served, asyncio.timeout(PATIENCE_S):
+                code = await served.process.wait()
+
+    assert 2 == code
+    assert re.search(rf"frontend-1 +\| .*cannot listen on 127.0.0.1:{port}", served.text())
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--engine", "127.0.0.1:1"], "begin with the engine's URL"),
+        (["--engine", "http://e:1,foo=1"], "no key 'foo'"),
+        ([], "required: --engine"),
+    ],
+)
+async def test_wrong_flags(flags: list[str], said: str) -> None:
+    """Wrong flags end it before anything starts."""
+    async with serving(*flags) as served:
+        code = await served.process.wait()
+
+    assert 2 == code
+    assert said in served.text()
