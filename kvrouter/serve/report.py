@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvrouter.worker.facts import EngineFacts, with_discovered
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.zmq_feed import FeedOptions
 
 NO_TOKENIZER = (
     "no tokenizer: {where}; give --model-path DIR, a directory with tokenizer.json. Until then texts and "
@@ -26,7 +27,7 @@ def report(options: AgentOptions, facts: EngineFacts, model_path: Path | None) -
     yield f"  block size  {block_size} tokens"
     yield f"  blocks      {capacity if scrape.device_blocks else 'unknown'}{host}"
     yield f"  ranks       {settled.ranks}"
-    yield f"  events      {', '.join(feed.events for feed in settled.feeds) or 'none: placed by load'}"
+    yield f"  events      {', '.join(_shown(feed) for feed in settled.feeds) or 'none: placed by load'}"
     if settled.feeds:
         yield f"  replay      {', '.join(feed.replay for feed in settled.feeds if feed.replay) or 'none'}"
     yield f"  tokenizer   {model_path or 'none'}"
@@ -40,6 +41,10 @@ def tokenizer_of(facts: EngineFacts) -> Path | None:
     """The engine's tokenizer, if it is a directory on this machine."""
     path = Path(facts.tokenizer) if facts.tokenizer else None
     return path if path is not None and (path / "tokenizer.json").is_file() else None
+
+
+def _shown(feed: FeedOptions) -> str:
+    return f"{feed.events} (the engine connects to it)" if "*" in feed.events else feed.events
 
 
 def _where(facts: EngineFacts) -> str:

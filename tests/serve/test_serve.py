@@ -21,6 +21,7 @@ from tests.serve.serving import (
     all_gone,
     bound,
     consecutive_ports,
+    is_alive,
     serving,
     until_known,
     until_ready,
@@ -134,6 +135,8 @@ async def test_second_signal(
                 pids = list(served.children())
                 served.process.send_signal(signal.SIGTERM)
                 await served.until_said(r"^frontend-1 .*frontend\.draining")
+                await stream.content.readany()
+                assert all(is_alive(pid) for pid in pids)  # agents stay while frontends drain
 
                 assert 1 == await served.end()
 

@@ -42,6 +42,11 @@ class EventSockets:
         async with asyncio.timeout(5):
             await self._pub.recv()
 
+    def source(self) -> dict[str, object]:
+        """How vLLM would name them; only in this form it binds them."""
+        mapped = self.events.replace("127.0.0.1", "[::ffff:127.0.0.1]")
+        return {"publisher": "zmq", "endpoint": mapped, "replay_endpoint": self.replay, "topic": "topic"}
+
     def restart(self) -> None:
         """Begin anew, as another process would."""
         self.buffer = []
@@ -66,12 +71,16 @@ class EventSockets:
 
 
 class EngineServer:
-    """The HTTP side. `is_healthy` and `metrics` may be changed while it serves."""
+    """The HTTP side. `is_healthy`, `metrics` and `sources` may be changed while it serves.
+
+    `sources` is what it tells of its event endpoints; None: it does not know the question.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.is_healthy = True
         self.model = "tiny"
+        self.sources: dict[str, object] | None = None
         self.metrics = (
             'vllm:cache_config_info{block_size="2",engine="0",num_gpu_blocks="100"} 1.0\n'
             'vllm:num_requests_running{engine="0"} 3.0\n'
@@ -84,7 +93,7 @@ class EngineServer:
         """Serve on a port of this machine."""
         server = cls(f"http://127.0.0.1:{port}")
         app = web.Application()
-        for path in ("v1/models", "metrics", "version", "health"):
+        for path in ("v1/models", "metrics", "version", "health", "kv_event_sources"):
             app.router.add_get(f"/{path}", server._answer)
         runner = web.AppRunner(app)
         await runner.setup()
@@ -102,6 +111,8 @@ class EngineServer:
                 return web.json_response({"object": "list", "data": [base, lora]})
             case "/metrics":
                 return web.Response(text=self.metrics)
+            case "/kv_event_sources":
+                return web.json_response(self.sources, status=200 if self.sources is not None else 404)
             case "/version":
                 return web.json_response({"version": "0.32.0"})
             case _:

@@ -194,6 +194,34 @@ async def test_without_events(scene: Scene) -> None:
     assert [RankBeat(0, beat.incarnation, 0, False, 3)] == beat.ranks
 
 
+async def test_discovers_events(scene: Scene) -> None:
+    """Without endpoints in its flags the agent takes those that the engine tells."""
+    scene.engine.sources = {"0": scene.events.source()}
+
+    async with scene.agent(replace(scene.options, feeds=())):
+        beat = await scene.listener.beat(lambda beat: beat.card is not None)
+        await scene.listener.until_held({A})
+
+    assert beat.card is not None
+    assert beat.card.publishes_events
+
+
+async def test_events_move(scene: Scene) -> None:
+    """An engine that comes back with events elsewhere, or with events at last, ends the agent."""
+    scene.engine.sources = {}
+    task = asyncio.create_task(serve(replace(scene.options, feeds=()), asyncio.Event()))
+    await scene.listener.beat(lambda beat: beat.card is not None)
+    scene.engine.is_healthy = False
+    await scene.listener.beat(lambda beat: beat.state == "down")
+    scene.engine.sources = {"0": scene.events.source()}
+    scene.engine.is_healthy = True
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await task
+
+    assert raised.group_contains(EngineError, match="elsewhere than before")
+
+
 async def test_engine_not_up_yet(scene: Scene, free_port: Callable[[], int]) -> None:
     """The agent waits for its engine, and can be stopped meanwhile."""
     url = f"http://127.0.0.1:{free_port()}"
