@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -24,6 +25,8 @@ class Serving:
 
     process: asyncio.subprocess.Process
     said: list[str] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+    """Process ids that were its children once."""
 
     async def listen(self, stream: asyncio.StreamReader | None) -> None:
         """Keep what it says."""
@@ -58,6 +61,7 @@ class Serving:
             for pid in (task / "children").read_text().split():
                 with contextlib.suppress(FileNotFoundError):
                     found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        self.seen.update(found)
         return found
 
     def agents(self) -> list[int]:
@@ -83,10 +87,19 @@ async def serving(*flags: str) -> AsyncIterator[Serving]:
     try:
         yield running
     finally:
+        await _clean_up(running, ears)
+
+
+async def _clean_up(running: Serving, ears: Sequence[asyncio.Task[None]]) -> None:
+    """Kill what a test that failed has left."""
+    left = [*running.seen, *(running.children() if running.process.returncode is None else ())]
+    with contextlib.suppress(ProcessLookupError):
+        running.process.kill()
+    await running.process.wait()
+    for pid in left:
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        await asyncio.gather(*ears)
+            os.kill(pid, signal.SIGKILL)
+    await asyncio.wait(ears, timeout=PATIENCE_S)
 
 
 async def get(http: aiohttp.ClientSession, url: str) -> bool:
