@@ -25,8 +25,8 @@ class Serving:
 
     process: asyncio.subprocess.Process
     said: list[str] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
-    """Process ids that were its children once."""
+    seen: dict[int, str] = field(default_factory=dict)
+    """What were its children once."""
 
     async def listen(self, stream: asyncio.StreamReader | None) -> None:
         """Keep what it says."""
@@ -59,8 +59,7 @@ class Serving:
         found = {}
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             for pid in (task / "children").read_text().split():
-                with contextlib.suppress(FileNotFoundError):
-                    found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(pid)] = command_of(int(pid))
         self.seen.update(found)
         return found
 
@@ -92,12 +91,13 @@ async def serving(*flags: str) -> AsyncIterator[Serving]:
 
 async def _clean_up(running: Serving, ears: Sequence[asyncio.Task[None]]) -> None:
     """Kill what a test that failed has left."""
-    left = [*running.seen, *(running.children() if running.process.returncode is None else ())]
+    if running.process.returncode is None:
+        running.children()
     with contextlib.suppress(ProcessLookupError):
         running.process.kill()
     await running.process.wait()
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
+    for pid, command in running.seen.items():
+        if command and command == command_of(pid):
             os.kill(pid, signal.SIGKILL)
     await asyncio.wait(ears, timeout=PATIENCE_S)
 
@@ -147,6 +147,14 @@ def bound(port: int) -> socket.socket:
 def all_gone(pids: Sequence[int]) -> bool:
     """Whether none of these processes is left."""
     return not any(is_alive(pid) for pid in pids)
+
+
+def command_of(pid: int) -> str:
+    """A process's command line; empty if it has gone, or is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def is_alive(pid: int) -> bool:
