@@ -26,6 +26,7 @@ from tests.serve.serving import (
     until_known,
     until_ready,
 )
+from tests.worker.fake_engine import EngineServer
 
 FAST = MockerConfig(engine=EngineConfig(num_blocks=2048 + 1), model_name="tiny", speedup=50.0)
 
@@ -117,6 +118,23 @@ async def test_engine_that_comes_later(
             assert 0 == await served.end(signal.SIGINT)
 
     assert "! no tokenizer:" in served.text()
+
+
+async def test_no_events(nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]) -> None:
+    """Engines without events are served by what was sent where, and that is said."""
+    port = free_port()
+    async with EngineServer.open(free_port()) as engine:
+        engine.sources = {}
+        flags = [f"--engine={engine.url}", f"--port={port}", f"--nats={nats_url}"]
+        async with serving(*flags, f"--namespace=off-{port}") as served:
+            await until_ready(served, http, [f"http://127.0.0.1:{port}"])
+            (frontend,) = [command for command in served.children().values() if "frontend" in command]
+
+            assert 0 == await served.end()
+
+    assert "--no-kv-events" in frontend
+    assert "! events off: start vLLM with" in served.text()
+    assert "no engine publishes KV events: routing by what was sent where" in served.text()
 
 
 async def test_second_signal(
