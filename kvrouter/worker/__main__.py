@@ -1,4 +1,8 @@
-"""`python -m kvrouter.worker`: the agent beside an engine."""
+"""`python -m kvrouter.worker`: the agent beside an engine.
+
+SIGTERM or SIGINT: no new requests, leave when those that run have ended; a second one: leave now.
+SIGUSR1: no new requests, until the next SIGUSR1.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ import uvloop
 from kvrouter.errors import KvRouterError
 from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.worker.agent import serve
+from kvrouter.worker.drain import Duty
 from kvrouter.worker.options import AgentOptions, add_flags, read_options
 
 log = structlog.get_logger()
@@ -36,10 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: AgentOptions) -> None:
-    stop = asyncio.Event()
+    leave = asyncio.Event()
+    duty = Duty(leave)
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(options, stop)
+        loop.add_signal_handler(number, duty.retire)
+    loop.add_signal_handler(signal.SIGUSR1, duty.pause)
+    await serve(options, leave, duty)
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

@@ -17,12 +17,13 @@ import structlog
 
 from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
-from kvrouter.core.beats import Card, RankBeat
+from kvrouter.core.beats import Card, RankBeat, State
 from kvrouter.core.events import decode_request
 from kvrouter.core.ids import WorkerId
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.discovery import learn, learn_patiently
+from kvrouter.worker.drain import Duty, until_drained
 from kvrouter.worker.engine_blocks import MAX_HELD_BLOCKS
 from kvrouter.worker.engine_http import EngineError, EngineHttp
 from kvrouter.worker.facts import EngineFacts, build_card, can_report, with_discovered
@@ -41,8 +42,9 @@ SETTLE_S = 2.0
 """How long the first heartbeat waits until it is known what of the engine's history there is."""
 
 
-async def serve(options: AgentOptions, stop: asyncio.Event) -> None:
-    """Run an agent until `stop` is set. Raises TakenOverError, EngineError, ConfigError."""
+async def serve(options: AgentOptions, stop: asyncio.Event, duty: Duty | None = None) -> None:
+    """Run an agent until `stop` is set, or `duty` is done. Raises TakenOverError, EngineError, ConfigError."""
+    duty = duty or Duty(stop)
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(EngineHttp.open(options.engine_url, options.api_key))
@@ -57,8 +59,8 @@ async def serve(options: AgentOptions, stop: asyncio.Event) -> None:
             owner = f"{options.namespace}/{options.worker_id}"
             file = stack.enter_context(StateFile.open(options.state_file, owner))
         former = file.load() if file is not None else None
-        agent = Agent(options, bus, engine, facts, feeds, started_us=started_us, former=former)
-        await agent.run(stop, file)
+        agent = Agent(options, bus, engine, facts, feeds, duty=duty, started_us=started_us, former=former)
+        await agent.run(file)
 
 
 class Agent:
@@ -72,6 +74,7 @@ class Agent:
         facts: EngineFacts,
         feeds: Sequence[ZmqFeed],
         *,
+        duty: Duty,
         started_us: int,
         former: AgentState | None = None,
     ) -> None:
@@ -91,22 +94,37 @@ class Agent:
         self._pool_model = options.model or facts.models.served_names[0]
         self._ranks = [self._rank(number, former) for number in range(len(feeds))]
         self._is_answering = asyncio.Event()
+        self._is_down = False
+        self._duty = duty
         self._loads: Mapping[int, RankLoad] = facts.scrape.loads
         self._announcer = Announcer(bus, self._subjects, self._card(), self._incarnation, self._rank_beats)
 
-    async def run(self, stop: asyncio.Event, file: StateFile | None = None) -> None:
-        """Serve until `stop` is set, then say `leave` and keep the state. Raises TakenOverError."""
+    async def run(self, file: StateFile | None = None) -> None:
+        """Serve until the duty is done, then say `leave` and keep the state. Raises TakenOverError."""
+        self._duty.attend(self._show_state)
+        self._show_state()
         await self._announcer.subscribe()
         async with asyncio.TaskGroup() as group:
             loops = [self._announce(), self._watch_health(), self._watch_load(), self._keep_state(file)]
             for feed, rank in zip(self._feeds, self._ranks, strict=True):
                 loops += [feed.run(rank.on_action), self._publish(rank)]
             tasks = [group.create_task(loop) for loop in loops]
-            await stop.wait()
+            reason = await self._duty.until_done(self._serve_out())
+            log.info("worker.leaving", worker=self._options.worker_id, reason=reason)
             self._announcer.leave()
             for task in tasks:
                 task.cancel()
         await self._save_state(file)  # not after an error: the file may be our successor's
+
+    async def _serve_out(self) -> str:
+        """Once the duty is to retire: drain, for as long as that may take. Returns why it is over."""
+        await self._duty.retired.wait()
+        log.info("worker.draining", worker=self._options.worker_id, timeout_s=self._options.drain_timeout_s)
+        try:
+            async with asyncio.timeout(self._options.drain_timeout_s):
+                return await until_drained(self._engine, lambda: self._is_down)
+        except TimeoutError:
+            return f"--drain-timeout {self._options.drain_timeout_s:g} has passed"
 
     async def _announce(self) -> None:
         """Heartbeats, and answers: not before it is known what there is, or readers would see nothing."""
@@ -210,7 +228,7 @@ class Agent:
             misses = 0 if is_healthy else misses + 1
             if misses == MISSES_UNTIL_DOWN:
                 self._go_down()
-            elif misses == 0 and self._announcer.state == "down":
+            elif misses == 0 and self._is_down:
                 await self._come_back()
 
     def _go_down(self) -> None:
@@ -218,7 +236,13 @@ class Agent:
         self._loads = {}
         for rank in self._ranks:
             rank.go_down()
-        self._announcer.set_state("down")
+        self._is_down = True
+        self._show_state()
+
+    def _show_state(self) -> None:
+        """Announce at once whether the worker takes requests, if that has changed."""
+        up: State = "draining" if self._duty.is_draining else "up"
+        self._announcer.set_state("down" if self._is_down else up)
 
     async def _come_back(self) -> None:
         """Up again, perhaps another process with another model: learn it and its history anew."""
@@ -239,13 +263,14 @@ class Agent:
         self._note(facts)
         self._restart_feeds(self._ranks)
         self._announcer.update(self._card())
-        self._announcer.set_state("up")
+        self._is_down = False
+        self._show_state()
 
     async def _watch_load(self) -> None:
         """Look at the metrics once per heartbeat; what they say is in the next one."""
         while True:
             await asyncio.sleep(self._options.heartbeat_s)
-            if self._announcer.state == "down":
+            if self._is_down:
                 continue
             try:
                 self._note_scrape(await self._engine.scrape())

@@ -23,6 +23,10 @@ class EngineError(KvRouterError):
     """The engine does not answer, or not as an engine would."""
 
 
+class EngineGoneError(EngineError):
+    """Nobody listens at the engine's port."""
+
+
 @dataclass(frozen=True, slots=True)
 class Models:
     """What an engine serves: the ids of its base model, and of the LoRA adapters on it.
@@ -163,7 +167,8 @@ class EngineHttp:
             async with self._session.request(method, path, json=body) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineError(f"/{path}: {_reason(error)}") from None
+            is_gone = isinstance(error, aiohttp.ClientConnectorError)
+            raise (EngineGoneError if is_gone else EngineError)(f"/{path}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:

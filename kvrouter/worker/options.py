@@ -45,6 +45,7 @@ class AgentOptions:
     state_file: Path | None = None
     state_every_s: float = 10.0
     kv_repair: bool = True
+    drain_timeout_s: float = 300.0
 
 
 def worker_id_of(url: str) -> str:
@@ -85,6 +86,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="after lost history, have requests make the engine announce the blocks they re-use "
         "(only where it can: vLLM 0.24 and later)",
     )
+    add(
+        "--drain-timeout",
+        type=not_negative,
+        default=300.0,
+        metavar="S",
+        help="on SIGTERM wait this long for the engine's requests to end before leaving; 0: leave at once",
+    )
     add("--probe-s", type=positive, default=1.0, help="seconds between health probes; 3 misses mean down")
 
 
@@ -111,6 +119,7 @@ def read_options(arguments: argparse.Namespace) -> AgentOptions:
         probe_s=arguments.probe_s,
         state_file=_read_state_file(arguments.state_file),
         kv_repair=arguments.kv_repair,
+        drain_timeout_s=arguments.drain_timeout,
     )
 
 

@@ -81,6 +81,7 @@ class EngineServer:
         self.is_healthy = True
         self.model = "tiny"
         self.sources: dict[str, object] | None = None
+        self.scrapes = 0
         self.metrics = (
             'vllm:cache_config_info{block_size="2",engine="0",num_gpu_blocks="100"} 1.0\n'
             'vllm:num_requests_running{engine="0"} 3.0\n'
@@ -103,6 +104,12 @@ class EngineServer:
         finally:
             await runner.cleanup()
 
+    async def scraped(self, count: int) -> None:
+        """Return when the metrics have been asked for so often."""
+        async with asyncio.timeout(5):
+            while self.scrapes < count:  # noqa: ASYNC110  # polled: one line, in one test
+                await asyncio.sleep(0.001)
+
     async def _answer(self, request: web.Request) -> web.Response:
         match request.path:
             case "/v1/models":
@@ -110,6 +117,7 @@ class EngineServer:
                 lora = {"id": "adapter", "root": "/l", "parent": self.model, "max_model_len": None}
                 return web.json_response({"object": "list", "data": [base, lora]})
             case "/metrics":
+                self.scrapes += 1
                 return web.Response(text=self.metrics)
             case "/kv_event_sources":
                 return web.json_response(self.sources, status=200 if self.sources is not None else 404)
