@@ -52,5 +52,12 @@ class NoWorkersError(KvRouterError):
     type = "ServiceUnavailableError"
 
 
+class ShuttingDownError(KvRouterError):
+    """The replica ends and can wait no longer; the client may try again, at another one."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+
 class MalformedFrameError(KvRouterError):
     """Bytes from the bus or an engine that do not decode as what they claim to be."""

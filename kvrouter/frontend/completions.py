@@ -30,6 +30,7 @@ from kvrouter.errors import (
 from kvrouter.frontend import openai
 from kvrouter.frontend.client import AiohttpClient, AlreadyWritten
 from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.in_flight import InFlight, RequestTask, current_task, cut_off_error
 from kvrouter.frontend.relay import (
     Attempt,
     Done,
@@ -83,13 +84,12 @@ class Completions:
         limits: Limits,
         retries: int,
     ) -> None:
-        self.idle = asyncio.Event()
+        self._in_flight = InFlight()
+        self.idle = self._in_flight.idle
         """Set while no request is being served."""
-        self.idle.set()
         self.is_draining = False
         """Set: answers close their connections, so that clients come back to another replica."""
-        self._in_flight = 0
-        self._running: dict[Attempt, tuple[Router, BookingKey]] = {}
+        self._running: dict[Attempt, tuple[Router, BookingKey, RequestTask]] = {}
         self._replica = replica
         self._feeds = feeds
         self._encoder = encoder
@@ -113,7 +113,7 @@ class Completions:
         received_at = asyncio.get_running_loop().time()
         request_id = _request_id(http)
         try:
-            with self._counted():
+            with self._in_flight.one(), self._metrics.in_flight.track_inprogress():
                 response = await self._complete(http, parse, request_id, received_at)
         except KvRouterError as error:
             response = error_response(error, request_id)
@@ -125,19 +125,6 @@ class Completions:
         self._metrics.requests.labels(str(response.status)).inc()
         self._metrics.duration.observe(asyncio.get_running_loop().time() - received_at)
         return response
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        self._in_flight += 1
-        self._metrics.in_flight.inc()
-        self.idle.clear()
-        try:
-            yield
-        finally:
-            self._in_flight -= 1
-            self._metrics.in_flight.dec()
-            if not self._in_flight:
-                self.idle.set()
 
     async def _complete(
         self,
@@ -159,6 +146,7 @@ class Completions:
         )
         work = Work(request_id, http, without_report_mode(body), request.stream, route, router, received_at)
         response = await self._try_workers(work)
+        self._in_flight.answered()
         if response.keep_alive:
             # else a client that sends requests and reads no answers would fill our memory
             with contextlib.suppress(ConnectionError):
@@ -242,7 +230,7 @@ class Completions:
             _response_headers(work, placement, self._replica.router_id),
             lambda: self._first_data(work, placement),
         )
-        self._running[attempt] = (work.router, placement.key)
+        self._running[attempt] = (work.router, placement.key, current_task())
         try:
             attempt.send(payload)
             return await attempt.outcome
@@ -260,9 +248,16 @@ class Completions:
 
     def report_progress(self) -> None:
         """Book the output blocks that running answers have filled; called once a second."""
-        for attempt, (router, key) in self._running.items():
+        for attempt, (router, key, _) in self._running.items():
             router.progress(key, attempt.events)
         self._feeds.flush_soon()
+
+    def cut_off(self) -> None:
+        """End what runs: answers that have begun with an error event, all other requests with 503."""
+        begun = {attempt: task for attempt, (_, _, task) in self._running.items() if attempt.is_committed}
+        self._in_flight.refuse_waiting(set(begun.values()))
+        for attempt in begun:
+            attempt.cut_off(cut_off_error())
 
     def _note_failure(self, work: Work, placement: Placement, failure: Rejected | Lost) -> None:
         reason = str(failure.status) if isinstance(failure, Rejected) else "lost"

@@ -158,6 +158,16 @@ class Attempt:
         """Send the request; everything else follows from what comes back."""
         self._connection.send(request, self)
 
+    @property
+    def is_committed(self) -> bool:
+        """Whether the client has seen a part of the answer, or will."""
+        return not self._is_holding
+
+    def cut_off(self, error: KvRouterError) -> None:
+        """End an answer of which the client has seen a part: nobody will be there to relay the rest."""
+        if not self.outcome.done():
+            self._break_off(str(error), error)
+
     def cancel(self) -> None:
         """The client has left: so does the request."""
         self._connection.cancel(self)

@@ -40,7 +40,7 @@ KEEP_ALIVE_S = 75.0
 """Idle client connections; longer than what load balancers keep theirs (HAProxy, nginx: 60 s)."""
 
 CUT_OFF_S = 0.1
-"""What aiohttp gives, twice, to requests that outlived the draining (0 would mean for ever)."""
+"""What requests that outlived the draining get to end in: once from us, twice from aiohttp (0: for ever)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ async def running_frontend(
         await stack.enter_async_context(_background(feeds, completions, options))
         stack.callback(feeds.leave)
         server = _http_server(
-            _application(completions, admin, options), listener, completions.idle, hurried, options
+            _application(completions, admin, options), listener, completions, hurried, options
         )
         await stack.enter_async_context(server)
         _warn_of_missing_tokenizer(options, encoder)
@@ -174,11 +174,11 @@ def _application(completions: Completions, admin: Admin, options: FrontendOption
 async def _http_server(
     app: web.Application,
     listener: socket.socket,
-    idle: asyncio.Event,
+    completions: Completions,
     hurried: asyncio.Event | None,
     options: FrontendOptions,
 ) -> AsyncIterator[None]:
-    """Serve on the listener; on the way out stop accepting and let what runs finish."""
+    """Serve on the listener; on the way out stop accepting, let what runs finish, cut off the rest."""
     logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
     runner = web.AppRunner(
         app,
@@ -194,9 +194,12 @@ async def _http_server(
         yield
         await site.stop()
         await asyncio.sleep(0)  # connections accepted just now begin
+        idle = completions.idle
         await _wait_for_any(idle, hurried, timeout_s=options.drain_timeout_s)
         if not idle.is_set():
             log.warning("frontend.cut_off", drain_timeout_s=options.drain_timeout_s)
+            completions.cut_off()
+            await _wait_for_any(idle, timeout_s=CUT_OFF_S)
     finally:
         await runner.cleanup()
 

@@ -30,6 +30,7 @@ from tests.frontend.workers import (
     Wire,
     chunk,
     event,
+    in_turn,
     says_and_stalls,
     until,
 )
@@ -146,31 +147,94 @@ async def until_refused(url: str) -> None:
             return
 
 
-async def test_drain_timeout(nats_url: str, free_port: Callable[[], int]) -> None:
-    """A stream that outlives --drain-timeout is cut off: its client sees that, its worker too."""
-    flags = ("--drain-grace", "0", "--drain-timeout", "0.2")
-    script = says_and_stalls(ONE)
-    async with running(nats_url, free_port(), script, *flags) as frontend, streaming(frontend) as client:
-        frontend.stop()
-        code, said = await frontend.ended()
+CUT_OFF_FLAGS = ("--drain-grace", "0", "--drain-timeout", "0.2")
 
-        assert 0 == code
-        assert "frontend.cut_off" in said
-        assert await client.is_closed()
+
+def streams_and_waits(*begun: bytes) -> Script:
+    """Begins to answer the first request with this, and says nothing to the others."""
+    return in_turn(says_and_stalls(*begun), says_and_stalls())
+
+
+async def test_drain_timeout(nats_url: str, free_port: Callable[[], int]) -> None:
+    """What outlives --drain-timeout is told: a stream by an error event, in order; others by a 503."""
+    script = streams_and_waits(ONE)
+    async with running(nats_url, free_port(), script, *CUT_OFF_FLAGS) as frontend:
+        async with connected(frontend.url) as begun, connected(frontend.url) as uploading:
+            begun.send(STREAM)
+            answer = asyncio.ensure_future(begun.response())
+            await until(lambda: frontend.worker.requests, "the stream has begun")
+            waiting = [asyncio.ensure_future(ask(frontend.url, body)) for body in (BODY, STREAM)]
+            uploading.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 9\r\n\r\n{")
+            await until(lambda: len(frontend.worker.requests) == 3, "all have been sent on")
+            frontend.stop()
+            whole = await answer
+            others = [await each for each in waiting] + [await uploading.response()]
+            is_closed = await begun.is_closed()
+        code, said = await frontend.ended()
         await until(lambda: not frontend.worker.open_wires, "the worker is told")
+
+    assert (200, True, True) == (whole.status, whole.is_whole, is_closed)
+    text, error = whole.events
+    assert ("a", 503) == (text["choices"][0]["text"], error["error"]["code"])
+    assert [503] * 3 == [each.status for each in others]
+    assert {"ServiceUnavailableError"} == {each.json["error"]["type"] for each in others}
+    assert ["1"] * 3 == [each.header("retry-after") for each in others]
+    assert "shutting down" in others[0].json["error"]["message"]
+    assert 0 == code
+    assert "frontend.cut_off" in said
+    assert "error" not in [line.split()[2].strip("[]") for line in said.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("begun", "is_whole"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + event("a"), False),
+        (ONE + b"ff\r\ndata: half", False),
+        (ONE + chunk(event("b")), True),
+    ],
+    ids=["no chunks", "amid a chunk", "chunks"],
+)
+async def test_cut_off_where_nothing_can_be_said(
+    nats_url: str, free_port: Callable[[], int], begun: bytes, is_whole: bool
+) -> None:
+    """An answer whose framing has no room for an error event does not look whole."""
+    script = says_and_stalls(begun)
+    async with running(nats_url, free_port(), script, *CUT_OFF_FLAGS) as frontend:
+        async with connected(frontend.url) as client:
+            client.send(STREAM)
+            await client.read_until(b"\r\n\r\n")
+            frontend.stop()
+            rest, is_torn = await read_all(client)
+        code, _ = await frontend.ended()
+
+    assert (0, is_whole) == (code, not is_torn)
+    assert is_whole == rest.endswith(b"}}\n\n\r\n" + LAST_CHUNK)
+
+
+async def read_all(client: Client) -> tuple[bytes, bool]:
+    """What comes until the connection ends, and whether it is torn."""
+    rest = b""
+    try:
+        async with asyncio.timeout(SOON_S):
+            while data := await client.reader.read(65536):
+                rest += data
+    except ConnectionError:
+        return rest, True
+    return rest, False
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 async def test_second_signal(nats_url: str, free_port: Callable[[], int], first: signal.Signals) -> None:
     """A second signal ends it without further waiting."""
     script, flags = says_and_stalls(ONE), ("--drain-grace", "60")
-    async with running(nats_url, free_port(), script, *flags) as frontend, streaming(frontend):
+    async with running(nats_url, free_port(), script, *flags) as frontend, streaming(frontend) as client:
         frontend.process.send_signal(first)
         while (await get(frontend.url, "/ready")).status == 200:
             pass
         frontend.stop()
 
         assert 0 == (await frontend.ended())[0]
+        assert b"ServiceUnavailableError" in await client.reader.read()
 
 
 async def test_silent_about_clients_that_leave(nats_url: str, free_port: Callable[[], int]) -> None:
