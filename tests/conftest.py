@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -28,15 +29,16 @@ def pytest_asyncio_loop_factories(
 class NatsServer:
     """A nats-server process on a port of its own, which a test may stop and start again."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, config: Path | None = None) -> None:
         self.port = port
+        self._flags = ["--config", str(config)] if config is not None else []
         self.url = f"nats://127.0.0.1:{port}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start, and return when it answers."""
         self._process = subprocess.Popen(
-            [str(server_binary()), "--addr", "127.0.0.1", "--port", str(self.port)],
+            [str(server_binary()), "--addr", "127.0.0.1", "--port", str(self.port), *self._flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -78,12 +80,12 @@ def free_port() -> Callable[[], int]:
 
 
 @pytest.fixture
-def new_nats_server() -> Iterator[Callable[[], NatsServer]]:
-    """Makes servers, not started yet, that end with the test."""
+def new_nats_server() -> Iterator[Callable[..., NatsServer]]:
+    """Makes servers, with a configuration file or without, not started yet, that end with the test."""
     servers: list[NatsServer] = []
 
-    def make() -> NatsServer:
-        servers.append(NatsServer(_free_port()))
+    def make(config: Path | None = None) -> NatsServer:
+        servers.append(NatsServer(_free_port(), config))
         return servers[-1]
 
     yield make

@@ -31,6 +31,9 @@ OnMessage = Callable[[str, bytes, str], None]
 OUTBOX_BYTES = 32 * 1024 * 1024
 LEAST_PAYLOAD_BYTES = 513 * 1024
 """What a server must let through: the largest frame (512 KiB) and its envelope. NATS's default is 1 MiB."""
+PENDING_MESSAGES = 512 * 1024
+PENDING_BYTES = 128 * 1024 * 1024
+"""What nats-py keeps of one subscription for a loop that is held up; beyond either it drops messages."""
 _LOG_EVERY_S = 10.0
 
 
@@ -171,7 +174,9 @@ class Bus:
             self.counters.received_bytes += len(message.data)
             on_message(message.subject, message.data, message.reply)
 
-        await client.subscribe(subject, cb=deliver)
+        await client.subscribe(
+            subject, cb=deliver, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
+        )
 
     async def _keep_sending(self) -> None:
         while True:
@@ -218,7 +223,9 @@ class Bus:
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
-            self.counters.slow_consumer_drops += 1
+            self.counters.slow_consumer_drops += 1  # one call for each message
+            self._log_rarely("nats.slow_consumer", effect="messages dropped; feeds repair what is missing")
+            return
         reason = str(error) or type(error).__name__
         facts = {"error": reason, "servers": self._options.shown()}
         if "authorization" in reason.lower():
