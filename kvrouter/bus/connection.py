@@ -135,7 +135,7 @@ class Bus:
                 await self._build_client()
                 await self._client_closed.wait()
                 log.warning("nats.client_closed", name=self._name)
-            except (nats.errors.Error, OSError) as error:  # it went away again during the handshake
+            except Exception as error:  # it went away again during the handshake; or a bug of nats-py
                 self._log_rarely("nats.error", error=str(error) or type(error).__name__)
             await asyncio.sleep(_jitter(0.2))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from kvrouter.bus.creds import CredsFile, check_seed_file
 from kvrouter.errors import ConfigError
 
 EMBEDDED = "embedded"
@@ -47,9 +48,11 @@ class NatsOptions:
         if self.token_file is not None:
             arguments["token"] = _read_secret("--nats-token-file", self.token_file)
         if self.creds_file is not None:
-            arguments["user_credentials"] = str(_existing("--nats-creds", self.creds_file))
+            creds = CredsFile(_existing("--nats-creds", self.creds_file))
+            arguments |= {"user_jwt_cb": creds.jwt, "signature_cb": creds.sign}
         if self.nkey_file is not None:
-            arguments["nkeys_seed"] = str(_existing("--nats-nkey", self.nkey_file))
+            check_seed_file(_existing("--nats-nkey", self.nkey_file))
+            arguments["nkeys_seed"] = str(self.nkey_file)
         if self._wants_tls():
             arguments["tls"] = self._tls()
         return arguments
