@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from scripts.kit.bench.__main__ import main
+from scripts.kit.bench.herding import measure
 from scripts.kit.bench.meter import Usage, cpu_ns, usage
 from scripts.kit.bench.sync import make_requests
 from scripts.kit.bench.sync_report import Visibility, median_cost, summary, tables
@@ -117,6 +119,39 @@ def test_requests_share_nothing() -> None:
 
     assert len(requests) == len({request.body[:400] for request in requests})
     assert b'"stream":true' in requests[0].body
+
+
+# --- herding ---
+
+
+def test_herding_row() -> None:
+    """Medians of runs that repeat exactly: eight herd on the idle worker until they learn; one does not."""
+    row = measure(replicas=8, burst=8, runs=3)
+
+    assert row == measure(replicas=8, burst=8, runs=3)
+    assert (8.0, 8.0) == (row.ties.to_idle, row.ties.fullest)
+    assert row.ideal.to_idle <= row.learnt.to_idle < 4
+    assert row.ideal.fullest <= row.learnt.fullest < 6
+    assert row.ideal == measure(replicas=1, burst=8, runs=3).learnt
+
+
+def test_herding_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table, and the same figures in the file."""
+    file = tmp_path / "herding.json"
+    flags = ["--replicas", "2", "--burst", "8", "--runs", "1", "--json", str(file)]
+
+    assert 0 == main(["herding", *flags])
+    assert "idle" in capsys.readouterr().out
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (2, 8) == (row["replicas"], row["burst"])
+    assert row["ties"]["to_idle"] > row["ideal"]["to_idle"]
+
+
+def test_herding_refuses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """No replicas decide nothing."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["herding", "--replicas", "0"])
+    assert "at least 1" in capsys.readouterr().err
 
 
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 _USAGE = """\
 usage: scripts/bench SUBCOMMAND [flags]
 
-  sync   what replica sync costs, and how soon a booking is visible at the other replicas
+  sync     what replica sync costs, and how soon a booking is visible at the other replicas
+  herding  how many of a burst all replicas send to the one idle worker
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
 """
@@ -21,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     match words:
         case ["sync", *flags]:
             from scripts.kit.bench.sync import main as run
+
+            return run(flags)
+        case ["herding", *flags]:
+            from scripts.kit.bench.herding import main as run
 
             return run(flags)
         case [] | ["-h" | "--help", *_]:

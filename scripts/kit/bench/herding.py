@@ -1,0 +1,191 @@
+"""How many of a burst all choose the one idle worker, when replicas decide before they hear of each other.
+
+Replicas of the real core, without processes: each burst is spread over them and decided in one
+instant, then all hear of all. One worker is idle; the others have long requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+
+from rich.console import Console
+from rich.table import Table
+
+from kvrouter.core.active import Booking
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat
+from kvrouter.core.cost import Prompt
+from kvrouter.core.events import VERSION, decode_frame
+from kvrouter.core.ids import BookingKey, PoolId, RouterId, SequenceHash, Target, WorkerId
+from kvrouter.core.policy import PolicyState, RouteRequest
+from kvrouter.core.pool import Pool, PoolSettings
+from kvrouter.core.router import Router
+from kvrouter.core.unseen import UnseenBookings
+from kvrouter.policies import POLICIES
+
+POOL = PoolId("p")
+WORKERS = [WorkerId(f"w{number}") for number in range(8)]
+IDLE = WORKERS[0]
+BLOCKS = 20
+BUSY = 3
+"""Long requests on each worker but the idle one."""
+BURSTS, LEARNING = 40, 20
+"""Bursts one second apart; those before the second number are the ones that replicas learn from."""
+
+
+class SeesNothing(UnseenBookings):
+    """Replicas that do not learn how many bookings they cannot see: ties are random, and that is all."""
+
+    def booked_elsewhere(self, now: float) -> None:
+        """A peer's booking; not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the requests of one burst went."""
+
+    to_idle: int
+    fullest: int
+    """Requests on the worker that has most afterwards, those that were there included."""
+
+
+def new_request(rng: random.Random) -> RouteRequest:
+    """A prompt of 20 blocks that nobody has seen."""
+    hashes = [SequenceHash(rng.getrandbits(64)) for _ in range(BLOCKS)]
+    return RouteRequest("x", (Prompt(hashes, 16 * BLOCKS),))
+
+
+def new_router(number: int, busy: int, rng: random.Random, *, learns: bool = True) -> Router:
+    """A replica that sees one idle worker and seven with `busy` long requests each."""
+    pool = Pool(POOL, PoolSettings())
+    for worker_id in WORKERS:
+        card = Card(worker_id=worker_id, url="http://x", model="m", block_size=16)
+        pool.update(worker_id, WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 1, 0)], 1, card))
+    for place, worker_id in enumerate(WORKERS[1:] * busy):
+        hashes = [SequenceHash(rng.getrandbits(64)) for _ in range(BLOCKS)]
+        key = BookingKey(RouterId("long ago"), place)
+        pool.active.book(Booking(key, "long", Target(worker_id), hashes, 16 * BLOCKS, 0, 0))
+    state = PolicyState(rng.random, turn=rng.randrange(1_000_000))
+    router = Router(
+        pool, POLICIES["kv"](), state, router_id=RouterId(f"r{number}"), incarnation=1, synced=True
+    )
+    if not learns:
+        router.unseen = SeesNothing()
+    return router
+
+
+def tell_peers(routers: Sequence[Router], now: float) -> None:
+    """Every replica's frames reach every other."""
+    for owner in routers:
+        for frame in owner.frames():
+            for peer in routers:
+                sink = peer.copy_sink(owner.router_id)
+                for op in decode_frame(frame).ops or () if peer is not owner else ():
+                    sink.apply(op, now)
+
+
+def place_bursts(
+    replicas: int, burst: int, seed: int, *, busy: int = BUSY, learns: bool = True, bursts: int = BURSTS
+) -> list[Placed]:
+    """Burst after burst; bookings are told to peers when each is over, and freed before the next."""
+    rng = random.Random(seed)
+    routers = [new_router(number, busy, rng, learns=learns) for number in range(replicas)]
+    found = []
+    for second in range(bursts):
+        placed = []
+        for number in range(burst):
+            router = routers[number % replicas]
+            placed.append((router, router.route(new_request(rng), float(second))))
+        targets = [placement.target.worker_id for _, placement in placed]
+        loads = [targets.count(worker) + (busy if worker != IDLE else 0) for worker in WORKERS]
+        found.append(Placed(targets.count(IDLE), max(loads)))
+        tell_peers(routers, second + 0.001)
+        for router, placement in placed:
+            router.free(placement.key)
+        tell_peers(routers, second + 0.5)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Requests of one burst: on the idle worker, and on the worker that has most afterwards."""
+
+    to_idle: float
+    fullest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number of replicas and one size of burst."""
+
+    replicas: int
+    burst: int
+    ties: Figures
+    """Ties broken at random, and nothing else."""
+    learnt: Figures
+    ideal: Figures
+    """What one replica does that gets the whole burst, and so sees every choice."""
+
+
+def measure(replicas: int, burst: int, runs: int) -> Row:
+    """The bursts after the learning, with it and without."""
+    return Row(
+        replicas,
+        burst,
+        ties=_figures([place_bursts(replicas, burst, seed, learns=False) for seed in range(runs)]),
+        learnt=_figures([place_bursts(replicas, burst, seed) for seed in range(runs)]),
+        ideal=_figures([place_bursts(1, burst, seed, learns=False) for seed in range(runs)]),
+    )
+
+
+def _figures(runs: Sequence[Sequence[Placed]]) -> Figures:
+    """The median over the runs of the means over their bursts."""
+    later = [run[LEARNING:] for run in runs]
+    return Figures(
+        median(mean(each.to_idle for each in run) for run in later),
+        median(mean(each.fullest for each in run) for run in later),
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """For people."""
+    shown = Table("burst", "replicas", title="requests of a burst on the idle worker, and on the fullest in all")
+    for place in ("idle", "fullest"):
+        for name in ("ties", "learnt", "ideal"):
+            shown.add_column(f"{place}: {name}", justify="right")
+    for row in rows:
+        figures = (row.ties, row.learnt, row.ideal)
+        cells = [f"{each.to_idle:.1f}" for each in figures] + [f"{each.fullest:.1f}" for each in figures]
+        shown.add_row(str(row.burst), str(row.replicas), *cells)
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench herding", description=__doc__.split("\n", maxsplit=1)[0]
+    )
+    add = parser.add_argument
+    add("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="(1 2 4 8)")
+    add("--burst", type=int, nargs="+", default=[8, 32], metavar="N", help="requests at once (8 32)")
+    add("--runs", type=int, default=5, metavar="N", help="the median of so many seeds (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    flags = parser.parse_args(arguments)
+    if min(flags.runs, *flags.replicas, *flags.burst) < 1:
+        parser.error("--replicas, --burst and --runs: use numbers of at least 1")
+    rows = [measure(replicas, burst, flags.runs) for burst in flags.burst for replicas in flags.replicas]
+    Console().print(table(rows))
+    if flags.json is not None:
+        body = {
+            "workers": len(WORKERS),
+            "busy": BUSY,
+            "runs": flags.runs,
+            "rows": [asdict(row) for row in rows],
+        }
+        flags.json.write_text(json.dumps(body, indent=2) + "\n")
+    return 0
