@@ -154,10 +154,12 @@ def _figures(runs: Sequence[Sequence[Placed]]) -> Figures:
 
 def table(rows: Sequence[Row]) -> Table:
     """For people."""
-    shown = Table("burst", "replicas", title="requests of a burst on the idle worker, and on the fullest in all")
+    shown = Table(
+        "burst", "replicas", title="requests of a burst on the idle worker, and on the fullest in all"
+    )
     for place in ("idle", "fullest"):
         for name in ("ties", "learnt", "ideal"):
-            shown.add_column(f"{place}: {name}", justify="right")
+            shown.add_column(f"{place}\n{name}", justify="right")
     for row in rows:
         figures = (row.ties, row.learnt, row.ideal)
         cells = [f"{each.to_idle:.1f}" for each in figures] + [f"{each.fullest:.1f}" for each in figures]
