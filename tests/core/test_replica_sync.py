@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
+
 from kvrouter.core.beats import encode
 from kvrouter.core.events import VERSION, AddRequest, Frame
 from kvrouter.core.ids import RouterId
@@ -147,6 +151,37 @@ def test_lost_frames_are_repaired_after_a_heartbeat() -> None:
     recover(second, first)
 
     assert same(first, second)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_free_cannot_overtake_add_request_by_construction(order: tuple[int, ...]) -> None:
+    """Two requests begin and end, a frame each: in whatever order frames come, the peer has an owner's past.
+
+    The owner numbers its ops in the order in which they happened, and a reader applies frame n + 1 after
+    frame n only. So after every frame the peer's copy is what the owner's table once was.
+    """
+    first, second = pair()
+    source = SyncSource(POOL, first.router_id)
+    was, frames = [bookings(first)], []
+    for start in (1000, 2000):
+        placed = place(first, start)
+        was.append(bookings(first))
+        frames += first.router(POOL).frames()
+        first.router(POOL).free(placed.key)
+        was.append(bookings(first))
+        frames += first.router(POOL).frames()
+
+    for number in order:
+        second.sync_frame(source, frames[number], 0.0)
+        assert bookings(second) == was[second.readers[source].seq]
+    recover(second, first)
+
+    assert (4, set()) == (second.readers[source].seq, bookings(second))
+
+
+def bookings(replica: Replica) -> set[int]:
+    """The numbers of the first replica's bookings, as this one has them."""
+    return {booking.key.number for booking in replica.router(POOL).pool.active.bookings(ME)}
 
 
 def test_retry_of_a_peer_moves_its_booking() -> None:

@@ -155,7 +155,7 @@ def _figures(runs: Sequence[Sequence[Placed]]) -> Figures:
 def table(rows: Sequence[Row]) -> Table:
     """For people."""
     shown = Table(
-        "burst", "replicas", title="requests of a burst on the idle worker, and on the fullest in all"
+        "burst", "replicas", title="requests of a burst: on the idle worker, on the fullest in all"
     )
     for place in ("idle", "fullest"):
         for name in ("ties", "learnt", "ideal"):
