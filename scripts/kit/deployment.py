@@ -31,6 +31,8 @@ class Plan:
     frontend_flags: tuple[str, ...] = ()
     mocker_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
     """More flags for single mockers, by number."""
+    agent_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """The same for their agents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,9 @@ async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> 
         ],
     )  # fmt: skip
     bus = [f"--nats={nats_url}", f"--namespace={plan.namespace}"]
+    more = plan.agent_flags.get(number, ())
     agent = await fleet.start(
-        f"agent-{number}", [*_python("kvrouter.worker"), f"--engine-url={url}", *wires, *bus]
+        f"agent-{number}", [*_python("kvrouter.worker"), f"--engine-url={url}", *wires, *bus, *more]
     )
     return Engine(url, f"tcp://127.0.0.1:{events}", mocker, agent)
 

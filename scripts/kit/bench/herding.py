@@ -154,9 +154,7 @@ def _figures(runs: Sequence[Sequence[Placed]]) -> Figures:
 
 def table(rows: Sequence[Row]) -> Table:
     """For people."""
-    shown = Table(
-        "burst", "replicas", title="requests of a burst: on the idle worker, on the fullest in all"
-    )
+    shown = Table("burst", "replicas", title="requests of a burst: on the idle worker, on the fullest in all")
     for place in ("idle", "fullest"):
         for name in ("ties", "learnt", "ideal"):
             shown.add_column(f"{place}\n{name}", justify="right")

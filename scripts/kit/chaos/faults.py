@@ -6,9 +6,11 @@ What is killed is started again with the same command line, as a supervisor woul
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from scripts.kit.chaos.judge import Damage, Excuse
@@ -21,9 +23,17 @@ STOPPED_S = 10.0
 DOWN_S = 2.0
 DRAIN_LIMIT_S = 60.0
 WAITING = 3
+FIRST, KEPT, LATE = 0, 2, 3
+"""Engines by number: one that replays everything, one whose agent keeps a state, one that replays little."""
+SHORT_REPLAY_BUFFER = 25
+"""Batches; an engine fills it within seconds, so that a restarted agent finds the beginning gone."""
+KEPT_REPLAY_BUFFER = 1000
+"""Batches: more than an engine sends between two states of its agent, less than in its life so far."""
+_STATE_PATIENCE_S = 120.0
 IN_TRANSIT_BLOCKS = 256
 """What a replica may know of an engine before this process does."""
 _PATIENCE_S = 20.0
+_PROOF = "engine.history_continued"
 
 Fault = Callable[[Stage, SteadyLoad], Awaitable[Damage]]
 
@@ -36,6 +46,10 @@ class Row:
     what: str
     fault: Fault
     behind_haproxy: bool = False
+    engine: int | None = None
+    """The engine of which the index's share is told."""
+    loses_nothing: bool = False
+    """Whether that engine's agent names every block afterwards."""
 
 
 async def kill_replica(stage: Stage, load: SteadyLoad) -> Damage:
@@ -81,12 +95,37 @@ async def stop_nats(stage: Stage, load: SteadyLoad) -> Damage:
 
 async def kill_agent(stage: Stage, load: SteadyLoad) -> Damage:
     """The engine's replay buffer reaches back to its start: the new agent reads everything again."""
-    return await _kill_agent(stage, 0)
+    return await _kill_agent(stage, FIRST)
 
 
 async def kill_agent_late(stage: Stage, load: SteadyLoad) -> Damage:
     """The replay buffer has forgotten the beginning: what hangs below it cannot be named."""
-    return await _kill_agent(stage, len(stage.deployed.engines) - 1)
+    return await _kill_agent(stage, LATE)
+
+
+async def kill_agent_with_state(stage: Stage, load: SteadyLoad) -> Damage:
+    """The replay buffer has forgotten the beginning, but reaches back to the state that the agent kept."""
+    watch, log = stage.watches[stage.deployed.engines[KEPT].url], stage.fleet.processes[f"agent-{KEPT}"].log
+    state = state_file(stage.fleet.directory)
+    await _until(lambda: watch.batches > KEPT_REPLAY_BUFFER and state.exists(), _STATE_PATIENCE_S)
+    proofs = log.read_text().count(_PROOF)
+    begun_s = time.time()
+    age_s = begun_s - state.stat().st_mtime
+    damage = await _kill_agent(stage, KEPT)
+    with contextlib.suppress(TimeoutError):
+        await _until(lambda: log.read_text().count(_PROOF) > proofs)
+    is_proven = log.read_text().count(_PROOF) > proofs
+    note = f"the state was {age_s:.1f} s old; {watch.batches} batches sent, {KEPT_REPLAY_BUFFER} replayed"
+    return replace(
+        damage,
+        notes=[*damage.notes, note],
+        problems=[] if is_proven else ["the agent did not prove that its state continues"],
+    )
+
+
+def state_file(directory: Path) -> Path:
+    """Where the agent of the engine KEPT keeps its state."""
+    return directory / "agent.state"
 
 
 async def _kill_agent(stage: Stage, number: int) -> Damage:
@@ -147,8 +186,8 @@ async def restart_all(stage: Stage, load: SteadyLoad) -> Damage:
     return Damage(time.perf_counter(), notes=notes, problems=problems)
 
 
-async def _until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(_PATIENCE_S):
+async def _until(is_so: Callable[[], bool], patience_s: float = _PATIENCE_S) -> None:
+    async with asyncio.timeout(patience_s):
         while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
             await asyncio.sleep(0.002)
 
@@ -158,8 +197,20 @@ ROWS = (
     Row("replica-stop", f"SIGSTOP a replica for {STOPPED_S:g} s", stop_replica),
     Row("nats-kill", "kill -9 nats-server, start it again", kill_nats),
     Row("nats-stop", f"SIGSTOP nats-server for {STOPPED_S:g} s", stop_nats),
-    Row("agent-kill", "kill -9 an agent, start it again", kill_agent),
-    Row("agent-kill-late", "kill -9 an agent whose engine no longer replays its beginning", kill_agent_late),
+    Row("agent-kill", "kill -9 an agent, start it again", kill_agent, engine=FIRST),
+    Row(
+        "agent-kill-late",
+        "kill -9 an agent whose engine no longer replays its beginning",
+        kill_agent_late,
+        engine=LATE,
+    ),
+    Row(
+        "agent-kill-state",
+        "the same, the agent with --state-file",
+        kill_agent_with_state,
+        engine=KEPT,
+        loses_nothing=True,
+    ),
     Row("worker-kill", "kill -9 a worker before first bytes, start it again", kill_worker),
     Row(
         "rolling-restart", "rolling restart of all replicas behind HAProxy", restart_all, behind_haproxy=True

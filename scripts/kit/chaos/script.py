@@ -29,7 +29,15 @@ from kvrouter.verify import VerifyError, compare
 from kvrouter.version import __version__
 from scripts.kit import deployment
 from scripts.kit.chaos import haproxy
-from scripts.kit.chaos.faults import ROWS, Row
+from scripts.kit.chaos.faults import (
+    KEPT,
+    KEPT_REPLAY_BUFFER,
+    LATE,
+    ROWS,
+    SHORT_REPLAY_BUFFER,
+    Row,
+    state_file,
+)
 from scripts.kit.chaos.judge import RowResult, judge, table
 from scripts.kit.chaos.stage import Stage
 from scripts.kit.chaos.truth import watching
@@ -48,8 +56,6 @@ LEAD_S = 3.0
 OUTPUT_DIVISOR = 2
 """Of the trace's answers: streams of about a second, so that faults meet some."""
 NUM_BLOCKS = 4096
-SHORT_REPLAY_BUFFER = 25
-"""Batches; an engine fills it within seconds, so that a restarted agent finds the beginning gone."""
 
 
 class BrokenPromiseError(Exception):
@@ -109,7 +115,11 @@ async def _set_up(stack: AsyncExitStack, console: Console, fleet: Fleet) -> Stag
         num_blocks=NUM_BLOCKS,
         namespace=NAMESPACE,
         frontend_flags=("--drain-grace=2",),
-        mocker_flags={ENGINES - 1: (f"--replay-buffer={SHORT_REPLAY_BUFFER}",)},
+        mocker_flags={
+            KEPT: (f"--replay-buffer={KEPT_REPLAY_BUFFER}",),
+            LATE: (f"--replay-buffer={SHORT_REPLAY_BUFFER}",),
+        },
+        agent_flags={KEPT: (f"--state-file={state_file(fleet.directory)}",)},
     )
     deployed = await deployment.deploy(fleet, client, plan, nats_url)
     watches = {
@@ -143,8 +153,12 @@ async def _run_row(
         *damage.notes,
         "feeds: " + (", ".join(f"{n} {what}" for what, n in repaired.items()) or "no repair"),
     ]
-    if row.name.startswith("agent"):
-        notes.append(f"after: {await stage.index_share(0 if row.name == 'agent-kill' else ENGINES - 1)}")
+    if row.engine is not None:
+        notes.append(f"after: {await stage.index_share(row.engine)}")
+    leftovers = await stage.leftovers()
+    problems = [*damage.problems, *(f"before the fault: {text}" for text in before.differences)]
+    if row.loses_nothing and row.engine is not None and (missing := await stage.missing_blocks(row.engine)):
+        problems.append(f"{missing} blocks of the engine are not named any more")
     result = RowResult(
         row.name,
         row.what,
@@ -153,9 +167,9 @@ async def _run_row(
         unexpected,
         clean_after_s,
         unclean,
-        await stage.leftovers(),
+        leftovers,
         notes,
-        [*damage.problems, *(f"before the fault: {text}" for text in before.differences)],
+        problems,
         worst_ttft_s=max((outcome.ttft_s or 0.0 for outcome in load.outcomes), default=0.0),
     )
     for text in notes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvrouter.bus import Bus
 from kvrouter.verify import VerifyError, compare
+from kvrouter.worker.options import worker_id_of
 from scripts.kit.chaos.judge import CLEAN_LIMIT_S, Damage, Leftovers
 from scripts.kit.chaos.truth import EngineWatch, agent_blocks, phantom_blocks
 from scripts.kit.deployment import Deployment, Plan
@@ -108,6 +109,12 @@ class Stage:
             for feed in (await self.client.get_json(f"{url}/workers"))["feeds"]:
                 total.update({name: feed["counters"][name] for name in REPAIRS})
         return total
+
+    async def missing_blocks(self, engine: int) -> int:
+        """Blocks that an engine holds and its agent does not name."""
+        url = self.deployed.engines[engine].url
+        agent = await agent_blocks(self.bus, self.plan.namespace, worker_id_of(url))
+        return len(self.watches[url].held() - agent)
 
     async def index_share(self, engine: int) -> str:
         """How much of what an engine holds its agent can name."""

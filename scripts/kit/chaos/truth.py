@@ -57,6 +57,11 @@ class EngineWatch:
         """The sequence hashes that the engine holds now."""
         return {self._names[hash_] for hash_, count in self._references.items() if count > 0}
 
+    @property
+    def batches(self) -> int:
+        """How many this process of the engine has sent."""
+        return self._next_seq
+
     def batch(self, seq: int, payload: bytes) -> None:
         """One message of the engine; number 0 is the first of a new process."""
         if seq == 0:
