@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 from contextlib import AsyncExitStack
+from functools import partial
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvrouter.core.blocks import block_hashes, pack_hashes, sequence_hashes
 from kvrouter.core.events import VERSION, Op, Stored, decode_request
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.feed_source import FeedSource
+from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import RouterId, WorkerId
 from tests.frontend.fleet import BODY, POOL, STREAM, Fleet, FleetOf
 from tests.frontend.workers import (
@@ -116,6 +118,26 @@ async def test_no_answer(fleet_of: FleetOf) -> None:
         await until(lambda: agent.asked, "asked where nobody answers")
         started_at = asyncio.get_running_loop().time()
     assert asyncio.get_running_loop().time() - started_at < 1.5
+
+
+async def test_sixteen_recoveries_at_once(fleet_of: FleetOf) -> None:
+    """Of forty feeds to be repaired sixteen are asked for, and the next when one of these is answered."""
+    asked: list[tuple[bytes, str]] = []
+    async with fleet_of(publishes_events=True, ranks=40) as fleet:
+        subject = fleet.subjects.kv_replay(WorkerId("w0"))
+        await fleet.bus.subscribe(subject, lambda _s, data, reply: asked.append((data, reply)))
+        beat = WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(rank, 5, 1) for rank in range(40)], 1)
+        fleet.bus.publish(fleet.subjects.live_worker(WorkerId("w0")), encode(beat))
+        await until(lambda: len(asked) == 16, "the first are asked")
+        for turn in range(40):
+            await until(partial(lambda turn: turn < len(asked), turn), "one more is asked")
+            assert len(asked) <= 16 + turn
+            data, reply = asked[turn]
+            source = FeedSource(5, lambda _now: [Stored(0, None, pack_hashes(HASHES[:1]))])
+            source.append([Stored(0, None, pack_hashes(HASHES[:1]))])
+            fleet.bus.publish(reply, source.answer(decode_request(data), 2**20, 0.0))
+        readers = fleet.frontend.replica.readers.values()
+        await until(lambda: all(reader.state is FeedState.LIVE for reader in readers), "all are repaired")
 
 
 async def first_reader(fleet: Fleet) -> FeedReader:
