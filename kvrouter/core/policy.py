@@ -50,6 +50,8 @@ class Candidate(Struct, frozen=True, gc=False):
     running: int | None = None
     waiting: int | None = None
     kv_usage: float | None = None
+    indexed_blocks: int = 0
+    """Of `widest_blocks` those that the index knows; the others are held by requests in flight."""
 
 
 @dataclass(slots=True)

@@ -192,14 +192,16 @@ class Pool:
     def _candidate(
         self, request: RouteRequest, target: Target, worker: Worker, found: list[Found]
     ) -> Candidate:
-        own_tokens = overlap_blocks = widest_blocks = new_blocks = 0
+        own_tokens = overlap_blocks = widest_blocks = indexed_blocks = new_blocks = 0
         for prompt, (cached, in_flight) in zip(request.prompts, found, strict=True):
             active_depth = in_flight.get(target, 0)
             held_depth = active_depth if self.settings.inflight_overlap else 0
-            overlap = find_overlap(prompt.isl, self.block_size, cached.get(target, ()), held_depth)
+            depths = cached.get(target, ())
+            overlap = find_overlap(prompt.isl, self.block_size, depths, held_depth)
             own_tokens += uncached_tokens(prompt.isl, self.block_size, overlap)
             overlap_blocks += overlap.overlap_blocks
             widest_blocks += overlap.widest_blocks
+            indexed_blocks += min(depths[-1], overlap.widest_blocks) if depths else 0
             new_blocks += prompt.isl // self.block_size - active_depth
         if len(found) > 1:
             new_blocks = _distinct_new_blocks(request, target, found)
@@ -218,6 +220,7 @@ class Pool:
             running=beat.running,
             waiting=beat.waiting,
             kv_usage=beat.kv_usage,
+            indexed_blocks=indexed_blocks,
         )
 
 

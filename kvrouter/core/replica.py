@@ -20,12 +20,13 @@ from kvrouter.core.feed import FeedReader
 from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId
 from kvrouter.core.lease import DEFAULT_ROUNDS, Leases
+from kvrouter.core.models import pool_serving
 from kvrouter.core.policy import Policy, PolicyState
 from kvrouter.core.pool import Pool, PoolSettings, Worker
 from kvrouter.core.router import Router
 from kvrouter.core.sinks import KvSink
 from kvrouter.core.sources import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource
-from kvrouter.errors import MalformedFrameError, NoWorkersError, UnknownModelError
+from kvrouter.errors import MalformedFrameError
 
 HELLO_S = 0.2
 """Everyone answers a hello within 50 ms; after this long, who has not spoken is not there."""
@@ -222,20 +223,8 @@ class Replica:
         return router
 
     def router_for(self, model: str | None) -> Router:
-        """The router of the pool that serves a model or LoRA name. None: the only pool there is.
-
-        Raises UnknownModelError, or NoWorkersError while no worker has been seen at all.
-        """
-        serving = [router for router in self.routers.values() if router.pool.names]
-        if not serving:
-            raise NoWorkersError("no worker has been seen yet")
-        if model is None and len(serving) == 1:
-            return serving[0]
-        for router in serving:
-            if model in router.pool.names:
-                return router
-        served = ", ".join(sorted(name for router in serving for name in router.pool.names))
-        raise UnknownModelError(f"The model `{model}` does not exist; served: {served}", param="model")
+        """The router of the pool that serves a model or LoRA name (core/models.py)."""
+        return self.routers[pool_serving(model, [router.pool for router in self.routers.values()]).id]
 
     def not_ready(self, now: float) -> list[str]:
         """Why this replica should not get traffic yet; empty once it was ready, and for ever after."""

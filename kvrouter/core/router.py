@@ -31,6 +31,7 @@ from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.core.pool import Pool
 from kvrouter.core.rates import PrefillRates
 from kvrouter.core.sinks import SyncSink, booking_ops
+from kvrouter.core.truth import Truth
 from kvrouter.core.unseen import UnseenBookings
 from kvrouter.errors import NoWorkersError
 
@@ -80,6 +81,7 @@ class Router:
         self.router_id = router_id
         self.source = FeedSource(incarnation, self._state_ops)
         self.rates = PrefillRates()
+        self.truth = Truth()
         self.unseen = UnseenBookings()
         self._policy = policy
         self._state = state
@@ -117,9 +119,11 @@ class Router:
     def _why_none(self, exclude: frozenset[Target]) -> str:
         if exclude:
             return f"all workers of {self.pool.model!r} failed this request: {', '.join(map(str, exclude))}"
-        return (
-            f"no live worker for model {self.pool.model!r}; known: {', '.join(self.pool.workers) or 'none'}"
-        )
+        known = [
+            f"{worker_id} (refused: {worker.refused})" if worker.refused else worker_id
+            for worker_id, worker in self.pool.workers.items()
+        ]
+        return f"no live worker for model {self.pool.model!r}; known: {', '.join(known) or 'none'}"
 
     def _book(self, request: RouteRequest, choice: Candidate, now: float, streamed: bool) -> BookingKey:
         self._last_number += 1
@@ -164,7 +168,7 @@ class Router:
         booking = self.pool.active.booking(key)
         if own is None or booking is None or booking.prefill_completed:
             return
-        if own.streamed:
+        if own.streamed and own.isl:  # else its share of the charged tokens is not known
             self.rates.observe(booking.target, own.charged_tokens, now - own.sent_at)
         self.mark_prefill_completed(key, now)
 

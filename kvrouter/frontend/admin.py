@@ -20,9 +20,12 @@ from kvrouter.core.pool import Pool, Worker
 from kvrouter.core.replica import Replica, name
 from kvrouter.core.router import Router
 from kvrouter.core.sources import Feed, KvSource, SyncSource
+from kvrouter.core.watch import Watch
 from kvrouter.errors import UnknownModelError
 from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.listing import model_entries
 from kvrouter.frontend.openai import ModelEntry, model_body, models_body
+from kvrouter.frontend.truth_metrics import truth_samples
 from kvrouter.telemetry.metrics import Sample, StateCollector
 from kvrouter.version import __version__
 
@@ -31,17 +34,25 @@ class Admin:
     """Read-only views of one replica."""
 
     def __init__(
-        self, replica: Replica, feeds: Feeds, bus: Bus, registry: CollectorRegistry, *, ready_timeout_s: float
+        self,
+        replica: Replica,
+        feeds: Feeds,
+        watch: Watch,
+        bus: Bus,
+        registry: CollectorRegistry,
+        *,
+        ready_timeout_s: float,
     ) -> None:
         self.is_draining = False
         self._replica = replica
         self._feeds = feeds
+        self._watch = watch
         self._bus = bus
         self._registry = registry
         self._ready_timeout_s = ready_timeout_s
         self._gave_up_waiting = False
         self._started_at = asyncio.get_running_loop().time()
-        registry.register(StateCollector(lambda: samples(replica, feeds, bus)))
+        registry.register(StateCollector(lambda: samples(replica, feeds, watch, bus)))
 
     async def live(self, _request: web.Request) -> web.Response:
         """200 while the loop turns."""
@@ -92,7 +103,10 @@ class Admin:
                 "router_id": self._replica.router_id,
                 "replica_sync": self._replica.settings.synced,
                 "namespace_peers": sorted(self._replica.peers),
-                "pools": [_pool(router.pool) for router in self._replica.routers.values()],
+                "pools": [
+                    _pool(router.pool) | {"problems": self._problems(router.pool, "")}
+                    for router in self._replica.routers.values()
+                ],
                 "targets": [
                     row
                     for router in self._replica.routers.values()
@@ -106,24 +120,18 @@ class Admin:
 
     async def models(self, _request: web.Request) -> web.Response:
         """/v1/models, merged over the fleet."""
-        entries = self._model_entries().values()
-        return web.Response(body=models_body(entries), content_type="application/json")
+        return web.Response(body=models_body(self._model_entries()), content_type="application/json")
 
     async def model(self, request: web.Request) -> web.Response:
         """/v1/models/NAME. Raises UnknownModelError."""
-        name, entries = request.match_info["name"], self._model_entries()
+        name, entries = request.match_info["name"], {entry.id: entry for entry in self._model_entries()}
         if name not in entries:
             served = ", ".join(sorted(entries))
             raise UnknownModelError(f"The model `{name}` does not exist; served: {served}", param="model")
         return web.Response(body=model_body(entries[name]), content_type="application/json")
 
-    def _model_entries(self) -> dict[str, ModelEntry]:
-        entries: dict[str, ModelEntry] = {}
-        for router in self._replica.routers.values():
-            for worker in router.pool.workers.values():
-                for entry in _model_entries(worker):
-                    entries.setdefault(entry.id, entry)
-        return entries
+    def _model_entries(self) -> list[ModelEntry]:
+        return model_entries([router.pool for router in self._replica.routers.values()])
 
     def _degraded(self) -> list[str]:
         away = [] if self._bus.connected else ["NATS is away: routing with the last known state"]
@@ -133,7 +141,12 @@ class Admin:
         for target in worker.targets():
             source = KvSource(pool.id, target.worker_id, target.rank)
             reader = self._replica.readers.get(source)
-            yield _target(pool, worker, target, reader)
+            row = _target(pool, worker, target, reader)
+            yield row | {"problems": self._problems(pool, target.worker_id)}
+
+    def _problems(self, pool: Pool, worker_id: str) -> list[str]:
+        """What the last look has found; an empty id stands for the pool itself."""
+        return [problem.text for problem in self._watch.problems(pool.id, worker_id)]
 
 
 def _pool(pool: Pool) -> dict[str, Any]:
@@ -212,17 +225,7 @@ def _bookings(pool_id: str, router: Router) -> dict[str, Any]:
     }
 
 
-def _model_entries(worker: Worker) -> Iterator[ModelEntry]:
-    card = worker.card
-    created_s = card.started_at_us // 1_000_000
-    base = card.served_names[0] if card.served_names else card.model
-    for served in card.served_names or (card.model,):
-        yield ModelEntry(served, created_s, card.model, None, card.max_model_len or None)
-    for lora in card.lora_names:
-        yield ModelEntry(lora, created_s, lora, base, None)
-
-
-def samples(replica: Replica, feeds: Feeds, bus: Bus) -> Iterator[Sample]:
+def samples(replica: Replica, feeds: Feeds, watch: Watch, bus: Bus) -> Iterator[Sample]:
     """The state of a replica as Prometheus samples."""
     yield "kvrouter_nats_connected", "gauge", "1 while NATS answers", {}, float(bus.connected)
     yield "kvrouter_bus_published", "counter", "Messages sent", {}, bus.counters.published
@@ -236,6 +239,7 @@ def samples(replica: Replica, feeds: Feeds, bus: Bus) -> Iterator[Sample]:
     yield "kvrouter_bus_errors", "counter", "Messages that raised an error here: bugs", {}, feeds.errors
     for router in replica.routers.values():
         yield from _pool_samples(router.pool)
+        yield from truth_samples(router, watch)
     for source, reader in replica.readers.items():
         yield from _feed_samples(source, reader)
 

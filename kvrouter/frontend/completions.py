@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import re
-import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import BadHttpMessage
 
 from kvrouter.core.blocks import block_hashes, sequence_hashes
 from kvrouter.core.cost import Prompt
@@ -20,17 +19,15 @@ from kvrouter.core.ids import BookingKey, Target
 from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement, Router
-from kvrouter.errors import (
-    BadRequestError,
-    KvRouterError,
-    NoRouteError,
-    NoWorkersError,
-    RequestTooLargeError,
-)
-from kvrouter.frontend import openai
+from kvrouter.core.watch import Watch
+from kvrouter.errors import KvRouterError, NoRouteError, NoWorkersError
+from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.client import AiohttpClient, AlreadyWritten
+from kvrouter.frontend.compare import Traits, compare, expect_events
+from kvrouter.frontend.encoders import Encoders
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.in_flight import InFlight, RequestTask, current_task, cut_off_error
+from kvrouter.frontend.incoming import number, read_body, request_id_of
 from kvrouter.frontend.relay import (
     Attempt,
     Done,
@@ -45,7 +42,7 @@ from kvrouter.frontend.relay import (
 from kvrouter.frontend.request_head import request_head, with_report_mode, without_report_mode
 from kvrouter.frontend.upstream import Upstream, WorkerUnreachableError
 from kvrouter.telemetry.metrics import RequestMetrics
-from kvrouter.tokens.prompt import PromptEncoder, text_characters
+from kvrouter.tokens.prompt import text_characters
 
 log = structlog.get_logger()
 
@@ -54,7 +51,6 @@ RETRY_AFTER_S = 1
 _MOST_CHARACTERS_PER_TOKEN = 64
 """A text with more for each token of the model's length is not tokenized: a 30 MB text takes 40 s."""
 _UNKNOWN_MODEL_LEN = 131_072
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +64,26 @@ class Work:
     route: RouteRequest
     router: Router
     received_at: float
+    traits: Traits
+    may_report: bool
+    """Whether the body may ask the engine for a report of the blocks it reuses."""
+
+
+Parse: TypeAlias = Callable[[bytes], openai.CompletionRequest]
 
 
 class Completions:
-    """Serves /v1/chat/completions and /v1/completions."""
+    """Serves /v1/chat/completions and /v1/completions, and passes on the routes of passthrough.py."""
 
     def __init__(
         self,
         replica: Replica,
         feeds: Feeds,
-        encoder: PromptEncoder,
+        watch: Watch,
+        encoders: Encoders,
         upstream: Upstream,
-        metrics: RequestMetrics,
         *,
+        metrics: RequestMetrics,
         limits: Limits,
         retries: int,
     ) -> None:
@@ -92,7 +95,8 @@ class Completions:
         self._running: dict[Attempt, tuple[Router, BookingKey, RequestTask]] = {}
         self._replica = replica
         self._feeds = feeds
-        self._encoder = encoder
+        self._watch = watch
+        self._encoders = encoders
         self._upstream = upstream
         self._metrics = metrics
         self._limits = limits
@@ -106,15 +110,20 @@ class Completions:
         """POST /v1/completions."""
         return await self._answer(http, openai.parse_completion)
 
+    async def passed(self, http: web.Request) -> web.StreamResponse:
+        """Any route of passthrough.py: nothing is known of its tokens, so it goes by load."""
+        return await self._answer(http, partial(passthrough.parse, http), is_passed=True)
+
     async def _answer(
-        self, http: web.Request, parse: Callable[[bytes], openai.CompletionRequest]
+        self, http: web.Request, parse: Parse, *, is_passed: bool = False
     ) -> web.StreamResponse:
         """Serve one request; every error becomes an OpenAI body, a client that leaves frees everything."""
         received_at = asyncio.get_running_loop().time()
-        request_id = _request_id(http)
+        request_id = request_id_of(http)
         try:
             with self._in_flight.one(), self._metrics.in_flight.track_inprogress():
-                response = await self._complete(http, parse, request_id, received_at)
+                work = await self._accept(http, parse, request_id, received_at, is_passed=is_passed)
+                response = await self._complete(work)
         except KvRouterError as error:
             response = error_response(error, request_id)
         except asyncio.CancelledError:
@@ -126,31 +135,34 @@ class Completions:
         self._metrics.duration.observe(asyncio.get_running_loop().time() - received_at)
         return response
 
-    async def _complete(
-        self,
-        http: web.Request,
-        parse: Callable[[bytes], openai.CompletionRequest],
-        request_id: str,
-        received_at: float,
-    ) -> web.StreamResponse:
-        body = await _read_body(http)
+    async def _accept(
+        self, http: web.Request, parse: Parse, request_id: str, received_at: float, *, is_passed: bool
+    ) -> Work:
+        """Read the request, as far as routing must understand it."""
+        body = await read_body(http)
         request = parse(body)
         router = self._replica.router_for(request.model)
         prompts = await self._prompts(router, request)
+        lora_name = _lora_name(router, request)
         route = RouteRequest(
             request_id,
             prompts,
-            _lora_name(router, request),
-            _number(http, "x-kvrouter-overlap-weight"),
-            _number(http, "x-kvrouter-temperature"),
+            lora_name,
+            number(http, "x-kvrouter-overlap-weight"),
+            number(http, "x-kvrouter-temperature"),
         )
-        work = Work(request_id, http, without_report_mode(body), request.stream, route, router, received_at)
+        if not is_passed or passthrough.is_json(http):
+            body = without_report_mode(body)
+        traits = Traits.of(request, lora_name, len(prompts))
+        return Work(request_id, http, body, request.stream, route, router, received_at, traits, not is_passed)
+
+    async def _complete(self, work: Work) -> web.StreamResponse:
         response = await self._try_workers(work)
         self._in_flight.answered()
         if response.keep_alive:
             # else a client that sends requests and reads no answers would fill our memory
             with contextlib.suppress(ConnectionError):
-                await AiohttpClient(http).drained()
+                await AiohttpClient(work.http).drained()
         return response
 
     async def _prompts(self, router: Router, request: openai.CompletionRequest) -> tuple[Prompt, ...]:
@@ -161,7 +173,7 @@ class Completions:
         if text_characters(request.prompt) > most_characters:
             return ()  # far above the model's limit: the engine will refuse it, unread
         with self._metrics.tokenize.time():
-            token_ids = await self._encoder.encode(request.prompt)
+            token_ids = await self._encoders.of(router.pool).encode(request.prompt)
         size, lora, salt = router.pool.block_size, _lora_name(router, request), request.cache_salt
         if not token_ids or not size:
             return ()
@@ -216,7 +228,8 @@ class Completions:
         return outcome
 
     async def _exchange(self, work: Work, placement: Placement, *, fresh: bool) -> Outcome:
-        body = with_report_mode(work.body) if placement.wants_report else work.body
+        asks_report = placement.wants_report and work.may_report
+        body = with_report_mode(work.body) if asks_report else work.body
         payload = request_head(work.http, work.id, placement, len(body)) + body
         try:
             connection = await self._upstream.connect(placement.url, fresh=fresh)
@@ -233,12 +246,21 @@ class Completions:
         self._running[attempt] = (work.router, placement.key, current_task())
         try:
             attempt.send(payload)
-            return await attempt.outcome
+            outcome = await attempt.outcome
+            if isinstance(outcome, Done) and outcome.status == 200 and not outcome.failure:
+                self._compare(work, placement, attempt.tail)
+            return outcome
         except asyncio.CancelledError:
             attempt.cancel()
             raise
         finally:
             del self._running[attempt]
+
+    def _compare(self, work: Work, placement: Placement, tail: bytes) -> None:
+        """Hold what was foretold against what the engine says in its answer, and later in its events."""
+        now = asyncio.get_running_loop().time()
+        compare(work.router, work.route, placement, work.traits, watch=self._watch, tail=tail)
+        expect_events(work.router, work.route, placement, work.traits, now=now)
 
     def _first_data(self, work: Work, placement: Placement) -> None:
         now = asyncio.get_running_loop().time()
@@ -297,7 +319,7 @@ async def openai_errors(
     except Exception:
         log.exception("request.failed", path=request.path)
         answer = KvRouterError("internal error; the log of this replica has the details")
-    return error_response(answer, _request_id(request))
+    return error_response(answer, request_id_of(request))
 
 
 def error_response(error: KvRouterError, request_id: str) -> web.Response:
@@ -319,34 +341,6 @@ def _held_answer(request_id: str, refusal: Rejected) -> web.Response:
     if refusal.retry_after or refusal.status == 503:
         headers["retry-after"] = refusal.retry_after.decode("latin-1") or str(RETRY_AFTER_S)
     return web.Response(status=refusal.status, body=refusal.body, headers=headers)
-
-
-async def _read_body(http: web.Request) -> bytes:
-    try:
-        return await http.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise RequestTooLargeError(f"the request body is too large: {error.text}") from None
-    except (web.RequestPayloadError, BadHttpMessage) as error:
-        raise BadRequestError(f"the request body cannot be read: {error}") from None
-
-
-def _request_id(http: web.Request) -> str:
-    given = http.headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _number(http: web.Request, header: str) -> float | None:
-    """A header that overrides a setting. Raises BadRequestError unless it is a number of at least 0."""
-    given = http.headers.get(header)
-    if given is None:
-        return None
-    try:
-        value = float(given)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise BadRequestError(f"header {header}: {given!r} is no number of at least 0", param=header)
-    return value
 
 
 def _targets_of(work: Work, placement: Placement) -> list[Target]:

@@ -68,6 +68,12 @@ class Head:
             name == b"content-type" and b"text/event-stream" in value.lower() for name, value in self.headers
         )
 
+    @property
+    def is_media(self) -> bool:
+        """Whether the body is sound, pictures or other bytes that are no text."""
+        kinds = (b"audio/", b"image/", b"video/", b"application/octet-stream")
+        return dict(self.headers).get(b"content-type", b"").lower().startswith(kinds)
+
 
 def parse_head(data: bytes) -> Head:
     """Read a head, without its closing empty line. Raises FramingError."""

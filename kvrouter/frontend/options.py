@@ -30,6 +30,8 @@ class FrontendOptions:
     replica: ReplicaSettings
     heartbeat_s: float
     model_path: Path | None
+    """Of every model that has none in `model_paths`."""
+    model_paths: dict[str, Path]
     tokenizer_workers: int
     limits: Limits
     retries: int
@@ -62,7 +64,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         temperature=flags.router_temperature,
         replica=ReplicaSettings(pool, flags.router_replica_sync, lease_rounds),
         heartbeat_s=flags.heartbeat_s,
-        model_path=flags.model_path,
+        model_path=_default_path(flags.model_path),
+        model_paths={name: path for name, path in flags.model_path if name},
         tokenizer_workers=flags.tokenizer_workers,
         limits=Limits(flags.first_byte_timeout, flags.idle_timeout),
         retries=flags.retries,
@@ -134,7 +137,12 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         help="tokens a block; default: the workers' own",
     )
     group.add_argument(
-        "--model-path", type=Path, default=None, help="directory with tokenizer.json and the chat template"
+        "--model-path",
+        type=_model_path,
+        action="append",
+        default=[],
+        metavar="[MODEL=]DIR",
+        help="directory with tokenizer.json and the chat template; may be given for each of several models",
     )
     group.add_argument("--tokenizer-workers", type=positive_int, default=8, help="threads that tokenize")
     group.add_argument("--lease-s", type=positive, default=5.0, help="seconds a silent source is believed")
@@ -155,6 +163,21 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--drain-timeout", type=not_negative, default=300.0, help="seconds for running requests to finish"
     )
+
+
+def _model_path(text: str) -> tuple[str, Path]:
+    """`DIR` or `MODEL=DIR`; a directory that exists is one, whatever its name."""
+    name, equals, path = text.partition("=")
+    if not equals or Path(text).is_dir():
+        return "", Path(text)
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be DIR or MODEL=DIR")
+    return name, Path(path)
+
+
+def _default_path(paths: Sequence[tuple[str, Path]]) -> Path | None:
+    """The last one without a model's name."""
+    return next((path for name, path in reversed(paths) if not name), None)
 
 
 def _port(text: str) -> int:

@@ -7,7 +7,8 @@
        │ silent for too long         ──> TimedOut (either state)
 
 While holding nothing has reached the client, so another worker can be tried. A stream is good from
-its first event that is no error; any other answer when it is whole, for engines send it at once.
+its first event that is no error, sound and pictures from their first byte; any other answer when it is whole,
+for engines send it at once.
 While relaying each read from the worker's socket is one write to the client's, chunk framing included
 (a client that speaks HTTP/1.0 knows no chunks and gets their content).
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -26,6 +28,7 @@ from kvrouter.errors import KvRouterError
 from kvrouter.frontend.framing import LAST_CHUNK, Body, ChunkContent, ChunkedBody, Head, chunk
 from kvrouter.frontend.openai import error_event
 from kvrouter.frontend.upstream import Connection
+from kvrouter.frontend.usage import TAIL_BYTES, TAIL_READS
 
 HELD_BYTES = 1024 * 1024
 """More of an answer than this is never held back or kept for later."""
@@ -153,6 +156,12 @@ class Attempt:
         self._heard_at = loop.time()
         self._timer = loop.call_later(limits.first_byte_s, self._watch)
         self._resuming: asyncio.Task[None] | None = None
+        self._last_reads: deque[bytes] = deque(maxlen=TAIL_READS)
+
+    @property
+    def tail(self) -> bytes:
+        """The end of what was relayed, framing included."""
+        return b"".join(self._last_reads)[-TAIL_BYTES:]
 
     def send(self, request: bytes) -> None:
         """Send the request; everything else follows from what comes back."""
@@ -226,11 +235,13 @@ class Attempt:
             self._commit(head)
         elif head.is_event_stream:
             self._judge_stream(head)
+        elif head.is_media:
+            self._commit(head)
 
     def _judge_stream(self, head: Head) -> None:
         text = self._held_content()
-        event, newline, _ = text.lstrip().partition(b"\n")
-        if not newline and event[:5] == b"data:"[: len(event)]:
+        event, is_whole = _first_line(text)
+        if not is_whole and any(name.startswith(event[: len(name)]) for name in (b"data:", b"event:")):
             return  # the first event, or nothing of it, has come
         if not self._is_bad(event, text):
             self._commit(head)
@@ -240,7 +251,7 @@ class Attempt:
         if _is_refusal(head.status):
             self._reject(head.status, text)
             return
-        if head.status < 300 and self._is_bad(text.lstrip() if head.is_event_stream else b"", text):
+        if head.status < 300 and self._is_bad(_first_line(text)[0] if head.is_event_stream else b"", text):
             return
         self._commit(head)
         self._finish(Done(head.status, self._keeps_alive))
@@ -284,6 +295,7 @@ class Attempt:
 
     def _pass_on(self, data: bytes, head: bytes = b"") -> None:
         self._client.write(head + (data if self._content is None else self._content.feed(data)))
+        self._last_reads.append(data[-TAIL_BYTES:])
         self.events += data.count(b"\n\n")
         if self._last_bytes is not None:
             self._look_for_data(self._last_bytes + data)
@@ -355,6 +367,14 @@ class Attempt:
         self._timer.cancel()
         if self._resuming is not None:
             self._resuming.cancel()
+
+
+def _first_line(text: bytes) -> tuple[bytes, bool]:
+    """The first line of a stream that does not only name its event, and whether all of it is there."""
+    line, newline, rest = text.lstrip().partition(b"\n")
+    if newline and line.startswith(b"event:"):
+        line, newline, _ = rest.partition(b"\n")
+    return line, bool(newline)
 
 
 def _is_refusal(status: int) -> bool:

@@ -24,9 +24,12 @@ from kvrouter.config import open_bus
 from kvrouter.core.ids import RouterId
 from kvrouter.core.policy import Policy, PolicyState
 from kvrouter.core.replica import Replica
+from kvrouter.core.watch import Watch
 from kvrouter.errors import ConfigError
+from kvrouter.frontend import passthrough
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.completions import Completions, openai_errors
+from kvrouter.frontend.encoders import Encoders
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.upstream import Upstream
@@ -38,6 +41,11 @@ log = structlog.get_logger()
 
 KEEP_ALIVE_S = 75.0
 """Idle client connections; longer than what load balancers keep theirs (HAProxy, nginx: 60 s)."""
+
+WATCH_S = 1.0
+"""Between two looks for problems."""
+SETTLINGS = 10
+"""How often in between it is seen which events have come."""
 
 CUT_OFF_S = 0.1
 """What requests that outlived the draining get to end in: once from us, twice from aiohttp (0: for ever)."""
@@ -85,8 +93,8 @@ async def running_frontend(
     `hurried` ends the draining early.
     """
     async with contextlib.AsyncExitStack() as stack:
-        encoder = stack.enter_context(
-            PromptEncoder.load(options.model_path, threads=options.tokenizer_workers)
+        encoders = stack.enter_context(
+            Encoders.load(options.model_path, options.model_paths, threads=options.tokenizer_workers)
         )
         listener = stack.enter_context(_listen(options))
         replica = new_replica(options)
@@ -97,18 +105,26 @@ async def running_frontend(
         stack.callback(upstream.close)
         registry = CollectorRegistry()
         metrics = RequestMetrics(registry)
+        watch = Watch(replica)
         completions = Completions(
-            replica, feeds, encoder, upstream, metrics, limits=options.limits, retries=options.retries
+            replica,
+            feeds,
+            watch,
+            encoders,
+            upstream,
+            metrics=metrics,
+            limits=options.limits,
+            retries=options.retries,
         )
-        admin = Admin(replica, feeds, bus, registry, ready_timeout_s=options.ready_timeout_s)
+        admin = Admin(replica, feeds, watch, bus, registry, ready_timeout_s=options.ready_timeout_s)
         await feeds.subscribe()
-        await stack.enter_async_context(_background(feeds, completions, options))
+        await stack.enter_async_context(_background(feeds, watch, completions, options))
         stack.callback(feeds.leave)
         server = _http_server(
             _application(completions, admin, options), listener, completions, hurried, options
         )
         await stack.enter_async_context(server)
-        _warn_of_missing_tokenizer(options, encoder)
+        _warn_of_missing_tokenizer(options, encoders.default)
         log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
         frontend = RunningFrontend(feeds.address, replica, feeds, admin, completions)
         try:
@@ -158,6 +174,8 @@ def _application(completions: Completions, admin: Admin, options: FrontendOption
         [
             web.post("/v1/chat/completions", completions.chat),
             web.post("/v1/completions", completions.completion),
+            *(web.post(path, completions.passed) for path in passthrough.POST_ROUTES),
+            *(web.get(path, completions.passed) for path in passthrough.GET_ROUTES),
             web.get("/v1/models", admin.models),
             web.get("/v1/models/{name:.+}", admin.model),
             web.get("/live", admin.live),
@@ -222,11 +240,14 @@ async def _wait_for_any(*events: asyncio.Event | None, timeout_s: float) -> None
 
 @contextlib.asynccontextmanager
 async def _background(
-    feeds: Feeds, completions: Completions, options: FrontendOptions
+    feeds: Feeds, watch: Watch, completions: Completions, options: FrontendOptions
 ) -> AsyncIterator[None]:
     """The replica's own tasks. One that fails stops the service."""
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(feeds.run(), name="feeds")]
+        running = [
+            tasks.create_task(feeds.run(), name="feeds"),
+            tasks.create_task(_keep_watch(watch), name="watch"),
+        ]
         if options.track_output_blocks:
             running.append(tasks.create_task(_report_progress(completions), name="progress"))
         gc.freeze()  # what start-up made lives as long as the process
@@ -235,6 +256,19 @@ async def _background(
         finally:
             for task in running:
                 task.cancel()
+
+
+async def _keep_watch(watch: Watch) -> None:
+    """Say once of each problem that it has begun, and once that it is over."""
+    while True:
+        for _ in range(SETTLINGS):
+            await asyncio.sleep(WATCH_S / SETTLINGS)
+            watch.settle(asyncio.get_running_loop().time())
+        begun, over = watch.look()
+        for told in begun:
+            log.warning("worker.problem", worker=told.worker, pool=told.pool, problem=told.problem.text)
+        for told in over:
+            log.info("worker.problem_over", worker=told.worker, pool=told.pool, was=told.problem.text)
 
 
 async def _report_progress(completions: Completions) -> None:

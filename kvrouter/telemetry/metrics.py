@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
@@ -56,8 +56,10 @@ class RequestMetrics:
         )
 
 
-Sample = tuple[str, Literal["gauge", "counter"], str, dict[str, str], float]
-"""`(name, kind, help, labels, value)`."""
+Sample = tuple[str, Literal["gauge", "counter", "histogram"], str, dict[str, str], float]
+"""`(name, kind, help, labels, value)`. A histogram comes as its buckets, cumulative, with the label `le`."""
+
+_SUFFIXES = {"gauge": "", "counter": "_total", "histogram": "_bucket"}
 
 
 class StateCollector(Collector):
@@ -72,7 +74,6 @@ class StateCollector(Collector):
         for name, kind, text, labels, value in self._samples():
             family = families.get(name)
             if family is None:
-                make = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
-                family = families[name] = make(name, text, labels=list(labels))
-            family.add_sample(name + ("_total" if kind == "counter" else ""), labels, value)
+                family = families[name] = Metric(name, text, kind)
+            family.add_sample(name + _SUFFIXES[kind], labels, value)
         return families.values()

@@ -143,6 +143,11 @@ def _parts(content: object) -> list[Part]:
     return [part for item in _list(content, "content") if (part := _part(item)) is not None]
 
 
+def is_text(part: Part) -> bool:
+    """Whether a part of `content` is text, and no image, sound or video."""
+    return str(part.get("type", "text")) in _TEXT_FIELDS
+
+
 def _part(part: object) -> Part | None:
     if isinstance(part, str):
         return _text_part(part)

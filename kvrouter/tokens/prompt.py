@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from kvrouter.tokens.messages import Message
+from kvrouter.tokens.messages import Message, is_text
 from kvrouter.tokens.template import ChatTemplate
 from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, Tokenizer
 
@@ -133,6 +133,15 @@ def text_characters(prompt: Prompt) -> int:
     if isinstance(prompt, TextPrompt):
         return sum(map(len, prompt.texts))
     return sum(_content_characters(message.get("content")) for message in prompt.messages)
+
+
+def has_media(prompt: Prompt) -> bool:
+    """Whether there is more in it than text: images, sounds, videos; their tokens only the engine knows."""
+    if not isinstance(prompt, ChatPrompt):
+        return False
+    contents = [message.get("content") for message in prompt.messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and not is_text(part) for part in parts)
 
 
 def _content_characters(content: object) -> int:

@@ -13,7 +13,7 @@ from kvrouter.core.ids import PoolId, Target, WorkerId
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import HELLO_S, Replica
 from kvrouter.core.sources import KvSource
-from kvrouter.errors import NoWorkersError, UnknownModelError
+from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
 from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
 from tests.core.worlds import POOL, T1, W1, W2, card, chain_from, prompt, request
 
@@ -259,7 +259,7 @@ def test_degraded_says_what_is_wrong(replica: Replica) -> None:
 
 
 def test_router_for_a_model(replica: Replica) -> None:
-    """By served name, by adapter, by None where there is one pool; unknown names are a 404."""
+    """By served name, by adapter, by None where there is one pool; unknown names are a 404, none a 400."""
     with pytest.raises(NoWorkersError):
         replica.router_for("llama")
     hear_worker(replica, card(lora_names=("adapterA",)))
@@ -267,9 +267,11 @@ def test_router_for_a_model(replica: Replica) -> None:
     assert POOL == replica.router_for("adapterA").pool.id
     hear_worker(replica, card("w2", model="qwen"), pool=OTHER_POOL)
 
-    for unknown in ("gpt", None):
-        with pytest.raises(UnknownModelError, match="llama, qwen"):
-            replica.router_for(unknown)
+    with pytest.raises(UnknownModelError, match="llama, qwen"):
+        replica.router_for("gpt")
+    with pytest.raises(BadRequestError, match=r"must be given.*llama, qwen") as refusal:
+        replica.router_for(None)
+    assert 400 == refusal.value.status
 
 
 def test_worker_that_comes_back_with_fewer_ranks() -> None:

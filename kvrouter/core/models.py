@@ -1,0 +1,51 @@
+"""Which pool serves the model that a client names.
+
+    base model's names  before  LoRA adapters;  among equals the pool whose id comes first
+
+So every replica answers alike, whichever worker it heard of first. A name that two pools serve is a mistake
+of the deployment: requests for it all go to one of them, and `/workers` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvrouter.core.pool import Pool
+from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
+
+
+def pool_serving(model: str | None, pools: Iterable[Pool]) -> Pool:
+    """The pool that serves a model or LoRA name; no name is enough where there is one pool only.
+
+    Raises UnknownModelError, BadRequestError where a name is needed, or NoWorkersError while no worker has
+    been seen at all.
+    """
+    serving = [pool for pool in pools if pool.names]
+    if not serving:
+        raise NoWorkersError("no worker has been seen yet")
+    if model is None and len(serving) == 1:
+        return serving[0]
+    found = [pool for pool in serving if model in pool.names]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        return min(found, key=lambda pool: (model in pool.lora_names, pool.id))
+    served = ", ".join(sorted({name for pool in serving for name in pool.names}))
+    if model is None:
+        raise BadRequestError(f"`model` must be given, as several are served: {served}", param="model")
+    raise UnknownModelError(f"The model `{model}` does not exist; served: {served}", param="model")
+
+
+def name_conflicts(pools: Iterable[Pool]) -> dict[str, list[str]]:
+    """Sentences about names that several pools serve, by the pool whose clients do not reach it."""
+    by_id = sorted((pool for pool in pools if pool.names), key=lambda pool: pool.id)
+    conflicts: dict[str, list[str]] = {}
+    for pool in by_id:
+        for name in sorted(pool.names):
+            winner = pool_serving(name, by_id)
+            if winner is not pool:
+                conflicts.setdefault(pool.id, []).append(
+                    f"{name!r} is also a name in pool {winner.id}, where all requests for it go: "
+                    "give the model or adapter another name in one of them"
+                )
+    return conflicts

@@ -1,0 +1,101 @@
+"""Looks at every worker once in a while: which problems have begun, and which are over.
+
+Each problem is told once when it begins and once when it ends, whatever its sentence counts by then.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from msgspec import Struct
+
+from kvrouter.core.feed_state import FeedState
+from kvrouter.core.ids import PoolId, Target
+from kvrouter.core.models import name_conflicts
+from kvrouter.core.pool import Pool
+from kvrouter.core.problems import Problem, problems_of
+from kvrouter.core.replica import Replica
+from kvrouter.core.router import Router
+from kvrouter.core.sources import KvSource
+
+
+class Told(Struct, frozen=True):
+    """A problem of a worker, or of a whole pool (`worker` is empty)."""
+
+    pool: str
+    worker: str
+    problem: Problem
+
+
+_Key = tuple[str, str, str]
+"""Pool, worker, kind of problem."""
+
+
+class Watch:
+    """What one replica knows to be wrong with the workers it sees."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._known: dict[_Key, Told] = {}
+
+    def settle(self, now: float) -> None:
+        """Which events have come that are expected. To be called often: engines forget blocks, too."""
+        for router in self._replica.routers.values():
+            router.truth.look(now, partial(self._holds, router.pool))
+
+    def look(self) -> tuple[list[Told], list[Told]]:
+        """The problems that have begun since the last look, and those that are over."""
+        for router in self._replica.routers.values():
+            router.truth.keep(router.pool.workers)
+        found = {(told.pool, told.worker, told.problem.kind): told for told in self._all()}
+        begun = [told for key, told in found.items() if key not in self._known]
+        over = [told for key, told in self._known.items() if key not in found]
+        self._known = found
+        return begun, over
+
+    def problems(self, pool_id: PoolId, worker_id: str) -> list[Problem]:
+        """What was wrong with a worker at the last look; an empty id means the pool itself."""
+        return [told.problem for key, told in self._known.items() if key[:2] == (pool_id, worker_id)]
+
+    def is_firm(self, pool_id: PoolId, target: Target) -> bool:
+        """Whether the index knows all that the target's engine holds."""
+        if not self._replica.settings.pool.use_kv_events:
+            return True
+        return self._is_live(pool_id, target) and not self._is_partial(pool_id, target)
+
+    def _all(self) -> list[Told]:
+        pools = [router.pool for router in self._replica.routers.values()]
+        told = [
+            Told(pool_id, "", Problem("name", sentences[0]))
+            for pool_id, sentences in name_conflicts(pools).items()
+        ]
+        for pool_id, router in self._replica.routers.items():
+            told += _of_workers(pool_id, router)
+        return told
+
+    def _holds(self, pool: Pool, target: Target, hash_: int) -> bool | None:
+        """Whether events have named a block; None while that proves nothing."""
+        if pool.index.holds(target, hash_, "disk"):
+            return True
+        if not self._is_live(pool.id, target):
+            return None
+        # what was cached before the agent knew it is not announced again
+        return None if pool.index.blocks(target) and self._is_partial(pool.id, target) else False
+
+    def _is_live(self, pool_id: PoolId, target: Target) -> bool:
+        reader = self._replica.readers.get(KvSource(pool_id, target.worker_id, target.rank))
+        return reader is not None and reader.state is FeedState.LIVE
+
+    def _is_partial(self, pool_id: PoolId, target: Target) -> bool:
+        worker = self._replica.routers[pool_id].pool.workers.get(target.worker_id)
+        beat = worker.ranks.get(target.rank) if worker else None
+        return beat is None or beat.partial
+
+
+def _of_workers(pool_id: PoolId, router: Router) -> list[Told]:
+    return [
+        Told(pool_id, worker_id, problem)
+        for worker_id, worker in router.pool.workers.items()
+        for problem in problems_of(router.pool, worker, router.truth.records.get(worker_id))
+        if router.needs_tokens or problem.kind == "refused"  # else nothing is foretold
+    ]

@@ -1,0 +1,66 @@
+"""What is kept of a request so that its prediction can be held against the engine's answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrouter.core.policy import RouteRequest
+from kvrouter.core.router import Placement, Router
+from kvrouter.core.truth import Kind, Prediction
+from kvrouter.core.watch import Watch
+from kvrouter.frontend.openai import CompletionRequest
+from kvrouter.frontend.usage import find_usage
+from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, has_media
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What decides whether and how a request can be compared."""
+
+    kind: Kind | None
+    is_single: bool
+
+    @classmethod
+    def of(cls, request: CompletionRequest, lora_name: str | None, prompts: int) -> Traits:
+        """The traits of a request with so many prompts."""
+        kind = _kind(request.prompt, lora_name, request.cache_salt)
+        return cls(kind, prompts == 1 and request.n == 1)
+
+
+def _kind(prompt: Prompt | None, lora_name: str | None, salt: str | None) -> Kind | None:
+    """None if the tokens are not known, or stand in for what only the engine can count."""
+    if prompt is None or has_media(prompt):
+        return None
+    name = {ChatPrompt: "chat", TextPrompt: "text"}.get(type(prompt), "tokens")
+    return Kind(name, bool(lora_name), bool(salt))  # type: ignore[arg-type]  # one of its three words
+
+
+def compare(
+    router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, watch: Watch, tail: bytes
+) -> None:
+    """A good answer has come: hold what it says against what was foretold at its booking."""
+    if not route.prompts:
+        return
+    pool, choice = router.pool, placement.choice
+    is_firm = watch.is_firm(pool.id, choice.target)
+    prediction = Prediction(
+        target=choice.target,
+        kind=traits.kind,
+        isl=route.isl,
+        block_size=pool.block_size,
+        blocks=choice.widest_blocks,
+        in_flight=choice.widest_blocks > choice.indexed_blocks,
+        is_single=traits.is_single,
+        is_firm=is_firm and not choice.waiting and not placement.wants_report,
+    )
+    router.truth.observe(prediction, find_usage(tail))
+
+
+def expect_events(
+    router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, now: float
+) -> None:
+    """A request was served: the engine's events must name its first block."""
+    worker = router.pool.workers.get(placement.target.worker_id)
+    announces = worker is not None and worker.card.publishes_events and router.pool.settings.use_kv_events
+    if announces and traits.kind is not None and route.prompts and route.prompts[0].hashes:
+        router.truth.expect(placement.target, traits.kind, route.prompts[0].hashes[0], now)

@@ -1,0 +1,44 @@
+"""/v1/models over the whole fleet: every name once, as the pool lists it that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvrouter.core.beats import Card
+from kvrouter.core.models import pool_serving
+from kvrouter.core.pool import Pool
+from kvrouter.frontend.openai import ModelEntry
+
+
+def model_entries(pools: Iterable[Pool]) -> list[ModelEntry]:
+    """Base models first, each followed by its adapters; the same list at every replica."""
+    known = sorted(pools, key=lambda pool: pool.id)
+    listed = [(pool, entry) for pool in known for entry in _of_pool(pool)]
+    return [entry for pool, entry in listed if pool_serving(entry.id, known) is pool]
+
+
+def _of_pool(pool: Pool) -> list[ModelEntry]:
+    """Of a name that several workers serve, the worker that started first tells the facts."""
+    cards = [worker.card for worker in pool.workers.values()]
+    cards.sort(key=lambda card: (card.started_at_us, card.worker_id))
+    found = [entry for card in cards for entry in _bases(card)]
+    found += [entry for card in cards for entry in _adapters(card)]
+    entries: dict[str, ModelEntry] = {}
+    for entry in found:
+        entries.setdefault(entry.id, entry)
+    return list(entries.values())
+
+
+def _bases(card: Card) -> Iterator[ModelEntry]:
+    for name in card.served_names or (card.model,):
+        yield ModelEntry(name, _created_s(card), card.model, None, card.max_model_len or None)
+
+
+def _adapters(card: Card) -> Iterator[ModelEntry]:
+    base = card.served_names[0] if card.served_names else card.model
+    for name in card.lora_names:
+        yield ModelEntry(name, _created_s(card), name, base, None)
+
+
+def _created_s(card: Card) -> int:
+    return card.started_at_us // 1_000_000

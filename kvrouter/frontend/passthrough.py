@@ -1,0 +1,103 @@
+"""The engine routes that are passed on without being understood: to a worker of the model, by least load.
+
+Only what is listed here is passed. An engine's /metrics, /health and its administration (/reset_prefix_cache,
+/sleep, LoRA loading, …) concern one engine, and are not for whoever reaches the frontend.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from aiohttp import web
+
+from kvrouter.errors import BadRequestError
+from kvrouter.frontend.openai import CompletionRequest
+
+POST_ROUTES = (
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/score",
+    "/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/pooling",
+    "/classify",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/audio/speech",
+    "/tokenize",
+    "/detokenize",
+)
+GET_ROUTES = ("/version",)
+
+_MAX_PARTS = 64
+_FORM = "multipart/form-data"
+_NAME = re.compile(rb';\s*name="?([^";\r\n]*)', re.IGNORECASE)
+
+_BOUNDARY = re.compile(r';\s*boundary="?([^";]+)', re.IGNORECASE)
+
+
+class _Body(msgspec.Struct):
+    model: str | None = None
+    stream: bool | None = None
+
+
+_BODY = msgspec.json.Decoder(_Body)
+
+
+def is_json(http: web.Request) -> bool:
+    """Whether the body is to be read, and may be changed, as JSON; that is what no type stands for, too."""
+    kind = http.content_type
+    return kind in {"application/json", "application/octet-stream"} or kind.endswith("+json")
+
+
+def parse(http: web.Request, body: bytes) -> CompletionRequest:
+    """What is needed to place the request: its model, from the body or else the query, and nothing else.
+
+    Raises BadRequestError for JSON that is none. What a form's fields mean is the engine's to judge.
+    """
+    fields = _Body()
+    if http.content_type == _FORM:
+        fields = _of_form(body, _BOUNDARY.search(http.headers["content-type"]))
+    elif body and is_json(http):
+        fields = _of_json(body)
+    return CompletionRequest(
+        model=fields.model or http.query.get("model"),
+        stream=bool(fields.stream),
+        prompt=None,
+        cache_salt=None,
+        session_id=None,
+        n=1,
+    )
+
+
+def _of_json(body: bytes) -> _Body:
+    try:
+        return _BODY.decode(body)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise BadRequestError("the body is nested too deeply") from error
+
+
+def _of_form(body: bytes, boundary: re.Match[str] | None) -> _Body:
+    """The fields `model` and `stream` of a form; files in it are skipped, not copied."""
+    found: dict[str, str] = {}
+    delimiter = b"--" + boundary[1].encode("utf-8", "surrogateescape") if boundary else b""
+    start = body.find(delimiter) if boundary else -1
+    for _ in range(_MAX_PARTS):
+        head_end = body.find(b"\r\n\r\n", start)
+        end = body.find(b"\r\n" + delimiter, start + 1)
+        if start < 0 or head_end < 0 or end < 0:
+            break
+        name = _NAME.search(body, start, head_end)
+        if name is not None and name[1] in {b"model", b"stream"}:
+            found[name[1].decode()] = body[head_end + 4 : end][:256].decode("utf-8", "replace")
+        start = end + 2
+    return _Body(found.get("model") or None, found.get("stream", "").lower() in {"true", "1"})
