@@ -97,8 +97,8 @@ def _of_events(pool: Pool, worker: Worker, record: Record) -> Iterator[Problem]:
         yield Problem(
             "inexact",
             f"reports other cached tokens than foretold in {record.inexact.bad} of the last "
-            f"{record.inexact.total} requests (last {theirs}, foretold {ours}): restart its agent; "
-            "if that changes nothing, look at its log for events it cannot read",
+            f"{record.inexact.total} requests (last {theirs}, foretold {ours}): its events are incomplete or "
+            "come too late; look at the lag in /workers and at the log of its agent, and restart the agent",
         )
 
 
@@ -138,11 +138,11 @@ def _unmatched_problem(pool: Pool, worker: Worker, bad: list[Kind], good: list[K
 
 
 def _why_unmatched(pool: Pool, bad: list[Kind], good: list[Kind]) -> str:
-    if _are_all(bad, lambda kind: kind.salt) and not _are_all(good, lambda kind: kind.salt):
+    if _are_all(bad, lambda kind: kind.salt) and any(not kind.salt for kind in good):
         return (
             "its events do not carry the cache_salt of these requests; use an engine version whose events do"
         )
-    if _are_all(bad, lambda kind: kind.lora) and not _are_all(good, lambda kind: kind.lora):
+    if _are_all(bad, lambda kind: kind.lora) and any(not kind.lora for kind in good):
         return "its events name these LoRA adapters otherwise: give them the same names everywhere"
     unsure = "; or its events do not carry their cache_salt" if _are_all(bad, lambda kind: kind.salt) else ""
     return _why_hashes_differ(pool, bad, good) + unsure
