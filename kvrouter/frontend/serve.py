@@ -58,6 +58,7 @@ class RunningFrontend:
     url: str
     replica: Replica
     feeds: Feeds
+    watch: Watch
     admin: Admin
     completions: Completions
 
@@ -126,7 +127,7 @@ async def running_frontend(
         await stack.enter_async_context(server)
         _warn_of_missing_tokenizer(options, encoders.default)
         log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
-        frontend = RunningFrontend(feeds.address, replica, feeds, admin, completions)
+        frontend = RunningFrontend(feeds.address, replica, feeds, watch, admin, completions)
         try:
             yield frontend
         finally:

@@ -1,0 +1,271 @@
+"""Predictions against what mockers report: wrong set-ups are soon flagged, right ones never."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from kvrouter.core.blocks import block_hashes
+from kvrouter.mocker.engine import EngineConfig
+from kvrouter.tokens.tiny import build_tiny_model
+from tests.e2e.fleet import Fleet, running_fleet
+
+REQUESTS = 20
+"""A wrong set-up must be found out within so many requests to one worker."""
+PATIENCE_S = 10.0
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that the mockers serve."""
+    path = tmp_path_factory.mktemp("truth") / "tiny"
+    build_tiny_model(path)
+    return path
+
+
+def altered(model_path: Path, copy: Path, alter: Callable[[Path], None]) -> Path:
+    """A copy of the model directory in which something differs."""
+    shutil.copytree(model_path, copy)
+    alter(copy)
+    return copy
+
+
+def other_template(path: Path) -> None:
+    """A template that starts with a line of its own."""
+    config = path / "chat_template.jinja"
+    config.write_text("{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}" + config.read_text())
+
+
+def template_of_equal_length(path: Path) -> None:
+    """A template whose prompts have as many tokens, of which the first differs."""
+    config = path / "chat_template.jinja"
+    config.write_text(config.read_text().replace("<|im_start|>", "<|endoftext|>"))
+
+
+def other_tokenizer(path: Path) -> None:
+    """A tokenizer that knows fewer merges."""
+    file = path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:200]
+    file.write_text(json.dumps(tokenizer))
+
+
+def chat(number: int, group: int = 0) -> dict[str, Any]:
+    """A chat of some ten blocks that shares most of them with its group."""
+    system = f"You are assistant number {group}. " * 20
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": f"question {number}"}]
+    return {"messages": messages, "max_tokens": 4}
+
+
+def text(number: int, group: int = 0) -> dict[str, Any]:
+    """The same as a text."""
+    return {"prompt": f"Document {group} says a lot. " * 20 + f"question {number}", "max_tokens": 4}
+
+
+def tokens(number: int, group: int = 0) -> dict[str, Any]:
+    """The same as token ids."""
+    return {"prompt": [*range(100 * group, 100 * group + 100), number], "max_tokens": 4}
+
+
+async def ask(fleet: Fleet, body: dict[str, Any], frontend: int = 0) -> None:
+    """One request, answered."""
+    route = "chat/completions" if "messages" in body else "completions"
+    url = f"{fleet.frontends[frontend].url}/v1/{route}"
+    async with fleet.http.post(url, json={"model": "tiny", **body}) as response:
+        await response.read()
+        assert 200 == response.status
+
+
+async def problems(fleet: Fleet, frontend: int = 0) -> list[str]:
+    """What /workers says is wrong."""
+    return [text for row in (await fleet.workers(frontend))["targets"] for text in row["problems"]]
+
+
+async def until_flagged(fleet: Fleet) -> list[str]:
+    """The problems, as soon as there are any."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (found := await problems(fleet)):  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.05)
+    return found
+
+
+async def until_judged(fleet: Fleet) -> None:
+    """Return when nothing is expected of any worker any more, and a look has been taken since."""
+    routers = [router for each in fleet.frontends for router in each.replica.routers.values()]
+    async with asyncio.timeout(PATIENCE_S):
+        while any(router.truth._expected for router in routers):  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.05)
+    for each in fleet.frontends:
+        each.watch.look()
+
+
+def metric(page: str, name: str, *labels: str) -> float:
+    """The sum of a metric's samples that carry these labels."""
+    lines = [line for line in page.splitlines() if line.startswith(f"{name}{{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in labels))
+
+
+async def scraped(fleet: Fleet) -> str:
+    """/metrics."""
+    async with fleet.http.get(f"{fleet.frontends[0].url}/metrics") as response:
+        return await response.text()
+
+
+WRONG: dict[str, tuple[Callable[[Path], None], Callable[[int], dict[str, Any]], str, str]] = {
+    "template": (other_template, chat, "tokens", "chat template"),
+    "template of equal length": (template_of_equal_length, chat, "hashes", "for chats"),
+    "tokenizer, chats": (other_tokenizer, chat, "tokens", "the tokenizer differs"),
+    "tokenizer, texts": (other_tokenizer, text, "tokens", "the tokenizer differs"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+async def test_wrong_model_path(nats_url: str, model_path: Path, tmp_path: Path, case: str) -> None:
+    """Another tokenizer or template: flagged in /workers, in a metric, and once in the log."""
+    alter, body, kind, remedy = WRONG[case]
+    wrong = altered(model_path, tmp_path / "wrong", alter)
+    flags = ["--model-path", str(wrong)]
+    with structlog.testing.capture_logs() as logs:
+        async with fleet_of(nats_url, model_path, flags=flags) as fleet:
+            for number in range(REQUESTS):
+                await ask(fleet, body(number))
+            (problem,) = await until_flagged(fleet)
+            page = await scraped(fleet)
+
+    assert remedy in problem
+    assert "--model-path" in problem
+    assert 1 == metric(page, "kvrouter_worker_problem", f'problem="{kind}"')
+    assert [problem.split("(")[0]] == [
+        entry["problem"].split("(")[0] for entry in logs if entry["event"] == "worker.problem"
+    ]
+
+
+def fleet_of(nats_url: str, model_path: Path, **facts: Any) -> Any:
+    """One frontend before one mocker, unless told otherwise."""
+    told: dict[str, Any] = {"frontends": 1, "mockers": 1, "model_path": model_path, **facts}
+    return running_fleet(nats_url, uuid.uuid4().hex, **told)
+
+
+@pytest.mark.parametrize("asks_usage", [True, False])
+async def test_wrong_salt(
+    nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch, asks_usage: bool
+) -> None:
+    """A salt that does not reach the hashes is found out, with usage in the answers or without."""
+
+    def unsalted(ids: Sequence[int], size: int, *, lora_name: str | None, salt: str | None) -> Any:
+        return block_hashes(ids, size, lora_name=lora_name)
+
+    monkeypatch.setattr("kvrouter.frontend.completions.block_hashes", unsalted)
+    async with fleet_of(nats_url, model_path) as fleet:
+        for number in range(REQUESTS):
+            await ask(fleet, {**text(number, 1), "cache_salt": "s", "stream": not asks_usage})
+            await ask(fleet, {**text(number), "stream": not asks_usage})
+        (problem,) = await until_flagged(fleet)
+
+    assert "for texts with cache_salt" in problem
+    assert "do not carry the cache_salt" in problem
+
+
+async def test_wrong_block_size(nats_url: str, model_path: Path) -> None:
+    """A block size that is not the engines' is named, in /workers and to the client."""
+    flags = ["--kv-cache-block-size", "32"]
+    async with fleet_of(nats_url, model_path, flags=flags, refused=True) as fleet:
+        (problem,) = await until_flagged(fleet)
+        async with fleet.http.post(f"{fleet.frontends[0].url}/v1/completions", json=tokens(1)) as response:
+            answer = await response.text()
+
+    assert "block size 16, pool has 32" in problem
+    assert "--kv-cache-block-size" in problem
+    assert "refused: block size 16, pool has 32" in answer
+
+
+async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose events do not arrive is found out, and how to start them is said."""
+    monkeypatch.setattr("kvrouter.mocker.publisher.Publisher.publish", lambda *_args: None)
+    async with fleet_of(nats_url, model_path) as fleet:
+        for number in range(REQUESTS):
+            await ask(fleet, text(number))
+        (problem,) = await until_flagged(fleet)
+
+    assert "no KV event has come from it" in problem
+    assert "--kv-events-config" in problem
+
+
+async def test_it_passes(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the blocks turn up again the flag goes, by itself."""
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "kvrouter.frontend.completions.block_hashes",
+            lambda ids, size, **_: block_hashes(ids, size, salt="other"),
+        )
+        async with fleet_of(nats_url, model_path) as fleet:
+            for number in range(REQUESTS):
+                await ask(fleet, text(number))
+            await until_judged(fleet)
+            assert await problems(fleet)
+
+            patched.undo()
+            for number in range(REQUESTS):
+                await ask(fleet, text(number))
+            await until_judged(fleet)
+            assert [] == await problems(fleet)
+
+
+MIXED = [chat, text, tokens]
+
+
+def mixed(chance: random.Random, number: int) -> dict[str, Any]:
+    """Any kind of request, of one of 24 groups, now and then with a salt."""
+    body = chance.choice(MIXED)(number, chance.randrange(24))
+    return body | ({"cache_salt": "s"} if chance.random() < 0.2 else {})
+
+
+async def test_no_false_alarm(nats_url: str, model_path: Path) -> None:
+    """Mixed traffic, at once and one by one, over two replicas, small caches that evict, siblings, salts."""
+    small = EngineConfig(num_blocks=256, max_model_len=2048)
+    chance = random.Random(7)
+    with structlog.testing.capture_logs() as logs:
+        async with fleet_of(nats_url, model_path, frontends=2, mockers=2, engine=small) as fleet:
+            for wave in range(12):
+                bodies = [
+                    mixed(chance, 100 * wave + number) | {"stream": number % 3 == 0} for number in range(24)
+                ]
+                await asyncio.gather(*(ask(fleet, body, number % 2) for number, body in enumerate(bodies)))
+            for number in range(REQUESTS):
+                await ask(fleet, text(number, number % 3), number % 2)
+            await until_judged(fleet)
+            found = [await problems(fleet, number) for number in range(2)]
+            page = await scraped(fleet)
+
+    assert [[], []] == found
+    assert [] == [entry for entry in logs if entry["event"] == "worker.problem"]
+    assert 0 == metric(page, "kvrouter_prompt_lengths_total", 'result="different"')
+    assert 50 < metric(page, "kvrouter_prompt_lengths_total", 'result="same"')
+    assert 50 < metric(page, "kvrouter_announced_requests_total", 'result="found"')
+    assert 50 < metric(page, "kvrouter_predictions_total")
+
+
+async def test_sequential_predictions_are_exact(nats_url: str, model_path: Path) -> None:
+    """One by one, every prediction is what the engine reports; the histogram's only step is at 0."""
+    async with fleet_of(nats_url, model_path) as fleet:
+        for number in range(REQUESTS):
+            await ask(fleet, MIXED[number % 3](number))
+            await until_judged(fleet)
+        page = await scraped(fleet)
+
+    assert REQUESTS == metric(page, "kvrouter_predictions_total", 'result="exact"', 'source="index"')
+    assert REQUESTS == metric(page, "kvrouter_predictions_total")
+    assert 0 == metric(page, "kvrouter_prediction_error_blocks_bucket", 'le="-1"')
+    assert REQUESTS == metric(page, "kvrouter_prediction_error_blocks_bucket", 'le="0"')
+    assert 1 == metric(page, "kvrouter_prediction_exact_ratio")
+    reported = metric(page, "kvrouter_reported_cached_tokens_total")
+    assert 0 < reported == metric(page, "kvrouter_predicted_cached_tokens_total")
