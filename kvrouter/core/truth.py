@@ -146,7 +146,7 @@ class Record:
     """Bad: blocks were foretold, and the engine had none."""
     uneven: Alarm = field(default_factory=_nearly_always)
     """Bad: the cached tokens are no multiple of the block size."""
-    inexact: Alarm = field(default_factory=lambda: Alarm(0.8, 0.4))
+    inexact: Alarm = field(default_factory=_nearly_always)
     """Bad: the prediction differs from what the engine had."""
     last_lengths: tuple[int, int] = (0, 0)
     """Prompt tokens where they last differed: the engine's, ours."""
@@ -174,7 +174,7 @@ class Truth:
 
     def __init__(self) -> None:
         self.records: dict[WorkerId, Record] = {}
-        self._expected: deque[_Expected] = deque()
+        self._expected: dict[tuple[Target, int], _Expected] = {}
 
     def observe(self, prediction: Prediction, usage: Usage) -> None:
         """An answer has come, with what it says about its prompt."""
@@ -188,21 +188,22 @@ class Truth:
                 _note_cached(record, prediction, cached_tokens)
 
     def expect(self, target: Target, kind: Kind, hash_: int, now: float) -> None:
-        """A request that starts with this block was served: the target's events must name it."""
+        """A request that starts with this block was served: the target's events must name it.
+
+        Many requests with one beginning, at the same time, are one piece of evidence.
+        """
         if len(self._expected) < MAX_EXPECTED:
-            self._expected.append(_Expected(target, kind, hash_, now + ANNOUNCE_S))
+            self._expected.setdefault((target, hash_), _Expected(target, kind, hash_, now + ANNOUNCE_S))
 
     def look(self, now: float, holds: Callable[[Target, int], bool | None]) -> None:
         """Which of the expected blocks have come; `holds` says None where that cannot be known now."""
-        for _ in range(len(self._expected)):
-            expected = self._expected.popleft()
+        waiting, self._expected = self._expected, {}
+        for key, expected in waiting.items():
             is_held = holds(expected.target, expected.hash_)
-            if is_held is None:
-                continue
-            if is_held or now >= expected.until:
+            if is_held is False and now < expected.until:
+                self._expected[key] = expected
+            elif is_held is not None:
                 self._note_announced(expected, is_held)
-            else:
-                self._expected.append(expected)
 
     def _note_announced(self, expected: _Expected, is_held: bool) -> None:
         record = self._record(expected.target)

@@ -44,8 +44,8 @@ KEEP_ALIVE_S = 75.0
 
 WATCH_S = 1.0
 """Between two looks for problems."""
-SETTLINGS = 10
-"""How often in between it is seen which events have come."""
+SETTLINGS = 40
+"""How often in between it is seen which events have come: a small cache does not keep a block for long."""
 
 CUT_OFF_S = 0.1
 """What requests that outlived the draining get to end in: once from us, twice from aiohttp (0: for ever)."""
