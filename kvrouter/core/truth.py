@@ -17,7 +17,7 @@ Everything is bounded: windows of 16 outcomes, and 12 kinds of request a worker.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -187,13 +187,14 @@ class Truth:
             if prediction.is_firm and not prediction.in_flight:
                 _note_cached(record, prediction, cached_tokens)
 
-    def expect(self, target: Target, kind: Kind, hash_: int, now: float) -> None:
-        """A request that starts with this block was served: the target's events must name it.
+    def expect(self, target: Target, kind: Kind, hashes: Sequence[int], now: float) -> None:
+        """A request of these blocks was served: the target's events must name the first of them.
 
-        Many requests with one beginning, at the same time, are one piece of evidence.
+        Equal requests at the same time are one piece of evidence.
         """
-        if len(self._expected) < MAX_EXPECTED:
-            self._expected.setdefault((target, hash_), _Expected(target, kind, hash_, now + ANNOUNCE_S))
+        if hashes and len(self._expected) < MAX_EXPECTED:
+            expected = _Expected(target, kind, hashes[0], now + ANNOUNCE_S)
+            self._expected.setdefault((target, hashes[-1]), expected)
 
     def look(self, now: float, holds: Callable[[Target, int], bool | None]) -> None:
         """Which of the expected blocks have come; `holds` says None where that cannot be known now."""

@@ -62,5 +62,5 @@ def expect_events(
     """A request was served: the engine's events must name its first block."""
     worker = router.pool.workers.get(placement.target.worker_id)
     announces = worker is not None and worker.card.publishes_events and router.pool.settings.use_kv_events
-    if announces and traits.kind is not None and route.prompts and route.prompts[0].hashes:
-        router.truth.expect(placement.target, traits.kind, route.prompts[0].hashes[0], now)
+    if announces and traits.kind is not None and route.prompts:
+        router.truth.expect(placement.target, traits.kind, route.prompts[0].hashes, now)

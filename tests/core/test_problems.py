@@ -33,7 +33,7 @@ def events(found: bool, kind: Kind = TEXT) -> Story:
 
     def tell(truth: Truth) -> None:
         for hash_ in range(LEAST):
-            truth.expect(T1, kind, hash_, 0.0)
+            truth.expect(T1, kind, [hash_], 0.0)
         truth.look(ANNOUNCE_S, lambda *_: found)
 
     return tell

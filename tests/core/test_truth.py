@@ -179,7 +179,7 @@ def test_announced() -> None:
     """A block that events name in time confirms the worker; one that they never name does not."""
     truth, held = Truth(), {1}
     for hash_ in (1, 2, 3):
-        truth.expect(T1, TEXT, hash_, 10.0)
+        truth.expect(T1, TEXT, [hash_], 10.0)
     truth.look(10.0, lambda _, hash_: hash_ in held)
     assert {"found": 1} == truth.records[W1].announced
 
@@ -195,7 +195,7 @@ def test_announced() -> None:
 def test_announcements_that_prove_nothing() -> None:
     """While a feed is behind nothing is missing."""
     truth = Truth()
-    truth.expect(T1, TEXT, 1, 10.0)
+    truth.expect(T1, TEXT, [1], 10.0)
     truth.look(99.0, lambda *_: None)
     truth.look(99.0, lambda *_: False)
 
@@ -206,21 +206,35 @@ def test_never_announced() -> None:
     """Eight served requests of which no event speaks raise the alarm; half of them found end it."""
     truth = Truth()
     for hash_ in range(LEAST):
-        truth.expect(T1, TOKENS, hash_, 0.0)
+        truth.expect(T1, TOKENS, [hash_], 0.0)
     truth.look(ANNOUNCE_S, lambda *_: False)
     assert {"unannounced"} == raised(truth.records[W1], TOKENS)
 
     for hash_ in range(LEAST):
-        truth.expect(T1, TOKENS, hash_, 10.0)
+        truth.expect(T1, TOKENS, [hash_], 10.0)
     truth.look(10.0, lambda *_: True)
     assert set() == raised(truth.records[W1], TOKENS)
+
+
+def test_equal_requests_are_one_piece_of_evidence() -> None:
+    """A hundred siblings whose blocks are gone again say no more than one; those that only begin alike do."""
+    truth = Truth()
+    for _ in range(100):
+        truth.expect(T1, TEXT, [1, 2], 0.0)
+    truth.look(ANNOUNCE_S, lambda *_: False)
+    assert {"missing": 1} == truth.records[W1].announced
+
+    for own in range(100):
+        truth.expect(T1, TEXT, [1, own], 0.0)
+    truth.look(ANNOUNCE_S, lambda *_: False)
+    assert {"missing": 101} == truth.records[W1].announced
 
 
 def test_bounded() -> None:
     """Expectations beyond the bound are passed over; records go with their workers."""
     truth = Truth()
     for hash_ in range(2 * MAX_EXPECTED):
-        truth.expect(Target(W2), TEXT, hash_, 0.0)
+        truth.expect(Target(W2), TEXT, [hash_], 0.0)
     truth.look(0.0, lambda *_: True)
     truth.observe(foretold(1), Usage(100, 16))
     assert MAX_EXPECTED == truth.records[W2].announced["found"]

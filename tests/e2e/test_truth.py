@@ -68,7 +68,7 @@ def chat(number: int, group: int = 0) -> dict[str, Any]:
 
 def text(number: int, group: int = 0) -> dict[str, Any]:
     """The same as a text."""
-    return {"prompt": f"Document {group} says a lot. " * 20 + f"question {number}", "max_tokens": 4}
+    return {"prompt": f"Document {group} says a lot. " * 20 + f"question {number} " * 10, "max_tokens": 4}
 
 
 def tokens(number: int, group: int = 0) -> dict[str, Any]:
