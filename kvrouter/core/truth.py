@@ -16,6 +16,7 @@ Everything is bounded: windows of 16 outcomes, and 12 kinds of request a worker.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -74,18 +75,15 @@ class Prediction(Struct, frozen=True, gc=False):
 class Alarm:
     """Raised when nearly all of the last outcomes were bad, over when enough of them are good again."""
 
-    __slots__ = ("_clear_at", "_raise_at", "_recent", "is_raised")
+    __slots__ = ("_clear_at", "_raise_at", "_recent", "bad", "is_raised")
 
     def __init__(self, raise_at: float, clear_at: float) -> None:
         self._raise_at = raise_at
         self._clear_at = clear_at
-        self._recent: deque[bool] = deque(maxlen=WINDOW)
-        self.is_raised = False
-
-    @property
-    def bad(self) -> int:
+        self._recent: deque[bool] = deque()
+        self.bad = 0
         """Bad ones of the last outcomes."""
-        return sum(self._recent)
+        self.is_raised = False
 
     @property
     def total(self) -> int:
@@ -100,6 +98,9 @@ class Alarm:
     def note(self, is_bad: bool) -> None:
         """One more outcome."""
         self._recent.append(is_bad)
+        self.bad += is_bad
+        if len(self._recent) > WINDOW:
+            self.bad -= self._recent.popleft()
         share = self.bad / self.total
         if share >= self._raise_at and self.total >= LEAST:
             self.is_raised = True
@@ -246,7 +247,7 @@ def _tally(record: Record, prediction: Prediction, cached_tokens: int) -> None:
     result = "exact" if error == 0 else "over" if error > 0 else "under"
     record.predictions[result, "in_flight" if prediction.in_flight else "index"] += 1
     blocks = error / prediction.block_size
-    record.errors[sum(bound < blocks for bound in ERROR_BLOCKS)] += 1
+    record.errors[bisect_left(ERROR_BLOCKS, blocks)] += 1
     record.predicted_tokens += predicted_tokens
     record.reported_tokens += cached_tokens
     if error:

@@ -125,7 +125,8 @@ async def running_frontend(
             _application(completions, admin, options), listener, completions, hurried, options
         )
         await stack.enter_async_context(server)
-        _warn_of_missing_tokenizer(options, encoders.default)
+        if not encoders.by_name:
+            _warn_of_missing_tokenizer(options, encoders.default)
         log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
         frontend = RunningFrontend(feeds.address, replica, feeds, watch, admin, completions)
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvrouter.frontend.options import parse_options
@@ -30,6 +32,18 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = options.replica.pool
     assert (True, 120, True, None) == (pool.use_kv_events, pool.ttl_s, pool.inflight_overlap, pool.block_size)
     assert (False, 5, 1) == (options.replica.synced, options.replica.lease_rounds, options.heartbeat_s)
+
+
+def test_model_paths(tmp_path: Path) -> None:
+    """A directory for every model, or one for a model by its name; a directory may have a `=` in its name."""
+    (odd := tmp_path / "a=b").mkdir()
+    options = parse_options(["--model-path", "qwen=/q", "--model-path", str(odd), "--model-path", "org/m=/m"])
+
+    assert (odd, {"qwen": Path("/q"), "org/m": Path("/m")}) == (options.model_path, options.model_paths)
+    assert (None, {}) == (parse_options([]).model_path, parse_options([]).model_paths)
+    for wrong in ("=/q", "qwen="):
+        with pytest.raises(SystemExit):
+            parse_options(["--model-path", wrong])
 
 
 def test_aliases() -> None:

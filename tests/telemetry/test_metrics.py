@@ -71,6 +71,25 @@ def test_state_is_read_at_scrape_time() -> None:
     assert "kvrouter_blocks{'worker': 'w1'}" not in after
 
 
+def test_histogram_with_negative_bounds() -> None:
+    """Buckets of a signed error come through as they are; they have neither sum nor count (Prometheus)."""
+    registry = CollectorRegistry()
+    bounds = {"-1": 2.0, "0": 5.0, "1": 5.0, "+Inf": 6.0}
+    registry.register(
+        StateCollector(
+            lambda: [
+                ("kvrouter_error_blocks", "histogram", "E", {"worker": "w", "le": bound}, count)
+                for bound, count in bounds.items()
+            ]
+        )
+    )
+    (family,) = text_string_to_metric_families(generate_latest(registry).decode())
+
+    assert "histogram" == family.type
+    assert bounds == {sample.labels["le"]: sample.value for sample in family.samples}
+    assert {"kvrouter_error_blocks_bucket"} == {sample.name for sample in family.samples}
+
+
 def test_label_values_are_escaped() -> None:
     """Quotes and line ends in a label do not break the page."""
     registry = CollectorRegistry()

@@ -1,0 +1,107 @@
+"""Problems are told once when they begin and once when they end."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.core.beats import RankBeat, encode
+from kvrouter.core.replica import Replica
+from kvrouter.core.truth import ANNOUNCE_S, LEAST, WINDOW, Usage
+from kvrouter.core.watch import Watch
+from tests.core.replicas import new_replica
+from tests.core.test_truth import TEXT, foretold
+from tests.core.worlds import POOL, T1, W1, card, worker_beat
+
+
+@pytest.fixture
+def replica() -> Replica:
+    """It knows one worker with an empty, live feed."""
+    replica = new_replica()
+    replica.worker_heard(W1, encode(worker_beat(card())), 0.0)
+    return replica
+
+
+def kinds(watch: Watch) -> tuple[list[str], list[str]]:
+    """What a look tells: what has begun, what is over."""
+    begun, over = watch.look()
+    return [told.problem.kind for told in begun], [told.problem.kind for told in over]
+
+
+def answer(replica: Replica, usage: Usage) -> None:
+    """A window of answers with this usage, where four blocks were foretold."""
+    for _ in range(WINDOW):
+        replica.router(POOL).truth.observe(foretold(4), usage)
+
+
+def test_told_once(replica: Replica) -> None:
+    """Begun, shown for as long as it lasts, over; and told again when it returns."""
+    watch = Watch(replica)
+    answer(replica, Usage(90, 64))
+
+    assert (["tokens"], []) == kinds(watch)
+    answer(replica, Usage(91, 64))
+    assert ([], []) == kinds(watch)
+    assert "last 91, here 100" in watch.problems(POOL, W1)[0].text
+    assert [] == watch.problems(POOL, "")
+
+    answer(replica, Usage(100, 64))
+    assert ([], ["tokens"]) == kinds(watch)
+    assert [] == watch.problems(POOL, W1)
+    answer(replica, Usage(90, 64))
+    assert (["tokens"], []) == kinds(watch)
+
+
+def test_goes_with_its_worker(replica: Replica) -> None:
+    """A worker that leaves takes its problems and records along."""
+    watch = Watch(replica)
+    answer(replica, Usage(90, 64))
+    watch.look()
+    replica.worker_heard(W1, encode(worker_beat(state="leave")), 0.0)
+
+    assert ([], ["tokens"]) == kinds(watch)
+    assert {} == replica.router(POOL).truth.records
+
+
+def expect(replica: Replica) -> None:
+    """Requests were served whose blocks no event has named."""
+    for hash_ in range(LEAST):
+        replica.router(POOL).truth.expect(T1, TEXT, [hash_], 0.0)
+
+
+def test_missing_events(replica: Replica) -> None:
+    """A live feed that names nothing of what was served is a problem."""
+    watch = Watch(replica)
+    expect(replica)
+    watch.settle(ANNOUNCE_S)
+
+    assert (["no_events"], []) == kinds(watch)
+
+
+def test_feed_that_is_behind(replica: Replica) -> None:
+    """While a feed recovers nothing can be said, neither of events nor of predictions."""
+    watch = Watch(replica)
+    assert watch.is_firm(POOL, T1)
+    behind = worker_beat(ranks=[RankBeat(0, 100, 7)])
+    replica.worker_heard(W1, encode(behind), 0.0)
+    expect(replica)
+    watch.settle(ANNOUNCE_S)
+
+    assert ([], []) == kinds(watch)
+    assert not watch.is_firm(POOL, T1)
+
+
+def test_partial_rank(replica: Replica) -> None:
+    """What was cached before its agent came is never announced; that nothing at all is, is wrong."""
+    watch = Watch(replica)
+    partial = worker_beat(ranks=[RankBeat(0, 100, 0, partial=True)])
+    replica.worker_heard(W1, encode(partial), 0.0)
+    replica.router(POOL).pool.index.store(T1, [99])
+    expect(replica)
+    watch.settle(ANNOUNCE_S)
+    assert ([], []) == kinds(watch)
+    assert not watch.is_firm(POOL, T1)
+
+    replica.router(POOL).pool.index.clear(T1)
+    expect(replica)
+    watch.settle(ANNOUNCE_S)
+    assert (["no_events"], []) == kinds(watch)
