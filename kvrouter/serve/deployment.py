@@ -142,11 +142,11 @@ class Deployment:
             self._model_path = found[0] if found else None
             flags += [f"--model-path={path}" for path in found[:1]]
         models = {facts.models.served_names[0] for facts in self._facts.values()}
-        if self._model_path and len(models) > 1:
+        if self._model_path and len(models) > 1 and not self._options.frontend.model_paths:
             self._say(
                 f"one tokenizer, {self._model_path}, for {', '.join(sorted(models))}: where it is not the"
             )
-            self._say("model's own, texts match no cache; serve such a model by a kvrouter of its own")
+            self._say("model's own, texts match no cache; give each its own: --model-path NAME=DIR")
         if not self._has_events() and not self._options.says_events():
             self._approximate = True
             flags.append("--no-kv-events")
