@@ -186,6 +186,11 @@ class Pool:
             if target not in exclude and _serves(worker, request.lora_name)
         ]
 
+    def unnamed_blocks(self, request: RouteRequest) -> int:
+        """Blocks of prompts whose end was not tokenized: charged, and without a hash."""
+        size = self.block_size
+        return sum(prompt.isl // size - len(prompt.hashes) for prompt in request.prompts if size)
+
     def _look_up(self, hashes: Sequence[int]) -> Found:
         return self.index.overlap_by_tier(hashes), self.active.depths(hashes)
 
@@ -204,7 +209,7 @@ class Pool:
             indexed_blocks += min(depths[-1], overlap.widest_blocks) if depths else 0
             new_blocks += prompt.isl // self.block_size - active_depth
         if len(found) > 1:
-            new_blocks = _distinct_new_blocks(request, target, found)
+            new_blocks = _distinct_new_blocks(request, target, found) + self.unnamed_blocks(request)
         prefill_tokens = self.active.charged_tokens(target) + own_tokens
         beat = worker.ranks.get(target.rank, _NO_LOAD)
         return Candidate(

@@ -139,7 +139,7 @@ class Router:
             isl=request.isl,
             overlap_blocks=choice.overlap_blocks,
             prefill_tokens=choice.own_prefill_tokens,
-            anonymous_blocks=len(hashes) - len(named),
+            anonymous_blocks=len(hashes) - len(named) + self.pool.unnamed_blocks(request),
         )
         self.pool.active.book(booking)
         self._tell(*booking_ops(booking, pack_hashes(named)))

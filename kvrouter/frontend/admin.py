@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -41,6 +41,7 @@ class Admin:
         bus: Bus,
         registry: CollectorRegistry,
         *,
+        tokens: Callable[[], dict[str, Any]],
         ready_timeout_s: float,
     ) -> None:
         self.is_draining = False
@@ -49,6 +50,7 @@ class Admin:
         self._watch = watch
         self._bus = bus
         self._registry = registry
+        self._tokens = tokens
         self._ready_timeout_s = ready_timeout_s
         self._gave_up_waiting = False
         self._started_at = asyncio.get_running_loop().time()
@@ -102,6 +104,7 @@ class Admin:
             {
                 "router_id": self._replica.router_id,
                 "replica_sync": self._replica.settings.synced,
+                "tokens": self._tokens(),
                 "namespace_peers": sorted(self._replica.peers),
                 "pools": [
                     _pool(router.pool) | {"problems": self._problems(router.pool, "")}

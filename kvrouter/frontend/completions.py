@@ -13,7 +13,6 @@ from typing import TypeAlias
 import structlog
 from aiohttp import web
 
-from kvrouter.core.blocks import block_hashes, sequence_hashes
 from kvrouter.core.cost import Prompt
 from kvrouter.core.ids import BookingKey, Target
 from kvrouter.core.policy import RouteRequest
@@ -24,10 +23,10 @@ from kvrouter.errors import KvRouterError, NoRouteError, NoWorkersError
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.client import AiohttpClient, AlreadyWritten
 from kvrouter.frontend.compare import Traits, compare, expect_events
-from kvrouter.frontend.encoders import Encoders
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.in_flight import InFlight, RequestTask, current_task, cut_off_error
 from kvrouter.frontend.incoming import number, read_body, request_id_of
+from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
 from kvrouter.frontend.relay import (
     Attempt,
     Done,
@@ -80,7 +79,7 @@ class Completions:
         replica: Replica,
         feeds: Feeds,
         watch: Watch,
-        encoders: Encoders,
+        blocks: PromptBlocks,
         upstream: Upstream,
         *,
         metrics: RequestMetrics,
@@ -96,7 +95,7 @@ class Completions:
         self._replica = replica
         self._feeds = feeds
         self._watch = watch
-        self._encoders = encoders
+        self._blocks = blocks
         self._upstream = upstream
         self._metrics = metrics
         self._limits = limits
@@ -172,15 +171,9 @@ class Completions:
         most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
         if text_characters(request.prompt) > most_characters:
             return ()  # far above the model's limit: the engine will refuse it, unread
+        naming = Naming(router.pool, request.model, _lora_name(router, request), request.cache_salt)
         with self._metrics.tokenize.time():
-            token_ids = await self._encoders.of(router.pool).encode(request.prompt)
-        size, lora, salt = router.pool.block_size, _lora_name(router, request), request.cache_salt
-        if not token_ids or not size:
-            return ()
-        return tuple(
-            Prompt(sequence_hashes(block_hashes(ids, size, lora_name=lora, salt=salt)), len(ids))
-            for ids in token_ids
-        )
+            return await self._blocks.hashes(request.prompt, naming)
 
     async def _try_workers(self, work: Work) -> web.StreamResponse:
         """Route and relay; a worker that fails before the first byte is replaced, `retries` times at most."""

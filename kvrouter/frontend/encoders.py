@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 
 from kvrouter.core.pool import Pool
 from kvrouter.tokens.prompt import PromptEncoder
@@ -19,14 +18,13 @@ class Encoders:
 
     @classmethod
     @contextlib.contextmanager
-    def load(cls, default: Path | None, by_name: Mapping[str, Path], *, threads: int) -> Iterator[Encoders]:
-        """Read the model directories. Raises ConfigError for a broken one."""
+    def load(
+        cls, read: Callable[[str | None], PromptEncoder], default: str | None, by_name: Mapping[str, str]
+    ) -> Iterator[Encoders]:
+        """Read the models; `read` knows how. Raises ConfigError for a broken one."""
         with contextlib.ExitStack() as stack:
-
-            def load(path: Path | None) -> PromptEncoder:
-                return stack.enter_context(PromptEncoder.load(path, threads=threads))
-
-            yield cls(load(default), {name: load(path) for name, path in by_name.items()})
+            named = {name: stack.enter_context(read(path)) for name, path in by_name.items()}
+            yield cls(stack.enter_context(read(default)), named)
 
     def of(self, pool: Pool) -> PromptEncoder:
         """The encoder of a pool, found by any name that its base model is served by."""
@@ -34,3 +32,7 @@ class Encoders:
             if name == pool.model or name in pool.names:
                 return encoder
         return self.default
+
+    def all(self) -> dict[str, PromptEncoder]:
+        """By model; the default one under an empty name."""
+        return {"": self.default, **self.by_name}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvrouter.bus import NatsOptions
 from kvrouter.config import add_common_flags, nats_options, not_negative, positive, positive_int
@@ -13,6 +12,7 @@ from kvrouter.core.approx import DEFAULT_TTL_S
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import ReplicaSettings
 from kvrouter.frontend.relay import Limits
+from kvrouter.frontend.token_options import TokenOptions, add_token_flags, token_options
 from kvrouter.policies import POLICIES
 
 
@@ -29,10 +29,7 @@ class FrontendOptions:
     temperature: float
     replica: ReplicaSettings
     heartbeat_s: float
-    model_path: Path | None
-    """Of every model that has none in `model_paths`."""
-    model_paths: dict[str, Path]
-    tokenizer_workers: int
+    tokens: TokenOptions
     limits: Limits
     retries: int
     max_body_bytes: int
@@ -48,7 +45,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
     """Read the command line; a wrong one ends the process with a message."""
     flags = _parser().parse_args(arguments)
     pool = PoolSettings(
-        use_kv_events=flags.use_kv_events,
+        use_kv_events=flags.use_kv_events and flags.tokenizer != "none",
         ttl_s=flags.router_ttl_secs,
         inflight_overlap=flags.router_inflight_overlap,
         block_size=flags.kv_cache_block_size,
@@ -64,9 +61,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         temperature=flags.router_temperature,
         replica=ReplicaSettings(pool, flags.router_replica_sync, lease_rounds),
         heartbeat_s=flags.heartbeat_s,
-        model_path=_default_path(flags.model_path),
-        model_paths={name: path for name, path in flags.model_path if name},
-        tokenizer_workers=flags.tokenizer_workers,
+        tokens=token_options(flags),
         limits=Limits(flags.first_byte_timeout, flags.idle_timeout),
         retries=flags.retries,
         max_body_bytes=flags.max_body_mb * 1024 * 1024,
@@ -95,6 +90,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
     parser.add_argument("--port", "--http-port", type=_port, default=8000, help="port; 0 picks a free one")
     _add_router_flags(parser.add_argument_group("routing"))
+    add_token_flags(parser.add_argument_group("tokens"))
     _add_http_flags(parser.add_argument_group("requests"))
 
 
@@ -136,15 +132,6 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="tokens a block; default: the workers' own",
     )
-    group.add_argument(
-        "--model-path",
-        type=_model_path,
-        action="append",
-        default=[],
-        metavar="[MODEL=]DIR",
-        help="directory with tokenizer.json and the chat template; may be given for each of several models",
-    )
-    group.add_argument("--tokenizer-workers", type=positive_int, default=8, help="threads that tokenize")
     group.add_argument("--lease-s", type=positive, default=5.0, help="seconds a silent source is believed")
 
 
@@ -163,21 +150,6 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--drain-timeout", type=not_negative, default=300.0, help="seconds for running requests to finish"
     )
-
-
-def _model_path(text: str) -> tuple[str, Path]:
-    """`DIR` or `MODEL=DIR`; a directory that exists is one, whatever its name."""
-    name, equals, path = text.partition("=")
-    if not equals or Path(text).is_dir():
-        return "", Path(text)
-    if not name or not path:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be DIR or MODEL=DIR")
-    return name, Path(path)
-
-
-def _default_path(paths: Sequence[tuple[str, Path]]) -> Path | None:
-    """The last one without a model's name."""
-    return next((path for name, path in reversed(paths) if not name), None)
 
 
 def _port(text: str) -> int:

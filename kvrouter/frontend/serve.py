@@ -29,12 +29,12 @@ from kvrouter.errors import ConfigError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.completions import Completions, openai_errors
-from kvrouter.frontend.encoders import Encoders
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.options import FrontendOptions
+from kvrouter.frontend.tokens import Tokens, open_tokens
 from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
-from kvrouter.telemetry.metrics import RequestMetrics
+from kvrouter.telemetry.metrics import RequestMetrics, StateCollector
 from kvrouter.tokens.prompt import PromptEncoder
 
 log = structlog.get_logger()
@@ -61,6 +61,7 @@ class RunningFrontend:
     watch: Watch
     admin: Admin
     completions: Completions
+    tokens: Tokens
 
     def drain(self) -> None:
         """Say so in /ready, and let no connection stay."""
@@ -94,11 +95,9 @@ async def running_frontend(
     `hurried` ends the draining early.
     """
     async with contextlib.AsyncExitStack() as stack:
-        encoders = stack.enter_context(
-            Encoders.load(options.model_path, options.model_paths, threads=options.tokenizer_workers)
-        )
-        listener = stack.enter_context(_listen(options))
         replica = new_replica(options)
+        tokens = await stack.enter_async_context(open_tokens(options.tokens, replica))
+        listener = stack.enter_context(_listen(options))
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
         feeds = Feeds(replica, bus, Subjects(options.namespace), heartbeat_s=options.heartbeat_s)
         feeds.address = _url(listener)
@@ -111,24 +110,27 @@ async def running_frontend(
             replica,
             feeds,
             watch,
-            encoders,
+            tokens.blocks,
             upstream,
             metrics=metrics,
             limits=options.limits,
             retries=options.retries,
         )
-        admin = Admin(replica, feeds, watch, bus, registry, ready_timeout_s=options.ready_timeout_s)
+        registry.register(StateCollector(tokens.samples))
+        admin = Admin(
+            replica, feeds, watch, bus, registry, tokens=tokens.shown, ready_timeout_s=options.ready_timeout_s
+        )
         await feeds.subscribe()
-        await stack.enter_async_context(_background(feeds, watch, completions, options))
+        await stack.enter_async_context(_background(feeds, watch, completions, tokens, options))
         stack.callback(feeds.leave)
         server = _http_server(
             _application(completions, admin, options), listener, completions, hurried, options
         )
         await stack.enter_async_context(server)
-        if not encoders.by_name:
-            _warn_of_missing_tokenizer(options, encoders.default)
+        if not tokens.encoders.by_name:
+            _warn_of_missing_tokenizer(options, tokens.encoders.default)
         log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
-        frontend = RunningFrontend(feeds.address, replica, feeds, watch, admin, completions)
+        frontend = RunningFrontend(feeds.address, replica, feeds, watch, admin, completions, tokens)
         try:
             yield frontend
         finally:
@@ -242,13 +244,14 @@ async def _wait_for_any(*events: asyncio.Event | None, timeout_s: float) -> None
 
 @contextlib.asynccontextmanager
 async def _background(
-    feeds: Feeds, watch: Watch, completions: Completions, options: FrontendOptions
+    feeds: Feeds, watch: Watch, completions: Completions, tokens: Tokens, options: FrontendOptions
 ) -> AsyncIterator[None]:
     """The replica's own tasks. One that fails stops the service."""
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(feeds.run(), name="feeds"),
             tasks.create_task(_keep_watch(watch), name="watch"),
+            tasks.create_task(tokens.run(), name="tokens"),
         ]
         if options.track_output_blocks:
             running.append(tasks.create_task(_report_progress(completions), name="progress"))
@@ -280,17 +283,17 @@ async def _report_progress(completions: Completions) -> None:
 
 
 def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder) -> None:
-    if not POLICIES[options.router_mode].needs_tokens:
+    if not POLICIES[options.router_mode].needs_tokens or options.tokens.way != "local":
         return
     if not encoder.can_encode_text:
         log.warning(
             "frontend.no_tokenizer",
             effect="texts and chats go where the fewest requests are; prompts as token ids by KV overlap",
-            remedy="give --model-path DIR",
+            remedy="give --model-path DIR, or --tokenizer remote",
         )
     elif not encoder.can_encode_chats:
         log.warning(
             "frontend.no_chat_template",
             effect="chats go where the fewest requests are",
-            remedy=f"add chat_template.jinja to {options.model_path}",
+            remedy=f"add chat_template.jinja to {options.tokens.model_path}, or give --chat-template FILE",
         )

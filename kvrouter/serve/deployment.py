@@ -48,7 +48,6 @@ class Deployment:
         self._one_known, self._all_known = asyncio.Event(), asyncio.Event()
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._approximate = False
-        self._model_path = options.frontend.model_path
         self._agents = {
             engine.worker_id: Child(
                 f"agent-{number}",
@@ -90,7 +89,7 @@ class Deployment:
 
     def _note(self, engine: EngineSpec, facts: EngineFacts) -> None:
         self._facts[engine.worker_id] = facts
-        model_path = self._options.frontend.model_path or self._model_path or tokenizer_of(facts)
+        model_path = self._options.frontend.tokens.model_path or tokenizer_of(facts)
         lines = list(report(self._options.agent(engine), facts, model_path))
         if lines != self._reported.get(engine.worker_id):
             self._reported[engine.worker_id] = lines
@@ -136,22 +135,23 @@ class Deployment:
 
     def _discovered_flags(self) -> list[str]:
         """What the engines say about how the frontends are to route."""
-        flags = []
-        if self._options.frontend.model_path is None:
-            found = [path for facts in self._facts.values() if (path := tokenizer_of(facts))]
-            self._model_path = found[0] if found else None
-            flags += [f"--model-path={path}" for path in found[:1]]
-        models = {facts.models.served_names[0] for facts in self._facts.values()}
-        if self._model_path and len(models) > 1 and not self._options.frontend.model_paths:
-            self._say(
-                f"one tokenizer, {self._model_path}, for {', '.join(sorted(models))}: where it is not the"
-            )
-            self._say("model's own, texts match no cache; give each its own: --model-path NAME=DIR")
+        flags = self._tokenizer_flags()
         if not self._has_events() and not self._options.says_events():
             self._approximate = True
             flags.append("--no-kv-events")
             self._say("no engine publishes KV events: routing by what was sent where, which is approximate")
         return flags
+
+    def _tokenizer_flags(self) -> list[str]:
+        """That of each model's engine, unless the command line says something about tokens."""
+        tokens = self._options.frontend.tokens
+        if tokens.model_path is not None or tokens.model_paths or tokens.way != "local":
+            return []
+        paths = {facts.models.served_names[0]: tokenizer_of(facts) for facts in self._facts.values()}
+        found = {model: path for model, path in paths.items() if path is not None}
+        if len(paths) > 1:
+            return [f"--model-path={model}={path}" for model, path in found.items()]
+        return [f"--model-path={path}" for path in found.values()]
 
     def _has_events(self) -> bool:
         return any(

@@ -74,7 +74,7 @@ def parse_options(arguments: Sequence[str]) -> ServeOptions:
         nats=nats,
         nats_port=own.nats_port,
         state_dir=own.state_dir,
-        api_key_file=own.engine_api_key_file,
+        api_key_file=_engine_key().parse_known_args(frontend_flags)[0].engine_api_key_file,
         common=common,
         frontend_flags=tuple(frontend_flags),
         frontend=replace(frontend.parse_options([*common, *frontend_flags]), nats=nats),
@@ -112,14 +112,18 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--state-dir", type=Path, metavar="DIR", help="agents keep their tables here across restarts"
     )
-    group.add_argument(
-        "--engine-api-key-file", type=Path, metavar="FILE", help="bearer token for the engines"
-    )
 
 
 def _own_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvrouter serve", add_help=False, allow_abbrev=False)
     _add_own_flags(parser)
+    return parser
+
+
+def _engine_key() -> argparse.ArgumentParser:
+    """Agents get a copy of what is a frontend's flag."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--engine-api-key-file", type=Path)
     return parser
 
 

@@ -15,7 +15,7 @@ NO_TOKENIZER = (
 )
 
 
-def report(options: AgentOptions, facts: EngineFacts, model_path: Path | None) -> Iterator[str]:
+def report(options: AgentOptions, facts: EngineFacts, model_path: Path | str | None) -> Iterator[str]:
     """The lines of one engine's block. `model_path` is what the frontends tokenize with."""
     settled, models, scrape = with_discovered(options, facts), facts.models, facts.scrape
     loras = f", LoRA: {', '.join(models.lora_names)}" if models.lora_names else ""

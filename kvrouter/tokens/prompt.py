@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from kvrouter.tokens.messages import Message, is_text
+from kvrouter.tokens.prefix_store import PrefixStore
+from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded
 from kvrouter.tokens.template import ChatTemplate
-from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, Tokenizer
+from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, PrefixCache, Tokenizer
 
 TokenIds: TypeAlias = list[int]
 
@@ -68,12 +70,25 @@ class PromptEncoder:
         self._template = template
 
     @classmethod
-    def load(cls, model_path: Path | None, *, threads: int = 8) -> Self:
-        """Read a model directory; None stands for no directory. Raises ConfigError for a broken one."""
+    def load(
+        cls,
+        model_path: Path | None,
+        *,
+        threads: int = 8,
+        cache: CacheSettings | None = None,
+        store: PrefixStore | None = None,
+        chat_template: Path | None = None,
+    ) -> Self:
+        """Read a model directory; None stands for no directory. Raises ConfigError for a broken one.
+
+        `cache`: what is known of the beginning of a text is not tokenized again, with the `store` of several
+        models or one of its own. `chat_template`: a file to use in place of the directory's own template.
+        """
         if model_path is None:
             return cls(None, None)
-        template = ChatTemplate.load(model_path)  # first, as it opens nothing that must be closed
-        return cls(Tokenizer.load(model_path, threads=threads), template)
+        # first, as it opens nothing that must be closed
+        template = ChatTemplate.load(model_path, chat_template)
+        return cls(Tokenizer.load(model_path, threads=threads, cache=cache, store=store), template)
 
     @property
     def can_encode_text(self) -> bool:
@@ -85,6 +100,11 @@ class PromptEncoder:
         """Whether there is a chat template too."""
         return self._tokenizer is not None and self._template is not None
 
+    @property
+    def cache(self) -> PrefixCache | None:
+        """The prefix-token cache, which may be off; None without a tokenizer."""
+        return self._tokenizer.cache if self._tokenizer is not None else None
+
     async def encode(self, prompt: Prompt | None) -> list[TokenIds] | None:
         """The token ids of each prompt (a chat is one), None where they cannot be known.
 
@@ -93,20 +113,38 @@ class PromptEncoder:
         Raises BadRequestError if the chat template refuses the messages. Without a template the engine,
         which may have one, is left to judge.
         """
+        found = await self.encode_known(prompt, may_estimate=False)
+        return None if found is None else [list(encoded.ids) for encoded in found]
+
+    async def encode_known(self, prompt: Prompt | None, *, may_estimate: bool = True) -> list[Encoded] | None:
+        """The same; with `may_estimate` the cache may leave out the end of a prompt it knows well."""
         if isinstance(prompt, TokenPrompt):
-            return _kept(prompt, prompt.token_ids)
+            return [Encoded(ids, len(ids)) for ids in _kept(prompt, prompt.token_ids)]
         if prompt is None or self._tokenizer is None:
             return None
         if self._template is None and isinstance(prompt, ChatPrompt):
             return None
-        job = partial(self._encode_now, self._tokenizer, prompt)
+        job = partial(self._encode_now, self._tokenizer, prompt, may_estimate)
         if _is_short(prompt):
             return job()
         return await self._tokenizer.in_thread(job)
 
-    def _encode_now(self, tokenizer: Tokenizer, prompt: ChatPrompt | TextPrompt) -> list[TokenIds]:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included; empty without a tokenizer."""
+        return self._tokenizer.decode(token_ids, with_special=True) if self._tokenizer else ""
+
+    def _encode_now(
+        self, tokenizer: Tokenizer, prompt: ChatPrompt | TextPrompt, may_estimate: bool
+    ) -> list[Encoded]:
         texts = prompt.texts if isinstance(prompt, TextPrompt) else [self._render(prompt)]
-        return _kept(prompt, tokenizer.encode_all_now(texts, add_special_tokens=prompt.add_special_tokens))
+        encoded = tokenizer.encode_known_now(
+            texts,
+            add_special_tokens=prompt.add_special_tokens,
+            may_estimate=may_estimate and prompt.kept_tokens is None,  # whose end is kept, must be known
+        )
+        if prompt.kept_tokens is None:
+            return encoded
+        return [Encoded(ids, len(ids)) for ids in _kept(prompt, [each.ids for each in encoded])]
 
     def _render(self, prompt: ChatPrompt) -> str:
         assert self._template is not None, "encode has looked"
@@ -152,7 +190,7 @@ def _content_characters(content: object) -> int:
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
-def _kept(prompt: Prompt, token_ids: Sequence[TokenIds]) -> list[TokenIds]:
+def _kept(prompt: Prompt, token_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     if prompt.kept_tokens is None:
         return list(token_ids)
     return [ids[prompt.kept_tokens] for ids in token_ids]

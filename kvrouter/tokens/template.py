@@ -43,21 +43,24 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
-    def load(cls, model_path: Path) -> Self | None:
+    def load(cls, model_path: Path, file: Path | None = None) -> Self | None:
         """The template in a model directory, None without one. Raises ConfigError if it does not compile.
 
         Read from `chat_template.jinja` and `additional_chat_templates/`, else from `tokenizer_config.json`,
-        else from `chat_template.json`, where older multimodal models have it.
+        else from `chat_template.json`, where older multimodal models have it. `file` takes the place of
+        all of them, as vLLM's --chat-template does.
         """
         config = _read_json(model_path / "tokenizer_config.json")
-        texts = _template_texts(model_path, config)
+        texts = {"default": _read_text(file)} if file else _template_texts(model_path, config)
         if "default" not in texts:
             return None
         special_tokens = _special_tokens(_read_json(model_path / "special_tokens_map.json") | config)
         try:
             return cls(texts["default"], tool_use=texts.get("tool_use"), special_tokens=special_tokens)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template of {model_path} does not compile: {error}") from error
+            raise ConfigError(
+                f"the chat template of {file or model_path} does not compile: {error}"
+            ) from error
 
     def render(
         self,
@@ -184,6 +187,13 @@ def _template_texts(model_path: Path, config: Mapping[str, Any]) -> dict[str, st
     if isinstance(stated, str):
         return {"default": stated}
     return {named["name"]: named["template"] for named in stated or []}  # [{"name": ..., "template": ...}]
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template {file}: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The model's own tokenizer, off the event loop.
 
 `tokenizers` holds the GIL in `encode` (10 ms for 9,000 tokens; two threads are no faster than one) and lets
-it go in `encode_batch_fast`, so everything here encodes in batches, and anything long in a thread.
+it go in `encode_batch_fast`, so everything here encodes in batches, and anything long in a thread. What is
+known of the beginning of a long text is not tokenized again (prefix_tokens.py).
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 import tokenizers
 
 from kvrouter.errors import BadRequestError, ConfigError
+from kvrouter.tokens.prefix_store import PrefixStore
+from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixTokens, trial_fault
+from kvrouter.tokens.splits import Splits, find_splits
 
 INLINE_CHARACTERS = 400
 """Up to here encoding takes 75 µs or less: the way to a thread and back alone costs more than 100."""
@@ -22,18 +28,67 @@ INLINE_CHARACTERS = 400
 _Result = TypeVar("_Result")
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixCache:
+    """The prefix-token cache of one tokenizer, or why there is none."""
+
+    off_because: str
+    prefix: PrefixTokens | None = None
+    splits: Splits | None = None
+    enough: float | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is one."""
+        return self.prefix is not None
+
+    @classmethod
+    def open(
+        cls, tokenizer: tokenizers.Tokenizer, settings: CacheSettings, store: PrefixStore, model: str
+    ) -> Self:
+        """A cache if texts can be cut without a change of their ids: proven, and tried."""
+        splits = find_splits(tokenizer)
+        if splits.pattern is None:
+            return cls(splits.reason)
+        if fault := trial_fault(tokenizer, splits):
+            return cls(f"cutting changed the ids of {fault[:200]!r}")
+        size = settings.part_characters
+        prefix = PrefixTokens(tokenizer, splits, store, model=model, part_characters=size)
+        return cls("", prefix, splits, settings.enough)
+
+
 class Tokenizer:
     """One `tokenizer.json` and the bounded pool of threads that it runs in. Close it with `with`."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, *, threads: int) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        threads: int,
+        cache: CacheSettings | None = None,
+        store: PrefixStore | None = None,
+        model: str = "",
+    ) -> None:
+        """`store`: of several tokenizers together; without it each has its own."""
         # What the file says about batches of training data; an engine switches both off, too.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self.cache = PrefixCache("switched off")
+        if cache is not None:
+            own = PrefixStore(max_parts=cache.max_parts, max_bytes=cache.max_bytes)
+            self.cache = PrefixCache.open(tokenizer, cache, own if store is None else store, model)
 
     @classmethod
-    def load(cls, model_path: Path, *, threads: int = 8) -> Self:
+    def load(
+        cls,
+        model_path: Path,
+        *,
+        threads: int = 8,
+        cache: CacheSettings | None = None,
+        store: PrefixStore | None = None,
+    ) -> Self:
         """Read `model_path/tokenizer.json`; raise ConfigError if it is missing or not a tokenizer."""
         file = model_path / "tokenizer.json"
         if not file.is_file():
@@ -42,9 +97,10 @@ class Tokenizer:
                 "(for an older model, AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
             )
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)), threads=threads)
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # `tokenizers` raises plain Exception for what it cannot read
             raise ConfigError(f"{file} is not a tokenizer that `tokenizers` can read: {error}") from error
+        return cls(tokenizer, threads=threads, cache=cache, store=store, model=str(model_path))
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The token ids of `text`; a long text is encoded in a thread.
@@ -65,17 +121,40 @@ class Tokenizer:
 
     def encode_all_now(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """The token ids of each text, in the caller's thread."""
+        found = self.encode_known_now(texts, add_special_tokens=add_special_tokens, may_estimate=False)
+        return [list(encoded.ids) for encoded in found]
+
+    def encode_known_now(
+        self, texts: Sequence[str], *, add_special_tokens: bool, may_estimate: bool = True
+    ) -> list[Encoded]:
+        """The same, from the prefix-token cache where a text is long.
+
+        `may_estimate`: of a text that is known well enough (`CacheSettings.enough`) the end may be missing.
+        """
+        encode = partial(self._encode_one, add_special_tokens=add_special_tokens, may_estimate=may_estimate)
         try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # half a surrogate pair, which a tool call's arguments can bring in
+            if self.cache.prefix is not None and any(len(text) > INLINE_CHARACTERS for text in texts):
+                return [encode(text) for text in texts]
+            return self._encode_whole(texts, add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            # half a surrogate pair, which a tool call's arguments can bring in
             raise BadRequestError(
                 "the prompt holds text that is not valid Unicode", param="prompt"
             ) from error
-        return [encoding.ids for encoding in encodings]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens left out."""
-        return self._tokenizer.decode(token_ids)
+    def _encode_one(self, text: str, *, add_special_tokens: bool, may_estimate: bool) -> Encoded:
+        if self.cache.prefix is None or len(text) <= INLINE_CHARACTERS:
+            return self._encode_whole([text], add_special_tokens)[0]
+        enough = self.cache.enough if may_estimate else None
+        return self.cache.prefix.encode(text, add_special_tokens=add_special_tokens, enough=enough)
+
+    def _encode_whole(self, texts: Sequence[str], add_special_tokens: bool) -> list[Encoded]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [Encoded(ids := encoding.ids, len(ids)) for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], *, with_special: bool = False) -> str:
+        """The text of `token_ids`."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=not with_special)
 
     @property
     def vocabulary_size(self) -> int:

@@ -205,6 +205,23 @@ def test_booking_of_60_001_blocks(router: Router, pool: Pool) -> None:
     assert pool.active.digest(ME) == peer.active.digest(ME)
 
 
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_blocks_without_a_hash(router: Router, pool: Pool, prompts: int) -> None:
+    """A prompt whose end was not tokenized fills, is charged and is booked with the blocks it has in all."""
+    chains = [chain_from(100 * number, 3) for number in range(prompts)]
+
+    placement = router.route(request(*(prompt(chain, isl=160) for chain in chains)), now=0)
+
+    assert (160 * prompts, 10 * prompts) == (
+        placement.choice.own_prefill_tokens,
+        placement.choice.own_decode_blocks,
+    )
+    assert 10 * prompts == pool.active.blocks(placement.target)
+    (frame,) = told(router)
+    assert isinstance(frame[0], AddRequest)
+    assert 7 * prompts == frame[0].anonymous_blocks
+
+
 def test_check_is_sent_when_there_was_something_to_tell(router: Router, pool: Pool) -> None:
     """One Check behind the last frame, then silence until there is news."""
     router.route(request(prompt(CHAIN)), 0.0)

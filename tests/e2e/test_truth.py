@@ -164,7 +164,7 @@ async def test_wrong_salt(
     def unsalted(ids: Sequence[int], size: int, *, lora_name: str | None, salt: str | None) -> Any:
         return block_hashes(ids, size, lora_name=lora_name)
 
-    monkeypatch.setattr("kvrouter.frontend.completions.block_hashes", unsalted)
+    monkeypatch.setattr("kvrouter.frontend.prompt_blocks.block_hashes", unsalted)
     async with fleet_of(nats_url, model_path) as fleet:
         for number in range(REQUESTS):
             await ask(fleet, {**text(number, 1), "cache_salt": "s", "stream": not asks_usage})
@@ -204,7 +204,7 @@ async def test_it_passes(nats_url: str, model_path: Path, monkeypatch: pytest.Mo
     """When the blocks turn up again the flag goes, by itself."""
     with monkeypatch.context() as patched:
         patched.setattr(
-            "kvrouter.frontend.completions.block_hashes",
+            "kvrouter.frontend.prompt_blocks.block_hashes",
             lambda ids, size, **_: block_hashes(ids, size, salt="other"),
         )
         async with fleet_of(nats_url, model_path) as fleet:

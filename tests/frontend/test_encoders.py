@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvrouter.core.pool import Pool
 from kvrouter.frontend.encoders import Encoders
-from kvrouter.tokens.prompt import TextPrompt
+from kvrouter.tokens.prompt import PromptEncoder, TextPrompt
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.core.worlds import card, new_pool
 from tests.frontend.fleet import Fleet, FleetOf
@@ -25,6 +25,11 @@ def small_model(path: Path) -> Path:
     return path
 
 
+def read(path: str | None) -> PromptEncoder:
+    """As a frontend does, with one thread."""
+    return PromptEncoder.load(Path(path) if path else None, threads=1)
+
+
 def pool_of(model: str, *served_names: str) -> Pool:
     """A pool of one worker."""
     return new_pool(card(model=model, served_names=served_names))
@@ -33,9 +38,9 @@ def pool_of(model: str, *served_names: str) -> Pool:
 async def test_encoder_of_a_pool(tmp_path: Path) -> None:
     """By the model's own name or one that it is served by; else the one without a name."""
     build_tiny_model(tmp_path / "tiny")
-    paths = {"qwen": small_model(tmp_path / "small")}
+    paths = {"qwen": str(small_model(tmp_path / "small"))}
     prompt = TextPrompt(["a longer word or two"])
-    with Encoders.load(tmp_path / "tiny", paths, threads=1) as encoders:
+    with Encoders.load(read, str(tmp_path / "tiny"), paths) as encoders:
         lengths = [
             len(ids[0])
             for pool in (pool_of("qwen"), pool_of("/models/q", "qwen"), pool_of("llama"))
@@ -43,7 +48,7 @@ async def test_encoder_of_a_pool(tmp_path: Path) -> None:
         ]
     assert lengths[0] == lengths[1] > lengths[2] > 0
 
-    with Encoders.load(None, paths, threads=1) as encoders:
+    with Encoders.load(read, None, paths) as encoders:
         assert not encoders.of(pool_of("llama")).can_encode_text
         assert encoders.of(pool_of("qwen")).can_encode_text
 

@@ -1,4 +1,4 @@
-"""The arithmetic of `scripts/bench sync`; the measuring needs a fleet."""
+"""The arithmetic of `scripts/bench sync` (the measuring needs a fleet), and `scripts/bench tokens`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.herding import measure
 from scripts.kit.bench.meter import Usage, cpu_ns, usage
 from scripts.kit.bench.sync import make_requests
 from scripts.kit.bench.sync_report import Visibility, median_cost, summary, tables
+from scripts.kit.bench.tokens import Bench, measure_all
 from scripts.kit.bench.visibility import Seen
 from scripts.kit.http_client import Client
 
@@ -160,3 +163,24 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sync " in capsys.readouterr().out
     assert 2 == main(["nothing"])
     assert "no sub-command 'nothing'" in capsys.readouterr().err
+
+
+def test_tokens(tmp_path: Path) -> None:
+    """Prompts of the length asked for, of which the known part costs little; the ids are compared."""
+    build_tiny_model(tmp_path)
+    bench = Bench(tmp_path)
+    results = list(measure_all(bench, runs=2))
+
+    assert 3 == len(results)
+    assert all(8500 < result.tokens < 9500 and 7500 < result.known_tokens for result in results)
+    assert all(0 < result.ratio < 1 for result in results)
+
+
+def test_tokens_that_cannot_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model whose tokenizer has no cache is refused with the reason."""
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    model.save(str(tmp_path / "tokenizer.json"))
+
+    assert 1 == main(["tokens", "--model-path", str(tmp_path)])
+    assert "prepend_scheme" in capsys.readouterr().err

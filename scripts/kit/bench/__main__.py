@@ -11,6 +11,7 @@ usage: scripts/bench SUBCOMMAND [flags]
 
   sync     what replica sync costs, and how soon a booking is visible at the other replicas
   herding  how many of a burst all replicas send to the one idle worker
+  tokens   what a prompt costs to tokenize when its beginning is known
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
 """
@@ -26,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run(flags)
         case ["herding", *flags]:
             from scripts.kit.bench.herding import main as run
+
+            return run(flags)
+        case ["tokens", *flags]:
+            from scripts.kit.bench.tokens import main as run
 
             return run(flags)
         case [] | ["-h" | "--help", *_]:

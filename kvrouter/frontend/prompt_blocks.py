@@ -1,0 +1,169 @@
+"""The three ways of `--tokenizer` from a client's prompt to the hashes that routing needs.
+
+    local    chat template and tokenizer of --model-path
+    remote   a live worker's own, asked over HTTP
+    none     hashes of text; they meet assumptions only, so there are no KV events in this mode
+
+Prompts given as token ids need none of them. Nothing known (an empty tuple) means: placed by load alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from kvrouter.core.blocks import block_hashes, sequence_hashes
+from kvrouter.core.cost import Prompt as HashedPrompt
+from kvrouter.core.pool import Pool
+from kvrouter.frontend.encoders import Encoders
+from kvrouter.tokens.engine import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
+from kvrouter.tokens.prefix_tokens import Encoded
+from kvrouter.tokens.prompt import Prompt, PromptEncoder, TokenPrompt
+from kvrouter.tokens.text_blocks import text_blocks
+
+log = structlog.get_logger()
+
+FAILURES_IN_A_ROW = 3
+REST_S = 5.0
+"""After so many failures no engine is asked for so long: clients would wait for nothing."""
+
+Hashes = tuple[HashedPrompt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What names a prompt's blocks besides its tokens."""
+
+    pool: Pool
+    model: str | None
+    """As the client names it; a LoRA adapter perhaps."""
+    lora_name: str | None = None
+    salt: str | None = None
+
+
+class PromptBlocks(Protocol):
+    """One of the three ways."""
+
+    async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
+        """Hashes and length of each prompt, empty if they cannot be known. Raises BadRequestError."""
+        ...
+
+
+Seen = Callable[[Prompt, list[Encoded], Naming], None]
+"""Told of every prompt that was tokenized here."""
+
+
+class LocalBlocks:
+    """By the tokenizer of a model directory; without one only prompts of token ids have hashes."""
+
+    def __init__(self, encoders: Encoders, seen: Seen) -> None:
+        self._encoders = encoders
+        self._seen = seen
+
+    async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
+        """See PromptBlocks."""
+        encoded = await self._encoders.of(naming.pool).encode_known(prompt)
+        if encoded is None:
+            return ()
+        if not isinstance(prompt, TokenPrompt):
+            self._seen(prompt, encoded, naming)
+        return _named(encoded, naming)
+
+
+@dataclass(slots=True)
+class RemoteCounters:
+    """What became of prompts that engines were asked about."""
+
+    answered: int = 0
+    refused: int = 0
+    failed: int = 0
+    not_asked: int = 0
+
+
+class RemoteBlocks:
+    """By the tokenizer of a live worker of the pool."""
+
+    def __init__(self, engines: EngineTokenizer, encoder: PromptEncoder) -> None:
+        self.counters = RemoteCounters()
+        self._engines = engines
+        self._encoder = encoder
+        self._failures = 0
+        self._rests_until = 0.0
+
+    async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
+        """See PromptBlocks. Whatever fails: the request is placed by load, and the engine judges it."""
+        if isinstance(prompt, TokenPrompt):
+            return _named(await self._encoder.encode_known(prompt) or [], naming)
+        url = engine_url(naming.pool, naming.model)
+        if url is None or asyncio.get_running_loop().time() < self._rests_until:
+            self.counters.not_asked += 1
+            return ()
+        try:
+            token_ids = await self._engines.tokenize(url, naming.model, prompt)
+        except BusyError:
+            self.counters.not_asked += 1
+            return ()
+        except RefusedError:
+            self.counters.refused += 1
+            return ()
+        except EngineTokenizerError as error:
+            self._failed(error)
+            return ()
+        self._answered()
+        return _named([Encoded(ids, len(ids)) for ids in token_ids], naming)
+
+    def _failed(self, error: EngineTokenizerError) -> None:
+        self.counters.failed += 1
+        self._failures += 1
+        if self._failures == FAILURES_IN_A_ROW:  # once, until an engine answers again
+            effect = f"texts and chats go where the least load is; asked again every {REST_S:g} s"
+            log.warning("tokenizer.engines_fail", reason=str(error), effect=effect)
+        if self._failures >= FAILURES_IN_A_ROW:
+            self._rests_until = asyncio.get_running_loop().time() + REST_S
+
+    def _answered(self) -> None:
+        self.counters.answered += 1
+        if self._failures >= FAILURES_IN_A_ROW:
+            log.info("tokenizer.engines_answer")
+        self._failures = 0
+
+
+class TextBlocks:
+    """By text. Token ids have their usual hashes."""
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self._encoder = encoder
+
+    async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
+        """See PromptBlocks."""
+        if isinstance(prompt, TokenPrompt):
+            return _named(await self._encoder.encode_known(prompt) or [], naming)
+        size = naming.pool.block_size
+        if not size:
+            return ()
+        return tuple(text_blocks(prompt, size, lora_name=naming.lora_name, salt=naming.salt))
+
+
+def engine_url(pool: Pool, model: str | None) -> str | None:
+    """A worker of the pool that serves the model (None: any), at random; None if there is none."""
+    cards = {worker.card.url: worker.card for worker in pool.targets.values()}
+    urls = [url for url, card in cards.items() if model is None or model in card.names()]
+    return random.choice(urls) if urls else None
+
+
+def _named(encoded: Iterable[Encoded], naming: Naming) -> Hashes:
+    size = naming.pool.block_size
+    if not size:
+        return ()
+    return tuple(
+        HashedPrompt(
+            sequence_hashes(block_hashes(each.ids, size, lora_name=naming.lora_name, salt=naming.salt)),
+            each.isl,
+        )
+        for each in encoded
+    )

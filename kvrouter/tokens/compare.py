@@ -1,0 +1,82 @@
+"""Where the ids made here and those of the engine part, in words that say what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+AROUND_TOKENS = 5
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place at which two tokenizations of one prompt differ."""
+
+    position: int
+    here_ids: Sequence[int]
+    engine_ids: Sequence[int]
+    """The ids around it, from `AROUND_TOKENS` before."""
+    here_text: str
+    engine_text: str
+    here_tokens: int
+    engine_tokens: int
+    remedy: str
+
+
+def find_difference(
+    here: Sequence[int], engine: Sequence[int], decode: Decode, *, is_chat: bool
+) -> Difference | None:
+    """None if the ids are equal."""
+    position = _first_difference(here, engine)
+    if position is None:
+        return None
+    around = slice(max(0, position - AROUND_TOKENS), position + AROUND_TOKENS + 1)
+    return Difference(
+        position=position,
+        here_ids=list(here[around]),
+        engine_ids=list(engine[around]),
+        here_text=_text(here[around], decode),
+        engine_text=_text(engine[around], decode),
+        here_tokens=len(here),
+        engine_tokens=len(engine),
+        remedy=_remedy(list(here), list(engine), decode, is_chat=is_chat),
+    )
+
+
+def _first_difference(here: Sequence[int], engine: Sequence[int]) -> int | None:
+    for position, (ours, theirs) in enumerate(zip(here, engine, strict=False)):
+        if ours != theirs:
+            return position
+    return None if len(here) == len(engine) else min(len(here), len(engine))
+
+
+def _remedy(here: list[int], engine: list[int], decode: Decode, *, is_chat: bool) -> str:
+    if engine[1:] == here or here[1:] == engine:
+        side = "the engine" if engine[1:] == here else "only this frontend"
+        first = engine[0] if engine[1:] == here else here[0]
+        return (
+            f"special tokens: {side} puts {_text([first], decode)!r} first; make tokenizer.json here"
+            " (its post_processor) the engine's"
+        )
+    if _text(here, decode) == _text(engine, decode):
+        return (
+            "same text, other ids: another tokenizer; give --model-path the engine's own directory. Some"
+            " engines rebuild the pre-tokenizer of a model type, whatever tokenizer.json says:"
+            " --tokenizer remote is right for them"
+        )
+    if is_chat:
+        return (
+            "another chat template: give --chat-template the engine's, or --model-path the engine's own"
+            " directory; one that prints the date differs around midnight and between time zones"
+        )
+    return "another tokenizer or normalizer: give --model-path the engine's own directory"
+
+
+def _text(ids: Sequence[int], decode: Decode) -> str:
+    """The text of ids that may be none of this tokenizer's."""
+    try:
+        return decode(ids)
+    except (OverflowError, ValueError):
+        return ""

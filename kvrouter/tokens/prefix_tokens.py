@@ -1,0 +1,155 @@
+"""The prefix-token cache: a text whose beginning was seen before is tokenized from where it is new.
+
+Exact: the ids are those of the whole text. Texts are cut only where `Splits` proves that their parts have the
+same ids, and a trial at the start compares cut texts with whole ones; if either fails, nothing is cut.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import tokenizers
+import xxhash
+
+from kvrouter.tokens.prefix_store import PrefixStore
+from kvrouter.tokens.splits import Splits
+
+TRIALS = 150
+_TRIAL_PIECES = 40
+_ODD_PIECES = (
+    "\n\n",
+    "  ",
+    " \n ",
+    "\t",
+    "é",
+    "e\u0301",
+    "Ⅳ",
+    "中文",
+    "\u3000",
+    "'ll",
+    "123456",
+    "🙂",
+    "_<",
+    ".\n",
+)
+
+
+class Encoded(NamedTuple):
+    """The ids of one prompt, and how many it has: more than `ids` where its end was not tokenized."""
+
+    ids: Sequence[int]
+    isl: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """What an operator sets about the cache."""
+
+    max_parts: int = 500_000
+    part_characters: int = 256
+    max_bytes: int = 512 * 1024 * 1024
+    enough: float | None = None
+    """From this share of a prompt's characters on, what follows the known part is not tokenized."""
+
+
+class PrefixTokens:
+    """The ids of texts, with what a store knows of their beginnings.
+
+    `model` keeps the texts of tokenizers that share a store apart.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        splits: Splits,
+        store: PrefixStore,
+        *,
+        model: str,
+        part_characters: int = 256,
+    ) -> None:
+        if splits.pattern is None:
+            raise ValueError(f"texts of {model} cannot be cut: {splits.reason}")
+        self._tokenizer = tokenizer
+        self._splits = splits
+        self._store = store
+        self._search = splits.pattern.search
+        self._part_characters = part_characters
+        self._root = xxhash.xxh3_128(f"{model}\0{part_characters}\0".encode())
+
+    def encode(self, text: str, *, add_special_tokens: bool, enough: float | None = None) -> Encoded:
+        """The ids of `text`. Raises UnicodeEncodeError if it has no UTF-8 form."""
+        ids = array("I", self._splits.before if add_special_tokens else ())
+        known, at, new = self._known(text, ids)
+        if enough is not None and 0 < at < len(text) and at >= enough * len(text):
+            self._store.use(known, [])
+            self._store.count(known=at, skipped=len(text) - at)
+            return Encoded(ids, round(len(ids) * len(text) / at))
+        parts = self._tokenized(text, at, [end for _, end in new])
+        self._store.use(known, [(key, part) for (key, _), part in zip(new, parts, strict=False)])
+        self._store.count(known=at, tokenized=len(text) - at)
+        for part in parts:
+            ids += part
+        ids.extend(self._splits.after if add_special_tokens else ())
+        return Encoded(ids, len(ids))
+
+    def _known(self, text: str, ids: array[int]) -> tuple[list[bytes], int, list[tuple[bytes, int]]]:
+        """Fill `ids` with what is known: its keys, where it ends, and key and end of each new part."""
+        known: list[bytes] = []
+        new: list[tuple[bytes, int]] = []
+        running, find, known_end, start = self._root.copy(), self._store.find, 0, 0
+        for end in self._cuts(text):
+            running.update(text[start:end].encode())
+            start, key = end, running.digest()
+            part = None if new else find(key)
+            if part is None:
+                new.append((key, end))
+                continue
+            ids += part
+            known.append(key)
+            known_end = end
+        return known, known_end, new
+
+    def _cuts(self, text: str) -> Iterator[int]:
+        """Where parts end: each at the first place from its length on, so alike in texts that begin alike.
+
+        What follows the last one is in no part.
+        """
+        search, size, at = self._search, self._part_characters, 0
+        while (match := search(text, at + size)) is not None:
+            at = match.end()
+            yield at
+
+    def _tokenized(self, text: str, start: int, ends: list[int]) -> list[array[int]]:
+        """The ids of each part behind `start`, and of what follows the last one."""
+        bounds = [start, *ends, len(text)]
+        parts = [text[a:b] for a, b in pairwise(bounds) if a < b]
+        encodings = self._tokenizer.encode_batch_fast(parts, add_special_tokens=False)
+        return [array("I", encoding.ids) for encoding in encodings]
+
+
+def trial_fault(tokenizer: tokenizers.Tokenizer, splits: Splits, *, trials: int = TRIALS) -> str:
+    """Cut random texts and compare: empty, or a text whose parts have other ids than the whole."""
+    rng = random.Random(0)  # the same texts at every start
+    kinds = _trial_pieces(tokenizer, rng)
+    cutter = PrefixTokens(tokenizer, splits, PrefixStore(), model="trial", part_characters=1)
+    for _ in range(trials):
+        pieces = [rng.choice(rng.choice(kinds)) for _ in range(rng.randrange(1, _TRIAL_PIECES))]
+        text = "".join(pieces)
+        for add in (False, True):
+            whole = tokenizer.encode_batch_fast([text], add_special_tokens=add)[0].ids
+            if list(cutter.encode(text, add_special_tokens=add).ids) != whole:
+                return text
+    return ""
+
+
+def _trial_pieces(tokenizer: tokenizers.Tokenizer, rng: random.Random) -> list[Sequence[str]]:
+    """Kinds of pieces: added tokens, tokens of the vocabulary, spaces, words, oddities."""
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    size = tokenizer.get_vocab_size()
+    learnt = [tokenizer.decode([rng.randrange(size)], skip_special_tokens=False) for _ in range(300)]
+    return [added or [""], learnt, learnt, (" ", " ", "\n"), ("word", "End"), _ODD_PIECES]

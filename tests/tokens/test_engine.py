@@ -1,0 +1,141 @@
+"""The client of /tokenize, against scripted answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from kvrouter.tokens import engine
+from kvrouter.tokens.engine import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
+from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
+
+Reply = Callable[[dict[str, Any]], web.StreamResponse]
+
+
+class Engine:
+    """Answers /tokenize as `reply` says."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[Any] = []
+        self.reply: Reply = lambda body: web.json_response({"count": 2, "tokens": [7, len(self.asked)]})
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.url = ""
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(await request.json())
+        self.headers.append(request.headers)
+        await self.gate.wait()
+        return self.reply(self.asked[-1])
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Engine]:
+    """An engine that listens."""
+    fake, app = Engine(), web.Application()
+    app.router.add_post("/tokenize", fake.tokenize)
+    async with TestServer(app) as running:
+        fake.url = str(running.make_url("")).rstrip("/")
+        yield fake
+        fake.gate.set()
+
+
+async def test_texts(server: Engine) -> None:
+    """Each text is asked for by itself, with the engine's default about special tokens."""
+    async with EngineTokenizer.open("key") as engines:
+        found = await engines.tokenize(server.url, "m", TextPrompt(["a", "b"]))
+
+    assert {1, 2} == {ids[1] for ids in found}
+    assert [
+        {"model": "m", "add_special_tokens": True, "prompt": "a"},
+        {"model": "m", "add_special_tokens": True, "prompt": "b"},
+    ] == sorted(server.asked, key=lambda body: str(body["prompt"]))
+    assert "Bearer key" == server.headers[0]["authorization"]
+
+
+async def test_chat(server: Engine) -> None:
+    """Everything that shapes a chat's prompt is passed on; what is not given is left out."""
+    messages, tools = [{"role": "user", "content": "hi"}], [{"type": "function"}]
+    whole = ChatPrompt(messages, tools, False, True, {"x": 1}, True, slice(-1, None))
+    async with EngineTokenizer.open() as engines:
+        await engines.tokenize(server.url, None, ChatPrompt(messages))
+        found = await engines.tokenize(server.url, None, whole)
+
+    assert [[2]] == found
+    plain = {"messages": messages, "add_generation_prompt": True, "continue_final_message": False}
+    assert [
+        {**plain, "add_special_tokens": False},
+        {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+            "chat_template_kwargs": {"x": 1},
+            "add_special_tokens": True,
+        },
+    ] == server.asked
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "words"),
+    [
+        (web.Response(status=400, text="no such role"), RefusedError, "answered 400: no such role"),
+        (web.Response(status=404), EngineTokenizerError, "answered 404"),
+        (web.Response(text="<html>"), EngineTokenizerError, "answered no tokens"),
+        (web.Response(text='{"tokens": "x"}'), EngineTokenizerError, "answered no tokens"),
+    ],
+    ids=["400", "404", "html", "schema"],
+)
+async def test_failures(server: Engine, reply: web.Response, kind: type[Exception], words: str) -> None:
+    """Whatever an engine says instead of tokens is one error with its words."""
+    server.reply = lambda _: reply
+    async with EngineTokenizer.open() as engines:
+        with pytest.raises(kind, match=words):
+            await engines.tokenize(server.url, "m", TextPrompt(["a"]))
+
+
+async def test_nobody_there(free_port: Callable[[], int]) -> None:
+    """An engine that is gone, or too slow, is an error, too."""
+    async with EngineTokenizer.open() as engines:
+        with pytest.raises(EngineTokenizerError, match=r"/tokenize: .*Cannot connect"):
+            await engines.tokenize(f"http://127.0.0.1:{free_port()}", "m", TextPrompt(["a"]))
+
+
+async def test_too_slow(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request waits long for its tokens."""
+    monkeypatch.setattr(engine, "TIMEOUT_S", 0.05)
+    server.gate.clear()
+    async with EngineTokenizer.open() as engines:
+        with pytest.raises(EngineTokenizerError, match="TimeoutError"):
+            await engines.tokenize(server.url, "m", TextPrompt(["a"]))
+
+
+async def test_bounded(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond so many calls at once nobody is asked; places are given back, also by those who leave."""
+    monkeypatch.setattr(engine, "MOST_CALLS", 2)
+    server.gate.clear()
+    async with EngineTokenizer.open() as engines:
+        waiting = asyncio.create_task(engines.tokenize(server.url, "m", TextPrompt(["a", "b"])))
+        await asyncio.sleep(0)
+        with pytest.raises(BusyError):
+            await engines.tokenize(server.url, "m", TextPrompt(["c"]))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        server.gate.set()
+
+        assert await engines.tokenize(server.url, "m", TextPrompt(["d"]))
+
+
+async def test_not_unicode(server: Engine) -> None:
+    """Half a surrogate pair never reaches the engine."""
+    async with EngineTokenizer.open() as engines:
+        with pytest.raises(RefusedError, match="not valid Unicode"):
+            await engines.tokenize(server.url, "m", TextPrompt(["\ud800"]))
+    assert [] == server.asked

@@ -1,0 +1,187 @@
+"""The prefix-token cache: exact, whatever was tokenized before."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Model
+
+from kvrouter.errors import BadRequestError
+from kvrouter.tokens.prefix_store import ENTRY_BYTES, PrefixStore
+from kvrouter.tokens.prefix_tokens import CacheSettings, PrefixTokens
+from kvrouter.tokens.splits import Splits, find_splits
+from kvrouter.tokens.tokenizer import Tokenizer
+from tests.tokens.kinds import AFTER_TOKENS, AFTER_WORDS, CORPUS, build
+
+TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+KINDS = [*AFTER_WORDS, *AFTER_TOKENS]
+
+pieces = st.sampled_from(
+    ["<s>", "<|im_end|>", "end", " of", " ", "\n", "if", "x", "é", "中", "123", ".", "'s"]
+)
+texts = st.lists(pieces, max_size=40).map("".join)
+
+
+def whole(model: Model, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """The ids that count."""
+    ids: list[int] = model.encode(text, add_special_tokens=add_special_tokens).ids
+    return ids
+
+
+def cached(name: str, store: PrefixStore | None = None, part_characters: int = 256) -> PrefixTokens:
+    """A cache for a tokenizer of `kinds`."""
+    splits = find_splits(build(name))
+    store = PrefixStore() if store is None else store
+    return PrefixTokens(build(name), splits, store, model=name, part_characters=part_characters)
+
+
+@settings(deadline=None, max_examples=5000 if os.environ.get("KVROUTER_TEST_LONG") else 100)
+@given(st.sampled_from(KINDS), st.lists(texts, min_size=1, max_size=6), st.integers(1, 20), st.booleans())
+def test_exact(name: str, texts: list[str], part_characters: int, add: bool) -> None:
+    """Each text, and each continued from others, has the ids of a full tokenization, cold and warm."""
+    cache = cached(name, PrefixStore(max_parts=30), part_characters)
+    for text in [*texts, "".join(texts), *("".join(texts[:count]) for count in range(len(texts)))]:
+        for _ in range(2):
+            found = cache.encode(text, add_special_tokens=add)
+
+            assert whole(build(name), text, add_special_tokens=add) == list(found.ids)
+            assert len(found.ids) == found.isl
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Llama 2", "BERT"])
+def test_many_turns(name: str) -> None:
+    """A conversation that grows is exact at every turn, and only what is new is tokenized."""
+    store = PrefixStore()
+    cache, prompt, newest = cached(name, store), "", 0
+    end = "[SEP]" if name == "BERT" else ""
+    for turn in range(20):
+        newest = len(prompt)
+        prompt += TURN.format(CORPUS[turn * 900 : turn * 900 + 700]) + end
+        before = store.counters.tokenized_characters
+
+        assert whole(build(name), prompt) == list(cache.encode(prompt, add_special_tokens=False).ids)
+        assert store.counters.tokenized_characters - before <= len(prompt) - newest + 700 + 2 * 256
+
+
+def test_shared_prefix_within_a_message() -> None:
+    """Where words may be cut apart, prompts share a beginning that no special token ends."""
+    store = PrefixStore()
+    cache = cached("Qwen2", store)
+    for question in ("What is it?", "Who wrote it?"):
+        cache.encode(CORPUS[:8000] + question, add_special_tokens=True)
+
+    assert store.counters.known_characters > 7500
+
+
+def test_models_share_a_store_and_no_ids() -> None:
+    """One store may serve several tokenizers."""
+    store = PrefixStore()
+    for name in ("Qwen2", "GPT-2", "Qwen2", "GPT-2"):
+        found = cached(name, store).encode(CORPUS[:3000], add_special_tokens=False)
+
+        assert whole(build(name), CORPUS[:3000]) == list(found.ids)
+    assert store.counters.known_characters > 5000
+
+
+def test_threads_share_a_cache() -> None:
+    """Threads that tokenize at once get their own text's ids, however small the store."""
+    cache = cached("Llama 3", PrefixStore(max_parts=10))
+    prompts = [CORPUS[start : start + 5000] for start in range(0, 20_000, 1000)] * 3
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda text: cache.encode(text, add_special_tokens=True), prompts))
+
+    assert [whole(build("Llama 3"), text, add_special_tokens=True) for text in prompts] == [
+        list(encoded.ids) for encoded in found
+    ]
+
+
+def test_enough_is_known() -> None:
+    """With `enough` the end of a prompt known well enough is not tokenized, and its length is guessed."""
+    store = PrefixStore()
+    cache = cached("Llama 3", store)
+    known = CORPUS[:9000]
+    cache.encode(known, add_special_tokens=False)
+    text = known + "x" * 1000
+
+    found = cache.encode(text, add_special_tokens=True, enough=0.8)
+
+    ids = whole(build("Llama 3"), text, add_special_tokens=True)
+    assert ids[: len(found.ids)] == list(found.ids)
+    characters = store.counters.known_characters
+    assert found.isl == round(len(found.ids) * len(text) / characters)
+    assert len(text) - characters == store.counters.skipped_characters
+    exact = cache.encode(text, add_special_tokens=True, enough=0.95)
+    assert ids == list(exact.ids)
+
+
+def test_a_place_must_be_proven() -> None:
+    """Without one there is no cache."""
+    with pytest.raises(ValueError, match="cannot be cut: because"):
+        PrefixTokens(build("Qwen2"), Splits(None, reason="because"), PrefixStore(), model="m")
+
+
+@pytest.fixture
+def store() -> PrefixStore:
+    """The store of several tokenizers."""
+    return PrefixStore()
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, store: PrefixStore) -> Iterator[Tokenizer]:
+    """Qwen2's kind, loaded with a cache."""
+    build("Qwen2").save(str(tmp_path / "tokenizer.json"))
+    with Tokenizer.load(tmp_path, threads=1, cache=CacheSettings(), store=store) as tokenizer:
+        yield tokenizer
+
+
+def test_a_tokenizer_with_a_cache(loaded: Tokenizer, store: PrefixStore) -> None:
+    """Short and long texts, alone and together, have their ids; only long ones are remembered."""
+    for texts in (["short"], [CORPUS[:2000]], ["short", CORPUS[:2000] + " more", ""]):
+        found = loaded.encode_all_now(texts, add_special_tokens=True)
+
+        assert [whole(build("Qwen2"), text) for text in texts] == found
+    assert store.counters.known_characters > 1500
+
+
+def test_half_a_surrogate_pair(loaded: Tokenizer) -> None:
+    """A long text without a UTF-8 form is refused, in any part of it."""
+    for text in ("\ud800" + CORPUS[:1000], CORPUS[:1000] + "\ud800"):
+        with pytest.raises(BadRequestError, match="not valid Unicode"):
+            loaded.encode_now(text, add_special_tokens=False)
+
+
+def test_off_with_a_reason(tmp_path: Path) -> None:
+    """A tokenizer that cannot be cut safely works without a cache, and says why."""
+    build("Metaspace, first").save(str(tmp_path / "tokenizer.json"))
+    with Tokenizer.load(tmp_path, threads=1, cache=CacheSettings()) as tokenizer:
+        assert "prepend_scheme" in tokenizer.cache.off_because
+        ids = tokenizer.encode_now(CORPUS[:2000], add_special_tokens=True)
+
+    assert whole(build("Metaspace, first"), CORPUS[:2000], add_special_tokens=True) == ids
+
+
+def test_off_after_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should the proof be wrong, the trial at the start finds it."""
+    build("Qwen2").save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr("kvrouter.tokens.tokenizer.find_splits", lambda _: Splits(re.compile(r"\n")))
+    with Tokenizer.load(tmp_path, threads=1, cache=CacheSettings()) as tokenizer:
+        assert "changed the ids of" in tokenizer.cache.off_because
+
+
+def test_a_hole() -> None:
+    """A part that is there although one before it has gone is not used: its place in the ids is not known."""
+    store = PrefixStore()
+    cache = cached("Qwen2", store)
+    expected = list(cache.encode(CORPUS[:5000], add_special_tokens=False).ids)
+    second = list(store._parts)[-2]  # the first part was remembered last
+    store._bytes -= len(store._parts.pop(second)) * 4 + ENTRY_BYTES
+
+    assert expected == list(cache.encode(CORPUS[:5000], add_special_tokens=False).ids)
+    store.check()
