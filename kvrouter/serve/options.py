@@ -42,8 +42,8 @@ class ServeOptions:
         return [first + number if first else 0 for number in range(self.replicas)]
 
     def agent_flags(self, engine: EngineSpec) -> list[str]:
-        """The flags of an engine's agent but for --nats."""
-        flags = [*engine.flags(), *self.common]
+        """The flags of an engine's agent but for --nats. It ends when the frontends have drained: at once."""
+        flags = [*engine.flags(), *self.common, "--drain-timeout=0"]
         if self.state_dir is not None:
             flags.append(f"--state-file={self.state_dir / engine.worker_id}.state")
         if self.api_key_file is not None:

@@ -43,7 +43,7 @@ SETTLE_S = 2.0
 
 
 async def serve(options: AgentOptions, stop: asyncio.Event, duty: Duty | None = None) -> None:
-    """Run an agent until `stop` is set or `duty` is done. Raises TakenOverError, EngineError, ConfigError."""
+    """Run an agent until told to stop, or done. Raises TakenOverError, EngineError, ConfigError."""
     duty = duty or Duty(stop)
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
