@@ -22,17 +22,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-import msgspec
-
 from kvrouter.errors import KvRouterError
 from kvrouter.frontend.framing import LAST_CHUNK, Body, ChunkContent, ChunkedBody, Head, chunk
 from kvrouter.frontend.openai import error_event
+from kvrouter.frontend.refusals import error_status_in, first_line, is_refusal
 from kvrouter.frontend.upstream import Connection
 from kvrouter.frontend.usage import TAIL_BYTES, TAIL_READS
 
 HELD_BYTES = 1024 * 1024
 """More of an answer than this is never held back or kept for later."""
-_RETRIABLE = frozenset({408, 429})
 _ABORTED = re.compile(rb'"finish_reason": ?"abort"')
 _ABORTED_REASON = "the worker aborted the request"
 _DATA_LINE = b"\ndata:"
@@ -228,7 +226,7 @@ class Attempt:
         """Decide, as soon as what has come allows it, whether a client should see the answer."""
         head = self._head
         assert head is not None
-        if _is_refusal(head.status):
+        if is_refusal(head.status):
             if len(self._held) > HELD_BYTES:
                 self._reject(head.status, self._held_content())
         elif len(self._held) > HELD_BYTES or head.status >= 300:
@@ -240,7 +238,7 @@ class Attempt:
 
     def _judge_stream(self, head: Head) -> None:
         text = self._held_content()
-        event, is_whole = _first_line(text)
+        event, is_whole = first_line(text)
         if not is_whole and any(name.startswith(event[: len(name)]) for name in (b"data:", b"event:")):
             return  # the first event, or nothing of it, has come
         if not self._is_bad(event, text):
@@ -248,18 +246,18 @@ class Attempt:
 
     def _judge_whole(self, head: Head) -> None:
         text = self._held_content()
-        if _is_refusal(head.status):
+        if is_refusal(head.status):
             self._reject(head.status, text)
             return
-        if head.status < 300 and self._is_bad(_first_line(text)[0] if head.is_event_stream else b"", text):
+        if head.status < 300 and self._is_bad(first_line(text)[0] if head.is_event_stream else b"", text):
             return
         self._commit(head)
         self._finish(Done(head.status, self._keeps_alive))
 
     def _is_bad(self, event: bytes, text: bytes) -> bool:
         """Whether a 200 is none; the attempt is over then."""
-        error_status = _error_status(event)
-        if _is_refusal(error_status):
+        error_status = error_status_in(event)
+        if is_refusal(error_status):
             self._reject(error_status, event.removeprefix(b"data:").strip())
         elif _ABORTED.search(text):
             self._finish(Lost(_ABORTED_REASON))
@@ -369,33 +367,6 @@ class Attempt:
             self._resuming.cancel()
 
 
-def _first_line(text: bytes) -> tuple[bytes, bool]:
-    """The first line of a stream that does not only name its event, and whether all of it is there."""
-    line, newline, rest = text.lstrip().partition(b"\n")
-    if newline and line.startswith(b"event:"):
-        line, newline, _ = rest.partition(b"\n")
-    return line, bool(newline)
-
-
-def _is_refusal(status: int) -> bool:
-    return status >= 500 or status in _RETRIABLE
-
-
 def _is_ours(name: bytes) -> bool:
     """Whether we say it ourselves; vLLM echoes the request id with --enable-request-id-headers."""
     return name in {b"x-request-id", b"x-accel-buffering"} or name.startswith(b"x-kvrouter-")
-
-
-def _error_status(event: bytes) -> int:
-    """The status inside an event `data: {"error": …}`; 0 if it is no error."""
-    if b'"error"' not in event:
-        return 0
-    try:
-        body = msgspec.json.decode(event.removeprefix(b"data:").strip())
-    except (ValueError, RecursionError):
-        return 0  # broken JSON, broken UTF-8, nested for ever
-    error = body.get("error") if isinstance(body, dict) else None
-    if not error:
-        return 0
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, int) and 400 <= code < 600 else 500
