@@ -44,8 +44,7 @@ class CircuitBreakers:
         self._circuits: dict[Target, _Circuit] = {}
         self._open: set[Target] = set()
 
-    @property
-    def has_open(self) -> bool:
+    def any_open(self) -> bool:
         """Whether any circuit is not closed; asked at every request."""
         return bool(self._open)
 

@@ -85,7 +85,7 @@ class Breaker:
         self, _request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
     ) -> Sequence[Candidate]:
         """Those that may be tried."""
-        if not self.circuits.has_open:
+        if not self.circuits.any_open():
             return candidates
         return [one for one in candidates if self.circuits.is_closed(one.target, state.now)]
 

@@ -7,16 +7,20 @@ from collections import Counter
 
 import pytest
 
-from kvrouter.core.policy import RouteRequest
+from kvrouter.core.policy import Candidate, RouteRequest
 from kvrouter.policies.kv_score import KvScore
 from tests.policies.tables import REQUEST, candidate, picked, seeded, state
 
 
 def scores(
-    policy: KvScore, *candidates: object, request: RouteRequest = REQUEST, **facts: object
+    policy: KvScore,
+    *candidates: Candidate,
+    request: RouteRequest = REQUEST,
+    overlap_weight: float | None = None,
 ) -> list[float]:
     """What each is worth."""
-    return [row["score"] for row in policy.terms(request, candidates, state(**facts))]  # type: ignore[arg-type]
+    rows = policy.terms(request, candidates, state(overlap_weight=overlap_weight))
+    return [row["score"] for row in rows]
 
 
 THREE = (

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvrouter.core.policy import PolicyState, RouteRequest
+from kvrouter.core.policy import Candidate, PolicyState, RouteRequest
 from kvrouter.core.text_index import TextIndex, TextIndexSettings
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from tests.policies.tables import candidate, picked, state, target
@@ -28,7 +28,7 @@ def knowing(**texts: str) -> TextIndex:
     return index
 
 
-def workers(*requests: int) -> list:  # type: ignore[type-arg]
+def workers(*requests: int) -> list[Candidate]:
     """w1, w2, … with so many requests each."""
     return [candidate(f"w{number}", requests=load) for number, load in enumerate(requests, start=1)]
 
