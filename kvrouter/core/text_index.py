@@ -78,20 +78,21 @@ class TextIndex:
     def match(self, text: str, targets: Iterable[Target]) -> tuple[int, set[Target]]:
         """How many leading characters any of the targets holds, and which of them do.
 
-        Nobody holds the first character: 0, and all of them.
+        Nobody holds the first character: 0, and all of them. Whoever holds a node holds its parents,
+        so only the last one is looked at closely.
         """
-        holders = set(targets)
+        wanted = set(targets)
         node, start = self._root, 0
         while start < len(text):
             child = node.children.get(text[start])
-            if child is None or holders.isdisjoint(child.used):
+            if child is None or wanted.isdisjoint(child.used):
                 break
-            holders.intersection_update(child.used)
             shared = _shared_chars(child.text, text, start)
             start += shared
+            node = child
             if shared < len(child.text):
                 break
-            node = child
+        holders = wanted if node is self._root else wanted.intersection(node.used)
         return start - start % self.settings.block_chars, holders
 
     def smallest(self, targets: Iterable[Target]) -> set[Target]:

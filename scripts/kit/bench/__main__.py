@@ -9,7 +9,8 @@ from collections.abc import Sequence
 _USAGE = """\
 usage: scripts/bench SUBCOMMAND [flags]
 
-  sync   what replica sync costs, and how soon a booking is visible at the other replicas
+  policies   what a decision costs, for each mode and 8, 64, 512 targets
+  sync       what replica sync costs, and how soon a booking is visible at the other replicas
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
 """
@@ -23,6 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from scripts.kit.bench.sync import main as run
 
             return run(flags)
+        case ["policies", *flags]:
+            from scripts.kit.bench.policies import main as run_policies
+
+            return run_policies(flags)
         case [] | ["-h" | "--help", *_]:
             print(_USAGE, end="")
             return 0
