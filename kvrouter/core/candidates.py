@@ -43,7 +43,7 @@ def form_candidates(
     found = [what for _, what in prompts]
     formed = []
     for target, worker in targets:
-        own_tokens = overlap_blocks = widest_blocks = new_blocks = 0
+        own_tokens = overlap_blocks = widest_blocks = indexed_blocks = new_blocks = 0
         depths: Sequence[int] = _NOWHERE
         for isl, (cached, in_flight) in prompts:
             active_depth = in_flight.get(target, 0)
@@ -52,6 +52,8 @@ def form_candidates(
             own_tokens += uncached_tokens(isl, block_size, overlap)
             overlap_blocks += overlap.overlap_blocks
             widest_blocks += overlap.widest_blocks
+            if depths:
+                indexed_blocks += min(depths[-1], overlap.widest_blocks)
             new_blocks += isl // block_size - active_depth
         if len(prompts) > 1:
             new_blocks = _distinct_new_blocks(request, target, found)
@@ -76,6 +78,7 @@ def form_candidates(
                 worker.card,
                 depths,
                 beat.waiting_loras,
+                indexed_blocks,
             )
         )
     return formed

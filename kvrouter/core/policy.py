@@ -80,6 +80,8 @@ class Candidate(Struct, frozen=True, gc=False):
     card: Card
     tier_blocks: Sequence[int] = ()
     waiting_loras: Sequence[str] = ()
+    indexed_blocks: int = 0
+    """Of `widest_blocks` those that the index knows; the others are held by requests in flight."""
 
     @property
     def charged_tokens(self) -> int:
