@@ -211,11 +211,11 @@ def test_ceiling(index: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even so a target is not taken to hold texts without end."""
     monkeypatch.setattr(text_index, "CEILING_CHARS", 100)
     for number in range(50):
-        index.insert(A, f"{number:010}", float(number))
+        index.insert(A, chr(0x4E00 + number) * 10, float(number))
 
         assert index.chars(A) <= 100
     index.check()
-    assert (10, {A}) == index.match(f"{49:010}", [A])
+    assert (10, {A}) == index.match(chr(0x4E00 + 49) * 10, [A])
 
 
 @given(
