@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core import text_index
@@ -218,6 +218,7 @@ def test_ceiling(index: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (10, {A}) == index.match(chr(0x4E00 + 49) * 10, [A])
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("ire"), st.sampled_from(ALL), st.text("ab", max_size=8)), max_size=40)
 )
