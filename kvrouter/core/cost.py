@@ -99,7 +99,7 @@ def _draw(weights: Sequence[float], chance: float) -> int:
         left -= weight
         if left < 0:
             return i
-    return len(weights) - 1
+    return max(i for i, weight in enumerate(weights) if weight > 0)  # rounding used up the last one
 
 
 def sample(costs: Sequence[float], temperature: float, chance: float) -> int:
