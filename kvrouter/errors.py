@@ -59,5 +59,9 @@ class ShuttingDownError(KvRouterError):
     type = "ServiceUnavailableError"
 
 
+class QueueFullError(NoWorkersError):
+    """So many requests wait for a worker already that this one may not; the client may try again."""
+
+
 class MalformedFrameError(KvRouterError):
     """Bytes from the bus or an engine that do not decode as what they claim to be."""

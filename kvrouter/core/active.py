@@ -164,6 +164,13 @@ class ActiveTable:
         owner = self._owners.get(router_id)
         return (len(owner.bookings), owner.digest) if owner else (0, 0)
 
+    def load(self, target: Target) -> tuple[int, int, int]:
+        """`(charged tokens, active blocks, requests)` of the target, in one look-up."""
+        load = self._loads.get(target)
+        if load is None:
+            return 0, 0, 0
+        return load.charged_tokens, len(load.references) + load.nameless_blocks, load.requests
+
     def charged_tokens(self, target: Target) -> int:
         """Prefill tokens still charged on the target."""
         load = self._loads.get(target)

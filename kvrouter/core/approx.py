@@ -4,7 +4,8 @@
                                    (again from the start whenever it is used again)
 
 A chain's blocks are always renewed together with all their parents, so a parent never expires
-before its child; of those due at the same time the deepest goes first. The index so stays
+before its child; of those due at the same time the deepest goes first. Chains of one instant are
+told apart by a tick: whichever came last keeps the parents they share. The index so stays
 prefix-closed. The 120 s default is that of Dynamo's ApproxKvIndexer.
 
 What is kept is bounded: a target is assumed to hold no more than `capacity` blocks, the entries
@@ -29,17 +30,31 @@ _FEW_HASHES = 4096
 """Below this nothing is worth tidying."""
 
 
-class _Entry(NamedTuple):
+class _Stamp(NamedTuple):
+    """When something expires; among what expires at once, which came last."""
+
     expires: float
+    tick: int
+
+
+class _Entry(NamedTuple):
+    stamp: _Stamp
     hashes: Sequence[int]
     own: bool
+
+    @property
+    def expires(self) -> float:
+        return self.stamp.expires
+
+
+_NEVER = _Stamp(0.0, 0)
 
 
 @dataclass(slots=True)
 class _Assumed:
     """What one target is assumed to hold: when each block expires, and the entries in that order."""
 
-    expiry: dict[int, float] = field(default_factory=dict)
+    expiry: dict[int, _Stamp] = field(default_factory=dict)
     entries: deque[_Entry] = field(default_factory=deque)
     listed: int = 0
     """Hashes in all entries, those renewed since included."""
@@ -52,6 +67,7 @@ class ApproxIndex:
         self.ttl_s = ttl_s
         self._index = index
         self._targets: dict[Target, _Assumed] = {}
+        self._tick = 0
 
     def insert(
         self,
@@ -70,12 +86,13 @@ class ApproxIndex:
         """
         if not hashes:
             return
-        expires = now + (self.ttl_s if ttl_s is None else ttl_s)
+        self._tick += 1
+        stamp = _Stamp(now + (self.ttl_s if ttl_s is None else ttl_s), self._tick)
         assumed = self._targets.setdefault(target, _Assumed())
         expiry = assumed.expiry
-        expiry.update({hash_: expires for hash_ in hashes if expiry.get(hash_, 0.0) < expires})
+        expiry.update({hash_: stamp for hash_ in hashes if expiry.get(hash_, _NEVER) < stamp})
         self._index.store(target, hashes)
-        _remember(assumed, _Entry(expires, hashes, own))
+        _remember(assumed, _Entry(stamp, hashes, own))
         while len(expiry) > (capacity or DEFAULT_CAPACITY_BLOCKS) and len(assumed.entries) > 1:
             self._take_back_oldest(target, assumed)
         if assumed.listed > _FEW_HASHES + 2 * len(expiry):
@@ -102,7 +119,7 @@ class ApproxIndex:
     def _take_back_oldest(self, target: Target, assumed: _Assumed) -> None:
         entry = assumed.entries.popleft()
         assumed.listed -= len(entry.hashes)
-        over = [hash_ for hash_ in reversed(entry.hashes) if assumed.expiry.get(hash_) == entry.expires]
+        over = [hash_ for hash_ in reversed(entry.hashes) if assumed.expiry.get(hash_) == entry.stamp]
         for hash_ in over:
             del assumed.expiry[hash_]
         self._index.remove(target, over)
@@ -111,7 +128,7 @@ class ApproxIndex:
 def _remember(assumed: _Assumed, entry: _Entry) -> None:
     """Keep entries ordered by time: those of a snapshot have less time left than new ones."""
     late: list[_Entry] = []
-    while assumed.entries and assumed.entries[-1].expires > entry.expires:
+    while assumed.entries and assumed.entries[-1].stamp > entry.stamp:
         late.append(assumed.entries.pop())
     assumed.entries.append(entry)
     assumed.entries.extend(reversed(late))
@@ -122,9 +139,7 @@ def _tidy(assumed: _Assumed) -> None:
     """Drop the entries of which every block has been renewed since: they would take nothing back."""
     expiry = assumed.expiry
     kept = [
-        entry
-        for entry in assumed.entries
-        if any(expiry.get(hash_) == entry.expires for hash_ in entry.hashes)
+        entry for entry in assumed.entries if any(expiry.get(hash_) == entry.stamp for hash_ in entry.hashes)
     ]
     assumed.entries = deque(kept)
     assumed.listed = sum(len(entry.hashes) for entry in kept)

@@ -26,6 +26,8 @@ class Card(Struct, frozen=True, kw_only=True):
     model: str
     served_names: tuple[str, ...] = ()
     lora_names: tuple[str, ...] = ()
+    max_loras: int = 0
+    """Adapters it has room for at once; 0 if that is not known."""
     block_size: int
     ranks: int = 1
     rank_header: str = ""
@@ -56,6 +58,8 @@ class RankBeat(Struct, frozen=True, array_like=True):
     running: int | None = None
     waiting: int | None = None
     kv_usage: float | None = None
+    waiting_loras: tuple[str, ...] = ()
+    """Adapters that requests wait for, as the engine reports them."""
 
 
 class WorkerBeat(Struct, frozen=True, array_like=True):

@@ -99,7 +99,7 @@ def _draw(weights: Sequence[float], chance: float) -> int:
         left -= weight
         if left < 0:
             return i
-    return len(weights) - 1
+    return max(i for i, weight in enumerate(weights) if weight > 0)  # rounding used up the last one
 
 
 def sample(costs: Sequence[float], temperature: float, chance: float) -> int:
@@ -112,3 +112,9 @@ def sample(costs: Sequence[float], temperature: float, chance: float) -> int:
         return int(chance * len(costs))
     weights = [math.exp(-(value - least) / ((most - least) * temperature)) for value in costs]
     return _draw(weights, chance)
+
+
+def sample_scores(scores: Sequence[float], temperature: float, chance: float) -> int:
+    """Softmax over raw scores, higher being better: weight `exp(score / temperature)`."""
+    most = max(scores)
+    return _draw([math.exp((score - most) / temperature) for score in scores], chance)

@@ -1,21 +1,41 @@
-"""What a policy is shown and what it returns. A policy picks; the router owns everything else."""
+"""What a policy is shown and what it returns. A policy picks; the router owns everything else.
+
+    candidates ──filters──> eligible ──policy──> an order; its first is the pick (core/selection.py)
+
+All modes see the same frozen `Candidate`. What a mode must remember between two picks stands in
+`PolicyState`, which the router owns, so that a policy itself is a value: settings, nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec import Struct
 
+from kvrouter.core.beats import Card
+from kvrouter.core.cold import ColdOrder
 from kvrouter.core.cost import Prompt
-from kvrouter.core.ids import Target
+from kvrouter.core.ids import Target, WorkerId
+from kvrouter.core.rates import PrefillRates
+from kvrouter.core.sessions import SessionTable
+from kvrouter.core.text_index import TextIndex
+from kvrouter.errors import BadRequestError
+
+
+class Wanted(NamedTuple):
+    """The target a client names (mode direct). Rank None: any of the worker's."""
+
+    worker_id: WorkerId
+    rank: int | None = None
 
 
 class RouteRequest(Struct, frozen=True):
     """One request as routing sees it. `prompts` is empty where the tokens are not known.
 
-    `overlap_weight` and `temperature` override the settings for this request.
+    `overlap_weight` and `temperature` override the settings for this request. `text` is there only
+    for policies that need it; `bucket` is what a client says its kind of prompt is (two-stage).
     """
 
     request_id: str
@@ -23,6 +43,11 @@ class RouteRequest(Struct, frozen=True):
     lora_name: str | None = None
     overlap_weight: float | None = None
     temperature: float | None = None
+    text: str = ""
+    session: str = ""
+    bucket: str = ""
+    wanted: Wanted | None = None
+    priority: int = 0
 
     @property
     def isl(self) -> int:
@@ -35,7 +60,9 @@ class Candidate(Struct, frozen=True, gc=False):
 
     `prefill_tokens` are those charged on the target plus the request's own; `decode_blocks` the
     blocks that would be active there, `own_decode_blocks` of them only through this request;
-    `requests` those in flight, booked by any replica.
+    `requests` those in flight, booked by any replica. `tier_blocks` are the index's depths per tier
+    set, narrowest first (of the first prompt). `running`, `waiting`, `kv_usage` and `waiting_loras` are
+    what the engine reports of itself, None (or nothing) if it does not.
     """
 
     target: Target
@@ -47,34 +74,104 @@ class Candidate(Struct, frozen=True, gc=False):
     prefill_blocks: float
     decode_blocks: int
     requests: int
-    running: int | None = None
-    waiting: int | None = None
-    kv_usage: float | None = None
+    running: int | None
+    waiting: int | None
+    kv_usage: float | None
+    card: Card
+    tier_blocks: Sequence[int] = ()
+    waiting_loras: Sequence[str] = ()
     indexed_blocks: int = 0
     """Of `widest_blocks` those that the index knows; the others are held by requests in flight."""
+
+    @property
+    def charged_tokens(self) -> int:
+        """Prefill tokens that requests in flight still have before them."""
+        return self.prefill_tokens - self.own_prefill_tokens
+
+    @property
+    def active_blocks(self) -> int:
+        """Blocks that requests in flight hold."""
+        return self.decode_blocks - self.own_decode_blocks
+
+    @property
+    def overlap_tokens(self) -> int:
+        """Prompt tokens that need not be computed."""
+        return self.overlap_blocks * self.card.block_size
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """The worker's labels: zone, node, group and the like."""
+        return self.card.labels
+
+    @property
+    def lora_names(self) -> Sequence[str]:
+        """The adapters it has loaded."""
+        return self.card.lora_names
 
 
 @dataclass(slots=True)
 class PolicyState:
     """What a policy may use beside the candidates; the router owns it.
 
-    `random()` returns a number in [0, 1).
+    `random()` returns a number in [0, 1). `overlap_weight` None means the mode's own default.
     """
 
     random: Callable[[], float]
-    overlap_weight: float = 1.0
+    overlap_weight: float | None = None
     temperature: float = 0.0
     turn: int = 0
     unseen: float = 0.0
     """Bookings of other replicas that a decision cannot know of yet (core/unseen.py)."""
+    now: float = 0.0
+    group_turn: int = 0
+    """Turns over groups of workers (two-stage), beside those over workers."""
+    rates: PrefillRates = field(default_factory=PrefillRates)
+    texts: TextIndex = field(default_factory=TextIndex)
+    cold: ColdOrder = field(default_factory=ColdOrder)
+    sessions: SessionTable = field(default_factory=SessionTable)
+
+    def forget(self, target: Target) -> None:
+        """The target is gone."""
+        self.rates.forget(target)
+        self.texts.remove(target)
+        self.cold.forget(target)
+        self.sessions.drop(target)
 
 
-class Policy(Protocol):
-    """Picks one of the candidates; there is always at least one."""
+class Policy:
+    """Picks one of the candidates; there is always at least one. A mode has to define only `pick`."""
 
-    needs_tokens: bool
+    needs_tokens = True
     """Whether it looks at overlap or blocks; if not, prompts need not be tokenized."""
+    needs_text = False
+    """Whether it looks at `request.text`."""
 
     def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
         """The index of the candidate to use."""
-        ...
+        raise NotImplementedError
+
+    def order(
+        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
+    ) -> Sequence[int]:
+        """The pick, then those to try if it fails; one that names no others is asked again."""
+        return (self.pick(request, candidates, state),)
+
+    def terms(
+        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
+    ) -> list[dict[str, float]]:
+        """What each candidate was judged by, to explain a decision. Changes nothing."""
+        return [{} for _ in candidates]
+
+    def routed(self, request: RouteRequest, choice: Candidate, state: PolicyState) -> None:
+        """The request has been booked on this candidate."""
+
+    def accepted(self, text: str, target: Target, state: PolicyState) -> None:
+        """The target has computed a prompt with this text (only if `needs_text`)."""
+
+
+def parse_wanted(text: str) -> Wanted:
+    """`w1` or `w1/2`, as the header `x-kvrouter-target` names a target."""
+    worker_id, slash, rank = text.partition("/")
+    if not worker_id or (slash and not rank.isdecimal()):
+        raise BadRequestError(f"target {text!r}: write <worker_id> or <worker_id>/<rank>, as in w1/0")
+    return Wanted(WorkerId(worker_id), int(rank) if slash else None)

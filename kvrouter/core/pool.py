@@ -9,22 +9,16 @@ Invariant: `targets` holds the ranks of exactly those workers that take requests
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrouter.core.active import ActiveTable
 from kvrouter.core.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat
-from kvrouter.core.cost import find_overlap, uncached_tokens
+from kvrouter.core.candidates import form_candidates, unnamed_blocks
 from kvrouter.core.events import TIERS
 from kvrouter.core.ids import PoolId, Target, WorkerId
 from kvrouter.core.index import BlockIndex
 from kvrouter.core.policy import Candidate, RouteRequest
-
-Found = tuple[dict[Target, list[int]], dict[Target, int]]
-"""What one prompt finds, per target: the index's depth per tier set, and the depth held in flight."""
-
-_NO_LOAD = RankBeat(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +29,8 @@ class PoolSettings:
     ttl_s: float = DEFAULT_TTL_S
     inflight_overlap: bool = True
     block_size: int | None = None
+    lora_multiplex: bool = False
+    """Whether a request for an adapter may go where it is not loaded (core/filters.py, Multiplex)."""
 
 
 @dataclass(slots=True)
@@ -179,65 +175,39 @@ class Pool:
 
     def candidates(self, request: RouteRequest, exclude: frozenset[Target] = frozenset()) -> list[Candidate]:
         """Every target that may serve the request, with what it would find and cost there."""
-        found = [self._look_up(prompt.hashes) for prompt in request.prompts]
-        return [
-            self._candidate(request, target, worker, found)
+        targets = (
+            (target, worker)
             for target, worker in self.targets.items()
-            if target not in exclude and _serves(worker, request.lora_name)
-        ]
+            if target not in exclude and self._serves(worker, request.lora_name)
+        )
+        return form_candidates(
+            request,
+            targets,
+            self.index,
+            self.active,
+            block_size=self.block_size,
+            inflight_overlap=self.settings.inflight_overlap,
+        )
 
     def unnamed_blocks(self, request: RouteRequest) -> int:
         """Blocks of prompts whose end was not tokenized: charged, and without a hash."""
-        size = self.block_size
-        return sum(prompt.isl // size - len(prompt.hashes) for prompt in request.prompts if size)
+        return unnamed_blocks(request, self.block_size) if self.block_size else 0
 
-    def _look_up(self, hashes: Sequence[int]) -> Found:
-        return self.index.overlap_by_tier(hashes), self.active.depths(hashes)
+    def _serves(self, worker: Worker, lora_name: str | None) -> bool:
+        return lora_name is None or self.settings.lora_multiplex or lora_name in worker.card.lora_names
 
-    def _candidate(
-        self, request: RouteRequest, target: Target, worker: Worker, found: list[Found]
-    ) -> Candidate:
-        own_tokens = overlap_blocks = widest_blocks = indexed_blocks = new_blocks = 0
-        for prompt, (cached, in_flight) in zip(request.prompts, found, strict=True):
-            active_depth = in_flight.get(target, 0)
-            held_depth = active_depth if self.settings.inflight_overlap else 0
-            depths = cached.get(target, ())
-            overlap = find_overlap(prompt.isl, self.block_size, depths, held_depth)
-            own_tokens += uncached_tokens(prompt.isl, self.block_size, overlap)
-            overlap_blocks += overlap.overlap_blocks
-            widest_blocks += overlap.widest_blocks
-            indexed_blocks += min(depths[-1], overlap.widest_blocks) if depths else 0
-            new_blocks += prompt.isl // self.block_size - active_depth
-        if len(found) > 1:
-            new_blocks = _distinct_new_blocks(request, target, found) + self.unnamed_blocks(request)
-        prefill_tokens = self.active.charged_tokens(target) + own_tokens
-        beat = worker.ranks.get(target.rank, _NO_LOAD)
-        return Candidate(
-            target=target,
-            overlap_blocks=overlap_blocks,
-            widest_blocks=widest_blocks,
-            own_prefill_tokens=own_tokens,
-            own_decode_blocks=new_blocks,
-            prefill_tokens=prefill_tokens,
-            prefill_blocks=prefill_tokens / self.block_size,
-            decode_blocks=self.active.blocks(target) + new_blocks,
-            requests=self.active.requests(target),
-            running=beat.running,
-            waiting=beat.waiting,
-            kv_usage=beat.kv_usage,
-            indexed_blocks=indexed_blocks,
-        )
+    def refusals(self, request: RouteRequest) -> dict[Target, str]:
+        """Why each target of the pool that is no candidate at all is none."""
+        return {
+            target: self._why_refused(worker, request)
+            for worker in self.workers.values()
+            for target in worker.targets()
+            if target not in self.targets or not self._serves(worker, request.lora_name)
+        }
 
-
-def _serves(worker: Worker, lora_name: str | None) -> bool:
-    return lora_name is None or lora_name in worker.card.lora_names
-
-
-def _distinct_new_blocks(request: RouteRequest, target: Target, found: list[Found]) -> int:
-    """Blocks of the union of the prompts that no request in flight on the target holds."""
-    blocks: set[int] = set()
-    held: set[int] = set()
-    for prompt, (_, in_flight) in zip(request.prompts, found, strict=True):
-        blocks.update(prompt.hashes)
-        held.update(prompt.hashes[: in_flight.get(target, 0)])
-    return len(blocks) - len(held)
+    def _why_refused(self, worker: Worker, request: RouteRequest) -> str:
+        if worker.refused:
+            return worker.refused
+        if worker.state != "up":
+            return worker.state
+        return "silent" if worker.silent else f"has no adapter {request.lora_name!r}"

@@ -317,7 +317,10 @@ class Replica:
     def _lose_workers(self, worker_ids: set[WorkerId]) -> None:
         for pool_id in {self._worker_pools[worker_id] for worker_id in worker_ids}:
             members = {worker_id for worker_id in worker_ids if self._worker_pools.get(worker_id) == pool_id}
-            removed = self.routers[pool_id].pool.silence(members)
+            router = self.routers[pool_id]
+            lost = [router.pool.workers[worker_id] for worker_id in members & router.pool.workers.keys()]
+            removed = router.pool.silence(members)
+            self._forget_targets(pool_id, [target for worker in lost for target in worker.targets()])
             self.counters.workers_lost += len(removed)
             for worker_id in members:
                 self._unfollow_worker(worker_id)
@@ -331,11 +334,11 @@ class Replica:
         if pool_id is not None:
             self._leases.forget(WorkerSource(worker_id))
             self._unfollow_worker(worker_id)
-            self._forget_rates(pool_id, self.routers[pool_id].pool.remove(worker_id))
+            self._forget_targets(pool_id, self.routers[pool_id].pool.remove(worker_id))
 
-    def _forget_rates(self, pool_id: PoolId, targets: list[Target]) -> None:
+    def _forget_targets(self, pool_id: PoolId, targets: list[Target]) -> None:
         for target in targets:
-            self.routers[pool_id].rates.forget(target)
+            self.routers[pool_id].forget(target)
 
     def _unfollow_worker(self, worker_id: WorkerId) -> None:
         for source in list(self.readers):

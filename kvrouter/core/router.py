@@ -26,10 +26,11 @@ from kvrouter.core.events import (
     Progress,
 )
 from kvrouter.core.feed_source import FeedSource
+from kvrouter.core.filters import Filter
 from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.core.pool import Pool
-from kvrouter.core.rates import PrefillRates
+from kvrouter.core.selection import Decision, Selection
 from kvrouter.core.sinks import SyncSink, booking_ops
 from kvrouter.core.truth import Truth
 from kvrouter.core.unseen import UnseenBookings
@@ -47,6 +48,8 @@ class Placement:
     wants_report: bool
     """Whether the request shall ask for a report of the blocks it reuses (design §5, lost history)."""
     candidates: list[Candidate]
+    fallbacks: tuple[Target, ...] = ()
+    """Where the policy would have it tried next, should this target fail."""
 
     @property
     def target(self) -> Target:
@@ -62,6 +65,8 @@ class _Own:
     charged_tokens: int
     sent_at: float
     streamed: bool
+    text: str = ""
+    """The prompt, where the policy remembers texts."""
 
 
 class Router:
@@ -76,15 +81,15 @@ class Router:
         router_id: RouterId,
         incarnation: int,
         synced: bool,
+        filters: tuple[Filter, ...] = (),
     ) -> None:
         self.pool = pool
         self.router_id = router_id
         self.source = FeedSource(incarnation, self._state_ops)
-        self.rates = PrefillRates()
         self.truth = Truth()
+        self.selection = Selection(policy, state, filters)
+        self.rates = state.rates
         self.unseen = UnseenBookings()
-        self._policy = policy
-        self._state = state
         self._synced = synced
         self._own: dict[int, _Own] = {}
         self._predicted: list[tuple[float, int]] = []
@@ -95,7 +100,12 @@ class Router:
     @property
     def needs_tokens(self) -> bool:
         """Whether prompts have to be tokenized for this policy."""
-        return self._policy.needs_tokens
+        return self.selection.policy.needs_tokens
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether requests have to carry their prompt's text for this policy."""
+        return self.selection.policy.needs_text
 
     def route(
         self,
@@ -104,19 +114,48 @@ class Router:
         *,
         streamed: bool = True,
         exclude: frozenset[Target] = frozenset(),
+        prefer: tuple[Target, ...] = (),
     ) -> Placement:
-        """Pick and book in one step. Raises NoWorkersError if no target is left to choose from."""
+        """Pick and book in one step. Raises NoWorkersError if no target is left to choose from.
+
+        `prefer`: the fall-backs of an earlier choice, when this is a retry: the first that is left is taken.
+        """
         candidates = self.pool.candidates(request, exclude)
-        if not candidates:
-            raise NoWorkersError(self._why_none(exclude))
-        self._state.unseen = self.unseen.expected
-        choice = candidates[self._policy.pick(request, candidates, self._state)]
+        self._set_state(now)
+        eligible = self.selection.eligible(request, candidates)
+        if not eligible:
+            raise NoWorkersError(self._why_none(exclude, len(candidates)))
+        preferred = [one for name in prefer for one in eligible if one.target == name]
+        choice, *others = preferred or self.selection.choose(request, eligible)
         key = self._book(request, choice, now, streamed)
         worker = self.pool.targets[choice.target]
         card, wants_report = worker.card, worker.wants_report(choice.target.rank)
-        return Placement(key, choice, card.url, card.rank_header, wants_report, candidates)
+        fallbacks = tuple(other.target for other in others)
+        return Placement(key, choice, card.url, card.rank_header, wants_report, candidates, fallbacks)
 
-    def _why_none(self, exclude: frozenset[Target]) -> str:
+    def decide(
+        self, request: RouteRequest, now: float, *, exclude: frozenset[Target] = frozenset()
+    ) -> Decision:
+        """What `route` would choose, and why; nothing is booked."""
+        self._set_state(now)
+        candidates = self.pool.candidates(request, exclude)
+        failed = dict.fromkeys(exclude, "failed this request")
+        return self.selection.explain(request, candidates, self.pool.refusals(request) | failed)
+
+    def forget(self, target: Target) -> None:
+        """The target is gone: what the policy remembers of it goes, too."""
+        self.selection.state.forget(target)
+
+    def _set_state(self, now: float) -> None:
+        self.selection.state.now = now
+        self.selection.state.unseen = self.unseen.expected
+
+    def _why_none(self, exclude: frozenset[Target], filtered: int) -> str:
+        if filtered:
+            names = ", ".join(filter_.name for filter_ in self.selection.filters)
+            return (
+                f"all {filtered} workers of {self.pool.model!r} that could serve this were filtered: {names}"
+            )
         if exclude:
             return f"all workers of {self.pool.model!r} failed this request: {', '.join(map(str, exclude))}"
         known = [
@@ -143,10 +182,18 @@ class Router:
         )
         self.pool.active.book(booking)
         self._tell(*booking_ops(booking, pack_hashes(named)))
-        self._own[key.number] = _Own(request.isl, choice.prefill_tokens, now, streamed)
+        text = request.text if self.needs_text else ""
+        self._own[key.number] = _Own(request.isl, choice.prefill_tokens, now, streamed, text)
+        self._remember(request, choice, now)
         if not streamed:
             self._predict(key.number, choice, now)
         return key
+
+    def _remember(self, request: RouteRequest, choice: Candidate, now: float) -> None:
+        """What a later decision shall know of this one."""
+        self.selection.policy.routed(request, choice, self.selection.state)
+        if request.session:
+            self.selection.state.sessions.bind(request.session, choice.target, now)
 
     def _predict(self, number: int, choice: Candidate, now: float) -> None:
         seconds = self.rates.seconds(choice.target, choice.prefill_tokens)
@@ -178,6 +225,14 @@ class Router:
         if booking is not None:
             self._tell(MarkPrefillCompleted(key.number))
             self.assume(booking, now, own=True)
+            own = self._own.get(key.number)
+            if own is not None and own.text:
+                self._accepted(own.text, booking.target, now)
+
+    def _accepted(self, text: str, target: Target, now: float) -> None:
+        state = self.selection.state
+        state.now = now
+        self.selection.policy.accepted(text, target, state)
 
     def progress(self, key: BookingKey, output_tokens: int) -> None:
         """The answer has this many tokens so far (an estimate); blocks are booked as they fill."""

@@ -11,9 +11,10 @@ from kvrouter.config import add_common_flags, nats_options, not_negative, positi
 from kvrouter.core.approx import DEFAULT_TTL_S
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import ReplicaSettings
+from kvrouter.frontend.policy_flags import SERVED_MODES, add_policy_flags, policy_settings
 from kvrouter.frontend.relay import Limits
 from kvrouter.frontend.token_options import TokenOptions, add_token_flags, token_options
-from kvrouter.policies import POLICIES
+from kvrouter.policies import PolicySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,12 @@ class FrontendOptions:
     nats: NatsOptions
     namespace: str
     router_mode: str
-    overlap_weight: float
+    overlap_weight: float | None
+    """None: the mode's own."""
     temperature: float
+    policy: PolicySettings
+    policy_notes: tuple[str, ...]
+    """What of --router-config is accepted and not needed."""
     replica: ReplicaSettings
     heartbeat_s: float
     tokens: TokenOptions
@@ -50,6 +55,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         inflight_overlap=flags.router_inflight_overlap,
         block_size=flags.kv_cache_block_size,
     )
+    policy, policy_notes = policy_settings(flags)
     lease_rounds = max(2, round(flags.lease_s / flags.heartbeat_s))
     return FrontendOptions(
         host=flags.host,
@@ -59,6 +65,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         router_mode=flags.router_mode,
         overlap_weight=flags.kv_overlap_score_weight,
         temperature=flags.router_temperature,
+        policy=policy,
+        policy_notes=policy_notes,
         replica=ReplicaSettings(pool, flags.router_replica_sync, lease_rounds),
         heartbeat_s=flags.heartbeat_s,
         tokens=token_options(flags),
@@ -91,17 +99,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", "--http-port", type=_port, default=8000, help="port; 0 picks a free one")
     _add_router_flags(parser.add_argument_group("routing"))
     add_token_flags(parser.add_argument_group("tokens"))
+    add_policy_flags(parser.add_argument_group("routing modes"))
     _add_http_flags(parser.add_argument_group("requests"))
 
 
 def _add_router_flags(group: argparse._ArgumentGroup) -> None:
     switch = argparse.BooleanOptionalAction
-    group.add_argument("--router-mode", choices=sorted(POLICIES), default="kv", help="how a worker is chosen")
+    group.add_argument("--router-mode", choices=SERVED_MODES, default="kv", help="how a worker is chosen")
     group.add_argument(
         "--router-replica-sync", action=switch, default=False, help="share bookings with the other replicas"
     )
     group.add_argument(
-        "--kv-overlap-score-weight", type=not_negative, default=1.0, help="w in cost = w*prefill + decode"
+        "--kv-overlap-score-weight",
+        type=not_negative,
+        default=None,
+        help="w in cost = w*prefill + decode; default: the mode's own, 1 (kv-score: 2)",
     )
     group.add_argument(
         "--router-temperature",

@@ -34,6 +34,7 @@ from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.tokens import Tokens, open_tokens
 from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
+from kvrouter.policies import new_policy as policy_of
 from kvrouter.telemetry.metrics import RequestMetrics, StateCollector
 from kvrouter.tokens.prompt import PromptEncoder
 
@@ -129,6 +130,8 @@ async def running_frontend(
         await stack.enter_async_context(server)
         if not tokens.encoders.by_name:
             _warn_of_missing_tokenizer(options, tokens.encoders.default)
+        for note in options.policy_notes:
+            log.info("frontend.router_config", note=note)
         log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
         frontend = RunningFrontend(feeds.address, replica, feeds, watch, admin, completions, tokens)
         try:
@@ -141,7 +144,7 @@ def new_replica(options: FrontendOptions) -> Replica:
     """The replica's state, empty, with a random id."""
 
     def new_policy() -> tuple[Policy, PolicyState]:
-        policy = POLICIES[options.router_mode]()
+        policy = policy_of(options.router_mode, options.policy)
         turn = random.randrange(1_000_000)  # so that replicas do not all begin with the same worker
         return policy, PolicyState(random.random, options.overlap_weight, options.temperature, turn)
 

@@ -1,13 +1,15 @@
-"""Modes that do not look at the cache: `round-robin` and `random`."""
+"""Modes that look at nothing: `round-robin` and `random`; and `direct`, where the client chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrouter.core.policy import Candidate, PolicyState, RouteRequest
+from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.errors import BadRequestError, NoWorkersError
+from kvrouter.policies.load import fewest_requests
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """Each candidate in turn, in the order of their names."""
 
     needs_tokens = False
@@ -18,7 +20,7 @@ class RoundRobin:
         return (state.turn - 1) % len(candidates)
 
 
-class Random:
+class Random(Policy):
     """Any candidate, all equally likely."""
 
     needs_tokens = False
@@ -26,3 +28,27 @@ class Random:
     def pick(self, _request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
         """A uniform choice."""
         return int(state.random() * len(candidates))
+
+
+class Direct(Policy):
+    """The target that the client names; of a worker named without a rank the one with the fewest requests."""
+
+    needs_tokens = False
+
+    def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
+        """The named one. Raises BadRequestError if none is named, NoWorkersError if it takes no requests."""
+        wanted = request.wanted
+        if wanted is None:
+            raise BadRequestError(
+                "mode direct needs a target: send the header x-kvrouter-target: <worker_id>"
+            )
+        places = [
+            place
+            for place, candidate in enumerate(candidates)
+            if candidate.target.worker_id == wanted.worker_id and wanted.rank in {None, candidate.target.rank}
+        ]
+        if not places:
+            named = wanted.worker_id if wanted.rank is None else f"{wanted.worker_id}/{wanted.rank}"
+            known = ", ".join(str(candidate.target) for candidate in candidates)
+            raise NoWorkersError(f"the wanted target {named} takes no requests now; there are: {known}")
+        return fewest_requests(candidates, places, state.random())

@@ -191,3 +191,20 @@ def test_one_prompt_repeated_takes_no_more_room() -> None:
     assert {T1: 500} == index.overlap(chain)
     approx.expire(1009.0)
     assert {} == index.overlap(chain)
+
+
+def test_chains_of_one_instant_share_their_parents(approx: ApproxIndex, index: BlockIndex) -> None:
+    """Two chains inserted at the same time: when one has to go, what the other needs stays.
+
+    Otherwise the other's end would hang in the air, and be found again, deeper than it is held, as
+    soon as somebody stores its root anew.
+    """
+    approx.insert(T1, [1, 2, 3], now=5.0, capacity=5)
+    approx.insert(T1, [1, 2, 4], now=5.0, capacity=5)
+    approx.insert(T1, [8, 9], now=5.0, capacity=5)
+
+    assert {T1: 3} == index.overlap([1, 2, 4])
+    assert {T1: 2} == index.overlap([1, 2, 3])
+    approx.insert(T1, [7], now=5.0, capacity=5)
+    approx.insert(T1, [1, 6], now=5.0, capacity=5)
+    assert {T1: 1} == index.overlap([1, 2, 4]), "it went as a whole"

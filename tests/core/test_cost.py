@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.cost import Overlap, cost, find_overlap, lowest, sample, spread, uncached_tokens
@@ -169,6 +169,7 @@ def test_spread_by_the_depth_of_the_water() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8), st.floats(0, 1e4), st.floats(0, 50))
+@example([0.0, 1.0], 1.0, 5e-324)
 def test_spread_takes_nobody_above_the_level(costs: list[float], own_cost: float, unseen: float) -> None:
     """Whoever is chosen costs at most what the lowest would with all the unseen load on it."""
     for chance in (0.0, 0.5, 0.999999):

@@ -15,7 +15,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NATS_URL", raising=False)
     options = parse_options([])
 
-    assert (8000, "default", "kv", 1.0, 0.0) == (
+    assert (8000, "default", "kv", None, 0.0) == (
         options.port,
         options.namespace,
         options.router_mode,

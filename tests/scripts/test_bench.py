@@ -160,7 +160,9 @@ def test_herding_refuses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a sub-command the list; an unknown one is refused."""
     assert 0 == main([])
-    assert "sync " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "sync " in said
+    assert "policies " in said
     assert 2 == main(["nothing"])
     assert "no sub-command 'nothing'" in capsys.readouterr().err
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 _USAGE = """\
 usage: scripts/bench SUBCOMMAND [flags]
 
-  sync     what replica sync costs, and how soon a booking is visible at the other replicas
-  herding  how many of a burst all replicas send to the one idle worker
-  tokens   what a prompt costs to tokenize when its beginning is known
+  policies   what a decision costs, for each mode and 8, 64, 512 targets
+  sync       what replica sync costs, and how soon a booking is visible at the other replicas
+  herding    how many of a burst all replicas send to the one idle worker
+  tokens     what a prompt costs to tokenize when its beginning is known
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
 """
@@ -33,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from scripts.kit.bench.tokens import main as run
 
             return run(flags)
+        case ["policies", *flags]:
+            from scripts.kit.bench.policies import main as run_policies
+
+            return run_policies(flags)
         case [] | ["-h" | "--help", *_]:
             print(_USAGE, end="")
             return 0

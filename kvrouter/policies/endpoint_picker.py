@@ -1,0 +1,274 @@
+"""Reads an EndpointPickerConfig, the file that configures llm-d's and Heimdall's scheduler.
+
+    plugins            what there is: type, an optional name, parameters
+    schedulingProfiles which of them are used, by pluginRef, and their weights (1 if omitted)
+
+It is taken as published, also wrapped in Heimdall's Helm values (`config:`). Whatever is not known
+here, a type or a key, is an error that names it. Of what is known some has no use here, because
+kvrouter does it otherwise; `notes` says so, line by line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+from msgspec import Struct, field
+
+from kvrouter.errors import ConfigError
+from kvrouter.policies import scorers
+from kvrouter.policies.scored import Scored, Weighted
+
+KIND = "EndpointPickerConfig"
+DEFAULT_MAX_ENDPOINTS = 1
+
+
+class _Strict(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    pass
+
+
+class PrefixStore(_Strict, frozen=True):
+    """`cacheSize` blocks of `blockSize` characters."""
+
+    cache_size: int = 500_000
+    block_size: int = 256
+
+
+class TokenProcessor(_Strict, frozen=True):
+    """`blockSize` in tokens, the engines' own; `hashSeed` is accepted, and not needed."""
+
+    block_size: int | None = None
+    hash_seed: str | int | None = None
+
+
+class InMemory(_Strict, frozen=True):
+    """The index's bounds: hash keys, and holders of each."""
+
+    size: int = 100_000_000
+    pod_cache_size: int = 10
+
+
+class KvBlockIndex(_Strict, frozen=True):
+    """The block index."""
+
+    in_memory_config: InMemory = InMemory()
+    enable_metrics: bool = False
+
+
+class TokenizersPool(_Strict, frozen=True):
+    """Tokenizing. The token never shows in a log: it has no part in the repr."""
+
+    workers_count: int = 8
+    min_prefix_overlap_ratio: float = 0.8
+    hugging_face_token: str | None = None
+    tokenizers_cache_dir: str | None = None
+
+    def __repr__(self) -> str:
+        return f"TokenizersPool(workers_count={self.workers_count})"
+
+
+class Indexer(_Strict, frozen=True):
+    """`indexerConfig`."""
+
+    prefix_store_config: PrefixStore = PrefixStore()
+    token_processor_config: TokenProcessor = TokenProcessor()
+    kv_block_index_config: KvBlockIndex = KvBlockIndex()
+    tokenizers_pool_config: TokenizersPool = TokenizersPool()
+
+
+class KvEvents(_Strict, frozen=True):
+    """`kvEventsConfig`: how Heimdall hears the engines."""
+
+    zmq_endpoint: str | None = None
+    topic_filter: str | None = None
+    concurrency: int | None = None
+
+
+class PrefixCacheParameters(_Strict, frozen=True):
+    """The parameters of precise-prefix-cache-scorer."""
+
+    indexer_config: Indexer = Indexer()
+    kv_events_config: KvEvents = KvEvents()
+
+
+class _NoParameters(_Strict, frozen=True):
+    pass
+
+
+class _LoadAware(_Strict, frozen=True):
+    threshold: int = scorers.QUEUE_THRESHOLD
+
+
+class _ActiveRequest(_Strict, frozen=True):
+    request_timeout: str | None = None
+
+
+class _NoHitLru(_Strict, frozen=True):
+    prefix_plugin_name: str | None = None
+    prefill_profile: str | None = None
+    lru_size: int | None = None
+
+
+class _MaxScore(_Strict, frozen=True):
+    max_num_of_endpoints: int = DEFAULT_MAX_ENDPOINTS
+
+
+class _Plugin(_Strict, frozen=True):
+    type: str
+    name: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Reference(_Strict, frozen=True):
+    plugin_ref: str
+    weight: float = 1.0
+
+
+class _Profile(_Strict, frozen=True):
+    name: str
+    plugins: list[_Reference] = field(default_factory=list)
+
+
+class _Document(_Strict, frozen=True):
+    kind: str
+    api_version: str = ""
+    plugins: list[_Plugin] = field(default_factory=list)
+    scheduling_profiles: list[_Profile] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointPicker:
+    """What such a file asks for: the policy, what it says of the prefix cache, and what has no use here."""
+
+    policy: Scored
+    prefix_cache: PrefixCacheParameters | None = None
+    notes: tuple[str, ...] = ()
+
+
+_Parameters = TypeVar("_Parameters", bound=_Strict)
+_Made = Callable[[Any], scorers.Scorer]
+
+_SCORERS: dict[str, tuple[type[_Strict], _Made]] = {
+    "queue-scorer": (_NoParameters, lambda _: scorers.queue),
+    "kv-cache-utilization-scorer": (_NoParameters, lambda _: scorers.kv_cache_utilization),
+    "precise-prefix-cache-scorer": (PrefixCacheParameters, lambda _: scorers.precise_prefix_cache),
+    "load-aware-scorer": (_LoadAware, lambda wanted: scorers.load_aware(wanted.threshold)),
+    "active-request-scorer": (_ActiveRequest, lambda _: scorers.active_request),
+    "lora-affinity-scorer": (_NoParameters, lambda _: scorers.lora_affinity),
+    "session-affinity-scorer": (_NoParameters, lambda _: scorers.session_affinity),
+    "no-hit-lru-scorer": (_NoHitLru, lambda _: scorers.no_hit_lru),
+}
+_PICKER = "max-score-picker"
+_HANDLER = "single-profile-handler"
+
+
+def load_endpoint_picker(text: str) -> EndpointPicker:
+    """Read a file's text. Raises ConfigError."""
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the router config is no YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"the router config is no {KIND}: it has to be a mapping with kind: {KIND}")
+    return read_endpoint_picker(document)
+
+
+def read_endpoint_picker(document: Mapping[str, Any]) -> EndpointPicker:
+    """The same from plain mappings. Raises ConfigError."""
+    if "kind" not in document and isinstance(document.get("config"), dict):
+        document = document["config"]  # Helm values: what stands beside it is about the deployment
+    wanted = _convert(dict(document), _Document, "")
+    if wanted.kind != KIND:
+        raise ConfigError(f"kind {wanted.kind!r}: the router config has to be an {KIND}")
+    plugins = {plugin.name or plugin.type: plugin for plugin in wanted.plugins}
+    if len(plugins) < len(wanted.plugins):
+        raise ConfigError("two plugins have the same name: give each its own with name:")
+    parameters = {name: _parameters(name, plugin) for name, plugin in plugins.items()}
+    weighted: list[Weighted] = []
+    max_endpoints = DEFAULT_MAX_ENDPOINTS
+    for reference in _references(wanted, plugins):
+        plugin, given = plugins[reference.plugin_ref], parameters[reference.plugin_ref]
+        if isinstance(given, _MaxScore):
+            max_endpoints = given.max_num_of_endpoints
+        elif plugin.type in _SCORERS:
+            scorer = _SCORERS[plugin.type][1](given)
+            weighted.append(Weighted(reference.plugin_ref, scorer, reference.weight))
+    prefix_cache = next((one for one in parameters.values() if isinstance(one, PrefixCacheParameters)), None)
+    notes = tuple(note for name, given in parameters.items() for note in _notes(name, given))
+    return EndpointPicker(Scored(tuple(weighted), max_endpoints), prefix_cache, notes)
+
+
+def _references(wanted: _Document, plugins: Mapping[str, _Plugin]) -> list[_Reference]:
+    """What the one profile refers to; without profiles every plugin, with weight 1."""
+    profiles = wanted.scheduling_profiles
+    if len(profiles) > 1:
+        names = ", ".join(profile.name for profile in profiles)
+        raise ConfigError(f"schedulingProfiles {names}: only one is supported here")
+    if not profiles:
+        return [_Reference(name) for name in plugins]
+    for reference in profiles[0].plugins:
+        if reference.plugin_ref not in plugins:
+            known = ", ".join(plugins) or "none"
+            raise ConfigError(f"pluginRef {reference.plugin_ref!r} names no plugin; there are: {known}")
+        if not (math.isfinite(reference.weight) and reference.weight >= 0):
+            raise ConfigError(
+                f"the weight of pluginRef {reference.plugin_ref!r} is {reference.weight}; use at least 0"
+            )
+    return profiles[0].plugins
+
+
+def _parameters(name: str, plugin: _Plugin) -> _Strict:
+    given = plugin.parameters or {}
+    if plugin.type == _PICKER:
+        picker = _convert(given, _MaxScore, name)
+        if picker.max_num_of_endpoints < 1:
+            raise ConfigError(
+                f"plugin {name!r}: maxNumOfEndpoints is {picker.max_num_of_endpoints}; use at least 1"
+            )
+        return picker
+    if plugin.type == _HANDLER:
+        return _convert(given, _NoParameters, name)
+    if plugin.type not in _SCORERS:
+        known = ", ".join([*_SCORERS, _PICKER, _HANDLER])
+        raise ConfigError(f"plugin type {plugin.type!r} is not known here; known: {known}")
+    parameters = _convert(given, _SCORERS[plugin.type][0], name)
+    if isinstance(parameters, _LoadAware) and parameters.threshold < 1:
+        raise ConfigError(f"plugin {name!r}: threshold is {parameters.threshold}; use at least 1")
+    return parameters
+
+
+def _convert(given: dict[str, Any], type_: type[_Parameters], plugin: str) -> _Parameters:
+    try:
+        return msgspec.convert(given, type_)
+    except msgspec.ValidationError as error:
+        where = f"plugin {plugin!r}, parameters" if plugin else KIND
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _notes(name: str, given: _Strict) -> list[str]:
+    match given:
+        case PrefixCacheParameters():
+            return [f"{name}: {note}" for note in _prefix_cache_notes(given)]
+        case _ActiveRequest(request_timeout=timeout) if timeout is not None:
+            return [f"{name}: requestTimeout is not needed: a request counts for exactly as long as it runs"]
+        case _NoHitLru(lru_size=size) if size is not None:
+            return [f"{name}: lruSize is not needed: workers are forgotten when they leave"]
+    return []
+
+
+def _prefix_cache_notes(given: PrefixCacheParameters) -> list[str]:
+    indexer, events = given.indexer_config, given.kv_events_config
+    notes = []
+    if indexer.token_processor_config.hash_seed is not None:
+        notes.append(
+            "hashSeed is not needed: blocks are named by a hash of the tokens, whatever the engines' is"
+        )
+    if events.zmq_endpoint is not None or events.topic_filter is not None or events.concurrency is not None:
+        notes.append(
+            "kvEventsConfig is not needed: the agent beside each engine reads its events (--kv-events)"
+        )
+    return notes

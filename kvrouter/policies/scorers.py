@@ -1,0 +1,100 @@
+"""The scorers of mode `scored`: each gives every candidate a number in [0, 1], higher being better.
+
+Source: llm-d and Moreh's Heimdall, which name them `…-scorer` in an EndpointPickerConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvrouter.core.policy import Candidate, PolicyState, RouteRequest
+from kvrouter.policies import reports
+
+Scorer = Callable[[RouteRequest, Sequence[Candidate], PolicyState], list[float]]
+
+QUEUE_THRESHOLD = 128
+"""Waiting requests at which load-aware gives 0 (llm-d's default)."""
+NEUTRAL = 0.5
+
+
+def queue(_request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState) -> list[float]:
+    """`(max - waiting) / (max - min)`; all equal: 1."""
+    waiting = reports.waiting(candidates)
+    return _min_max([-length for length in waiting])
+
+
+def kv_cache_utilization(
+    _request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState
+) -> list[float]:
+    """`1 - usage`."""
+    return [1 - usage for usage in reports.kv_usage(candidates)]
+
+
+def precise_prefix_cache(
+    _request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState
+) -> list[float]:
+    """Overlap, min-max over those that have any; those being equal: 1. None: 0."""
+    held = [candidate.overlap_blocks for candidate in candidates if candidate.overlap_blocks]
+    scores = iter(_min_max(held))
+    return [next(scores) if candidate.overlap_blocks else 0.0 for candidate in candidates]
+
+
+def load_aware(threshold: int = QUEUE_THRESHOLD) -> Scorer:
+    """`0.5 * (1 - waiting / threshold)`, 0 from the threshold on."""
+
+    def score(_request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState) -> list[float]:
+        return [0.5 * (1 - min(waiting, threshold) / threshold) for waiting in reports.waiting(candidates)]
+
+    return score
+
+
+def active_request(
+    _request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState
+) -> list[float]:
+    """`(max - requests) / max`, requests in flight as booked by all replicas; nothing in flight: 1."""
+    most = max(candidate.requests for candidate in candidates) or 1
+    return [(most - candidate.requests) / most for candidate in candidates]
+
+
+def lora_affinity(request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState) -> list[float]:
+    """The adapter is loaded: 1; there is room for it: 0.8; it is being waited for: 0.6; full: 0."""
+    return [_lora_score(request.lora_name, candidate) for candidate in candidates]
+
+
+def session_affinity(
+    request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
+) -> list[float]:
+    """The target the session is bound to: 1; the others: 0."""
+    bound = state.sessions.target_of(request.session, state.now) if request.session else None
+    return [float(candidate.target == bound) for candidate in candidates]
+
+
+def no_hit_lru(_request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> list[float]:
+    """For a prompt nobody has: from 1 for the target whose last one is longest ago, down to 0.
+
+    Those that never had one share the first place (llm-d takes them in the order of their names).
+    For all other prompts it says nothing.
+    """
+    if any(candidate.overlap_blocks for candidate in candidates):
+        return [NEUTRAL] * len(candidates)
+    ranks = state.cold.ranks([candidate.target for candidate in candidates])
+    last = max(1, len(candidates) - 1)
+    return [1 - rank / last for rank in ranks]
+
+
+def _min_max(values: Sequence[float]) -> list[float]:
+    if not values:
+        return []
+    least, most = min(values), max(values)
+    if most == least:
+        return [1.0] * len(values)
+    return [(value - least) / (most - least) for value in values]
+
+
+def _lora_score(lora_name: str | None, candidate: Candidate) -> float:
+    if lora_name is None or lora_name in candidate.lora_names:
+        return 1.0
+    taken = len(candidate.lora_names) + len(candidate.waiting_loras)
+    if not candidate.card.max_loras or taken < candidate.card.max_loras:
+        return 0.8  # an unknown number of places counts as room
+    return 0.6 if lora_name in candidate.waiting_loras else 0.0

@@ -1,0 +1,64 @@
+"""Mode `sticky`: stay where the prompt is cached until one would wait much longer there than elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.policies.load import fewest_requests
+
+DEFAULT_PREFILL_RATE = 20_000.0
+"""Tokens per second where none has been measured yet: about an 8B model on one H100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sticky(Policy):
+    """Source: llm-d's "sticky until saturated".
+
+    hit set = targets with overlap / isl >= hit_rate
+    TTFT    = prefill tokens charged there / peak prefill rate of the target
+    the hit set's best TTFT > the others' best + penalty_s, or no hit set  →  the fewest requests
+    otherwise                                                              →  the hit set's best TTFT
+    """
+
+    hit_rate: float = 0.8
+    penalty_s: float = 1.0
+
+    def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
+        """See the class."""
+        everywhere = range(len(candidates))
+        enough = self.hit_rate * max(1, request.isl)
+        hits = [place for place in everywhere if candidates[place].overlap_tokens >= enough]
+        if not hits:
+            return fewest_requests(candidates, everywhere, state.random())
+        waits = self._ttfts_s(candidates, state)
+        best = min(waits[place] for place in hits)
+        best_other = min(
+            (waits[place] for place in everywhere if candidates[place].overlap_tokens < enough), default=best
+        )
+        if best > best_other + self.penalty_s:
+            return fewest_requests(candidates, everywhere, state.random())
+        at_best = [place for place in hits if waits[place] <= best]
+        return fewest_requests(candidates, at_best, state.random())
+
+    def _ttfts_s(self, candidates: Sequence[Candidate], state: PolicyState) -> list[float]:
+        rates = state.rates.peaks([candidate.target for candidate in candidates])
+        return [
+            one.charged_tokens / (rate or DEFAULT_PREFILL_RATE)
+            for one, rate in zip(candidates, rates, strict=True)
+        ]
+
+    def terms(
+        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
+    ) -> list[dict[str, float]]:
+        """Hit rate, estimated time to the first token, requests in flight."""
+        isl = max(1, request.isl)
+        return [
+            {
+                "hit_rate": one.overlap_tokens / isl,
+                "ttft_s": wait,
+                "requests": one.requests,
+            }
+            for one, wait in zip(candidates, self._ttfts_s(candidates, state), strict=True)
+        ]

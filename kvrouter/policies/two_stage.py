@@ -1,0 +1,83 @@
+"""Mode `two-stage`: first a group of workers, then `kv` within it (the tuning guide's meta-router)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest
+
+from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.errors import ConfigError
+from kvrouter.policies.kv import Kv
+
+ROUND_ROBIN, HASH, HEADER = "round-robin", "hash", "header:"
+
+
+@dataclass(frozen=True, slots=True)
+class TwoStage(Policy):
+    """Source: NVIDIA Dynamo, "KV router performance tuning": a meta-router over dedicated KV routers.
+
+    Groups are the values of the card label `group_label`; workers without it form one group. Stage
+    one: `round-robin` over the groups; `hash`, the rendezvous hash of the prompt's first `blocks`
+    blocks; or `header:NAME`, where the header names a group, or anything, which is then hashed. A
+    prompt that offers nothing to go by takes its turn. Rendezvous: a group that comes or goes moves
+    only its own share of the prompts.
+    """
+
+    stage_one: str = ROUND_ROBIN
+    blocks: int = 4
+    group_label: str = "group"
+    within: Kv = field(default_factory=Kv)
+
+    def __post_init__(self) -> None:
+        if self.stage_one not in {ROUND_ROBIN, HASH} and not self.stage_one.removeprefix(HEADER):
+            raise ConfigError("stage one header: needs a name, as in header:x-bucket")
+        if self.stage_one not in {ROUND_ROBIN, HASH} and not self.stage_one.startswith(HEADER):
+            raise ConfigError(f"stage one {self.stage_one!r}: use round-robin, hash or header:NAME")
+        if self.blocks < 1:
+            raise ConfigError(f"stage one over {self.blocks} blocks: use at least 1")
+
+    @property
+    def header(self) -> str:
+        """The request header that names the bucket; empty if none does."""
+        return self.stage_one.removeprefix(HEADER) if self.stage_one.startswith(HEADER) else ""
+
+    def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
+        """The lowest cost within the request's group."""
+        group = self._group_of(request, candidates, state)
+        places = [place for place, one in enumerate(candidates) if self._label(one) == group]
+        return places[self.within.pick(request, [candidates[place] for place in places], state)]
+
+    def _group_of(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> str:
+        groups = sorted({self._label(candidate) for candidate in candidates})
+        key = self._key(request)
+        if key in groups:
+            return key
+        if key:
+            return max(groups, key=lambda group: xxh3_64_intdigest(f"{group}\0{key}".encode()))
+        state.group_turn += 1
+        return groups[(state.group_turn - 1) % len(groups)]
+
+    def _key(self, request: RouteRequest) -> str:
+        """What the group is chosen by; empty: nothing."""
+        if self.header:
+            return request.bucket
+        if self.stage_one == ROUND_ROBIN or not request.prompts or not request.prompts[0].hashes:
+            return ""
+        hashes = request.prompts[0].hashes  # each names everything before it
+        return f"\0{hashes[min(self.blocks, len(hashes)) - 1]}"
+
+    def _label(self, candidate: Candidate) -> str:
+        return candidate.labels.get(self.group_label, "")
+
+    def terms(
+        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
+    ) -> list[dict[str, float]]:
+        """Those of `kv`, and whether the candidate is in the group."""
+        group = self._group_of(request, candidates, state)
+        costs = self.within.terms(request, candidates, state)
+        return [
+            row | {"in_group": float(self._label(one) == group)}
+            for one, row in zip(candidates, costs, strict=True)
+        ]

@@ -1,0 +1,216 @@
+"""What a decision costs, in microseconds of CPU time: each mode, 8 to 512 targets, a 562-block prompt.
+
+In process: the pool's tables, the candidates, the filters and the policy, as the request path calls
+them, without booking. `candidates` is what all modes share; each mode's own part is the difference.
+`text` is the prompt's 36,000 characters, for the mode that looks at them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvrouter.core.active import Booking
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat
+from kvrouter.core.cost import Prompt
+from kvrouter.core.events import VERSION
+from kvrouter.core.filters import FilterSettings, new_filters
+from kvrouter.core.ids import BookingKey, PoolId, RouterId, Target, WorkerId
+from kvrouter.core.policy import PolicyState, RouteRequest, Wanted
+from kvrouter.core.pool import Pool, PoolSettings
+from kvrouter.core.selection import Selection
+from kvrouter.policies import POLICIES, PolicySettings, new_policy
+from kvrouter.version import __version__
+
+BLOCK_SIZE, BLOCKS = 16, 562
+"""9,000 tokens: Heimdall's published prompt."""
+CHARACTERS = 36_000
+POOL = PoolId("bench")
+ACTIVE_REQUESTS = 4
+GROUPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    targets: Sequence[int]
+    modes: Sequence[str]
+    runs: int
+    seconds: float
+    json: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One mode at one size; CPU microseconds for one decision, median and extremes of the runs."""
+
+    mode: str
+    targets: int
+    microseconds: float
+    least: float
+    most: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit code."""
+    options = _options(arguments)
+    figures = [figure for count in options.targets for figure in measure(count, options)]
+    console = Console()
+    console.print(table(figures, options.targets))
+    about = machine() | {"blocks": BLOCKS, "runs": options.runs, "seconds": options.seconds}
+    console.print(json.dumps(about), soft_wrap=True, highlight=False)
+    if options.json is not None:
+        rows = [
+            {
+                "mode": one.mode,
+                "targets": one.targets,
+                "us": one.microseconds,
+                "least": one.least,
+                "most": one.most,
+            }
+            for one in figures
+        ]
+        options.json.write_text(json.dumps({**about, "figures": rows}, indent=2) + "\n")
+    return 0
+
+
+def measure(count: int, options: Options) -> list[Figure]:
+    """Every mode over so many targets, the shared part first."""
+    rng = random.Random(count)
+    chain = [rng.getrandbits(64) for _ in range(BLOCKS)]
+    pool = new_pool(count, chain, rng)
+    asked = new_request(pool, chain)
+    figures = [figure("candidates", count, lambda: pool.candidates(asked), options)]
+    for mode in options.modes:
+        selection = new_selection(mode, pool, asked, rng)
+        figures.append(
+            figure(mode, count, partial(decide, selection, pool, shown(asked, selection)), options)
+        )
+    return figures
+
+
+def shown(asked: RouteRequest, selection: Selection) -> RouteRequest:
+    """The request with what the frontend gives this mode: tokens and text cost it something, too."""
+    prompts = asked.prompts if selection.policy.needs_tokens else ()
+    text = asked.text if selection.policy.needs_text else ""
+    return msgspec.structs.replace(asked, prompts=prompts, text=text)
+
+
+def decide(selection: Selection, pool: Pool, asked: RouteRequest) -> Target:
+    """One decision, as the router makes it."""
+    eligible = selection.eligible(asked, pool.candidates(asked))
+    return selection.choose(asked, eligible)[0].target
+
+
+def new_pool(count: int, chain: Sequence[int], rng: random.Random) -> Pool:
+    """Workers that hold prefixes of the prompt, of every length, and have some requests in flight."""
+    pool = Pool(POOL, PoolSettings())
+    for number in range(count):
+        worker_id = WorkerId(f"w{number:03d}")
+        card = Card(
+            worker_id=str(worker_id),
+            url="http://127.0.0.1:1",
+            model="bench",
+            block_size=BLOCK_SIZE,
+            tiers={"device": 10_000},
+            labels={"group": str(number % GROUPS)},
+        )
+        load = RankBeat(0, 1, 0, running=rng.randrange(8), waiting=rng.randrange(8), kv_usage=rng.random())
+        pool.update(worker_id, WorkerBeat(VERSION, 1, "up", str(POOL), [load], 1, card))
+        target = Target(worker_id)
+        pool.index.store(target, chain[: rng.randrange(BLOCKS)])
+        for place in range(rng.randrange(1, ACTIVE_REQUESTS)):
+            hashes = [rng.getrandbits(64) for _ in range(20)]
+            key = BookingKey(RouterId("peer"), number * ACTIVE_REQUESTS + place)
+            pool.active.book(Booking(key, "r", target, hashes, 320, 0, 320))
+    return pool
+
+
+def new_request(pool: Pool, chain: list[int]) -> RouteRequest:
+    """The whole chain, its text, and the last target by name."""
+    return RouteRequest(
+        "bench",
+        (Prompt(chain, BLOCKS * BLOCK_SIZE + 8),),
+        text=_text(0),
+        wanted=Wanted(list(pool.targets)[-1].worker_id),
+    )
+
+
+def new_selection(mode: str, pool: Pool, asked: RouteRequest, rng: random.Random) -> Selection:
+    """The mode as an operator gets it, with a text index in which every target has texts."""
+    state = PolicyState(rng.random)
+    for number, target in enumerate(pool.targets):
+        state.texts.insert(target, asked.text[: rng.randrange(CHARACTERS)] + _text(number + 1)[:500], 0.0)
+        state.rates.observe(target, 9000, 0.5)
+    return Selection(new_policy(mode, PolicySettings()), state, new_filters(FilterSettings()))
+
+
+def figure(mode: str, targets: int, act: Callable[[], object], options: Options) -> Figure:
+    """The median of the runs, each as long as asked for."""
+    act()
+    runs = sorted(_microseconds(act, options.seconds) for _ in range(options.runs))
+    return Figure(mode, targets, statistics.median(runs), runs[0], runs[-1])
+
+
+def _microseconds(act: Callable[[], object], seconds: float) -> float:
+    calls, began = 0, time.process_time()
+    while (now := time.process_time()) - began < seconds:
+        for _ in range(10):
+            act()
+        calls += 10
+    return (now - began) / calls * 1e6
+
+
+def table(figures: Sequence[Figure], targets: Sequence[int]) -> Table:
+    """One row a mode, one column a size."""
+    made = Table(title=f"CPU µs per decision, {BLOCKS} blocks")
+    made.add_column("mode")
+    for count in targets:
+        made.add_column(f"{count} targets", justify="right")
+    for mode in dict.fromkeys(one.mode for one in figures):
+        row = [one.microseconds for one in figures if one.mode == mode]
+        made.add_row(mode, *(f"{value:,.1f}" for value in row))
+    return made
+
+
+def machine() -> dict[str, object]:
+    """Where this was measured."""
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.processor(),
+        "cores": len(cpus),
+        "python": platform.python_version(),
+        "kvrouter": __version__,
+    }
+
+
+def _text(number: int) -> str:
+    return "".join(random.Random(number).choices("abcdefghij ", k=CHARACTERS))
+
+
+def _options(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench policies", description=__doc__.split("\n", maxsplit=1)[0]
+    )
+    add = parser.add_argument
+    add("--targets", type=int, nargs="+", default=[8, 64, 512], metavar="N", help="(8 64 512)")
+    add("--modes", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="MODE", help="(all)")
+    add("--runs", type=int, default=5, metavar="N", help="the median of so many (%(default)s)")
+    add("--seconds", type=float, default=0.2, metavar="S", help="length of one run (%(default)g)")
+    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    flags = parser.parse_args(arguments)
+    return Options(flags.targets, flags.modes, flags.runs, flags.seconds, flags.json)

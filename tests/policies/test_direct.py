@@ -1,0 +1,47 @@
+"""Mode direct: the client names the target."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.policy import RouteRequest, Wanted
+from kvrouter.errors import BadRequestError, NoWorkersError
+from kvrouter.policies.plain import Direct
+from tests.policies.tables import candidate, picked, state
+
+RANKS = [
+    candidate("w1", rank=0, requests=5),
+    candidate("w1", rank=1, requests=2),
+    candidate("w2", rank=0, requests=0),
+]
+
+
+def wanting(worker_id: str, rank: int | None = None) -> RouteRequest:
+    """A request for this worker."""
+    return RouteRequest("req", wanted=Wanted(WorkerId(worker_id), rank))
+
+
+def test_named_rank() -> None:
+    """Exactly this one, however busy."""
+    assert 0 == Direct().pick(wanting("w1", 0), RANKS, state())
+    assert ["w2"] == picked(Direct(), RANKS, wanting("w2", 0))
+
+
+def test_worker_without_rank() -> None:
+    """Of its ranks the one with the fewest requests."""
+    assert 1 == Direct().pick(wanting("w1"), RANKS, state())
+
+
+def test_nobody_named() -> None:
+    """The client is told which header to send."""
+    with pytest.raises(BadRequestError, match="x-kvrouter-target"):
+        Direct().pick(RouteRequest("req"), RANKS, state())
+
+
+def test_named_target_is_away() -> None:
+    """503, with the targets that there are."""
+    with pytest.raises(NoWorkersError, match="w3 takes no requests now; there are: w1/0, w1/1, w2/0"):
+        Direct().pick(wanting("w3"), RANKS, state())
+    with pytest.raises(NoWorkersError, match="w2/7 takes"):
+        Direct().pick(wanting("w2", 7), RANKS, state())

@@ -1,0 +1,218 @@
+"""EndpointPickerConfig: taken as published; whatever is not known is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrouter.errors import ConfigError
+from kvrouter.policies import scorers
+from kvrouter.policies.endpoint_picker import load_endpoint_picker, read_endpoint_picker
+from tests.policies.tables import REQUEST, candidate, picked, state
+
+HEIMDALL = """
+global:
+  imagePullSecrets:
+    - name: moreh-registry
+
+config:
+  apiVersion: inference.networking.x-k8s.io/v1alpha1
+  kind: EndpointPickerConfig
+  plugins:
+    - type: single-profile-handler
+    - type: queue-scorer
+    - type: kv-cache-utilization-scorer
+    - type: max-score-picker
+    - type: precise-prefix-cache-scorer
+      parameters:
+        indexerConfig:
+          prefixStoreConfig:
+            cacheSize: 500000
+            blockSize: 256
+          tokenProcessorConfig:
+            blockSize: 32
+            hashSeed: '12345'
+          kvBlockIndexConfig:
+            inMemoryConfig:
+              size: 100000000
+              podCacheSize: 10
+            enableMetrics: true
+          tokenizersPoolConfig:
+            workersCount: 8
+            minPrefixOverlapRatio: 0.8
+            huggingFaceToken: hf_secret
+            tokenizersCacheDir: '/tmp'
+        kvEventsConfig:
+          zmqEndpoint: 'tcp://*:5557'
+          topicFilter: 'kv@'
+          concurrency: 16
+  schedulingProfiles:
+    - name: default
+      plugins:
+        - pluginRef: queue-scorer
+          weight: 2
+        - pluginRef: kv-cache-utilization-scorer
+          weight: 2
+        - pluginRef: precise-prefix-cache-scorer
+          weight: 3
+        - pluginRef: max-score-picker
+gateway:
+  name: mif
+"""
+"""The published heimdall-values.yaml (docs.moreh.io, prefix cache-aware routing), shortened at its end."""
+
+
+def config(*plugins: dict[str, Any], profile: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """A config with these plugins; without a profile all of them are used."""
+    profiles = [] if profile is None else [{"name": "default", "plugins": profile}]
+    return {"kind": "EndpointPickerConfig", "plugins": list(plugins), "schedulingProfiles": profiles}
+
+
+def test_published_example() -> None:
+    """As it stands in the document, Helm values around it: weights 2, 2, 3, one endpoint."""
+    picker = load_endpoint_picker(HEIMDALL)
+
+    assert [
+        ("queue-scorer", scorers.queue, 2),
+        ("kv-cache-utilization-scorer", scorers.kv_cache_utilization, 2),
+        ("precise-prefix-cache-scorer", scorers.precise_prefix_cache, 3),
+    ] == list(picker.policy.scorers)
+    assert 1 == picker.policy.max_endpoints
+    assert picker.prefix_cache is not None
+    indexer = picker.prefix_cache.indexer_config
+    assert (32, 256, 500_000) == (
+        indexer.token_processor_config.block_size,
+        indexer.prefix_store_config.block_size,
+        indexer.prefix_store_config.cache_size,
+    )
+    assert (10, True) == (
+        indexer.kv_block_index_config.in_memory_config.pod_cache_size,
+        indexer.kv_block_index_config.enable_metrics,
+    )
+
+
+def test_hash_seed_is_accepted_and_said_to_be_unnecessary() -> None:
+    """So is what only Heimdall's own event listener needs."""
+    notes = load_endpoint_picker(HEIMDALL).notes
+
+    assert any("hashSeed is not needed" in note for note in notes)
+    assert any("kvEventsConfig is not needed" in note for note in notes)
+
+
+def test_secret_stays_secret() -> None:
+    """The Hugging Face token is there, and in no repr."""
+    picker = load_endpoint_picker(HEIMDALL)
+
+    assert picker.prefix_cache is not None
+    assert "hf_secret" == picker.prefix_cache.indexer_config.tokenizers_pool_config.hugging_face_token
+    assert "hf_secret" not in repr(picker)
+
+
+def test_weight_is_one_if_omitted() -> None:
+    """And without any profile all plugins are used, each with weight 1."""
+    plugin = {"type": "queue-scorer"}
+
+    for document in (config(plugin, profile=[{"pluginRef": "queue-scorer"}]), config(plugin)):
+        assert [("queue-scorer", scorers.queue, 1.0)] == list(read_endpoint_picker(document).policy.scorers)
+
+
+def test_names_and_two_of_a_kind() -> None:
+    """A plugin may have a name of its own, and a type may be used twice."""
+    document = config(
+        {"type": "load-aware-scorer", "name": "strict", "parameters": {"threshold": 10}},
+        {"type": "load-aware-scorer", "name": "lax"},
+        {"type": "max-score-picker", "parameters": {"maxNumOfEndpoints": 2}},
+        profile=[
+            {"pluginRef": "strict", "weight": 0.5},
+            {"pluginRef": "lax"},
+            {"pluginRef": "max-score-picker"},
+        ],
+    )
+
+    policy = read_endpoint_picker(document).policy
+
+    [row] = policy.terms(REQUEST, [candidate("w1", waiting=5)], state())
+    assert (
+        pytest.approx({"strict": 0.25, "lax": 0.5 * (1 - 5 / 128), "total": 0.125 + 0.5 * (1 - 5 / 128)})
+        == row
+    )
+    assert 2 == policy.max_endpoints
+
+
+@pytest.mark.parametrize(
+    "type_",
+    [
+        "queue-scorer", "kv-cache-utilization-scorer", "precise-prefix-cache-scorer", "load-aware-scorer",
+        "active-request-scorer", "lora-affinity-scorer", "session-affinity-scorer", "no-hit-lru-scorer",
+    ],
+)  # fmt: skip
+def test_every_scorer_by_its_published_name(type_: str) -> None:
+    """Each can be used alone."""
+    policy = read_endpoint_picker(config({"type": type_})).policy
+
+    assert ["w1"] == picked(policy, [candidate("w1")])
+
+
+@pytest.mark.parametrize(
+    ("document", "named"),
+    [
+        (config({"type": "quue-scorer"}), "'quue-scorer' is not known here; known: queue-scorer"),
+        (config({"type": "queue-scorer", "parametres": {}}), "parametres"),
+        (
+            config({"type": "queue-scorer", "parameters": {"foo": 1}}),
+            "plugin 'queue-scorer', parameters.*foo",
+        ),
+        (
+            config(
+                {"type": "precise-prefix-cache-scorer", "parameters": {"indexerConfig": {"cacheSize": 1}}}
+            ),
+            "cacheSize.*indexerConfig",
+        ),
+        (config({"type": "load-aware-scorer", "parameters": {"threshold": "many"}}), "threshold"),
+        (config({"type": "load-aware-scorer", "parameters": {"threshold": 0}}), "threshold is 0"),
+        (
+            config({"type": "max-score-picker", "parameters": {"maxNumOfEndpoints": 0}}),
+            "maxNumOfEndpoints is 0",
+        ),
+        (config(profile=[{"pluginRef": "nobody"}]), "'nobody' names no plugin; there are: none"),
+        (config({"type": "queue-scorer"}, profile=[{"pluginRef": "queue-scorer", "weight": -1}]), "-1"),
+        (config({"type": "queue-scorer"}, profile=[{"pluginRef": "queue-scorer", "wieght": 1}]), "wieght"),
+        (config({"type": "queue-scorer"}, {"type": "queue-scorer"}), "same name"),
+        ({"kind": "Deployment"}, "Deployment"),
+        ({"kind": "EndpointPickerConfig", "featureGates": []}, "featureGates"),
+        ({}, "kind"),
+    ],
+)
+def test_unknown_is_named(document: dict[str, Any], named: str) -> None:
+    """A type, a key, a value that cannot be: the message says which."""
+    with pytest.raises(ConfigError, match=named):
+        read_endpoint_picker(document)
+
+
+def test_one_profile_only() -> None:
+    """Several profiles are for prefill and decode apart."""
+    document = config({"type": "queue-scorer"})
+    document["schedulingProfiles"] = [{"name": "prefill"}, {"name": "decode"}]
+
+    with pytest.raises(ConfigError, match="prefill, decode: only one"):
+        read_endpoint_picker(document)
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "- 1", "just words"])
+def test_no_config(text: str) -> None:
+    """Not YAML, or not a mapping."""
+    with pytest.raises(ConfigError, match="router config"):
+        load_endpoint_picker(text)
+
+
+def test_unused_parameters_are_noted() -> None:
+    """Time-outs and sizes that bookings make unnecessary."""
+    picker = read_endpoint_picker(
+        config(
+            {"type": "active-request-scorer", "parameters": {"requestTimeout": "2m"}},
+            {"type": "no-hit-lru-scorer", "parameters": {"lruSize": 1024}},
+        )
+    )
+
+    assert ["requestTimeout", "lruSize"] == [note.split()[1] for note in picker.notes]

@@ -1,0 +1,99 @@
+"""What holds for every mode: one candidate, equal candidates, candidates without reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.policy import Policy, RouteRequest, Wanted, parse_wanted
+from kvrouter.errors import BadRequestError
+from kvrouter.policies import POLICIES, PolicySettings, new_policy
+from tests.policies.tables import REQUEST, candidate, picked, seeded, state
+
+NAMES = ["w1", "w2", "w3", "w4"]
+MODES = sorted(set(POLICIES) - {"direct"})
+
+
+@pytest.fixture(params=MODES)
+def policy(request: pytest.FixtureRequest) -> Policy:
+    """Each mode with its published settings."""
+    return new_policy(request.param, PolicySettings())
+
+
+def test_one_worker_is_always_picked(policy: Policy) -> None:
+    """With one candidate there is nothing to choose, however loaded it is."""
+    only = [candidate("w1", charged=10**6, requests=500, waiting=99, usage=1.0)]
+
+    assert ["w1"] == picked(policy, only)
+    assert [0] == list(policy.order(REQUEST, only, state()))
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 1 - 2**-53])
+def test_every_chance_gives_a_candidate(policy: Policy, chance: float) -> None:
+    """The least and the greatest chance stay in range."""
+    for count in (1, 2, 3, 7):
+        candidates = [candidate(f"w{number}", overlap=number) for number in range(count)]
+
+        assert 0 <= policy.pick(REQUEST, candidates, state(chance)) < count
+
+
+def test_equal_workers_are_picked_equally_often(policy: Policy) -> None:
+    """A tie never goes to the same worker always (#737, #3581, sglang #32983)."""
+    candidates = [candidate(name) for name in NAMES]
+    chance = seeded(7)
+
+    picks = Counter(policy.pick(REQUEST, candidates, chance) for _ in range(2000))
+
+    assert all(abs(picks[place] - 500) < 90 for place in range(4)), picks
+
+
+def test_equally_cached_workers_are_picked_equally_often(policy: Policy) -> None:
+    """The same where all hold the prompt."""
+    candidates = [candidate(name, overlap=9, requests=2) for name in NAMES]
+    chance = seeded(8)
+
+    picks = Counter(policy.pick(REQUEST, candidates, chance) for _ in range(2000))
+
+    assert all(abs(picks[place] - 500) < 90 for place in range(4)), picks
+
+
+def test_no_reports_and_no_tokens(policy: Policy) -> None:
+    """Neither an engine that reports nothing nor a prompt that is not known stops a choice."""
+    candidates = [candidate(name, waiting=None, usage=None) for name in NAMES]
+
+    assert policy.pick(RouteRequest("text"), candidates, state()) in range(4)
+    assert policy.pick(REQUEST, candidates, state()) in range(4)
+
+
+def test_terms_explain_each_candidate_and_change_nothing(policy: Policy) -> None:
+    """One row each, all with the same names; asking twice gives the same."""
+    candidates = [candidate(name, overlap=3, requests=1) for name in NAMES]
+    what = state()
+
+    rows = policy.terms(REQUEST, candidates, what)
+
+    assert 4 == len(rows)
+    assert len({tuple(row) for row in rows}) == 1
+    assert rows == policy.terms(REQUEST, candidates, state())
+
+
+@pytest.mark.parametrize(
+    ("header", "wanted"),
+    [
+        ("w1", Wanted(WorkerId("w1"))),
+        ("w1/0", Wanted(WorkerId("w1"), 0)),
+        ("a-b/12", Wanted(WorkerId("a-b"), 12)),
+    ],
+)
+def test_parse_wanted(header: str, wanted: Wanted) -> None:
+    """A worker, or a worker and a rank."""
+    assert wanted == parse_wanted(header)
+
+
+@pytest.mark.parametrize("header", ["", "/1", "w1/", "w1/x", "w1/-1", "w1/1/2"])
+def test_parse_wanted_refuses(header: str) -> None:
+    """What it is not, and how it is written."""
+    with pytest.raises(BadRequestError, match="<worker_id>"):
+        parse_wanted(header)

@@ -1,0 +1,103 @@
+"""Mode kv-score: 2 x overlap ratio - KV usage - waiting / max waiting, on candidates by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+
+from kvrouter.core.policy import Candidate, RouteRequest
+from kvrouter.policies.kv_score import KvScore
+from tests.policies.tables import REQUEST, candidate, picked, seeded, state
+
+
+def scores(
+    policy: KvScore,
+    *candidates: Candidate,
+    request: RouteRequest = REQUEST,
+    overlap_weight: float | None = None,
+) -> list[float]:
+    """What each is worth."""
+    rows = policy.terms(request, candidates, state(overlap_weight=overlap_weight))
+    return [row["score"] for row in rows]
+
+
+THREE = (
+    candidate("w1", overlap=8, usage=0.9, waiting=4),
+    candidate("w2", overlap=5, usage=0.5, waiting=2),
+    candidate("w3", overlap=0, usage=0.0, waiting=0),
+)
+
+
+def test_published_formula() -> None:
+    """Ratios 0.8/0.5/0, usage 0.9/0.5/0, waiting 1/0.5/0: -0.3, 0, 0."""
+    assert pytest.approx([1.6 - 0.9 - 1, 1.0 - 0.5 - 0.5, 0.0]) == scores(KvScore(), *THREE)
+    assert ["w2", "w3"] == picked(KvScore(), THREE)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "usage", "waiting", "winner"),
+    [
+        (2.0, 0.0, 0.0, ["w1"]),
+        (0.0, 1.0, 0.0, ["w3"]),
+        (0.0, 0.0, 1.0, ["w3"]),
+        (2.0, 1.0, 0.0, ["w1"]),
+        (0.0, 0.0, 0.0, ["w1", "w2", "w3"]),
+    ],
+)
+def test_each_weight(overlap: float, usage: float, waiting: float, winner: list[str]) -> None:
+    """A weight of 0 takes its term out; all 0 leaves chance."""
+    assert winner == picked(KvScore(usage, waiting), THREE, overlap_weight=overlap)
+
+
+def test_nobody_waits() -> None:
+    """0 / 0 is 0: no term."""
+    assert [0.0] == scores(KvScore(), candidate("w1", waiting=0))
+
+
+def test_unreported_load_is_the_mean_of_the_others() -> None:
+    """Usage 0.2 and 0.6 make 0.4; waiting 2 and 4 make 3; without any report it is 0."""
+    silent = candidate("w3", usage=None, waiting=None)
+    others = (candidate("w1", usage=0.2, waiting=2), candidate("w2", usage=0.6, waiting=4))
+
+    assert pytest.approx(-0.4 - 3 / 4) == scores(KvScore(), *others, silent)[2]
+    assert [0.0] == scores(KvScore(), silent)
+
+
+def test_own_default_weight_is_two() -> None:
+    """A request's own weight beats the setting, and this the mode's 2.0."""
+    own = RouteRequest("req", REQUEST.prompts, overlap_weight=1.0)
+    [half] = [candidate("w1", overlap=5)]
+
+    assert [1.0] == scores(KvScore(), half)
+    assert [2.5] == scores(KvScore(), half, overlap_weight=5.0)
+    assert [0.5] == scores(KvScore(), half, request=own, overlap_weight=5.0)
+
+
+def test_all_busy_is_still_a_choice() -> None:
+    """Full caches and long queues everywhere: the least bad one."""
+    full = [
+        candidate(name, usage=1.0, waiting=queue) for name, queue in (("w1", 90), ("w2", 80), ("w3", 100))
+    ]
+
+    assert ["w2"] == picked(KvScore(), full)
+
+
+def test_softmax_on_raw_scores() -> None:
+    """Temperature 0.5: weights e^(score / 0.5), not normalised by their range as in kv."""
+    two, draws = [candidate("w1", usage=0.5), candidate("w2", usage=1.0)], 4000
+    chance = seeded(11, temperature=0.5)
+
+    picks = Counter(KvScore().pick(REQUEST, two, chance) for _ in range(draws))
+
+    share = math.exp(-1) / (math.exp(-1) + math.exp(-2))
+    assert abs(picks[0] - draws * share) < 4 * math.sqrt(draws * share * (1 - share))
+
+
+def test_request_may_ask_for_its_own_temperature() -> None:
+    """0 is the highest score, whatever is set."""
+    cold = RouteRequest("req", REQUEST.prompts, temperature=0.0)
+    two = [candidate("w1", usage=0.1), candidate("w2", usage=0.0)]
+
+    assert ["w2"] == picked(KvScore(), two, cold, temperature=100.0)

@@ -1,0 +1,128 @@
+"""Mode prefix-affinity: Ray's order of rules, on texts and loads by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvrouter.core.policy import Candidate, PolicyState, RouteRequest
+from kvrouter.core.text_index import TextIndex, TextIndexSettings
+from kvrouter.policies.prefix_affinity import PrefixAffinity
+from tests.policies.tables import candidate, picked, state, target
+
+TEXT = "0123456789" * 10
+"""A hundred characters."""
+
+
+def asking(text: str = TEXT) -> RouteRequest:
+    """A request with this text."""
+    return RouteRequest("req", text=text)
+
+
+def knowing(**texts: str) -> TextIndex:
+    """An index in which each worker has been sent one text."""
+    index = TextIndex()
+    for name, text in texts.items():
+        index.insert(target(name), text, 0.0)
+    return index
+
+
+def workers(*requests: int) -> list[Candidate]:
+    """w1, w2, … with so many requests each."""
+    return [candidate(f"w{number}", requests=load) for number, load in enumerate(requests, start=1)]
+
+
+def test_longest_match() -> None:
+    """Where most of the text was sent before, although that tree is the largest."""
+    index = knowing(w1=TEXT[:90] + "x" * 500, w2=TEXT[:40], w3="y")
+
+    assert ["w1"] == picked(PrefixAffinity(), workers(5, 0, 0), asking(), texts=index)
+
+
+@pytest.mark.parametrize(("matched", "winner"), [(9, "w3"), (10, "w1")])
+def test_match_rate_threshold_is_strict(matched: int, winner: str) -> None:
+    """9 of 100 characters is below 0.1: the smallest tree. Exactly 10 is not: the match."""
+    index = knowing(w1=TEXT[:matched] + "x" * 50, w2="y" * 30, w3="z" * 20)
+
+    assert [winner] == picked(PrefixAffinity(), workers(0, 0, 0), asking(), texts=index)
+
+
+@pytest.mark.parametrize(("requests", "winner"), [((10, 0), ["w1"]), ((11, 0), ["w2"])])
+def test_imbalance_is_strict(requests: tuple[int, int], winner: list[str]) -> None:
+    """A difference of 10 is balanced; 11 is not, and then the power of two choices decides."""
+    index = knowing(w1=TEXT)
+
+    assert winner == picked(PrefixAffinity(), workers(*requests), asking(), texts=index)
+
+
+def test_infinite_imbalance_threshold() -> None:
+    """As in Ray's code since December 2025: load never overrules the match."""
+    index = knowing(w1=TEXT)
+
+    assert ["w1"] == picked(PrefixAffinity(math.inf), workers(500, 0), asking(), texts=index)
+
+
+def test_equal_matches_go_by_requests() -> None:
+    """All that hold the longest match form one rank; the shortest queue in it wins, ties at random."""
+    index = knowing(w1=TEXT, w2=TEXT, w3=TEXT, w4="")
+
+    assert ["w2", "w3"] == picked(PrefixAffinity(), workers(4, 2, 2, 0), asking(), texts=index)
+
+
+def test_equal_trees_go_by_requests() -> None:
+    """Of several smallest trees the one with the fewest requests."""
+    index = knowing(w1="abc", w2="xyz", w3="longer")
+
+    assert ["w2"] == picked(PrefixAffinity(), workers(1, 0, 0), asking(), texts=index)
+
+
+def test_new_worker_has_the_smallest_tree() -> None:
+    """One that was never sent anything."""
+    assert ["w2"] == picked(PrefixAffinity(), workers(0, 3), asking(), texts=knowing(w1="abc"))
+
+
+def test_no_text_is_power_of_two() -> None:
+    """Of two, the less loaded."""
+    assert ["w2"] == picked(PrefixAffinity(), workers(1, 0), asking(""), texts=knowing(w1=TEXT))
+
+
+def test_a_worker_that_is_no_candidate_does_not_count() -> None:
+    """The best match among those that may serve, not among all."""
+    index = knowing(w1=TEXT[:50], w2=TEXT[:20], w9=TEXT)
+
+    assert ["w1"] == picked(PrefixAffinity(), workers(0, 0), asking(), texts=index)
+
+
+def test_text_counts_once_it_was_accepted() -> None:
+    """Ray inserts after the replica has taken the request, not when it is chosen."""
+    policy, what = PrefixAffinity(), state(now=3.0)
+    policy.routed(asking(), workers(0)[0], what)
+    assert 0 == what.texts.chars(target("w1"))
+
+    policy.accepted(TEXT, target("w1"), what)
+
+    assert 100 == what.texts.chars(target("w1"))
+
+
+def test_eviction_happens_on_the_way() -> None:
+    """With do_eviction, a tree above its threshold is cut when the next text is accepted."""
+    settings = TextIndexSettings(
+        do_eviction=True, eviction_threshold_chars=150, eviction_target_chars=100, eviction_interval_secs=1.0
+    )
+    what: PolicyState = state(texts=TextIndex(settings))
+    for now in (0.0, 0.5, 1.5):
+        what.now = now
+        PrefixAffinity().accepted(f"{now}" + TEXT[:60], target("w1"), what)
+
+    assert 63 == what.texts.chars(target("w1")), "189 characters, down to at most 100"
+
+
+def test_terms() -> None:
+    """Each candidate's own match rate, tree and requests."""
+    index = knowing(w1=TEXT[:50], w2="x" * 7)
+
+    assert [
+        {"requests": 2, "match_rate": 0.5, "tree_chars": 50},
+        {"requests": 0, "match_rate": 0.0, "tree_chars": 7},
+    ] == PrefixAffinity().terms(asking(), workers(2, 0), state(texts=index))

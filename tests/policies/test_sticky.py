@@ -1,0 +1,83 @@
+"""Mode sticky: stay with the hit set until one would wait too long there."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.core.policy import RouteRequest
+from kvrouter.core.rates import PrefillRates
+from kvrouter.policies.sticky import DEFAULT_PREFILL_RATE, Sticky
+from tests.policies.tables import REQUEST, candidate, picked, state, target
+
+SECOND = int(DEFAULT_PREFILL_RATE)
+"""Prefill tokens that take a second where no rate is known."""
+
+
+@pytest.mark.parametrize(("overlap", "winner"), [(8, "w1"), (7, "w2")])
+def test_hit_set_begins_at_its_rate(overlap: int, winner: str) -> None:
+    """8 of 10 blocks is 0.8 and a hit; 7 is none, and load decides."""
+    candidates = [candidate("w1", overlap=overlap, requests=5), candidate("w2")]
+
+    assert [winner] == picked(Sticky(), candidates)
+
+
+@pytest.mark.parametrize(("charged", "winner"), [(SECOND, "w1"), (SECOND + 1, "w2")])
+def test_stays_until_the_penalty(charged: int, winner: str) -> None:
+    """Exactly the penalty longer is still endured."""
+    candidates = [candidate("w1", overlap=9, charged=charged, requests=5), candidate("w2", requests=4)]
+
+    assert [winner] == picked(Sticky(penalty_s=1.0), candidates)
+
+
+def test_penalty_counts_from_the_best_other() -> None:
+    """Where all others wait too, the prompt stays."""
+    candidates = [
+        candidate("w1", overlap=9, charged=3 * SECOND),
+        candidate("w2", charged=2 * SECOND),
+        candidate("w3", charged=9 * SECOND),
+    ]
+
+    assert ["w1"] == picked(Sticky(), candidates)
+
+
+def test_all_hits() -> None:
+    """With everyone in the hit set there is nobody to leave for; the shortest wait wins."""
+    candidates = [candidate("w1", overlap=9, charged=9 * SECOND), candidate("w2", overlap=8, charged=SECOND)]
+
+    assert ["w2"] == picked(Sticky(), candidates)
+
+
+def test_measured_rates() -> None:
+    """A slow worker's queue takes longer: 10,000 tokens are 10 s at 1,000 tokens/s and 0.5 s by default."""
+    rates = PrefillRates()
+    rates.observe(target("w1"), 1000, 1.0)
+    rates.observe(target("w1"), 100, 1.0)  # the peak stays 1,000
+    rates.observe(target("w2"), 40_000, 1.0)
+    candidates = [candidate("w1", overlap=9, charged=10_000, requests=1), candidate("w2", requests=0)]
+
+    assert ["w1"] == picked(Sticky(), candidates)
+    assert ["w2"] == picked(Sticky(), candidates, rates=rates)
+
+
+def test_least_loaded_after_saturation() -> None:
+    """The fewest requests, the hit set included."""
+    candidates = [
+        candidate("w1", overlap=9, charged=2 * SECOND, requests=0),
+        candidate("w2", requests=1),
+    ]
+
+    assert ["w1"] == picked(Sticky(), candidates)
+
+
+def test_unknown_tokens() -> None:
+    """Nothing is known to be cached: load decides."""
+    unknown = [candidate("w1", requests=2), candidate("w2", requests=1)]
+
+    assert ["w2"] == picked(Sticky(), unknown, RouteRequest("text"))
+
+
+def test_terms() -> None:
+    """Hit rate, time to first token, requests."""
+    [row] = Sticky().terms(REQUEST, [candidate("w1", overlap=9, charged=SECOND, requests=3)], state())
+
+    assert {"hit_rate": 0.9, "ttft_s": 1.0, "requests": 3} == row

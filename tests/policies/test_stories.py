@@ -1,0 +1,161 @@
+"""The failures other routers are known for, on simulated engines: who avoids them, who shows them on purpose.
+
+A mode that reproduces a published system shows its failures as well; docs/policies.md says which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from kvrouter.core.policy import Policy
+from kvrouter.policies import POLICIES, PolicySettings, new_policy
+from kvrouter.policies.prefix_affinity import PrefixAffinity
+from tests.policies.world import Arrival, Run, World
+
+WORKERS = ("w1", "w2", "w3", "w4")
+RAY_NOW = "prefix-affinity, unbounded"
+"""With an infinite imbalance threshold, as in Ray's code since December 2025."""
+
+
+def served(mode: str, arrivals: list[Arrival], joins: dict[str, float] | None = None) -> Run:
+    """A run over four workers."""
+    policy: Policy = PrefixAffinity(math.inf) if mode == RAY_NOW else new_policy(mode, PolicySettings())
+    return World(policy, len(WORKERS), joins=joins).run(arrivals)
+
+
+def one_at_a_time() -> list[Arrival]:
+    """Forty prompts that share nothing, each long done when the next comes."""
+    return [Arrival(3.0 * number, ((10_000 + number, 64),), 16) for number in range(40)]
+
+
+@pytest.mark.parametrize("mode", [*sorted(set(POLICIES) - {"direct"}), RAY_NOW])
+def test_idle_fleet_is_used_evenly(mode: str) -> None:
+    """Always the same worker on a tie (#737, #7836, #3581, sglang #32983): no mode does it."""
+    run = served(mode, one_at_a_time())
+
+    assert all(0.08 < run.share(worker) < 0.5 for worker in WORKERS)
+
+
+def hot_prefix(start: float = 2.0) -> list[Arrival]:
+    """One request puts 4,096 tokens in one worker's cache; then 60 a second share them."""
+    first = Arrival(0.0, ((1, 256), (9_999, 8)), 8)
+    return [
+        first,
+        *(Arrival(start + number / 60, ((1, 256), (10_000 + number, 8)), 128) for number in range(600)),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["kv", "two-stage", "prefix-affinity", "p2c", "least-loaded", "round-robin"])
+def test_hot_prefix_spreads(mode: str) -> None:
+    """One worker takes everything on a shared prompt: these send it on as soon as one is busier."""
+    run = served(mode, hot_prefix())
+
+    assert max(run.share(worker) for worker in WORKERS) < 0.35
+    assert run.p90_ttft_s() < 0.2
+    assert run.hit_rate > 0.9, "and still most of it is found in a cache"
+
+
+@pytest.mark.parametrize("mode", ["kv-score", "scored", RAY_NOW])
+def test_hot_prefix_overloads_one_worker(mode: str) -> None:
+    """On purpose, as published: what is cached outweighs any queue, and the queue grows (#737).
+
+    The tuning guide calls it a feedback loop; its remedy is a temperature.
+    """
+    run = served(mode, hot_prefix())
+
+    assert 1.0 == max(run.share(worker) for worker in WORKERS)
+    assert max(run.deepest.values()) > 200
+    assert run.p90_ttft_s() > 5
+
+
+def test_hot_prefix_under_sticky() -> None:
+    """It stays until the wait is worth the penalty, and then goes: in between is a long queue."""
+    run = served("sticky", hot_prefix())
+
+    assert 0.3 < max(run.share(worker) for worker in WORKERS) < 0.7
+    assert 60 < max(run.deepest.values()) < 300
+    assert 0.2 < run.p90_ttft_s() < 5
+
+
+def test_temperature_breaks_the_feedback_loop() -> None:
+    """kv-score with softmax, as its guide advises: the same traffic, spread."""
+    world = World(new_policy("kv-score", PolicySettings()), len(WORKERS))
+    world.router.selection.state.temperature = 1.0
+
+    run = world.run(hot_prefix())
+
+    assert max(run.share(worker) for worker in WORKERS) < 0.7
+    assert run.p90_ttft_s() < 1
+
+
+def newcomer(rate: float) -> list[Arrival]:
+    """A system prompt of 2,048 tokens that all share, 256 tokens of their own, 128 out."""
+    return [Arrival(number / rate, ((1, 128), (10_000 + number, 16)), 128) for number in range(800)]
+
+
+@pytest.mark.parametrize("mode", ["kv", "two-stage", "prefix-affinity", "p2c", "least-loaded", "round-robin"])
+def test_newcomer_is_used_when_needed(mode: str) -> None:
+    """A worker that joins a busy fleet, its cache empty, gets its fifth of the traffic (#10574)."""
+    run = served(mode, newcomer(rate=100), {"w5": 2.0})
+
+    assert 0.15 < run.share("w5", last=300) < 0.35
+    assert run.p90_ttft_s() < 0.2
+
+
+@pytest.mark.parametrize("mode", ["kv-score", "scored", "sticky", RAY_NOW])
+def test_newcomer_is_starved(mode: str) -> None:
+    """On purpose: nobody leaves a cache for it, however busy the others are (sticky: until its penalty)."""
+    run = served(mode, newcomer(rate=100), {"w5": 2.0})
+
+    assert run.share("w5", last=300) < 0.02
+
+
+def test_kv_leaves_a_newcomer_alone_while_nobody_needs_it() -> None:
+    """At a tenth of that load the cached workers are quicker, and it costs nobody anything."""
+    run = served("kv", newcomer(rate=10), {"w5": 2.0})
+
+    assert run.share("w5", last=300) < 0.05
+    assert run.p90_ttft_s() < 0.05
+
+
+def misses() -> list[Arrival]:
+    """Twelve prompts a second of 4,096 tokens that nobody has ever seen; a worker does five."""
+    return [Arrival(number / 12, ((10_000 + number, 256),), 8) for number in range(480)]
+
+
+@pytest.mark.parametrize("mode", ["kv", "sticky", "p2c", "least-loaded", "round-robin", "two-stage"])
+def test_misses_go_by_load(mode: str) -> None:
+    """A worker that joins gets its share of them, no more."""
+    run = served(mode, misses(), {"w5": 15.0})
+
+    assert 0.14 < run.share("w5", last=300) < 0.26
+    assert run.p90_ttft_s() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("mode", "share", "deepest"),
+    [("prefix-affinity", (0.28, 0.5), (10, 14)), (RAY_NOW, (0.28, 0.7), (40, 200))],
+)
+def test_misses_to_the_smallest_tree_spiral(
+    mode: str, share: tuple[float, float], deepest: tuple[int, int]
+) -> None:
+    """On purpose (sglang #14532): the newcomer's tree is the smallest, so it gets every miss.
+
+    The published imbalance threshold of 10 stops it at eleven requests; without it the queue grows
+    until its tree has caught up.
+    """
+    run = served(mode, misses(), {"w5": 15.0})
+
+    assert share[0] < run.share("w5", last=300) < share[1]
+    assert deepest[0] < run.deepest["w5"] < deepest[1]
+    assert run.deepest["w5"] >= max(run.deepest[worker] for worker in WORKERS)
+
+
+def test_the_world_is_the_same_twice() -> None:
+    """Virtual time and seeded chance: two runs agree in everything."""
+    runs: list[Callable[[], Run]] = [lambda: served("kv", hot_prefix()[:50])] * 2
+
+    assert runs[0]() == runs[1]()

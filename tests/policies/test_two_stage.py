@@ -1,0 +1,122 @@
+"""Mode two-stage: a group first, then kv within it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvrouter.core.cost import Prompt
+from kvrouter.core.policy import Candidate, RouteRequest
+from kvrouter.errors import ConfigError
+from kvrouter.policies.two_stage import TwoStage
+from tests.core.worlds import chain_from
+from tests.policies.tables import REQUEST, candidate, picked, seeded, state
+
+
+def grouped(*groups: str) -> list[Candidate]:
+    """w0, w1, … in these groups."""
+    return [
+        candidate(f"w{number}", labels={"group": group} if group else {})
+        for number, group in enumerate(groups)
+    ]
+
+
+def group_of(policy: TwoStage, request: RouteRequest, candidates: list[Candidate]) -> str:
+    """The group that is picked."""
+    place = policy.pick(request, candidates, state())
+    return str(candidates[place].labels.get("group", ""))
+
+
+def prompt_request(start: int, blocks: int = 10) -> RouteRequest:
+    """A prompt of its own."""
+    return RouteRequest("req", (Prompt(chain_from(start, blocks), blocks * 16),))
+
+
+def test_round_robin_over_groups_kv_within() -> None:
+    """Groups take turns; within each the cached worker wins."""
+    candidates = [
+        candidate("a1", labels={"group": "a"}),
+        candidate("a2", labels={"group": "a"}, overlap=5),
+        candidate("b1", labels={"group": "b"}, overlap=9),
+        candidate("b2", labels={"group": "b"}, active=50),
+    ]
+    what = state()
+
+    picks = [candidates[TwoStage().pick(REQUEST, candidates, what)].target.worker_id for _ in range(4)]
+
+    assert ["a2", "b1", "a2", "b1"] == picks
+
+
+def test_without_labels_it_is_kv() -> None:
+    """All in one group."""
+    assert ["w2"] == picked(
+        TwoStage(), [candidate("w1", active=3), candidate("w2"), candidate("w3", active=1)]
+    )
+
+
+def test_hash_keeps_prefixes_together() -> None:
+    """Prompts that share the first four blocks go to one group, whatever follows."""
+    policy, candidates = TwoStage("hash"), grouped("a", "b", "c", "d")
+    shared = chain_from(77, 4)
+    groups = {
+        group_of(policy, RouteRequest("r", (Prompt(shared + chain_from(1000 * tail, 6), 160),)), candidates)
+        for tail in range(1, 30)
+    }
+
+    assert 1 == len(groups)
+
+
+def test_hash_spreads_prefixes() -> None:
+    """Different ones spread over the groups."""
+    candidates = grouped("a", "b", "c", "d")
+
+    groups = Counter(group_of(TwoStage("hash"), prompt_request(100 * n), candidates) for n in range(400))
+
+    assert 4 == len(groups)
+    assert min(groups.values()) > 60
+
+
+def test_a_group_that_leaves_moves_only_its_own() -> None:
+    """Rendezvous: prompts of the other groups stay."""
+    policy, before = TwoStage("hash"), grouped("a", "b", "c", "d")
+    after = [one for one in before if one.labels["group"] != "c"]
+
+    for number in range(100):
+        was = group_of(policy, prompt_request(100 * number), before)
+        if was != "c":
+            assert was == group_of(policy, prompt_request(100 * number), after)
+
+
+def test_short_prompts() -> None:
+    """Fewer blocks than K: all of them; not one block, or unknown tokens: in turn."""
+    policy, candidates = TwoStage("hash"), grouped("a", "b")
+    assert group_of(policy, prompt_request(5, 2), candidates) == group_of(
+        policy, prompt_request(5, 2), candidates
+    )
+    what = seeded(1)
+
+    turns = [policy.pick(RouteRequest("text"), candidates, what) for _ in range(4)]
+
+    assert [0, 1, 0, 1] == turns
+
+
+def test_header_names_the_group() -> None:
+    """A group's own name is that group; anything else is hashed, always to the same; nothing is in turn."""
+    policy, candidates = TwoStage("header:x-bucket"), grouped("chat", "code", "math")
+    what = state()
+
+    assert "x-bucket" == policy.header
+    for name in ("code", "chat", "math"):
+        assert name == group_of(policy, RouteRequest("r", bucket=name), candidates)
+    assert 1 == len({group_of(policy, RouteRequest("r", bucket="other"), candidates) for _ in range(5)})
+    assert [0, 1, 2] == [policy.pick(RouteRequest("r"), candidates, what) for _ in range(3)]
+
+
+@pytest.mark.parametrize("stage_one", ["", "header:", "roundrobin", "header"])
+def test_wrong_stage_one(stage_one: str) -> None:
+    """Start-up fails, and says what there is."""
+    with pytest.raises(ConfigError, match=r"header:"):
+        TwoStage(stage_one)
+    with pytest.raises(ConfigError, match="at least 1"):
+        TwoStage("hash", blocks=0)
