@@ -16,6 +16,7 @@ class Report:
     """All samples of a run, and what they were taken from."""
 
     samples: Sequence[Sample]
+    evicted_blocks: int
     versions: dict[str, str]
     took_s: float
 
@@ -35,6 +36,7 @@ class Report:
             "versions": self.versions,
             "took_s": round(self.took_s, 1),
             "requests": len(self.samples),
+            "evicted_blocks": self.evicted_blocks,
             "exact_share": self.exact_share,
             "differences": [asdict(sample) for sample in self.differences],
             "samples": [asdict(sample) for sample in self.samples],
@@ -52,7 +54,7 @@ def table(report: Report) -> list[Table | str]:
     exact = len(report.samples) - len(report.differences)
     lines.append(
         f"{exact} of {len(report.samples)} predictions exact ({report.exact_share:.1%}),"
-        f" vLLM {report.versions['vllm']}, {report.took_s:.0f} s"
+        f" {report.evicted_blocks} blocks evicted, vLLM {report.versions['vllm']}, {report.took_s:.0f} s"
     )
     return lines
 

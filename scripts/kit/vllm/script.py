@@ -23,6 +23,7 @@ from scripts.kit.http_client import Client, HttpError
 from scripts.kit.script import log_directory, until_signalled
 from scripts.kit.vllm.answers import Sample, ask
 from scripts.kit.vllm.engines import BLOCK_SIZE, find_vllm
+from scripts.kit.vllm.evictions import counting
 from scripts.kit.vllm.report import Report, table
 from scripts.kit.vllm.stage import ENGINES, Stage, prepare, set_up
 from scripts.kit.vllm.workload import Request, Workload
@@ -92,10 +93,14 @@ async def _run(options: Options) -> int:
         test = prepare(fleet.directory, vllm, NUM_BLOCKS)
         console.print(f"starting {ENGINES} vLLM engines, {NUM_BLOCKS} blocks of {BLOCK_SIZE} tokens each")
         stage = await set_up(fleet, client, test)
-        console.print(stage.serve.log.read_text(errors="replace"), markup=False, highlight=False)
+        console.print(
+            stage.serve.log.read_text(errors="replace"), markup=False, highlight=False, soft_wrap=True
+        )
         trial = Trial(stage, Workload(test.name, tuple(test.adapters), options.seed))
-        await _send_all(console, trial, options.requests)
-        report = Report(trial.samples, await _versions(stage), time.monotonic() - started)
+        async with counting([engine.events for engine in stage.engines]) as evictions:
+            await _send_all(console, trial, options.requests)
+        took_s = time.monotonic() - started
+        report = Report(trial.samples, evictions.blocks, await _versions(stage), took_s)
     _show(console, report, options.json)
     if report.exact_share < WANTED_SHARE:
         raise WrongPredictionsError(f"only {report.exact_share:.1%} of the predictions were exact")
