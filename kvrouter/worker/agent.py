@@ -161,7 +161,14 @@ class Agent:
             max_held_blocks=scrape.device_blocks + scrape.host_blocks or MAX_HELD_BLOCKS,
         )
         repairs = can_report(self._options, self._facts.version)
-        return EngineRank(publisher, feed.stream, scrape.device_blocks, repairs=repairs, former=former)
+        return EngineRank(
+            publisher,
+            feed.stream,
+            scrape.device_blocks,
+            repairs=repairs,
+            former=former,
+            has_siblings=len(self._feeds) > 1,
+        )
 
     def _is_same_process(self, former: Header) -> bool:
         """False if the engine has certainly restarted since; the bytes of its batches tell for sure."""
@@ -179,6 +186,7 @@ class Agent:
             widest_tier=max((publisher.blocks.widest_tier for publisher in publishers), default=0),
             started_at_us=self._incarnation,
             repairs_by_report=any(rank.repairs for rank in self._ranks),
+            notes=sorted({note for rank in self._ranks for note in rank.notes}),
         )
 
     def _rank_beats(self) -> list[RankBeat]:
