@@ -6,15 +6,18 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import structlog
 import uvloop
 
 from kvrouter.errors import KvRouterError
 from kvrouter.telemetry.logs import set_up_logs
-from kvrouter.worker.agent import serve
-from kvrouter.worker.options import AgentOptions, add_flags, read_options
+from kvrouter.worker.agent import leaves, serve
+from kvrouter.worker.engines_file import read_engines
+from kvrouter.worker.options import add_flags, read_options
+from kvrouter.worker.several import serve_all
 
 log = structlog.get_logger()
 
@@ -27,27 +30,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logs(arguments.log_level, arguments.log_format)
     status = 0
     try:
-        uvloop.run(_run(read_options(arguments)))
+        uvloop.run(_run(_service(arguments)))
     except* KvRouterError as group:
-        for error in _leaves(group):
+        for error in leaves(group):
             log.error("worker.failed", error=str(error), kind=type(error).__name__)
         status = 1
     return status
 
 
-async def _run(options: AgentOptions) -> None:
+def _service(arguments: argparse.Namespace) -> Callable[[asyncio.Event], Awaitable[None]]:
+    """What runs until an event is set: the agent of one engine, or of several."""
+    if arguments.engines is not None:
+        return partial(serve_all, read_engines(arguments))
+    return partial(serve, read_options(arguments))
+
+
+async def _run(service: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(options, stop)
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    """The errors themselves, without the groups that task groups put around them."""
-    leaves: list[BaseException] = []
-    for error in group.exceptions:
-        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return leaves
+    await service(stop)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -30,8 +30,10 @@ from kvrouter.worker.load import RankLoad, Scrape
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
+from kvrouter.worker.sglang import SglangAdapter
 from kvrouter.worker.state import VERSION, AgentState, Header
 from kvrouter.worker.state_file import StateFile
+from kvrouter.worker.vllm import VllmAdapter
 from kvrouter.worker.zmq_feed import ZmqFeed
 
 log = structlog.get_logger()
@@ -43,14 +45,22 @@ SETTLE_S = 2.0
 
 async def serve(options: AgentOptions, stop: asyncio.Event) -> None:
     """Run an agent until `stop` is set. Raises TakenOverError, ConfigError."""
+    async with contextlib.AsyncExitStack() as stack:
+        feeds = [await stack.enter_async_context(ZmqFeed.open(feed)) for feed in options.feeds]
+        bus = await stack.enter_async_context(open_bus(options.nats, name=f"worker {options.worker_id}"))
+        await serve_engine(options, bus, feeds, stop)
+
+
+async def serve_engine(
+    options: AgentOptions, bus: Bus, feeds: Sequence[ZmqFeed], stop: asyncio.Event
+) -> None:
+    """Run an agent on a bus and feeds that are open: what the engine sends before it is known waits there."""
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(EngineHttp.open(options.engine_url, options.api_key))
         facts = await learn_patiently(engine, options, stop)
         if facts is None:
             return
-        bus = await stack.enter_async_context(open_bus(options.nats, name=f"worker {options.worker_id}"))
-        feeds = [await stack.enter_async_context(ZmqFeed.open(feed)) for feed in options.feeds]
         file = None
         if options.state_file is not None:
             owner = f"{options.namespace}/{options.worker_id}"
@@ -167,8 +177,13 @@ class Agent:
             scrape.device_blocks,
             repairs=repairs,
             former=former,
+            adapter=SglangAdapter() if self._is_sglang() else VllmAdapter(),
             has_siblings=len(self._feeds) > 1,
         )
+
+    def _is_sglang(self) -> bool:
+        card = build_card(self._options, self._facts, block_size=None, widest_tier=0, started_at_us=0)
+        return card.engine == "sglang"
 
     def _is_same_process(self, former: Header) -> bool:
         """False if the engine has certainly restarted since; the bytes of its batches tell for sure."""
@@ -186,8 +201,13 @@ class Agent:
             widest_tier=max((publisher.blocks.widest_tier for publisher in publishers), default=0),
             started_at_us=self._incarnation,
             repairs_by_report=any(rank.repairs for rank in self._ranks),
-            notes=sorted({note for rank in self._ranks for note in rank.notes}),
+            notes=sorted({note for notes in self._notes() for note in notes}),
         )
+
+    def _notes(self) -> Iterator[list[str]]:
+        for rank, feed in zip(self._ranks, self._feeds, strict=True):
+            yield rank.notes
+            yield feed.notes
 
     def _rank_beats(self) -> list[RankBeat]:
         return [self._rank_beat(number) for number in range(self._options.ranks)]
@@ -282,3 +302,11 @@ class Agent:
         if isinstance(request.part, int) and 0 <= request.part < len(self._ranks) and reply:
             publisher = self._ranks[request.part].publisher
             self._bus.publish(reply, publisher.answer(request, self._bus.max_payload, time.monotonic()))
+
+
+def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """The errors themselves, without the groups that task groups put around them."""
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
