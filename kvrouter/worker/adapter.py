@@ -85,6 +85,9 @@ class Adapter(Protocol[Event]):
     def notes(self) -> list[str]:
         """A few short sentences, of which there can only be few."""
 
+    def forget(self) -> None:
+        """What comes may be of another life of the engine: forget what its events have shown."""
+
     def decode(self, payload: bytes) -> Batch[Event]:
         """Read what the engine published. Raises MalformedFrameError if a removal may be lost in it."""
 

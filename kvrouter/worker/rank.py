@@ -246,6 +246,7 @@ class EngineRank:
 
     def _begin(self) -> None:
         self._former = None
+        self._adapter.forget()
         self._is_whole = True
         self._is_mended = False
         self._first_ts = None

@@ -216,6 +216,11 @@ class VllmAdapter:
             return [f"no KV group with full attention so far, so no overlap is known; there is {others}"]
         return [f"of several KV groups, overlap is that of group {self.group}, not of {others}"]
 
+    def forget(self) -> None:
+        """Another life of the engine may have other KV groups."""
+        self.group = None
+        self._other_kinds.clear()
+
     def decode(self, payload: bytes) -> Batch[Event]:
         """Read a batch of either shape. Raises MalformedFrameError."""
         return decode_batch(payload)

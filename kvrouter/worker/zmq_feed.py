@@ -71,7 +71,7 @@ class ZmqFeed:
         self._turn_ends = 0.0
         self._options = options
         self._context = context
-        self._sub = sub
+        self._reader: asyncio.Task[None] | None = None
         self.settled = asyncio.Event()
         """Set once it is known from where the history can be had, and that part has been passed on."""
         self._inbox: asyncio.Queue[Heard] = asyncio.Queue(_INBOX_BATCHES if sub else MAX_QUEUED_BATCHES)
@@ -80,9 +80,18 @@ class ZmqFeed:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, options: FeedOptions) -> AsyncIterator[ZmqFeed]:
-        """Connect, or bind, before anything is replayed: nothing is lost between the two."""
+        """Connect, or bind, before anything is replayed: nothing is lost between the two.
+
+        It reads at once, because a bound SUB subscribes only while it is read.
+        """
         with open_sub(options.events, options.topic) as (context, sub):
-            yield cls(options, context, sub)
+            feed = cls(options, context, sub)
+            feed._reader = asyncio.create_task(feed._read(sub), name="zmq_feed.read")
+            try:
+                yield feed
+            finally:
+                feed._reader.cancel()
+                await asyncio.wait([feed._reader])
 
     @property
     def notes(self) -> list[str]:
@@ -116,8 +125,8 @@ class ZmqFeed:
     async def run(self, on_action: Callable[[Action], None]) -> None:
         """Feed `on_action` for ever; it is plain, and sees a Restarted or Lost before what follows."""
         async with asyncio.TaskGroup() as tasks:
-            if self._sub is not None:
-                tasks.create_task(self._read(self._sub), name="zmq_feed.read")
+            if self._reader is not None:
+                tasks.create_task(_watch(self._reader), name="zmq_feed.watch")
             while True:
                 step = await self._next_step()
                 await self._perform(step, on_action)
@@ -209,6 +218,12 @@ class ZmqFeed:
         self.malformed += 1
         if self.malformed == 1:
             log.warning("engine.malformed_message", endpoint=self._options.events, frames=frames)
+
+
+async def _watch(reader: asyncio.Task[None]) -> None:
+    """End as the reader does."""
+    await asyncio.wait([reader])
+    reader.result()
 
 
 def _nothing(stream: EngineStream) -> Step:
