@@ -26,9 +26,39 @@ _STRANGE: list[Callable[[random.Random], Any]] = [
 
 def mutate(message: Message, chance: random.Random) -> list[Message]:
     """What arrives instead of a message: nothing, once, or twice."""
-    return chance.choice([_bytes, _bytes, _content, _content, _content, _number, _frames, _delivery])(
-        message, chance
-    )
+    return chance.choice([_bytes, _content, _content, _number, _frames, _delivery])(message, chance)
+
+
+def pervert(message: Message, chance: random.Random, hashes: list[int]) -> list[Message]:
+    """A batch that is well-formed and says what no engine would: `hashes` are those of the whole capture."""
+    ts, events, rank = msgpack.unpackb(message[2])
+    for _ in range(chance.randint(1, 3)):
+        event: dict[str, Any] | list[Any] = chance.choice([*events, *_orders(chance, hashes)])
+        events.insert(chance.randrange(len(events) + 1), _turned(event, chance, hashes))
+    return [[*message[:2], msgpack.packb([ts, events, rank])]]
+
+
+def _orders(chance: random.Random, hashes: list[int]) -> list[dict[str, Any]]:
+    """Events that come too early, too late, or twice."""
+    medium = chance.choice(["GPU", "GPU", "CPU", "STORAGE"])
+    known = chance.choices(hashes, k=chance.randint(1, 6))
+    removed = {"type": "BlockRemoved", "block_hashes": known, "medium": medium}
+    again = {"block_hashes": known, "parent_block_hash": None, "token_ids": [], "block_size": 0}
+    return [removed, {"type": "BlockStored", **again, "lora_id": None, "medium": medium, "lora_name": None}]
+
+
+def _turned(
+    event: dict[str, Any] | list[Any], chance: random.Random, hashes: list[int]
+) -> dict[str, Any] | list[Any]:
+    """The event with another parent, or in another tier."""
+    if not isinstance(event, dict) or chance.random() < 0.3:
+        return event
+    changes: list[dict[str, Any]] = [
+        {"parent_block_hash": chance.choice([None, *chance.choices(hashes, k=5)])},
+        {"medium": chance.choice(["CPU", "STORAGE"])},
+        {"extra_keys": [["salt"]] + [None] * (len(event.get("block_hashes", [0])) - 1)},
+    ]
+    return {**event, **chance.choice(changes)}
 
 
 def _bytes(message: Message, chance: random.Random) -> list[Message]:

@@ -29,7 +29,7 @@ from kvrouter.worker.zmq_feed import FeedOptions, ZmqFeed
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.connecting_engine import Connecting
 from tests.worker.fakes import FakeBus
-from tests.worker.mutations import Message, mutate
+from tests.worker.mutations import Message, mutate, pervert
 
 DATA = Path(__file__).parents[1] / "data"
 CAPTURES = ["vllm_capture.msgpack", "vllm_capture_array_0.23.msgpack"]
@@ -108,22 +108,32 @@ def expected(name: str) -> frozenset[int]:
     return frozenset(way.held)
 
 
-def damaged(name: str, seed: int, count: int) -> Iterable[Message]:
-    """Messages of the capture, every other one damaged."""
+def damaged(name: str, seed: int, count: int, share: float) -> Iterable[Message]:
+    """The capture's first messages: every other one lies, and a share of all is broken as well."""
     chance = random.Random(seed)
-    messages = captured(name)
-    start = chance.randrange(len(messages) - count + 1) * chance.randrange(2)
-    for message in messages[start : start + count]:
-        yield from mutate(message, chance) if chance.random() < 0.5 else [message]
+    for message in captured(name)[:count]:
+        heard = pervert(message, chance, hashes(name)) if chance.random() < 0.5 else [message]
+        for single in heard:
+            yield from mutate(single, chance) if chance.random() < share else [single]
+
+
+@cache
+def hashes(name: str) -> list[int]:
+    """Every engine hash of the capture."""
+    found: dict[int, None] = {}
+    for _, _, payload in captured(name):
+        for event in decode_batch(payload).events:
+            found.update(dict.fromkeys(getattr(event, "block_hashes", ())))
+    return list(found)
 
 
 @pytest.mark.parametrize("name", CAPTURES)
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), count=st.integers(1, 30))
-def test_damage_then_good_batches(name: str, seed: int, count: int) -> None:
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 60), share=st.sampled_from([0.0, 0.02, 0.3]))
+def test_damage_then_good_batches(name: str, seed: int, count: int, share: float) -> None:
     """After any damage an engine's next life is read as if nothing had happened."""
     way = Way()
-    for message in damaged(name, seed, count):
+    for message in damaged(name, seed, count, share):
         way.hear(message)
 
     for message in another_life(name):
@@ -208,7 +218,7 @@ async def test_over_a_socket(seed: int, free_port: Callable[[], int]) -> None:
     ):
         way = Way(feed)
         task = asyncio.create_task(feed.run(way.on_action))
-        for message in damaged(CAPTURES[0], seed, 100):
+        for message in damaged(CAPTURES[0], seed, 100, 0.2):
             if message:
                 await engine.send_raw(message)
         for message in another_life(CAPTURES[0]):
