@@ -361,3 +361,13 @@ def test_full_table_is_noted() -> None:
 
     assert [TABLE_FULL] == scene.rank.notes
     assert 0 == scene.rank.publisher.blocks.widest_tier
+
+
+def test_other_groups_after_a_restart() -> None:
+    """An engine that restarts may number its KV groups otherwise: which one is followed is found anew."""
+    scene = Scene()
+    scene.apply({**store(1), "group_idx": 1, "kv_cache_spec_kind": "full_attention"})
+    scene.rank.on_action(Restarted())
+    scene.apply({**store(1), "group_idx": 0, "kv_cache_spec_kind": "full_attention"})
+
+    assert (1, []) == (scene.count, scene.rank.notes)
