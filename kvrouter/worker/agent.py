@@ -221,7 +221,7 @@ class Agent:
             number,
             rank.publisher.incarnation,
             rank.publisher.seq,
-            rank.is_partial,
+            rank.tell_partial(),
             load.running,
             load.waiting,
             load.kv_usage,

@@ -107,6 +107,12 @@ class EngineRank:
         """Whether the engine may hold blocks that are not published."""
         return self.is_settled and not self._is_mended and not self._has_everything
 
+    def tell_partial(self) -> bool:
+        """Whether to announce it as partial; from then on requests may ask the engine for reports."""
+        if self.is_partial and self.repairs:
+            self.publisher.blocks.hears_reports = True
+        return self.is_partial
+
     def on_action(self, action: Action) -> None:
         """Do what the stream of batches says."""
         if self._is_down and not isinstance(action, Restarted):

@@ -371,3 +371,18 @@ def test_other_groups_after_a_restart() -> None:
     scene.apply({**store(1), "group_idx": 0, "kv_cache_spec_kind": "full_attention"})
 
     assert (1, []) == (scene.count, scene.rank.notes)
+
+
+def test_reports_before_the_first_batch() -> None:
+    """A rank without replay is partial until its first batch: reports asked for meanwhile may still come."""
+    stream = EngineStream(can_replay=False)
+    scene = Scene(repairs=True, stream=stream)
+    scene.rank = EngineRank(scene.rank.publisher, stream, 2, repairs=True)
+    stream.begin()
+    assert scene.rank.tell_partial()
+
+    for seq, events in enumerate([[store(1)], [store(1)], [remove(1)]]):
+        for action in stream.receive(seq, msgpack.packb([1.0, events, 0])).actions:
+            scene.rank.on_action(action)
+
+    assert 0 == scene.count
