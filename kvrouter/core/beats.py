@@ -42,6 +42,8 @@ class Card(Struct, frozen=True, kw_only=True):
     publishes_events: bool = True
     repairs_by_report: bool = False
     """Whether requests to a partial rank shall ask for `kv_cache_report_mode: full` (design §5)."""
+    notes: tuple[str, ...] = ()
+    """What an operator is to know about this engine's events: what of them is not indexed, and why."""
 
     def names(self) -> tuple[str, ...]:
         """Every model name a client may use for this worker."""

@@ -173,6 +173,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "engine": f"{worker.card.engine} {worker.card.engine_version}".strip(),
         "state": "silent" if worker.silent else worker.state,
         "refused": worker.refused,
+        "notes": worker.card.notes,
         "eligible": target in pool.targets,
         "blocks": pool.index.blocks(target),
         "device_blocks": count,

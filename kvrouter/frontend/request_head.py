@@ -68,8 +68,8 @@ def without_report_mode(body: bytes) -> bytes:
     if _REPORT_MODE not in body and not (b"\\u00" in body and _ESCAPED_NAME.search(body)):
         return body
     try:
-        request: dict[str, Any] = msgspec.json.decode(body)
-        arguments = request.get("vllm_xargs")
+        request: Any = msgspec.json.decode(body)
+        arguments = request.get("vllm_xargs") if isinstance(request, dict) else None
         if not isinstance(arguments, dict) or _REPORT_MODE.decode() not in arguments:
             return body
         del arguments[_REPORT_MODE.decode()]

@@ -10,16 +10,18 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import structlog
 import uvloop
 
 from kvrouter.errors import KvRouterError
 from kvrouter.telemetry.logs import set_up_logs
-from kvrouter.worker.agent import serve
+from kvrouter.worker.agent import leaves, serve
 from kvrouter.worker.drain import Duty
-from kvrouter.worker.options import AgentOptions, add_flags, read_options
+from kvrouter.worker.engines_file import read_engines
+from kvrouter.worker.options import add_flags, read_options
+from kvrouter.worker.several import serve_all
 
 log = structlog.get_logger()
 
@@ -32,30 +34,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logs(arguments.log_level, arguments.log_format)
     status = 0
     try:
-        uvloop.run(_run(read_options(arguments)))
+        uvloop.run(_run(arguments))
     except* KvRouterError as group:
-        for error in _leaves(group):
+        for error in leaves(group):
             log.error("worker.failed", error=str(error), kind=type(error).__name__)
         status = 1
     return status
 
 
-async def _run(options: AgentOptions) -> None:
-    leave = asyncio.Event()
+def _service(arguments: argparse.Namespace) -> tuple[Sequence[Duty], Awaitable[None]]:
+    """What runs, the agent of one engine or of several, and what the signals of the process say to each."""
+    if arguments.engines is not None:
+        engines = read_engines(arguments)
+        duties = [Duty(asyncio.Event()) for _ in engines.agents]
+        return duties, serve_all(engines, duties)
+    options, leave = read_options(arguments), asyncio.Event()
     duty = Duty(leave)
+    return [duty], serve(options, leave, duty)
+
+
+async def _run(arguments: argparse.Namespace) -> None:
+    duties, service = _service(arguments)
+
+    def retire() -> None:
+        for duty in duties:
+            duty.retire()
+
+    def pause() -> None:
+        for duty in duties:
+            duty.pause()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, duty.retire)
-    loop.add_signal_handler(signal.SIGUSR1, duty.pause)
-    await serve(options, leave, duty)
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    """The errors themselves, without the groups that task groups put around them."""
-    leaves: list[BaseException] = []
-    for error in group.exceptions:
-        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return leaves
+        loop.add_signal_handler(number, retire)
+    loop.add_signal_handler(signal.SIGUSR1, pause)
+    await service
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import structlog
 
@@ -31,8 +31,10 @@ from kvrouter.worker.load import RankLoad, Scrape
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
+from kvrouter.worker.sglang import SglangAdapter
 from kvrouter.worker.state import VERSION, AgentState, Header
 from kvrouter.worker.state_file import StateFile
+from kvrouter.worker.vllm import VllmAdapter
 from kvrouter.worker.zmq_feed import ZmqFeed
 
 log = structlog.get_logger()
@@ -43,17 +45,24 @@ SETTLE_S = 2.0
 
 
 async def serve(options: AgentOptions, stop: asyncio.Event, duty: Duty | None = None) -> None:
-    """Run an agent until told to stop, or done. Raises TakenOverError, EngineError, ConfigError."""
-    duty = duty or Duty(stop)
+    """Run an agent until `stop` is set, or `duty` is done. Raises KvRouterError."""
+    async with contextlib.AsyncExitStack() as stack:
+        feeds = [await stack.enter_async_context(ZmqFeed.open(feed)) for feed in options.feeds]
+        bus = await stack.enter_async_context(open_bus(options.nats, name=f"worker {options.worker_id}"))
+        await serve_engine(options, bus, feeds, duty or Duty(stop))
+
+
+async def serve_engine(options: AgentOptions, bus: Bus, feeds: Sequence[ZmqFeed], duty: Duty) -> None:
+    """Run an agent on a bus and feeds that are open: what the engine sends before it is known waits there."""
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(EngineHttp.open(options.engine_url, options.api_key))
-        facts = await learn_patiently(engine, options, stop)
+        facts = await learn_patiently(engine, options, duty.leave)
         if facts is None:
             return
-        options = with_discovered(options, facts)
-        bus = await stack.enter_async_context(open_bus(options.nats, name=f"worker {options.worker_id}"))
-        feeds = [await stack.enter_async_context(ZmqFeed.open(feed)) for feed in options.feeds]
+        found = with_discovered(options, facts)
+        more = [await stack.enter_async_context(ZmqFeed.open(feed)) for feed in found.feeds[len(feeds) :]]
+        options, feeds = found, [*feeds, *more]
         file = None
         if options.state_file is not None:
             owner = f"{options.namespace}/{options.worker_id}"
@@ -180,7 +189,15 @@ class Agent:
             max_held_blocks=scrape.device_blocks + scrape.host_blocks or MAX_HELD_BLOCKS,
         )
         repairs = can_report(self._options, self._facts.version, self._facts.kind)
-        return EngineRank(publisher, feed.stream, scrape.device_blocks, repairs=repairs, former=former)
+        return EngineRank(
+            publisher,
+            feed.stream,
+            scrape.device_blocks,
+            repairs=repairs,
+            former=former,
+            adapter=SglangAdapter() if self._facts.kind == "sglang" else VllmAdapter(),
+            has_siblings=len(self._feeds) > 1,
+        )
 
     def _is_same_process(self, former: Header) -> bool:
         """False if the engine has certainly restarted since; the bytes of its batches tell for sure."""
@@ -198,7 +215,13 @@ class Agent:
             widest_tier=max((publisher.blocks.widest_tier for publisher in publishers), default=0),
             started_at_us=self._incarnation,
             repairs_by_report=any(rank.repairs for rank in self._ranks),
+            notes=sorted({note for notes in self._notes() for note in notes}),
         )
+
+    def _notes(self) -> Iterator[list[str]]:
+        for rank, feed in zip(self._ranks, self._feeds, strict=True):
+            yield rank.notes
+            yield feed.notes
 
     def _rank_beats(self) -> list[RankBeat]:
         return [self._rank_beat(number) for number in range(self._options.ranks)]
@@ -212,7 +235,7 @@ class Agent:
             number,
             rank.publisher.incarnation,
             rank.publisher.seq,
-            rank.is_partial,
+            rank.tell_partial(),
             load.running,
             load.waiting,
             load.kv_usage,
@@ -304,3 +327,11 @@ class Agent:
         if isinstance(request.part, int) and 0 <= request.part < len(self._ranks) and reply:
             publisher = self._ranks[request.part].publisher
             self._bus.publish(reply, publisher.answer(request, self._bus.max_payload, time.monotonic()))
+
+
+def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """The errors themselves, without the groups that task groups put around them."""
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

@@ -45,6 +45,12 @@ class Duty:
         """There is a worker now; it is told when `is_draining` changes."""
         self._on_change = on_change
 
+    def dismiss(self) -> None:
+        """The worker is gone, and perhaps tried again later."""
+        self._on_change = None
+        if self.retired.is_set():
+            self.leave.set()
+
     def retire(self) -> None:
         """SIGTERM: leave when drained. A second time, or before there is a worker: now."""
         if self.retired.is_set() or self._on_change is None:

@@ -38,6 +38,8 @@ BlockIds: TypeAlias = Sequence[int] | None
 """The 64-bit multimodal ids of one block; None if its extra keys are not understood."""
 
 MAX_HELD_BLOCKS = 100_000
+MAX_KNOWN_BLOCKS = 2_000_000
+"""About 1 GB. The device's own capacity bounds it; a disk that tells no removals would not."""
 _NO_REFS = (0, 0, 0)
 
 
@@ -106,9 +108,14 @@ class _Chain:
 class EngineBlocks:
     """Engine events in, ops out: see the picture above."""
 
-    def __init__(self, max_held_blocks: int = MAX_HELD_BLOCKS) -> None:
+    def __init__(
+        self, max_held_blocks: int = MAX_HELD_BLOCKS, max_known_blocks: int = MAX_KNOWN_BLOCKS
+    ) -> None:
         self.hears_reports = False
         self.max_held_blocks = max_held_blocks
+        self.max_known_blocks = max_known_blocks
+        self.refused_stores = 0
+        """Stores in wider tiers that were not counted because the table is full."""
         self.ignored_removals = 0
         self.doubtful_removals = 0
         """Blocks withdrawn although one of their stores was not counted: the engine may have a copy."""
@@ -160,6 +167,9 @@ class EngineBlocks:
         `ids` has one entry per block, or none at all. Without tokens (vLLM's offload tiers) only
         hashes known already count. Raises ValueError if tokens and hashes do not fit together.
         """
+        if tier > DEVICE and len(self._known) >= self.max_known_blocks:
+            self.refused_stores += 1
+            return []
         if not token_ids:
             return self._stored_again(engine_hashes, tier)
         if len(token_ids) != len(engine_hashes) * block_size or len(ids) not in (0, len(engine_hashes)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvrouter.core.beats import Card
@@ -62,8 +63,9 @@ def build_card(
     widest_tier: int,
     started_at_us: int,
     repairs_by_report: bool = False,
+    notes: Sequence[str] = (),
 ) -> Card:
-    """The card of an engine; `block_size` and `widest_tier` are what its events have shown."""
+    """The card of an engine; `block_size`, `widest_tier` and `notes` are what its events have shown."""
     models, scrape = facts.models, facts.scrape
     return Card(
         worker_id=options.worker_id,
@@ -84,6 +86,7 @@ def build_card(
         started_at_us=started_at_us,
         publishes_events=bool(options.feeds),
         repairs_by_report=repairs_by_report,
+        notes=tuple(notes),
     )
 
 

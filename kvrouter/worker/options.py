@@ -64,7 +64,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `python -m kvrouter.worker`."""
     add_common_flags(parser)
     add = parser.add_argument
-    add("--engine-url", required=True, metavar="URL", help="the engine's HTTP server, as seen from here")
+    add("--engine-url", metavar="URL", help="the engine's HTTP server, as seen from here")
+    add(
+        "--engines",
+        type=Path,
+        metavar="FILE",
+        help="agents for several engines in this process, as listed in a TOML or JSON file: [[engine]] "
+        'entries with these flags as keys (engine-url = "http://…"); --kv-topic then filters for all',
+    )
     add("--advertise-url", metavar="URL", help="the same as frontends see it (default: --engine-url)")
     add("--engine-api-key-file", type=Path, metavar="FILE", help="bearer token for the engine")
     add("--kv-events", metavar="ENDPOINT[,…]", help="ZMQ endpoint of the engine's KV events; one per rank")
@@ -98,6 +105,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_options(arguments: argparse.Namespace) -> AgentOptions:
     """Check what the flags say together. Raises ConfigError."""
+    if not arguments.engine_url:
+        raise ConfigError("--engine-url: say where the engine is (or list several in --engines FILE)")
     feeds = read_feeds(arguments.kv_events, arguments.kv_replay, arguments.kv_topic, arguments.dp_size)
     default_id = worker_id_of(arguments.engine_url)
     return AgentOptions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +12,8 @@ from kvrouter.bus.subjects import Subjects
 from kvrouter.core.blocks import pool_token
 from kvrouter.core.events import MAX_FRAME_HASHES, TIERS, Op, Removed, ReplayRequest, Stored
 from kvrouter.core.feed_source import FeedSource
-from kvrouter.core.ids import PoolId, WorkerId
+from kvrouter.core.ids import PoolId, WorkerId, is_identifier
+from kvrouter.errors import ConfigError
 from kvrouter.worker.engine_blocks import (
     MAX_HELD_BLOCKS,
     BlockIds,
@@ -36,32 +38,44 @@ class KvPublisher:
     What is stored and removed is collected, and leaves in at most one frame per `flush_s` (more
     only where a frame would name more than 4,096 hashes). While the bus is away nothing is sent:
     frames are numbered all the same, and readers have them replayed.
+
+    Nobody listens to a worker that has not been announced: see `announce`, which also runs it. Until
+    then `model` and `namespace`, and so the subject, may be open. Raises ConfigError.
     """
 
     def __init__(
         self,
-        bus: Outlet,
+        nats: Outlet,
         worker_id: str,
         block_size: int,
         rank: int = 0,
         *,
-        model: str,
+        model: str | None = None,
         namespace: str = "default",
         incarnation: int | None = None,
         flush_s: float = 0.010,
         max_held_blocks: int = MAX_HELD_BLOCKS,
     ) -> None:
+        _check_arguments(nats, worker_id, block_size, rank)
+        self.worker_id = worker_id
         self.block_size = block_size
         self.rank = rank
         self.blocks = EngineBlocks(max_held_blocks)
-        self._bus = bus
-        self._subject = Subjects(namespace).live_kv(PoolId(pool_token(model)), WorkerId(worker_id), rank)
+        self._bus = nats
+        self._subject: str | None = None
         self._flush_s = flush_s
         self._feed = self._new_feed(time.time_ns() // 1000 if incarnation is None else incarnation)
         self._pending: list[Op] = []
         self._filled = asyncio.Event()
         self._is_unchecked = False
         self._checked_at = float("-inf")
+        if model is not None:
+            self.address(model, namespace)
+
+    def address(self, model: str, namespace: str) -> None:
+        """Say of which pool it is: that is where its frames go."""
+        pool = PoolId(pool_token(model))
+        self._subject = Subjects(namespace).live_kv(pool, WorkerId(self.worker_id), self.rank)
 
     @property
     def incarnation(self) -> int:
@@ -87,8 +101,11 @@ class KvPublisher:
     ) -> None:
         """The engine stored a chain of blocks, the first below `parent`.
 
-        `ids`: per block, the 64-bit ids of the multimodal items that touch it; None for a block
-        that cannot be named. `block_size`, if given, is the engine's present one.
+        Hashes are the engine's own names: any integers or bytes. `token_ids` are those of all blocks,
+        one after the other; without any, only hashes that are known count (a copy in another tier).
+        `lora_name` and `salt` matter at a root, and are handed down. `ids`: per block, the 64-bit ids of
+        the multimodal items that touch it; None for a block that cannot be named. `block_size`, if
+        given, is the engine's present one. Raises ValueError if these do not fit together.
         """
         if block_size is not None:
             self.block_size = block_size
@@ -101,13 +118,13 @@ class KvPublisher:
                 lora_name=lora_name,
                 salt=salt,
                 ids=ids,
-                tier=TIERS.index(tier),
+                tier=_tier_number(tier),
             )
         )
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
         """The engine dropped one copy of each of these blocks from a tier."""
-        self._collect(self.blocks.removed(engine_hashes, TIERS.index(tier)))
+        self._collect(self.blocks.removed(engine_hashes, _tier_number(tier)))
 
     def cleared(self) -> None:
         """The engine dropped everything."""
@@ -141,6 +158,8 @@ class KvPublisher:
 
     def flush(self, now: float) -> None:
         """Send what is pending; with the digest once a second, and once before it gets quiet."""
+        if self._subject is None:
+            raise ConfigError(f"worker {self.worker_id}: announce it, or give the publisher a model")
         ops, self._pending = self._pending, []
         self._is_unchecked = self._is_unchecked or bool(ops)
         if self._is_unchecked and now - self._checked_at >= CHECK_EVERY_S:
@@ -176,6 +195,23 @@ class KvPublisher:
 
     def _new_feed(self, incarnation: int) -> FeedSource:
         return FeedSource(incarnation, lambda _now: self.blocks.state_ops())
+
+
+def _check_arguments(nats: Outlet, worker_id: str, block_size: int, rank: int) -> None:
+    if inspect.iscoroutinefunction(nats.publish):
+        raise ConfigError(
+            f"a {type(nats).__module__} client: give the connection that kvrouter.connect opens"
+        )
+    if not is_identifier(worker_id):
+        raise ConfigError(f"worker_id {worker_id!r}: use 1 to 64 of A-Z a-z 0-9 _ -")
+    if block_size < 1 or rank < 0:
+        raise ConfigError(f"block_size {block_size} and rank {rank}: at least 1 and at least 0")
+
+
+def _tier_number(tier: str) -> int:
+    if tier not in TIERS:
+        raise ValueError(f"tier {tier!r}: use one of {', '.join(TIERS)}")
+    return TIERS.index(tier)
 
 
 def _frames_of(ops: Sequence[Op]) -> list[list[Op]]:

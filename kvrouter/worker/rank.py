@@ -25,19 +25,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from typing import Any
 
 import structlog
 
 from kvrouter.core.events import DEVICE
 from kvrouter.errors import MalformedFrameError
+from kvrouter.worker.adapter import Adapter, Batch, Reasons
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.state import RankHead, RankState
 from kvrouter.worker.stream import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
-from kvrouter.worker.vllm import AllBlocksCleared, AllCacheCleared, Batch, VllmAdapter, decode_batch
+from kvrouter.worker.vllm import VllmAdapter
 
 log = structlog.get_logger()
 
 TURNOVERS_UNTIL_MENDED = 2
+TABLE_FULL = "the agent's table is full: what host and disk hold beyond it is not indexed"
 
 
 class EngineRank:
@@ -46,7 +49,8 @@ class EngineRank:
     `stream` puts the batches in order. `capacity_blocks` bounds what may be published, 0 meaning
     unknown: more than the engine has room for means that removals were missed. `repairs`: whether
     frontends ask for reports while the rank is partial; None: if its events have the shape of
-    vLLMs that can. `former`: what the agent before left of this rank.
+    vLLMs that can. `former`: what the agent before left of this rank. `has_siblings`: whether it is one
+    of several, so that a batch that names another rank came to the wrong feed.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class EngineRank:
         *,
         repairs: bool | None = False,
         former: RankState | None = None,
+        adapter: Adapter[Any] | None = None,
+        has_siblings: bool = False,
     ) -> None:
         self.publisher = publisher
         self.capacity_blocks = capacity_blocks
@@ -64,7 +70,9 @@ class EngineRank:
         self.losses: Counter[str] = Counter()
         self._stream = stream
         self._former = former
-        self._adapter = VllmAdapter(publisher)
+        self._adapter: Adapter[Any] = VllmAdapter() if adapter is None else adapter
+        self._has_siblings = has_siblings
+        self._said: set[str] = set()
         self._was_partial = False
         self._is_down = False
         self._is_whole = True
@@ -79,9 +87,15 @@ class EngineRank:
         publisher.blocks.hears_reports = former is not None and former.head.hears_reports
 
     @property
-    def skipped(self) -> Counter[str]:
+    def skipped(self) -> Reasons:
         """Events that were not passed on, by reason."""
         return self._adapter.skipped
+
+    @property
+    def notes(self) -> list[str]:
+        """What an operator is to know about the rank's events: a bounded number of sentences."""
+        notes = [*self._adapter.notes, *(f"events skipped: {reason}" for reason in self.skipped)]
+        return [*notes, TABLE_FULL] if self.publisher.blocks.refused_stores else notes
 
     @property
     def is_settled(self) -> bool:
@@ -92,6 +106,12 @@ class EngineRank:
     def is_partial(self) -> bool:
         """Whether the engine may hold blocks that are not published."""
         return self.is_settled and not self._is_mended and not self._has_everything
+
+    def tell_partial(self) -> bool:
+        """Whether to announce it as partial; from then on requests may ask the engine for reports."""
+        if self.is_partial and self.repairs:
+            self.publisher.blocks.hears_reports = True
+        return self.is_partial
 
     def on_action(self, action: Action) -> None:
         """Do what the stream of batches says."""
@@ -152,19 +172,20 @@ class EngineRank:
 
     def _apply(self, action: Apply) -> None:
         try:
-            batch = decode_batch(action.payload)
+            batch = self._adapter.decode(action.payload)
         except MalformedFrameError as error:
             self._lose("malformed", error=str(error))
+            return
+        if self._has_siblings and batch.rank not in {None, self.publisher.rank}:
+            self._refuse(batch)
             return
         if self._first_ts is None:
             self._first_ts = batch.ts
         self._position = (action.seq, digest_of(action.payload))
         self._expect_reports(batch)
         doubts_before = self.publisher.blocks.doubtful_removals
-        known = self.skipped.keys() | ()
-        self._adapter.apply(batch)
-        for reason in self.skipped.keys() - known:
-            log.warning("engine.event_skipped", rank=self.publisher.rank, reason=reason)
+        self._adapter.tell(batch, self.publisher)
+        self._say_what_is_new()
         if self.is_partial:
             self._mend(batch)
         elif self.publisher.blocks.doubtful_removals > doubts_before:
@@ -172,22 +193,36 @@ class EngineRank:
         if 0 < self.capacity_blocks < self.publisher.blocks.count(DEVICE):
             self._lose("overfull", capacity_blocks=self.capacity_blocks)
 
-    def _expect_reports(self, batch: Batch) -> None:
+    def _refuse(self, batch: Batch[Any]) -> None:
+        """Another rank's events: what they name is not here, and what is here they do not name."""
+        reason = f"events of rank {batch.rank} on the endpoint of rank {self.publisher.rank}: "
+        self.skipped.note(reason + "give the endpoints in the order of the ranks")
+        self._say_what_is_new()
+        self._is_whole = False
+
+    def _say_what_is_new(self) -> None:
+        """Log each reason and each note once."""
+        for reason in self.skipped.keys() - self._said:
+            log.warning("engine.event_skipped", rank=self.publisher.rank, reason=reason)
+        for note in set(self._adapter.notes) - self._said:
+            log.info("engine.note", rank=self.publisher.rank, note=note)
+        self._said.update(self.skipped, self._adapter.notes)
+
+    def _expect_reports(self, batch: Batch[Any]) -> None:
         """While something is missing, requests may ask for reports; ours, or those of an agent before.
 
         It stays so even when nothing is missing any more: a request can be queued for minutes, and a
         frontend that is cut off from NATS goes on asking. The price is small, see EngineBlocks.
         """
-        if self.repairs is None and batch.is_mapped:
+        if self.repairs is None and batch.can_report:
             self.repairs = True
         if self.repairs and not self._has_everything:
             self.publisher.blocks.hears_reports = True
 
-    def _mend(self, batch: Batch) -> None:
+    def _mend(self, batch: Batch[Any]) -> None:
         """See whether the rank is as good as whole now."""
         self.publisher.blocks.forget_uncounted()  # they have been asked for
-        is_cleared = any(isinstance(event, AllBlocksCleared | AllCacheCleared) for event in batch.events)
-        self._is_mended = is_cleared or self._is_turned_over()
+        self._is_mended = batch.clears or self._is_turned_over()
 
     def _doubt(self) -> None:
         """Something may be missing again, though nothing that is published is wrong."""
@@ -217,6 +252,7 @@ class EngineRank:
 
     def _begin(self) -> None:
         self._former = None
+        self._adapter.forget()
         self._is_whole = True
         self._is_mended = False
         self._first_ts = None

@@ -7,14 +7,17 @@
 Fields and meanings were observed on vLLM 0.32; later fields are ignored. A BlockStored that
 cannot be read is skipped (blocks are missed, none is imagined); a removal that cannot be read
 makes the batch malformed, because going on would leave blocks published that are gone.
+
+What is not followed, in either direction, so that stores and removals stay in balance: media that are
+no tier, all KV groups but one (the first with full attention), and `locality` REMOTE: such a block is
+in a store that other workers reach as well, so it is no reason to prefer this one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -22,10 +25,12 @@ from msgspec import Meta, Raw, Struct
 from kvrouter.core.blocks import multimodal_id
 from kvrouter.core.events import UNREADABLE
 from kvrouter.errors import MalformedFrameError
+from kvrouter.worker.adapter import Batch, Reasons, Sink
 from kvrouter.worker.engine_blocks import BlockIds, EngineHash
 
 Token = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
-Size = Annotated[int, Meta(ge=1)]
+Size = Annotated[int, Meta(ge=0)]
+"""0 where an offload tier names blocks without their tokens."""
 ExtraKeys: TypeAlias = list[list[Any] | None] | None
 """One entry per block: nil, or untagged values: LoRA name, [item, offset], salt, digest bytes."""
 
@@ -34,7 +39,11 @@ TIER_OF_MEDIUM = {
     "CPU": "host", "CPU_PINNED": "host",
     "STORAGE": "disk", "DISK": "disk",
 }  # fmt: skip
-_FULL_ATTENTION = {None, "full_attention", "mla_attention"}
+_FULL_ATTENTION = {None, "full_attention", "mla_attention", "sink_full_attention"}
+_OWN = {None, "LOCAL", "local"}
+_MAX_KINDS = 8
+_MAX_WORD = 32
+_MAX_REASON = 160
 
 
 class BlockStored(Struct, frozen=True, tag="BlockStored", tag_field="type"):
@@ -50,6 +59,8 @@ class BlockStored(Struct, frozen=True, tag="BlockStored", tag_field="type"):
     extra_keys: ExtraKeys = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
 
 
 class BlockRemoved(Struct, frozen=True, tag="BlockRemoved", tag_field="type"):
@@ -58,6 +69,7 @@ class BlockRemoved(Struct, frozen=True, tag="BlockRemoved", tag_field="type"):
     block_hashes: list[EngineHash]
     medium: str | None = None
     group_idx: int | None = None
+    locality: str | None = None
 
 
 class AllBlocksCleared(Struct, frozen=True, tag="AllBlocksCleared", tag_field="type"):
@@ -113,168 +125,192 @@ _decode_map: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 _decode_array: msgspec.msgpack.Decoder[_ArrayEvent] = msgspec.msgpack.Decoder(_ArrayEvent)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The events of one scheduler step; `ts` in seconds since the epoch. `skipped` counts by type.
-
-    `is_mapped`: the events have the shape of vLLM after June 2026.
-    """
-
-    ts: float
-    rank: int | None
-    events: Sequence[Event]
-    skipped: Counter[str] = field(default_factory=Counter)
-    is_mapped: bool = False
-
-
-def decode_batch(payload: bytes) -> Batch:
+def decode_batch(payload: bytes) -> Batch[Event]:
     """Read a batch of either shape. Raises MalformedFrameError."""
     try:
         maps = _decode_maps(payload)
     except UNREADABLE:
         return _decode_array_batch(payload)
-    return Batch(maps.ts, maps.rank, maps.events, is_mapped=True)
+    return _batch(maps.ts, maps.rank, maps.events, can_report=True)  # reports are younger than maps
 
 
-def _decode_array_batch(payload: bytes) -> Batch:
+def _decode_array_batch(payload: bytes) -> Batch[Event]:
     try:
         arrays = _decode_arrays(payload)
     except UNREADABLE:
         return _decode_leniently(payload)
-    return Batch(arrays.ts, arrays.rank, arrays.events)
+    return _batch(arrays.ts, arrays.rank, arrays.events)
 
 
-def _decode_leniently(payload: bytes) -> Batch:
+def _decode_leniently(payload: bytes) -> Batch[Event]:
     """Event by event: for batches with types unknown here, or with something malformed."""
     try:
         raws = _decode_raws(payload)
     except UNREADABLE as error:
         raise MalformedFrameError(f"no vLLM event batch: {error}") from None
-    batch = Batch(raws.ts, raws.rank, events := [])
+    events: list[Event] = []
+    skipped: Counter[str] = Counter()
     for raw in raws.events:
         event = _decode_event(raw)
         if isinstance(event, str):
-            batch.skipped[event] += 1
+            skipped[event] += 1
         else:
             events.append(event)
-    return batch
+    return _batch(raws.ts, raws.rank, events, skipped)
+
+
+def _batch(
+    ts: float,
+    rank: int | None,
+    events: Sequence[Event],
+    skipped: Counter[str] | None = None,
+    *,
+    can_report: bool = False,
+) -> Batch[Event]:
+    clears = any(isinstance(event, AllBlocksCleared | AllCacheCleared) for event in events)
+    return Batch(ts, rank, events, skipped or Counter(), clears, can_report)
 
 
 def _decode_event(raw: Raw) -> Event | str:
-    """The event, or the type of one to be skipped."""
-    for decoder in (_decode_map, _decode_array):
-        try:
-            return decoder.decode(raw)
-        except UNREADABLE:
-            continue
-    name = _event_type(raw)
+    """The event, or why it is skipped."""
+    content = memoryview(raw)
+    is_map = len(content) > 0 and (content[0] & 0xF0 == 0x80 or content[0] in {0xDE, 0xDF})
+    try:
+        return _decode_map.decode(raw) if is_map else _decode_array.decode(raw)
+    except UNREADABLE as error:
+        return _why_skipped(_event_type(raw), error)
+
+
+def _why_skipped(name: str, error: Exception) -> str:
+    """Raises MalformedFrameError where an event of this type must not be missed."""
     if name in {"BlockRemoved", "AllBlocksCleared", "AllCacheCleared"}:
-        raise MalformedFrameError(f"vLLM {name} that cannot be read")
-    return name
+        raise MalformedFrameError(f"vLLM {name} that cannot be read: {error}")
+    if name == "BlockStored":
+        return f"BlockStored that cannot be read: {error}"[:_MAX_REASON]
+    return f"event {name}"
 
 
 def _event_type(raw: Raw) -> str:
     try:
         value = msgspec.msgpack.decode(raw)
-        return str(value["type"] if isinstance(value, dict) else value[0])[:64]
+        return _word(value["type"] if isinstance(value, dict) else value[0])
     except (*UNREADABLE, LookupError, TypeError) as error:
         raise MalformedFrameError(f"vLLM event without a type: {error}") from None
 
 
-class Sink(Protocol):
-    """Where events go: a KvPublisher."""
-
-    def stored(  # noqa: PLR0917  # KvPublisher's
-        self,
-        engine_hashes: Sequence[EngineHash],
-        token_ids: Sequence[int],
-        parent: EngineHash | None = None,
-        lora_name: str | None = None,
-        salt: str | None = None,
-        tier: str = "device",
-        *,
-        ids: Sequence[BlockIds] = (),
-        block_size: int | None = None,
-    ) -> None:
-        """Blocks were stored."""
-
-    def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
-        """Blocks were removed."""
-
-    def cleared(self) -> None:
-        """Everything was removed."""
-
-
 class VllmAdapter:
-    """Tells a publisher what vLLM's events mean. `skipped` counts what was not passed on, by reason.
+    """Tells a publisher what vLLM's events mean. See `Adapter`."""
 
-    `group` is the KV group that is followed, None until events have shown it.
-    """
-
-    def __init__(self, sink: Sink) -> None:
-        self.skipped: Counter[str] = Counter()
-        self._sink = sink
+    def __init__(self) -> None:
+        self.skipped = Reasons()
         self.group: int | None = None
+        self._other_kinds: set[str] = set()
 
-    def apply(self, batch: Batch) -> None:
+    @property
+    def notes(self) -> list[str]:
+        """Which of several KV groups is followed."""
+        if not self._other_kinds:
+            return []
+        others = ", ".join(sorted(self._other_kinds))
+        if self.group is None:
+            return [f"no KV group with full attention so far, so no overlap is known; there is {others}"]
+        return [f"of several KV groups, overlap is that of group {self.group}, not of {others}"]
+
+    def forget(self) -> None:
+        """Another life of the engine may have other KV groups."""
+        self.group = None
+        self._other_kinds.clear()
+
+    def decode(self, payload: bytes) -> Batch[Event]:
+        """Read a batch of either shape. Raises MalformedFrameError."""
+        return decode_batch(payload)
+
+    def tell(self, batch: Batch[Event], sink: Sink) -> None:
         """Pass on a batch, in order."""
-        self.skipped.update(batch.skipped)
+        for reason, times in batch.skipped.items():
+            self.skipped.note(reason, times)
         for event in batch.events:
             match event:
                 case BlockStored():
-                    self._stored(event)
+                    self._stored(event, sink)
                 case BlockRemoved():
-                    self._removed(event)
+                    self._removed(event, sink)
                 case _:
-                    self._sink.cleared()
+                    sink.cleared()
 
-    def _stored(self, event: BlockStored) -> None:
-        tier = TIER_OF_MEDIUM.get(event.medium)
+    def _stored(self, event: BlockStored, sink: Sink) -> None:
+        tier = self._tier(event)
         if tier is None:
-            self.skipped[f"medium {event.medium}"] += 1
-        elif not self._is_followed(event):
-            self.skipped[f"group of {event.kv_cache_spec_kind}"] += 1
+            return
+        if not self._is_followed(event, tier):
+            self.skipped.note(f"group of {_word(event.kv_cache_spec_kind)}")
         elif not _is_whole(event):
-            self.skipped["BlockStored"] += 1
+            self.skipped.note("BlockStored whose tokens or extra keys do not fit its hashes")
         else:
-            self._store(event, tier)
+            _store(event, tier, sink)
 
-    def _store(self, event: BlockStored, tier: str) -> None:
-        salt, ids = read_extra_keys(event)
-        self._sink.stored(
-            event.block_hashes,
-            event.token_ids,
-            event.parent_block_hash,
-            event.lora_name,
-            salt,
-            tier,
-            ids=ids,
-            block_size=event.block_size,
-        )
-
-    def _removed(self, event: BlockRemoved) -> None:
-        tier = TIER_OF_MEDIUM.get(event.medium)
+    def _removed(self, event: BlockRemoved, sink: Sink) -> None:
+        tier = self._tier(event)
         if tier is None:
-            self.skipped[f"medium {event.medium}"] += 1
-        elif event.group_idx in {None, self.group or 0}:
-            self._sink.removed(event.block_hashes, tier)
+            return
+        if event.group_idx in {None, self.group or 0}:
+            sink.removed(event.block_hashes, tier)
         else:
-            self.skipped["removal in another group"] += 1
+            self.skipped.note("removal in another group")
 
-    def _is_followed(self, event: BlockStored) -> bool:
-        """Whether it is of the one KV group that counts: the first seen with full attention."""
+    def _tier(self, event: BlockStored | BlockRemoved) -> str | None:
+        """The tier that counts the event's blocks, None (and counted) if none does."""
+        tier = TIER_OF_MEDIUM.get(event.medium and event.medium.upper())
+        if tier is None:
+            self.skipped.note(f"medium {_word(event.medium)}")
+        elif event.locality not in _OWN:
+            self.skipped.note(f"locality {_word(event.locality)}: blocks that other workers reach as well")
+            return None
+        return tier
+
+    def _is_followed(self, event: BlockStored, tier: str) -> bool:
+        """Whether it is of the one KV group that counts: the first seen with full attention.
+
+        Offload tiers do not always tell the kind, so the device decides.
+        """
+        is_full = event.kv_cache_spec_kind in _FULL_ATTENTION
         if event.group_idx is None:
-            return event.kv_cache_spec_kind in _FULL_ATTENTION
-        if self.group is None and event.kv_cache_spec_kind in _FULL_ATTENTION:
+            return is_full
+        if self.group is None and is_full and tier == "device":
             self.group = event.group_idx
-        return event.group_idx == self.group
+        is_followed = event.group_idx == (self.group or 0) and (is_full or self.group is not None)
+        if not is_followed and len(self._other_kinds) < _MAX_KINDS:
+            self._other_kinds.add(f"group {event.group_idx} ({_word(event.kv_cache_spec_kind)})")
+        return is_followed
+
+
+def _store(event: BlockStored, tier: str, sink: Sink) -> None:
+    """Pass it on. What is not on the device may lack its salt: then only known hashes count."""
+    can_name = bool(event.token_ids) and (tier == "device" or event.extra_keys is not None)
+    salt, ids = read_extra_keys(event)
+    sink.stored(
+        event.block_hashes,
+        event.token_ids if can_name else (),
+        event.parent_block_hash,
+        event.lora_name,
+        salt,
+        tier,
+        ids=ids,
+        block_size=event.block_size if can_name else None,
+    )
+
+
+def _word(text: object) -> str:
+    """What an engine calls something, as part of a reason."""
+    return str(text)[:_MAX_WORD]
 
 
 def _is_whole(event: BlockStored) -> bool:
     """Whether tokens and extra keys fit the hashes; offload tiers name no tokens."""
     count = len(event.block_hashes)
     has_keys = event.extra_keys is None or len(event.extra_keys) == count
-    return not event.token_ids or (has_keys and len(event.token_ids) == count * event.block_size)
+    has_tokens = event.block_size > 0 and len(event.token_ids) == count * event.block_size
+    return not event.token_ids or (has_keys and has_tokens)
 
 
 def read_extra_keys(event: BlockStored) -> tuple[str | None, list[BlockIds]]:

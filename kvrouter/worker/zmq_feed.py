@@ -5,15 +5,18 @@
     DEALER ──replay───┘                  └─ asks for a replay
 
 The engine binds its publisher if its endpoint contains `*`, else it connects and we bind; hence
-an endpoint with `*` is bound here. Replays go through a DEALER, because a REQ reads only the
-first message of the answer; a new one for each, so that a late answer meets nobody.
+an endpoint with `*` is bound here. Whoever likes can connect to that: the first topic heard is
+followed, others are counted and said once (`SharedSocket` is for several engines). Replays go through
+a DEALER, because a REQ reads only the first message of the answer; a new one for each, so that a late
+answer meets nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import errno
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -23,6 +26,7 @@ import zmq
 import zmq.asyncio
 
 from kvrouter.errors import ConfigError
+from kvrouter.worker.adapter import Reasons
 from kvrouter.worker.stream import Action, EngineStream, Numbered, Step
 
 log = structlog.get_logger()
@@ -31,7 +35,10 @@ SLICE_S = 0.005
 """How long actions run before other tasks get a turn."""
 _INBOX_BATCHES = 64
 """Few, so that the reader gives way: pyzmq's futures are done at once while messages wait."""
+MAX_QUEUED_BATCHES = 20_000
+"""Of a feed on a shared socket, where one that does not keep up must not hold up the others."""
 _RECEIVE_HIGH_WATER_MARK = 100_000
+_MAX_SHOWN_TOPIC = 200
 _END_OF_REPLAY = b"\xff" * 8
 
 
@@ -52,30 +59,57 @@ Heard: TypeAlias = Callable[[EngineStream], Step]
 class ZmqFeed:
     """One rank's batches, put in order. Open it with `async with`, then `run` it in a task."""
 
-    def __init__(self, options: FeedOptions, context: zmq.asyncio.Context, sub: zmq.asyncio.Socket) -> None:
+    def __init__(
+        self, options: FeedOptions, context: zmq.asyncio.Context, sub: zmq.asyncio.Socket | None = None
+    ) -> None:
+        """Without `sub` somebody else calls `deliver`."""
         self.stream = EngineStream(can_replay=options.replay is not None)
         self.malformed = 0
+        self.strangers = Reasons()
+        """Batches of other topics than the one that is followed, by topic."""
+        self._topic: bytes | None = None
+        self._turn_ends = 0.0
         self._options = options
         self._context = context
-        self._sub = sub
+        self._reader: asyncio.Task[None] | None = None
         self.settled = asyncio.Event()
         """Set once it is known from where the history can be had, and that part has been passed on."""
-        self._inbox: asyncio.Queue[Heard] = asyncio.Queue(_INBOX_BATCHES)
+        self._inbox: asyncio.Queue[Heard] = asyncio.Queue(_INBOX_BATCHES if sub else MAX_QUEUED_BATCHES)
         self._start: Heard | None = EngineStream.begin
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, options: FeedOptions) -> AsyncIterator[ZmqFeed]:
-        """Connect, or bind, before anything is replayed: nothing is lost between the two."""
-        context = zmq.asyncio.Context()
-        sub = context.socket(zmq.SUB)
-        try:
-            sub.set(zmq.RCVHWM, _RECEIVE_HIGH_WATER_MARK)
-            sub.subscribe(options.topic)
-            _attach(sub, options.events)
-            yield cls(options, context, sub)
-        finally:
-            context.destroy(linger=0)
+        """Connect, or bind, before anything is replayed: nothing is lost between the two.
+
+        It reads at once, because a bound SUB subscribes only while it is read.
+        """
+        with open_sub(options.events, options.topic) as (context, sub):
+            feed = cls(options, context, sub)
+            feed._reader = asyncio.create_task(feed._read(sub), name="zmq_feed.read")
+            try:
+                yield feed
+            finally:
+                feed._reader.cancel()
+                await asyncio.wait([feed._reader])
+
+    @property
+    def notes(self) -> list[str]:
+        """What an operator is to know about the endpoint."""
+        if not self.strangers:
+            return []
+        topics = ", ".join(sorted(self.strangers))
+        return [f"several topics on {self._options.events}, ignored: {topics}; list the engines in --engines"]
+
+    def deliver(self, number: bytes, payload: bytes) -> None:
+        """Take a live batch from a shared socket. What there is no room for is a gap, and repaired as one."""
+        batch = _numbered([number, payload])
+        if batch is None:
+            self._count_malformed(3)
+            return
+        seq, payload = batch
+        with contextlib.suppress(asyncio.QueueFull):
+            self._inbox.put_nowait(partial(EngineStream.receive, seq=seq, payload=payload))
 
     def resume(self, seq: int, digest: bytes, *, was_complete: bool) -> None:
         """Before it runs: begin behind the batch that a former agent applied last."""
@@ -84,13 +118,15 @@ class ZmqFeed:
     def restart(self) -> None:
         """Forget the order of batches and read the engine's history again from its start."""
         self._start = EngineStream.begin
+        self._topic = None
         with contextlib.suppress(asyncio.QueueFull):  # full: nobody has to be woken
             self._inbox.put_nowait(_nothing)
 
     async def run(self, on_action: Callable[[Action], None]) -> None:
         """Feed `on_action` for ever; it is plain, and sees a Restarted or Lost before what follows."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._read(), name="zmq_feed.read")
+            if self._reader is not None:
+                tasks.create_task(_watch(self._reader), name="zmq_feed.watch")
             while True:
                 step = await self._next_step()
                 await self._perform(step, on_action)
@@ -112,23 +148,39 @@ class ZmqFeed:
         return heard(self.stream)
 
     async def _perform(self, step: Step, on_action: Callable[[Action], None]) -> None:
-        clock = asyncio.get_running_loop().time
-        turn_ends = clock() + SLICE_S
         for action in step.actions:
             on_action(action)
-            if clock() >= turn_ends:
-                await asyncio.sleep(0)
-                turn_ends = clock() + SLICE_S
+            await self._give_way()
+        await self._give_way()  # as many steps may wait as the inbox has room for
 
-    async def _read(self) -> None:
+    async def _give_way(self) -> None:
+        """Let other tasks run if this one has had its turn."""
+        clock = asyncio.get_running_loop().time
+        if clock() >= self._turn_ends:
+            await asyncio.sleep(0)
+            self._turn_ends = clock() + SLICE_S
+
+    async def _read(self, sub: zmq.asyncio.Socket) -> None:
         while True:
-            frames = await self._sub.recv_multipart()
+            frames = await sub.recv_multipart()
             batch = _numbered(frames[1:]) if len(frames) == 3 else None
             if batch is None:
                 self._count_malformed(len(frames))
-            else:
+            elif self._is_ours(frames[0]):
                 seq, payload = batch
                 await self._inbox.put(partial(EngineStream.receive, seq=seq, payload=payload))
+
+    def _is_ours(self, topic: bytes) -> bool:
+        """Whether it is of the engine that is followed: on an endpoint of ours, the first that is heard."""
+        if self._topic is None or not is_bound(self._options.events):
+            self._topic = topic
+        if topic == self._topic:
+            return True
+        shown = show_topic(topic)
+        if shown not in self.strangers:
+            log.warning("engine.other_topic", endpoint=self._options.events, topic=shown, ignored=True)
+        self.strangers.note(shown)
+        return False
 
     async def _replay(self, from_seq: int) -> None:
         """Ask once and report the whole answer, or that there was none."""
@@ -168,6 +220,12 @@ class ZmqFeed:
             log.warning("engine.malformed_message", endpoint=self._options.events, frames=frames)
 
 
+async def _watch(reader: asyncio.Task[None]) -> None:
+    """End as the reader does."""
+    await asyncio.wait([reader])
+    reader.result()
+
+
 def _nothing(stream: EngineStream) -> Step:
     return Step()
 
@@ -178,11 +236,41 @@ def _numbered(frames: list[bytes]) -> Numbered | None:
     return (int.from_bytes(number, "big"), payload) if len(number) == 8 else None
 
 
+def is_bound(endpoint: str) -> bool:
+    """Whether an endpoint names no host, so that it is ours to bind."""
+    return any(anywhere in endpoint for anywhere in ("*", "//0.0.0.0:", "//[::]:"))
+
+
+def show_topic(topic: bytes) -> str:
+    """A topic for people."""
+    return topic[:_MAX_SHOWN_TOPIC].decode(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def open_sub(endpoint: str, topic: str) -> Iterator[tuple[zmq.asyncio.Context, zmq.asyncio.Socket]]:
+    """A SUB socket at an endpoint, and the context that it and others may live in. Raises ConfigError."""
+    context = zmq.asyncio.Context()
+    sub = context.socket(zmq.SUB)
+    try:
+        sub.set(zmq.RCVHWM, _RECEIVE_HIGH_WATER_MARK)
+        sub.set(zmq.IPV6, int("[" in endpoint))
+        sub.subscribe(topic)
+        _attach(sub, endpoint)
+        yield context, sub
+    finally:
+        context.destroy(linger=0)
+
+
 def _attach(sub: zmq.asyncio.Socket, endpoint: str) -> None:
     try:
-        if "*" in endpoint:
+        if is_bound(endpoint):
             sub.bind(endpoint)
         else:
             sub.connect(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(f"--kv-events {endpoint}: {error}") from None
+        way_out = ""
+        if error.errno == errno.EADDRINUSE:
+            way_out = (
+                "; if the engine has bound it, because its own endpoint has a *, give tcp://HOST:PORT here"
+            )
+        raise ConfigError(f"--kv-events {endpoint}: {error}{way_out}") from None

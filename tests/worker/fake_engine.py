@@ -17,7 +17,10 @@ END_OF_REPLAY = b"\xff" * 8
 class EventSockets:
     """The event sockets of one rank. Numbers its batches from 0; `forget` what a replay shall lack."""
 
-    def __init__(self, pub: zmq.asyncio.Socket, router: zmq.asyncio.Socket) -> None:
+    def __init__(
+        self, pub: zmq.asyncio.Socket, router: zmq.asyncio.Socket, *, names_topic_in_replays: bool
+    ) -> None:
+        self._replay_topic = [b"topic"] if names_topic_in_replays else []
         self.events = _endpoint(pub)
         self.replay = _endpoint(router)
         self.buffer: list[bytes] = []
@@ -26,10 +29,11 @@ class EventSockets:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls) -> AsyncIterator[EventSockets]:
-        """Bind both sockets and answer replays."""
+    async def open(cls, *, names_topic_in_replays: bool = True) -> AsyncIterator[EventSockets]:
+        """Bind both sockets and answer replays; SGLang leaves out the topic in them."""
         context = zmq.asyncio.Context()
-        sockets = cls(_bound(context, zmq.XPUB), _bound(context, zmq.ROUTER))
+        pub, router = _bound(context, zmq.XPUB), _bound(context, zmq.ROUTER)
+        sockets = cls(pub, router, names_topic_in_replays=names_topic_in_replays)
         replays = asyncio.create_task(sockets._answer_replays())
         try:
             yield sockets
@@ -66,8 +70,9 @@ class EventSockets:
             identity, _, start = await self._router.recv_multipart()
             first = int.from_bytes(start, "big")
             for seq, payload in list(enumerate(self.buffer))[first:]:
-                await self._router.send_multipart([identity, b"", b"topic", _number(seq), payload])
-            await self._router.send_multipart([identity, b"", b"", END_OF_REPLAY, b""])
+                await self._router.send_multipart([identity, b"", *self._replay_topic, _number(seq), payload])
+            end = [b""] if self._replay_topic else []
+            await self._router.send_multipart([identity, b"", *end, END_OF_REPLAY, b""])
 
 
 class EngineServer:

@@ -24,10 +24,11 @@ from tests.worker.closed_sets import ClosedSets
 
 
 class Listener:
-    """Hears the heartbeats and frames of worker w, and reads its feed."""
+    """Hears the heartbeats and frames of one worker, and reads its feed."""
 
-    def __init__(self, bus: Bus, namespace: str) -> None:
+    def __init__(self, bus: Bus, namespace: str, worker_id: WorkerId) -> None:
         self.bus = bus
+        self._worker_id = worker_id
         self.subjects = Subjects(namespace)
         self.beats: asyncio.Queue[WorkerBeat] = asyncio.Queue()
         self.live_ops: list[Op] = []
@@ -38,11 +39,13 @@ class Listener:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, nats_url: str, namespace: str, model: str) -> AsyncIterator[Listener]:
+    async def open(
+        cls, nats_url: str, namespace: str, model: str, worker: str = "w"
+    ) -> AsyncIterator[Listener]:
         """Connect and listen."""
         async with Bus.open(NatsOptions((nats_url,)), name="listener") as bus:
-            listener = cls(bus, namespace)
-            worker_id = WorkerId("w")
+            worker_id = WorkerId(worker)
+            listener = cls(bus, namespace, worker_id)
             kv_subject = listener.subjects.live_kv(PoolId(pool_token(model)), worker_id, 0)
             await bus.subscribe(listener.subjects.live_worker(worker_id), listener.on_beat)
             await bus.subscribe(kv_subject, listener.on_frame)
@@ -101,7 +104,7 @@ class Listener:
 
     async def _ask(self, incarnation: int, from_seq: int) -> Answer:
         request = encode_op(ReplayRequest(VERSION, 0, incarnation, from_seq))
-        subject = self.subjects.kv_replay(WorkerId("w"))
+        subject = self.subjects.kv_replay(self._worker_id)
         return decode_answer(await self.bus.request(subject, request, timeout_s=5))
 
     async def _recover(self) -> None:

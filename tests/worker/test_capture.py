@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,20 @@ import pytest
 
 from kvrouter.core.blocks import block_hashes, sequence_hashes
 from kvrouter.core.events import decode_frame
+from kvrouter.worker.engine_blocks import BlocksImage
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.stream import Apply, EngineStream
 from kvrouter.worker.vllm import decode_batch
+from kvrouter.worker.zmq_feed import FeedOptions, ZmqFeed
 from tests.worker.closed_sets import ClosedSets
+from tests.worker.fake_engine import EventSockets
 from tests.worker.fakes import FakeBus
 
 DATA = Path(__file__).parents[1] / "data"
 BLOCK_SIZE = 32
 CAPTURES = ["vllm_capture.msgpack", "vllm_capture_array_0.23.msgpack"]
+AS_BYTES = "with hashes as bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +56,26 @@ def hash_prompt(record: dict[str, Any]) -> list[int]:
 
 def read_batches(name: str) -> Iterator[tuple[float, bytes]]:
     """The captured payloads with their own timestamps."""
-    for _, _, payload in msgpack.unpackb((DATA / name).read_bytes()):
-        yield decode_batch(payload).ts, payload
+    file = CAPTURES[0] if name == AS_BYTES else name
+    for _, _, payload in msgpack.unpackb((DATA / file).read_bytes()):
+        yield decode_batch(payload).ts, with_bytes(payload) if name == AS_BYTES else payload
+
+
+def with_bytes(payload: bytes) -> bytes:
+    """The batch as with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0: 32 bytes, the last 8 of which are the int."""
+    ts, events, rank = msgpack.unpackb(payload)
+    for event in events:
+        if "block_hashes" in event:
+            event["block_hashes"] = [whole_hash(short) for short in event["block_hashes"]]
+        if event.get("parent_block_hash") is not None:
+            event["parent_block_hash"] = whole_hash(event["parent_block_hash"])
+    packed: bytes = msgpack.packb([ts, events, rank])
+    return packed
+
+
+def whole_hash(short: int) -> bytes:
+    """A hash of which this is the short form."""
+    return b"\xff" * 24 + short.to_bytes(8, "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +115,7 @@ def predict(request: Request, published: set[int]) -> int:
     return BLOCK_SIZE * min(overlap, (request.isl - 1) // BLOCK_SIZE)
 
 
-@pytest.mark.parametrize("name", CAPTURES)
+@pytest.mark.parametrize("name", [*CAPTURES, AS_BYTES])
 def test_predicts_what_the_engine_reported(name: str) -> None:
     """54 of 58 predictions are exact; the others were in flight, or cleared without being told yet."""
     predictions = replay(name)
@@ -114,3 +137,53 @@ def test_both_shapes_mean_the_same() -> None:
     )
 
     assert maps == arrays
+
+
+@pytest.mark.parametrize("name", CAPTURES)
+@pytest.mark.parametrize("names_topic", [True, False], ids=["as vLLM", "as SGLang"])
+async def test_over_sockets(name: str, names_topic: bool) -> None:
+    """Begun late, with batches lost on the wire and a restart: the table is that of the whole history."""
+    payloads = [payload for _, payload in read_batches(name)]
+    async with EventSockets.open(names_topic_in_replays=names_topic) as engine:
+        for payload in payloads[:40]:
+            await engine.send(payload)
+        async with ZmqFeed.open(FeedOptions(engine.events, engine.replay, verify_after_s=0.1)) as feed:
+            rank = EngineRank(
+                KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="tiny", incarnation=1), feed.stream
+            )
+
+            def is_at(count: int) -> bool:
+                return rank.publisher.blocks.image() == held_after(payloads[:count])
+
+            task = asyncio.create_task(feed.run(rank.on_action))
+            await engine.until_subscribed()
+            for number, payload in enumerate(payloads[40:]):
+                await engine.send(payload, is_lost=number % 7 == 3)
+            await until(lambda: is_at(len(payloads)), task)
+
+            engine.restart()
+            for number, payload in enumerate(payloads[:50]):
+                await engine.send(payload, is_lost=number % 5 == 1)
+            await until(lambda: is_at(50), task)
+            assert not rank.is_partial
+            assert not rank.losses
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(is_so: Callable[[], bool], task: asyncio.Task[None]) -> None:
+    """Return when something is so."""
+    async with asyncio.timeout(10):
+        while not is_so():
+            assert not task.done(), task
+            await asyncio.sleep(0.002)
+
+
+def held_after(payloads: Sequence[bytes]) -> BlocksImage:
+    """The table after these batches, if none is lost."""
+    stream = EngineStream(can_replay=False)
+    rank = EngineRank(KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="tiny", incarnation=1), stream)
+    for seq, payload in enumerate(payloads):
+        for action in stream.receive(seq, payload).actions:
+            rank.on_action(action)
+    return rank.publisher.blocks.image()

@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from kvrouter.worker.publisher import KvPublisher
-from kvrouter.worker.rank import EngineRank
+from kvrouter.worker.rank import TABLE_FULL, EngineRank
 from kvrouter.worker.state import RankState
 from kvrouter.worker.stream import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
 from tests.worker.fakes import FakeBus
@@ -25,6 +25,7 @@ class Scene:
     repairs: bool | None = False
     former: RankState | None = None
     capacity_blocks: int = 2
+    has_siblings: bool = False
     stream: EngineStream = field(default_factory=lambda: EngineStream(can_replay=True))
 
     def __post_init__(self) -> None:
@@ -35,6 +36,7 @@ class Scene:
             self.capacity_blocks,
             repairs=self.repairs,
             former=self.former,
+            has_siblings=self.has_siblings,
         )
         if self.former is None:
             self.stream.begin()
@@ -45,10 +47,10 @@ class Scene:
         """Distinct blocks published."""
         return self.rank.publisher.blocks.count()
 
-    def apply(self, *events: object, ts: float = 100.0, as_arrays: bool = False) -> None:
+    def apply(self, *events: object, ts: float = 100.0, as_arrays: bool = False, rank: int = 0) -> None:
         """Let the rank apply a batch of events."""
         shaped = [list(event.values()) if as_arrays else event for event in map(_dict, events)]
-        self.rank.on_action(Apply(next(self._seq), msgpack.packb([ts, shaped, 0])))
+        self.rank.on_action(Apply(next(self._seq), msgpack.packb([ts, shaped, rank])))
 
     def tell(self) -> None:
         """Let a first frame be sent: a life that nobody was told of need not end."""
@@ -327,4 +329,60 @@ def test_skipped(scene: Scene) -> None:
     scene.apply({"type": "Novelty"})
     scene.apply({"type": "Novelty"})
 
-    assert {"Novelty": 2} == scene.rank.skipped
+    assert {"event Novelty": 2} == scene.rank.skipped
+    assert ["events skipped: event Novelty"] == scene.rank.notes
+
+
+def test_events_of_another_rank() -> None:
+    """Endpoints in the wrong order: nothing is applied, the rank is partial, the note says what to change."""
+    scene = Scene(has_siblings=True)
+    scene.apply(store(1), rank=1)
+
+    assert (0, True) == (scene.count, scene.rank.is_partial)
+    (note,) = scene.rank.notes
+    assert "events of rank 1 on the endpoint of rank 0" in note
+
+
+def test_rank_of_an_external_balancer() -> None:
+    """An engine with one rank may number it as it likes (vLLM's external data parallelism does)."""
+    scene = Scene()
+    scene.apply(store(1), rank=3)
+
+    assert (1, False) == (scene.count, scene.rank.is_partial)
+
+
+def test_full_table_is_noted() -> None:
+    """What a wider tier stores beyond the table's bound is not counted, and that is said."""
+    scene = Scene()
+    scene.rank.publisher.blocks.max_known_blocks = 1
+    scene.apply(store(1))
+    scene.apply({**store(1), "medium": "CPU"})
+    scene.rank.publisher.blocks.check()
+
+    assert [TABLE_FULL] == scene.rank.notes
+    assert 0 == scene.rank.publisher.blocks.widest_tier
+
+
+def test_other_groups_after_a_restart() -> None:
+    """An engine that restarts may number its KV groups otherwise: which one is followed is found anew."""
+    scene = Scene()
+    scene.apply({**store(1), "group_idx": 1, "kv_cache_spec_kind": "full_attention"})
+    scene.rank.on_action(Restarted())
+    scene.apply({**store(1), "group_idx": 0, "kv_cache_spec_kind": "full_attention"})
+
+    assert (1, []) == (scene.count, scene.rank.notes)
+
+
+def test_reports_before_the_first_batch() -> None:
+    """A rank without replay is partial until its first batch: reports asked for meanwhile may still come."""
+    stream = EngineStream(can_replay=False)
+    scene = Scene(repairs=True, stream=stream)
+    scene.rank = EngineRank(scene.rank.publisher, stream, 2, repairs=True)
+    stream.begin()
+    assert scene.rank.tell_partial()
+
+    for seq, events in enumerate([[store(1)], [store(1)], [remove(1)]]):
+        for action in stream.receive(seq, msgpack.packb([1.0, events, 0])).actions:
+            scene.rank.on_action(action)
+
+    assert 0 == scene.count

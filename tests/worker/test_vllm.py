@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvrouter.core.blocks import multimodal_id
 from kvrouter.errors import MalformedFrameError
+from kvrouter.worker.adapter import MAX_REASONS, Batch
 from kvrouter.worker.engine_blocks import BlockIds, EngineHash
-from kvrouter.worker.vllm import Batch, BlockStored, VllmAdapter, decode_batch, read_extra_keys
+from kvrouter.worker.vllm import BlockStored, VllmAdapter, decode_batch, read_extra_keys
 
 STORED = {
     "type": "BlockStored",
@@ -68,8 +69,8 @@ def pack(*events: object) -> bytes:
 def told_by(*events: object) -> tuple[list[tuple[Any, ...]], dict[str, int]]:
     """What a sink is told of events, and what was skipped."""
     ledger = Ledger()
-    adapter = VllmAdapter(ledger)
-    adapter.apply(decode_batch(pack(*events)))
+    adapter = VllmAdapter()
+    adapter.tell(adapter.decode(pack(*events)), ledger)
     return ledger.told, dict(adapter.skipped)
 
 
@@ -120,11 +121,47 @@ def test_every_clear() -> None:
 
 
 @pytest.mark.parametrize(
-    ("medium", "tier"), [(None, "device"), ("CPU", "host"), ("STORAGE", "disk"), ("DISK", "disk")]
+    ("medium", "tier"),
+    [(None, "device"), ("CPU", "host"), ("cpu", "host"), ("STORAGE", "disk"), ("DISK", "disk")],
 )
 def test_media(medium: str | None, tier: str) -> None:
     """A medium is a tier."""
     assert [("removed", [7], tier)] == told_by({**REMOVED, "medium": medium})[0]
+
+
+def test_offloaded_blocks() -> None:
+    """Offload tiers name blocks without tokens, block size 0 (seen in vLLM 0.32's connector)."""
+    placeholder = {**STORED, "token_ids": [], "block_size": 0, "medium": "CPU", "group_idx": 0}
+
+    assert ([("stored", [7, 8], None, None, None, "host", [], None)], {}) == told_by(placeholder)
+
+
+def test_offloaded_blocks_without_extra_keys() -> None:
+    """Off the device a salt may be left out: such an event names nothing, but counts what is known."""
+    host = {**STORED, "medium": "CPU"}
+
+    assert [("stored", [7, 8], None, None, None, "host", [], None)] == told_by(host)[0]
+    assert [("stored", [7, 8], None, None, "s", "host", [[], []], 2)] == told_by(
+        {**host, "extra_keys": [["s"], None]}
+    )[0]
+
+
+@pytest.mark.parametrize("locality", ["LOCAL", "local", None])
+def test_own_blocks(locality: str | None) -> None:
+    """Blocks that are with the engine count; so they do where it does not say."""
+    assert ([("removed", [7], "disk")], {}) == told_by(
+        {**REMOVED, "medium": "STORAGE", "locality": locality, "ownership": "fs"}
+    )
+
+
+def test_remote_blocks() -> None:
+    """Blocks in a store that others reach as well count for nobody, neither coming nor going."""
+    remote = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "kvcr"}
+
+    told, skipped = told_by({**STORED, **remote}, {**REMOVED, **remote})
+
+    assert ([], [2]) == (told, [*skipped.values()])
+    assert "locality REMOTE" in next(iter(skipped))
 
 
 def test_unknown_medium() -> None:
@@ -135,7 +172,7 @@ def test_unknown_medium() -> None:
 @pytest.mark.parametrize("event", [{"type": "Novelty", "x": 1}, ["Novelty", 1]])
 def test_unknown_type(event: object) -> None:
     """An unknown event is skipped and counted; the others of its batch count."""
-    assert ([("removed", [7], "device")], {"Novelty": 1}) == told_by(event, REMOVED)
+    assert ([("removed", [7], "device")], {"event Novelty": 1}) == told_by(event, REMOVED)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +181,10 @@ def test_unknown_type(event: object) -> None:
 )
 def test_unreadable_store(changes: dict[str, object]) -> None:
     """A store that does not fit together is skipped: blocks are missed, none is imagined."""
-    assert ([], {"BlockStored": 1}) == told_by(STORED | changes)
+    told, skipped = told_by(STORED | changes)
+
+    assert ([], [1]) == (told, [*skipped.values()])
+    assert all(reason.startswith("BlockStored ") for reason in skipped)
 
 
 @pytest.mark.parametrize(
@@ -219,3 +259,40 @@ def test_groups() -> None:
         "group of full_attention": 1,
         "removal in another group": 1,
     } == skipped
+
+
+def test_groups_are_noted() -> None:
+    """Which group is followed, and which are not, is said."""
+    adapter = VllmAdapter()
+    window = {**STORED, "group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+    full = {**STORED, "group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+
+    adapter.tell(adapter.decode(pack(window)), Ledger())
+    before = adapter.notes
+    adapter.tell(adapter.decode(pack(full)), Ledger())
+
+    assert [
+        "no KV group with full attention so far, so no overlap is known; there is group 0 (sliding_window)"
+    ] == before
+    assert [
+        "of several KV groups, overlap is that of group 1, not of group 0 (sliding_window)"
+    ] == adapter.notes
+
+
+def test_offloaded_blocks_decide_no_group() -> None:
+    """An offload tier does not tell the kind of its group: the device does, whichever comes first."""
+    placeholder = {**STORED, "token_ids": [], "block_size": 0, "medium": "CPU", "group_idx": 1}
+    full = {**STORED, "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+
+    told, skipped = told_by(placeholder, full, placeholder)
+
+    assert ["device"] == [entry[5] for entry in told]
+    assert {"group of None": 2} == skipped
+
+
+def test_reasons_are_bounded() -> None:
+    """However many things an engine invents, the reasons stay few."""
+    _, skipped = told_by(*({**STORED, "medium": f"TAPE {number}"} for number in range(1000)))
+
+    assert MAX_REASONS + 1 == len(skipped)
+    assert 1000 == sum(skipped.values())

@@ -1,0 +1,178 @@
+"""The Python door for engines that have no adapter: a worker that its own program announces.
+
+    async with connect("nats://127.0.0.1:4222") as nats:
+        blocks = KvPublisher(nats, "trt-0", block_size=32)
+        async with announce(nats, [blocks], url="http://10.0.0.7:8000", model="llama") as worker:
+            blocks.stored([11, 12], token_ids)
+
+What `python -m kvrouter.worker` does for an engine that it watches from outside, this does for one that
+speaks for itself: heartbeats, the card, frames and answers to who missed some, `leave` at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import structlog
+
+from kvrouter.bus import Bus, Subjects
+from kvrouter.config import open_bus
+from kvrouter.core.beats import Card, RankBeat
+from kvrouter.core.events import decode_request
+from kvrouter.core.ids import WorkerId, is_identifier
+from kvrouter.errors import ConfigError, MalformedFrameError
+from kvrouter.worker.announcer import Announcer
+from kvrouter.worker.load import RankLoad
+from kvrouter.worker.publisher import KvPublisher
+
+log = structlog.get_logger()
+
+
+@contextlib.asynccontextmanager
+async def connect(nats: str, *, name: str = "worker") -> AsyncIterator[Bus]:
+    """A connection to NATS that always comes back: URLs as `--nats` takes them."""
+    async with open_bus(nats, name=name) as bus:
+        yield bus
+
+
+@contextlib.asynccontextmanager
+async def announce(
+    nats: Bus,
+    publishers: Sequence[KvPublisher],
+    *,
+    url: str,
+    model: str,
+    namespace: str = "default",
+    served_names: Sequence[str] = (),
+    lora_names: Sequence[str] = (),
+    tiers: Mapping[str, int] | None = None,
+    rank_header: str = "",
+    max_model_len: int = 0,
+    engine: str = "",
+    engine_version: str = "",
+    labels: Mapping[str, str] | None = None,
+    heartbeat_s: float = 1.0,
+) -> AsyncIterator[Announcement]:
+    """Announce a worker with one publisher per rank, and run them, as long as this is open.
+
+    `url` is its OpenAI-compatible HTTP server as frontends reach it. `tiers` maps "device" (and "host",
+    "disk") to capacities in blocks, 0 meaning unknown: a rank that publishes more is disbelieved.
+    `rank_header` is the request header that addresses a rank. Raises ConfigError, and TakenOverError in a
+    group once another program announces the same worker id.
+    """
+    _check(publishers, url, namespace)
+    worker_id = publishers[0].worker_id
+    card = Card(
+        worker_id=worker_id,
+        url=url.rstrip("/"),
+        model=model,
+        served_names=tuple(served_names) or (model,),
+        lora_names=tuple(lora_names),
+        block_size=publishers[0].block_size,
+        ranks=len(publishers),
+        rank_header=rank_header,
+        tiers=dict(tiers or {"device": 0}),
+        max_model_len=max_model_len,
+        engine=engine,
+        engine_version=engine_version,
+        labels=dict(labels or {}),
+        started_at_us=publishers[0].incarnation,
+    )
+    announcement = Announcement(nats, Subjects(namespace), card, publishers)
+    for publisher in publishers:
+        publisher.address(model, namespace)
+    async with announcement.running(heartbeat_s):
+        yield announcement
+
+
+class Announcement:
+    """A worker that is announced. Tell it of the engine's load, and when the engine is down."""
+
+    def __init__(self, nats: Bus, subjects: Subjects, card: Card, publishers: Sequence[KvPublisher]) -> None:
+        self._nats = nats
+        self._subjects = subjects
+        self._publishers = publishers
+        self._loads: dict[int, RankLoad] = {}
+        self._is_open = True
+        incarnation = max(publisher.incarnation for publisher in publishers)
+        self._announcer = Announcer(nats, subjects, card, incarnation, self._rank_beats)
+
+    def load(
+        self,
+        rank: int = 0,
+        *,
+        running: int | None = None,
+        waiting: int | None = None,
+        kv_usage: float | None = None,
+    ) -> None:
+        """What the next heartbeat says of a rank: requests, and the fraction 0..1 of its blocks in use."""
+        self._loads[rank] = RankLoad(running, waiting, kv_usage)
+
+    def down(self) -> None:
+        """The engine takes no requests, and its caches are gone."""
+        for publisher in self._publishers:
+            publisher.cleared()
+        self._announcer.set_state("down")
+
+    def up(self) -> None:
+        """It takes requests again."""
+        self._announcer.set_state("up")
+
+    @contextlib.asynccontextmanager
+    async def running(self, heartbeat_s: float) -> AsyncIterator[None]:
+        """Announce until the end of the block."""
+        worker_id = WorkerId(self._publishers[0].worker_id)
+        await self._announcer.subscribe()
+        await self._nats.subscribe(self._subjects.kv_replay(worker_id), self._on_replay)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._announcer.run(heartbeat_s))]
+                tasks += [group.create_task(publisher.run()) for publisher in self._publishers]
+                yield
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self._is_open = False
+            self._announcer.leave()
+
+    def _rank_beats(self) -> list[RankBeat]:
+        beats = []
+        for publisher in self._publishers:
+            load = self._loads.get(publisher.rank, RankLoad())
+            beats.append(
+                RankBeat(
+                    publisher.rank,
+                    publisher.incarnation,
+                    publisher.seq,
+                    False,
+                    load.running,
+                    load.waiting,
+                    load.kv_usage,
+                )
+            )
+        return beats
+
+    def _on_replay(self, subject: str, payload: bytes, reply: str) -> None:
+        try:
+            request = decode_request(payload)
+        except MalformedFrameError as error:
+            log.warning("replay.malformed", error=str(error))
+            return
+        if not self._is_open or not reply or request.part not in range(len(self._publishers)):
+            return
+        publisher = self._publishers[int(request.part)]
+        self._nats.publish(reply, publisher.answer(request, self._nats.max_payload, time.monotonic()))
+
+
+def _check(publishers: Sequence[KvPublisher], url: str, namespace: str) -> None:
+    if [publisher.rank for publisher in publishers] != list(range(len(publishers))) or not publishers:
+        raise ConfigError("give one KvPublisher per rank, in order from rank 0")
+    if len({(publisher.worker_id, publisher.block_size) for publisher in publishers}) > 1:
+        raise ConfigError("the ranks of a worker have one worker_id and one block size")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"url {url!r}: use http://HOST:PORT")
+    if not is_identifier(namespace):
+        raise ConfigError(f"namespace {namespace!r}: use 1 to 64 of A-Z a-z 0-9 _ -")

@@ -1,0 +1,143 @@
+"""`--engines FILE`: what it may say, and how it is told what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrouter.errors import ConfigError
+from kvrouter.worker.engines_file import EngineList, read_engines
+from kvrouter.worker.options import add_flags
+
+TWO_PODS = """
+[[engine]]
+engine-url = "http://10.0.0.1:8000"
+label = ["zone=a", "node=1"]
+
+[[engine]]
+engine-url = "http://10.0.0.2:8000"
+kv-topic = "kv@10.0.0.2@Qwen/Qwen3-32B"
+worker-id = "second"
+dp-size = 2
+kv-replay = "tcp://10.0.0.2:5657"
+kv-repair = false
+"""
+
+
+def read(path: Path, *flags: str) -> EngineList:
+    """What a file means beside these flags."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return read_engines(parser.parse_args(["--engines", str(path), *flags]))
+
+
+def written(directory: Path, text: str, name: str = "engines.toml") -> Path:
+    """A file with this text."""
+    path = directory / name
+    path.write_text(text)
+    return path
+
+
+def test_entries(tmp_path: Path) -> None:
+    """Flags hold for every engine that does not say otherwise."""
+    flags = ("--kv-events", "tcp://*:5557", "--kv-topic", "kv@", "--label", "rack=r", "--probe-s", "2")
+    first, second = read(written(tmp_path, TWO_PODS), *flags).agents
+
+    assert ("10-0-0-1-8000", "second") == (first.worker_id, second.worker_id)
+    assert [("tcp://*:5557", None, "kv@10.0.0.1@")] == [(f.events, f.replay, f.topic) for f in first.feeds]
+    assert [
+        ("tcp://*:5557", "tcp://10.0.0.2:5657", "kv@10.0.0.2@Qwen/Qwen3-32B"),
+        ("tcp://*:5558", "tcp://10.0.0.2:5658", "kv@10.0.0.2@Qwen/Qwen3-32B"),
+    ] == [(feed.events, feed.replay, feed.topic) for feed in second.feeds]
+    assert [{"rack": "r", "zone": "a", "node": "1"}, {"rack": "r"}] == [
+        dict(first.labels),
+        dict(second.labels),
+    ]
+    assert [(2.0, True), (2.0, False)] == [(agent.probe_s, agent.kv_repair) for agent in (first, second)]
+
+
+def test_shared_endpoints(tmp_path: Path) -> None:
+    """A bound endpoint has one socket, whoever sends there; --kv-topic filters all of it."""
+    engines = read(written(tmp_path, TWO_PODS), "--kv-events", "tcp://*:5557", "--kv-topic", "kv@")
+
+    assert "kv@" == engines.topic_filter
+    assert {
+        "tcp://*:5557": ("kv@10.0.0.1@", "kv@10.0.0.2@Qwen/Qwen3-32B"),
+        "tcp://*:5558": ("kv@10.0.0.2@Qwen/Qwen3-32B",),
+    } == engines.shared
+
+
+def test_own_endpoints(tmp_path: Path) -> None:
+    """Engines with an endpoint each, to which the agent connects, need no topic."""
+    text = "".join(
+        f'[[engine]]\nengine-url = "http://e{n}:80"\nkv-events = "tcp://e{n}:5557"\n' for n in (1, 2)
+    )
+    engines = read(written(tmp_path, text))
+
+    assert {} == engines.shared
+    assert ["", ""] == [agent.feeds[0].topic for agent in engines.agents]
+
+
+def test_json(tmp_path: Path) -> None:
+    """The same as JSON."""
+    content = {"engine": [{"engine-url": "http://e:80", "max-num-seqs": 7}]}
+    (agent,) = read(written(tmp_path, json.dumps(content), "engines.json")).agents
+
+    assert ("e-80", 7) == (agent.worker_id, agent.max_sequences)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"give one \[\[engine\]\] table for each engine"),
+        ("engine = 3", r"give one \[\[engine\]\] table"),
+        ("[[engine]", "is not valid TOML"),
+        ('port = 1\n[[engine]]\nengine-url = "http://e:1"', "unknown key 'port'"),
+        ("[[engine]]\nmodel = 'm'", r"engine 1 \(no engine-url\): --engine-url: say where"),
+        ("[[engine]]\nengine-url = 'e'", r"engine 1 \(e\): --engine-url 'e': use http://HOST:PORT"),
+        ("[[engine]]\nengine-url = 'http://e'\nurl = 'x'", r"engine 1 .*unrecognized arguments: --url=x"),
+        ("[[engine]]\nengine-url = 'http://e'\ndp-size = 0", r"--dp-size: '0': must be a whole number"),
+        ("[[engine]]\nengine-url = 'http://e'\nnats = 'x'", r"'nats' holds for the whole process"),
+        ("[[engine]]\nengine-url = 'http://e'\nlabel = [[1]]", r"'label' must be text or a number"),
+        (
+            "[[engine]]\nengine-url = 'http://e'\n" * 2,
+            r"engine 2 .*worker-id 'e-80' is also that of .*engine 1",
+        ),
+        (
+            "[[engine]]\nengine-url = 'http://e:1'\nkv-events = 'tcp://*:5'\n"
+            "[[engine]]\nengine-url = 'http://e:2'\nkv-events = 'tcp://*:5'\n",
+            r"engine 2 .*kv-topic 'kv@e@' is also that of .*engine 1",
+        ),
+        (
+            "[[engine]]\nengine-url = 'http://e:1'\nkv-events = 'tcp://p:5'\n"
+            "[[engine]]\nengine-url = 'http://e:2'\nkv-events = 'tcp://p:5'\n",
+            r"engine 1 .*kv-topic: say whose events on tcp://p:5 are its own",
+        ),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    """A mistake is told with the entry and the key."""
+    with pytest.raises(ConfigError, match=message):
+        read(written(tmp_path, text))
+
+
+def test_no_file() -> None:
+    """A file that is not there is told as such."""
+    with pytest.raises(ConfigError, match="--engines /nowhere: No such file"):
+        read(Path("/nowhere"))
+
+
+def test_flags_of_one_engine(tmp_path: Path) -> None:
+    """What only one engine can have is no flag beside the file."""
+    with pytest.raises(ConfigError, match="belong into the entries"):
+        read(written(tmp_path, TWO_PODS), "--worker-id", "w")
+
+
+def test_too_many(tmp_path: Path) -> None:
+    """A process has so many engines and no more."""
+    text = "".join(f'[[engine]]\nengine-url = "http://e:{port}"\n' for port in range(1, 1026))
+    with pytest.raises(ConfigError, match="at most 1024"):
+        read(written(tmp_path, text))
