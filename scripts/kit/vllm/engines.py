@@ -54,7 +54,7 @@ def find_vllm(directory: Path) -> Path:
     if not command.is_file():
         raise FleetError(
             f"{command} is missing: DIR must hold a venv with vLLM "
-            "(docs/engines.md says how to make one for a CPU, in about 2 minutes and 3.4 GB)"
+            "(`scripts/test-vllm --build DIR` makes one, see docs/engines.md)"
         )
     return command.absolute()
 
