@@ -7,13 +7,17 @@
 A booking belongs to the replica that made it; here own bookings and copies of the peers' stand
 side by side. Bookings on targets unknown here are kept: only their owner ends them.
 
-Invariants: a hash's reference count on a target is the number of its bookings there that name it;
-charged tokens are the sum over bookings whose prefill is not completed.
+A replica may end with thousands of bookings. They are its own no longer at once; what they hold is
+taken off in slices (`sweep`), deepest blocks first, so that sets stay prefix-closed.
+
+Invariants: a hash's reference count on a target is the number of its bookings there that name it,
+dropped ones not yet swept included; charged tokens are the sum over bookings whose prefill is not
+completed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +27,8 @@ from xxhash import xxh3_64_intdigest
 from kvrouter.core.ids import BookingKey, RouterId, Target
 from kvrouter.core.table import FlatTable, Slots, bits
 
+SWEEP_HASHES = 512
+"""Taking off this many takes about 1 ms."""
 _MASK64 = (1 << 64) - 1
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -88,6 +94,9 @@ class ActiveTable:
         self._loads: dict[Target, _Load] = {}
         self._targets: dict[int, Target] = {}
         self._owners: dict[RouterId, _Owner] = {}
+        self._dropped: deque[Booking] = deque()
+        self._dropped_left: int | None = None
+        """Of the first dropped: how many of its hashes still count; None if it counts whole."""
 
     def book(self, booking: Booking) -> None:
         """A request begins. One booked before under the same key is replaced."""
@@ -128,22 +137,48 @@ class ActiveTable:
 
     def free(self, key: BookingKey) -> Booking | None:
         """The request ends; a second time changes nothing. Returns the booking that ended."""
-        owner = self._owners.get(key.router_id)
-        booking = owner.bookings.pop(key.number, None) if owner else None
-        if owner is None or booking is None:
-            return None
-        owner.digest = (owner.digest - booking.digest()) & _MASK64
-        if not owner.bookings:
-            del self._owners[key.router_id]
-        self._release(booking)
+        booking = self._disown(key)
+        if booking is not None:
+            self._uncharge(booking)
+            self._release(booking, booking.hashes)
         return booking
 
-    def free_owner(self, router_id: RouterId) -> list[Booking]:
-        """All bookings of a replica end."""
-        owner = self._owners.get(router_id)
-        numbers = list(owner.bookings) if owner else []
-        freed = (self.free(BookingKey(router_id, number)) for number in numbers)
-        return [booking for booking in freed if booking is not None]
+    def drop(self, key: BookingKey) -> None:
+        """The request has ended, as it turns out; what it holds is taken off by `sweep`."""
+        booking = self._disown(key)
+        if booking is not None:
+            self._dropped.append(booking)
+
+    def drop_owner(self, router_id: RouterId) -> None:
+        """All bookings of a replica have ended; what they hold is taken off by `sweep`."""
+        owner = self._owners.pop(router_id, None)
+        if owner is not None:
+            self._dropped.extend(owner.bookings.values())
+
+    def sweep(self, hashes: int = SWEEP_HASHES) -> bool:
+        """Take about this many hashes of dropped bookings off; returns whether there is more to do."""
+        while self._dropped and hashes > 0:
+            hashes -= self._sweep_first(hashes)
+        return bool(self._dropped)
+
+    def _sweep_first(self, hashes: int) -> int:
+        booking = self._dropped[0]
+        if self._dropped_left is None:
+            self._uncharge(booking)
+            self._dropped_left = len(booking.hashes)
+        rest = max(0, self._dropped_left - hashes)
+        taken = booking.hashes[rest : self._dropped_left]
+        self._dropped_left = rest
+        if not rest:
+            self._dropped.popleft()
+            self._dropped_left = None
+        self._release(booking, taken)
+        return 8 + len(taken)  # a booking without blocks costs something, too
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody's bookings are left, dropped ones included."""
+        return not self._loads
 
     def booking(self, key: BookingKey) -> Booking | None:
         """The booking under this key, if it is in flight."""
@@ -197,18 +232,25 @@ class ActiveTable:
     def check(self) -> None:
         """Raise if an invariant is broken. Tests call this after every step."""
         self._table.check()
-        everything = [booking for owner in self._owners.values() for booking in owner.bookings.values()]
-        if set(self._loads) != {booking.target for booking in everything}:
+        live = [booking for owner in self._owners.values() for booking in owner.bookings.values()]
+        dropped = list(self._dropped)
+        swept = dropped.pop(0) if self._dropped_left is not None else None
+        everything = [*live, *dropped]
+        extra: list[int] = list(swept.hashes[: self._dropped_left]) if swept is not None else []
+        counted = {booking.target for booking in everything} | ({swept.target} if swept else set())
+        if set(self._loads) != counted:
             raise AssertionError(f"loads kept for targets without bookings: {set(self._loads)}")
         for target in self._loads:
-            self._check_target(target, [booking for booking in everything if booking.target == target])
+            here = [booking for booking in everything if booking.target == target]
+            self._check_target(target, here, extra if swept and swept.target == target else [])
         for router_id, owner in self._owners.items():
             if owner.digest != sum(booking.digest() for booking in owner.bookings.values()) & _MASK64:
                 raise AssertionError(f"the digest of {router_id} is off")
 
-    def _check_target(self, target: Target, bookings: list[Booking]) -> None:
+    def _check_target(self, target: Target, bookings: list[Booking], extra: list[int]) -> None:
         load = self._loads[target]
         references = Counter(hash_ for booking in bookings for hash_ in booking.hashes)
+        references.update(extra)
         charged = sum(booking.prefill_tokens for booking in bookings if not booking.prefill_completed)
         nameless = sum(booking.anonymous_blocks + booking.output_blocks for booking in bookings)
         expected = (dict(references), charged, nameless, len(bookings))
@@ -222,13 +264,29 @@ class ActiveTable:
         self._targets[load.slot] = target
         return load
 
-    def _release(self, booking: Booking) -> None:
+    def _disown(self, key: BookingKey) -> Booking | None:
+        """Take the booking from its owner; it still counts on its target."""
+        owner = self._owners.get(key.router_id)
+        booking = owner.bookings.pop(key.number, None) if owner else None
+        if owner is None or booking is None:
+            return None
+        owner.digest = (owner.digest - booking.digest()) & _MASK64
+        if not owner.bookings:
+            del self._owners[key.router_id]
+        return booking
+
+    def _uncharge(self, booking: Booking) -> None:
+        """Take all but its hashes off its target."""
         load = self._loads[booking.target]
-        self._table.discard(load.slot, _dereference(load.references, booking.hashes))
         load.nameless_blocks -= booking.anonymous_blocks + booking.output_blocks
         load.charged_tokens -= 0 if booking.prefill_completed else booking.prefill_tokens
         load.requests -= 1
-        if not load.requests:
+
+    def _release(self, booking: Booking, hashes: Sequence[int]) -> None:
+        """Take these hashes of an uncharged booking off its target."""
+        load = self._loads[booking.target]
+        self._table.discard(load.slot, _dereference(load.references, hashes))
+        if not load.requests and not load.references:
             del self._loads[booking.target], self._targets[load.slot]
             self._slots.give_back(load.slot)
 

@@ -10,39 +10,32 @@ While recovering, live frames are held. `due` says what to ask of the source; `a
 frames of its ring or chunks of a snapshot; `work` loads a snapshot in slices into a fresh place,
 and the sink switches to it in one step. Time is passed in; nothing here waits.
 
+One odd number (a seq far ahead, another version) is believed until the source's next heartbeat or
+answer says otherwise; another incarnation, until its lease has ended.
+
 Invariants: everything up to `seq` of `incarnation` is applied, nothing after it; held frames are
 in order of arrival and all newer than what was applied when they came.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from kvrouter.core.events import (
     VERSION,
-    AddRequest,
-    ApproxEntry,
     Check,
     Decoded,
-    Op,
-    Removed,
     ReplayFrames,
     ReplayRequest,
     SnapshotChunk,
-    Stored,
     decode_answer,
     decode_frame,
 )
-from kvrouter.core.feed_state import FeedCounters, FeedState
+from kvrouter.core.feed_state import BROKEN_RETRY_S, Backoff, FeedCounters, FeedState, Trust
+from kvrouter.core.held import HeldFrames
+from kvrouter.core.loading import Loading, cost
 from kvrouter.core.sinks import FeedSink
 from kvrouter.errors import MalformedFrameError
-
-HELD_BYTES = 32 * 1024 * 1024
-BROKEN_RETRY_S = 30.0
-FIRST_RETRY_S = 0.1
-LAST_RETRY_S = 5.0
 
 
 class FeedReader:
@@ -53,7 +46,7 @@ class FeedReader:
         self.incarnation = 0
         self.seq = 0
         self.source_seq = 0
-        """The newest seq the source is known to have sent; `source_seq - seq` is the lag."""
+        """The seq the source has sent, as it said last; `source_seq - seq` is the lag."""
         self.heard_at: float | None = None
         """When the source was last heard on this feed; None before its first word."""
         self.flag = ""
@@ -61,19 +54,20 @@ class FeedReader:
         self.counters = FeedCounters()
         self._part = part
         self._sink = sink
-        self._chance = chance
-        self._held: deque[Decoded] = deque()
-        self._held_bytes = 0
+        self._held = HeldFrames()
+        self._live_seq = 0
+        """How far the live traffic is; a replay may run ahead of it."""
+        self._told_seq = 0
+        """The newest seq in what came since the last question."""
         self._want_snapshot = False
         self._wanted_incarnation = 0
-        self._snapshot_not_before = 0.0
-        self._loading: _Loading | None = None
+        self._loading: Loading | None = None
         self._asked = False
-        self._attempts = 0
-        self._retry_at = 0.0
+        self._questions = 0
+        self._backoff = Backoff(chance)
+        self._trust = Trust()
         self._recovering_since: float | None = None
         self._malformed_seq = 0
-        self._mismatches_in_row = 0
 
     @property
     def lag(self) -> int:
@@ -83,38 +77,59 @@ class FeedReader:
     @property
     def is_loading(self) -> bool:
         """Whether `work` has something to do."""
-        loading = self._loading
-        return loading is not None and (bool(loading.ops) or loading.next_chunk == loading.chunks)
+        return self._loading is not None and self._loading.has_work
+
+    @property
+    def _newest(self) -> int:
+        """The greatest incarnation met."""
+        return max(self.incarnation, self._wanted_incarnation)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether an answer is awaited."""
+        return self._asked
 
     # What arrives
 
-    def frame(self, data: bytes, now: float) -> None:
-        """A live frame. Never raises: whatever is wrong with it is counted and repaired."""
+    def frame(self, data: bytes, now: float) -> bool:
+        """A live frame; False if it is not of the life that is followed.
+
+        Never raises: whatever is wrong with it is counted and repaired.
+        """
         try:
             decoded = decode_frame(data)
         except MalformedFrameError:
             self.counters.malformed += 1
-            return  # its number is lost too: the next frame or heartbeat shows the gap
+            return False  # its number is lost too: the next frame or heartbeat shows the gap
         if decoded.version != VERSION:
-            self.flag = f"speaks version {decoded.version}, this replica {VERSION}"
-            return
-        self._see(decoded, len(data), now)
+            self._meet_other_version(decoded.version, now)
+            return False
+        return self._see(decoded, len(data), now)
 
     def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
         """The source says how far it is; False if a greater incarnation of it has been met.
 
         Its frames travel on the same subscription, before this.
         """
-        if incarnation < max(self.incarnation, self._wanted_incarnation):
+        if incarnation < self._newest:
             return False
-        if incarnation > max(self.incarnation, self._wanted_incarnation):
+        if incarnation > self._newest:
             self._meet(incarnation, seq, now)
         self.heard_at = now
-        self.source_seq = max(self.source_seq, seq)
-        if self.state is FeedState.LIVE and seq > self.seq:
+        self.source_seq = seq
+        is_low = seq < self.seq <= self._live_seq  # and not for a replay that ran ahead of it
+        self._hear_seq(seq)
+        if self.state is FeedState.LIVE:
+            self._compare_seq(seq, is_low, now)
+        return True
+
+    def _compare_seq(self, seq: int, is_low: bool, now: float) -> None:
+        if seq > self.seq:
             self.counters.gaps += 1
             self._recover(now)
-        return True
+        elif self._trust.is_broken_by(is_low):
+            self.counters.unsent += 1
+            self._doubt("more was applied than it says it has sent", now)
 
     def answer(self, data: bytes, now: float) -> None:
         """What the source answered to the request that `due` returned."""
@@ -135,54 +150,59 @@ class FeedReader:
         """The request got no answer."""
         self._asked = False
         self.counters.failures += 1
-        self._back_off(now)
+        self._backoff.begin(now)
 
     def close(self) -> None:
         """The source is gone: what was half loaded takes no room any longer."""
-        self._drop_held()
+        self._held.clear()
         self._give_up_load()
 
     # What to do
 
     def due(self, now: float) -> ReplayRequest | None:
         """The request to send now, if any. The caller reports back with `answer` or `failed`."""
-        if self.state is FeedState.BROKEN and now >= self._retry_at:
+        if self.state is FeedState.BROKEN and self._backoff.is_over(now):
             self._recover(now, snapshot=True)
-        if self.state is not FeedState.RECOVERING or self._asked or now < self._retry_at or self.is_loading:
+        if self.state is FeedState.LIVE and self._trust.wants_snapshot(now):
+            self._recover(now, snapshot=True)
+        is_waiting = self._asked or self.is_loading or not self._backoff.is_over(now)
+        if self.state is not FeedState.RECOVERING or is_waiting:
             return None
         loading = self._loading
         self._asked = True
-        incarnation = max(self.incarnation, self._wanted_incarnation)
+        self._questions += 1
+        self._told_seq = 0
         if loading is not None:
-            return ReplayRequest(VERSION, self._part, incarnation, 0, loading.id, loading.next_chunk)
-        return ReplayRequest(VERSION, self._part, incarnation, 0 if self._want_snapshot else self.seq + 1)
+            return ReplayRequest(VERSION, self._part, self._newest, 0, loading.id, loading.next_chunk)
+        return ReplayRequest(VERSION, self._part, self._newest, 0 if self._want_snapshot else self.seq + 1)
 
     def work(self, hashes: int, now: float) -> None:
-        """Load about this many hashes of a snapshot."""
+        """Load about this many hashes of a snapshot, or what costs as much."""
         loading = self._loading
         if loading is None:
             return
         while loading.ops and hashes > 0:
             op = loading.ops.popleft()
-            hashes -= _weight(op)
+            hashes -= cost(op)
             if not self._sink.load(op, now):
                 self.counters.contradictions += 1
                 self._break("sent a snapshot that contradicts itself", now)
                 return
-        if not loading.ops and loading.next_chunk == loading.chunks:
+        if not loading.ops and loading.is_complete:
             self._finish_load(loading, now)
 
     # Frames
 
-    def _see(self, decoded: Decoded, size: int, now: float) -> None:
+    def _see(self, decoded: Decoded, size: int, now: float) -> bool:
         self.heard_at = now
         self.counters.unknown_ops += decoded.unknown_ops
-        if decoded.incarnation < max(self.incarnation, self._wanted_incarnation):
+        if decoded.incarnation < self._newest:
             self.counters.stale += 1
-            return
-        if decoded.incarnation > max(self.incarnation, self._wanted_incarnation):
+            return False
+        if decoded.incarnation > self._newest:
             self._meet(decoded.incarnation, decoded.seq - 1, now)
         self.source_seq = max(self.source_seq, decoded.seq)
+        self._hear_seq(decoded.seq)
         if self.state is not FeedState.LIVE:
             self._hold(decoded, size, now)
         elif decoded.seq <= self.seq:
@@ -193,14 +213,19 @@ class FeedReader:
             self._recover(now)
         else:
             self._apply(decoded, now)
+        return True
+
+    def _hear_seq(self, seq: int) -> None:
+        """A number in the live traffic."""
+        self._live_seq = max(self._live_seq, seq)
+        self._told_seq = max(self._told_seq, seq)
 
     def _meet(self, incarnation: int, seq: int, now: float) -> None:
         """A greater incarnation: the source started anew. If it has sent nothing yet, so do we."""
-        self._drop_held()
-        self._give_up_load()
-        self.source_seq = seq
-        self._malformed_seq = self._mismatches_in_row = 0
-        self._snapshot_not_before = 0.0
+        self.close()
+        self.source_seq = self._live_seq = seq
+        self._malformed_seq = 0
+        self._trust = Trust()
         if seq > 0:
             self._wanted_incarnation = incarnation
             self._recover(now, snapshot=True)
@@ -225,7 +250,7 @@ class FeedReader:
             if self.state is not FeedState.LIVE and self._want_snapshot:
                 return
         self.seq = decoded.seq
-        self._attempts = 0
+        self._backoff.reset()
         self.counters.applied += 1
 
     def _meet_malformed(self, seq: int, now: float) -> None:
@@ -235,32 +260,35 @@ class FeedReader:
         self._malformed_seq = seq
         self._recover(now, snapshot=second)
 
+    def _meet_other_version(self, version: int, now: float) -> None:
+        """Flagged; a source that does speak this version says so by its answer, and the flag goes."""
+        self.counters.other_versions += 1
+        self.flag = f"speaks version {version}, this replica {VERSION}"
+        if self.state is FeedState.LIVE:
+            self._recover(now)
+
     def _compare(self, check: Check, now: float) -> None:
         if self._sink.agrees(check):
-            self._mismatches_in_row = 0
+            self._trust.confirm()
             self.flag = ""
             return
         self.counters.digest_mismatches += 1
-        self._mismatches_in_row += 1
-        if self._mismatches_in_row > 1:
-            self.flag = "its digest keeps differing from what is held here"
-            if now < self._snapshot_not_before:
-                return  # go on with what there is: a snapshot did not help a moment ago
-        self._snapshot_not_before = now + BROKEN_RETRY_S
-        self._recover(now, snapshot=True)
+        self._doubt("its digest keeps differing from what is held here", now)
+
+    def _doubt(self, reason: str, now: float) -> None:
+        """What is held here is not what the source has."""
+        may_ask = self._trust.doubt(now)
+        if self._trust.is_lost:
+            self.flag = reason
+        if may_ask:  # else go on with what there is: a snapshot did not help a moment ago
+            self._recover(now, snapshot=True)
 
     def _hold(self, decoded: Decoded, size: int, now: float) -> None:
-        self._held.append(decoded)
-        self._held_bytes += size
-        if self._held_bytes > HELD_BYTES:
+        if not self._held.hold(decoded, size, self._questions):
             self.counters.held_overflows += 1
-            self._drop_held()
+            self._held.clear()
             self._give_up_load()
             self._recover(now)
-
-    def _drop_held(self) -> None:
-        self._held.clear()
-        self._held_bytes = 0
 
     # Recovery
 
@@ -269,7 +297,7 @@ class FeedReader:
             self._recovering_since = now
         self.state = FeedState.RECOVERING
         self._want_snapshot = self._want_snapshot or snapshot
-        self._retry_at = now
+        self._backoff.end(now)
 
     def _replay(self, answer: ReplayFrames, now: float) -> None:
         if self._want_snapshot:
@@ -279,15 +307,26 @@ class FeedReader:
         for data in answer.frames:
             self._replay_frame(data, now)
         self.counters.replayed += self.seq - before
+        if answer.seq:
+            self._learn_end(answer.seq)
         self._catch_up(now)
         if self.state is FeedState.RECOVERING and self.seq == before:
-            self._back_off(now)
+            self._backoff.begin(now)
+
+    def _learn_end(self, seq: int) -> None:
+        """The source had sent `seq` frames when it answered; what counts more and came before is damage."""
+        self.counters.unsent += self._held.drop_unsent(seq, self._questions)
+        self._live_seq = min(self._live_seq, max(seq, self._told_seq))
+        self.source_seq = max(seq, self._told_seq)
 
     def _replay_frame(self, data: bytes, now: float) -> None:
         try:
             decoded = decode_frame(data)
         except MalformedFrameError:
             self._meet_malformed(self.seq + 1, now)
+            return
+        if decoded.version != VERSION:
+            self._meet_other_version(decoded.version, now)
             return
         follows = decoded.incarnation == self.incarnation and decoded.seq == self.seq + 1
         if follows and self.state is FeedState.LIVE:
@@ -298,55 +337,54 @@ class FeedReader:
         self._drain_held(now)
         if self.state is FeedState.LIVE and self.seq < self.source_seq:
             self._recover(now)
-        if self.state is FeedState.LIVE and self._recovering_since is not None:
+        if self.state is not FeedState.LIVE:
+            return
+        if not self._trust.is_lost:
+            self.flag = ""
+        if self._recovering_since is not None:
             self.counters.recovery_s = now - self._recovering_since
             self._recovering_since = None
 
     def _drain_held(self, now: float) -> None:
         """Apply held frames that follow on; what lies behind a further gap stays held."""
         while self._held and self.state is FeedState.LIVE:
-            decoded = self._held[0]
+            decoded = self._held.first
             if decoded.incarnation == self.incarnation and decoded.seq > self.seq + 1:
                 self._recover(now)
                 return
-            self._held.popleft()
+            self._held.pop()
             if decoded.incarnation == self.incarnation and decoded.seq == self.seq + 1:
                 self._apply(decoded, now)
-        if not self._held:
-            self._held_bytes = 0
 
     def _take_chunk(self, chunk: SnapshotChunk, now: float) -> None:
-        if chunk.incarnation < max(self.incarnation, self._wanted_incarnation):
-            self._back_off(now)
+        if chunk.incarnation < self._newest:
+            self._backoff.begin(now)
             return
         loading = self._loading
-        arrived = (chunk.incarnation, chunk.snapshot_id, chunk.chunk)
-        if loading is None or arrived != (loading.incarnation, loading.id, loading.next_chunk):
+        if loading is None or not loading.is_next(chunk):
             if chunk.chunk != 0:
                 self._give_up_load()  # its snapshot is gone: the next request begins anew
-                self._back_off(now)
+                self._backoff.begin(now)
                 return
             self._sink.begin_load()
-            loading = self._loading = _Loading(
-                chunk.snapshot_id, chunk.as_of_seq, chunk.incarnation, chunk.chunks
-            )
-        loading.ops.extend(chunk.ops)
-        loading.next_chunk += 1
+            loading = self._loading = Loading.begin(chunk)
+        loading.take(chunk)
 
-    def _finish_load(self, loading: _Loading, now: float) -> None:
+    def _finish_load(self, loading: Loading, now: float) -> None:
         self._loading = None
         self._sink.finish_load()
-        if loading.incarnation > max(self.incarnation, self._wanted_incarnation):
-            self.source_seq = 0  # it started anew while it was asked: the old numbers are void
+        if loading.incarnation > self._newest:
+            self.source_seq = self._live_seq = 0  # it started anew meanwhile: the old numbers are void
         self.incarnation = self._wanted_incarnation = loading.incarnation
         self.seq = loading.as_of_seq
         self.source_seq = max(self.source_seq, self.seq)
         self.counters.snapshots += 1
+        self._trust.renew()
         self._want_snapshot = False
         self.state = FeedState.LIVE
         self._catch_up(now)
         if self.state is FeedState.RECOVERING:
-            self._back_off(now)  # the snapshot did not lead on: a frame behind it may be poisoned
+            self._backoff.begin(now)  # the snapshot did not lead on: a frame behind it may be poisoned
 
     def _give_up_load(self) -> None:
         if self._loading is not None:
@@ -357,30 +395,6 @@ class FeedReader:
         self.counters.malformed += 1
         self.flag = reason
         self._give_up_load()
-        self._drop_held()
+        self._held.clear()
         self.state = FeedState.BROKEN
-        self._retry_at = now + BROKEN_RETRY_S
-
-    def _back_off(self, now: float) -> None:
-        delay = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(self._attempts, 10))
-        self._attempts += 1
-        self._retry_at = now + delay * (0.5 + self._chance())
-
-
-@dataclass(slots=True)
-class _Loading:
-    """A snapshot on its way in."""
-
-    id: int
-    as_of_seq: int
-    incarnation: int
-    chunks: int
-    next_chunk: int = 0
-    ops: deque[Op] = field(default_factory=deque)
-
-
-def _weight(op: Op) -> int:
-    """How many hashes an op costs to load."""
-    if isinstance(op, Stored | Removed | AddRequest | ApproxEntry):
-        return 1 + len(op.hashes) // 8
-    return 1
+        self._backoff.wait(BROKEN_RETRY_S, now)

@@ -93,7 +93,7 @@ class FeedSource:
             if snapshot is not None and 0 <= request.chunk < len(snapshot.chunks):
                 return snapshot.chunks[request.chunk]
         elif self._has_from(request):
-            return encode(ReplayFrames(self._frames_from(request.from_seq, room)))
+            return encode(ReplayFrames(self._frames_from(request.from_seq, room), self.seq))
         return self._shared_snapshot(room, now).chunks[0]
 
     def _has_from(self, request: ReplayRequest) -> bool:

@@ -176,8 +176,8 @@ class SyncSink:
         return (check.count, check.digest) == self._active.digest(self._router_id)
 
     def reset(self) -> None:
-        """The replica has no bookings."""
-        self._active.free_owner(self._router_id)
+        """The replica has no bookings any more."""
+        self._active.drop_owner(self._router_id)
 
     def begin_load(self) -> None:
         """Nothing is named yet."""
@@ -198,10 +198,10 @@ class SyncSink:
         return True
 
     def finish_load(self) -> None:
-        """Free what the owner did not name."""
+        """What the owner did not name has ended."""
         for booking in self._active.bookings(self._router_id):
             if booking.key.number not in self._named:
-                self._active.free(booking.key)
+                self._active.drop(booking.key)
 
     def abandon_load(self) -> None:
         """What was loaded stays: each booking stands for itself, and the next snapshot tells the rest."""

@@ -155,10 +155,11 @@ def test_a_replica_dies(active: ActiveTable) -> None:
         active.book(booking(BookingKey(R1, number), T2 if number % 2 else T1))
     active.book(booking(BookingKey(R2, 1), hashes=[99]))
 
-    freed = active.free_owner(R1)
+    active.drop_owner(R1)
+    active.drop_owner(R1)
 
-    assert list(range(5)) == [one.key.number for one in freed]
-    assert [] == active.free_owner(R1)
+    assert {R2: 1} == active.owners()
+    assert not active.sweep()
     assert (1, 0) == (active.blocks(T1), active.blocks(T2))
     active.check()
 
@@ -216,6 +217,7 @@ class ActiveHistory(RuleBasedStateMachine):
         super().__init__()
         self.active = ActiveTable()
         self.model: dict[BookingKey, Booking] = {}
+        self.dropped: list[Booking] = []
 
     @initialize(seed=st.integers(0, 2**32))
     def grow(self, seed: int) -> None:
@@ -250,22 +252,52 @@ class ActiveHistory(RuleBasedStateMachine):
         assert (self.model.pop(key, None) is not None) == (self.active.free(key) is not None)
 
     @rule(router_id=st.sampled_from([R1, R2]))
-    def free_owner(self, router_id: RouterId) -> None:
+    def drop_owner(self, router_id: RouterId) -> None:
         """Its replica dies."""
-        freed = {one.key for one in self.active.free_owner(router_id)}
-        assert {key for key in self.model if key.router_id == router_id} == freed
-        for key in freed:
-            del self.model[key]
+        self.active.drop_owner(router_id)
+        for key in [key for key in self.model if key.router_id == router_id]:
+            self.dropped.append(self.model.pop(key))
+
+    @rule(key=keys)
+    def drop(self, key: BookingKey) -> None:
+        """It has ended unnoticed."""
+        self.active.drop(key)
+        if key in self.model:
+            self.dropped.append(self.model.pop(key))
+
+    @rule(hashes=st.integers(1, 20))
+    def sweep(self, hashes: int) -> None:
+        """A slice of what was dropped goes, deepest blocks of a booking first."""
+        if not self.active.sweep(hashes):
+            self.dropped = []
+        elif self.dropped:
+            gone = len(self.dropped) - len(self.active._dropped)
+            self.dropped = self.dropped[gone:]
 
     @invariant()
     def agrees(self) -> None:
         """Sums, depths and digests are those of the bookings there are."""
         self.active.check()
         for target in (T1, T2):
-            self._agrees_on(target, [one for one in self.model.values() if one.target == target])
+            here = [one for one in self.model.values() if one.target == target]
+            if self.dropped:
+                self._holds_at_least(target, here)
+            else:
+                self._agrees_on(target, here)
         for router_id in (R1, R2):
             own = [one.digest() for key, one in self.model.items() if key.router_id == router_id]
             assert (len(own), sum(own) % 2**64) == self.active.digest(router_id)
+
+    def _holds_at_least(self, target: Target, here: list[Booking]) -> None:
+        """What is being swept may still count; what is in flight does."""
+        held = {hash_ for one in here for hash_ in one.hashes}
+        for node in range(24):
+            chain = self.forest.chain(node)
+            assert walk(chain, held) <= self.active.depths(chain).get(target, 0)
+            depth = self.active.depths(chain).get(target, 0)
+            slot = self.active._loads[target].slot if target in self.active._loads else 0
+            still = [self.active._table.holds(slot, hash_) for hash_ in chain]
+            assert [True] * depth == still[:depth], "a hole in what is swept"
 
     def _agrees_on(self, target: Target, here: list[Booking]) -> None:
         held = {hash_ for one in here for hash_ in one.hashes}
@@ -281,6 +313,8 @@ class ActiveHistory(RuleBasedStateMachine):
         """When all are freed, nothing is left."""
         for key in KEYS:
             self.active.free(key)
+        while self.active.sweep(7):
+            self.active.check()
         self.active.check()
         assert 0 == len(self.active._table)
         assert {} == self.active.owners()

@@ -6,8 +6,8 @@ import pytest
 
 from kvrouter.core.blocks import pack_hashes
 from kvrouter.core.events import VERSION, Check, ReplayRequest, SnapshotChunk, Stored, encode
-from kvrouter.core.feed import BROKEN_RETRY_S, HELD_BYTES, LAST_RETRY_S
-from kvrouter.core.feed_state import FeedState
+from kvrouter.core.feed_state import BROKEN_RETRY_S, LAST_RETRY_S, FeedState
+from kvrouter.core.held import HELD_BYTES
 from tests.core.links import TARGET, Link, frame_of, malformed
 
 
@@ -266,7 +266,7 @@ def test_too_much_held(link: Link) -> None:
     big = b"\x00" * 8
     for _ in range(3):
         link.send([Stored(0, None, big)])
-    link.reader._held_bytes = HELD_BYTES
+    link.reader._held._bytes = HELD_BYTES
     link.send([Stored(0, None, big)])
 
     assert 1 == link.reader.counters.held_overflows
