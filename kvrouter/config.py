@@ -14,6 +14,10 @@ from kvrouter.bus.connection import Bus
 from kvrouter.bus.embedded import DEFAULT_URL, embedded_server
 from kvrouter.bus.options import NatsOptions
 from kvrouter.core.ids import is_identifier
+from kvrouter.core.lease import MAX_INTERVAL_MS
+
+MIN_HEARTBEAT_S = 0.05
+MAX_HEARTBEAT_S = MAX_INTERVAL_MS / 1000
 
 _NATS_FILES = {
     "password-file": "the password of --nats-user",
@@ -49,6 +53,14 @@ def not_negative(text: str) -> float:
     return value
 
 
+def heartbeat(text: str) -> float:
+    """An argparse type: seconds between heartbeats."""
+    value = _number(text)
+    if not MIN_HEARTBEAT_S <= value <= MAX_HEARTBEAT_S:
+        raise argparse.ArgumentTypeError(f"{text!r}: use {MIN_HEARTBEAT_S:g} to {MAX_HEARTBEAT_S:g} seconds")
+    return value
+
+
 def positive_int(text: str) -> int:
     """An argparse type: a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
@@ -81,7 +93,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--namespace", type=identifier, default="default", help="keeps fleets on one NATS apart"
     )
-    parser.add_argument("--heartbeat-s", type=positive, default=1.0, help="seconds between heartbeats")
+    parser.add_argument("--heartbeat-s", type=heartbeat, default=1.0, help="seconds between heartbeats")
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     parser.add_argument("--log-format", choices=["console", "json"], default="console")
 

@@ -74,12 +74,15 @@ class WorkerBeat(Struct, frozen=True, array_like=True):
     ranks: list[RankBeat]
     card_version: int
     card: Card | None = None
+    interval_ms: int | None = None
+    """Time between its heartbeats; None: an agent that does not say."""
 
 
 class RouterBeat(Struct, frozen=True, array_like=True):
     """A replica's heartbeat. `feeds` maps a pool to the last seq of its sync feed.
 
     `round` counts this replica's own heartbeats: one that comes back proves that the bus works.
+    `workers` are those it hears; only the answer to a hello names them, for whoever joins.
     """
 
     version: int
@@ -88,6 +91,8 @@ class RouterBeat(Struct, frozen=True, array_like=True):
     address: str
     feeds: dict[str, int]
     round: int
+    interval_ms: int | None = None
+    workers: list[str] = []
 
 
 encode = msgspec.msgpack.Encoder().encode

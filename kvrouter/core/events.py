@@ -152,10 +152,10 @@ class ReplayRequest(Struct, frozen=True, array_like=True):
 
 
 class ReplayFrames(Struct, frozen=True, array_like=True, tag=0):
-    """Encoded frames, in order; as many as fit one message. `seq` is what the source has sent in all."""
+    """Encoded frames, in order; as many as fit one message. `seq`: how many the source has sent in all."""
 
     frames: list[bytes]
-    seq: int = 0
+    seq: int | None = None
 
 
 class SnapshotChunk(Struct, frozen=True, array_like=True, tag=1):

@@ -50,7 +50,7 @@ class FeedReader:
         self.heard_at: float | None = None
         """When the source was last heard on this feed; None before its first word."""
         self.flag = ""
-        """What is wrong with the source, for a person; empty if nothing."""
+        """What is wrong with the source, for a person."""
         self.counters = FeedCounters()
         self._part = part
         self._sink = sink
@@ -156,8 +156,6 @@ class FeedReader:
         """The source is gone: what was half loaded takes no room any longer."""
         self._held.clear()
         self._give_up_load()
-
-    # What to do
 
     def due(self, now: float) -> ReplayRequest | None:
         """The request to send now, if any. The caller reports back with `answer` or `failed`."""
@@ -307,7 +305,7 @@ class FeedReader:
         for data in answer.frames:
             self._replay_frame(data, now)
         self.counters.replayed += self.seq - before
-        if answer.seq:
+        if answer.seq is not None:
             self._learn_end(answer.seq)
         self._catch_up(now)
         if self.state is FeedState.RECOVERING and self.seq == before:

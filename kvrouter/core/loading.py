@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvrouter.core.events import AddRequest, ApproxEntry, Op, Removed, SnapshotChunk, Stored
 
-BOOKED_HASH_COST = 4
-"""Booking a hash costs about as much as storing four: it is counted as well as stored."""
+BOOKED_HASH_COST = 5
+"""Booking a hash costs as much as storing five, or seven if it was booked before (1.4 to 2.5 us, 0.35 us)."""
+OP_HASHES = 1024
+"""A Stored with more is loaded in parts of so many."""
 
 
 @dataclass(slots=True)
@@ -44,8 +47,20 @@ class Loading:
 
     def take(self, chunk: SnapshotChunk) -> None:
         """The next chunk has come."""
-        self.ops.extend(chunk.ops)
+        for op in chunk.ops:
+            self.ops.extend(_parts(op))
         self.next_chunk += 1
+
+
+def _parts(op: Op) -> Iterator[Op]:
+    """The op in parts that load in much less than 1 ms; a booking is one part whatever its length."""
+    size = OP_HASHES * 8
+    if not isinstance(op, Stored) or len(op.hashes) <= size:
+        yield op
+        return
+    for start in range(0, len(op.hashes), size):
+        parent = None if start else op.parent  # of the later parts' first the parent was in the part before
+        yield Stored(op.tier, parent, op.hashes[start : start + size])
 
 
 def cost(op: Op) -> int:

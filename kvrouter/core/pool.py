@@ -20,6 +20,9 @@ from kvrouter.core.ids import PoolId, Target, WorkerId
 from kvrouter.core.index import BlockIndex
 from kvrouter.core.policy import Candidate, RouteRequest
 
+NAMED_MOST = 5
+"""Of many with the same trouble so many are named."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
@@ -56,6 +59,10 @@ class Worker:
         """Whether requests to this rank help to learn what it holds, after its history was lost."""
         beat = self.ranks.get(rank)
         return self.card.repairs_by_report and beat is not None and beat.partial
+
+    def has_shown_card_of(self, beat: WorkerBeat) -> bool:
+        """Whether the card that the heartbeat speaks of has been seen."""
+        return self.card_seen == (beat.incarnation, beat.card_version)
 
     def tier_sets(self) -> int:
         """How many nested tier sets it publishes."""
@@ -155,8 +162,7 @@ class Pool:
     def _choose_targets(self) -> None:
         live = [worker for worker in self.workers.values() if worker.state != "down"]
         if self.settings.block_size is None and live:
-            eldest = min(live, key=lambda worker: (worker.card.started_at_us, worker.card.worker_id))
-            self.block_size = eldest.card.block_size
+            self.block_size = _block_size(live)
         for worker in self.workers.values():
             worker.refused = ""
             if worker.card.block_size != self.block_size:
@@ -170,6 +176,29 @@ class Pool:
             self.names = frozenset(name for card in cards for name in card.names())
             self.lora_names = frozenset(name for card in cards for name in card.lora_names)
             self.max_model_len = max(card.max_model_len for card in cards)
+
+    def sweep(self, hashes: int) -> bool:
+        """A small step of tidying after whoever is gone; returns whether there is more to do."""
+        return self.active.sweep(hashes) or self.index.sweep()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left here: no worker, no booking, no block."""
+        return not self.workers and self.active.is_empty and not len(self.index)
+
+    def why_no_target(self) -> str:
+        """Why there is nobody to send to, or only whom nobody has heard for long; empty if there is."""
+        if any(not worker.silent for worker in self.targets.values()):
+            return ""
+        refused = [
+            f"{worker_id}: {worker.refused}"
+            for worker_id, worker in self.workers.items()
+            if worker.refused and worker.state == "up" and not worker.silent
+        ]
+        if refused:
+            more = f" and {len(refused) - NAMED_MOST} more" if len(refused) > NAMED_MOST else ""
+            return f"all live workers are refused ({'; '.join(refused[:NAMED_MOST])}{more})"
+        return "no live worker"
 
     # Candidates
 
@@ -211,3 +240,11 @@ class Pool:
         if worker.state != "up":
             return worker.state
         return "silent" if worker.silent else f"has no adapter {request.lora_name!r}"
+
+
+def _block_size(live: list[Worker]) -> int:
+    """That of the worker started first. The silent have no say while others can be chosen."""
+    heard = [worker for worker in live if not worker.silent]
+    voters = heard if any(worker.state == "up" for worker in heard) else live
+    eldest = min(voters, key=lambda worker: (worker.card.started_at_us, worker.card.worker_id))
+    return eldest.card.block_size

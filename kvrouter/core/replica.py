@@ -11,27 +11,37 @@ Pure: bytes and the time go in, bytes and requests come out. The shell in `front
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrouter.core.beats import RouterBeat, State, WorkerBeat, decode_router_beat, decode_worker_beat
 from kvrouter.core.events import VERSION, ReplayRequest
 from kvrouter.core.feed import FeedReader
-from kvrouter.core.feed_state import FeedState
+from kvrouter.core.following import Following
 from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId
 from kvrouter.core.lease import DEFAULT_ROUNDS, Leases
-from kvrouter.core.models import pool_serving
 from kvrouter.core.policy import Policy, PolicyState
 from kvrouter.core.pool import Pool, PoolSettings, Worker
+from kvrouter.core.pools import Pools
+from kvrouter.core.readiness import AWAITED_MOST, Readiness, behind
 from kvrouter.core.router import Router
 from kvrouter.core.sinks import KvSink
-from kvrouter.core.sources import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource
+from kvrouter.core.sources import (
+    AwaitedSource,
+    Feed,
+    KvSource,
+    RouterSource,
+    Source,
+    SyncSource,
+    WorkerSource,
+    name,
+)
 from kvrouter.errors import MalformedFrameError
 
-HELLO_S = 0.2
-"""Everyone answers a hello within 50 ms; after this long, who has not spoken is not there."""
-SLICE_HASHES = 4096
-"""Loading this many hashes of a snapshot takes about 1 ms."""
+SLICE_HASHES = 2048
+"""Storing this many hashes of a snapshot takes about 0.7 ms."""
+SWEPT_SHARE = 4
+"""Taking a dropped booking's hash off costs as much as storing so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,7 @@ class ReplicaSettings:
     pool: PoolSettings = field(default_factory=PoolSettings)
     synced: bool = False
     lease_rounds: int = DEFAULT_ROUNDS
+    heartbeat_s: float = 1.0
 
 
 @dataclass(slots=True)
@@ -52,6 +63,8 @@ class ReplicaCounters:
     unknown_messages: int = 0
     workers_lost: int = 0
     replicas_lost: int = 0
+    pools_refused: int = 0
+    """Messages about a pool that is one too many."""
 
 
 class Replica:
@@ -73,16 +86,17 @@ class Replica:
         self.router_id = router_id
         self.incarnation = incarnation
         self.counters = ReplicaCounters()
-        self.routers: dict[PoolId, Router] = {}
-        self.readers: dict[Feed, FeedReader] = {}
+        self._pools = Pools(self._new_router, settings.lease_rounds)
+        self.routers = self._pools.routers
         self.peers: dict[RouterId, RouterBeat] = {}
         self._worker_pools: dict[WorkerId, PoolId] = {}
-        self._leases: Leases[Source] = Leases(settings.lease_rounds)
+        self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
+        self._feeds = Following(self._leases, self._new_reader)
+        self.readers = self._feeds.readers
+        self._readiness = Readiness()
         self._new_policy = new_policy
         self._chance = chance
         self._round = 0
-        self._hello_at: float | None = None
-        self._is_ready = False
         self._lacks_card = False
         self._hello_again_round = 0
 
@@ -103,12 +117,19 @@ class Replica:
         if beat.state == "leave" or self._worker_pools.get(worker_id, pool_id) != pool_id:
             self._remove_worker(worker_id)
         if beat.state == "leave":
+            self._meet_awaited(worker_id)
             return
-        self._lacks_card = self._lacks_card or _is_card_missing(known, beat)
-        if not self.router(pool_id).pool.update(worker_id, beat):
+        if beat.card is None and (known is None or not known.has_shown_card_of(beat)):
+            self._lacks_card = True
+        if self._readiness.is_waiting_for(worker_id):
+            self._leases.heard(AwaitedSource(worker_id), beat.interval_ms)  # its card is asked for
+        if beat.card is None and self._worker(worker_id) is None:
+            return
+        if not self._has_room(pool_id, served=True) or not self.router(pool_id).pool.update(worker_id, beat):
             return
         self._worker_pools[worker_id] = pool_id
-        self._leases.heard(WorkerSource(worker_id))
+        self._meet_awaited(worker_id)
+        self._leases.heard(WorkerSource(worker_id), beat.interval_ms)
         self._follow_worker(pool_id, worker_id, beat, now)
 
     def kv_frame(self, source: KvSource, data: bytes, now: float) -> None:
@@ -127,36 +148,58 @@ class Replica:
             self.counters.malformed_heartbeats += 1
             return
         if router_id == self.router_id:
-            self._lose(self._leases.round(beat.round))
+            self._hear_echo(beat)
             return
         if beat.state == "leave":
             self._remove_router(router_id)
             return
         self.peers[router_id] = beat
-        self._leases.heard(RouterSource(router_id))
+        self._leases.heard(RouterSource(router_id), beat.interval_ms)
+        self._wait_for_workers(beat, router_id)
         for pool_id, seq in beat.feeds.items() if self.settings.synced else ():
-            source = SyncSource(PoolId(pool_id), router_id)
-            self._reader(source).heartbeat(beat.incarnation, seq, now)
+            self._hear_feed(SyncSource(PoolId(pool_id), router_id), beat, seq, now)
+
+    def _hear_echo(self, beat: RouterBeat) -> None:
+        """Our own heartbeat came back: a round. What says so and was never sent is not ours."""
+        if beat.incarnation != self.incarnation or beat.round > self._round:
+            self.counters.stale_heartbeats += 1
+            return
+        self._lose(self._leases.round(beat.round))
+
+    def _hear_feed(self, source: SyncSource, beat: RouterBeat, seq: int, now: float) -> None:
+        """A peer says how far its bookings' feed in one pool is; an empty one begins no pool here."""
+        is_known = source.pool in self.routers
+        if not (is_known or seq) or not self._has_room(source.pool, served=False):
+            return
+        self._feeds.heartbeat(source, beat.incarnation, seq, beat.interval_ms, now)
+
+    def _wait_for_workers(self, beat: RouterBeat, router_id: RouterId) -> None:
+        """Whom a peer hears and we do not: a joiner is not ready without them."""
+        if self._readiness.is_ready:
+            return
+        unknown = [WorkerId(worker_id) for worker_id in beat.workers if worker_id not in self._worker_pools]
+        self._readiness.wait_for(unknown, router_id)
+        for worker_id in filter(self._readiness.is_waiting_for, unknown):
+            self._leases.heard(AwaitedSource(worker_id))
+
+    def _meet_awaited(self, worker_id: WorkerId) -> None:
+        self._readiness.met(worker_id)
+        self._leases.forget(AwaitedSource(worker_id))
 
     def sync_frame(self, source: SyncSource, data: bytes, now: float) -> None:
         """A frame of a replica's sync feed; one's own is ignored."""
         if source.router_id == self.router_id or not self.settings.synced:
             return
-        self._leases.heard(RouterSource(source.router_id))
-        self._reader(source).frame(data, now)
+        if not self._has_room(source.pool, served=False):
+            return
+        if self._feeds.sync_frame(source, data, now):
+            self._leases.heard(RouterSource(source.router_id))
 
     # What to do
 
     def due(self, now: float, most: int) -> list[tuple[Feed, ReplayRequest]]:
         """The replay requests to send now, at most `most`; report back with `answered` or `failed`."""
-        requests: list[tuple[Feed, ReplayRequest]] = []
-        for source, reader in self.readers.items():
-            if len(requests) == most:
-                break
-            request = reader.due(now)
-            if request is not None:
-                requests.append((source, request))
-        return requests
+        return self._feeds.due(now, most)
 
     def answered(self, source: Feed, data: bytes, now: float) -> None:
         """A replay request was answered; the source may have left meanwhile."""
@@ -172,22 +215,44 @@ class Replica:
 
     def work(self, now: float) -> bool:
         """One slice of loading and sweeping, about 1 ms; returns whether there is more."""
-        for reader in self.readers.values():
-            if reader.is_loading:
-                reader.work(SLICE_HASHES, now)
-                return True
-        return any(router.pool.index.sweep() for router in self.routers.values())
+        if self._feeds.load(SLICE_HASHES, now):
+            return True
+        swept = SLICE_HASHES // SWEPT_SHARE
+        return any(router.pool.sweep(swept) for router in self.routers.values())
 
     def next_round(self, now: float) -> None:
-        """Once per heartbeat interval: a new round of the leases; what was assumed for too long goes."""
+        """Once per heartbeat interval: a new round of the leases; what nobody needs any longer goes."""
         self._round += 1
         for router in self.routers.values():
             router.pool.approx.expire(now)
+        needed = self._feeds.told_pools().union(self._worker_pools.values())
+        self._feeds.end_pools(self._pools.next_round(needed, now))
 
-    def heartbeat(self, state: State, address: str) -> RouterBeat:
-        """What this replica says of itself, each round and to every hello."""
-        feeds = {str(pool_id): router.source.seq for pool_id, router in self.routers.items()}
-        return RouterBeat(VERSION, self.incarnation, state, address, feeds, self._round)
+    def latch_ready(self, now: float) -> None:
+        """Many times a second: it counts whether the replica was ready, not whether somebody asked then."""
+        self.not_ready(now)
+
+    def cancelled(self) -> list[Feed]:
+        """Feeds that went while an answer was awaited; nobody waits for it any longer. Told once."""
+        return self._feeds.take_cancelled()
+
+    def heartbeat(self, state: State, address: str, *, names_workers: bool = False) -> RouterBeat:
+        """What this replica says of itself, each round and to every hello; then with the workers' names."""
+        return RouterBeat(
+            VERSION,
+            self.incarnation,
+            state,
+            address,
+            self._pools.told(),
+            self._round,
+            round(self.settings.heartbeat_s * 1000),
+            self._heard_workers() if names_workers else [],
+        )
+
+    def _heard_workers(self) -> list[str]:
+        pools = [router.pool for router in self.routers.values()]
+        heard = [name for pool in pools for name, worker in pool.workers.items() if not worker.silent]
+        return [str(worker_id) for worker_id in heard[:AWAITED_MOST]]
 
     def wants_hello(self) -> bool:
         """Whether to say hello in this round: somebody is heard whose card is missing here.
@@ -202,93 +267,62 @@ class Replica:
 
     def said_hello(self, now: float) -> None:
         """A hello has gone out (again, after a reconnect)."""
-        if self._hello_at is None:
-            self._hello_at = now
+        self._readiness.said_hello(now)
 
     # Questions
 
     def router(self, pool_id: PoolId) -> Router:
         """The router of a pool; begun when the pool is first heard of."""
-        router = self.routers.get(pool_id)
-        if router is None:
-            policy, state = self._new_policy()
-            router = self.routers[pool_id] = Router(
-                Pool(pool_id, self.settings.pool),
-                policy,
-                state,
-                router_id=self.router_id,
-                incarnation=self.incarnation,
-                synced=self.settings.synced,
-            )
-        return router
+        return self._pools.open(pool_id)
 
     def router_for(self, model: str | None) -> Router:
-        """The router of the pool that serves a model or LoRA name (core/models.py)."""
-        return self.routers[pool_serving(model, [router.pool for router in self.routers.values()]).id]
+        """The router that serves a model; see Pools. Raises UnknownModelError or NoWorkersError."""
+        return self._pools.router_for(model)
+
+    def _new_router(self, pool_id: PoolId, seq: int) -> Router:
+        policy, state = self._new_policy()
+        return Router(
+            Pool(pool_id, self.settings.pool),
+            policy,
+            state,
+            router_id=self.router_id,
+            incarnation=self.incarnation,
+            synced=self.settings.synced,
+            seq=seq,
+        )
+
+    def _has_room(self, pool_id: PoolId, *, served: bool) -> bool:
+        has_room = self._pools.has_room(pool_id, served=served)
+        self.counters.pools_refused += not has_room
+        return has_room
 
     def not_ready(self, now: float) -> list[str]:
         """Why this replica should not get traffic yet; empty once it was ready, and for ever after."""
-        if not self._is_ready:
-            reasons = list(self._missing(now))
-            self._is_ready = not reasons
-            return reasons
-        return []
+        return self._readiness.missing(bool(self._worker_pools), self.readers, now)
 
     def give_up_waiting(self) -> None:
         """Be ready with what there is: `--ready-timeout` has passed."""
-        self._is_ready = True
+        self._readiness.is_ready = True
 
     def degraded(self) -> list[str]:
         """What is wrong now, although requests are served."""
         reasons = [f"{name(source)}: {reader.flag}" for source, reader in self.readers.items() if reader.flag]
-        reasons += [
-            f"{name(source)}: {reader.state.value}, {reader.lag} frames behind"
-            for source, reader in self.readers.items()
-            if reader.state is not FeedState.LIVE
-        ]
-        pools = [router.pool for router in self.routers.values()]
-        reasons += [
-            f"pool {pool.id}: no live worker"
-            for pool in pools
-            if pool.workers and all(worker.silent for worker in pool.targets.values())
-        ]
-        return reasons or ([] if any(pool.workers for pool in pools) else ["no worker is known"])
-
-    def _missing(self, now: float) -> Iterable[str]:
-        if self._hello_at is None:
-            yield "not connected to NATS yet"
-        elif now < self._hello_at + HELLO_S:
-            yield "waiting for the answers to hello"
-        if not self._worker_pools:
-            yield "no worker has been seen"
-        for source, reader in self.readers.items():
-            if reader.state is not FeedState.LIVE:
-                yield f"{name(source)}: {reader.state.value}, {reader.lag} frames behind"
+        reasons += behind(self.readers)
+        pools = [router.pool for router in self.routers.values() if router.pool.workers]
+        reasons += [f"pool {pool.id}: {pool.why_no_target()}" for pool in pools if pool.why_no_target()]
+        return reasons or ([] if pools else ["no worker is known"])
 
     # Members
 
     def _follow_worker(self, pool_id: PoolId, worker_id: WorkerId, beat: WorkerBeat, now: float) -> None:
         worker = self.routers[pool_id].pool.workers[worker_id]
         if beat.card is not None:
-            self._unfollow_lost_ranks(pool_id, worker_id, worker.card.ranks)
+            self._feeds.end_ranks(pool_id, worker_id, worker.card.ranks)
         if not (worker.card.publishes_events and self.settings.pool.use_kv_events):
             return
         for rank in beat.ranks[: worker.card.ranks]:
             source = KvSource(pool_id, worker_id, rank.rank)
-            if self._reader(source).heartbeat(rank.incarnation, rank.seq, now):
-                self._leases.heard(source)
-
-    def _unfollow_lost_ranks(self, pool_id: PoolId, worker_id: WorkerId, ranks: int) -> None:
-        """A worker that came back with fewer ranks has no feeds for the others any more."""
-        for source in list(self.readers):
-            if isinstance(source, KvSource) and source[:2] == (pool_id, worker_id) and source.rank >= ranks:
-                self._unfollow(source)
-
-    def _reader(self, source: Feed) -> FeedReader:
-        reader = self.readers.get(source)
-        if reader is None:
-            reader = self.readers[source] = self._new_reader(source)
-        return reader
+            self._feeds.heartbeat(source, rank.incarnation, rank.seq, beat.interval_ms, now)
 
     def _new_reader(self, source: Feed) -> FeedReader:
         router = self.router(source.pool)
@@ -312,7 +346,11 @@ class Replica:
                 self.counters.replicas_lost += 1
                 self._remove_router(source.router_id)
             elif isinstance(source, KvSource):
-                self._unfollow(source)
+                self._feeds.end(source)
+            elif isinstance(source, SyncSource):
+                self._unfollow_bookings(source)
+            elif isinstance(source, AwaitedSource):
+                self._readiness.met(source.worker_id)
 
     def _lose_workers(self, worker_ids: set[WorkerId]) -> None:
         for pool_id in {self._worker_pools[worker_id] for worker_id in worker_ids}:
@@ -323,7 +361,7 @@ class Replica:
             self._forget_targets(pool_id, [target for worker in lost for target in worker.targets()])
             self.counters.workers_lost += len(removed)
             for worker_id in members:
-                self._unfollow_worker(worker_id)
+                self._feeds.end_worker(worker_id)
             for worker_id in removed:
                 del self._worker_pools[worker_id]
             for worker_id in members.difference(removed):
@@ -333,48 +371,27 @@ class Replica:
         pool_id = self._worker_pools.pop(worker_id, None)
         if pool_id is not None:
             self._leases.forget(WorkerSource(worker_id))
-            self._unfollow_worker(worker_id)
+            self._feeds.end_worker(worker_id)
             self._forget_targets(pool_id, self.routers[pool_id].pool.remove(worker_id))
 
     def _forget_targets(self, pool_id: PoolId, targets: list[Target]) -> None:
         for target in targets:
             self.routers[pool_id].forget(target)
 
-    def _unfollow_worker(self, worker_id: WorkerId) -> None:
-        for source in list(self.readers):
-            if isinstance(source, KvSource) and source.worker_id == worker_id:
-                self._unfollow(source)
-
-    def _unfollow(self, source: Feed) -> None:
-        """Its reader goes. A heartbeat begins a new one, which takes any incarnation."""
-        self._leases.forget(source)
-        reader = self.readers.pop(source, None)
-        if reader is not None:
-            reader.close()
+    def _unfollow_bookings(self, source: SyncSource) -> None:
+        """A feed of a peer that is silent, or of a life that is: its next heartbeat begins it anew."""
+        self._feeds.end(source)
+        router = self.routers.get(source.pool)
+        if router is not None:
+            router.pool.active.drop_owner(source.router_id)
 
     def _remove_router(self, router_id: RouterId) -> None:
         self.peers.pop(router_id, None)
         self._leases.forget(RouterSource(router_id))
-        for source in list(self.readers):
-            if isinstance(source, SyncSource) and source.router_id == router_id:
-                self._unfollow(source)
+        self._feeds.end_router(router_id)
         for router in self.routers.values():
-            router.pool.active.free_owner(router_id)
+            router.pool.active.drop_owner(router_id)
 
     def _worker(self, worker_id: WorkerId) -> Worker | None:
         pool_id = self._worker_pools.get(worker_id)
         return self.routers[pool_id].pool.workers.get(worker_id) if pool_id else None
-
-
-def _is_card_missing(known: Worker | None, beat: WorkerBeat) -> bool:
-    """Whether the heartbeat speaks of a card that has not been seen."""
-    if beat.card is not None:
-        return False
-    return known is None or known.card_seen != (beat.incarnation, beat.card_version)
-
-
-def name(source: Feed) -> str:
-    """A feed's name for people: `kv w1/0`, `sync 3f2a`."""
-    if isinstance(source, KvSource):
-        return f"kv {source.target}"
-    return f"sync {source.router_id} in {source.pool}"

@@ -82,20 +82,23 @@ class Router:
         incarnation: int,
         synced: bool,
         filters: tuple[Filter, ...] = (),
+        seq: int = 0,
     ) -> None:
+        """`seq`: how far the feed had come when this pool was given up before."""
         self.pool = pool
         self.router_id = router_id
         self.source = FeedSource(incarnation, self._state_ops)
         self.truth = Truth()
         self.selection = Selection(policy, state, filters)
         self.rates = state.rates
+        self.source.seq = seq
         self.unseen = UnseenBookings()
         self._synced = synced
         self._own: dict[int, _Own] = {}
         self._predicted: list[tuple[float, int]] = []
         self._last_number = 0
         self._outbox: list[Op] = []
-        self._checked_seq = 0
+        self._checked_seq = seq
 
     @property
     def needs_tokens(self) -> bool:
@@ -106,6 +109,11 @@ class Router:
     def needs_text(self) -> bool:
         """Whether requests have to carry their prompt's text for this policy."""
         return self.selection.policy.needs_text
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no own booking, and nothing to tell."""
+        return not self._own and not self._outbox
 
     def route(
         self,
@@ -158,11 +166,8 @@ class Router:
             )
         if exclude:
             return f"all workers of {self.pool.model!r} failed this request: {', '.join(map(str, exclude))}"
-        known = [
-            f"{worker_id} (refused: {worker.refused})" if worker.refused else worker_id
-            for worker_id, worker in self.pool.workers.items()
-        ]
-        return f"no live worker for model {self.pool.model!r}; known: {', '.join(known) or 'none'}"
+        why = self.pool.why_no_target() or "no live worker"
+        return f"{why} for model {self.pool.model!r}; known: {', '.join(self.pool.workers) or 'none'}"
 
     def _book(self, request: RouteRequest, choice: Candidate, now: float, streamed: bool) -> BookingKey:
         self._last_number += 1

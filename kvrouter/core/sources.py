@@ -39,5 +39,18 @@ class SyncSource(NamedTuple):
     router_id: RouterId
 
 
+class AwaitedSource(NamedTuple):
+    """A worker that a peer knows and that has not been heard here."""
+
+    worker_id: WorkerId
+
+
 Feed: TypeAlias = KvSource | SyncSource
-Source: TypeAlias = WorkerSource | RouterSource | KvSource | SyncSource
+Source: TypeAlias = WorkerSource | RouterSource | AwaitedSource | KvSource | SyncSource
+
+
+def name(source: Feed) -> str:
+    """A feed's name for people: `kv w1/0`, `sync 3f2a`."""
+    if isinstance(source, KvSource):
+        return f"kv {source.target}"
+    return f"sync {source.router_id} in {source.pool}"

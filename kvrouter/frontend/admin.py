@@ -17,9 +17,9 @@ from kvrouter.core.events import TIERS
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.ids import Target
 from kvrouter.core.pool import Pool, Worker
-from kvrouter.core.replica import Replica, name
+from kvrouter.core.replica import Replica
 from kvrouter.core.router import Router
-from kvrouter.core.sources import Feed, KvSource, SyncSource
+from kvrouter.core.sources import Feed, KvSource, SyncSource, name
 from kvrouter.core.watch import Watch
 from kvrouter.errors import UnknownModelError
 from kvrouter.frontend.feeds import Feeds

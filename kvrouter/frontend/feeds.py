@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 
 import structlog
 
@@ -19,8 +20,8 @@ from kvrouter.core.beats import encode as encode_beat
 from kvrouter.core.events import ReplayRequest, decode_request
 from kvrouter.core.events import encode as encode_request
 from kvrouter.core.ids import PoolId
-from kvrouter.core.replica import Replica, name
-from kvrouter.core.sources import Feed, KvSource, RouterSource, SyncSource, WorkerSource
+from kvrouter.core.replica import Replica
+from kvrouter.core.sources import Feed, KvSource, RouterSource, SyncSource, WorkerSource, name
 from kvrouter.errors import MalformedFrameError
 
 log = structlog.get_logger()
@@ -48,7 +49,7 @@ class Feeds:
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._inbox_bytes = 0
         self._inbox_filled = asyncio.Event()
-        self._recoveries: set[asyncio.Task[None]] = set()
+        self._recoveries: dict[Feed, asyncio.Task[None]] = {}
         self._flush_is_due = False
 
     async def subscribe(self) -> None:
@@ -66,7 +67,7 @@ class Feeds:
                 tasks.create_task(self._beat_forever(), name="heartbeat")
                 tasks.create_task(self._tick_forever(), name="tick")
         finally:
-            for recovery in self._recoveries:
+            for recovery in self._recoveries.values():
                 recovery.cancel()
 
     def flush_soon(self) -> None:
@@ -142,10 +143,17 @@ class Feeds:
     # Repair
 
     def _ask(self, now: float) -> None:
+        for source in self._replica.cancelled():
+            recovery = self._recoveries.pop(source, None)
+            if recovery is not None:
+                recovery.cancel()
         for source, request in self._replica.due(now, RECOVERIES - len(self._recoveries)):
-            task = asyncio.create_task(self._recover(source, request))
-            self._recoveries.add(task)
-            task.add_done_callback(self._recoveries.discard)
+            task = self._recoveries[source] = asyncio.create_task(self._recover(source, request))
+            task.add_done_callback(partial(self._forget_recovery, source))
+
+    def _forget_recovery(self, source: Feed, task: asyncio.Task[None]) -> None:
+        if self._recoveries.get(source) is task:
+            del self._recoveries[source]
 
     async def _recover(self, source: Feed, request: ReplayRequest) -> None:
         loop = asyncio.get_running_loop()
@@ -192,8 +200,8 @@ class Feeds:
         for frame in frames:
             self._bus.publish(subject, frame)
 
-    def _publish_heartbeat(self) -> None:
-        beat = self._replica.heartbeat(self.state, self.address)
+    def _publish_heartbeat(self, *, names_workers: bool = False) -> None:
+        beat = self._replica.heartbeat(self.state, self.address, names_workers=names_workers)
         self._bus.publish(self._subjects.live_router(self._replica.router_id), encode_beat(beat))
 
     def _say_hello(self) -> None:
@@ -203,7 +211,7 @@ class Feeds:
 
     def _answer_hello(self, _subject: str, _data: bytes, _reply: str) -> None:
         self.flush()
-        self._publish_heartbeat()
+        self._publish_heartbeat(names_workers=True)
 
     async def _beat_forever(self) -> None:
         while True:
@@ -221,6 +229,7 @@ class Feeds:
         while True:
             await asyncio.sleep(TICK_S)
             now = loop.time()
+            self._replica.latch_ready(now)
             for router in self._replica.routers.values():
                 for key in router.due(now):
                     router.mark_prefill_completed(key, now)

@@ -11,6 +11,7 @@ from kvrouter.config import add_common_flags, nats_options, not_negative, positi
 from kvrouter.core.approx import DEFAULT_TTL_S
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import ReplicaSettings
+from kvrouter.errors import ConfigError
 from kvrouter.frontend.policy_flags import SERVED_MODES, add_policy_flags, policy_settings
 from kvrouter.frontend.relay import Limits
 from kvrouter.frontend.token_options import TokenOptions, add_token_flags, token_options
@@ -56,7 +57,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         block_size=flags.kv_cache_block_size,
     )
     policy, policy_notes = policy_settings(flags)
-    lease_rounds = max(2, round(flags.lease_s / flags.heartbeat_s))
     return FrontendOptions(
         host=flags.host,
         port=flags.port,
@@ -67,7 +67,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         temperature=flags.router_temperature,
         policy=policy,
         policy_notes=policy_notes,
-        replica=ReplicaSettings(pool, flags.router_replica_sync, lease_rounds),
+        replica=ReplicaSettings(pool, flags.router_replica_sync, _lease_rounds(flags), flags.heartbeat_s),
         heartbeat_s=flags.heartbeat_s,
         tokens=token_options(flags),
         limits=Limits(flags.first_byte_timeout, flags.idle_timeout),
@@ -80,6 +80,16 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         log_level=flags.log_level,
         log_format=flags.log_format,
     )
+
+
+def _lease_rounds(flags: argparse.Namespace) -> int:
+    if flags.lease_s < 2 * flags.heartbeat_s:
+        raise ConfigError(
+            f"--lease-s {flags.lease_s:g} is less than two heartbeats of {flags.heartbeat_s:g} s: "
+            f"give at least {2 * flags.heartbeat_s:g}, or a shorter --heartbeat-s"
+        )
+    rounds: int = round(flags.lease_s / flags.heartbeat_s)
+    return rounds
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,6 +18,8 @@ from kvrouter.errors import KvRouterError, MalformedFrameError
 CARD_EVERY_S = 10.0
 HELLO_DELAY_S = 0.01
 """Hellos that come together get one answer; all within 50 ms."""
+SUSPECTED_BEATS = 5
+"""A later agent is believed in when it speaks again within so many of our heartbeats, not in the same."""
 
 
 class TakenOverError(KvRouterError):
@@ -58,7 +60,11 @@ class Announcer:
         self._rank_beats = rank_beats
         self._card_sent_at = float("-inf")
         self._hurry = asyncio.Event()
+        self._interval_ms: int | None = None
         self._successor = 0
+        self._suspect = 0
+        self._suspected_beat = 0
+        self._beats = 0
 
     async def subscribe(self) -> None:
         """Listen for hellos, and for another agent with the same worker id."""
@@ -86,6 +92,7 @@ class Announcer:
 
     def beat(self, now: float) -> None:
         """Send a heartbeat, with the card if that is due."""
+        self._beats += 1
         card = self.card if now - self._card_sent_at >= CARD_EVERY_S else None
         if self._send(self.state, card) and card is not None:
             self._card_sent_at = now
@@ -96,6 +103,7 @@ class Announcer:
 
     async def run(self, heartbeat_s: float) -> None:
         """Send heartbeats for ever. Raises TakenOverError."""
+        self._interval_ms = round(heartbeat_s * 1000)
         while not self._successor:
             self.beat(time.monotonic())
             with contextlib.suppress(TimeoutError):
@@ -117,6 +125,7 @@ class Announcer:
             self._rank_beats(),
             self.card_version,
             card,
+            self._interval_ms,
         )
         return self._bus.publish(self._subject, encode(beat))
 
@@ -125,5 +134,13 @@ class Announcer:
         with contextlib.suppress(MalformedFrameError):
             incarnation = decode_worker_beat(payload).incarnation
             if incarnation > self.incarnation:
-                self._successor = incarnation
-                self._hurry.set()
+                self._meet_later(incarnation)
+
+    def _meet_later(self, incarnation: int) -> None:
+        """One heartbeat may be damage or malice; two with a heartbeat of ours between them are an agent."""
+        beats_ago = self._beats - self._suspected_beat
+        if incarnation == self._suspect and 0 < beats_ago <= SUSPECTED_BEATS:
+            self._successor = incarnation
+            self._hurry.set()
+        elif incarnation != self._suspect or beats_ago > SUSPECTED_BEATS:
+            self._suspect, self._suspected_beat = incarnation, self._beats

@@ -6,13 +6,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.convergence.poison import POISONS
 from tests.convergence.world import Setup, Step
 
 OUTAGES = ("mute", "deaf", "cut", "disconnect", "pause")
 """What can cut a process off from the others; nobody else notices anything but its silence."""
 KINDS = (
     "calm", "weather", "weather", "server", *OUTAGES, "split", "crash", "clock back", "die", "leave",
-    "engine restart", "engine down", "lost history", "usurp",
+    "engine restart", "engine down", "lost history", "usurp", *POISONS,
 )  # fmt: skip
 
 setups = st.builds(
@@ -22,6 +23,7 @@ setups = st.builds(
     agents=st.integers(1, 4),
     ranks=st.sampled_from((1, 1, 2)),
     pools=st.sampled_from((1, 1, 2)),
+    block_sizes=st.sampled_from((1, 1, 2)),
     tiers=st.sampled_from((1, 3)),
     ring_frames=st.sampled_from((4096, 8, 2)),
     max_payload=st.sampled_from((1 << 20, 250, 110)),

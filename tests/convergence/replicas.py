@@ -274,8 +274,8 @@ class SimReplica(Process):
             for frame in frames:
                 self.line.publish(self._subjects.live_sync(pool_id, router_id), frame)
 
-    def _publish_heartbeat(self) -> None:
-        beat = self.replica.heartbeat(self.state, "")
+    def _publish_heartbeat(self, *, names_workers: bool = False) -> None:
+        beat = self.replica.heartbeat(self.state, "", names_workers=names_workers)
         self.line.publish(self._subjects.live_router(self.replica.router_id), encode_beat(beat))
 
     def _say_hello(self) -> None:
@@ -285,7 +285,7 @@ class SimReplica(Process):
 
     def _answer_hello(self) -> None:
         self._flush()
-        self._publish_heartbeat()
+        self._publish_heartbeat(names_workers=True)
 
     def _beat(self) -> None:
         self.replica.next_round(self.now())

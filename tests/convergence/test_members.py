@@ -63,7 +63,7 @@ def test_two_lives_of_one_worker() -> None:
     """Whoever started later stays; the older one ends when it hears of it, whatever its feeds did."""
     fleet = Fleet(Setup(agents=1))
 
-    fleet.follow([Step("usurp", 2, wait=1.0)])
+    fleet.follow([Step("usurp", 2, wait=2.5)])  # two of its heartbeats are heard
 
     assert [False] == [stray.is_alive for stray in fleet._strays]
     assert [] == differences(fleet)

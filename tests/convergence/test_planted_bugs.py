@@ -45,12 +45,12 @@ def assert_seen() -> None:
 class SeesNoGaps(FeedReader):
     """Whatever comes is taken for the next frame, and what a heartbeat counts for applied."""
 
-    def frame(self, data: bytes, now: float) -> None:
+    def frame(self, data: bytes, now: float) -> bool:
         """Never mind the number."""
         decoded = decode_frame(data)
         if self.state is FeedState.LIVE and decoded.incarnation == self.incarnation:
             self.seq = max(self.seq, decoded.seq - 1)
-        super().frame(data, now)
+        return super().frame(data, now)
 
     def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
         """Never mind the lost tail."""

@@ -59,7 +59,8 @@ def _tier_facts(sets: list[set[int]]) -> Facts:
 
 def booking_facts(replica: Replica, pool_id: PoolId, router_id: RouterId) -> Facts:
     """Of one replica's bookings, as this one has them."""
-    return (replica.router(pool_id).pool.active.digest(router_id),)
+    router = replica.routers.get(pool_id)
+    return (router.pool.active.digest(router_id) if router else (0, 0),)
 
 
 def copied_facts(replica: Replica, source: Feed) -> Facts:
@@ -130,7 +131,9 @@ def _expected_feeds(replica: Replica, world: World) -> Iterator[tuple[Feed, int]
     for agent in world.agents():
         yield from ((publisher.source, publisher.incarnation) for publisher in agent.publishers)
     for peer in (sim.replica for sim in world.replicas() if sim.replica is not replica):
-        yield from ((SyncSource(pool_id, peer.router_id), peer.incarnation) for pool_id in peer.routers)
+        for pool_id, seq in peer.heartbeat("up", "").feeds.items():
+            if seq or pool_id in replica.routers:
+                yield SyncSource(PoolId(pool_id), peer.router_id), peer.incarnation
 
 
 def _differences_of_workers(replica: Replica, world: World) -> Iterator[str]:
@@ -144,8 +147,20 @@ def _differences_of_workers(replica: Replica, world: World) -> Iterator[str]:
                 yield f"{replica.router_id}: {worker_id} is known as {seen}"
             if worker_id not in live and (has_any_up or not worker.silent):
                 yield f"{replica.router_id}: dead {worker_id} is kept"
+        if has_any_up:
+            yield from _differences_of_block_size(replica, pool_id, list(live.values()))
         if set(live) - set(router.pool.workers):
             yield f"{replica.router_id}: lacks {set(live) - set(router.pool.workers)}"
+
+
+def _differences_of_block_size(replica: Replica, pool_id: PoolId, agents: list[SimAgent]) -> Iterator[str]:
+    """The engine started first rules; whoever has another size is no target, all others are."""
+    pool = replica.routers[pool_id].pool
+    cards = [agent.card for agent in agents if agent.state != "down"]
+    ruling = min(cards, key=lambda card: (card.started_at_us, card.worker_id)).block_size
+    fitting = {a.card.worker_id for a in agents if a.state == "up" and a.card.block_size == ruling}
+    if (pool.block_size, {target.worker_id for target in pool.targets}) != (ruling, fitting):
+        yield f"{replica.router_id}: {pool_id} has block size {pool.block_size}, targets {list(pool.targets)}"
 
 
 def _differences_of_reader(replica: Replica, source: Feed, incarnation: int) -> Iterator[str]:
@@ -160,7 +175,8 @@ def _differences_of_bookings(replica: Replica, owner: SimReplica) -> Iterator[st
     """The ledger says what runs, the owner's table how it stands, the copies are like it."""
     name = owner.replica.router_id
     for pool_id in set(replica.routers) | set(owner.replica.routers):
-        copies, own = (side.router(pool_id).pool.active.bookings(name) for side in (replica, owner.replica))
+        sides = [side.routers.get(pool_id) for side in (replica, owner.replica)]
+        copies, own = (side.pool.active.bookings(name) if side else [] for side in sides)
         if sorted(map(repr, copies)) != sorted(map(repr, own)):
             yield f"{replica.router_id} has {len(copies)} of {name}'s {len(own)} bookings"
         if {(pool_id, booking.key) for booking in own} != {key for key in owner.running if key[0] == pool_id}:

@@ -17,8 +17,9 @@ from kvrouter.core import feed_source
 from kvrouter.core import replica as replica_module
 from kvrouter.core.beats import Card
 from kvrouter.core.ids import PoolId, Target
-from tests.convergence.bus import FINE, Agenda, Net, Process, Weather
+from tests.convergence.bus import FINE, Agenda, Line, Net, Process, Weather
 from tests.convergence.engines import BLOCK_SIZE, HEARTBEAT_S, LIBRARY, LIBRARY_SIZE, Engine, SimAgent
+from tests.convergence.poison import POISONS, poison
 from tests.convergence.replicas import SimReplica
 from tests.convergence.truth import Histories, check_tables, differences
 
@@ -47,6 +48,8 @@ class Setup:
     agents: int = 2
     ranks: int = 1
     pools: int = 1
+    block_sizes: int = 1
+    """With 2 the engine started first has another than the rest: where it is, they are refused."""
     tiers: int = 1
     ring_frames: int = 4096
     max_payload: int = 1 << 20
@@ -77,6 +80,8 @@ class World:
         self.universe = LIBRARY.sequences
         self.chains = [LIBRARY.hashes(node) for node in range(0, LIBRARY_SIZE, 3)]
         self.engines = [[Engine(setup.tiers) for _ in range(setup.ranks)] for _ in range(setup.agents)]
+        self._stranger = Line(self.net, Process(self.agenda, 0.0), 0)
+        self._stranger.connect()
         self._places: list[Process | None] = [None] * (setup.replicas + setup.agents)
         self._strays: list[SimAgent] = []
         self._ends: dict[int, Callable[[], None]] = {}
@@ -131,7 +136,8 @@ class World:
             worker_id=f"w{number}",
             url=f"http://w{number}:8000",
             model=f"m{number % self.setup.pools}",
-            block_size=BLOCK_SIZE,
+            block_size=BLOCK_SIZE if number else BLOCK_SIZE * self.setup.block_sizes,
+            started_at_us=number,
             ranks=self.setup.ranks,
             tiers=dict.fromkeys(TIERS_OF_ENGINES[:known], 0),
         )
@@ -204,6 +210,9 @@ class World:
         return [process for process in everybody if isinstance(process, SimReplica | SimAgent)]
 
     def _strike(self, step: Step, place: int, process: SimReplica | SimAgent) -> None:
+        if step.kind in POISONS:
+            self._poison(step.kind, process)
+            return
         line = process.line
         match step.kind:
             case "mute":
@@ -226,6 +235,12 @@ class World:
                 self._later(step, process.resume)
             case _:
                 self._end(step, place, process)
+
+    def _poison(self, kind: str, victim: SimReplica | SimAgent) -> None:
+        """Somebody sends what is not his to send."""
+        self._born += 1
+        for subject, payload in poison(kind, victim, self._born):
+            self._stranger.publish(subject, payload)
 
     def _end(self, step: Step, place: int, process: SimReplica | SimAgent) -> None:
         """What concerns a whole life: crashes, goodbyes, and what only engines and agents can do."""

@@ -11,7 +11,8 @@ from kvrouter.core.feed_source import FeedSource
 from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import PoolId, Target, WorkerId
 from kvrouter.core.pool import PoolSettings
-from kvrouter.core.replica import HELLO_S, Replica
+from kvrouter.core.readiness import HELLO_S
+from kvrouter.core.replica import Replica
 from kvrouter.core.sources import KvSource
 from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
 from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
@@ -241,7 +242,7 @@ def test_ready_once_and_for_ever(replica: Replica) -> None:
 def test_not_connected_is_not_ready() -> None:
     """Before hello has gone out nothing is known at all; --ready-timeout ends the waiting."""
     replica = new_replica()
-    replica._hello_at = None
+    replica._readiness._hello_at = None
 
     assert "not connected to NATS yet" in replica.not_ready(100.0)
     replica.give_up_waiting()

@@ -112,7 +112,7 @@ async def test_nats_comes_late(new_nats_server: Callable[[], NatsServer]) -> Non
             assert "not connected to NATS yet" in ready.json["reasons"]
             assert not (await get(frontend.url, "/health")).json["nats_connected"]
             server.start()
-            await until(lambda: frontend.replica._hello_at is not None, "NATS is found")
+            await until(lambda: frontend.replica._readiness._hello_at is not None, "NATS is found")
 
             assert (await get(frontend.url, "/health")).json["nats_connected"]
 

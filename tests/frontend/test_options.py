@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrouter.errors import ConfigError
 from kvrouter.frontend.options import parse_options
 from kvrouter.frontend.relay import Limits
 
@@ -62,13 +63,21 @@ def test_nats_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lease_in_heartbeats() -> None:
-    """A lease is counted in heartbeats, at least two."""
-    leases = [
-        parse_options(["--lease-s", lease, "--heartbeat-s", beat]).replica.lease_rounds
-        for lease, beat in (("3", "0.5"), ("0.1", "1"))
+    """A lease is counted in heartbeats, at least two; a replica says how far apart its own are."""
+    settings = [
+        parse_options(["--lease-s", lease, "--heartbeat-s", beat]).replica
+        for lease, beat in (("3", "0.5"), ("2", "1"))
     ]
 
-    assert [6, 2] == leases
+    assert [(6, 0.5), (2, 1.0)] == [(one.lease_rounds, one.heartbeat_s) for one in settings]
+
+
+def test_lease_shorter_than_two_heartbeats() -> None:
+    """It would end while the source is well; the message says what would be enough."""
+    with pytest.raises(
+        ConfigError, match="--lease-s 5 is less than two heartbeats of 10 s: give at least 20"
+    ):
+        parse_options(["--heartbeat-s", "10"])
 
 
 def test_max_body_in_mib() -> None:
@@ -86,6 +95,8 @@ def test_max_body_in_mib() -> None:
         (["--router-temperature", "-1"], "must be at least 0"),
         (["--kv-overlap-score-weight", "nan"], "must be finite"),
         (["--router-ttl-secs", "0"], "must be above 0"),
+        (["--heartbeat-s", "1e-9"], "use 0.05 to 60 seconds"),
+        (["--heartbeat-s", "61"], "use 0.05 to 60 seconds"),
         (["--retries", "-1"], "must be a whole number of at least 0"),
         (["--max-body-mb", "1.5"], "must be a whole number of at least 1"),
         (["--idle-timeout", "soon"], "'soon' is no number"),

@@ -171,12 +171,15 @@ async def test_another_model(scene: Scene) -> None:
 
 
 async def test_namesake(scene: Scene) -> None:
-    """An agent that hears a later one with its own worker id ends with an error."""
+    """An agent that keeps hearing a later one with its own worker id ends with an error."""
     later = WorkerBeat(VERSION, 2**62, "up", "p", [], 1)
 
     task = asyncio.create_task(serve(scene.options, asyncio.Event()))
     await scene.listener.until_held({A})
-    scene.listener.bus.publish(scene.listener.subjects.live_worker(WorkerId("w")), encode(later))
+    for _ in range(2):
+        scene.listener.bus.publish(scene.listener.subjects.live_worker(WorkerId("w")), encode(later))
+        for _ in range(2):
+            await scene.listener.beat(lambda beat: beat.incarnation < later.incarnation)
 
     with pytest.raises(ExceptionGroup) as raised:
         await task

@@ -11,7 +11,7 @@ from kvrouter.core.beats import Card, RankBeat, WorkerBeat, decode_worker_beat, 
 from kvrouter.core.blocks import pool_token
 from kvrouter.core.events import VERSION
 from kvrouter.core.ids import WorkerId
-from kvrouter.worker.announcer import Announcer, TakenOverError
+from kvrouter.worker.announcer import SUSPECTED_BEATS, Announcer, TakenOverError
 from tests.worker.fakes import FakeBus
 
 SUBJECTS = Subjects("ns")
@@ -102,12 +102,42 @@ async def test_state(bus: FakeBus, announcer: Announcer) -> None:
     assert ["up", "down"] == [beat.state for beat in beats(bus)]
 
 
+def hear(bus: FakeBus, incarnation: int) -> None:
+    """A heartbeat with this incarnation comes on the announcer's own subject."""
+    bus.deliver(OWN, encode(WorkerBeat(VERSION, incarnation, "up", "p", [], 1)))
+
+
 async def test_namesake(bus: FakeBus, announcer: Announcer) -> None:
     """An agent gives way to a later one with its own id; its echo and an earlier one do not matter."""
     await announcer.subscribe()
-    for incarnation in (6, 7, 8):
-        bus.deliver(OWN, encode(WorkerBeat(VERSION, incarnation, "up", "p", [], 1)))
-    bus.deliver(OWN, b"noise")
+    for now in range(2):
+        announcer.beat(float(now))
+        for incarnation in (6, 7, 8):
+            hear(bus, incarnation)
+        bus.deliver(OWN, b"noise")
 
     with pytest.raises(TakenOverError, match="'w' is also used by an agent that started later"):
         await announcer.run(heartbeat_s=3600)
+
+
+@pytest.mark.parametrize("beats_between", [0, SUSPECTED_BEATS + 1])
+async def test_namesake_heard_once(bus: FakeBus, announcer: Announcer, beats_between: int) -> None:
+    """One odd heartbeat ends no healthy agent, however often it is repeated at once; nor two long apart."""
+    await announcer.subscribe()
+    hear(bus, 2**60)
+    hear(bus, 2**60)
+    for now in range(beats_between):
+        announcer.beat(float(now))
+    hear(bus, 2**60)
+    hear(bus, 2**61)
+
+    assert not announcer._successor
+
+
+async def test_interval_is_told(bus: FakeBus, announcer: Announcer) -> None:
+    """Heartbeats say how far apart they are, so that whoever beats faster does not take it for silence."""
+    task = asyncio.create_task(announcer.run(heartbeat_s=2.5))
+    await bus.until_sent(1)
+    task.cancel()
+
+    assert [2500] == [beat.interval_ms for beat in beats(bus)]

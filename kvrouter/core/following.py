@@ -1,0 +1,111 @@
+"""The feeds a replica follows: one reader each, and who is asked for what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from kvrouter.core.events import ReplayRequest
+from kvrouter.core.feed import FeedReader
+from kvrouter.core.ids import PoolId, RouterId, WorkerId
+from kvrouter.core.lease import Leases
+from kvrouter.core.sources import Feed, KvSource, Source, SyncSource
+
+
+class Following:
+    """Readers by feed. Each has a lease; `new_reader` makes one that knows nothing yet."""
+
+    def __init__(self, leases: Leases[Source], new_reader: Callable[[Feed], FeedReader]) -> None:
+        self.readers: dict[Feed, FeedReader] = {}
+        self._leases = leases
+        self._new_reader = new_reader
+        self._cancelled: list[Feed] = []
+
+    # What arrives
+
+    def heartbeat(
+        self, source: Feed, incarnation: int, seq: int, interval_ms: int | None, now: float
+    ) -> None:
+        """The source says how far it is; it is followed from now on."""
+        reader = self.readers.get(source)
+        if reader is None:
+            reader = self.readers[source] = self._new_reader(source)
+            self._leases.heard(source)
+        if reader.heartbeat(incarnation, seq, now):
+            self._leases.heard(source, interval_ms)
+
+    def sync_frame(self, source: SyncSource, data: bytes, now: float) -> bool:
+        """A frame of a peer's bookings, maybe the first that is heard of it; False if it is no good."""
+        reader = self.readers.get(source) or self._new_reader(source)
+        if not reader.frame(data, now):
+            return False
+        self.readers[source] = reader
+        self._leases.heard(source)
+        return True
+
+    # What to do
+
+    def due(self, now: float, most: int) -> list[tuple[Feed, ReplayRequest]]:
+        """The requests to send now, at most `most`."""
+        requests: list[tuple[Feed, ReplayRequest]] = []
+        for source, reader in self.readers.items():
+            if len(requests) == most:
+                break
+            request = reader.due(now)
+            if request is not None:
+                requests.append((source, request))
+        return requests
+
+    def load(self, hashes: int, now: float) -> bool:
+        """One slice of a snapshot, if one is being loaded."""
+        for reader in self.readers.values():
+            if reader.is_loading:
+                reader.work(hashes, now)
+                return True
+        return False
+
+    # Who goes
+
+    def end(self, source: Feed) -> None:
+        """Its reader goes. A heartbeat begins a new one, which takes any incarnation."""
+        self._leases.forget(source)
+        reader = self.readers.pop(source, None)
+        if reader is not None:
+            reader.close()
+            if reader.is_asking:
+                self._cancelled.append(source)
+
+    def end_worker(self, worker_id: WorkerId) -> None:
+        """All its ranks."""
+        self._end_all(source for source in self._kv() if source.worker_id == worker_id)
+
+    def end_ranks(self, pool_id: PoolId, worker_id: WorkerId, ranks: int) -> None:
+        """A worker that came back with fewer ranks has no feeds for the others any more."""
+        worker = (pool_id, worker_id)
+        self._end_all(source for source in self._kv() if source[:2] == worker and source.rank >= ranks)
+
+    def end_router(self, router_id: RouterId) -> None:
+        """A peer's bookings in all pools."""
+        self._end_all(source for source in self._sync() if source.router_id == router_id)
+
+    def end_pools(self, pools: Collection[PoolId]) -> None:
+        """What peers told of pools that are gone."""
+        self._end_all(source for source in self._sync() if source.pool in pools)
+
+    def told_pools(self) -> set[PoolId]:
+        """Pools in which a peer says to have had bookings."""
+        return {source.pool for source in self._sync() if self.readers[source].source_seq}
+
+    def take_cancelled(self) -> list[Feed]:
+        """Feeds that went while an answer was awaited. Told once."""
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
+
+    def _end_all(self, sources: Iterable[Feed]) -> None:
+        for source in list(sources):
+            self.end(source)
+
+    def _kv(self) -> Iterator[KvSource]:
+        return (source for source in self.readers if isinstance(source, KvSource))
+
+    def _sync(self) -> Iterator[SyncSource]:
+        return (source for source in self.readers if isinstance(source, SyncSource))
