@@ -14,7 +14,7 @@ One odd number (a seq far ahead, another version) is believed until the source's
 answer says otherwise; another incarnation, until its lease has ended.
 
 Invariants: everything up to `seq` of `incarnation` is applied, nothing after it; held frames are
-in order of arrival and all newer than what was applied when they came.
+newer than what was applied when they came.
 """
 
 from __future__ import annotations

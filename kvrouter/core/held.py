@@ -1,8 +1,8 @@
-"""Live frames that arrive during a recovery: kept in order of arrival until they can be applied."""
+"""Live frames that arrive during a recovery: kept, lowest number first, until they can be applied."""
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 
 from kvrouter.core.events import Decoded
 
@@ -10,10 +10,14 @@ HELD_BYTES = 32 * 1024 * 1024
 
 
 class HeldFrames:
-    """A bounded queue. `question` counts what the reader has asked, to tell what came before which."""
+    """A bounded heap. `question` counts what the reader has asked, to tell what came before which.
+
+    By number, not by arrival: one with a number far ahead must not stand before all others.
+    """
 
     def __init__(self) -> None:
-        self._frames: deque[tuple[Decoded, int]] = deque()
+        self._frames: list[tuple[int, int, int, Decoded, int]] = []
+        self._count = 0
         self._bytes = 0
 
     def __bool__(self) -> bool:
@@ -21,18 +25,19 @@ class HeldFrames:
 
     @property
     def first(self) -> Decoded:
-        """The oldest."""
-        return self._frames[0][0]
+        """The one with the lowest number, of the oldest life."""
+        return self._frames[0][3]
 
     def hold(self, frame: Decoded, size: int, question: int) -> bool:
         """Keep a frame; False if that is more than there is room for."""
-        self._frames.append((frame, question))
+        self._count += 1
+        heapq.heappush(self._frames, (frame.incarnation, frame.seq, self._count, frame, question))
         self._bytes += size
         return self._bytes <= HELD_BYTES
 
     def pop(self) -> Decoded:
-        """Take the oldest."""
-        frame, _ = self._frames.popleft()
+        """Take the first."""
+        frame = heapq.heappop(self._frames)[3]
         if not self._frames:
             self._bytes = 0
         return frame
@@ -42,8 +47,11 @@ class HeldFrames:
 
         What was there before the question and counts more is not the source's own.
         """
-        kept = deque(held for held in self._frames if held[0].seq <= seq or held[1] >= question)
-        dropped, self._frames = len(self._frames) - len(kept), kept
+        kept = [held for held in self._frames if held[1] <= seq or held[4] >= question]
+        dropped = len(self._frames) - len(kept)
+        if dropped:
+            heapq.heapify(kept)
+            self._frames = kept
         return dropped
 
     def clear(self) -> None:

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 
+from kvrouter.core import pool as pool_module
 from kvrouter.core import replica as replica_module
+from kvrouter.core.beats import RouterBeat
 from kvrouter.core.events import decode_frame
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.feed_state import FeedState
 from kvrouter.core.lease import Leases
+from kvrouter.core.pool import Worker
+from kvrouter.core.sources import SyncSource
 from tests.convergence.plans import histories
 from tests.convergence.replicas import WatchedReplica
 from tests.convergence.world import Setup, Step, World, live_through
@@ -94,6 +98,50 @@ def test_holding_live_frames_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_leases_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them the dead stay."""
     monkeypatch.setattr(Leases, "round", lambda *_: [])
+
+    assert_seen()
+
+
+def test_the_silent_have_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Did a dead worker rule the block size, the live ones would stay refused."""
+
+    def eldest_of_all(live: list[Worker]) -> int:
+        return min(
+            live, key=lambda worker: (worker.card.started_at_us, worker.card.worker_id)
+        ).card.block_size
+
+    monkeypatch.setattr(pool_module, "_block_size", eldest_of_all)
+
+    assert_seen()
+
+
+def test_feeds_of_peers_need_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one frame of the future ends a feed for ever."""
+    heard = Leases.heard
+
+    def heard_but_sync(self: Leases[Any], source: object, interval_ms: int | None = None) -> None:
+        if not isinstance(source, SyncSource):
+            heard(self, source, interval_ms)
+
+    monkeypatch.setattr(Leases, "heard", heard_but_sync)
+
+    assert_seen()
+
+
+def test_numbers_must_come_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the greatest number ever heard of the truth, one odd one would be a gap for ever."""
+    monkeypatch.setattr(FeedReader, "_learn_end", lambda *_: None)
+
+    assert_seen()
+
+
+def test_only_own_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were any heartbeat in our name a round, one from the future would end all leases."""
+
+    def hear_echo(self: WatchedReplica, beat: RouterBeat) -> None:
+        self._lose(self._leases.round(beat.round))
+
+    monkeypatch.setattr(WatchedReplica, "_hear_echo", hear_echo, raising=False)
 
     assert_seen()
 

@@ -164,6 +164,40 @@ def test_a_replica_dies(active: ActiveTable) -> None:
     active.check()
 
 
+def test_many_bookings_go_in_slices(active: ActiveTable) -> None:
+    """A replica's bookings are its own no longer at once; slices take their hashes off, deepest first."""
+    chain = list(range(1000, 1100))
+    for number in range(20):
+        active.book(booking(BookingKey(R1, number), hashes=chain, prefill_tokens=10))
+
+    active.drop_owner(R1)
+    assert ({}, (0, 0)) == (active.owners(), active.digest(R1))
+    steps = 1
+    while active.sweep(50):
+        active.check()
+        steps += 1
+
+    assert 20 * 2 <= steps <= 20 * 3
+    assert active.is_empty
+    assert 0 == len(active._table)
+
+
+def test_owner_comes_back_while_its_past_is_swept(active: ActiveTable) -> None:
+    """The same numbers again, by a snapshot: they are new bookings, and only the old ones go."""
+    for number in range(3):
+        active.book(booking(BookingKey(R1, number), hashes=[11, 22, 33]))
+    active.drop_owner(R1)
+    active.sweep(2)
+
+    active.book(booking(BookingKey(R1, 0), hashes=[11, 22], prefill_tokens=7))
+    while active.sweep(2):
+        active.check()
+
+    assert {R1: 1} == active.owners()
+    assert (2, 7, 1) == (active.blocks(T1), active.charged_tokens(T1), active.requests(T1))
+    active.check()
+
+
 def test_request_without_blocks(active: ActiveTable) -> None:
     """A prompt shorter than a block is in flight all the same."""
     active.book(booking(hashes=[], prefill_tokens=3))

@@ -70,3 +70,38 @@ def test_each_has_its_own_lease() -> None:
 
     assert ["w1"] == leases.round(2)
     assert ["w2"] == leases.round(3)
+
+
+def test_source_that_beats_slower_than_we_do() -> None:
+    """Its lease is five of its own intervals, however many of our rounds those are."""
+    leases = Leases[str](rounds=5, interval_s=0.1)
+    leases.heard("slow", 1000)
+    leases.heard("fast", 100)
+
+    lost = [leases.round(number) for number in range(1, 51)]
+
+    assert (["fast"], ["slow"]) == (lost[4], lost[49])
+    assert 2 == sum(map(len, lost))
+
+
+def test_interval_is_kept_and_may_change() -> None:
+    """A word without an interval keeps the lease's length; a shorter interval shortens it."""
+    leases = Leases[str](rounds=5, interval_s=1.0)
+    leases.heard("w1", 2000)
+    leases.heard("w1")
+    assert not [lost for number in range(9) for lost in leases.round(number + 1)]
+
+    leases.heard("w1", 1000)
+
+    assert ["w1"] == [lost for number in range(9, 14) for lost in leases.round(number + 1)]
+
+
+def test_absurd_interval_is_bounded() -> None:
+    """Who says that it beats once in a century is lost after five minutes all the same."""
+    leases = Leases[str]()
+    leases.heard("w1", 10**12)
+    leases.heard("w2", -5)
+
+    lost = [leases.round(number) for number in range(1, 301)]
+
+    assert (["w2"], ["w1"]) == (lost[4], lost[299])

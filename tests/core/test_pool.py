@@ -135,6 +135,43 @@ def test_last_workers_are_kept_without_blocks() -> None:
     assert [T2] == list(pool.targets)
 
 
+def test_silent_worker_has_no_say_in_the_block_size() -> None:
+    """The one that ruled falls silent: the others, refused until then, serve at once, and it goes."""
+    pool = new_pool(card("w1", block_size=32, started_at_us=1), card("w2", started_at_us=2), card("w3"))
+    pool.update(W3, worker_beat(card("w3", started_at_us=3)))
+    assert "all live workers are refused" not in pool.why_no_target()
+    assert [T1] == list(pool.targets)
+
+    assert [W1] == pool.silence({W1})
+
+    assert (16, [T2, T3]) == (pool.block_size, list(pool.targets))
+    assert {""} == {worker.refused for worker in pool.workers.values()}
+
+
+def test_silent_ruler_is_kept_where_nobody_else_can_serve() -> None:
+    """Others that are down, or that drain, are no reason to give it up."""
+    pool = new_pool(card("w1", block_size=32, started_at_us=1))
+    pool.update(W2, worker_beat(card("w2", started_at_us=2), state="down"))
+
+    assert [] == pool.silence({W1})
+    assert (32, [T1]) == (pool.block_size, list(pool.targets))
+
+    pool.update(W2, worker_beat(card("w2", started_at_us=2)))
+    assert (16, [T2]) == (pool.block_size, list(pool.targets))
+
+
+def test_why_there_is_no_target() -> None:
+    """Nobody live, or only such as are refused, and why."""
+    pool = new_pool(card("w1"), block_size=32)
+    assert "all live workers are refused (w1: block size 16, pool has 32)" == pool.why_no_target()
+
+    pool.update(W1, worker_beat(state="down"))
+    assert "no live worker" == pool.why_no_target()
+
+    pool.update(W2, worker_beat(card("w2", block_size=32)))
+    assert "" == pool.why_no_target()
+
+
 def test_silent_worker_that_refuses_goes() -> None:
     """One kept although silent goes when its port refuses; one that was heard stays."""
     pool = new_pool(card("w1"), card("w2"))

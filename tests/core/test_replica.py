@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvrouter.core.beats import RankBeat, WorkerBeat, encode
@@ -11,12 +12,11 @@ from kvrouter.core.feed_source import FeedSource
 from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import PoolId, Target, WorkerId
 from kvrouter.core.pool import PoolSettings
-from kvrouter.core.readiness import HELLO_S
 from kvrouter.core.replica import Replica
 from kvrouter.core.sources import KvSource
-from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
+from kvrouter.errors import NoWorkersError
 from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
-from tests.core.worlds import POOL, T1, W1, W2, card, chain_from, prompt, request
+from tests.core.worlds import POOL, T1, W1, W2, card, chain_from, prompt, request, worker_beat
 
 CHAIN = chain_from(1000, 10)
 OTHER_POOL = PoolId("qwen-0a1b2c3d")
@@ -224,29 +224,52 @@ def test_worker_without_events_has_no_feed() -> None:
     assert [T1] == targets(replica) == targets(without)
 
 
-def test_ready_once_and_for_ever(replica: Replica) -> None:
-    """Not before hello was answered, a worker seen and its feed live; afterwards always."""
-    assert ["waiting for the answers to hello", "no worker has been seen"] == replica.not_ready(0.0)
-    assert ["no worker has been seen"] == replica.not_ready(HELLO_S)
-    hear_worker(replica, card(), seq=5)
-    assert ["kv w1/0: recovering, 5 frames behind"] == replica.not_ready(HELLO_S)
-    hear_worker(replica, card(), seq=0, rank_incarnation=101, incarnation=101)
-    assert [] == replica.not_ready(HELLO_S)
+def test_refused_workers_are_said_to_be_refused(replica: Replica) -> None:
+    """Live workers of another block size are not 'no live worker'."""
+    refusing = new_replica(settings=PoolSettings(block_size=32))
+    hear_worker(refusing, card())
 
-    hear_worker(replica, state="leave", incarnation=101)
-
-    assert [] == replica.not_ready(HELLO_S)
-    assert ["no worker is known"] == replica.degraded()
+    reason = "all live workers are refused (w1: block size 16, pool has 32)"
+    assert [f"pool {POOL}: {reason}"] == refusing.degraded()
+    with pytest.raises(NoWorkersError, match="all live workers are refused"):
+        refusing.router_for("llama").route(request(prompt(CHAIN)), 0.0)
 
 
-def test_not_connected_is_not_ready() -> None:
-    """Before hello has gone out nothing is known at all; --ready-timeout ends the waiting."""
+def test_prefill_rates_of_lost_workers_go(replica: Replica) -> None:
+    """Names of workers that come and go do not pile up."""
+    hear_worker(replica, card("w1"))
+    hear_worker(replica, card("w2"))
+    replica.router(POOL).rates.observe(T1, 100, 1.0)
+
+    for _ in range(ROUNDS + 1):
+        rounds(replica, 1)
+        hear_worker(replica, "w2")
+
+    assert {} == replica.router(POOL).rates._samples
+
+
+def test_recovery_of_a_source_that_left_is_cancelled(replica: Replica) -> None:
+    """Whoever asks for us is told, once, that nobody waits for the answer any longer."""
+    hear_worker(replica, card(), seq=1)
+    [(feed, _)] = replica.due(0.0, 16)
+    assert [] == replica.cancelled()
+
+    hear_worker(replica, state="leave")
+
+    assert [feed] == replica.cancelled()
+    assert [] == replica.cancelled()
+
+
+def test_lease_of_a_slow_worker() -> None:
+    """A worker whose heartbeats are further apart than ours says so, and is not taken for silent."""
     replica = new_replica()
-    replica._readiness._hello_at = None
+    for name, interval_ms in (("w1", 3000), ("w2", 1000)):
+        told = msgspec.structs.replace(worker_beat(card(name)), interval_ms=interval_ms)
+        replica.worker_heard(WorkerId(name), encode(told), 0.0)
 
-    assert "not connected to NATS yet" in replica.not_ready(100.0)
-    replica.give_up_waiting()
-    assert [] == replica.not_ready(100.0)
+    rounds(replica, ROUNDS)
+
+    assert [W1] == list(replica.router(POOL).pool.workers)
 
 
 def test_degraded_says_what_is_wrong(replica: Replica) -> None:
@@ -257,22 +280,6 @@ def test_degraded_says_what_is_wrong(replica: Replica) -> None:
     hear_worker(replica, card(), state="down", rank_incarnation=101, incarnation=101)
 
     assert [f"pool {POOL}: no live worker"] == replica.degraded()
-
-
-def test_router_for_a_model(replica: Replica) -> None:
-    """By served name, by adapter, by None where there is one pool; unknown names are a 404, none a 400."""
-    with pytest.raises(NoWorkersError):
-        replica.router_for("llama")
-    hear_worker(replica, card(lora_names=("adapterA",)))
-    assert POOL == replica.router_for("llama").pool.id == replica.router_for(None).pool.id
-    assert POOL == replica.router_for("adapterA").pool.id
-    hear_worker(replica, card("w2", model="qwen"), pool=OTHER_POOL)
-
-    with pytest.raises(UnknownModelError, match="llama, qwen"):
-        replica.router_for("gpt")
-    with pytest.raises(BadRequestError, match=r"must be given.*llama, qwen") as refusal:
-        replica.router_for(None)
-    assert 400 == refusal.value.status
 
 
 def test_worker_that_comes_back_with_fewer_ranks() -> None:
