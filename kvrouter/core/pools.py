@@ -84,7 +84,7 @@ class Pools:
         """
         try:
             return self.routers[pool_serving(model, [router.pool for router in self.routers.values()]).id]
-        except UnknownModelError:
+        except (UnknownModelError, NoWorkersError):
             if model not in self._past_names:
                 raise
         raise NoWorkersError(f"no live worker for model {model!r}: all have left")

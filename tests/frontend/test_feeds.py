@@ -140,6 +140,23 @@ async def test_sixteen_recoveries_at_once(fleet_of: FleetOf) -> None:
         await until(lambda: all(reader.state is FeedState.LIVE for reader in readers), "all are repaired")
 
 
+async def test_nobody_waits_for_a_worker_that_left(fleet_of: FleetOf) -> None:
+    """The place among the recoveries is free at once, not when the answer is overdue."""
+    async with fleet_of(publishes_events=True) as fleet:
+        agent = Agent(fleet, answers=False)
+        await agent.listen()
+        agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), lost=True)
+        agent.beat()
+        await until(lambda: agent.asked, "it is asked")
+        (task,) = fleet.frontend.feeds._recoveries.values()
+
+        fleet.announce(fleet.workers[0], state="leave")
+        await until(task.done, "nobody waits for its answer")
+
+        assert task.cancelled()
+        assert {} == fleet.frontend.feeds._recoveries
+
+
 async def first_reader(fleet: Fleet) -> FeedReader:
     """The first feed that the frontend follows."""
     await until(lambda: fleet.frontend.replica.readers, "a feed is followed")

@@ -176,10 +176,12 @@ async def test_namesake(scene: Scene) -> None:
 
     task = asyncio.create_task(serve(scene.options, asyncio.Event()))
     await scene.listener.until_held({A})
-    for _ in range(2):
-        scene.listener.bus.publish(scene.listener.subjects.live_worker(WorkerId("w")), encode(later))
-        for _ in range(2):
-            await scene.listener.beat(lambda beat: beat.incarnation < later.incarnation)
+    subject = scene.listener.subjects.live_worker(WorkerId("w"))
+    scene.listener.bus.publish(subject, encode(later))
+    await scene.listener.beat(lambda beat: beat == later)
+    for _ in range(2):  # it goes on meanwhile
+        await scene.listener.beat(lambda beat: beat != later)
+    scene.listener.bus.publish(subject, encode(later))
 
     with pytest.raises(ExceptionGroup) as raised:
         await task
