@@ -191,13 +191,13 @@ class Pool:
         if any(not worker.silent for worker in self.targets.values()):
             return ""
         refused = [
-            f"{worker_id}: {worker.refused}"
+            f"{worker.refused} ({worker_id})"
             for worker_id, worker in self.workers.items()
             if worker.refused and worker.state == "up" and not worker.silent
         ]
         if refused:
             more = f" and {len(refused) - NAMED_MOST} more" if len(refused) > NAMED_MOST else ""
-            return f"all live workers are refused ({'; '.join(refused[:NAMED_MOST])}{more})"
+            return f"all live workers are refused: {'; '.join(refused[:NAMED_MOST])}{more}"
         return "no live worker"
 
     # Candidates

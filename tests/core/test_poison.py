@@ -96,6 +96,24 @@ def test_frame_far_ahead(link: Link) -> None:
     assert not link.reader._held
 
 
+def test_frame_far_ahead_where_only_snapshots_help() -> None:
+    """The ring is short, the source busy: real frames that were held are applied, whatever came before."""
+    link = Link(ring_frames=2)
+    link.heartbeat()
+    link.deliver(frame_of(1000, FAR))
+    for node in range(40, 44):
+        link.write(*link.owner.store(node))
+    answer = link.ask()
+    for node in range(10, 20):
+        link.send(link.owner.store(node) or link.owner.check())
+    assert answer is not None
+    link.reader.answer(answer, link.now)
+    link.settle(seconds=5.0)
+
+    assert 1 == link.reader.counters.snapshots
+    assert link.agrees()
+
+
 def test_frame_far_ahead_before_the_first_frame() -> None:
     """A source that has sent nothing says so, too."""
     link = Link()

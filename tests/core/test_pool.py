@@ -163,7 +163,7 @@ def test_silent_ruler_is_kept_where_nobody_else_can_serve() -> None:
 def test_why_there_is_no_target() -> None:
     """Nobody live, or only such as are refused, and why."""
     pool = new_pool(card("w1"), block_size=32)
-    assert "all live workers are refused (w1: block size 16, pool has 32)" == pool.why_no_target()
+    assert "all live workers are refused: block size 16, pool has 32 (w1)" == pool.why_no_target()
 
     pool.update(W1, worker_beat(state="down"))
     assert "no live worker" == pool.why_no_target()

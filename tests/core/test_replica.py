@@ -229,7 +229,7 @@ def test_refused_workers_are_said_to_be_refused(replica: Replica) -> None:
     refusing = new_replica(settings=PoolSettings(block_size=32))
     hear_worker(refusing, card())
 
-    reason = "all live workers are refused (w1: block size 16, pool has 32)"
+    reason = "all live workers are refused: block size 16, pool has 32 (w1)"
     assert [f"pool {POOL}: {reason}"] == refusing.degraded()
     with pytest.raises(NoWorkersError, match="all live workers are refused"):
         refusing.router_for("llama").route(request(prompt(CHAIN)), 0.0)
