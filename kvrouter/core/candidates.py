@@ -85,8 +85,11 @@ def form_candidates(
 
 
 def unnamed_blocks(request: RouteRequest, block_size: int) -> int:
-    """Blocks of prompts whose end was not tokenized: charged, and without a hash."""
-    return sum(prompt.isl // block_size - len(prompt.hashes) for prompt in request.prompts)
+    """Blocks of prompts whose end was not tokenized: charged, and without a hash.
+
+    Never fewer than none: the pool's block size may have grown since the prompt was hashed.
+    """
+    return sum(max(0, prompt.isl // block_size - len(prompt.hashes)) for prompt in request.prompts)
 
 
 def _distinct_new_blocks(request: RouteRequest, target: Target, found: list[Found]) -> int:

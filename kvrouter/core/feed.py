@@ -119,6 +119,7 @@ class FeedReader:
         self.source_seq = seq
         is_low = seq < self.seq <= self._live_seq  # and not for a replay that ran ahead of it
         self._hear_seq(seq)
+        self.counters.unsent += self._held.drop_unsent(seq, self._questions + 1)
         if self.state is FeedState.LIVE:
             self._compare_seq(seq, is_low, now)
         return True
@@ -381,7 +382,7 @@ class FeedReader:
         self._want_snapshot = False
         self.state = FeedState.LIVE
         self._catch_up(now)
-        if self.state is FeedState.RECOVERING:
+        if self._want_snapshot:
             self._backoff.begin(now)  # the snapshot did not lead on: a frame behind it may be poisoned
 
     def _give_up_load(self) -> None:

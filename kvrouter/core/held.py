@@ -43,9 +43,9 @@ class HeldFrames:
         return frame
 
     def drop_unsent(self, seq: int, question: int) -> int:
-        """The source had sent `seq` frames when it answered this question; returns how many were dropped.
+        """The source says that it had sent `seq` frames; returns how many were dropped.
 
-        What was there before the question and counts more is not the source's own.
+        What was there before this question and counts more is not the source's own.
         """
         kept = [held for held in self._frames if held[1] <= seq or held[4] >= question]
         dropped = len(self._frames) - len(kept)

@@ -160,6 +160,13 @@ def test_silent_ruler_is_kept_where_nobody_else_can_serve() -> None:
     assert (16, [T2]) == (pool.block_size, list(pool.targets))
 
 
+def test_block_size_grows_while_a_request_is_on_its_way() -> None:
+    """Its prompt was hashed in smaller blocks: no negative number of blocks, which peers would refuse."""
+    pool = new_pool(card("w1", block_size=32))
+
+    assert 0 == pool.unnamed_blocks(request(prompt(CHAIN)))
+
+
 def test_why_there_is_no_target() -> None:
     """Nobody live, or only such as are refused, and why."""
     pool = new_pool(card("w1"), block_size=32)
