@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvrouter.core.beats import RouterBeat
 from kvrouter.core.events import decode_frame
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.feed_state import FeedState
+from kvrouter.core.held import HeldFrames
 from kvrouter.core.lease import Leases
 from kvrouter.core.pool import Worker
 from kvrouter.core.sources import SyncSource
@@ -102,17 +104,25 @@ def test_leases_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_seen()
 
 
+def assert_seen_only_then(plan: list[Step], plant: Callable[[], None]) -> None:
+    """The history shows the bug, and nothing without it. Two replicas in places 0 and 1, then agents."""
+    history = (Setup(agents=3, block_sizes=2), plan)
+    assert not is_seen(history)
+
+    plant()
+
+    assert is_seen(history)
+
+
 def test_the_silent_have_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Did a dead worker rule the block size, the live ones would stay refused."""
 
     def eldest_of_all(live: list[Worker]) -> int:
-        return min(
-            live, key=lambda worker: (worker.card.started_at_us, worker.card.worker_id)
-        ).card.block_size
+        return min(live, key=lambda worker: worker.card.started_at_us).card.block_size
 
-    monkeypatch.setattr(pool_module, "_block_size", eldest_of_all)
-
-    assert_seen()
+    assert_seen_only_then(
+        [Step("die", who=2)], lambda: monkeypatch.setattr(pool_module, "_block_size", eldest_of_all)
+    )
 
 
 def test_feeds_of_peers_need_leases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,16 +133,30 @@ def test_feeds_of_peers_need_leases(monkeypatch: pytest.MonkeyPatch) -> None:
         if not isinstance(source, SyncSource):
             heard(self, source, interval_ms)
 
-    monkeypatch.setattr(Leases, "heard", heard_but_sync)
+    assert_seen_only_then(
+        [Step("frame of the future", who=0, load=9)],
+        lambda: monkeypatch.setattr(Leases, "heard", heard_but_sync),
+    )
 
-    assert_seen()
+
+def test_held_frames_that_nobody_sent_must_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one frame far ahead is a gap for ever."""
+    assert_seen_only_then(
+        [Step("frame far ahead", who=0, load=9)],
+        lambda: monkeypatch.setattr(HeldFrames, "drop_unsent", lambda *_: 0),
+    )
 
 
-def test_numbers_must_come_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were the greatest number ever heard of the truth, one odd one would be a gap for ever."""
-    monkeypatch.setattr(FeedReader, "_learn_end", lambda *_: None)
+def test_versions_must_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one frame of another version leaves a flag for as long as the source is quiet."""
 
-    assert_seen()
+    def meet_other_version(self: FeedReader, version: int, now: float) -> None:
+        self.flag = f"speaks version {version}"
+
+    assert_seen_only_then(
+        [Step("frame of version 2", who=2, load=0)],
+        lambda: monkeypatch.setattr(FeedReader, "_meet_other_version", meet_other_version),
+    )
 
 
 def test_only_own_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +165,10 @@ def test_only_own_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
     def hear_echo(self: WatchedReplica, beat: RouterBeat) -> None:
         self._lose(self._leases.round(beat.round))
 
-    monkeypatch.setattr(WatchedReplica, "_hear_echo", hear_echo, raising=False)
-
-    assert_seen()
+    assert_seen_only_then(
+        [Step("round of the future", who=0), Step("die", who=1)],
+        lambda: monkeypatch.setattr(WatchedReplica, "_hear_echo", hear_echo, raising=False),
+    )
 
 
 def test_rounds_must_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,8 @@ def differences(world: World) -> list[str]:
 
 def _differences_at(replica: Replica, world: World) -> Iterator[str]:
     me = replica.router_id
-    expected, followed = dict(_expected_feeds(replica, world)), replica.readers.keys()
+    expected = dict(_expected_feeds(replica, world))
+    followed = {source for source, reader in replica.readers.items() if _matters(source, reader.source_seq)}
     if followed != expected.keys():
         yield f"{me} follows {followed - expected.keys()} too much, lacks {expected.keys() - followed}"
         return
@@ -132,8 +133,14 @@ def _expected_feeds(replica: Replica, world: World) -> Iterator[tuple[Feed, int]
         yield from ((publisher.source, publisher.incarnation) for publisher in agent.publishers)
     for peer in (sim.replica for sim in world.replicas() if sim.replica is not replica):
         for pool_id, seq in peer.heartbeat("up", "").feeds.items():
-            if seq or pool_id in replica.routers:
-                yield SyncSource(PoolId(pool_id), peer.router_id), peer.incarnation
+            source = SyncSource(PoolId(pool_id), peer.router_id)
+            if _matters(source, seq):
+                yield source, peer.incarnation
+
+
+def _matters(source: Feed, seq: int) -> bool:
+    """A peer's feed that is empty may be followed or not: the pool goes sooner or later."""
+    return seq > 0 or not isinstance(source, SyncSource)
 
 
 def _differences_of_workers(replica: Replica, world: World) -> Iterator[str]:
