@@ -15,6 +15,8 @@ from kvrouter.bus.embedded import DEFAULT_URL, embedded_server
 from kvrouter.bus.options import NatsOptions
 from kvrouter.core.ids import is_identifier
 
+DAY_S = 86_400.0
+
 _NATS_FILES = {
     "password-file": "the password of --nats-user",
     "token-file": "a token",
@@ -46,6 +48,14 @@ def not_negative(text: str) -> float:
     value = _number(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text!r}: must be at least 0")
+    return value
+
+
+def up_to_a_day(text: str) -> float:
+    """An argparse type: seconds that somebody waits."""
+    value = not_negative(text)
+    if value > DAY_S:
+        raise argparse.ArgumentTypeError(f"{text!r}: at most {DAY_S:g} seconds, a day")
     return value
 
 

@@ -124,6 +124,7 @@ class Admin:
                 "replica_sync": self._replica.settings.synced,
                 "tokens": self._tokens(),
                 "namespace_peers": sorted(self._replica.peers),
+                "peers": self._peers(),
                 "pools": [
                     _pool(router.pool) | {"problems": self._problems(router.pool, "")}
                     for router in self._replica.routers.values()
@@ -138,6 +139,13 @@ class Admin:
                 "bookings": [_bookings(pool_id, router) for pool_id, router in self._replica.routers.items()],
             }
         )
+
+    def _peers(self) -> list[dict[str, Any]]:
+        silent = self._feeds.members.silent_rounds
+        return [
+            {"router_id": router_id, "url": peer.address, "silent_rounds": silent(router_id)}
+            for router_id, peer in sorted(self._replica.peers.items())
+        ]
 
     async def models(self, _request: web.Request) -> web.Response:
         """/v1/models, merged over the fleet."""

@@ -54,7 +54,7 @@ class Feeds:
         self._inbox_filled = asyncio.Event()
         self._recoveries: set[asyncio.Task[None]] = set()
         self._flush_is_due = False
-        self._members = Members(replica)
+        self.members = Members(replica)
         self._named: set[str] = set()
 
     async def subscribe(self) -> None:
@@ -142,7 +142,7 @@ class Feeds:
                 self._replica.sync_frame(source, data, now)
             case WorkerSource(worker_id):
                 self._replica.worker_heard(worker_id, data, now)
-                self._members.worker_heard(worker_id)
+                self.members.worker_heard(worker_id)
             case RouterSource(router_id):
                 self._router_heard(router_id, data, now)
             case None:
@@ -155,9 +155,9 @@ class Feeds:
     def _router_heard(self, router_id: RouterId, data: bytes, now: float) -> None:
         self._replica.router_heard(router_id, data, now)
         if router_id == self._replica.router_id:
-            self._members.round_ended()
+            self.members.round_ended()
         else:
-            self._members.replica_heard(router_id)
+            self.members.replica_heard(router_id)
 
     def _malformed(self, source: Source | None) -> int:
         """How much of what came from there could not be read."""

@@ -32,7 +32,8 @@ class Members:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._workers: dict[WorkerId, _Seen] = {}
-        self._replicas: set[RouterId] = set()
+        self._replicas: dict[RouterId, int] = {}
+        """Rounds since the replica was heard."""
         self._lines = 0
 
     def worker_heard(self, worker_id: WorkerId) -> None:
@@ -52,12 +53,17 @@ class Members:
     def replica_heard(self, router_id: RouterId) -> None:
         """After a heartbeat of another replica."""
         peer = self._replica.peers.get(router_id)
-        if peer is None and router_id in self._replicas:
-            self._replicas.remove(router_id)
-            self._say("replica.left", replica=router_id, why="it said goodbye")
-        elif peer is not None and router_id not in self._replicas:
-            self._replicas.add(router_id)
+        if peer is None:
+            if self._replicas.pop(router_id, None) is not None:
+                self._say("replica.left", replica=router_id, why="it said goodbye")
+            return
+        if router_id not in self._replicas:
             self._say("replica.joined", replica=router_id, url=peer.address)
+        self._replicas[router_id] = 0
+
+    def silent_rounds(self, router_id: RouterId) -> int:
+        """How many rounds ago a replica was heard last."""
+        return self._replicas.get(router_id, 0)
 
     def round_ended(self) -> None:
         """After a round of the leases: who is gone without a goodbye is lost."""
@@ -66,10 +72,12 @@ class Members:
         self._lines = 0
         for worker_id, seen in list(self._workers.items()):
             self._check_worker(worker_id, seen)
-        for router_id in self._replicas.difference(self._replica.peers):
-            self._replicas.remove(router_id)
+        for router_id in self._replicas.keys() - self._replica.peers.keys():
+            del self._replicas[router_id]
             why = "silent past its lease: its bookings are dropped"
             self._warn("replica.lost", replica=router_id, why=why)
+        for router_id in self._replicas:
+            self._replicas[router_id] += 1
 
     def _check_worker(self, worker_id: WorkerId, seen: _Seen) -> None:
         found = self._find(worker_id)
