@@ -91,9 +91,22 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--namespace", type=identifier, default="default", help="keeps fleets on one NATS apart"
     )
-    parser.add_argument("--heartbeat-s", type=positive, default=1.0, help="seconds between heartbeats")
-    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
-    parser.add_argument("--log-format", choices=["console", "json"], default="console")
+    parser.add_argument(
+        "--heartbeat-s",
+        type=positive,
+        default=1.0,
+        help="seconds between heartbeats; give all agents and frontends of a namespace the same, because "
+        "each frontend counts leases in its own",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="the least that is logged, on stderr",
+    )
+    parser.add_argument(
+        "--log-format", choices=["console", "json"], default="console", help="json: one object a line"
+    )
 
 
 def nats_options(flags: argparse.Namespace) -> NatsOptions:

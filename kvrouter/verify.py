@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -345,7 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (VerifyError, OSError) as error:
         print(f"kvrouter verify: {error}", file=sys.stderr)  # noqa: T201
         return UNUSABLE
-    show(Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH), report)
+    is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
+    show(Console(width=None if is_wide else _PIPE_WIDTH), report)
     return EQUAL if report.is_equal else DIFFERENT
 
 
