@@ -19,6 +19,8 @@ from kvrouter.core.lease import MAX_INTERVAL_MS
 MIN_HEARTBEAT_S = 0.05
 MAX_HEARTBEAT_S = MAX_INTERVAL_MS / 1000
 
+DAY_S = 86_400.0
+
 _NATS_FILES = {
     "password-file": "the password of --nats-user",
     "token-file": "a token",
@@ -61,6 +63,14 @@ def heartbeat(text: str) -> float:
     return value
 
 
+def up_to_a_day(text: str) -> float:
+    """An argparse type: seconds that somebody waits."""
+    value = not_negative(text)
+    if value > DAY_S:
+        raise argparse.ArgumentTypeError(f"{text!r}: at most {DAY_S:g} seconds, a day")
+    return value
+
+
 def positive_int(text: str) -> int:
     """An argparse type: a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
@@ -93,9 +103,22 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--namespace", type=identifier, default="default", help="keeps fleets on one NATS apart"
     )
-    parser.add_argument("--heartbeat-s", type=heartbeat, default=1.0, help="seconds between heartbeats")
-    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
-    parser.add_argument("--log-format", choices=["console", "json"], default="console")
+    parser.add_argument(
+        "--heartbeat-s",
+        type=heartbeat,
+        default=1.0,
+        help="seconds between heartbeats; others reckon with it, "
+        f"from {MIN_HEARTBEAT_S:g} to {MAX_HEARTBEAT_S:g}",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="the least that is logged, on stderr",
+    )
+    parser.add_argument(
+        "--log-format", choices=["console", "json"], default="console", help="json: one object a line"
+    )
 
 
 def nats_options(flags: argparse.Namespace) -> NatsOptions:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +26,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvrouter.config import up_to_a_day
 from kvrouter.errors import KvRouterError
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 _LOOK_EVERY_S = 0.02
 _ANSWER_TIMEOUT_S = 5.0
+_SILENT_ROUNDS = 2
+"""A replica that is heard in every round is silent for 0 or 1 of them."""
+_PIPE_WIDTH = 160
+"""Columns where no terminal says how many it has: 80 would break digests."""
 
 Content: TypeAlias = tuple[tuple[str, int, str], ...]
 """(what, count, digest) of every set that a feed fills."""
@@ -73,6 +79,8 @@ class View:
     block_sizes: Mapping[str, int]
     copies: Mapping[FeedKey, Copy]
     """Its own feeds among them: the owner is a party like the others."""
+    silent_peers: Mapping[str, int]
+    """Replicas that it knows and has not heard of late -> for how many rounds of its heartbeat."""
 
 
 def read_view(url: str, body: Mapping[str, Any]) -> View:
@@ -85,9 +93,16 @@ def read_view(url: str, body: Mapping[str, Any]) -> View:
             frozenset(body["namespace_peers"]),
             {pool["pool"]: pool["block_size"] for pool in body["pools"]},
             dict(_copies(body)),
+            dict(_silent_peers(body)),
         )
     except (KeyError, TypeError) as error:
         raise VerifyError(f"{url}/workers is not what this version of kvrouter says: {error!r}") from None
+
+
+def _silent_peers(body: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for peer in body["peers"]:
+        if peer["silent_rounds"] >= _SILENT_ROUNDS:
+            yield peer["router_id"], peer["silent_rounds"]
 
 
 def _copies(body: Mapping[str, Any]) -> Iterator[tuple[FeedKey, Copy]]:
@@ -134,6 +149,8 @@ class Report:
     """URL -> router id."""
     rows: list[Row]
     differences: list[str]
+    notes: list[str]
+    """What may change soon, although nothing differs."""
     looks: int
     seconds: float
 
@@ -224,7 +241,9 @@ class Comparison:
         track, standing = self._tracks[key], dict[str, Copy]()
         for view in views:
             copy = view.copies.get(key)
-            if copy is None:
+            if key.kind == "sync" and not view.is_synced:
+                yield f"{key}: {view.url} runs without --router-replica-sync, so it does not follow them"
+            elif copy is None:
                 yield f"{key}: {view.url} does not follow them"
             elif copy.trouble:
                 yield f"{key}: at {view.url}: {copy.trouble}, {copy.lag} frames behind"
@@ -246,7 +265,7 @@ class Comparison:
             rows.append(Row(str(key), track.incarnation, *track.last, is_equal))
         differences = [*self.differences, *self.pending()]
         replicas = {view.url: view.router_id for view in views}
-        return Report(replicas, rows, differences, looks, seconds)
+        return Report(replicas, rows, differences, list(_silences(views)), looks, seconds)
 
 
 def _strangers(views: Sequence[View]) -> Iterator[str]:
@@ -262,6 +281,16 @@ def _strangers(views: Sequence[View]) -> Iterator[str]:
         for other in views:
             if other is not view and other.router_id not in view.peers:
                 yield f"{view.url} does not see the replica {other.router_id} ({other.url})"
+
+
+def _silences(views: Sequence[View]) -> Iterator[str]:
+    """Bookings of a dead replica are held, and equal, until its lease ends."""
+    for view in views:
+        for peer, rounds in view.silent_peers.items():
+            yield (
+                f"{view.url} has not heard the replica {peer} for {rounds} rounds of its heartbeat:"
+                " if it is dead, its bookings count until its lease ends"
+            )
 
 
 def _apart(key: FeedKey, track: _Track, standing: Mapping[str, Copy]) -> Iterator[str]:
@@ -317,7 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (VerifyError, OSError) as error:
         print(f"kvrouter verify: {error}", file=sys.stderr)  # noqa: T201
         return UNUSABLE
-    show(Console(), report)
+    is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
+    show(Console(width=None if is_wide else _PIPE_WIDTH), report)
     return EQUAL if report.is_equal else DIFFERENT
 
 
@@ -330,6 +360,8 @@ def show(console: Console, report: Report) -> None:
     console.print(table)
     for text in report.differences:
         console.print(f"different: {text}", markup=False, highlight=False, soft_wrap=True)
+    for text in report.notes:
+        console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
     looked = f"{len(report.replicas)} replicas, {report.looks} looks in {report.seconds:.2f} s"
     console.print(f"{'equal' if report.is_equal else 'different'}: {looked}", highlight=False)
 
@@ -353,6 +385,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--replica", action="append", default=[], metavar="URL", help="a frontend; at least two")
-    add("--timeout", type=float, default=15.0, metavar="S", help="how long to look (%(default)s)")
+    add("--timeout", type=up_to_a_day, default=15.0, metavar="S", help="how long to look (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the result there, too")
     return parser

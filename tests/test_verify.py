@@ -13,6 +13,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from kvrouter.core.beats import RouterBeat, encode
+from kvrouter.core.events import VERSION
+from kvrouter.core.ids import RouterId
 from kvrouter.verify import Comparison, Report, VerifyError, compare, main, read_view
 from tests.frontend.fleet import running_fleet
 
@@ -34,6 +37,7 @@ def body(router_id: str, **more: Any) -> Json:
         "router_id": router_id,
         "replica_sync": True,
         "namespace_peers": [peer for peer in PEERS if peer != router_id],
+        "peers": [{"router_id": peer, "silent_rounds": 1} for peer in PEERS if peer != router_id],
         "pools": [{"pool": "p", "block_size": 16}],
         "targets": [target],
         "feeds": [feed, *(sync_feed(peer) for peer in PEERS if peer != router_id)],
@@ -176,6 +180,30 @@ def test_strangers() -> None:
     assert "block sizes: {'p': 16} at u0, {'p': 32} at u1" in differences
 
 
+def test_replica_without_sync() -> None:
+    """One that runs without --router-replica-sync follows no bookings: that is what is said."""
+    alone = body("r1") | {"replica_sync": False}
+    alone["feeds"] = alone["feeds"][:1]
+    differences = Said((body("r0"), alone)).differences
+
+    assert "u0 and u1: only one of them has --router-replica-sync" in differences
+    assert (
+        "bookings of r0 in p: u1 runs without --router-replica-sync, so it does not follow them"
+        in differences
+    )
+
+
+def test_silent_owner() -> None:
+    """Survivors agree on a dead replica's bookings until its lease ends: equal, with a note."""
+    survivor = body("r1")
+    survivor["peers"][1]["silent_rounds"] = 3
+    report = Said((body("r0"), survivor)).report
+
+    assert report.is_equal
+    (note,) = report.notes
+    assert "u1 has not heard the replica r2 for 3 rounds" in note
+
+
 def test_restart_while_looking() -> None:
     """Another replica answers under the URL."""
     with pytest.raises(VerifyError, match="u1 answers as r1 and as r2"):
@@ -274,6 +302,32 @@ def test_needs_two(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None
     """One replica cannot differ from itself."""
     assert 2 == main(flags)
     assert "give two different replicas" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "1e9", "soon"])
+def test_timeout_must_end(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A time that never passes is refused."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--replica", "a", "--replica", "b", "--timeout", seconds])
+
+    assert 2 == ended.value.code
+    assert f"argument --timeout: {seconds!r}" in capsys.readouterr().err
+
+
+async def test_silence_is_counted(nats_url: str) -> None:
+    """/workers tells for how many rounds a peer was not heard; one that speaks, at most a moment."""
+    flags = ("--router-replica-sync", "--heartbeat-s", "0.05", "--lease-s", "60")
+    async with running_fleet(nats_url, *flags) as fleet:
+        beat = encode(RouterBeat(VERSION, 1, "up", "http://gone", {}, 1))
+        fleet.bus.publish(fleet.subjects.live_router(RouterId("gone")), beat)
+        peers: list[Json] = []
+        while not peers or peers[0]["silent_rounds"] < 3:
+            peers = (await fleet.get("/workers")).json["peers"]
+        fleet.bus.publish(fleet.subjects.live_router(RouterId("gone")), beat)
+        while peers[0]["silent_rounds"] > 1:
+            peers = (await fleet.get("/workers")).json["peers"]
+
+        assert ("gone", "http://gone") == (peers[0]["router_id"], peers[0]["url"])
 
 
 async def test_real_replicas(nats_url: str) -> None:

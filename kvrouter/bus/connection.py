@@ -1,9 +1,10 @@
 """The NATS connection as the rest of kvrouter sees it: publish never waits, nothing ends it.
 
 What nats-py does that this room hides: `connect` does not return while the server is away; a
-client can close for good (a new one is built and subscribed anew); while it is disconnected it
-would buffer and later send stale frames (nothing is handed to it then: the rings repair); and its
-`publish` is a coroutine (one task sends in order what the plain `publish` here has queued).
+client can close for good, or end its own tasks and say nothing (a new one is built and subscribed
+anew); while it is disconnected it would buffer and later send stale frames (nothing is handed to it
+then: the rings repair); and its `publish` is a coroutine (one task sends in order what the plain
+`publish` here has queued).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import contextlib
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import nats.errors
@@ -20,7 +21,9 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from kvrouter.bus.client import discard, why_past_help
 from kvrouter.bus.options import NatsOptions
+from kvrouter.bus.trouble import Trouble
 from kvrouter.errors import KvRouterError
 
 log = structlog.get_logger()
@@ -34,7 +37,12 @@ LEAST_PAYLOAD_BYTES = 513 * 1024
 PENDING_MESSAGES = 512 * 1024
 PENDING_BYTES = 128 * 1024 * 1024
 """What nats-py keeps of one subscription for a loop that is held up; beyond either it drops messages."""
-_LOG_EVERY_S = 10.0
+LOOK_EVERY_S = 0.2
+"""How often the client is looked at."""
+PATIENCE_S = 10.0
+"""How long a client may be away from every server before a new one takes over."""
+MOST_DISCOVERED = 64
+"""How many servers of the cluster, beside the ones given, a new client is told of."""
 
 
 class BusError(KvRouterError):
@@ -59,25 +67,26 @@ class Bus:
 
     def __init__(self, options: NatsOptions, name: str) -> None:
         self.counters = BusCounters()
-        self._options = options
         self._arguments = options.connect_arguments()
         self._name = name
+        self._trouble = Trouble(options.shown())
         self._client: Client | None = None
         self._client_closed = asyncio.Event()
+        self._discovered: list[str] = []
         self._subscriptions: list[tuple[str, OnMessage]] = []
         self._connect_callbacks: list[Callable[[], None]] = []
         self._outbox: deque[tuple[str, bytes]] = deque()
         self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
         self._closing = False
-        self._logged_at: dict[str, float] = {}
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, options: NatsOptions, *, name: str) -> AsyncIterator[Bus]:
         """Connect in the background; the bus is usable at once and says `connected` when it is."""
         bus = cls(options, name)
-        keeper, sender = asyncio.create_task(bus._keep_connected()), asyncio.create_task(bus._keep_sending())
+        keeper = asyncio.create_task(bus._for_ever(bus._live_with_a_client), name="nats keeper")
+        sender = asyncio.create_task(bus._for_ever(bus._send_what_comes), name="nats sender")
         try:
             yield bus
         finally:
@@ -89,6 +98,11 @@ class Bus:
     def connected(self) -> bool:
         """Whether what is published now would leave."""
         return self._client is not None and self._client.is_connected
+
+    @property
+    def trouble(self) -> str:
+        """Why it is not connected, as far as that is known."""
+        return "" if self.connected else self._trouble.reason
 
     @property
     def max_payload(self) -> int:
@@ -123,25 +137,58 @@ class Bus:
             raise BusError("NATS is away")
         try:
             reply = await self._client.request(subject, payload, timeout=timeout_s)
-        except (nats.errors.Error, TimeoutError) as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_cancelled(error):
+                raise
             raise BusError(f"no answer on {subject}: {type(error).__name__}") from error
         data: bytes = reply.data
         return data
 
-    async def _keep_connected(self) -> None:
-        while True:
-            self._client_closed.clear()
-            try:
-                await self._build_client()
-                await self._client_closed.wait()
-                log.warning("nats.client_closed", name=self._name)
-            except Exception as error:  # it went away again during the handshake; or a bug of nats-py
-                self._log_rarely("nats.error", error=str(error) or type(error).__name__)
-            await asyncio.sleep(_jitter(0.2))
+    async def _for_ever(self, turn: Callable[[], Awaitable[None]]) -> None:
+        """Repeat `turn`, whatever comes out of nats-py: nothing of it ends the bus.
 
-    async def _build_client(self) -> None:
+        That includes cancellations that are not ours: nats-py cancels futures that others wait for.
+        """
+        while True:
+            try:
+                await turn()
+            except (Exception, asyncio.CancelledError) as error:
+                if _is_cancelled(error):
+                    raise
+                self._trouble.met(error)
+                await asyncio.sleep(_jitter(0.2))
+
+    async def _live_with_a_client(self) -> None:
+        """One client's life; the next one takes over when this one is past help."""
+        client = await self._build_client()
+        try:
+            reason = await self._until_past_help(client)
+        finally:
+            self._discovered = [server.geturl() for server in client.discovered_servers][:MOST_DISCOVERED]
+            self._client = None
+            await discard(client)
+        log.warning("nats.client_replaced", name=self._name, reason=reason)
+        await asyncio.sleep(_jitter(0.2))
+
+    async def _until_past_help(self, client: Client) -> str:
+        """Returns why the client is of no use any more."""
+        loop = asyncio.get_running_loop()
+        connected_at = loop.time()
+        while loop.time() - connected_at < PATIENCE_S:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await self._client_closed.wait()
+            self._client_closed.clear()
+            if reason := why_past_help(client):
+                return reason
+            if client.is_connected:
+                connected_at = loop.time()
+        return f"not connected for {PATIENCE_S:g} s"
+
+    async def _build_client(self) -> Client:
         """Connect a new client; returns when it is connected, however long that takes."""
         client = Client()
+        self._client_closed.clear()
         try:
             await self._connect(client)
             for subject, on_message in self._subscriptions:  # grows if somebody subscribes meanwhile
@@ -149,13 +196,15 @@ class Bus:
             self._client = client
             await client.flush()
         except BaseException:
-            await _abandon(client)
+            self._client = None
+            await discard(client)
             raise
         self._connected()
+        return client
 
     async def _connect(self, client: Client) -> None:
         await client.connect(
-            **self._arguments,
+            **self._arguments | {"servers": [*self._arguments["servers"], *self._discovered]},
             name=self._name,
             error_cb=self._on_error,
             closed_cb=self._on_closed,
@@ -178,11 +227,10 @@ class Bus:
             subject, cb=deliver, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
         )
 
-    async def _keep_sending(self) -> None:
-        while True:
-            await self._outbox_filled.wait()
-            self._outbox_filled.clear()
-            await self._send_outbox()
+    async def _send_what_comes(self) -> None:
+        await self._outbox_filled.wait()
+        self._outbox_filled.clear()
+        await self._send_outbox()
 
     async def _send_outbox(self) -> None:
         while self._outbox:
@@ -198,9 +246,11 @@ class Bus:
             await self._client.publish(subject, payload)
             self.counters.published += 1
             self.counters.published_bytes += len(payload)
-        except nats.errors.Error as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_cancelled(error):
+                raise
             self.counters.unsent += 1
-            self._log_rarely("nats.unsent", error=str(error), subject=subject)
+            self._trouble.log("nats.unsent", error=str(error) or type(error).__name__, subject=subject)
 
     async def _finish(self) -> None:
         """Let what was queued (a `leave`) go out, then close."""
@@ -210,47 +260,36 @@ class Bus:
             async with asyncio.timeout(1.0):
                 await self._send_outbox()
                 await self._client.flush()
-        with contextlib.suppress(Exception):
-            await self._client.close()
+        await discard(self._client)
 
     def _connected(self) -> None:
         self.counters.connections += 1
+        self._trouble.over()
         log.info("nats.connected", name=self._name)
         if self.max_payload < LEAST_PAYLOAD_BYTES:
             log.warning("nats.max_payload_too_small", bytes=self.max_payload, least=LEAST_PAYLOAD_BYTES)
         for callback in self._connect_callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # it may run inside nats-py, which would end its own task
+                log.exception("nats.on_connect_failed", name=self._name)
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             self.counters.slow_consumer_drops += 1  # one call for each message
-            self._log_rarely("nats.slow_consumer", effect="messages dropped; feeds repair what is missing")
+            self._trouble.log("nats.slow_consumer", effect="messages dropped; feeds repair what is missing")
             return
-        reason = str(error) or type(error).__name__
-        facts = {"error": reason, "servers": self._options.shown()}
-        if "authorization" in reason.lower():
-            facts["remedy"] = "NATS refuses these credentials; see the --nats-… flags in --help"
-        self._log_rarely("nats.error", **facts)
+        self._trouble.met(error)
 
     async def _on_closed(self) -> None:
         self._client_closed.set()
 
     async def _on_disconnected(self) -> None:
-        if not self._closing:
+        if not self._closing and self._client is not None:
             log.warning("nats.disconnected", name=self._name)
 
     async def _on_reconnected(self) -> None:
         self._connected()
-
-    def _log_rarely(self, event: str, **facts: object) -> None:
-        """The same trouble once in 10 s: nats-py reports one error per attempt or dropped message."""
-        now = asyncio.get_running_loop().time()
-        trouble = f"{event}: {facts.get('error')}"
-        if now - self._logged_at.get(trouble, -_LOG_EVERY_S) >= _LOG_EVERY_S:
-            self._logged_at = {
-                known: at for known, at in self._logged_at.items() if now - at < _LOG_EVERY_S
-            } | {trouble: now}
-            log.warning(event, **facts)
 
 
 async def _end(task: asyncio.Task[None]) -> None:
@@ -260,19 +299,10 @@ async def _end(task: asyncio.Task[None]) -> None:
         await asyncio.wait([task], timeout=0.1)
 
 
-async def _abandon(client: Client) -> None:
-    """Close a client that did not get as far as being connected.
-
-    After a refused password nats-py believes it is closed and leaves its socket open: hence the
-    private name.
-    """
-    transport = getattr(client, "_transport", None)
-    with contextlib.suppress(Exception):
-        await client.close()
-    if transport is not None:
-        with contextlib.suppress(Exception):
-            transport.close()
-            await transport.wait_closed()
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether it is this task that shall end."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def _jitter(seconds: float) -> float:

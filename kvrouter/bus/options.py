@@ -65,9 +65,7 @@ class NatsOptions:
         if not self.servers:
             raise ConfigError("--nats names at least one server")
         for server in self.servers:
-            address = urlsplit(server)
-            if address.scheme not in {"nats", "tls", "ws", "wss"} or not _has_address(address):
-                raise ConfigError(f"--nats {_without_password(server)!r}: use nats://HOST:PORT or {EMBEDDED}")
+            _check_server(server)
         if (self.user is None) != (self.password_file is None):
             raise ConfigError("--nats-user and --nats-password-file go together")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -87,10 +85,23 @@ class NatsOptions:
         return context
 
 
-def _has_address(address: SplitResult) -> bool:
+def _check_server(server: str) -> None:
+    scheme, _, rest = server.rpartition("://")
+    flag = f"--nats {_without_password(server)!r}"
     try:
-        return bool(address.hostname) and (address.port is None or address.port > 0)
-    except ValueError:  # a port that is no number, or too large a one
+        address = urlsplit(f"nats://{rest}")
+    except ValueError:  # brackets without an IPv6 address
+        raise ConfigError(f"{flag}: use nats://HOST:PORT or {EMBEDDED}") from None
+    if not _is_port(address):
+        raise ConfigError(f"{flag}: the port is a number from 1 to 65535")
+    if scheme not in {"nats", "tls", "ws", "wss"} or not address.hostname:
+        raise ConfigError(f"{flag}: use nats://HOST:PORT or {EMBEDDED}")
+
+
+def _is_port(address: SplitResult) -> bool:
+    try:
+        return address.port is None or address.port > 0
+    except ValueError:  # no number, or too large a one
         return False
 
 

@@ -25,9 +25,12 @@ from kvrouter.errors import UnknownModelError
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.listing import model_entries
 from kvrouter.frontend.openai import ModelEntry, model_body, models_body
-from kvrouter.frontend.truth_metrics import truth_samples
-from kvrouter.telemetry.metrics import Sample, StateCollector
+from kvrouter.frontend.state_metrics import samples
+from kvrouter.telemetry.metrics import StateCollector
 from kvrouter.version import __version__
+
+MOST_FEEDS = 100
+"""/ready names the feeds of a fleet up to this size; of a larger one those that are behind."""
 
 
 class Admin:
@@ -60,8 +63,12 @@ class Admin:
         """200 while the loop turns."""
         return web.Response(text="ok\n")
 
-    async def ready(self, _request: web.Request) -> web.Response:
+    async def ready(self, request: web.Request) -> web.Response:
         """503 until the first recovery is complete, and while draining; else 200, degraded or not."""
+        status, body = self._readiness()
+        return _json(body | self._feed_states("verbose" in request.query), status=status)
+
+    def _readiness(self) -> tuple[int, dict[str, Any]]:
         now = asyncio.get_running_loop().time()
         missing = self._replica.not_ready(now)
         timed_out = bool(missing) and now - self._started_at > self._ready_timeout_s
@@ -69,14 +76,25 @@ class Admin:
             self._gave_up_waiting = True
             self._replica.give_up_waiting()
         if self.is_draining:
-            return _json({"status": "draining"}, status=503)
+            return 503, {"status": "draining"}
         if missing and not timed_out:
-            return _json({"status": "starting", "reasons": missing}, status=503)
+            return 503, {"status": "starting", "reasons": missing}
         reasons = self._degraded()
         if timed_out or (self._gave_up_waiting and reasons):  # said until all is well
             limit = f"--ready-timeout {self._ready_timeout_s:g} s"
             reasons.insert(0, f"ready although not complete: {limit} passed")
-        return _json({"status": "degraded" if reasons else "ready", "reasons": reasons})
+        return 200, {"status": "degraded" if reasons else "ready", "reasons": reasons}
+
+    def _feed_states(self, verbose: bool) -> dict[str, Any]:
+        """Per source its state and lag; of a large fleet only those that are not live, unless asked."""
+        rows = [
+            {"feed": name(source), "state": reader.state.value, "lag": reader.lag}
+            for source, reader in self._replica.readers.items()
+        ]
+        if verbose or len(rows) <= MOST_FEEDS:
+            return {"feeds": rows}
+        behind = [row for row in rows if row["state"] != "live" or row["lag"]][:MOST_FEEDS]
+        return {"feeds": behind, "feeds_omitted": len(rows) - len(behind), "all_feeds": "/ready?verbose=1"}
 
     async def health(self, _request: web.Request) -> web.Response:
         """200 with details."""
@@ -106,6 +124,7 @@ class Admin:
                 "replica_sync": self._replica.settings.synced,
                 "tokens": self._tokens(),
                 "namespace_peers": sorted(self._replica.peers),
+                "peers": self._peers(),
                 "pools": [
                     _pool(router.pool) | {"problems": self._problems(router.pool, "")}
                     for router in self._replica.routers.values()
@@ -120,6 +139,13 @@ class Admin:
                 "bookings": [_bookings(pool_id, router) for pool_id, router in self._replica.routers.items()],
             }
         )
+
+    def _peers(self) -> list[dict[str, Any]]:
+        silent = self._feeds.members.silent_rounds
+        return [
+            {"router_id": router_id, "url": peer.address, "silent_rounds": silent(router_id)}
+            for router_id, peer in sorted(self._replica.peers.items())
+        ]
 
     async def models(self, _request: web.Request) -> web.Response:
         """/v1/models, merged over the fleet."""
@@ -137,8 +163,22 @@ class Admin:
         return model_entries([router.pool for router in self._replica.routers.values()])
 
     def _degraded(self) -> list[str]:
-        away = [] if self._bus.connected else ["NATS is away: routing with the last known state"]
-        return away + self._replica.degraded()
+        reasons = [*self._nats_away(), *self._replica.degraded(), *self._refused()]
+        more = len(reasons) - MOST_FEEDS
+        return reasons if more <= 0 else [*reasons[:MOST_FEEDS], f"{more} more: see /workers"]
+
+    def _nats_away(self) -> list[str]:
+        if self._bus.connected:
+            return []
+        why = f" ({self._bus.trouble})" if self._bus.trouble else ""
+        return [f"NATS is away{why}: routing with the last known state"]
+
+    def _refused(self) -> Iterator[str]:
+        """Workers that are up and take no requests."""
+        for router in self._replica.routers.values():
+            for worker in router.pool.workers.values():
+                if worker.refused:
+                    yield f"worker {worker.card.worker_id}: refused: {worker.refused}"
 
     def _targets(self, pool: Pool, worker: Worker) -> Iterator[dict[str, Any]]:
         for target in worker.targets():
@@ -227,62 +267,6 @@ def _bookings(pool_id: str, router: Router) -> dict[str, Any]:
             for router_id, count in pool.active.owners().items()
         },
     }
-
-
-def samples(replica: Replica, feeds: Feeds, watch: Watch, bus: Bus) -> Iterator[Sample]:
-    """The state of a replica as Prometheus samples."""
-    yield "kvrouter_nats_connected", "gauge", "1 while NATS answers", {}, float(bus.connected)
-    yield "kvrouter_bus_published", "counter", "Messages sent", {}, bus.counters.published
-    yield "kvrouter_bus_unsent", "counter", "Messages not sent (NATS away, or full)", {}, bus.counters.unsent
-    yield "kvrouter_bus_received", "counter", "Messages received", {}, bus.counters.received
-    sent, got = bus.counters.published_bytes, bus.counters.received_bytes
-    yield "kvrouter_bus_published_bytes", "counter", "Payload bytes sent", {}, sent
-    yield "kvrouter_bus_received_bytes", "counter", "Payload bytes received", {}, got
-    drops = bus.counters.slow_consumer_drops + feeds.inbox_drops
-    yield "kvrouter_bus_dropped", "counter", "Messages dropped because this replica was slow", {}, drops
-    yield "kvrouter_bus_errors", "counter", "Messages that raised an error here: bugs", {}, feeds.errors
-    for router in replica.routers.values():
-        yield from _pool_samples(router.pool)
-        yield from truth_samples(router, watch)
-    for source, reader in replica.readers.items():
-        yield from _feed_samples(source, reader)
-
-
-def _pool_samples(pool: Pool) -> Iterator[Sample]:
-    labels = {"pool": str(pool.id)}
-    yield "kvrouter_index_blocks", "gauge", "Distinct blocks in the index", labels, len(pool.index)
-    for router_id, count in pool.active.owners().items():
-        yield (
-            "kvrouter_bookings",
-            "gauge",
-            "Requests in flight by replica",
-            {**labels, "router": router_id},
-            count,
-        )
-    for worker in pool.workers.values():
-        for target in worker.targets():
-            own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
-            yield "kvrouter_target_blocks", "gauge", "Blocks held", own, pool.index.blocks(target)
-            active = pool.active
-            yield "kvrouter_active_blocks", "gauge", "Active blocks", own, active.blocks(target)
-            charged = active.charged_tokens(target)
-            yield "kvrouter_charged_prefill_tokens", "gauge", "Prefill tokens charged", own, charged
-            yield "kvrouter_target_eligible", "gauge", "1 if it takes requests", own, target in pool.targets
-
-
-def _feed_samples(source: Feed, reader: FeedReader) -> Iterator[Sample]:
-    labels = {"feed": name(source)}
-    yield "kvrouter_feed_lag_frames", "gauge", "Frames sent and not applied", labels, reader.lag
-    yield "kvrouter_feed_live", "gauge", "1 if the copy is in step", labels, reader.state.value == "live"
-    for counter, value in asdict(reader.counters).items():
-        if counter != "recovery_s":
-            own = {**labels, "event": counter}
-            yield "kvrouter_feed_events", "counter", "What happened on a feed", own, value
-    if reader.heard_at is not None:
-        silent = asyncio.get_running_loop().time() - reader.heard_at
-        yield "kvrouter_feed_staleness_seconds", "gauge", "Since the source was last heard", labels, silent
-    recovery = reader.counters.recovery_s
-    yield "kvrouter_feed_last_recovery_seconds", "gauge", "How long the last repair took", labels, recovery
 
 
 def _json(body: dict[str, Any], status: int = 200) -> web.Response:

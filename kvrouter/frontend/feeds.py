@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 import structlog
 
 from kvrouter.bus import Bus, BusError, Subjects
-from kvrouter.core.beats import State
+from kvrouter.core.beats import State, decode_router_beat, decode_worker_beat
 from kvrouter.core.beats import encode as encode_beat
-from kvrouter.core.events import ReplayRequest, decode_request
+from kvrouter.core.events import ReplayRequest, decode_answer, decode_frame, decode_request
 from kvrouter.core.events import encode as encode_request
-from kvrouter.core.ids import PoolId
+from kvrouter.core.ids import PoolId, RouterId
 from kvrouter.core.replica import Replica
-from kvrouter.core.sources import Feed, KvSource, RouterSource, SyncSource, WorkerSource, name
+from kvrouter.core.sources import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource, name
 from kvrouter.errors import MalformedFrameError
+from kvrouter.frontend.members import Members
 
 log = structlog.get_logger()
 
@@ -31,6 +33,8 @@ SLICE_S = 0.001
 TICK_S = 0.1
 RECOVERIES = 16
 ANSWER_TIMEOUT_S = 2.0
+MOST_NAMED = 1000
+"""Of so many subjects at most it is logged, once each, that what came there cannot be read."""
 
 
 class Feeds:
@@ -51,6 +55,8 @@ class Feeds:
         self._inbox_filled = asyncio.Event()
         self._recoveries: dict[Feed, asyncio.Task[None]] = {}
         self._flush_is_due = False
+        self.members = Members(replica)
+        self._named: set[str] = set()
 
     async def subscribe(self) -> None:
         """Listen; called once, before `run`."""
@@ -128,17 +134,44 @@ class Feeds:
             log.exception("feed.error", subject=subject)
 
     def _dispatch(self, subject: str, data: bytes, now: float) -> None:
-        match self._subjects.parse_live(subject):
-            case KvSource() as source:
+        source = self._subjects.parse_live(subject)
+        malformed = self._malformed(source)
+        match source:
+            case KvSource():
                 self._replica.kv_frame(source, data, now)
-            case SyncSource() as source:
+            case SyncSource():
                 self._replica.sync_frame(source, data, now)
             case WorkerSource(worker_id):
                 self._replica.worker_heard(worker_id, data, now)
+                self.members.worker_heard(worker_id)
             case RouterSource(router_id):
-                self._replica.router_heard(router_id, data, now)
+                self._router_heard(router_id, data, now)
             case None:
                 self._replica.counters.unknown_messages += 1
+                self._name_once(subject, "no subject of this version")
+        if self._malformed(source) > malformed:
+            decode = _DECODERS[type(source)]
+            self._name_once(subject, _why_malformed(decode, data))
+
+    def _router_heard(self, router_id: RouterId, data: bytes, now: float) -> None:
+        self._replica.router_heard(router_id, data, now)
+        if router_id == self._replica.router_id:
+            self.members.round_ended()
+        else:
+            self.members.replica_heard(router_id)
+
+    def _malformed(self, source: Source | None) -> int:
+        """How much of what came from there could not be read."""
+        if isinstance(source, KvSource | SyncSource):
+            reader = self._replica.readers.get(source)
+            return reader.counters.malformed if reader else 0
+        return self._replica.counters.malformed_heartbeats
+
+    def _name_once(self, subject: str, reason: str) -> None:
+        """It is counted every time."""
+        if subject not in self._named and len(self._named) < MOST_NAMED:
+            self._named.add(subject)
+            log.warning("feed.malformed", subject=subject, error=reason[:300])
 
     # Repair
 
@@ -165,8 +198,11 @@ class Feeds:
             log.info("feed.no_answer", source=name(source), error=str(error))
             self._replica.failed(source, loop.time())
             return
+        malformed = self._malformed(source)
         try:
             self._replica.answered(source, data, loop.time())
+            if self._malformed(source) > malformed:
+                self._name_once(f"answer of {name(source)}", _why_malformed(decode_answer, data))
         except Exception:  # a bug of ours; the reader asks again instead of waiting for ever
             self.errors += 1
             log.exception("feed.answer_failed", source=name(source))
@@ -235,3 +271,21 @@ class Feeds:
                     router.mark_prefill_completed(key, now)
                     self.flush_soon()
             self._ask(now)
+
+
+_DECODERS: dict[type[Source] | type[None], Callable[[bytes], object]] = {
+    KvSource: decode_frame,
+    SyncSource: decode_frame,
+    WorkerSource: decode_worker_beat,
+    RouterSource: decode_router_beat,
+    type(None): bytes,
+}
+
+
+def _why_malformed(decode: Callable[[bytes], object], data: bytes) -> str:
+    """The reader only counts; read it once more for the reason."""
+    try:
+        decode(data)
+    except MalformedFrameError as error:
+        return str(error)
+    return "a frame in it cannot be read"

@@ -138,7 +138,12 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         help="index the engines' KV events; without: assume what was sent stays for --router-ttl-secs",
     )
     group.add_argument("--no-kv-events", dest="use_kv_events", action="store_false", help=argparse.SUPPRESS)
-    group.add_argument("--router-ttl-secs", type=positive, default=DEFAULT_TTL_S, help="see --use-kv-events")
+    group.add_argument(
+        "--router-ttl-secs",
+        type=positive,
+        default=DEFAULT_TTL_S,
+        help="without KV events: for so many seconds a prompt is taken to stay in the cache it was sent to",
+    )
     group.add_argument(
         "--router-inflight-overlap",
         action=switch,
@@ -154,23 +159,47 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="tokens a block; default: the workers' own",
     )
-    group.add_argument("--lease-s", type=positive, default=5.0, help="seconds a silent source is believed")
+    group.add_argument(
+        "--lease-s",
+        type=positive,
+        default=5.0,
+        help="how long a silent worker or replica is believed, counted in heartbeats of this replica that "
+        "come back through NATS: --lease-s / --heartbeat-s of them (who is cut off drops nobody)",
+    )
 
 
 def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--retries", type=_whole, default=2, help="other workers tried before the first byte")
-    group.add_argument("--first-byte-timeout", type=positive, default=600.0, help="seconds")
-    group.add_argument("--idle-timeout", type=positive, default=300.0, help="seconds without a byte")
+    group.add_argument(
+        "--first-byte-timeout",
+        type=positive,
+        default=600.0,
+        help="seconds a worker may take until its first byte; then the client gets 504",
+    )
+    group.add_argument(
+        "--idle-timeout",
+        type=positive,
+        default=300.0,
+        help="seconds without a byte of a running answer, or without its client reading; then it is ended",
+    )
     group.add_argument("--max-body-mb", type=positive_int, default=64, help="largest request body, in MiB")
-    group.add_argument("--ready-timeout", type=not_negative, default=60.0, help="seconds")
+    group.add_argument(
+        "--ready-timeout",
+        type=not_negative,
+        default=60.0,
+        help="seconds after which /ready is 200 with whatever is known, workers or not; its body says so",
+    )
     group.add_argument(
         "--drain-grace",
         type=not_negative,
         default=5.0,
-        help="seconds served on after SIGTERM, /ready being 503",
+        help="seconds of taking new requests after SIGTERM, while /ready is 503 and balancers turn away",
     )
     group.add_argument(
-        "--drain-timeout", type=not_negative, default=300.0, help="seconds for running requests to finish"
+        "--drain-timeout",
+        type=not_negative,
+        default=300.0,
+        help="seconds that running requests have to finish after that; then they are cut off",
     )
 
 

@@ -28,6 +28,7 @@ from kvrouter.core.watch import Watch
 from kvrouter.errors import ConfigError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.admin import Admin
+from kvrouter.frontend.client_connection import ClientConnection, invite_body
 from kvrouter.frontend.completions import Completions, openai_errors
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.options import FrontendOptions
@@ -47,6 +48,9 @@ WATCH_S = 1.0
 """Between two looks for problems."""
 SETTLINGS = 40
 """How often in between it is seen which events have come: a small cache does not keep a block for long."""
+
+BACKLOG = 4096
+"""Connections that wait to be accepted; the kernel may allow fewer."""
 
 CUT_OFF_S = 0.1
 """What requests that outlived the draining get to end in: once from us, twice from aiohttp (0: for ever)."""
@@ -166,7 +170,7 @@ def _listen(options: FrontendOptions) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
-    listener.listen(4096)
+    listener.listen(BACKLOG)
     return listener
 
 
@@ -179,9 +183,12 @@ def _application(completions: Completions, admin: Admin, options: FrontendOption
     app = web.Application(client_max_size=options.max_body_bytes, middlewares=[openai_errors])
     app.add_routes(
         [
-            web.post("/v1/chat/completions", completions.chat),
-            web.post("/v1/completions", completions.completion),
-            *(web.post(path, completions.passed) for path in passthrough.POST_ROUTES),
+            web.post("/v1/chat/completions", completions.chat, expect_handler=invite_body),
+            web.post("/v1/completions", completions.completion, expect_handler=invite_body),
+            *(
+                web.post(path, completions.passed, expect_handler=invite_body)
+                for path in passthrough.POST_ROUTES
+            ),
             *(web.get(path, completions.passed) for path in passthrough.GET_ROUTES),
             web.get("/v1/models", admin.models),
             web.get("/v1/models/{name:.+}", admin.model),
@@ -205,19 +212,23 @@ async def _http_server(
 ) -> AsyncIterator[None]:
     """Serve on the listener; on the way out stop accepting, let what runs finish, cut off the rest."""
     logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        handler_cancellation=True,
-        keepalive_timeout=KEEP_ALIVE_S,
-        shutdown_timeout=CUT_OFF_S,
-    )
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CUT_OFF_S)
     await runner.setup()
-    site = web.SockSite(runner, listener)
+    loop = asyncio.get_running_loop()
+
+    def connection() -> ClientConnection:
+        assert runner.server is not None
+        return ClientConnection(
+            runner.server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]  # AppRunner's own way to have none
+            keepalive_timeout=KEEP_ALIVE_S,
+        )
+
+    server = await loop.create_server(connection, sock=listener, backlog=BACKLOG)
     try:
-        await site.start()
         yield
-        await site.stop()
+        server.close()
         await asyncio.sleep(0)  # connections accepted just now begin
         idle = completions.idle
         await _wait_for_any(idle, hurried, timeout_s=options.drain_timeout_s)
@@ -226,6 +237,7 @@ async def _http_server(
             completions.cut_off()
             await _wait_for_any(idle, timeout_s=CUT_OFF_S)
     finally:
+        server.close()  # also after an error inside
         await runner.cleanup()
 
 

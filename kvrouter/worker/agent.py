@@ -146,7 +146,6 @@ class Agent:
         self._is_answering.set()
         for rank in self._ranks:
             rank.publisher.flush(time.monotonic())  # so that the first heartbeat tells of it
-        log.info("worker.up", worker=worker_id, card=self._announcer.card.model, ranks=self._options.ranks)
         await self._announcer.run(self._options.heartbeat_s)
 
     async def _publish(self, rank: EngineRank) -> None:

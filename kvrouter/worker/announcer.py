@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import structlog
+
 from kvrouter.bus.subjects import Subjects
 from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat, decode_worker_beat, encode
 from kvrouter.core.blocks import pool_token
 from kvrouter.core.events import VERSION
 from kvrouter.core.ids import WorkerId
 from kvrouter.errors import KvRouterError, MalformedFrameError
+
+log = structlog.get_logger()
 
 CARD_EVERY_S = 10.0
 HELLO_DELAY_S = 0.01
@@ -59,6 +63,7 @@ class Announcer:
         self._subject = subjects.live_worker(WorkerId(card.worker_id))
         self._rank_beats = rank_beats
         self._card_sent_at = float("-inf")
+        self._is_announced = False
         self._hurry = asyncio.Event()
         self._interval_ms: int | None = None
         self._successor = 0
@@ -94,8 +99,13 @@ class Announcer:
         """Send a heartbeat, with the card if that is due."""
         self._beats += 1
         card = self.card if now - self._card_sent_at >= CARD_EVERY_S else None
-        if self._send(self.state, card) and card is not None:
+        if not self._send(self.state, card):
+            return
+        if card is not None:
             self._card_sent_at = now
+        if not self._is_announced:
+            self._is_announced = True
+            log.info("worker.up", worker=self.card.worker_id, card=self.card.model, ranks=self.card.ranks)
 
     def leave(self) -> None:
         """Say that the worker goes."""

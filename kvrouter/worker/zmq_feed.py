@@ -74,6 +74,7 @@ class ZmqFeed:
         self._reader: asyncio.Task[None] | None = None
         self.settled = asyncio.Event()
         """Set once it is known from where the history can be had, and that part has been passed on."""
+        self._has_replays = True
         self._inbox: asyncio.Queue[Heard] = asyncio.Queue(_INBOX_BATCHES if sub else MAX_QUEUED_BATCHES)
         self._start: Heard | None = EngineStream.begin
 
@@ -185,11 +186,19 @@ class ZmqFeed:
     async def _replay(self, from_seq: int) -> None:
         """Ask once and report the whole answer, or that there was none."""
         batches = await self._ask(from_seq)
+        self._tell_outage(batches is not None, from_seq)
         if batches is None:
-            log.warning("engine.no_replay", endpoint=self._options.replay, from_seq=from_seq)
             await self._inbox.put(partial(EngineStream.replay_failed, asked=from_seq))
         else:
             await self._inbox.put(partial(EngineStream.replayed, asked=from_seq, batches=batches))
+
+    def _tell_outage(self, is_answered: bool, from_seq: int) -> None:
+        """Once when replays are not answered any more: who restarts answers none before its first event."""
+        if self._has_replays and not is_answered:
+            log.warning("engine.no_replay", endpoint=self._options.replay, from_seq=from_seq)
+        elif is_answered and not self._has_replays:
+            log.info("engine.replays_again", endpoint=self._options.replay)
+        self._has_replays = is_answered
 
     async def _ask(self, from_seq: int) -> list[Numbered] | None:
         assert self._options.replay is not None

@@ -33,7 +33,7 @@ from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.load import LoadRequest, Outcome, run_load
 from scripts.kit.replicas import settled
-from scripts.kit.script import log_directory, until_signalled
+from scripts.kit.script import log_directory, new_console, until_signalled
 
 MODEL = "mock"
 REQUESTS = 640
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: Options) -> int:
-    console = Console()
+    console = new_console()
     requests = load_requests(options.requests)
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(log_directory("demo"))

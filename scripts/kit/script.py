@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -12,7 +13,17 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 INTERRUPTED = 130
+PIPE_WIDTH = 200
+"""Columns where no terminal says how many it has: the widest table, unbroken."""
+
+
+def new_console() -> Console:
+    """For what a script prints; $COLUMNS counts as it does everywhere."""
+    is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_wide else PIPE_WIDTH)
 
 
 async def until_signalled(name: str, script: Coroutine[Any, Any, int]) -> int:

@@ -9,54 +9,10 @@ from uuid import uuid4
 import pytest
 
 from kvrouter.bus import Bus, BusError, NatsOptions
+from tests.bus.watching import SOON_S, Connections, Inbox
 from tests.conftest import NatsServer
 
-SOON_S = 10.0
 NewServer = Callable[[], NatsServer]
-
-
-class Inbox:
-    """Messages as they arrive."""
-
-    def __init__(self) -> None:
-        self.messages: list[tuple[str, bytes]] = []
-        self._arrived = asyncio.Event()
-
-    def __call__(self, subject: str, payload: bytes, _reply: str) -> None:
-        self.messages.append((subject, payload))
-        self._arrived.set()
-
-    @property
-    def payloads(self) -> list[bytes]:
-        """Without subjects."""
-        return [payload for _, payload in self.messages]
-
-    async def holds(self, count: int) -> None:
-        """Wait for this many messages."""
-        async with asyncio.timeout(SOON_S):
-            while len(self.messages) < count:
-                self._arrived.clear()
-                await self._arrived.wait()
-
-
-class Connections:
-    """Counts what `on_connect` is called for, and waits for it."""
-
-    def __init__(self, bus: Bus) -> None:
-        self.count = 0
-        self._changed = asyncio.Event()
-        bus.on_connect(self._connected)
-
-    def _connected(self) -> None:
-        self.count += 1
-        self._changed.set()
-
-    async def reach(self, count: int) -> None:
-        """Wait for the count-th connection."""
-        async with asyncio.timeout(SOON_S):
-            while self.count < count:
-                self._changed.clear()
-                await self._changed.wait()
 
 
 async def disconnected(bus: Bus) -> None:

@@ -14,7 +14,7 @@ import structlog
 from kvrouter.bus import Bus, NatsOptions
 from kvrouter.errors import ConfigError
 from tests.bus.operators import account, creds, operator, server_config, user
-from tests.bus.test_connection import Connections
+from tests.bus.watching import Connections
 from tests.conftest import NatsServer
 
 SOON_S = 10.0

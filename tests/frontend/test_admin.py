@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import pytest
 
 from kvrouter.core.beats import RankBeat, WorkerBeat, encode
 from kvrouter.core.events import VERSION
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.replica import ReplicaCounters
+from kvrouter.frontend import admin
 from kvrouter.frontend.options import parse_options
 from kvrouter.frontend.serve import running_frontend
 from kvrouter.version import __version__
@@ -35,7 +38,7 @@ async def test_live(fleet_of: FleetOf) -> None:
 async def test_ready(fleet_of: FleetOf) -> None:
     """/ready is 200 as soon as a worker is known and everyone had time to answer the hello."""
     async with fleet_of() as fleet:
-        assert {"status": "ready", "reasons": []} == (await until_ready(fleet.url)).json
+        assert {"status": "ready", "reasons": [], "feeds": []} == (await until_ready(fleet.url)).json
 
 
 async def test_not_ready_without_workers(fleet_of: FleetOf) -> None:
@@ -73,7 +76,7 @@ async def test_ready_timeout(fleet_of: FleetOf) -> None:
 
         assert [(200, "degraded")] * 2 == [(each.status, each.json["status"]) for each in responses]
         assert all("--ready-timeout 0 s passed" in each.json["reasons"][0] for each in responses)
-        assert {"status": "ready", "reasons": []} == later.json
+        assert ("ready", []) == (later.json["status"], later.json["reasons"])
 
 
 async def test_once_ready_always_ready(fleet_of: FleetOf) -> None:
@@ -95,7 +98,7 @@ async def test_draining(fleet_of: FleetOf) -> None:
         fleet.frontend.drain()
         ready, answered = await fleet.get("/ready"), await client.ask(BODY)
 
-        assert (503, {"status": "draining"}) == (ready.status, ready.json)
+        assert (503, "draining") == (ready.status, ready.json["status"])
         assert (200, "close") == (answered.status, answered.header("connection"))
         assert await client.is_closed()
         assert "close" == (await fleet.ask(b"{")).header("connection")
@@ -124,12 +127,31 @@ async def test_nats_goes_away(new_nats_server: Callable[[], NatsServer]) -> None
     async with running_fleet(server.url) as fleet:
         await until_ready(fleet.url)
         server.stop()
-        while not (reasons := (await fleet.get("/ready")).json["reasons"]):
-            pass
+        while not (reasons := (await fleet.get("/ready")).json["reasons"]) or "(" not in reasons[0]:
+            pass  # the first answer may come before the first attempt to connect again
 
-        assert ["NATS is away: routing with the last known state"] == reasons
+        assert reasons[0].startswith("NATS is away (")
+        assert reasons[0].endswith("): routing with the last known state")
         assert 200 == (await fleet.get("/ready")).status
         assert 200 == (await fleet.ask()).status
+
+
+async def test_ready_names_every_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per source its state and lag; of a large fleet only what is behind, unless all are asked for."""
+    async with fleet_of("--ready-timeout", "0", publishes_events=True, ranks=3) as fleet:
+        ranks = [RankBeat(0, 1, 0), RankBeat(1, 1, 7), RankBeat(2, 1, 0)]
+        beat = WorkerBeat(VERSION, 1, "up", POOL, ranks, 1)
+        fleet.bus.publish(fleet.subjects.live_worker(WorkerId("w0")), encode(beat))
+        await until(lambda: len(fleet.frontend.replica.readers) == 3, "the feeds are followed")
+        whole = (await fleet.get("/ready")).json
+        monkeypatch.setattr(admin, "MOST_FEEDS", 2)
+        short, long = (await fleet.get("/ready")).json, (await fleet.get("/ready?verbose=1")).json
+
+        assert [("kv w0/0", "live", 0), ("kv w0/1", "recovering", 7), ("kv w0/2", "live", 0)] == [
+            (each["feed"], each["state"], each["lag"]) for each in whole["feeds"]
+        ]
+        assert whole["feeds"] == long["feeds"]
+        assert ([whole["feeds"][1]], 2) == (short["feeds"], short["feeds_omitted"])
 
 
 async def test_workers(fleet_of: FleetOf) -> None:
@@ -156,15 +178,17 @@ async def test_workers(fleet_of: FleetOf) -> None:
 
 
 async def test_refused_worker(fleet_of: FleetOf) -> None:
-    """A worker with another block size is no candidate, and /workers says why."""
+    """A worker with another block size is no candidate; /workers, /ready and /health say why."""
     async with fleet_of() as fleet:
         fleet.announce(FakeWorker("odd", OK, "http://127.0.0.1:1"), block_size=32, started_at_us=2)
         pool = fleet.frontend.replica.routers[POOL].pool
         await until(lambda: "odd" in pool.workers, "it is seen")
         rows = {each["worker_id"]: each for each in (await fleet.get("/workers")).json["targets"]}
+        reasons = (await fleet.get("/health")).json["reasons"]
 
         assert (False, "block size 32, pool has 16") == (rows["odd"]["eligible"], rows["odd"]["refused"])
         assert (True, "") == (rows["w0"]["eligible"], rows["w0"]["refused"])
+        assert ["worker odd: refused: block size 32, pool has 16"] == reasons
 
 
 async def test_models(fleet_of: FleetOf) -> None:
@@ -222,6 +246,10 @@ async def test_metrics(fleet_of: FleetOf) -> None:
             "kvrouter_requests_in_flight 0.0",
             "kvrouter_nats_connected 1.0",
             f'kvrouter_target_eligible{{pool="{POOL}",rank="0",worker="w0"}} 1.0',
+            f'kvrouter_workers{{pool="{POOL}"}} 1.0',
+            "kvrouter_replicas 1.0",
+            *(f"kvrouter_{counter.name}_total 0.0" for counter in fields(ReplicaCounters)),
+            f'kvrouter_bookings{{pool="{POOL}",router="{fleet.frontend.replica.router_id}"}} 0.0',
         ):
             assert line in lines
         assert all(line.startswith(("kvrouter_", "#")) for line in lines)

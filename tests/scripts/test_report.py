@@ -17,6 +17,7 @@ from scripts.kit.figures import MachineTime, Percentiles, figures, percentiles
 from scripts.kit.load import Outcome
 from scripts.kit.replicas import View, _view, disagreements
 from scripts.kit.report import ModeResult, problems, show, write_json
+from scripts.kit.script import new_console
 
 GOOD_VIEW = View("r0", ("r1",), 4, {"w1/0": (10, "ab"), "w2/0": (7, "cd")}, {}, 0, 0, 0)
 
@@ -205,3 +206,17 @@ def test_demo_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--requests", "701"])
 
     assert "--requests 701: the excerpt has 700 requests" in capsys.readouterr().err
+
+
+# --- where it is shown ---
+
+
+def test_tables_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal lines are wide; columns of words one under the other cannot be read."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    new_console().print(" ".join(["word"] * 40))
+    monkeypatch.setenv("COLUMNS", "100")
+    new_console().print(" ".join(["word"] * 40))
+
+    wide, narrow = (len(line) for line in capsys.readouterr().out.splitlines()[:2])
+    assert narrow <= 100 < wide

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvrouter.bus.subjects import Subjects
 from kvrouter.core.beats import Card, RankBeat, WorkerBeat, decode_worker_beat, encode
@@ -55,6 +56,19 @@ def test_card_while_away(bus: FakeBus, announcer: Announcer) -> None:
     announcer.beat(1.0)
 
     assert [CARD] == [beat.card for beat in beats(bus)]
+
+
+def test_worker_is_up_once_announced(bus: FakeBus, announcer: Announcer) -> None:
+    """While NATS is away nobody knows of the worker, so it is not said to be up; later once."""
+    bus.connected = False
+    with capture_logs() as logs:
+        announcer.beat(0.0)
+        assert not logs
+        bus.connected = True
+        announcer.beat(1.0)
+        announcer.beat(2.0)
+
+    assert [("worker.up", "w")] == [(entry["event"], entry["worker"]) for entry in logs]
 
 
 def test_update(bus: FakeBus, announcer: Announcer) -> None:

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 import zmq
 import zmq.asyncio
+from structlog.testing import capture_logs
 
 from kvrouter.errors import ConfigError
-from kvrouter.worker.stream import Action, Apply
+from kvrouter.worker.stream import Action, Apply, Numbered
 from kvrouter.worker.zmq_feed import FeedOptions, ZmqFeed
 from tests.worker.fake_engine import EventSockets
 
@@ -109,6 +110,25 @@ async def test_no_replay_answer(engine: EventSockets, free_port: Callable[[], in
 
         assert ["Restarted", "a1"] == await heard.next(2)
         assert not feed.stream.is_complete
+
+
+async def test_outage_of_replays_is_told_once(engine: EventSockets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that restarts answers no replay until its first event: one line, and one when it does."""
+    ask, asked, enough = ZmqFeed._ask, 0, asyncio.Event()
+
+    async def ask_in_vain_at_times(feed: ZmqFeed, from_seq: int) -> list[Numbered] | None:
+        nonlocal asked
+        asked += 1
+        if asked == 10:
+            enough.set()
+        return None if 2 <= asked <= 8 else await ask(feed, from_seq)
+
+    monkeypatch.setattr(ZmqFeed, "_ask", ask_in_vain_at_times)
+    with capture_logs() as logs:
+        async with running(replace(options(engine), verify_after_s=0.01)), asyncio.timeout(5):
+            await enough.wait()
+
+    assert ["engine.no_replay", "engine.replays_again"] == [entry["event"] for entry in logs]
 
 
 async def test_bound_endpoint(free_port: Callable[[], int]) -> None:

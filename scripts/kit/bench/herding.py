@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from rich.console import Console
 from rich.table import Table
 
 from kvrouter.core.active import Booking
@@ -27,6 +26,7 @@ from kvrouter.core.pool import Pool, PoolSettings
 from kvrouter.core.router import Router
 from kvrouter.core.unseen import UnseenBookings
 from kvrouter.policies import POLICIES
+from scripts.kit.script import new_console
 
 POOL = PoolId("p")
 WORKERS = [WorkerId(f"w{number}") for number in range(8)]
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if min(flags.runs, *flags.replicas, *flags.burst) < 1:
         parser.error("--replicas, --burst and --runs: use numbers of at least 1")
     rows = [measure(replicas, burst, flags.runs) for burst in flags.burst for replicas in flags.replicas]
-    Console().print(table(rows))
+    new_console().print(table(rows))
     if flags.json is not None:
         body = {
             "workers": len(WORKERS),

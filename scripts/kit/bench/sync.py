@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
-from rich.console import Console
 
 from kvrouter.tokens.tiny import VOCABULARY_SIZE, build_tiny_model
 from kvrouter.version import __version__
@@ -33,7 +32,7 @@ from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.load import LoadRequest
-from scripts.kit.script import log_directory, until_signalled
+from scripts.kit.script import log_directory, new_console, until_signalled
 from scripts.kit.steady import SteadyLoad
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 16
@@ -142,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: Options) -> int:
-    console = Console()
+    console = new_console()
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(log_directory("bench"))
         client = Client()

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 
 import tokenizers
-from rich.console import Console
 from rich.table import Table
 
 from kvrouter.tokens.prefix_store import PrefixStore
@@ -29,7 +28,7 @@ from kvrouter.tokens.prefix_tokens import PrefixTokens
 from kvrouter.tokens.splits import find_splits
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.bench.sync import machine
-from scripts.kit.script import log_directory
+from scripts.kit.script import log_directory, new_console
 
 MOST = 1 / 5
 """A prompt with 8,000 of 9,000 tokens known may cost so much of the whole."""
@@ -134,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"bench: the cache is off for {directory}: {bench.splits.reason}", file=sys.stderr)
             return 1
         results = list(measure_all(bench, flags.runs))
-    Console(width=110).print(_table(results))
+    new_console().print(_table(results))
     about = machine() | {"runs": flags.runs, "tokenizers": tokenizers.__version__}
     about = {name: about[name] for name in about if name not in {"prompt_tokens", "output_tokens"}}
     print(json.dumps(about | {"system": platform.system()}))

@@ -46,7 +46,7 @@ from scripts.kit.deployment import Plan
 from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.load import LoadRequest
-from scripts.kit.script import log_directory, until_signalled
+from scripts.kit.script import log_directory, new_console, until_signalled
 from scripts.kit.steady import SteadyLoad
 
 NAMESPACE = "chaos"
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: Options) -> int:
-    console = Console()
+    console = new_console()
     started = time.monotonic()
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(log_directory("chaos"))

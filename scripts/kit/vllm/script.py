@@ -20,7 +20,7 @@ from rich.console import Console
 
 from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client, HttpError
-from scripts.kit.script import log_directory, until_signalled
+from scripts.kit.script import log_directory, new_console, until_signalled
 from scripts.kit.vllm.answers import Sample, ask
 from scripts.kit.vllm.engines import BLOCK_SIZE, find_vllm
 from scripts.kit.vllm.evictions import counting
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: Options) -> int:
-    console = Console()
+    console = new_console()
     vllm = find_vllm(options.directory)
     started = time.monotonic()
     async with AsyncExitStack() as stack:

@@ -1,0 +1,64 @@
+"""A client of nats-py seen from outside: whether it is past help, and how to be rid of it.
+
+nats-py runs tasks of its own. An error that it does not expect (a line without end, an INFO that is
+no object) ends them, and it tells nobody: it goes on as "reconnecting" or "connected" for ever.
+Its tasks have no public names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from nats.aio.client import Client
+
+CLOSE_S = 2.0
+"""What closing may take: a server that does not read would hold it up."""
+
+
+def why_past_help(client: Client) -> str:
+    """Why nothing will happen any more on this client, which was connected once; empty if it may."""
+    if client.is_closed:
+        return "it has closed"
+    names = ("_reading_task", "_flusher_task") if client.is_connected else ("_reconnection_task",)
+    return next(filter(None, (_end_of(client, name) for name in names)), "")
+
+
+def _end_of(client: Client, name: str) -> str:
+    """How one of its tasks has ended, asked for so that asyncio does not log it."""
+    task: asyncio.Task[Any] | None = getattr(client, name, None)
+    if task is None or not task.done():
+        return ""
+    error = None if task.cancelled() else task.exception()
+    return f"its {name.strip('_').replace('_', ' ')} has ended" + (f": {error!r:.300}" if error else "")
+
+
+async def discard(client: Client) -> None:
+    """Close a client, whatever state it is in, in bounded time.
+
+    After a refused password nats-py believes it is closed and leaves its socket open, hence the
+    transport; and its waits swallow a cancellation now and then, hence the loop.
+    """
+    transport = getattr(client, "_transport", None)
+    closing = asyncio.create_task(client.close())
+    try:
+        await asyncio.wait([closing], timeout=CLOSE_S)
+    finally:
+        for _ in range(20):
+            if closing.done():
+                break
+            closing.cancel()
+            await asyncio.wait([closing], timeout=0.1)
+        closing.add_done_callback(_look_at_error)
+    if transport is not None:
+        with contextlib.suppress(Exception):
+            transport.close()
+            async with asyncio.timeout(CLOSE_S):
+                await transport.wait_closed()
+
+
+def _look_at_error(task: asyncio.Task[None]) -> None:
+    """Nothing that closing raises matters; unseen, asyncio would log it."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,187 @@
+"""What is not NATS answers on NATS's port, for a while: the bus connects as soon as NATS is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvrouter.bus import Bus, NatsOptions, connection
+from tests.bus.watching import SOON_S, Connections, Inbox
+from tests.conftest import NatsServer
+
+NewServer = Callable[[], NatsServer]
+pytestmark = pytest.mark.filterwarnings(
+    # nats-py forgets the socket of a handshake that failed; the garbage collector closes it
+    "ignore:Exception ignored in. <function StreamWriter.__del__:pytest.PytestUnraisableExceptionWarning"
+)
+
+ODD_ANSWERS = {
+    "a line without end": b"x" * 300_000,
+    "an INFO without end": b'INFO {"a":"' + b"y" * 200_000,
+    "an INFO that is a list": b"INFO []\r\n",
+    "an INFO that is no text": b"INFO \xff\xfe\r\n",
+    "an INFO with a wrong type": b'INFO {"connect_urls": 7}\r\n',
+    "HTTP": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "nothing": b"",
+}
+ODD_ONCE_CONNECTED = {
+    "an INFO that is a list": b"INFO [1]\r\n",
+    "an INFO that is no JSON": b"INFO {bad\r\n",
+    "an unknown message": b"FOO\r\n",
+    "a message of no subscription": b"MSG a 77 x\r\n",
+    "an error without text": b"-ERR \r\n",
+}
+GREETING = b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576}\r\n'
+
+
+class OddServer:
+    """Sends each who connects the same bytes; counts them."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.clients = 0
+        self._answer = answer
+        self._came = asyncio.Event()
+
+    async def speak(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+        self.clients += 1
+        self._came.set()
+        writer.write(self._answer)
+        try:
+            await writer.drain()
+        except ConnectionError:
+            pass  # it had seen enough
+        finally:
+            writer.close()
+
+    async def was_tried(self, times: int) -> None:
+        """Wait until this many have come."""
+        async with asyncio.timeout(SOON_S):
+            while self.clients < times:
+                self._came.clear()
+                await self._came.wait()
+
+
+@asynccontextmanager
+async def odd_server(port: int, answer: bytes) -> AsyncIterator[OddServer]:
+    """It listens while inside."""
+    server = OddServer(answer)
+    async with await asyncio.start_server(server.speak, "127.0.0.1", port):
+        yield server
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS)
+async def test_odd_answers_at_the_first_connection(new_nats_server: NewServer, answer: bytes) -> None:
+    """A process that starts while something else has NATS's port connects when NATS is back there."""
+    server, inbox = new_nats_server(), Inbox()
+    with capture_logs() as logs:
+        async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
+            connected = Connections(bus)
+            await bus.subscribe("a", inbox)
+            async with odd_server(server.port, answer) as odd:
+                await odd.was_tried(3)
+            assert bus.trouble
+            server.start()
+
+            await connected.reach(1)
+            bus.publish("a", b"x")
+            await inbox.holds(1)
+            assert not bus.trouble
+    said = [(entry["event"], entry.get("error")) for entry in logs]
+    assert len(said) == len(set(said))
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS)
+async def test_odd_answers_when_connecting_again(new_nats_server: NewServer, answer: bytes) -> None:
+    """A connected process that finds something else on NATS's port is not cut off for good."""
+    server, inbox = new_nats_server(), Inbox()
+    server.start()
+    async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
+        connected = Connections(bus)
+        await bus.subscribe("a", inbox)
+        await connected.reach(1)
+
+        server.stop()
+        async with odd_server(server.port, answer) as odd:
+            await odd.was_tried(2)
+        server.start()
+        await connected.reach(2)
+
+        assert bus.publish("a", b"after")
+        await inbox.holds(1)
+
+
+@pytest.mark.parametrize("answer", ODD_ONCE_CONNECTED.values(), ids=ODD_ONCE_CONNECTED)
+async def test_odd_words_in_a_connection(new_nats_server: NewServer, answer: bytes) -> None:
+    """A server that speaks nonsense once connected is left, and NATS found when it is there."""
+    server, inbox = new_nats_server(), Inbox()
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GREETING)
+        while line := await reader.readline():
+            writer.write(b"PONG\r\n" * line.startswith(b"PING") + answer * line.startswith(b"SUB b"))
+        writer.close()
+
+    async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
+        connected = Connections(bus)
+        await bus.subscribe("a", inbox)
+        async with await asyncio.start_server(speak, "127.0.0.1", server.port):
+            await connected.reach(1)
+            await bus.subscribe("b", inbox)
+            await asyncio.sleep(0)
+        server.start()
+        await connected.reach(2)
+
+        assert bus.publish("a", b"after")
+        await inbox.holds(1)
+
+
+async def test_client_that_stays_away_is_replaced(
+    new_nats_server: NewServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If nats-py neither connects nor ends, a new client takes over after a while."""
+    monkeypatch.setattr(connection, "PATIENCE_S", 0.5)
+    server = new_nats_server()
+    server.start()
+    async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
+        connected, endless = Connections(bus), asyncio.Event()
+        await connected.reach(1)
+        client = bus._client
+        assert client is not None
+        monkeypatch.setattr(client, "_select_next_server", endless.wait)
+
+        server.stop()
+        server.start()
+        await connected.reach(2)
+
+        assert bus._client is not client
+        assert client.is_closed
+
+
+async def test_cancelled_future_of_nats_py(
+    new_nats_server: NewServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancellation that is not meant for the bus ends none of its tasks."""
+    server, inbox = new_nats_server(), Inbox()
+    server.start()
+
+    async def cancelled(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
+        await Connections(bus).reach(1)
+        await bus.subscribe("a", inbox)
+        with monkeypatch.context() as patch:
+            patch.setattr(bus._client, "publish", cancelled)
+            bus.publish("a", b"lost")
+            async with asyncio.timeout(SOON_S):
+                while not bus.counters.unsent:  # noqa: ASYNC110  # counters tell nobody
+                    await asyncio.sleep(0)
+        bus.publish("a", b"after")
+
+        await inbox.holds(1)
+    assert [b"after"] == inbox.payloads
