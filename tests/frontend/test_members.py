@@ -28,7 +28,6 @@ class Namespace:
     def __init__(self) -> None:
         self.replica = Replica(ReplicaSettings(lease_rounds=2), ME, 1, self._policy, chance=lambda: 0.5)
         self.members = Members(self.replica)
-        self._round = 0
 
     def _policy(self) -> tuple[Policy, PolicyState]:
         return POLICIES["kv"](), PolicyState(lambda: 0.5, 1.0, 0.0, 0)
@@ -50,9 +49,8 @@ class Namespace:
     def rounds(self, count: int) -> None:
         """One's own heartbeats come back."""
         for _ in range(count):
-            self._round += 1
-            beat = RouterBeat(VERSION, 1, "up", "", {}, self._round)
-            self.replica.router_heard(ME, encode(beat), 0.0)
+            self.replica.next_round(0.0)
+            self.replica.router_heard(ME, encode(self.replica.heartbeat("up", "")), 0.0)
             self.members.round_ended()
 
 
