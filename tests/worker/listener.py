@@ -96,6 +96,15 @@ class Listener:
                     self._has_heard.clear()
                     await self._has_heard.wait()
 
+    async def usurp(self, later: WorkerBeat) -> None:
+        """Heartbeats of a later agent with the same worker id, with some of the agent's own between them."""
+        subject = self.subjects.live_worker(self._worker_id)
+        self.bus.publish(subject, encode_op(later))
+        await self.beat(lambda beat: beat == later)
+        for _ in range(2):
+            await self.beat(lambda beat: beat != later)
+        self.bus.publish(subject, encode_op(later))
+
     async def snapshot(self) -> SnapshotChunk:
         """Ask the agent for everything it holds."""
         answer = await self._ask(0, 0)

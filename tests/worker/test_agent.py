@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat, encode
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat
 from kvrouter.core.blocks import block_hashes, sequence_hashes
 from kvrouter.core.events import VERSION, Cleared, ReplayRequest
 from kvrouter.core.events import encode as encode_op
@@ -176,12 +176,7 @@ async def test_namesake(scene: Scene) -> None:
 
     task = asyncio.create_task(serve(scene.options, asyncio.Event()))
     await scene.listener.until_held({A})
-    subject = scene.listener.subjects.live_worker(WorkerId("w"))
-    scene.listener.bus.publish(subject, encode(later))
-    await scene.listener.beat(lambda beat: beat == later)
-    for _ in range(2):  # it goes on meanwhile
-        await scene.listener.beat(lambda beat: beat != later)
-    scene.listener.bus.publish(subject, encode(later))
+    await scene.listener.usurp(later)
 
     with pytest.raises(ExceptionGroup) as raised:
         await task

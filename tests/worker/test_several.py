@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.core.beats import WorkerBeat, encode
+from kvrouter.core.beats import WorkerBeat
 from kvrouter.core.blocks import block_hashes, sequence_hashes
 from kvrouter.core.events import VERSION
-from kvrouter.core.ids import WorkerId
 from kvrouter.errors import KvRouterError
 from kvrouter.worker.drain import Duty
 from kvrouter.worker.engines_file import EngineList
@@ -126,17 +125,17 @@ async def test_one_fails(scene: Scene) -> None:
 
 async def test_taken_over(scene: Scene) -> None:
     """An agent whose id is used elsewhere stays away; when none is left the process ends with an error."""
-    later = encode(WorkerBeat(VERSION, 2**62, "up", "p", [], 1))
+    later = WorkerBeat(VERSION, 2**62, "up", "p", [], 1)
     first, second = scene.listeners
     never = asyncio.Event()
     task = asyncio.create_task(serve_all(scene.engines(), [Duty(never), Duty(never)], retry_s=0.05))
     await second.beat(lambda beat: beat.state == "up")
-    first.bus.publish(first.subjects.live_worker(WorkerId("a")), later)
+    await first.usurp(later)
     async with scene.publishers() as (_, b):
         await b.send(pack(store(1)))
         await second.until_held({A})
     assert not task.done()
-    second.bus.publish(second.subjects.live_worker(WorkerId("b")), later)
+    await second.usurp(later)
 
     with pytest.raises(KvRouterError, match="no agent is left"):
         await task
