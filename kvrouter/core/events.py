@@ -268,5 +268,7 @@ def _is_sound(op: Op) -> bool:
             return DEVICE <= op.tier <= DISK
         case ApproxEntry():
             return len(op.hashes) % 8 == 0 and 0 <= op.ttl_ms <= MAX_AMOUNT
+        case Bind():
+            return 0 <= op.rank <= MAX_AMOUNT and 0 <= op.ttl_ms <= MAX_AMOUNT
         case _:
             return True
