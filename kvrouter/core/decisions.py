@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 from msgspec import Struct
 
@@ -41,6 +42,23 @@ class Decided(Struct, frozen=True):
     eligible: Sequence[Candidate]
     refusals: dict[Target, str]
     """Targets that were no candidates, and why."""
+
+    @classmethod
+    def of(  # noqa: PLR0917  # on the hot path: keywords cost
+        cls,
+        request: RouteRequest,
+        selection: Selection,
+        order: tuple[Target, ...],
+        candidates: Sequence[Candidate],
+        eligible: Sequence[Candidate],
+        refusals: dict[Target, str],
+    ) -> Self:
+        """With what the state says now."""
+        state = selection.state
+        weight, temperature, unseen = state.overlap_weight, state.temperature, state.unseen
+        return cls(
+            request, state.now, selection, weight, temperature, unseen, order, candidates, eligible, refusals
+        )
 
     @property
     def about_bytes(self) -> int:

@@ -70,7 +70,8 @@ class ReplicaCounters:
 class Replica:
     """Everything a replica knows and decides.
 
-    `new_policy()` makes a policy and its state for a new pool; `chance()` returns a number in [0, 1).
+    `new_policy()` makes a policy and its state for a new pool, `equip` is shown the new router; `chance()`
+    returns a number in [0, 1).
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Replica:
         new_policy: Callable[[], tuple[Policy, PolicyState]],
         *,
         chance: Callable[[], float],
+        equip: Callable[[Router], None] = lambda _router: None,
     ) -> None:
         self.settings = settings
         self.router_id = router_id
@@ -96,6 +98,7 @@ class Replica:
         self._readiness = Readiness()
         self._new_policy = new_policy
         self._chance = chance
+        self._equip = equip
         self._round = 0
         self._lacks_card = False
         self._hello_again_round = 0
@@ -281,7 +284,7 @@ class Replica:
 
     def _new_router(self, pool_id: PoolId, seq: int) -> Router:
         policy, state = self._new_policy()
-        return Router(
+        router = Router(
             Pool(pool_id, self.settings.pool),
             policy,
             state,
@@ -290,6 +293,8 @@ class Replica:
             synced=self.settings.synced,
             seq=seq,
         )
+        self._equip(router)
+        return router
 
     def _has_room(self, pool_id: PoolId, *, served: bool) -> bool:
         has_room = self._pools.has_room(pool_id, served=served)

@@ -11,7 +11,7 @@ the outbox is order on the wire and order at the peer, so a Free can never overt
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvrouter.core.active import Booking
@@ -147,8 +147,9 @@ class Router:
         choice, *others = preferred or selection.choose(request, eligible)
         fallbacks = tuple(other.target for other in others)
         if self.decisions is not None:
+            refused = self._refused(request, exclude)
             order = (choice.target, *fallbacks)
-            self.decisions.append(self._decided(request, selection, order, candidates, eligible, exclude))
+            self.decisions.append(Decided.of(request, selection, order, candidates, eligible, refused))
         key = self._book(request, choice, now, streamed, selection)
         worker = self.pool.targets[choice.target]
         card, wants_report = worker.card, worker.wants_report(choice.target.rank)
@@ -174,21 +175,6 @@ class Router:
         selection.state.now = now
         selection.state.unseen = self.unseen.expected
         return selection
-
-    def _decided(
-        self,
-        request: RouteRequest,
-        selection: Selection,
-        order: tuple[Target, ...],
-        candidates: Sequence[Candidate],
-        eligible: Sequence[Candidate],
-        exclude: frozenset[Target],
-    ) -> Decided:
-        state, refused = selection.state, self._refused(request, exclude)
-        weight, temperature, unseen = state.overlap_weight, state.temperature, state.unseen
-        return Decided(
-            request, state.now, selection, weight, temperature, unseen, order, candidates, eligible, refused
-        )
 
     def _refused(self, request: RouteRequest, exclude: frozenset[Target]) -> dict[Target, str]:
         """Why targets of the pool are no candidates; looked up anew when the pool's targets have changed."""
@@ -332,7 +318,7 @@ class Router:
             self.unseen.booked_elsewhere,
             lambda booking, now: self.assume(booking, now, own=False),
             self._take_assumption,
-            self.selection.state.sessions,
+            sessions=self.selection.state.sessions,
         )
 
     def _take_assumption(self, entry: ApproxEntry, now: float) -> None:

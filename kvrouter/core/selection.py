@@ -107,7 +107,7 @@ class Selection:
         return self.policy.terms(request, eligible, replace(self.state)) if eligible else []
 
     def ties(self, verdicts: Sequence[Verdict], order: Sequence[Target]) -> tuple[Target, ...]:
-        """Those that are as good as the choice in the terms that decide; the choice alone if there are none."""
+        """Those as good as the choice in the terms that decide; the choice alone if there are none."""
         chosen = next((one for one in verdicts if order and one.target == order[0]), None)
         if chosen is None:
             return ()

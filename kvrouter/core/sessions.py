@@ -56,7 +56,7 @@ class SessionTable:
         self._put(session, Binding(target, now + ttl_s, now, router_id))
 
     def recall(self, session: str, target: Target, now: float, ttl_s: float, router_id: str) -> None:
-        """A replica has told what it knows, in a snapshot: news only if it lasts longer than what is known."""
+        """A snapshot tells what a replica knows: news only if it lasts longer than what is known here."""
         known = self._bindings.get(session)
         if known is None or known.expires < now + ttl_s:
             self._put(session, Binding(target, now + ttl_s, now - SETTLE_S, router_id))

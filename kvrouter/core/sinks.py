@@ -149,6 +149,7 @@ class SyncSink:
         booked: Callable[[float], None],
         prefill_completed: Callable[[Booking, float], None],
         assume: Callable[[ApproxEntry, float], None],
+        *,
         sessions: SessionTable | None = None,
     ) -> None:
         self._active = active
