@@ -117,8 +117,8 @@ class Router:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether prompts have to be tokenized for this policy."""
-        return self.selection.policy.needs_tokens
+        """Whether prompts have to be tokenized, also for requests in a mode that does not look at them."""
+        return self.selection.needs_tokens
 
     @property
     def is_idle(self) -> bool:

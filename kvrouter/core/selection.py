@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from msgspec import Struct
 
 from kvrouter.core.cost import EQUAL_WITHIN
-from kvrouter.core.filters import Filter, Session
+from kvrouter.core.filters import Busy, Filter, Session
 from kvrouter.core.ids import Target
 from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 
@@ -55,6 +55,11 @@ class Selection:
     policy: Policy
     state: PolicyState
     filters: tuple[Filter, ...] = ()
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a choice depends on the tokens of the requests before."""
+        return self.policy.needs_tokens or any(isinstance(one, Busy) for one in self.filters)
 
     @property
     def keeps_sessions(self) -> bool:

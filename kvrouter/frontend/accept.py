@@ -108,7 +108,7 @@ class Accept:
         self, router: Router, request: openai.CompletionRequest, policy: Policy
     ) -> tuple[Prompt, ...]:
         """Token ids, then hashes; empty where the policy needs none or the tokens cannot be known."""
-        if not policy.needs_tokens or request.prompt is None:
+        if request.prompt is None or not (router.needs_tokens or policy.needs_tokens):
             return ()
         most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
         if text_characters(request.prompt) > most_characters:

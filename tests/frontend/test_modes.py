@@ -31,8 +31,7 @@ async def test_every_mode_serves(fleet_of: FleetOf, mode: str) -> None:
 
 async def test_direct(fleet_of: FleetOf) -> None:
     """The named worker, and the named rank; what a client says of ranks is heeded in this mode only."""
-    ranks = {"ranks": 2, "rank_header": "X-data-parallel-rank"}
-    async with fleet_of(scripts=(OK, OK), **ranks) as fleet:
+    async with fleet_of(scripts=(OK, OK), ranks=2, rank_header="X-data-parallel-rank") as fleet:
         direct = "x-kvrouter-mode: direct"
         named = [await fleet.ask(None, direct, "x-kvrouter-target: w1/1") for _ in range(2)]
         by_header = await fleet.ask(None, direct, "x-kvrouter-target: w0", "x-data-parallel-rank: 1")
@@ -87,7 +86,7 @@ async def test_direct_to_one_that_fails(fleet_of: FleetOf) -> None:
 async def test_prefix_affinity_follows_the_text(fleet_of: FleetOf) -> None:
     """Chats that begin alike meet again, whatever their tokens are; others go elsewhere."""
     async with fleet_of("--router-mode", "prefix-affinity", scripts=THREE) as fleet:
-        homes = {}
+        homes: dict[str, set[str]] = {}
         for topic in "abcabcabc":
             messages = [{"role": "system", "content": topic * 500}, {"role": "user", "content": "hi"}]
             response = await fleet.ask({"model": "m", "messages": messages}, path="/v1/chat/completions")
@@ -113,8 +112,11 @@ async def test_stage_one_by_header(fleet_of: FleetOf) -> None:
         for worker, group in zip(fleet.workers, ("gold", "silver", "silver"), strict=True):
             fleet.announce(worker, labels={"group": group}, started_at_us=2)
         router = next(iter(fleet.frontend.replica.routers.values()))
-        cards = lambda: [worker.card for worker in router.pool.workers.values()]  # noqa: E731
-        await until(lambda: all(card.labels for card in cards()), "the groups are known")
+
+        def groups_are_known() -> bool:
+            return all(worker.card.labels for worker in router.pool.workers.values())
+
+        await until(groups_are_known, "the groups are known")
         gold = {(await fleet.ask(None, "x-bucket: gold")).header("x-kvrouter-worker") for _ in range(5)}
         silver = {(await fleet.ask(None, "x-bucket: silver")).header("x-kvrouter-worker") for _ in range(9)}
         other = [(await fleet.ask(None, "x-bucket: kind-7")).header("x-kvrouter-worker") for _ in range(6)]
