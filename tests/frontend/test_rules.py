@@ -57,9 +57,7 @@ async def test_thresholds_at_run_time(fleet_of: FleetOf) -> None:
         assert "busy" in refused.json["error"]["message"]
 
         off = {"model": "m", "active_decode_blocks_threshold": None}
-        assert (
-            None is (await fleet.ask(off, path="/busy_threshold")).json["active_decode_blocks_threshold"]
-        )
+        assert None is (await fleet.ask(off, path="/busy_threshold")).json["active_decode_blocks_threshold"]
         assert 2 == len((await fleet.ask(path="/v1/route")).json["candidates"])
 
 
