@@ -40,8 +40,8 @@ from kvrouter.core.truth import Truth
 from kvrouter.core.unseen import UnseenBookings
 from kvrouter.errors import NoWorkersError
 
-MOST_SESSIONS_TOLD = 20_000
-"""A snapshot tells of the sessions used last: so many take about 20 ms to encode."""
+MOST_SESSIONS_TOLD = 5_000
+"""A snapshot tells of the sessions used last: so many take about 15 ms to encode."""
 
 
 @dataclass(frozen=True, slots=True)
