@@ -283,11 +283,9 @@ class Replica:
         return self._pools.router_for(model)
 
     def _new_router(self, pool_id: PoolId, seq: int) -> Router:
-        policy, state = self._new_policy()
         router = Router(
             Pool(pool_id, self.settings.pool),
-            policy,
-            state,
+            *self._new_policy(),
             router_id=self.router_id,
             incarnation=self.incarnation,
             synced=self.settings.synced,

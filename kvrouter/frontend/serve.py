@@ -242,11 +242,11 @@ def _routing_routes(
     """What people ask about routing, and may change of it."""
     busy = BusyThresholds(replica, rules)
     return [
-        web.post("/v1/route", DryRoute(accept, views).route),
+        web.post("/v1/route", DryRoute(accept, views).route, expect_handler=invite_body),
         web.get("/decisions", views.last),
         web.get("/decisions/{request_id:.+}", views.one),
         web.get("/busy_threshold", busy.show),
-        web.post("/busy_threshold", busy.change),
+        web.post("/busy_threshold", busy.change, expect_handler=invite_body),
     ]
 
 
