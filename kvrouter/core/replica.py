@@ -70,8 +70,7 @@ class ReplicaCounters:
 class Replica:
     """Everything a replica knows and decides.
 
-    `new_policy()` makes a policy and its state for a new pool, `equip` is shown the new router; `chance()`
-    returns a number in [0, 1).
+    `new_policy()` makes a new pool's policy and state, `equip` gets the router; `chance()` is in [0, 1).
     """
 
     def __init__(
