@@ -38,6 +38,20 @@ class UnknownModelError(BadRequestError):
     type = "NotFoundError"
 
 
+class UnknownTargetError(BadRequestError):
+    """The worker or rank that the client names does not exist."""
+
+    status = 404
+    type = "NotFoundError"
+
+
+class UnknownDecisionError(BadRequestError):
+    """No decision about this request is kept."""
+
+    status = 404
+    type = "NotFoundError"
+
+
 class NoRouteError(KvRouterError):
     """There is nothing at this path, or not with this method."""
 

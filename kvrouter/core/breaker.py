@@ -48,6 +48,10 @@ class CircuitBreakers:
         """Whether any circuit is not closed; asked at every request."""
         return bool(self._open)
 
+    def open_targets(self) -> list[Target]:
+        """The targets whose circuit is not closed."""
+        return sorted(self._open)
+
     def is_closed(self, target: Target, now: float) -> bool:
         """Whether a request may be sent there."""
         if target not in self._open:

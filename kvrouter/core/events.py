@@ -266,7 +266,8 @@ def _is_sound(op: Op) -> bool:
             return 0 <= op.output_blocks <= MAX_AMOUNT
         case Check():
             return DEVICE <= op.tier <= DISK
-        case ApproxEntry():
-            return len(op.hashes) % 8 == 0 and 0 <= op.ttl_ms <= MAX_AMOUNT
+        case ApproxEntry() | Bind():
+            is_whole = isinstance(op, Bind) or len(op.hashes) % 8 == 0
+            return is_whole and op.rank >= 0 and 0 <= op.ttl_ms <= MAX_AMOUNT
         case _:
             return True

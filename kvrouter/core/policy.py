@@ -48,6 +48,8 @@ class RouteRequest(Struct, frozen=True):
     bucket: str = ""
     wanted: Wanted | None = None
     priority: int = 0
+    mode: str = ""
+    """The mode that the client asks for; empty: the router's own."""
 
     @property
     def isl(self) -> int:
@@ -145,6 +147,12 @@ class Policy:
     """Whether it looks at overlap or blocks; if not, prompts need not be tokenized."""
     needs_text = False
     """Whether it looks at `request.text`."""
+    needs_sessions = False
+    """Whether it looks at where sessions are bound to."""
+    reads_tables = False
+    """Whether its terms come from tables of the state, too, and so change with time."""
+    decisive: tuple[str, ...] = ()
+    """The terms that decide: candidates equal in these are ties. None named: all terms do."""
 
     def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
         """The index of the candidate to use."""

@@ -70,7 +70,7 @@ class ReplicaCounters:
 class Replica:
     """Everything a replica knows and decides.
 
-    `new_policy()` makes a policy and its state for a new pool; `chance()` returns a number in [0, 1).
+    `new_policy()` makes a new pool's policy and state, `equip` gets the router; `chance()` is in [0, 1).
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Replica:
         new_policy: Callable[[], tuple[Policy, PolicyState]],
         *,
         chance: Callable[[], float],
+        equip: Callable[[Router], None] = lambda _router: None,
     ) -> None:
         self.settings = settings
         self.router_id = router_id
@@ -96,6 +97,7 @@ class Replica:
         self._readiness = Readiness()
         self._new_policy = new_policy
         self._chance = chance
+        self._equip = equip
         self._round = 0
         self._lacks_card = False
         self._hello_again_round = 0
@@ -280,16 +282,16 @@ class Replica:
         return self._pools.router_for(model)
 
     def _new_router(self, pool_id: PoolId, seq: int) -> Router:
-        policy, state = self._new_policy()
-        return Router(
+        router = Router(
             Pool(pool_id, self.settings.pool),
-            policy,
-            state,
+            *self._new_policy(),
             router_id=self.router_id,
             incarnation=self.incarnation,
             synced=self.settings.synced,
             seq=seq,
         )
+        self._equip(router)
+        return router
 
     def _has_room(self, pool_id: PoolId, *, served: bool) -> bool:
         has_room = self._pools.has_room(pool_id, served=served)

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 
 from kvrouter.core.active import Booking
 from kvrouter.core.blocks import pack_hashes, unpack_hashes
+from kvrouter.core.breaker import CircuitBreakers
+from kvrouter.core.decisions import Decided, DecisionRing
 from kvrouter.core.events import (
     MAX_BOOKING_HASHES,
     ApproxEntry,
+    Bind,
     Check,
     Free,
     MarkPrefillCompleted,
@@ -28,13 +31,17 @@ from kvrouter.core.events import (
 from kvrouter.core.feed_source import FeedSource
 from kvrouter.core.filters import Filter
 from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
+from kvrouter.core.modes import Modes
 from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
-from kvrouter.core.pool import Pool
+from kvrouter.core.pool import Pool, Worker
 from kvrouter.core.selection import Decision, Selection
 from kvrouter.core.sinks import SyncSink, booking_ops
 from kvrouter.core.truth import Truth
 from kvrouter.core.unseen import UnseenBookings
 from kvrouter.errors import NoWorkersError
+
+MOST_SESSIONS_TOLD = 5_000
+"""A snapshot tells of the sessions used last: so many take about 15 ms to encode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,7 @@ class _Own:
     streamed: bool
     text: str = ""
     """The prompt, where the policy remembers texts."""
+    mode: str = ""
 
 
 class Router:
@@ -90,6 +98,13 @@ class Router:
         self.source = FeedSource(incarnation, self._state_ops)
         self.truth = Truth()
         self.selection = Selection(policy, state, filters)
+        """That of the router's own mode."""
+        self.modes = Modes(self.selection)
+        self.circuits: CircuitBreakers | None = None
+        """Told of every request's end where circuits may open."""
+        self.decisions: DecisionRing | None = None
+        """Where decisions are kept, if they are."""
+        self._refusals: tuple[dict[Target, Worker], dict[Target, str]] = ({}, {})
         self.rates = state.rates
         self.source.seq = seq
         self.unseen = UnseenBookings()
@@ -102,13 +117,8 @@ class Router:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether prompts have to be tokenized for this policy."""
-        return self.selection.policy.needs_tokens
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether requests have to carry their prompt's text for this policy."""
-        return self.selection.policy.needs_text
+        """Whether prompts have to be tokenized, also for requests in a mode that does not look at them."""
+        return self.selection.needs_tokens
 
     @property
     def is_idle(self) -> bool:
@@ -128,35 +138,53 @@ class Router:
 
         `prefer`: the fall-backs of an earlier choice, when this is a retry: the first that is left is taken.
         """
+        selection = self._selection(request, now)
         candidates = self.pool.candidates(request, exclude)
-        self._set_state(now)
-        eligible = self.selection.eligible(request, candidates)
+        eligible = selection.eligible(request, candidates)
         if not eligible:
             raise NoWorkersError(self._why_none(exclude, len(candidates)))
         preferred = [one for name in prefer for one in eligible if one.target == name]
-        choice, *others = preferred or self.selection.choose(request, eligible)
-        key = self._book(request, choice, now, streamed)
+        choice, *others = preferred or selection.choose(request, eligible)
+        fallbacks = tuple(other.target for other in others)
+        if self.decisions is not None:
+            refused = self._refused(request, exclude)
+            order = (choice.target, *fallbacks)
+            self.decisions.append(Decided.of(request, selection, order, candidates, eligible, refused))
+        key = self._book(request, choice, now, streamed, selection)
         worker = self.pool.targets[choice.target]
         card, wants_report = worker.card, worker.wants_report(choice.target.rank)
-        fallbacks = tuple(other.target for other in others)
         return Placement(key, choice, card.url, card.rank_header, wants_report, candidates, fallbacks)
 
     def decide(
         self, request: RouteRequest, now: float, *, exclude: frozenset[Target] = frozenset()
     ) -> Decision:
         """What `route` would choose, and why; nothing is booked."""
-        self._set_state(now)
+        selection = self._selection(request, now)
         candidates = self.pool.candidates(request, exclude)
-        failed = dict.fromkeys(exclude, "failed this request")
-        return self.selection.explain(request, candidates, self.pool.refusals(request) | failed)
+        return selection.explain(request, candidates, self._refused(request, exclude))
 
     def forget(self, target: Target) -> None:
-        """The target is gone: what the policy remembers of it goes, too."""
+        """The target is gone: what is remembered of it goes, too."""
         self.selection.state.forget(target)
+        if self.circuits is not None:
+            self.circuits.forget(target)
 
-    def _set_state(self, now: float) -> None:
-        self.selection.state.now = now
-        self.selection.state.unseen = self.unseen.expected
+    def _selection(self, request: RouteRequest, now: float) -> Selection:
+        """That of the mode asked for, as of now."""
+        selection = self.modes.of(request.mode)
+        selection.state.now = now
+        selection.state.unseen = self.unseen.expected
+        return selection
+
+    def _refused(self, request: RouteRequest, exclude: frozenset[Target]) -> dict[Target, str]:
+        """Why targets of the pool are no candidates; looked up anew when the pool's targets have changed."""
+        if request.lora_name is not None:
+            refused = self.pool.refusals(request)
+        else:
+            if self._refusals[0] is not self.pool.targets:
+                self._refusals = (self.pool.targets, self.pool.refusals(request))
+            refused = self._refusals[1]
+        return refused | dict.fromkeys(exclude, "failed this request") if exclude else refused
 
     def _why_none(self, exclude: frozenset[Target], filtered: int) -> str:
         if filtered:
@@ -169,7 +197,9 @@ class Router:
         why = self.pool.why_no_target() or "no live worker"
         return f"{why} for model {self.pool.model!r}; known: {', '.join(self.pool.workers) or 'none'}"
 
-    def _book(self, request: RouteRequest, choice: Candidate, now: float, streamed: bool) -> BookingKey:
+    def _book(
+        self, request: RouteRequest, choice: Candidate, now: float, streamed: bool, selection: Selection
+    ) -> BookingKey:
         self._last_number += 1
         self.unseen.booked_here(now)
         key = BookingKey(self.router_id, self._last_number)
@@ -187,18 +217,22 @@ class Router:
         )
         self.pool.active.book(booking)
         self._tell(*booking_ops(booking, pack_hashes(named)))
-        text = request.text if self.needs_text else ""
-        self._own[key.number] = _Own(request.isl, choice.prefill_tokens, now, streamed, text)
-        self._remember(request, choice, now)
+        text = request.text if selection.policy.needs_text else ""
+        self._own[key.number] = _Own(request.isl, choice.prefill_tokens, now, streamed, text, request.mode)
+        self._remember(request, choice, now, selection)
         if not streamed:
             self._predict(key.number, choice, now)
         return key
 
-    def _remember(self, request: RouteRequest, choice: Candidate, now: float) -> None:
+    def _remember(self, request: RouteRequest, choice: Candidate, now: float, selection: Selection) -> None:
         """What a later decision shall know of this one."""
-        self.selection.policy.routed(request, choice, self.selection.state)
-        if request.session:
-            self.selection.state.sessions.bind(request.session, choice.target, now)
+        selection.policy.routed(request, choice, selection.state)
+        if self.circuits is not None:
+            self.circuits.sent(choice.target, now)
+        if request.session and selection.keeps_sessions:
+            sessions, target = selection.state.sessions, choice.target
+            sessions.bind(request.session, target, now)
+            self._tell(Bind(request.session, target.worker_id, target.rank, round(sessions.ttl_s * 1000)))
 
     def _predict(self, number: int, choice: Candidate, now: float) -> None:
         seconds = self.rates.seconds(choice.target, choice.prefill_tokens)
@@ -232,12 +266,9 @@ class Router:
             self.assume(booking, now, own=True)
             own = self._own.get(key.number)
             if own is not None and own.text:
-                self._accepted(own.text, booking.target, now)
-
-    def _accepted(self, text: str, target: Target, now: float) -> None:
-        state = self.selection.state
-        state.now = now
-        self.selection.policy.accepted(text, target, state)
+                selection = self.modes.of(own.mode)
+                selection.state.now = now
+                selection.policy.accepted(own.text, booking.target, selection.state)
 
     def progress(self, key: BookingKey, output_tokens: int) -> None:
         """The answer has this many tokens so far (an estimate); blocks are booked as they fill."""
@@ -287,6 +318,7 @@ class Router:
             self.unseen.booked_elsewhere,
             lambda booking, now: self.assume(booking, now, own=False),
             self._take_assumption,
+            sessions=self.selection.state.sessions,
         )
 
     def _take_assumption(self, entry: ApproxEntry, now: float) -> None:
@@ -305,6 +337,8 @@ class Router:
             yield from booking_ops(booking, pack_hashes(booking.hashes))
         for target, hashes, seconds in self.pool.approx.own_entries(now):
             yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), int(seconds * 1000))
+        for session, target, seconds in self.selection.state.sessions.newest(now, MOST_SESSIONS_TOLD):
+            yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))
 
 
 def _union(request: RouteRequest) -> list[int]:

@@ -11,6 +11,7 @@ from kvrouter.core.events import (
     TIERS,
     AddRequest,
     ApproxEntry,
+    Bind,
     Check,
     Cleared,
     Free,
@@ -22,6 +23,7 @@ from kvrouter.core.events import (
 )
 from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.core.index import BlockIndex, Holding
+from kvrouter.core.sessions import SessionTable
 
 CAPACITY_SLACK = 1.1
 """A target may announce this much more than its card says before it is disbelieved (design §5)."""
@@ -147,12 +149,15 @@ class SyncSink:
         booked: Callable[[float], None],
         prefill_completed: Callable[[Booking, float], None],
         assume: Callable[[ApproxEntry, float], None],
+        *,
+        sessions: SessionTable | None = None,
     ) -> None:
         self._active = active
         self._router_id = router_id
         self._booked = booked
         self._prefill_completed = prefill_completed
         self._assume = assume
+        self._sessions = sessions
         self._named: set[int] = set()
 
     def apply(self, op: Op, now: float) -> bool:
@@ -169,6 +174,9 @@ class SyncSink:
                 self._active.progress(BookingKey(self._router_id, op.number), op.output_blocks)
             case Free():
                 self._active.free(BookingKey(self._router_id, op.number))
+            case Bind() if self._sessions is not None:
+                target = Target(WorkerId(op.worker_id), op.rank)
+                self._sessions.hear(op.session, target, now, op.ttl_ms / 1000, self._router_id)
         return True
 
     def agrees(self, check: Check) -> bool:
@@ -193,6 +201,9 @@ class SyncSink:
                 self._active.mark_prefill_completed(BookingKey(self._router_id, op.number))
             case ApproxEntry():
                 self._assume(op, now)
+            case Bind() if self._sessions is not None:
+                target = Target(WorkerId(op.worker_id), op.rank)
+                self._sessions.recall(op.session, target, now, op.ttl_ms / 1000, self._router_id)
             case _:
                 return self.apply(op, now)
         return True

@@ -6,27 +6,25 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import structlog
 from aiohttp import web
 
-from kvrouter.core.cost import Prompt
 from kvrouter.core.ids import BookingKey, Target
-from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement, Router
 from kvrouter.core.watch import Watch
 from kvrouter.errors import KvRouterError, NoRouteError, NoWorkersError
 from kvrouter.frontend import openai, passthrough
+from kvrouter.frontend.accept import Accept, Parse, Work
+from kvrouter.frontend.circuits import judge
 from kvrouter.frontend.client import AiohttpClient, AlreadyWritten
-from kvrouter.frontend.compare import Traits, compare, expect_events
+from kvrouter.frontend.compare import compare, expect_events
+from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.in_flight import InFlight, RequestTask, current_task, cut_off_error
-from kvrouter.frontend.incoming import number, read_body, request_id_of
-from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
+from kvrouter.frontend.incoming import request_id_of
 from kvrouter.frontend.relay import (
     Attempt,
     Done,
@@ -38,37 +36,14 @@ from kvrouter.frontend.relay import (
     WorkerDiedError,
     WorkerSilentError,
 )
-from kvrouter.frontend.request_head import request_head, with_report_mode, without_report_mode
+from kvrouter.frontend.request_head import request_head, with_report_mode
 from kvrouter.frontend.upstream import Upstream, WorkerUnreachableError
 from kvrouter.telemetry.metrics import RequestMetrics
-from kvrouter.tokens.prompt import text_characters
 
 log = structlog.get_logger()
 
 RETRY_DELAY_S = 0.05
 RETRY_AFTER_S = 1
-_MOST_CHARACTERS_PER_TOKEN = 64
-"""A text with more for each token of the model's length is not tokenized: a 30 MB text takes 40 s."""
-_UNKNOWN_MODEL_LEN = 131_072
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One client request on its way."""
-
-    id: str
-    http: web.Request
-    body: bytes
-    stream: bool
-    route: RouteRequest
-    router: Router
-    received_at: float
-    traits: Traits
-    may_report: bool
-    """Whether the body may ask the engine for a report of the blocks it reuses."""
-
-
-Parse: TypeAlias = Callable[[bytes], openai.CompletionRequest]
 
 
 class Completions:
@@ -79,9 +54,10 @@ class Completions:
         replica: Replica,
         feeds: Feeds,
         watch: Watch,
-        blocks: PromptBlocks,
-        upstream: Upstream,
+        accept: Accept,
+        decisions: DecisionViews,
         *,
+        upstream: Upstream,
         metrics: RequestMetrics,
         limits: Limits,
         retries: int,
@@ -95,7 +71,8 @@ class Completions:
         self._replica = replica
         self._feeds = feeds
         self._watch = watch
-        self._blocks = blocks
+        self._accept = accept
+        self._decisions = decisions
         self._upstream = upstream
         self._metrics = metrics
         self._limits = limits
@@ -121,8 +98,8 @@ class Completions:
         request_id = request_id_of(http)
         try:
             with self._in_flight.one(), self._metrics.in_flight.track_inprogress():
-                work = await self._accept(http, parse, request_id, received_at, is_passed=is_passed)
-                response = await self._complete(work)
+                work = await self._accept.work(http, parse, request_id, received_at, is_passed=is_passed)
+                response = self._decisions.foretold(work) if work.is_dry_run else await self._complete(work)
         except KvRouterError as error:
             response = error_response(error, request_id)
         except asyncio.CancelledError:
@@ -134,27 +111,6 @@ class Completions:
         self._metrics.duration.observe(asyncio.get_running_loop().time() - received_at)
         return response
 
-    async def _accept(
-        self, http: web.Request, parse: Parse, request_id: str, received_at: float, *, is_passed: bool
-    ) -> Work:
-        """Read the request, as far as routing must understand it."""
-        body = await read_body(http)
-        request = parse(body)
-        router = self._replica.router_for(request.model)
-        prompts = await self._prompts(router, request)
-        lora_name = _lora_name(router, request)
-        route = RouteRequest(
-            request_id,
-            prompts,
-            lora_name,
-            number(http, "x-kvrouter-overlap-weight"),
-            number(http, "x-kvrouter-temperature"),
-        )
-        if not is_passed or passthrough.is_json(http):
-            body = without_report_mode(body)
-        traits = Traits.of(request, lora_name, len(prompts))
-        return Work(request_id, http, body, request.stream, route, router, received_at, traits, not is_passed)
-
     async def _complete(self, work: Work) -> web.StreamResponse:
         response = await self._try_workers(work)
         self._in_flight.answered()
@@ -164,26 +120,16 @@ class Completions:
                 await AiohttpClient(work.http).drained()
         return response
 
-    async def _prompts(self, router: Router, request: openai.CompletionRequest) -> tuple[Prompt, ...]:
-        """Token ids, then hashes; empty where the policy needs none or the tokens cannot be known."""
-        if not router.needs_tokens or request.prompt is None:
-            return ()
-        most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
-        if text_characters(request.prompt) > most_characters:
-            return ()  # far above the model's limit: the engine will refuse it, unread
-        naming = Naming(router.pool, request.model, _lora_name(router, request), request.cache_salt)
-        with self._metrics.tokenize.time():
-            return await self._blocks.hashes(request.prompt, naming)
-
     async def _try_workers(self, work: Work) -> web.StreamResponse:
         """Route and relay; a worker that fails before the first byte is replaced, `retries` times at most."""
         failed: set[Target] = set()
+        fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
         for tries in range(self._retries + 1):
             if tries > 1:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
             try:
-                with self._placed(work, frozenset(failed)) as placement:
+                with self._placed(work, frozenset(failed), fallbacks) as placement:
                     outcome = await self._attempt(work, placement)
             except NoWorkersError:
                 if outcome is None:
@@ -192,14 +138,18 @@ class Completions:
             if isinstance(outcome, Done | TimedOut):
                 break
             failed.update(_targets_of(work, placement))
+            fallbacks = placement.fallbacks
             self._note_failure(work, placement, outcome)
         return self._response(work, outcome)
 
     @contextlib.contextmanager
-    def _placed(self, work: Work, failed: frozenset[Target]) -> Iterator[Placement]:
+    def _placed(
+        self, work: Work, failed: frozenset[Target], fallbacks: tuple[Target, ...]
+    ) -> Iterator[Placement]:
         """A booking that lasts exactly as long as its attempt."""
         now = asyncio.get_running_loop().time()
-        placement = work.router.route(work.route, now, streamed=work.stream, exclude=failed)
+        placement = work.router.route(work.route, now, streamed=work.stream, exclude=failed, prefer=fallbacks)
+        self._decisions.log_last()
         self._feeds.flush_soon()
         self._metrics.prompt_tokens.inc(work.route.isl)
         self._metrics.overlap_tokens.inc(placement.choice.overlap_blocks * work.router.pool.block_size)
@@ -211,10 +161,12 @@ class Completions:
 
     async def _attempt(self, work: Work, placement: Placement) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
-        outcome = await self._exchange(work, placement, fresh=False)
-        if isinstance(outcome, Lost) and outcome.was_idle:
-            # the worker closed an idle connection just as the request went out: that is no failure
-            outcome = await self._exchange(work, placement, fresh=True)
+        with judge(work.router.circuits, placement.target) as verdict:
+            outcome = await self._exchange(work, placement, fresh=False)
+            if isinstance(outcome, Lost) and outcome.was_idle:
+                # the worker closed an idle connection just as the request went out: that is no failure
+                outcome = await self._exchange(work, placement, fresh=True)
+            verdict.outcome = outcome
         if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
             now = asyncio.get_running_loop().time()
             work.router.mark_prefill_completed(placement.key, now)
@@ -223,7 +175,8 @@ class Completions:
     async def _exchange(self, work: Work, placement: Placement, *, fresh: bool) -> Outcome:
         asks_report = placement.wants_report and work.may_report
         body = with_report_mode(work.body) if asks_report else work.body
-        payload = request_head(work.http, work.id, placement, len(body)) + body
+        is_direct = work.route.wanted is not None
+        head = request_head(work.http, work.id, placement, len(body), keeps_rank=is_direct)
         try:
             connection = await self._upstream.connect(placement.url, fresh=fresh)
         except WorkerUnreachableError as error:
@@ -238,7 +191,7 @@ class Completions:
         )
         self._running[attempt] = (work.router, placement.key, current_task())
         try:
-            attempt.send(payload)
+            attempt.send(head + body)
             outcome = await attempt.outcome
             if isinstance(outcome, Done) and outcome.status == 200 and not outcome.failure:
                 self._compare(work, placement, attempt.tail)
@@ -340,11 +293,6 @@ def _targets_of(work: Work, placement: Placement) -> list[Target]:
     """All ranks of the worker: they share its server, so another worker is tried."""
     worker_id = placement.target.worker_id
     return [target for target in work.router.pool.targets if target.worker_id == worker_id]
-
-
-def _lora_name(router: Router, request: openai.CompletionRequest) -> str | None:
-    """The adapter, if the model that the client names is one."""
-    return request.model if request.model in router.pool.lora_names else None
 
 
 def _response_headers(work: Work, placement: Placement, router_id: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What a client's request says beside its JSON: its body as bytes, its id, its routing headers."""
+"""What a client's request says beside its JSON: its body as bytes, its id."""
 
 from __future__ import annotations
 
@@ -27,17 +27,3 @@ def request_id_of(http: web.Request) -> str:
     """The client's own id of the request, or a new one."""
     given = http.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def number(http: web.Request, header: str) -> float | None:
-    """A header that overrides a setting. Raises BadRequestError unless it is a number of at least 0."""
-    given = http.headers.get(header)
-    if given is None:
-        return None
-    try:
-        value = float(given)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise BadRequestError(f"header {header}: {given!r} is no number of at least 0", param=header)
-    return value

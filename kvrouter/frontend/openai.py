@@ -37,6 +37,8 @@ class CompletionRequest:
     session_id: str | None
     n: int
     """Number of answers asked for."""
+    kvrouter: dict[str, Any] | None = None
+    """What it says to the router (overrides.py); the engine never sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class _Common(msgspec.Struct):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
+    kvrouter: dict[str, Any] | None = None
 
 
 class _ChatBody(_Common):
@@ -164,6 +167,7 @@ def _request(body: _Common, prompt: Prompt | None) -> CompletionRequest:
         cache_salt=body.cache_salt or None,
         session_id=body.session_id or None,
         n=max(1, body.n or 1),
+        kvrouter=body.kvrouter,
     )
 
 

@@ -11,9 +11,11 @@ from kvrouter.config import add_common_flags, nats_options, not_negative, positi
 from kvrouter.core.approx import DEFAULT_TTL_S
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import ReplicaSettings
+from kvrouter.core.text_index import TextIndexSettings
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.policy_flags import SERVED_MODES, add_policy_flags, policy_settings
+from kvrouter.frontend.policy_flags import SERVED_MODES, add_policy_flags, policy_settings, text_settings
 from kvrouter.frontend.relay import Limits
+from kvrouter.frontend.rule_flags import RuleOptions, add_rule_flags, rule_options
 from kvrouter.frontend.token_options import TokenOptions, add_token_flags, token_options
 from kvrouter.policies import PolicySettings
 
@@ -33,6 +35,8 @@ class FrontendOptions:
     policy: PolicySettings
     policy_notes: tuple[str, ...]
     """What of --router-config is accepted and not needed."""
+    texts: TextIndexSettings
+    rules: RuleOptions
     replica: ReplicaSettings
     heartbeat_s: float
     tokens: TokenOptions
@@ -55,6 +59,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         ttl_s=flags.router_ttl_secs,
         inflight_overlap=flags.router_inflight_overlap,
         block_size=flags.kv_cache_block_size,
+        lora_multiplex=flags.lora_multiplex,
     )
     policy, policy_notes = policy_settings(flags)
     return FrontendOptions(
@@ -67,6 +72,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         temperature=flags.router_temperature,
         policy=policy,
         policy_notes=policy_notes,
+        texts=text_settings(flags),
+        rules=rule_options(flags),
         replica=ReplicaSettings(pool, flags.router_replica_sync, _lease_rounds(flags), flags.heartbeat_s),
         heartbeat_s=flags.heartbeat_s,
         tokens=token_options(flags),
@@ -110,6 +117,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_router_flags(parser.add_argument_group("routing"))
     add_token_flags(parser.add_argument_group("tokens"))
     add_policy_flags(parser.add_argument_group("routing modes"))
+    add_rule_flags(parser.add_argument_group("which workers may be chosen"))
     _add_http_flags(parser.add_argument_group("requests"))
 
 

@@ -7,6 +7,7 @@ Only what is listed here is passed. An engine's /metrics, /health and its admini
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -44,6 +45,7 @@ _BOUNDARY = re.compile(r';\s*boundary="?([^";]+)', re.IGNORECASE)
 class _Body(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
+    kvrouter: dict[str, Any] | None = None
 
 
 _BODY = msgspec.json.Decoder(_Body)
@@ -72,6 +74,7 @@ def parse(http: web.Request, body: bytes) -> CompletionRequest:
         cache_salt=None,
         session_id=None,
         n=1,
+        kvrouter=fields.kvrouter,
     )
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvrouter.config import not_negative, positive_int
+from kvrouter.config import not_negative, positive, positive_int
+from kvrouter.core.text_index import TextIndexSettings
 from kvrouter.errors import ConfigError
+from kvrouter.frontend.rule_flags import header_name
 from kvrouter.policies import POLICIES, PolicySettings
 from kvrouter.policies.endpoint_picker import EndpointPicker, load_endpoint_picker
-from kvrouter.policies.two_stage import HASH, ROUND_ROBIN
+from kvrouter.policies.two_stage import TwoStage
 
-_NEEDS_MORE_OF_A_REQUEST = {"direct", "prefix-affinity"}
-"""A target, a text: the request path does not hand them over yet."""
-
-SERVED_MODES = sorted(set(POLICIES) - _NEEDS_MORE_OF_A_REQUEST)
+SERVED_MODES = sorted(POLICIES)
 """The choices of `--router-mode`."""
 
-_DEFAULTS = PolicySettings()
+_DEFAULTS, _TEXTS = PolicySettings(), TextIndexSettings()
 
 
 def add_policy_flags(group: argparse._ArgumentGroup) -> None:
@@ -67,8 +66,9 @@ def add_policy_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--stage-one",
-        choices=(ROUND_ROBIN, HASH),
+        type=_stage_one,
         default=default.stage_one,
+        metavar="round-robin|hash|header:NAME",
         help="two-stage: how the group is chosen",
     )
     add(
@@ -78,6 +78,39 @@ def add_policy_flags(group: argparse._ArgumentGroup) -> None:
         help="two-stage: leading blocks that --stage-one hash looks at",
     )
     add("--group-label", default=default.group_label, help="two-stage: the card label that names a group")
+    _add_text_flags(group)
+
+
+def _add_text_flags(group: argparse._ArgumentGroup) -> None:
+    """Mode prefix-affinity; names and defaults are Ray Serve's."""
+    add, switch = group.add_argument, argparse.BooleanOptionalAction
+    texts = {
+        "--imbalanced-threshold": (
+            _or_infinite,
+            _DEFAULTS.imbalanced_threshold,
+            "requests between most and least loaded",
+        ),
+        "--match-rate-threshold": (
+            _share,
+            _DEFAULTS.match_rate_threshold,
+            "part of the text that has to match",
+        ),
+        "--text-block-chars": (
+            positive_int,
+            _TEXTS.block_chars,
+            "characters that match together or not at all",
+        ),
+        "--eviction-threshold-chars": (
+            positive_int,
+            _TEXTS.eviction_threshold_chars,
+            "a worker's texts above it are cut",
+        ),
+        "--eviction-target-chars": (positive_int, _TEXTS.eviction_target_chars, "what they are cut to"),
+        "--eviction-interval-secs": (positive, _TEXTS.eviction_interval_secs, "seconds between two looks"),
+    }
+    for flag, (kind, value, text) in texts.items():
+        add(flag, type=kind, default=value, help=f"prefix-affinity: {text}")
+    add("--do-eviction", action=switch, default=_TEXTS.do_eviction, help="prefix-affinity: forget old texts")
 
 
 def policy_settings(flags: argparse.Namespace) -> tuple[PolicySettings, tuple[str, ...]]:
@@ -88,6 +121,8 @@ def policy_settings(flags: argparse.Namespace) -> tuple[PolicySettings, tuple[st
         active_request_weight=flags.router_active_request_weight,
         gpu_cache_usage_weight=flags.kv_gpu_cache_usage_weight,
         waiting_requests_weight=flags.kv_waiting_requests_weight,
+        imbalanced_threshold=flags.imbalanced_threshold,
+        match_rate_threshold=flags.match_rate_threshold,
         sticky_hit_rate=flags.sticky_hit_rate,
         sticky_penalty_s=flags.sticky_penalty_s,
         stage_one=flags.stage_one,
@@ -98,11 +133,43 @@ def policy_settings(flags: argparse.Namespace) -> tuple[PolicySettings, tuple[st
     return settings, picker.notes if picker is not None else ()
 
 
+def text_settings(flags: argparse.Namespace) -> TextIndexSettings:
+    """How mode prefix-affinity remembers texts. Raises ConfigError."""
+    if flags.eviction_target_chars > flags.eviction_threshold_chars:
+        raise ConfigError("--eviction-target-chars must not be above --eviction-threshold-chars")
+    return TextIndexSettings(
+        flags.text_block_chars,
+        flags.do_eviction,
+        flags.eviction_threshold_chars,
+        flags.eviction_target_chars,
+        flags.eviction_interval_secs,
+    )
+
+
+def bucket_header(settings: PolicySettings) -> str:
+    """The request header that names the bucket of mode two-stage; empty if none does."""
+    return TwoStage(settings.stage_one).header.lower()
+
+
 def _endpoint_picker(path: Path) -> EndpointPicker:
     try:
         return load_endpoint_picker(path.read_text())
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"--router-config {path}: {error}") from error
+
+
+def _stage_one(text: str) -> str:
+    try:
+        header = TwoStage(text).header
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if header:
+        header_name(header)
+    return text
+
+
+def _or_infinite(text: str) -> float:
+    return float("inf") if text == "inf" else not_negative(text)
 
 
 def _share(text: str) -> float:

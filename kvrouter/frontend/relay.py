@@ -61,6 +61,8 @@ class Done:
     failure: str = ""
     is_torn: bool = False
     """The client could not be told of the failure: its connection has to be torn."""
+    spares_worker: bool = False
+    """The failure says nothing about the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ class Attempt:
     def cut_off(self, error: KvRouterError) -> None:
         """End an answer of which the client has seen a part: nobody will be there to relay the rest."""
         if not self.outcome.done():
-            self._break_off(str(error), error)
+            self._break_off(str(error), error, spares_worker=True)
 
     def cancel(self) -> None:
         """The client has left: so does the request."""
@@ -319,7 +321,9 @@ class Attempt:
         self._heard_at = self._loop.time()
         self._connection.resume(self)
 
-    def _break_off(self, reason: str, error: KvRouterError | None = None) -> None:
+    def _break_off(
+        self, reason: str, error: KvRouterError | None = None, *, spares_worker: bool = False
+    ) -> None:
         """End an answer of which the client has seen a part: say so where the framing allows it."""
         head = self._head
         assert head is not None
@@ -327,7 +331,7 @@ class Attempt:
         if can_tell:
             event = error_event(error or WorkerDiedError(reason))
             self._client.write(chunk(event) + LAST_CHUNK if self._content is None else event)
-        self._finish(Done(head.status, False, reason, is_torn=not can_tell))
+        self._finish(Done(head.status, False, reason, is_torn=not can_tell, spares_worker=spares_worker))
 
     # Ends
 
@@ -343,7 +347,8 @@ class Attempt:
             self._finish(TimedOut(limit))
             return
         if self._resuming is not None:
-            self._finish(Done(200, False, f"the client read nothing for {limit:g} s", is_torn=True))
+            reason = f"the client read nothing for {limit:g} s"
+            self._finish(Done(200, False, reason, is_torn=True, spares_worker=True))
             return
         reason = f"the worker said nothing for {limit:g} s"
         self._break_off(reason, WorkerSilentError(reason))

@@ -24,12 +24,18 @@ _NOT_FOR_WORKERS = {
     b"accept-encoding",  # what is relayed is looked at, so it must come as it is
     b"expect",
     b"x-request-id",
-    b"x-data-parallel-rank",
 }
+_RANK = b"x-data-parallel-rank"
+"""A client that names its target itself may also name a rank that only the engine knows of."""
 
 
-def request_head(http: web.Request, request_id: str, placement: Placement, body_bytes: int) -> bytes:
-    """The request line and headers, closing empty line included."""
+def request_head(
+    http: web.Request, request_id: str, placement: Placement, body_bytes: int, *, keeps_rank: bool = False
+) -> bytes:
+    """The request line and headers, closing empty line included.
+
+    `keeps_rank`: the client's own rank goes to a worker whose card tells no other way to name one.
+    """
     lines = [
         f"{http.method} {http.raw_path} HTTP/1.1".encode("utf-8", "surrogateescape"),
         b"host: " + _host(placement.url).encode(),
@@ -39,6 +45,8 @@ def request_head(http: web.Request, request_id: str, placement: Placement, body_
     if placement.rank_header:
         lines.append(f"{placement.rank_header}: {placement.target.rank}".encode())
     left_out = _left_out(http, placement)
+    if not keeps_rank or placement.rank_header:
+        left_out |= {_RANK}
     for name, value in http.raw_headers:
         lower = name.lower()
         if lower not in left_out and not lower.startswith(b"x-kvrouter-"):

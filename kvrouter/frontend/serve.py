@@ -24,14 +24,22 @@ from kvrouter.config import open_bus
 from kvrouter.core.ids import RouterId
 from kvrouter.core.policy import Policy, PolicyState
 from kvrouter.core.replica import Replica
+from kvrouter.core.text_index import TextIndex
 from kvrouter.core.watch import Watch
 from kvrouter.errors import ConfigError
 from kvrouter.frontend import passthrough
+from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
+from kvrouter.frontend.busy import BusyThresholds
 from kvrouter.frontend.client_connection import ClientConnection, invite_body
 from kvrouter.frontend.completions import Completions, openai_errors
+from kvrouter.frontend.decision_views import DecisionViews
+from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.options import FrontendOptions
+from kvrouter.frontend.overrides import Dialect
+from kvrouter.frontend.policy_flags import SERVED_MODES, bucket_header
+from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.tokens import Tokens, open_tokens
 from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
@@ -100,7 +108,8 @@ async def running_frontend(
     `hurried` ends the draining early.
     """
     async with contextlib.AsyncExitStack() as stack:
-        replica = new_replica(options)
+        rules = new_rules(options)
+        replica = new_replica(options, rules)
         tokens = await stack.enter_async_context(open_tokens(options.tokens, replica))
         listener = stack.enter_context(_listen(options))
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
@@ -111,26 +120,30 @@ async def running_frontend(
         registry = CollectorRegistry()
         metrics = RequestMetrics(registry)
         watch = Watch(replica)
+        accept = Accept(replica, tokens.blocks, metrics, _dialect(options))
+        views = DecisionViews(rules.decisions, options.router_mode, logs=options.rules.log_decisions)
         completions = Completions(
             replica,
             feeds,
             watch,
-            tokens.blocks,
-            upstream,
+            accept,
+            views,
+            upstream=upstream,
             metrics=metrics,
             limits=options.limits,
             retries=options.retries,
         )
         registry.register(StateCollector(tokens.samples))
+        registry.register(StateCollector(lambda: rules.samples(replica.routers)))
         admin = Admin(
             replica, feeds, watch, bus, registry, tokens=tokens.shown, ready_timeout_s=options.ready_timeout_s
         )
         await feeds.subscribe()
         await stack.enter_async_context(_background(feeds, watch, completions, tokens, options))
         stack.callback(feeds.leave)
-        server = _http_server(
-            _application(completions, admin, options), listener, completions, hurried, options
-        )
+        application = _application(completions, admin, options)
+        application.add_routes(_routing_routes(replica, rules, accept, views))
+        server = _http_server(application, listener, completions, hurried, options)
         await stack.enter_async_context(server)
         if not tokens.encoders.by_name:
             _warn_of_missing_tokenizer(options, tokens.encoders.default)
@@ -144,13 +157,27 @@ async def running_frontend(
             frontend.drain()
 
 
-def new_replica(options: FrontendOptions) -> Replica:
+def new_rules(options: FrontendOptions) -> Rules:
+    """What the flags say about every router."""
+    return Rules(options.rules, options.router_mode, options.policy)
+
+
+def new_replica(options: FrontendOptions, rules: Rules | None = None) -> Replica:
     """The replica's state, empty, with a random id."""
+    rules = rules or new_rules(options)
 
     def new_policy() -> tuple[Policy, PolicyState]:
         policy = policy_of(options.router_mode, options.policy)
         turn = random.randrange(1_000_000)  # so that replicas do not all begin with the same worker
-        return policy, PolicyState(random.random, options.overlap_weight, options.temperature, turn)
+        state = PolicyState(
+            random.random,
+            options.overlap_weight,
+            options.temperature,
+            turn,
+            texts=TextIndex(options.texts),
+            sessions=rules.new_sessions(),
+        )
+        return policy, state
 
     return Replica(
         options.replica,
@@ -158,6 +185,7 @@ def new_replica(options: FrontendOptions) -> Replica:
         int(time.time() * 1_000_000),
         new_policy,
         chance=random.random,
+        equip=rules.equip,
     )
 
 
@@ -200,6 +228,26 @@ def _application(completions: Completions, admin: Admin, options: FrontendOption
         ]
     )
     return app
+
+
+def _dialect(options: FrontendOptions) -> Dialect:
+    """What requests may say about their routing."""
+    header, bucket = options.rules.session_header, bucket_header(options.policy)
+    return Dialect(SERVED_MODES, options.router_mode, header, bucket)
+
+
+def _routing_routes(
+    replica: Replica, rules: Rules, accept: Accept, views: DecisionViews
+) -> list[web.RouteDef]:
+    """What people ask about routing, and may change of it."""
+    busy = BusyThresholds(replica, rules)
+    return [
+        web.post("/v1/route", DryRoute(accept, views).route, expect_handler=invite_body),
+        web.get("/decisions", views.last),
+        web.get("/decisions/{request_id:.+}", views.one),
+        web.get("/busy_threshold", busy.show),
+        web.post("/busy_threshold", busy.change, expect_handler=invite_body),
+    ]
 
 
 @contextlib.asynccontextmanager

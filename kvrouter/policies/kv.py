@@ -30,6 +30,8 @@ class Kv(Policy):
     overlap_decay: float = 0.0
     request_weight: float = 0.0
 
+    decisive = ("cost",)
+
     def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
         """Temperature 0: the lowest cost. Above: softmax over the normalised costs.
 

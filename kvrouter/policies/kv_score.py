@@ -23,6 +23,8 @@ class KvScore(Policy):
     gpu_cache_usage_weight: float = 1.0
     waiting_requests_weight: float = 1.0
 
+    decisive = ("score",)
+
     def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
         """Temperature 0: the highest score, at random among the equal. Above: softmax over the raw scores."""
         scores = [row["score"] for row in self.terms(request, candidates, state)]

@@ -27,6 +27,7 @@ class PrefixAffinity(Policy):
 
     needs_tokens = False
     needs_text = True
+    reads_tables = True
 
     def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
         """See the class."""

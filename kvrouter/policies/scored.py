@@ -37,6 +37,18 @@ class Scored(Policy):
     scorers: tuple[Weighted, ...] = HEIMDALL
     max_endpoints: int = 1
 
+    decisive = ("total",)
+
+    @property
+    def needs_sessions(self) -> bool:  # type: ignore[override]
+        """Whether one of the scorers asks for the session's target."""
+        return any(one.scorer is scorers.session_affinity for one in self.scorers)
+
+    @property
+    def reads_tables(self) -> bool:  # type: ignore[override]
+        """Whether one of the scorers looks beyond the candidates."""
+        return self.needs_sessions or any(one.scorer is scorers.no_hit_lru for one in self.scorers)
+
     def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
         """The highest total."""
         return self.order(request, candidates, state)[0]

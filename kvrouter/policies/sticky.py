@@ -25,6 +25,8 @@ class Sticky(Policy):
     hit_rate: float = 0.8
     penalty_s: float = 1.0
 
+    reads_tables = True
+
     def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
         """See the class."""
         everywhere = range(len(candidates))

@@ -30,6 +30,8 @@ class TwoStage(Policy):
     group_label: str = "group"
     within: Kv = field(default_factory=Kv)
 
+    decisive = ("in_group", "cost")
+
     def __post_init__(self) -> None:
         if self.stage_one not in {ROUND_ROBIN, HASH} and not self.stage_one.removeprefix(HEADER):
             raise ConfigError("stage one header: needs a name, as in header:x-bucket")

@@ -8,7 +8,9 @@ import pytest
 
 from kvrouter.core.beats import encode
 from kvrouter.core.events import VERSION, AddRequest, Frame
+from kvrouter.core.filters import Session
 from kvrouter.core.ids import RouterId
+from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement
 from kvrouter.core.sources import SyncSource
@@ -270,3 +272,32 @@ def test_check_finds_what_went_wrong() -> None:
 
     assert same(first, second)
     assert 1 == second.readers[SyncSource(POOL, ME)].counters.digest_mismatches
+
+
+def test_sessions_outlive_the_replica_that_bound_them() -> None:
+    """A peer keeps what it was told, and tells it to a joiner when the one that bound it has gone."""
+    first, second = pair()
+    for replica in (first, second):
+        replica.router(POOL).selection.filters = (Session(),)
+    placed = first.router(POOL).route(RouteRequest("req", session="chat"), 0.0)
+    first.router(POOL).free(placed.key)
+    carry(first, second)
+    place(second)
+    second.router(POOL).frames()
+    joiner = new_replica(RouterId("joiner"))
+    hear_worker(joiner, card("w1"))
+    joiner.sync_frame(SyncSource(POOL, PEER), encode(Frame(VERSION, second.incarnation, 9, [])), 0.0)
+
+    recover(joiner, second)
+
+    assert placed.target == joiner.router(POOL).selection.state.sessions.target_of("chat", 1.0)
+
+
+def test_sessions_that_nobody_looks_at_are_not_told() -> None:
+    """Without affinity a session is a word like any other."""
+    first, _ = pair()
+    placed = first.router(POOL).route(RouteRequest("req", session="chat"), 0.0)
+
+    assert 0 == len(first.router(POOL).selection.state.sessions)
+    assert b"chat" not in b"".join(first.router(POOL).frames())
+    first.router(POOL).free(placed.key)

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from kvrouter.core.breaker import BreakerSettings
+from kvrouter.core.filters import FilterSettings
+from kvrouter.core.text_index import TextIndexSettings
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.options import parse_options
-from kvrouter.policies import PolicySettings, new_policy
+from kvrouter.frontend.rule_flags import RuleOptions
+from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.kv import Kv
 from kvrouter.policies.kv_score import KvScore
+from kvrouter.policies.prefix_affinity import PrefixAffinity
 from kvrouter.policies.scored import Scored
 from kvrouter.policies.two_stage import TwoStage
 
@@ -69,11 +74,54 @@ def test_wrong_router_config(tmp_path: Path) -> None:
         parse_options(["--router-config", str(tmp_path / "absent.yaml")])
 
 
+def test_every_mode_is_offered() -> None:
+    """No mode of the library is missing over HTTP."""
+    assert set(POLICIES) == {parse_options(["--router-mode", mode]).router_mode for mode in POLICIES}
+
+
+def test_text_flags() -> None:
+    """Ray's names and defaults; a threshold may be infinite, as in its code."""
+    assert TextIndexSettings() == parse_options([]).texts
+    said = parse_options(["--imbalanced-threshold", "inf", "--do-eviction", "--eviction-target-chars", "9"])
+
+    assert PrefixAffinity(float("inf"), 0.1) == new_policy("prefix-affinity", said.policy)
+    assert (True, 9) == (said.texts.do_eviction, said.texts.eviction_target_chars)
+    with pytest.raises(ConfigError, match="eviction-target-chars"):
+        parse_options(["--eviction-target-chars", "400001"])
+
+
+def test_rule_flags() -> None:
+    """Nothing is filtered unless said; each flag reaches its filter."""
+    assert RuleOptions() == parse_options([]).rules
+    flags = (
+        "--session-affinity hard --session-header X-Chat --session-ttl-s 5 --circuit-breaker "
+        "--circuit-breaker-failures 2 --circuit-breaker-successes 1 --circuit-breaker-open-s 9 "
+        "--active-decode-blocks-threshold 0.8 --active-prefill-tokens-threshold 100 --max-ongoing-requests 4 "
+        "--lora-multiplex --locality-node n1 --locality-zone z1 --decisions 7 --log-decisions"
+    )
+
+    options = parse_options(flags.split())
+
+    filters = FilterSettings(0.8, 100, 4, "hard", True, "n1", "z1")
+    assert RuleOptions(filters, BreakerSettings(2, 1, 9.0), "x-chat", 5.0, 7, True) == options.rules
+    assert options.replica.pool.lora_multiplex
+
+
 @pytest.mark.parametrize(
-    "flags", [["--sticky-hit-rate", "1.1"], ["--stage-one", "header:x"], ["--router-mode", "direct"]]
+    "flags",
+    [
+        ["--sticky-hit-rate", "1.1"],
+        ["--stage-one", "header:"],
+        ["--stage-one", "header:a b"],
+        ["--stage-one", "hashes"],
+        ["--active-decode-blocks-threshold", "1.5"],
+        ["--decisions", "100001"],
+        ["--session-header", "x y"],
+        ["--max-ongoing-requests", "-1"],
+    ],
 )
 def test_wrong_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A share above 1, and what the request path does not hand over yet."""
+    """The message names the flag."""
     with pytest.raises(SystemExit):
         parse_options(flags)
 

@@ -1,0 +1,130 @@
+"""What was decided, kept raw for a while, and explained when somebody asks.
+
+    route ──append──> [ …, request + candidates + choice ]       no terms: they are computed on reading
+                          │
+                          └──explain──> Decision, as a dry run would have told it
+
+A decision keeps the candidates that were formed for it anyway, so keeping it costs a record.
+Bounds: `capacity` decisions, and an estimate of their bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
+
+from msgspec import Struct
+
+from kvrouter.core.ids import Target
+from kvrouter.core.policy import Candidate, RouteRequest
+from kvrouter.core.selection import Decision, Selection, Verdict
+
+MAX_BYTES = 64 * 1024 * 1024
+_CANDIDATE_BYTES = 400
+_HASH_BYTES = 40
+"""Measured roughly: a record of 16 fields with its numbers; an int in a list."""
+
+
+class Decided(Struct, frozen=True):
+    """One choice as it was made."""
+
+    request: RouteRequest
+    now: float
+    selection: Selection
+    overlap_weight: float | None
+    temperature: float
+    unseen: float
+    order: tuple[Target, ...]
+    """The choice, then where it would have been tried next."""
+    candidates: Sequence[Candidate]
+    eligible: Sequence[Candidate]
+    refusals: dict[Target, str]
+    """Targets that were no candidates, and why."""
+
+    @classmethod
+    def of(  # noqa: PLR0917  # on the hot path: keywords cost
+        cls,
+        request: RouteRequest,
+        selection: Selection,
+        order: tuple[Target, ...],
+        candidates: Sequence[Candidate],
+        eligible: Sequence[Candidate],
+        refusals: dict[Target, str],
+    ) -> Self:
+        """With what the state says now."""
+        state = selection.state
+        weight, temperature, unseen = state.overlap_weight, state.temperature, state.unseen
+        return cls(
+            request, state.now, selection, weight, temperature, unseen, order, candidates, eligible, refusals
+        )
+
+    @property
+    def about_bytes(self) -> int:
+        """What keeping it takes."""
+        hashes = sum(len(prompt.hashes) for prompt in self.request.prompts)
+        return len(self.candidates) * _CANDIDATE_BYTES + hashes * _HASH_BYTES + len(self.request.text)
+
+    def explain(self) -> Decision:
+        """Each candidate's terms, and what removed the others.
+
+        Tables that a policy reads beside the candidates (`Policy.reads_tables`) are those of this moment.
+        """
+        state = replace(
+            self.selection.state,
+            now=self.now,
+            overlap_weight=self.overlap_weight,
+            temperature=self.temperature,
+            unseen=self.unseen,
+        )
+        selection = replace(self.selection, state=state)
+        told = selection.terms(self.request, self.eligible)
+        verdicts = [Verdict(one.target, one, terms) for one, terms in zip(self.eligible, told, strict=True)]
+        verdicts += self._removed(selection)
+        verdicts += [Verdict(target, None, {}, why) for target, why in self.refusals.items()]
+        return Decision(
+            self.request.request_id,
+            self.now,
+            self.order,
+            tuple(verdicts),
+            selection.ties(verdicts, self.order),
+        )
+
+    def _removed(self, selection: Selection) -> list[Verdict]:
+        if len(self.eligible) == len(self.candidates):
+            return []
+        kept = {candidate.target for candidate in self.eligible}
+        why = selection.removed(self.request, self.candidates)
+        gone = [one for one in self.candidates if one.target not in kept]
+        return [Verdict(one.target, one, {}, why.get(one.target, "a filter, then")) for one in gone]
+
+
+class DecisionRing:
+    """The last decisions of all pools, oldest first."""
+
+    def __init__(self, capacity: int, max_bytes: int = MAX_BYTES) -> None:
+        self.capacity = capacity
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._kept: deque[tuple[Decided, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def append(self, decided: Decided) -> None:
+        """Keep this one; the oldest go when there is no room."""
+        size = decided.about_bytes
+        self._kept.append((decided, size))
+        self._bytes += size
+        while len(self._kept) > self.capacity or (self._bytes > self._max_bytes and len(self._kept) > 1):
+            self._bytes -= self._kept.popleft()[1]
+
+    def of(self, request_id: str) -> list[Decided]:
+        """What was decided for a request, oldest first: several if it was tried again. Walks the ring."""
+        return [decided for decided, _ in self._kept if decided.request.request_id == request_id]
+
+    def last(self, most: int) -> list[Decided]:
+        """The newest, newest first."""
+        newest = reversed(self._kept)
+        return [decided for decided, _ in (next(newest) for _ in range(min(most, len(self._kept))))]

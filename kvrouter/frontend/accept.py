@@ -1,0 +1,123 @@
+"""The first half of the request path: bytes become a request that can be routed.
+
+body ──> what routing must know ──> pool ──> overrides ──> tokens, hashes, text ──> Work
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from aiohttp import web
+
+from kvrouter.core.cost import Prompt
+from kvrouter.core.policy import Policy, RouteRequest
+from kvrouter.core.replica import Replica
+from kvrouter.core.router import Router
+from kvrouter.frontend import openai, passthrough
+from kvrouter.frontend.compare import Traits
+from kvrouter.frontend.incoming import read_body
+from kvrouter.frontend.overrides import Dialect, find_wanted, read_overrides, without_overrides
+from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
+from kvrouter.frontend.request_head import without_report_mode
+from kvrouter.telemetry.metrics import RequestMetrics
+from kvrouter.tokens.plain_text import plain_text
+from kvrouter.tokens.prompt import text_characters
+
+_MOST_CHARACTERS_PER_TOKEN = 64
+"""A text with more for each token of the model's length is not tokenized: a 30 MB text takes 40 s."""
+_UNKNOWN_MODEL_LEN = 131_072
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One client request on its way."""
+
+    id: str
+    http: web.Request
+    body: bytes
+    stream: bool
+    route: RouteRequest
+    router: Router
+    received_at: float
+    traits: Traits
+    may_report: bool
+    """Whether the body may ask the engine for a report of the blocks it reuses."""
+    is_dry_run: bool
+    """Whether the client wants to know where it would go, and nothing be sent."""
+
+
+Parse: TypeAlias = Callable[[bytes], openai.CompletionRequest]
+
+
+class Accept:
+    """Makes work of requests."""
+
+    def __init__(
+        self, replica: Replica, blocks: PromptBlocks, metrics: RequestMetrics, dialect: Dialect
+    ) -> None:
+        self._replica = replica
+        self._blocks = blocks
+        self._metrics = metrics
+        self._dialect = dialect
+
+    async def work(
+        self, http: web.Request, parse: Parse, request_id: str, received_at: float, *, is_passed: bool
+    ) -> Work:
+        """Read the request, as far as routing must understand it."""
+        body = await read_body(http)
+        request = parse(body)
+        router = self._replica.router_for(request.model)
+        said = read_overrides(http.headers, request.kvrouter, request.session_id, self._dialect)
+        wanted = find_wanted(said.target, http.headers, router.pool)
+        policy = router.modes.of(said.mode).policy
+        lora_name = _lora_name(router, request)
+        prompts = await self._prompts(router, request, policy)
+        route = RouteRequest(
+            request_id,
+            prompts,
+            lora_name,
+            said.overlap_weight,
+            said.temperature,
+            text=plain_text(request.prompt) if policy.needs_text else "",
+            session=said.session,
+            bucket=said.bucket,
+            wanted=wanted,
+            mode=said.mode,
+        )
+        if request.kvrouter is not None:
+            body = without_overrides(body)
+        if not is_passed or passthrough.is_json(http):
+            body = without_report_mode(body)
+        traits = Traits.of(request, lora_name, len(prompts))
+        return Work(
+            request_id,
+            http,
+            body,
+            request.stream,
+            route,
+            router,
+            received_at,
+            traits,
+            may_report=not is_passed,
+            is_dry_run=said.dry_run,
+        )
+
+    async def _prompts(
+        self, router: Router, request: openai.CompletionRequest, policy: Policy
+    ) -> tuple[Prompt, ...]:
+        """Token ids, then hashes; empty where the policy needs none or the tokens cannot be known."""
+        if request.prompt is None or not (router.needs_tokens or policy.needs_tokens):
+            return ()
+        most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
+        if text_characters(request.prompt) > most_characters:
+            return ()  # far above the model's limit: the engine will refuse it, unread
+        naming = Naming(router.pool, request.model, _lora_name(router, request), request.cache_salt)
+        with self._metrics.tokenize.time():
+            return await self._blocks.hashes(request.prompt, naming)
+
+
+def _lora_name(router: Router, request: openai.CompletionRequest) -> str | None:
+    """The adapter, if the model that the client names is one."""
+    return request.model if request.model in router.pool.lora_names else None

@@ -1,0 +1,75 @@
+"""GET and POST /busy_threshold: Dynamo's door for the thresholds of filter `busy`, while running.
+
+POST {"model": "m", "active_decode_blocks_threshold": 0.85}   sets that one; null switches it off
+POST {"model": "m"}                                           shows both
+GET                                                           shows those of every model
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from kvrouter.core.replica import Replica
+from kvrouter.core.router import Router
+from kvrouter.errors import BadRequestError
+from kvrouter.frontend.incoming import read_body
+from kvrouter.frontend.rules import Rules
+
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Tokens = Annotated[int, Meta(ge=0, le=2**48)]
+
+
+class _Wanted(Struct, forbid_unknown_fields=True):
+    model: str | None = None
+    active_decode_blocks_threshold: _Share | UnsetType | None = UNSET
+    active_prefill_tokens_threshold: _Tokens | UnsetType | None = UNSET
+
+
+class BusyThresholds:
+    """Of this replica: each has its own."""
+
+    def __init__(self, replica: Replica, rules: Rules) -> None:
+        self._replica = replica
+        self._rules = rules
+
+    async def show(self, _http: web.Request) -> web.Response:
+        """GET."""
+        routers = [router for router in self._replica.routers.values() if router.pool.names]
+        return _json({"thresholds": [self._shown(router) for router in routers]})
+
+    async def change(self, http: web.Request) -> web.Response:
+        """POST. Raises BadRequestError or UnknownModelError."""
+        wanted = _read(await read_body(http))
+        router = self._replica.router_for(wanted.model)
+        now, blocks = self._rules.busy(router), wanted.active_decode_blocks_threshold
+        tokens = wanted.active_prefill_tokens_threshold
+        self._rules.set_busy(
+            router,
+            now.active_decode_blocks_threshold if blocks is UNSET else blocks,
+            now.active_prefill_tokens_threshold if tokens is UNSET else tokens,
+        )
+        return _json(self._shown(router))
+
+    def _shown(self, router: Router) -> dict[str, object]:
+        settings = self._rules.busy(router)
+        return {
+            "model": router.pool.model,
+            "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
+            "active_prefill_tokens_threshold": settings.active_prefill_tokens_threshold,
+        }
+
+
+def _read(body: bytes) -> _Wanted:
+    try:
+        return msgspec.json.decode(body, type=_Wanted)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        names = ", ".join(_Wanted.__struct_fields__)
+        raise BadRequestError(f"/busy_threshold: {error}; fields: {names}") from None
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body) + b"\n", content_type="application/json")

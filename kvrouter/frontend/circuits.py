@@ -1,0 +1,54 @@
+"""What an attempt says about its worker, told to the circuit breakers (core/breaker.py) if there are any."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import structlog
+
+from kvrouter.core.breaker import CircuitBreakers
+from kvrouter.core.ids import Target
+from kvrouter.frontend.relay import Done, Lost, Outcome, Rejected, TimedOut
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Verdict:
+    """How the attempt ended; None: its client left, or we failed."""
+
+    outcome: Outcome | None = None
+
+
+@contextlib.contextmanager
+def judge(circuits: CircuitBreakers | None, target: Target) -> Iterator[Verdict]:
+    """Whatever ends the attempt, its target's circuit hears of it."""
+    verdict = Verdict()
+    try:
+        yield verdict
+    finally:
+        if circuits is not None:
+            _tell(circuits, target, verdict.outcome)
+
+
+def _tell(circuits: CircuitBreakers, target: Target, outcome: Outcome | None) -> None:
+    match outcome:
+        case None | Done(spares_worker=True):
+            circuits.abandoned(target)
+        case Lost() | TimedOut():
+            _failed(circuits, target)
+        case Rejected(status=status) if status >= 500:
+            _failed(circuits, target)
+        case Done(failure=failure) if failure:
+            _failed(circuits, target)
+        case Rejected() | Done():
+            circuits.succeeded(target)
+
+
+def _failed(circuits: CircuitBreakers, target: Target) -> None:
+    if circuits.failed(target, asyncio.get_running_loop().time()):
+        settings = circuits.settings
+        log.warning("worker.circuit_opened", worker=str(target), open_s=settings.open_s)

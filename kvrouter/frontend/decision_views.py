@@ -1,0 +1,151 @@
+"""Decisions as people see them: foretold (a dry run), kept (/decisions), and in the log.
+
+POST /v1/route, x-kvrouter-dry-run   Router.decide     nothing is booked or sent
+GET  /decisions, /decisions/ID       DecisionRing      explained when asked for
+--log-decisions                      DecisionRing      explained at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from kvrouter.core.decisions import Decided, DecisionRing
+from kvrouter.core.policy import Candidate, RouteRequest
+from kvrouter.core.selection import Decision, Selection, Verdict
+from kvrouter.errors import BadRequestError, UnknownDecisionError
+from kvrouter.frontend.accept import Work
+
+log = structlog.get_logger()
+
+DEFAULT_LIMIT = 20
+MOST_LISTED = 1000
+
+
+class DecisionViews:
+    """What one replica decided, and would decide."""
+
+    def __init__(self, kept: DecisionRing | None, own_mode: str, *, logs: bool) -> None:
+        self._kept = kept
+        self._own_mode = own_mode
+        self._logs = logs
+
+    def foretold(self, work: Work) -> web.Response:
+        """Where the request would go, and why; nothing is sent."""
+        decision = work.router.decide(work.route, asyncio.get_running_loop().time())
+        selection = work.router.modes.of(work.route.mode)
+        facts = self._facts(work.route, selection, decision.now) | {"dry_run": True}
+        body = facts | {"model": work.router.pool.model} | _shown(decision)
+        return _json(body, {"x-request-id": work.id})
+
+    async def one(self, http: web.Request) -> web.Response:
+        """GET /decisions/REQUEST_ID: every attempt, oldest first. Raises UnknownDecisionError."""
+        request_id = http.match_info["request_id"]
+        found = self._kept.of(request_id) if self._kept is not None else []
+        if not found:
+            raise UnknownDecisionError(
+                f"no decision about {request_id!r} is kept here: this replica keeps its own last "
+                f"{self._kept.capacity if self._kept is not None else 0} (--decisions)"
+            )
+        return _json({"request_id": request_id, "decisions": [self._explained(one) for one in found]})
+
+    async def last(self, http: web.Request) -> web.Response:
+        """GET /decisions: the newest first, without their candidates. Raises BadRequestError."""
+        limit = http.query.get("limit", str(DEFAULT_LIMIT))
+        if not (limit.isascii() and limit.isdecimal()) or not 1 <= int(limit) <= MOST_LISTED:
+            raise BadRequestError(
+                f"limit={limit!r}: must be a whole number from 1 to {MOST_LISTED}", param="limit"
+            )
+        kept = self._kept.last(int(limit)) if self._kept is not None else []
+        return _json({"decisions": [self._summary(one) for one in kept]})
+
+    def log_last(self) -> None:
+        """One event with every candidate's terms, if they are to be logged."""
+        if self._logs and self._kept is not None:
+            (decided,) = self._kept.last(1)
+            log.info("request.routed", **self._explained(decided))
+
+    def _summary(self, decided: Decided) -> dict[str, Any]:
+        choice = next(one for one in decided.candidates if one.target == decided.order[0])
+        return self._facts(decided.request, decided.selection, decided.now) | {
+            "model": choice.card.model,
+            "winner": str(choice.target),
+            "overlap_blocks": choice.overlap_blocks,
+            "candidates": len(decided.candidates),
+            "eligible": len(decided.eligible),
+        }
+
+    def _explained(self, decided: Decided) -> dict[str, Any]:
+        facts = self._facts(decided.request, decided.selection, decided.now)
+        settings = {
+            "overlap_weight": _given(decided.request.overlap_weight, decided.overlap_weight),
+            "temperature": _given(decided.request.temperature, decided.temperature),
+            "unseen_bookings": round(decided.unseen, 3),
+        }
+        reads_tables = decided.selection.policy.reads_tables
+        terms_of = {"terms_of": "now" if reads_tables else "then", "model": decided.candidates[0].card.model}
+        return facts | settings | terms_of | _shown(decided.explain())
+
+    def _facts(self, request: RouteRequest, selection: Selection, now: float) -> dict[str, Any]:
+        seconds_ago = asyncio.get_running_loop().time() - now
+        return {
+            "request_id": request.request_id,
+            "time": round(time.time() - seconds_ago, 3),
+            "mode": request.mode or self._own_mode,
+            "isl": request.isl,
+            "prompt_blocks": sum(len(prompt.hashes) for prompt in request.prompts),
+            "session": request.session,
+            "overlap_weight": _given(request.overlap_weight, selection.state.overlap_weight),
+            "temperature": _given(request.temperature, selection.state.temperature),
+        }
+
+
+def _given(own: float | None, general: float | None) -> float | None:
+    """A request's own setting before the operator's; None: the mode's."""
+    return general if own is None else own
+
+
+def _shown(decision: Decision) -> dict[str, Any]:
+    judged = [one for one in decision.verdicts if not one.removed_by]
+    removed = [one for one in decision.verdicts if one.removed_by]
+    return {
+        "winner": str(decision.target) if decision.target is not None else None,
+        "order": [str(target) for target in decision.order],
+        "ties": [str(target) for target in decision.ties],
+        "candidates": [_candidate(one) for one in judged],
+        "removed": [_target(one) | {"by": one.removed_by} for one in removed],
+    }
+
+
+def _target(verdict: Verdict) -> dict[str, Any]:
+    return {"worker_id": verdict.target.worker_id, "dp_rank": verdict.target.rank}
+
+
+def _candidate(verdict: Verdict) -> dict[str, Any]:
+    facts = _load(verdict.candidate) if verdict.candidate is not None else {}
+    return _target(verdict) | facts | {"terms": verdict.terms}
+
+
+def _load(one: Candidate) -> dict[str, Any]:
+    """What it was judged on; amounts include the request itself, except where they say `active`."""
+    return {
+        "overlap_blocks": one.overlap_blocks,
+        "prefill_tokens": one.prefill_tokens,
+        "decode_blocks": one.decode_blocks,
+        "active_blocks": one.active_blocks,
+        "requests": one.requests,
+        "running": one.running,
+        "waiting": one.waiting,
+        "kv_usage": one.kv_usage,
+    }
+
+
+def _json(body: dict[str, Any], headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body) + b"\n", content_type="application/json", headers=headers
+    )

@@ -1,0 +1,68 @@
+"""POST /v1/route: where a request would go, and why. The body is that of the request itself.
+
+Whether it is a chat or a completion shows in its fields; `path` (`/v1/embeddings`) or `kind` (`chat`,
+`completion`, `other`) say it where they do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from kvrouter.errors import BadRequestError
+from kvrouter.frontend import openai, passthrough
+from kvrouter.frontend.accept import Accept, Parse
+from kvrouter.frontend.decision_views import DecisionViews
+from kvrouter.frontend.incoming import read_body, request_id_of
+
+_KINDS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+
+
+class _Kind(Struct):
+    messages: Raw | UnsetType = UNSET
+    path: str | None = None
+    kind: Literal["chat", "completion", "other"] | None = None
+
+
+class DryRoute:
+    """Answers what routing would do."""
+
+    def __init__(self, accept: Accept, views: DecisionViews) -> None:
+        self._accept = accept
+        self._views = views
+
+    async def route(self, http: web.Request) -> web.Response:
+        """POST /v1/route. Raises what the request itself would be refused with."""
+        kind = _kind(await read_body(http))
+        now = asyncio.get_running_loop().time()
+        is_passed = kind == "other"
+        work = await self._accept.work(
+            http, _parser(http, kind), request_id_of(http), now, is_passed=is_passed
+        )
+        return self._views.foretold(work)
+
+
+def _kind(body: bytes) -> str:
+    try:
+        said = msgspec.json.decode(body, type=_Kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequestError(f"/v1/route takes the JSON body of a request: {error}") from None
+    if said.kind is not None:
+        return said.kind
+    if said.path is None:
+        return "completion" if said.messages is UNSET else "chat"
+    if said.path not in _KINDS and said.path not in passthrough.POST_ROUTES:
+        known = ", ".join([*_KINDS, *passthrough.POST_ROUTES])
+        raise BadRequestError(f"`path`: {said.path!r} is not served; use one of {known}", param="path")
+    return _KINDS.get(said.path, "other")
+
+
+def _parser(http: web.Request, kind: str) -> Parse:
+    if kind == "other":
+        return partial(passthrough.parse, http)
+    return openai.parse_chat if kind == "chat" else openai.parse_completion

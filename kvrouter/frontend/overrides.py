@@ -1,0 +1,213 @@
+"""What one request says about its own routing: headers, and a `kvrouter` object in its JSON body.
+
+    x-kvrouter-mode            {"mode": …}            one of the modes
+    x-kvrouter-overlap-weight  {"overlap_weight": …}  a number of at least 0
+    x-kvrouter-temperature     {"temperature": …}     a number of at least 0
+    x-kvrouter-dry-run         {"dry_run": …}         true or false
+    x-kvrouter-target          {"target": …}          worker_id or worker_id/rank (mode direct)
+    x-session-id               {"session": …}         what keeps requests together; also `session_id`
+
+A header comes before the object: whoever stands in front of us sets headers. A wrong value is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+
+from kvrouter.core.policy import Wanted, parse_wanted
+from kvrouter.core.pool import Pool
+from kvrouter.errors import BadRequestError, UnknownTargetError
+
+DIRECT = "direct"
+RANK_HEADER = "x-data-parallel-rank"
+MOST_SESSION_CHARACTERS = 256
+_MOST_BUCKET_CHARACTERS = 256
+_SWITCH = {"true": True, "1": True, "false": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What this frontend lets a request say."""
+
+    modes: Collection[str]
+    own_mode: str
+    session_header: str = "x-session-id"
+    bucket_header: str = ""
+    """The header that `--stage-one header:NAME` looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What a request says. Nothing said: None or empty."""
+
+    mode: str = ""
+    overlap_weight: float | None = None
+    temperature: float | None = None
+    session: str = ""
+    dry_run: bool = False
+    target: str = ""
+    bucket: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A value, and where it stood."""
+
+    value: Any
+    field: str
+    place: str
+
+    def wrong(self, what: str) -> BadRequestError:
+        """The error that names the place."""
+        return BadRequestError(f"{self.place}: {self.value!r} {what}", param=self.field)
+
+
+def read_overrides(
+    headers: Mapping[str, str], body: Mapping[str, Any] | None, session_id: str | None, dialect: Dialect
+) -> Overrides:
+    """Everything the request says. Raises BadRequestError, naming the field and what it may be."""
+    places = _places(dialect.session_header)
+    said = {**_in_body(body or {}, places), **_in_headers(headers, places)}
+    if session_id and "session" not in said:
+        said["session"] = _Said(session_id, "session_id", "`session_id`")
+    if not said and not dialect.bucket_header:
+        return Overrides()
+    readers = _READERS | {"mode": lambda one: _mode(one, dialect)}
+    found = {name: readers[name](one) for name, one in said.items()}
+    bucket = headers.get(dialect.bucket_header, "") if dialect.bucket_header else ""
+    overrides = Overrides(**found, bucket=_unicode(bucket)[:_MOST_BUCKET_CHARACTERS])
+    _check_target(overrides, said, dialect)
+    return overrides
+
+
+def find_wanted(target: str, headers: Mapping[str, str], pool: Pool) -> Wanted | None:
+    """The target a client names, with the rank from its own header if it says none itself.
+
+    Raises BadRequestError for a rank that is none, UnknownTargetError for what the pool does not have.
+    """
+    if not target:
+        return None
+    wanted = parse_wanted(target)
+    worker = pool.workers.get(wanted.worker_id)
+    if worker is None:
+        known = ", ".join(sorted(pool.workers)) or "none"
+        raise UnknownTargetError(f"no worker {wanted.worker_id!r} serves {pool.model!r}; known: {known}")
+    rank, given = wanted.rank, headers.get(RANK_HEADER)
+    if given is not None and worker.card.rank_header:
+        if not given.isascii() or not given.isdecimal() or rank not in {None, int(given)}:
+            raise BadRequestError(
+                f"header {RANK_HEADER}: {given!r} is not a rank of {target!r}", param=RANK_HEADER
+            )
+        rank = int(given)
+    if rank is not None and rank >= worker.card.ranks:
+        last = worker.card.ranks - 1
+        raise UnknownTargetError(f"worker {wanted.worker_id!r} has no rank {rank}; its last one is {last}")
+    return Wanted(wanted.worker_id, rank)
+
+
+def without_overrides(body: bytes) -> bytes:
+    """The JSON body without its `kvrouter` object, every other value byte for byte."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    del fields["kvrouter"]
+    return msgspec.json.encode(fields)
+
+
+def _places(session_header: str) -> dict[str, str]:
+    """The header of each field."""
+    return {
+        "mode": "x-kvrouter-mode",
+        "overlap_weight": "x-kvrouter-overlap-weight",
+        "temperature": "x-kvrouter-temperature",
+        "session": session_header,
+        "dry_run": "x-kvrouter-dry-run",
+        "target": "x-kvrouter-target",
+    }
+
+
+def _in_headers(headers: Mapping[str, str], places: Mapping[str, str]) -> dict[str, _Said]:
+    given = [(field, header, headers.get(header)) for field, header in places.items()]
+    return {
+        field: _Said(value, header, f"header {header}") for field, header, value in given if value is not None
+    }
+
+
+def _in_body(body: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, _Said]:
+    unknown = sorted(body.keys() - places.keys())
+    if unknown:
+        raise BadRequestError(
+            f"`kvrouter` has no field {unknown[0]!r}; it may have: {', '.join(places)}",
+            param=f"kvrouter.{unknown[0]}",
+        )
+    return {
+        field: _Said(value, f"kvrouter.{field}", f"`kvrouter.{field}`")
+        for field, value in body.items()
+        if value is not None
+    }
+
+
+def _mode(said: _Said, dialect: Dialect) -> str:
+    if not isinstance(said.value, str) or said.value not in {*dialect.modes, dialect.own_mode}:
+        raise said.wrong(f"is no mode; use one of {', '.join(sorted(dialect.modes))}")
+    return said.value
+
+
+def _amount(said: _Said) -> float:
+    try:
+        value = -1.0 if isinstance(said.value, bool) else float(said.value)
+    except (TypeError, ValueError, OverflowError):
+        value = -1.0
+    if not (value >= 0 and math.isfinite(value)):
+        raise said.wrong("is no number of at least 0")
+    return value
+
+
+def _switch(said: _Said) -> bool:
+    value = _SWITCH.get(said.value.lower()) if isinstance(said.value, str) else said.value
+    if not isinstance(value, bool):
+        raise said.wrong("must be true or false")
+    return value
+
+
+def _session(said: _Said) -> str:
+    value = said.value
+    if not isinstance(value, str) or not value.isprintable() or len(value) > MOST_SESSION_CHARACTERS:
+        raise said.wrong(f"must be text of at most {MOST_SESSION_CHARACTERS} printable characters")
+    return value
+
+
+def _target(said: _Said) -> str:
+    if not isinstance(said.value, str):
+        raise said.wrong("must be text: <worker_id> or <worker_id>/<rank>")
+    parse_wanted(said.value)
+    return said.value
+
+
+def _check_target(overrides: Overrides, said: Mapping[str, _Said], dialect: Dialect) -> None:
+    """A target and mode direct need each other: neither is ignored in silence."""
+    is_direct = (overrides.mode or dialect.own_mode) == DIRECT
+    if overrides.target and not is_direct:
+        raise said["target"].wrong("is heeded in mode direct only: send x-kvrouter-mode: direct, too")
+    if is_direct and not overrides.target:
+        raise BadRequestError(
+            "mode direct needs a target: send the header x-kvrouter-target: <worker_id>[/<rank>]",
+            param="x-kvrouter-target",
+        )
+
+
+def _unicode(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+_Reader: TypeAlias = Callable[[_Said], Any]
+_READERS: dict[str, _Reader] = {
+    "overlap_weight": _amount,
+    "temperature": _amount,
+    "session": _session,
+    "dry_run": _switch,
+    "target": _target,
+}

@@ -1,0 +1,184 @@
+"""Decisions over HTTP: foretold without being made, kept for a while, logged."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.core.cost import Prompt
+from kvrouter.core.policy import RouteRequest
+from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
+from tests.frontend.workers import OK, SSE_HEAD, answer, chunk, event, in_turn, says, says_and_stalls
+
+THREE = (OK, OK, OK)
+KV = ("--router-mode", "kv")
+
+
+async def test_route_tells_everything_and_sends_nothing(fleet_of: FleetOf) -> None:
+    """Every candidate with each term of its cost, the winner, the ties; no booking, no request."""
+    async with fleet_of(*KV, scripts=THREE) as fleet:
+        response = await fleet.ask(None, "x-request-id: r1", path="/v1/route")
+
+        body = response.json
+        assert (200, "r1", "r1") == (response.status, response.header("x-request-id"), body["request_id"])
+        assert ("kv", "m", 64, 4, True) == tuple(
+            body[name] for name in ("mode", "model", "isl", "prompt_blocks", "dry_run")
+        )
+        assert ["w0/0", "w1/0", "w2/0"] == sorted(body["ties"])
+        assert body["winner"] in body["ties"]
+        for row in body["candidates"]:
+            assert {
+                "prefill_blocks": 4.0, "decayed_blocks": 0, "overlap_weight": 1.0, "decode_blocks": 4,
+                "requests": 0, "cost": 8.0,
+            } == row["terms"]  # fmt: skip
+        assert ([], 0, 404) == (
+            fleet.requests, fleet.bookings(), (await fleet.get("/decisions/r1")).status,
+        )  # fmt: skip
+
+
+async def test_route_foretells_what_happens(fleet_of: FleetOf) -> None:
+    """At temperature 0, in one state, the dry run's winner is the request's."""
+    stalls = says_and_stalls(SSE_HEAD, chunk(event("a")))
+    async with (
+        fleet_of(*KV, scripts=(stalls,) * 3) as fleet,
+        fleet.connected() as first,
+        fleet.connected() as next_,
+    ):
+        first.send(STREAM, "x-kvrouter-mode: direct", "x-kvrouter-target: w1")
+        await first.read_until(b'"a"')
+        next_.send({**STREAM, "prompt": [7] * 640}, "x-kvrouter-mode: direct", "x-kvrouter-target: w0")
+        await next_.read_until(b'"a"')
+        bodies = [{**BODY, "prompt": [start] * 64} for start in range(1, 6)]
+        foretold = [(await fleet.ask(body, path="/v1/route")).json["winner"] for body in bodies]
+        shared = (await fleet.ask(BODY, path="/v1/route")).json
+
+        assert ["w2/0"] * 5 == foretold
+        assert ("w1/0", 8.0) == (shared["winner"], _terms(shared, "w0")["cost"] - 40)
+        router = next(iter(fleet.frontend.replica.routers.values()))
+        prompt = shared_prompt(fleet)
+        assert "w1/0" == str(router.decide(RouteRequest("x", (prompt,)), 0.0).target)
+
+
+def shared_prompt(fleet: Fleet) -> Prompt:
+    """That of BODY, as it was booked."""
+    (router,) = fleet.frontend.replica.routers.values()
+    bookings = router.pool.active.bookings(router.router_id)
+    booking = next(one for one in bookings if one.target.worker_id == "w1")
+    return Prompt(booking.hashes, booking.isl)
+
+
+def _terms(body: dict, worker: str) -> dict[str, float]:  # type: ignore[type-arg]
+    (row,) = [one for one in body["candidates"] if one["worker_id"] == worker]
+    terms: dict[str, float] = row["terms"]
+    return terms
+
+
+async def test_dry_run_of_an_ordinary_request(fleet_of: FleetOf) -> None:
+    """By header or in the body: the same answer as /v1/route."""
+    async with fleet_of(*KV, scripts=THREE) as fleet:
+        by_header = (await fleet.ask(STREAM, "x-kvrouter-dry-run: true")).json
+        in_body = (await fleet.ask({**BODY, "kvrouter": {"dry_run": True, "overlap_weight": 3}})).json
+        not_dry = await fleet.ask(None, "x-kvrouter-dry-run: false")
+
+        assert by_header["dry_run"] is in_body["dry_run"] is True
+        assert {8.0} == {row["terms"]["cost"] for row in by_header["candidates"]}
+        assert {16.0} == {row["terms"]["cost"] for row in in_body["candidates"]}
+        assert (200, 1) == (not_dry.status, len(fleet.requests))
+
+
+async def test_kinds_of_route(fleet_of: FleetOf) -> None:
+    """Chats show themselves; other routes are named; nonsense is refused as the request would be."""
+    async with fleet_of(*KV) as fleet:
+        chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        passed = {"model": "m", "input": "x", "path": "/v1/embeddings"}
+        good = [chat, {**chat, "kind": "chat"}, passed, {**BODY, "path": "/v1/completions"}]
+        bad = [
+            b"{",
+            {**BODY, "path": "/metrics"},
+            {**BODY, "kind": "poem"},
+            {"model": "m"},
+            {**BODY, "model": "x"},
+        ]
+
+        assert ["w0/0"] * 4 == [(await fleet.ask(body, path="/v1/route")).json["winner"] for body in good]
+        assert [400, 400, 400, 400, 404] == [(await fleet.ask(body, path="/v1/route")).status for body in bad]
+
+
+async def test_who_was_removed_and_by_what(fleet_of: FleetOf) -> None:
+    """Filters by name, what the pool does not offer by its reason; with nobody left there is no winner."""
+    stalls = in_turn(says_and_stalls(SSE_HEAD, chunk(event("a"))))
+    fleets = fleet_of(*KV, "--max-ongoing-requests", "1", scripts=(stalls, OK, OK))
+    async with fleets as fleet, fleet.connected() as client:
+        client.send(STREAM, "x-kvrouter-mode: direct", "x-kvrouter-target: w0")
+        await client.read_until(b'"a"')
+        fleet.announce(fleet.workers[1], "draining")
+        await fleet_until_targets(fleet, 2)
+        some = (await fleet.ask(path="/v1/route")).json
+        fleet.announce(fleet.workers[2], "draining")
+        await fleet_until_targets(fleet, 1)
+        none = (await fleet.ask(path="/v1/route")).json
+        refused = await fleet.ask()
+
+        assert "w2/0" == some["winner"]
+        assert {("w0", "max-ongoing-requests"), ("w1", "draining")} == {
+            (row["worker_id"], row["by"]) for row in some["removed"]
+        }
+        assert (None, [], 3) == (none["winner"], none["candidates"], len(none["removed"]))
+        assert 503 == refused.status
+        assert "max-ongoing-requests" in refused.json["error"]["message"]
+
+
+async def fleet_until_targets(fleet: Fleet, count: int) -> None:
+    """Return when so many may be chosen."""
+    while len(fleet.targets(fleet.frontend)) != count:
+        await fleet.get("/live")
+
+
+async def test_decisions_are_kept(fleet_of: FleetOf) -> None:
+    """Each attempt of a request, explained when asked for; the oldest are forgotten."""
+    scripts = in_turn(says(answer(b"{}", 500)), OK)
+    async with fleet_of(*KV, "--decisions", "3", scripts=(scripts, scripts)) as fleet:
+        await fleet.ask(None, "x-request-id: a/1")
+        for number in (2, 3):
+            await fleet.ask(None, f"x-request-id: a/{number}")
+            kept = await fleet.get("/decisions/a/1")
+            if number == 2:
+                first, second = kept.json["decisions"]
+                assert {first["winner"], second["winner"]} == {"w0/0", "w1/0"}
+                assert ["failed this request"] == [row["by"] for row in second["removed"]]
+                assert {8.0} == {row["terms"]["cost"] for row in first["candidates"]}
+        newest = (await fleet.get("/decisions?limit=2")).json["decisions"]
+
+        assert 1 == len(kept.json["decisions"]), "the first attempt has gone"
+        assert ["a/3", "a/2"] == [row["request_id"] for row in newest]
+        assert (64, 4, 2) == (newest[0]["isl"], newest[0]["prompt_blocks"], newest[0]["candidates"])
+        assert (404, 404) == (
+            (await fleet.get("/decisions/b")).status, (await fleet.get("/decisions/")).status,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "x", ""])
+async def test_wrong_limit(fleet_of: FleetOf, limit: str) -> None:
+    """The message says what it may be."""
+    async with fleet_of() as fleet:
+        response = await fleet.get(f"/decisions?limit={limit}")
+
+        assert (400, "limit") == (response.status, response.json["error"]["param"])
+
+
+async def test_none_are_kept(fleet_of: FleetOf) -> None:
+    """--decisions 0 switches it off."""
+    async with fleet_of("--decisions", "0") as fleet:
+        await fleet.ask(None, "x-request-id: a")
+
+        assert 404 == (await fleet.get("/decisions/a")).status
+        assert {"decisions": []} == (await fleet.get("/decisions")).json
+
+
+async def test_log_decisions(fleet_of: FleetOf) -> None:
+    """One event a decision, with every candidate's terms."""
+    async with fleet_of(*KV, "--log-decisions", "--decisions", "0", scripts=THREE) as fleet:
+        response = await fleet.ask(None, "x-request-id: r1")
+
+        (said,) = fleet.logged("request.routed")
+        assert ("r1", f"{response.header('x-kvrouter-worker')}/0") == (said["request_id"], said["winner"])
+        assert [8.0] * 3 == [row["terms"]["cost"] for row in said["candidates"]]
