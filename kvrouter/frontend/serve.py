@@ -145,8 +145,9 @@ async def running_frontend(
         application.add_routes(_routing_routes(replica, rules, accept, views))
         server = _http_server(application, listener, completions, hurried, options)
         await stack.enter_async_context(server)
-        if not tokens.encoders.by_name:
-            _warn_of_missing_tokenizer(options, tokens.encoders.default)
+        for model, encoder in (tokens.encoders.by_name or {"": tokens.encoders.default}).items():
+            path = options.tokens.model_paths.get(model, options.tokens.model_path)
+            _warn_of_missing_tokenizer(options, encoder, path)
         for note in options.policy_notes:
             log.info("frontend.router_config", note=note)
         log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
@@ -345,7 +346,7 @@ async def _report_progress(completions: Completions) -> None:
         completions.report_progress()
 
 
-def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder) -> None:
+def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder, path: str | None) -> None:
     if not POLICIES[options.router_mode].needs_tokens or options.tokens.way != "local":
         return
     if not encoder.can_encode_text:
@@ -358,5 +359,5 @@ def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder)
         log.warning(
             "frontend.no_chat_template",
             effect="chats go where the fewest requests are",
-            remedy=f"add chat_template.jinja to {options.tokens.model_path}, or give --chat-template FILE",
+            remedy=f"add chat_template.jinja to {path}, or give --chat-template FILE",
         )

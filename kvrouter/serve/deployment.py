@@ -18,7 +18,8 @@ from kvrouter.serve.children import Child
 from kvrouter.serve.engines import EngineSpec
 from kvrouter.serve.options import ServeOptions
 from kvrouter.serve.output import Output
-from kvrouter.serve.report import report, tokenizer_of
+from kvrouter.serve.report import report
+from kvrouter.serve.tokenizers import Tokenizers
 from kvrouter.worker.discovery import learn_patiently
 from kvrouter.worker.engine_http import EngineHttp
 from kvrouter.worker.facts import EngineFacts, with_discovered
@@ -45,6 +46,7 @@ class Deployment:
         self._output = output
         self._facts: dict[str, EngineFacts] = {}
         self._reported: dict[str, list[str]] = {}
+        self._tokenizers = Tokenizers(options.frontend.tokens)
         self._one_known, self._all_known = asyncio.Event(), asyncio.Event()
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._approximate = False
@@ -89,17 +91,26 @@ class Deployment:
 
     def _note(self, engine: EngineSpec, facts: EngineFacts) -> None:
         self._facts[engine.worker_id] = facts
-        model_path = self._options.frontend.tokens.model_path or tokenizer_of(facts)
-        lines = list(report(self._options.agent(engine), facts, model_path))
-        if lines != self._reported.get(engine.worker_id):
-            self._reported[engine.worker_id] = lines
-            for line in lines:
-                self._say(line)
+        self._tokenizers.learn(self._options.agent(engine), facts)
+        self._report()
         if self._approximate and facts.feeds:
             self._say("this engine publishes KV events now: start kvrouter serve again to route by them")
         self._one_known.set()
         if len(self._facts) == len(self._options.engines):
             self._all_known.set()
+
+    def _report(self) -> None:
+        """Say what every engine that is known is; nothing twice."""
+        for engine in self._options.engines:
+            facts, agent = self._facts.get(engine.worker_id), self._options.agent(engine)
+            if facts is None:
+                continue
+            tokenizer = self._tokenizers.of(agent, facts)
+            lines = list(report(agent, facts, tokenizer, no_events=self._options.no_events()))
+            if lines != self._reported.get(engine.worker_id):
+                self._reported[engine.worker_id] = lines
+                for line in lines:
+                    self._say(line)
 
     async def _serve(self) -> None:
         """Run the frontends, as soon as it is known how."""
@@ -135,23 +146,12 @@ class Deployment:
 
     def _discovered_flags(self) -> list[str]:
         """What the engines say about how the frontends are to route."""
-        flags = self._tokenizer_flags()
+        flags = self._tokenizers.flags()
         if not self._has_events() and not self._options.says_events():
             self._approximate = True
             flags.append("--no-kv-events")
             self._say("no engine publishes KV events: routing by what was sent where, which is approximate")
         return flags
-
-    def _tokenizer_flags(self) -> list[str]:
-        """That of each model's engine, unless the command line says something about tokens."""
-        tokens = self._options.frontend.tokens
-        if tokens.model_path is not None or tokens.model_paths or tokens.way != "local":
-            return []
-        paths = {facts.models.served_names[0]: tokenizer_of(facts) for facts in self._facts.values()}
-        found = {model: path for model, path in paths.items() if path is not None}
-        if len(paths) > 1:
-            return [f"--model-path={model}={path}" for model, path in found.items()]
-        return [f"--model-path={path}" for path in found.values()]
 
     def _has_events(self) -> bool:
         return any(

@@ -60,6 +60,12 @@ class ServeOptions:
         """Whether the command line chooses between events and the approximate index."""
         return any("use-kv-events" in flag or "no-kv-events" in flag for flag in self.frontend_flags)
 
+    def no_events(self) -> str:
+        """What on the command line keeps the frontends from using events; empty: nothing."""
+        if self.frontend.tokens.way == "none":
+            return "--tokenizer none"
+        return "" if self.frontend.replica.pool.use_kv_events else "--no-kv-events"
+
 
 def parse_options(arguments: Sequence[str]) -> ServeOptions:
     """Read the command line; a wrong one ends the process with a message or raises ConfigError."""

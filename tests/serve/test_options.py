@@ -51,6 +51,21 @@ def test_who_gets_which_flag(tmp_path: Path) -> None:
     assert options.says_events()
 
 
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ([], ""),
+        (["--no-kv-events"], "--no-kv-events"),
+        (["--no-use-kv-events"], "--no-kv-events"),
+        (["--tokenizer=none"], "--tokenizer none"),
+        (["--tokenizer=remote"], ""),
+    ],
+)
+def test_no_events(flags: list[str], why: str) -> None:
+    """What keeps the frontends from using events is known from their flags."""
+    assert why == parse(*flags).no_events()
+
+
 def test_any_port() -> None:
     """Port 0 lets every replica pick one."""
     assert [0, 0] == parse("--port", "0", "--replicas", "2").ports()

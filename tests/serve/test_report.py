@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from kvrouter.serve.report import report, tokenizer_of
+from kvrouter.serve.report import report
+from kvrouter.serve.tokenizers import Tokenizer
 from kvrouter.worker.engine_http import Models
 from kvrouter.worker.facts import EngineFacts
 from kvrouter.worker.load import Scrape
@@ -34,25 +33,26 @@ engine e-1 at http://e:1: vllm 0.32.0
   ranks       2
   events      tcp://e:2, tcp://e:3
   replay      tcp://e:4, tcp://e:5
-  tokenizer   /models/tiny""" == "\n".join(report(OPTIONS, facts, Path("/models/tiny")))
+  tokenizer   /models/tiny""" == "\n".join(report(OPTIONS, facts, Tokenizer("/models/tiny")))
 
 
 def test_much_missing() -> None:
     """What is missing is said with what to do about it."""
     facts = EngineFacts(Models(("m",), ()), "", Scrape(), tokenizer="Org/Model", lacks=(EVENTS_OFF,))
 
-    lines = list(report(OPTIONS, facts, None))
+    lines = list(report(OPTIONS, facts, Tokenizer("none", "no tokenizer: why")))
 
     assert "  blocks      unknown" in lines
     assert "  events      none: placed by load" in lines
     assert f"  ! {EVENTS_OFF}" in lines
-    assert "'Org/Model' is no such directory on this machine; give --model-path DIR" in lines[-1]
+    assert "  ! no tokenizer: why" == lines[-1]
 
 
-def test_tokenizer(tmp_path: Path) -> None:
-    """The engine's model directory serves if it is here and has a tokenizer."""
-    facts = EngineFacts(Models(("m",), ()), "", Scrape(), tokenizer=str(tmp_path))
+def test_events_not_used() -> None:
+    """Events that the frontends do not use are said to be unused, and why."""
+    facts = EngineFacts(Models(("m",), ()), "", Scrape(), feeds=(FeedOptions("tcp://e:2"),))
 
-    assert tokenizer_of(facts) is None
-    (tmp_path / "tokenizer.json").touch()
-    assert tmp_path == tokenizer_of(facts)
+    lines = list(report(OPTIONS, facts, Tokenizer("none: by text"), no_events="--tokenizer none"))
+
+    assert "  events      tcp://e:2 (not used: --tokenizer none)" in lines
+    assert "  tokenizer   none: by text" == lines[-1]

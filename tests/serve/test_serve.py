@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -118,6 +119,26 @@ async def test_engine_that_comes_later(
             assert 0 == await served.end(signal.SIGINT)
 
     assert "! no tokenizer:" in served.text()
+
+
+async def test_engine_with_another_model(
+    nats_url: str, model_path: Path, http: aiohttp.ClientSession, free_port: Callable[[], int]
+) -> None:
+    """An engine that returns with another model: its tokenizer is not in use, and that is said."""
+    port, engine_port = free_port(), free_port()
+    flags = [f"--engine=http://127.0.0.1:{engine_port}", f"--port={port}", f"--nats={nats_url}"]
+    config = MockerConfig(engine=FAST.engine, model_name="tiny", model_path=model_path, port=engine_port)
+    async with serving(*flags, f"--namespace=another-{port}") as served:
+        async with running_mocker(config):
+            await until_ready(served, http, [f"http://127.0.0.1:{port}"])
+            (frontend,) = [command for command in served.children().values() if "frontend" in command]
+        async with running_mocker(replace(config, model_name="other")):
+            await served.until_said(r"! tokenizer of other is not in use.* --model-path other=")
+
+            assert 0 == await served.end()
+
+    assert f"--model-path=tiny={model_path}" in frontend
+    assert served.text().count(f"tokenizer   {model_path}") == 1
 
 
 async def test_no_events(nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]) -> None:

@@ -1,0 +1,118 @@
+"""Which tokenizer each model has, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvrouter.frontend.token_options import TokenOptions
+from kvrouter.serve.tokenizers import Tokenizers, tokenizer_of
+from kvrouter.worker.engine_http import Models
+from kvrouter.worker.facts import EngineFacts
+from kvrouter.worker.load import Scrape
+from kvrouter.worker.options import AgentOptions
+
+AGENT = AgentOptions("http://e:1", "e-1")
+
+
+@pytest.fixture
+def directories(tmp_path: Path) -> dict[str, Path]:
+    """Model directories by name."""
+    found = {name: tmp_path / name for name in ("one", "two", "three")}
+    for path in found.values():
+        path.mkdir()
+        (path / "tokenizer.json").touch()
+    return found
+
+
+def engine(name: str, path: Path | str, *aliases: str) -> EngineFacts:
+    """An engine of a model, which it says to have from a path."""
+    return EngineFacts(Models((name, *aliases), ()), "", Scrape(), tokenizer=str(path))
+
+
+def learnt(tokens: TokenOptions, *engines: EngineFacts) -> Tokenizers:
+    """What these engines told."""
+    tokenizers = Tokenizers(tokens)
+    for facts in engines:
+        tokenizers.learn(AGENT, facts)
+    return tokenizers
+
+
+def test_directory(tmp_path: Path) -> None:
+    """The engine's model directory serves if it is here and has a tokenizer."""
+    facts = engine("m", tmp_path)
+
+    assert tokenizer_of(facts) is None
+    (tmp_path / "tokenizer.json").touch()
+    assert tmp_path == tokenizer_of(facts)
+
+
+def test_named_even_if_alone(directories: dict[str, Path]) -> None:
+    """What was found for a model is for that model only: another that comes later must not get it."""
+    one, two = engine("one", directories["one"]), engine("two", directories["two"])
+    tokenizers = learnt(TokenOptions(), one)
+
+    assert [f"--model-path=one={directories['one']}"] == tokenizers.flags()
+
+    tokenizers.learn(AGENT, two)
+    late = tokenizers.of(AGENT, two)
+    assert str(directories["one"]) == tokenizers.of(AGENT, one).shown
+    assert "none" == late.shown
+    assert "tokenizer of two is not in use" in late.lack
+    assert late.lack.endswith(f"start kvrouter serve again, or give --model-path two={directories['two']}")
+
+
+def test_some_named_by_hand(directories: dict[str, Path]) -> None:
+    """A path for one model by hand leaves the others theirs."""
+    tokens = TokenOptions(model_paths={"one": "/by/hand"})
+    one, two, far = engine("one", directories["one"]), engine("two", directories["two"]), engine("far", "O/R")
+    tokenizers = learnt(tokens, one, two, far)
+
+    assert [f"--model-path=two={directories['two']}"] == tokenizers.flags()
+    assert "/by/hand" == tokenizers.of(AGENT, one).shown
+    assert "/by/hand" == tokenizers.of(AGENT, engine("other", "", "one")).shown
+    assert str(directories["two"]) == tokenizers.of(AGENT, two).shown
+    assert "'O/R' is no such directory on this machine; give --model-path far=DIR" in (
+        tokenizers.of(AGENT, far).lack
+    )
+
+
+def test_default_by_hand(directories: dict[str, Path]) -> None:
+    """A path without a name is every model's."""
+    one = engine("one", directories["one"])
+    tokenizers = learnt(TokenOptions(model_path="/by/hand"), one)
+
+    assert [] == tokenizers.flags()
+    assert ("/by/hand", "") == (tokenizers.of(AGENT, one).shown, tokenizers.of(AGENT, one).lack)
+
+
+def test_two_engines_of_a_model(directories: dict[str, Path]) -> None:
+    """One that names a directory of another machine takes nothing away; nor does a second directory."""
+    here, far = engine("one", directories["one"]), engine("one", "/not/here")
+    tokenizers = learnt(TokenOptions(), here, far, engine("one", directories["three"]))
+
+    assert [f"--model-path=one={directories['one']}"] == tokenizers.flags()
+    assert (str(directories["one"]), "") == (
+        tokenizers.of(AGENT, far).shown, tokenizers.of(AGENT, far).lack,
+    )  # fmt: skip
+
+
+def test_pool_named_by_hand(directories: dict[str, Path]) -> None:
+    """The name that `model=` gives is the one that counts."""
+    agent, tokenizers = replace(AGENT, model="pool"), Tokenizers(TokenOptions())
+    tokenizers.learn(agent, engine("one", directories["one"]))
+
+    assert [f"--model-path=pool={directories['one']}"] == tokenizers.flags()
+
+
+@pytest.mark.parametrize(("way", "shown"), [("remote", "/tokenize"), ("none", "routed by text")])
+def test_other_ways(way: str, shown: str, directories: dict[str, Path]) -> None:
+    """With --tokenizer remote or none nobody reads the directory, and nothing is missing."""
+    one = engine("one", directories["one"])
+    tokenizers = learnt(TokenOptions(way=way), one)  # type: ignore[arg-type]  # pytest gives strings
+
+    assert [] == tokenizers.flags()
+    assert shown in tokenizers.of(AGENT, one).shown
+    assert "" == tokenizers.of(AGENT, one).lack
