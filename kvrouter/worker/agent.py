@@ -61,6 +61,8 @@ async def serve_engine(options: AgentOptions, bus: Bus, feeds: Sequence[ZmqFeed]
         if facts is None:
             return
         found = with_discovered(options, facts)
+        for feed, settled in zip(feeds, found.feeds, strict=False):
+            feed.learn_replay(settled.replay)
         more = [await stack.enter_async_context(ZmqFeed.open(feed)) for feed in found.feeds[len(feeds) :]]
         options, feeds = found, [*feeds, *more]
         file = None

@@ -10,7 +10,8 @@ from kvrouter.core.beats import Card
 from kvrouter.core.events import TIERS
 from kvrouter.worker.engine_http import Models
 from kvrouter.worker.load import Scrape
-from kvrouter.worker.options import AgentOptions, read_feeds
+from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.settled_feeds import settled_feeds
 from kvrouter.worker.zmq_feed import FeedOptions
 
 RANK_HEADER = "X-data-parallel-rank"
@@ -46,13 +47,9 @@ class EngineFacts:
 
 def with_discovered(options: AgentOptions, facts: EngineFacts) -> AgentOptions:
     """The options, with what the engine tells where the flags are silent. Raises ConfigError."""
-    if not options.feeds:
-        return replace(options, feeds=facts.feeds, ranks=max(options.ranks, facts.ranks))
-    if len(options.feeds) == 1 == options.ranks < facts.ranks:
-        (first,) = options.feeds
-        feeds = read_feeds(first.events, first.replay, first.topic, facts.ranks)
-        return replace(options, feeds=feeds, ranks=facts.ranks)
-    return options
+    feeds = settled_feeds(options, facts.feeds, facts.ranks)
+    ranks = len(feeds) if options.feeds else facts.ranks
+    return replace(options, feeds=feeds, ranks=max(options.ranks, ranks))
 
 
 def build_card(

@@ -31,6 +31,8 @@ class AgentOptions:
     nats: NatsOptions | str = "embedded"
     namespace: str = "default"
     feeds: Sequence[FeedOptions] = ()
+    topic: str = ""
+    """That of the flags: it counts for `feeds` that the engine tells, too."""
     ranks: int = 1
     model: str | None = None
     advertise_url: str | None = None
@@ -115,6 +117,7 @@ def read_options(arguments: argparse.Namespace) -> AgentOptions:
         nats=nats_options(arguments),
         namespace=arguments.namespace,
         feeds=feeds,
+        topic=arguments.kv_topic or "",
         ranks=arguments.dp_size or len(feeds) or 1,
         model=arguments.model,
         advertise_url=arguments.advertise_url,

@@ -18,6 +18,7 @@ from kvrouter.worker.event_sources import read_config
 from kvrouter.worker.facts import EngineFacts
 from kvrouter.worker.load import Scrape
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.settled_feeds import feed_lacks
 from kvrouter.worker.zmq_feed import FeedOptions
 
 EVENTS_OFF = (
@@ -25,10 +26,6 @@ EVENTS_OFF = (
     '\'{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}\''
 )
 CACHING_OFF = "prefix caching is off: start SGLang without --disable-radix-cache"
-NO_REPLAY = (
-    "no replay: what was cached before kvrouter started stays unknown; add "
-    '"replay_endpoint": "tcp://*:5657" to --kv-events-config'
-)
 NO_METRICS = "load unknown, only this router's own requests count: start SGLang with --enable-metrics"
 CACHED_TOKENS_UNKNOWN = (
     "cached_tokens unknown, so predictions cannot be checked: start SGLang with --enable-cache-report"
@@ -131,8 +128,8 @@ def _lacks(info: ServerInfo, feeds: tuple[FeedOptions, ...], options: AgentOptio
         yield CACHING_OFF
     if not feeds:
         yield EVENTS_OFF
-    elif not all(feed.replay for feed in options.feeds or feeds):
-        yield NO_REPLAY
+    else:
+        yield from feed_lacks(options, feeds, max(info.dp_size, 1))
     if not info.enable_metrics:
         yield NO_METRICS
     if not info.enable_cache_report:

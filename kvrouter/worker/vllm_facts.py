@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from kvrouter.worker.engine_http import EngineError, EngineHttp, Models
@@ -9,6 +10,7 @@ from kvrouter.worker.event_sources import read_sources
 from kvrouter.worker.facts import EngineFacts
 from kvrouter.worker.load import Scrape
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.settled_feeds import feed_lacks
 from kvrouter.worker.zmq_feed import FeedOptions
 
 EVENTS_OFF = (
@@ -21,10 +23,6 @@ ENDPOINTS_UNKNOWN = (
     "kv=tcp://HOST:PORT,replay=tcp://HOST:PORT (an agent: --kv-events, --kv-replay) if its events are on"
 )
 CACHING_OFF = "prefix caching is off: start vLLM with --enable-prefix-caching"
-NO_REPLAY = (
-    "no replay: what was cached before kvrouter started stays unknown; add "
-    '"replay_endpoint": "tcp://*:5657" to --kv-events-config'
-)
 CACHED_TOKENS_UNKNOWN = (
     "cached_tokens unknown, so predictions cannot be checked: start vLLM with --enable-prompt-tokens-details"
 )
@@ -37,15 +35,16 @@ async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) 
     kind = "mocker" if models.owner == "mocker" else "vllm"
     host = urlsplit(options.engine_url).hostname or ""
     feeds = read_sources(sources, host, binds=kind == "mocker") if sources is not None else None
+    ranks = max(len(feeds or ()), len(scrape.loads), 1)
     return EngineFacts(
         models,
         await engine.version(),
         scrape,
         kind,
-        ranks=max(len(feeds or ()), len(scrape.loads), 1),
+        ranks=ranks,
         feeds=feeds or (),
         tokenizer=models.root,
-        lacks=tuple(_lacks(scrape, feeds, options)),
+        lacks=tuple(_lacks(scrape, feeds, ranks, options)),
     )
 
 
@@ -61,11 +60,14 @@ async def _scrape(engine: EngineHttp, options: AgentOptions) -> Scrape:
     return scrape
 
 
-def _lacks(scrape: Scrape, feeds: tuple[FeedOptions, ...] | None, options: AgentOptions) -> list[str]:
-    if feeds is None:
-        lacks = [] if options.feeds else [ENDPOINTS_UNKNOWN]
-    elif not feeds:
-        lacks = [EVENTS_OFF]
+def _lacks(
+    scrape: Scrape, told: tuple[FeedOptions, ...] | None, ranks: int, options: AgentOptions
+) -> Iterator[str]:
+    if scrape.has_prefix_caching is False:
+        yield CACHING_OFF
+    if told is None and not options.feeds:
+        yield ENDPOINTS_UNKNOWN
+    elif told == ():
+        yield EVENTS_OFF
     else:
-        lacks = [] if all(feed.replay for feed in options.feeds or feeds) else [NO_REPLAY]
-    return lacks if scrape.has_prefix_caching is not False else [CACHING_OFF, *lacks]
+        yield from feed_lacks(options, told or (), ranks)

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import errno
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -111,6 +111,11 @@ class ZmqFeed:
         seq, payload = batch
         with contextlib.suppress(asyncio.QueueFull):
             self._inbox.put_nowait(partial(EngineStream.receive, seq=seq, payload=payload))
+
+    def learn_replay(self, endpoint: str | None) -> None:
+        """Before it runs: what the engine tells, where the options are silent."""
+        self._options = replace(self._options, replay=endpoint)
+        self.stream = EngineStream(can_replay=endpoint is not None)
 
     def resume(self, seq: int, digest: bytes, *, was_complete: bool) -> None:
         """Before it runs: begin behind the batch that a former agent applied last."""

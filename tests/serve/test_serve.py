@@ -132,6 +132,7 @@ async def test_engine_with_another_model(
         async with running_mocker(config):
             await until_ready(served, http, [f"http://127.0.0.1:{port}"])
             (frontend,) = [command for command in served.children().values() if "frontend" in command]
+        await served.until_said(r"engine\.down")
         async with running_mocker(replace(config, model_name="other")):
             await served.until_said(r"! tokenizer of other is not in use.* --model-path other=")
 

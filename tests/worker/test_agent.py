@@ -66,6 +66,15 @@ async def scene(nats_url: str, free_port: Callable[[], int]) -> AsyncIterator[Sc
         yield Scene(engine, events, listener, options)
 
 
+async def test_replay_is_learnt(scene: Scene) -> None:
+    """With only the events given, what was cached before is replayed from where the engine says."""
+    scene.engine.sources = {"0": scene.events.source()}
+    options = replace(scene.options, feeds=[FeedOptions(scene.events.events)])
+
+    async with scene.agent(options):
+        await scene.listener.until_held({A})
+
+
 async def test_announces(scene: Scene) -> None:
     """The agent announces the engine as it is, with its load and the state of its feed, and says leave."""
     listener = scene.listener

@@ -18,6 +18,7 @@ from kvrouter.worker.engine_http import EngineError, EngineHttp, Models
 from kvrouter.worker.facts import EngineFacts, build_card, can_report, with_discovered
 from kvrouter.worker.load import RankLoad, Scrape
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.settled_feeds import NO_REPLAY, REPLAY_NOT_GIVEN
 from kvrouter.worker.zmq_feed import FeedOptions
 
 DATA = Path(__file__).parent.parent / "data" / "engines"
@@ -129,6 +130,38 @@ async def test_old_vllm(vllm: Recorded) -> None:
 
     assert (vllm_facts.ENDPOINTS_UNKNOWN,) == (await vllm.learn()).lacks
     assert () == (await vllm.learn(told)).lacks
+    assert (REPLAY_NOT_GIVEN,) == (await vllm.learn(replace(told, feeds=[FeedOptions("tcp://e:1")]))).lacks
+
+
+async def test_events_by_flag(vllm: Recorded) -> None:
+    """Events in the flags keep the replay that the engine tells: a flag overrides itself only."""
+    told = replace(vllm.options, feeds=[FeedOptions("tcp://localhost:26557")])
+
+    facts = await vllm.learn(told)
+
+    assert () == facts.lacks
+    feed = FeedOptions("tcp://localhost:26557", "tcp://127.0.0.1:26657")
+    assert [feed] == with_discovered(told, facts).feeds
+
+
+async def test_wrong_events_by_flag(vllm: Recorded) -> None:
+    """Events at another port than the engine says: both are named, and what is missing then."""
+    told = replace(vllm.options, feeds=[FeedOptions("tcp://127.0.0.1:24666")])
+
+    (contradiction, missing) = (await vllm.learn(told)).lacks
+
+    assert "its events are at tcp://127.0.0.1:26557, but kv=" in contradiction
+    assert "gives tcp://127.0.0.1:24666" in contradiction
+    assert "give replay=tcp://HOST:PORT" in missing
+
+
+async def test_topic_by_flag(vllm: Recorded) -> None:
+    """A topic in the flags leaves the endpoints to the engine."""
+    told = replace(vllm.options, topic="kv@")
+
+    (feed,) = with_discovered(told, await vllm.learn(told)).feeds
+
+    assert FeedOptions("tcp://127.0.0.1:26557", "tcp://127.0.0.1:26657", "kv@") == feed
 
 
 async def test_no_replay(vllm: Recorded) -> None:
@@ -137,7 +170,7 @@ async def test_no_replay(vllm: Recorded) -> None:
 
     facts = await vllm.learn()
 
-    assert (vllm_facts.NO_REPLAY,) == facts.lacks
+    assert (NO_REPLAY,) == facts.lacks
     assert (FeedOptions("tcp://127.0.0.1:5557"),) == facts.feeds
 
 
