@@ -110,7 +110,7 @@ async def running_frontend(
         stack.callback(upstream.close)
         registry = CollectorRegistry()
         metrics = RequestMetrics(registry)
-        watch = Watch(replica)
+        watch = Watch(replica, tokens.compared)
         completions = Completions(
             replica,
             feeds,

@@ -272,6 +272,14 @@ async def test_differ(fleet_of: FleetOf, model: Path, often: None) -> None:
         assert ("differs", 0) == (found["state"], found["difference"]["position"])
         metrics = (await fleet.get("/metrics")).body.decode()
         assert 'kvrouter_tokens_differ{pool="m-12345678"} 1.0' in metrics
+        fleet.frontend.watch.look()
+        (pool,) = (await fleet.get("/workers")).json["pools"]
+        (problem,) = pool["problems"]
+        assert "token ids of texts differ" in problem
+        assert "at position 0: special tokens: the engine puts" in problem
+        metrics = (await fleet.get("/metrics")).body.decode()
+        assert 'kvrouter_worker_problem{pool="m-12345678",problem="tokens_differ",worker=""} 1.0' in metrics
+        assert ["prompt", "position", "remedy"] == list(line)[:3]
 
 
 async def test_real_prompts(fleet_of: FleetOf, model: Path, often: None) -> None:
