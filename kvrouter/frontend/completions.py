@@ -19,7 +19,7 @@ from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement, Router
 from kvrouter.core.watch import Watch
-from kvrouter.errors import KvRouterError, NoRouteError, NoWorkersError
+from kvrouter.errors import KvRouterError, NoRouteError, NoWorkersError, WrongMethodError
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.client import AiohttpClient, AlreadyWritten
 from kvrouter.frontend.compare import Traits, compare, expect_events
@@ -304,8 +304,14 @@ async def openai_errors(
     """Unknown routes and our own bugs are answered in OpenAI's form too."""
     try:
         return await handler(request)
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        wrong = WrongMethodError(f"{request.method} {request.path}: use {allowed}")
+        response = error_response(wrong, request_id_of(request))
+        response.headers["allow"] = allowed
+        return response
     except web.HTTPException as error:
-        kind = NoRouteError if error.status in {404, 405} else KvRouterError
+        kind = NoRouteError if error.status == 404 else KvRouterError
         answer = kind(f"{request.method} {request.path}: {error.reason}")
     except KvRouterError as error:
         answer = error
