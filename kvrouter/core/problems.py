@@ -73,6 +73,10 @@ def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
             f"takes no requests: {worker.refused}. All engines of a model need one block size (vLLM: "
             "--block-size); --kv-cache-block-size of the frontends must be that one, or be left out",
         )
+    elif not pool.settings.use_kv_events and worker.card.prefix_caching is False:
+        yield Problem(
+            "uncached", "prefix caching is off, so nothing is foretold (vLLM: --enable-prefix-caching)"
+        )
     elif pool.settings.use_kv_events and not worker.card.publishes_events:
         yield Problem("no_events", f"its agent has no KV events, so nothing is foretold: {_START_EVENTS}")
 

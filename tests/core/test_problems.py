@@ -206,3 +206,11 @@ def test_refused_worker() -> None:
     assert "block size 32, pool has 16" in problem.text
     assert "--kv-cache-block-size" in problem.text
     assert [] == problems_of(pool, pool.workers[W2], None)
+
+
+def test_engine_without_a_cache() -> None:
+    """Without KV events an engine that says it caches nothing is named, before any request."""
+    for use_kv_events, kinds in ((False, ["uncached"]), (True, [])):
+        pool = new_pool(card(prefix_caching=False), use_kv_events=use_kv_events)
+
+        assert kinds == [problem.kind for problem in found(pool)]
