@@ -53,10 +53,17 @@ class UnknownDecisionError(BadRequestError):
 
 
 class NoRouteError(KvRouterError):
-    """There is nothing at this path, or not with this method."""
+    """There is nothing at this path."""
 
     status = 404
     type = "NotFoundError"
+
+
+class WrongMethodError(KvRouterError):
+    """What is at this path is asked for with another method."""
+
+    status = 405
+    type = "MethodNotAllowedError"
 
 
 class NoWorkersError(KvRouterError):

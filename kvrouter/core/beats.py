@@ -44,6 +44,8 @@ class Card(Struct, frozen=True, kw_only=True):
     """Whether requests to a partial rank shall ask for `kv_cache_report_mode: full` (design §5)."""
     notes: tuple[str, ...] = ()
     """What an operator is to know about this engine's events: what of them is not indexed, and why."""
+    prefix_caching: bool | None = None
+    """Whether the engine reuses what it has computed; None if it does not say."""
 
     def names(self) -> tuple[str, ...]:
         """Every model name a client may use for this worker."""

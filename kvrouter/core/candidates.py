@@ -48,7 +48,8 @@ def form_candidates(
         for isl, (cached, in_flight) in prompts:
             active_depth = in_flight.get(target, 0)
             depths = cached.get(target, _NOWHERE)
-            overlap = find_overlap(isl, block_size, depths, active_depth if inflight_overlap else 0)
+            reused = active_depth if inflight_overlap and worker.card.prefix_caching is not False else 0
+            overlap = find_overlap(isl, block_size, depths, reused)
             own_tokens += uncached_tokens(isl, block_size, overlap)
             overlap_blocks += overlap.overlap_blocks
             widest_blocks += overlap.widest_blocks

@@ -19,10 +19,14 @@ EQUAL_WITHIN = 1e-9
 
 
 class Prompt(Struct, frozen=True):
-    """One prompt: the sequence hashes of its full blocks, and its length in tokens."""
+    """One prompt: the sequence hashes of its full blocks, and its length in tokens.
+
+    `is_estimate`: only its beginning, or nothing of it, was tokenized; the length is a guess.
+    """
 
     hashes: Sequence[int]
     isl: int
+    is_estimate: bool = False
 
 
 class Overlap(Struct, frozen=True, gc=False):

@@ -155,6 +155,11 @@ class Pool:
         worker = self.workers.get(target.worker_id)
         return worker.capacity_blocks() if worker else 0
 
+    def may_assume(self, target: Target) -> bool:
+        """Whether the target can be taken to hold what was prefilled there; else only events tell."""
+        worker = self.workers.get(target.worker_id)
+        return not self.settings.use_kv_events and (worker is None or worker.card.prefix_caching is not False)
+
     def _forget_blocks(self, worker: Worker) -> None:
         for target in worker.targets():
             self.approx.drop(target)

@@ -36,14 +36,34 @@ class Problem(Struct, frozen=True):
     text: str
 
 
-def problems_of(pool: Pool, worker: Worker, record: Record | None) -> list[Problem]:
+class Compared(Struct, frozen=True):
+    """What came of having an engine of the pool tokenize prompts, too."""
+
+    equal: frozenset[str] = frozenset()
+    """Kinds of prompt (`chat`, `text`) that last had equal ids."""
+    difference: str = ""
+    """Where ids differ and what to change; empty if they do not, or that is not known."""
+
+
+NOT_COMPARED = Compared()
+
+
+def problems_of(
+    pool: Pool, worker: Worker, record: Record | None, compared: Compared = NOT_COMPARED
+) -> list[Problem]:
     """All that is known to be wrong with a worker; `record` is None before its first answer."""
     found = list(_of_card(pool, worker))
     if record is None:
         return found
     by_tokens = list(_of_tokens(record))
-    by_events = list(_of_events(pool, worker, record)) if not found and not by_tokens else []
-    return found + (by_tokens or by_events)
+    if found or by_tokens:
+        return found + by_tokens
+    return list(_of_events(pool, worker, record, compared))
+
+
+def problems_of_pool(compared: Compared) -> list[Problem]:
+    """What is wrong with the frontend's tokens for all workers of a pool."""
+    return [Problem("tokens_differ", compared.difference)] if compared.difference else []
 
 
 def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
@@ -52,6 +72,10 @@ def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
             "refused",
             f"takes no requests: {worker.refused}. All engines of a model need one block size (vLLM: "
             "--block-size); --kv-cache-block-size of the frontends must be that one, or be left out",
+        )
+    elif not pool.settings.use_kv_events and worker.card.prefix_caching is False:
+        yield Problem(
+            "uncached", "prefix caching is off, so nothing is foretold (vLLM: --enable-prefix-caching)"
         )
     elif pool.settings.use_kv_events and not worker.card.publishes_events:
         yield Problem("no_events", f"its agent has no KV events, so nothing is foretold: {_START_EVENTS}")
@@ -76,7 +100,7 @@ def _tokenizer(bad: list[Kind]) -> str:
     return f"{_TOKENIZER}, and its chat template too" if any(k.prompt == "chat" for k in bad) else _TOKENIZER
 
 
-def _of_events(pool: Pool, worker: Worker, record: Record) -> Iterator[Problem]:
+def _of_events(pool: Pool, worker: Worker, record: Record, compared: Compared) -> Iterator[Problem]:
     """Its events, and what it reports, do not fit what was foretold."""
     has_events = pool.settings.use_kv_events
     theirs, ours = record.last_cached
@@ -88,7 +112,7 @@ def _of_events(pool: Pool, worker: Worker, record: Record) -> Iterator[Problem]:
             "and of the frontends",
         )
     elif has_events and (bad := _unmatched(record)):
-        yield _unmatched_problem(pool, worker, *bad)
+        yield _unmatched_problem(pool, worker, *bad, compared)
     elif record.uncached.is_raised:
         yield Problem(
             "uncached", f"reports 0 cached tokens where blocks were foretold: {_why_uncached(has_events)}"
@@ -126,18 +150,20 @@ def _is_unmatched(evidence: KindEvidence) -> bool:
     return evidence.blind.is_raised and not evidence.unannounced.is_well
 
 
-def _unmatched_problem(pool: Pool, worker: Worker, bad: list[Kind], good: list[Kind]) -> Problem:
+def _unmatched_problem(
+    pool: Pool, worker: Worker, bad: list[Kind], good: list[Kind], compared: Compared
+) -> Problem:
     held = sum(pool.index.blocks(target) for target in worker.targets())
     if not held:
         return Problem("no_events", f"has served requests, and no KV event has come from it: {_START_EVENTS}")
     return Problem(
         "hashes",
         f"its KV events never name the blocks of the requests it served {_of_kinds(bad)} ({held} other "
-        f"blocks are known): {_why_unmatched(pool, bad, good)}",
+        f"blocks are known): {_why_unmatched(pool, bad, good, compared)}",
     )
 
 
-def _why_unmatched(pool: Pool, bad: list[Kind], good: list[Kind]) -> str:
+def _why_unmatched(pool: Pool, bad: list[Kind], good: list[Kind], compared: Compared) -> str:
     if _are_all(bad, lambda kind: kind.salt) and any(not kind.salt for kind in good):
         return (
             "its events do not carry the cache_salt of these requests; use an engine version whose events do"
@@ -145,15 +171,23 @@ def _why_unmatched(pool: Pool, bad: list[Kind], good: list[Kind]) -> str:
     if _are_all(bad, lambda kind: kind.lora) and any(not kind.lora for kind in good):
         return "its events name these LoRA adapters otherwise: give them the same names everywhere"
     unsure = "; or its events do not carry their cache_salt" if _are_all(bad, lambda kind: kind.salt) else ""
-    return _why_hashes_differ(pool, bad, good) + unsure
+    return _why_hashes_differ(pool, bad, good, compared) + unsure
 
 
-def _why_hashes_differ(pool: Pool, bad: list[Kind], good: list[Kind]) -> str:
+def _why_hashes_differ(pool: Pool, bad: list[Kind], good: list[Kind], compared: Compared) -> str:
     if any(kind.prompt == "tokens" for kind in bad):
         return (
             f"the block size differs (here {pool.block_size}; --kv-cache-block-size), or the events are "
             "those of another engine (--kv-events of its agent)"
         )
+    if _are_all(bad, lambda kind: kind.prompt in compared.equal):
+        return (
+            "an engine's own token ids are equal, so its events are not those of this engine (correct "
+            "--kv-events of its agent, kv= in a list of engines), or the block size differs "
+            f"(here {pool.block_size}; --kv-cache-block-size)"
+        )
+    if compared.difference:
+        return compared.difference
     if _are_all(bad, lambda kind: kind.prompt == "chat"):
         return _TEMPLATE if good else f"{_TEMPLATE}; or {_TOKENIZER}"
     return f"{_TOKENIZER}; or the block size does (here {pool.block_size}; --kv-cache-block-size)"

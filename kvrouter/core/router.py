@@ -289,7 +289,7 @@ class Router:
 
     def assume(self, booking: Booking, now: float, *, own: bool) -> None:
         """Without KV events: the target is taken to hold what was prefilled there."""
-        if not self.pool.settings.use_kv_events:
+        if self.pool.may_assume(booking.target):
             room = self.pool.capacity_blocks(booking.target)
             self.pool.approx.insert(booking.target, booking.hashes, now, own=own, capacity=room)
 
@@ -322,8 +322,8 @@ class Router:
         )
 
     def _take_assumption(self, entry: ApproxEntry, now: float) -> None:
-        if not self.pool.settings.use_kv_events:
-            target = Target(WorkerId(entry.worker_id), entry.rank)
+        target = Target(WorkerId(entry.worker_id), entry.rank)
+        if self.pool.may_assume(target):
             hashes, room = unpack_hashes(entry.hashes), self.pool.capacity_blocks(target)
             self.pool.approx.insert(target, hashes, now, ttl_s=entry.ttl_ms / 1000, capacity=room)
 

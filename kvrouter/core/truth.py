@@ -33,6 +33,8 @@ ANNOUNCE_S = 2.0
 """Events travel in some 20 ms. What has not come after this long does not come."""
 MAX_EXPECTED = 256
 """Requests whose events are waited for; those beyond are passed over."""
+SURE_BLOCKS = 4
+"""So many blocks of an estimate are at least one of tokens, in any language."""
 ERROR_BLOCKS = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
 """Bucket bounds of the error of a prediction, in blocks; below 0 the engine had more than foretold."""
 
@@ -69,7 +71,10 @@ class Prediction(Struct, frozen=True, gc=False):
     is_single: bool = True
     is_firm: bool = True
     """Whether nothing is known that might prove it wrong: the request did not wait behind others, whose
-    prefill changes the cache, and the feed of its target is whole and in step."""
+    prefill changes the cache, the feed of its target is whole and in step, and its engine reads its cache."""
+    is_estimate: bool = False
+    """The prompt was not tokenized, or not to its end: its length is a guess, the engine may have more of it
+    than could be foretold, and a few blocks of text may be less than one of tokens."""
 
 
 class Alarm:
@@ -154,6 +159,9 @@ class Record:
     last_cached: tuple[int, int] = (0, 0)
     """Cached tokens where they last differed: the engine's, as foretold."""
     reports_cached: bool = False
+    """Whether it has reported cached tokens; one that has not may lack the flag for it."""
+    reports_zero: bool = False
+    """Whether it has reported them when there were none."""
 
     def evidence(self, kind: Kind) -> KindEvidence:
         """The alarms about a kind of request."""
@@ -180,8 +188,8 @@ class Truth:
     def observe(self, prediction: Prediction, usage: Usage) -> None:
         """An answer has come, with what it says about its prompt."""
         record = self._record(prediction.target)
-        if usage.prompt_tokens is not None and prediction.kind is not None and prediction.isl:
-            _note_length(record, prediction, prediction.kind, usage.prompt_tokens)
+        if usage.prompt_tokens is not None and prediction.isl and not prediction.is_estimate:
+            _note_length(record, prediction, usage.prompt_tokens)
         cached_tokens = _cached_tokens(record, usage)
         if cached_tokens is not None and prediction.is_single and prediction.isl:
             _tally(record, prediction, cached_tokens)
@@ -226,17 +234,25 @@ class Truth:
 
 
 def _cached_tokens(record: Record, usage: Usage) -> int | None:
-    """What the engine had. Some versions of vLLM leave the field out where it is 0."""
+    """What the engine had; None where that is not known.
+
+    Some versions of vLLM leave the field out where it is 0. One that has once written a 0 does not, and
+    means by a missing field that it does not know.
+    """
     if usage.cached_tokens is not None:
         record.reports_cached = True
+        record.reports_zero |= usage.cached_tokens == 0
         return usage.cached_tokens
-    return 0 if record.reports_cached and usage.prompt_tokens is not None else None
+    stands_for_zero = record.reports_cached and not record.reports_zero
+    return 0 if stands_for_zero and usage.prompt_tokens is not None else None
 
 
-def _note_length(record: Record, prediction: Prediction, kind: Kind, prompt_tokens: int) -> None:
+def _note_length(record: Record, prediction: Prediction, prompt_tokens: int) -> None:
+    if prediction.kind is None:
+        return
     differs = prompt_tokens != prediction.isl
     record.lengths["different" if differs else "same"] += 1
-    record.evidence(kind).lengths.note(differs)
+    record.evidence(prediction.kind).lengths.note(differs)
     if differs:
         record.last_lengths = (prompt_tokens, prediction.isl)
 
@@ -255,13 +271,16 @@ def _tally(record: Record, prediction: Prediction, cached_tokens: int) -> None:
 
 
 def _note_cached(record: Record, prediction: Prediction, cached_tokens: int) -> None:
-    """Where neither side has anything, nothing is learnt."""
+    """Where neither side has anything, nothing is learnt; nor from more than an estimate could foretell."""
     if not prediction.blocks and not cached_tokens:
         return
-    record.inexact.note(prediction.blocks * prediction.block_size != cached_tokens)
-    if prediction.blocks:
+    error = prediction.blocks * prediction.block_size - cached_tokens
+    has_more = prediction.is_estimate and error < 0
+    if not has_more:
+        record.inexact.note(error != 0)
+    if prediction.blocks >= (SURE_BLOCKS if prediction.is_estimate else 1):
         record.uncached.note(not cached_tokens)
     if cached_tokens:
         record.uneven.note(cached_tokens % prediction.block_size != 0)
-        if prediction.kind is not None:
+        if prediction.kind is not None and not has_more:
             record.evidence(prediction.kind).blind.note(not prediction.blocks)

@@ -5,6 +5,7 @@ Each problem is told once when it begins and once when it ends, whatever its sen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from msgspec import Struct
@@ -13,7 +14,7 @@ from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import PoolId, Target
 from kvrouter.core.models import name_conflicts
 from kvrouter.core.pool import Pool
-from kvrouter.core.problems import Problem, problems_of
+from kvrouter.core.problems import NOT_COMPARED, Compared, Problem, problems_of, problems_of_pool
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Router
 from kvrouter.core.sources import KvSource
@@ -32,10 +33,16 @@ _Key = tuple[str, str, str]
 
 
 class Watch:
-    """What one replica knows to be wrong with the workers it sees."""
+    """What one replica knows to be wrong with the workers it sees.
 
-    def __init__(self, replica: Replica) -> None:
+    `compared` tells what is known of the token ids of a pool's engines.
+    """
+
+    def __init__(
+        self, replica: Replica, compared: Callable[[PoolId], Compared] = lambda _: NOT_COMPARED
+    ) -> None:
         self._replica = replica
+        self._compared = compared
         self._known: dict[_Key, Told] = {}
 
     def settle(self, now: float) -> None:
@@ -70,7 +77,9 @@ class Watch:
             for pool_id, sentences in name_conflicts(pools).items()
         ]
         for pool_id, router in self._replica.routers.items():
-            told += _of_workers(pool_id, router)
+            compared = self._compared(pool_id)
+            told += [Told(pool_id, "", problem) for problem in problems_of_pool(compared)]
+            told += _of_workers(pool_id, router, compared)
         return told
 
     def _holds(self, pool: Pool, target: Target, hash_: int) -> bool | None:
@@ -92,10 +101,10 @@ class Watch:
         return beat is None or beat.partial
 
 
-def _of_workers(pool_id: PoolId, router: Router) -> list[Told]:
+def _of_workers(pool_id: PoolId, router: Router, compared: Compared) -> list[Told]:
     return [
         Told(pool_id, worker_id, problem)
         for worker_id, worker in router.pool.workers.items()
-        for problem in problems_of(router.pool, worker, router.truth.records.get(worker_id))
+        for problem in problems_of(router.pool, worker, router.truth.records.get(worker_id), compared)
         if router.needs_tokens or problem.kind == "refused"  # else nothing is foretold
     ]

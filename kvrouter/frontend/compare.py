@@ -19,12 +19,15 @@ class Traits:
 
     kind: Kind | None
     is_single: bool
+    reads_cache: bool
+    """Whether the engine uses what it has cached; else nothing is wrong if it reports none."""
 
     @classmethod
     def of(cls, request: CompletionRequest, lora_name: str | None, prompts: int) -> Traits:
         """The traits of a request with so many prompts."""
         kind = _kind(request.prompt, lora_name, request.cache_salt)
-        return cls(kind, prompts == 1 and request.n == 1)
+        is_single = prompts == 1 and request.n == 1 and not request.is_beam_search
+        return cls(kind, is_single, request.reads_cache)
 
 
 def _kind(prompt: Prompt | None, lora_name: str | None, salt: str | None) -> Kind | None:
@@ -42,7 +45,7 @@ def compare(
     if not route.prompts:
         return
     pool, choice = router.pool, placement.choice
-    is_firm = watch.is_firm(pool.id, choice.target)
+    is_firm = watch.is_firm(pool.id, choice.target) and traits.reads_cache
     prediction = Prediction(
         target=choice.target,
         kind=traits.kind,
@@ -52,6 +55,7 @@ def compare(
         in_flight=choice.widest_blocks > choice.indexed_blocks,
         is_single=traits.is_single,
         is_firm=is_firm and not choice.waiting and not placement.wants_report,
+        is_estimate=any(prompt.is_estimate for prompt in route.prompts),
     )
     router.truth.observe(prediction, find_usage(tail))
 

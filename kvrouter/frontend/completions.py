@@ -15,7 +15,7 @@ from kvrouter.core.ids import BookingKey, Target
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement, Router
 from kvrouter.core.watch import Watch
-from kvrouter.errors import KvRouterError, NoRouteError, NoWorkersError
+from kvrouter.errors import KvRouterError, NoRouteError, NoWorkersError, WrongMethodError
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.accept import Accept, Parse, Work
 from kvrouter.frontend.circuits import judge
@@ -257,8 +257,14 @@ async def openai_errors(
     """Unknown routes and our own bugs are answered in OpenAI's form too."""
     try:
         return await handler(request)
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        wrong = WrongMethodError(f"{request.method} {request.path}: use {allowed}")
+        response = error_response(wrong, request_id_of(request))
+        response.headers["allow"] = allowed
+        return response
     except web.HTTPException as error:
-        kind = NoRouteError if error.status in {404, 405} else KvRouterError
+        kind = NoRouteError if error.status == 404 else KvRouterError
         answer = kind(f"{request.method} {request.path}: {error.reason}")
     except KvRouterError as error:
         answer = error

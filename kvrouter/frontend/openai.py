@@ -39,6 +39,10 @@ class CompletionRequest:
     """Number of answers asked for."""
     kvrouter: dict[str, Any] | None = None
     """What it says to the router (overrides.py); the engine never sees it."""
+    reads_cache: bool = True
+    """False where vLLM computes the whole prompt, cached or not: it is asked for the prompt's logprobs."""
+    is_beam_search: bool = False
+    """vLLM searches by many short requests of its own, and says nothing of what they had cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,9 @@ class _Common(msgspec.Struct):
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     kvrouter: dict[str, Any] | None = None
+    prompt_logprobs: Any = None
+    echo: Any = None
+    use_beam_search: Any = None
 
 
 class _ChatBody(_Common):
@@ -80,6 +87,7 @@ class _ChatBody(_Common):
 class _CompletionBody(_Common):
     prompt: _RawPrompt | None = None
     prompt_embeds: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    logprobs: Any = None
 
 
 _CHAT = msgspec.json.Decoder(_ChatBody)
@@ -168,7 +176,16 @@ def _request(body: _Common, prompt: Prompt | None) -> CompletionRequest:
         session_id=body.session_id or None,
         n=max(1, body.n or 1),
         kvrouter=body.kvrouter,
+        reads_cache=body.prompt_logprobs is None and not _echoes_logprobs(body),
+        is_beam_search=bool(body.use_beam_search),
     )
+
+
+def _echoes_logprobs(body: _Common) -> bool:
+    """An echo has logprobs where they are asked for; that of a chat always (`top_logprobs` is 0)."""
+    if not body.echo:
+        return False
+    return not isinstance(body, _CompletionBody) or body.logprobs is not None
 
 
 def _chat_prompt(chat: _ChatBody, messages: list[dict[str, Any]]) -> ChatPrompt | None:

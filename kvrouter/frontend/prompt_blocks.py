@@ -164,6 +164,7 @@ def _named(encoded: Iterable[Encoded], naming: Naming) -> Hashes:
         HashedPrompt(
             sequence_hashes(block_hashes(each.ids, size, lora_name=naming.lora_name, salt=naming.salt)),
             each.isl,
+            is_estimate=each.isl != len(each.ids),
         )
         for each in encoded
     )

@@ -119,7 +119,7 @@ async def running_frontend(
         stack.callback(upstream.close)
         registry = CollectorRegistry()
         metrics = RequestMetrics(registry)
-        watch = Watch(replica)
+        watch = Watch(replica, tokens.compared)
         accept = Accept(replica, tokens.blocks, metrics, _dialect(options))
         views = DecisionViews(rules.decisions, options.router_mode, logs=options.rules.log_decisions)
         completions = Completions(

@@ -16,6 +16,7 @@ import structlog
 
 from kvrouter.core.ids import PoolId
 from kvrouter.core.pool import Pool
+from kvrouter.core.problems import Compared
 from kvrouter.core.replica import Replica
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.encoders import Encoders
@@ -66,10 +67,20 @@ class PoolCheck:
     due_at: float = 0.0
     seen: int = 0
     pending: tuple[ChatPrompt | TextPrompt, list[int], str | None] | None = None
+    equal_prompts: frozenset[str] = frozenset()
+    """Kinds of prompt whose ids were equal at their last comparison."""
+
+    def compared(self) -> Compared:
+        """For the problems in /workers."""
+        found = self.difference
+        if found is None:
+            return Compared(self.equal_prompts)
+        named = f"token ids of {self.prompt}s differ from those of {self.engine} at position {found.position}"
+        return Compared(self.equal_prompts, f"{named}: {found.remedy}")
 
     def shown(self) -> dict[str, Any]:
         """For /workers."""
-        hidden = {"due_at", "seen", "pending"}
+        hidden = {"due_at", "seen", "pending", "equal_prompts"}
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -154,6 +165,7 @@ class TokenChecks:
     def _note(self, pool: Pool, check: PoolCheck, found: Difference | None, prompt: str) -> bool:
         if found is None:
             check.equal += 1
+            check.equal_prompts |= {prompt}
             if check.state != "differs":
                 check.state, check.reason = "equal", ""
             elif check.prompt == prompt:  # the same kind of prompt is right again
@@ -161,17 +173,11 @@ class TokenChecks:
                 log.info("tokens.equal_again", pool=pool.id)
             return True
         check.different += 1
+        check.equal_prompts -= {prompt}
         is_news = check.state != "differs"
         check.state, check.prompt, check.difference = "differs", prompt, found
         if is_news:
-            log.warning(
-                "tokens.differ",
-                pool=pool.id,
-                engine=check.engine,
-                prompt=prompt,
-                effect="requests will not find their cached prefixes",
-                **dataclasses.asdict(found),
-            )
+            _tell(pool, check, found)
         return False
 
     def shown(self) -> dict[str, Any]:
@@ -188,3 +194,20 @@ class TokenChecks:
                 own = {**labels, "result": result}
                 text = "Prompts tokenized by an engine, too, by result"
                 yield "kvrouter_token_comparisons", "counter", text, own, getattr(check, result)
+
+
+def _tell(pool: Pool, check: PoolCheck, found: Difference) -> None:
+    """In the log: first where, and what to do."""
+    told = dataclasses.asdict(found)
+    log.warning(
+        "tokens.differ",
+        prompt=check.prompt,
+        position=told.pop("position"),
+        remedy=told.pop("remedy"),
+        here_text=told.pop("here_text"),
+        engine_text=told.pop("engine_text"),
+        pool=pool.id,
+        engine=check.engine,
+        effect="requests will not find their cached prefixes",
+        **told,
+    )

@@ -9,6 +9,8 @@ from typing import Any
 
 import structlog
 
+from kvrouter.core.ids import PoolId
+from kvrouter.core.problems import NOT_COMPARED, Compared
 from kvrouter.core.replica import Replica
 from kvrouter.frontend.encoders import Encoders
 from kvrouter.frontend.prompt_blocks import LocalBlocks, PromptBlocks, RemoteBlocks, TextBlocks
@@ -40,6 +42,11 @@ class Tokens:
         """The comparisons, if there are any."""
         if self.checks is not None:
             await self.checks.run()
+
+    def compared(self, pool_id: PoolId) -> Compared:
+        """What is known of the token ids of a pool's engines."""
+        check = self.checks.pools.get(pool_id) if self.checks is not None else None
+        return check.compared() if check is not None else NOT_COMPARED
 
     def shown(self) -> dict[str, Any]:
         """For /workers; the model of `--model-path DIR` stands there as `default`."""

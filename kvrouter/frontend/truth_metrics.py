@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvrouter.core.ids import PoolId
 from kvrouter.core.router import Router
 from kvrouter.core.truth import ERROR_BLOCKS, Record
 from kvrouter.core.watch import Watch
@@ -15,15 +16,21 @@ Labels = dict[str, str]
 def truth_samples(router: Router, watch: Watch) -> Iterator[Sample]:
     """What is known of every worker that the pool has now."""
     pool = router.pool
+    yield from _of_problems(watch, pool.id, "")
     for worker_id in pool.workers:
         labels = {"pool": str(pool.id), "worker": str(worker_id)}
-        for problem in watch.problems(pool.id, worker_id):
-            own = {**labels, "problem": problem.kind}
-            yield "kvrouter_worker_problem", "gauge", "1 while /workers shows this problem", own, 1.0
+        yield from _of_problems(watch, pool.id, worker_id)
         record = router.truth.records.get(worker_id)
         if record is not None:
             yield from _of_predictions(record, labels)
             yield from _of_evidence(record, labels)
+
+
+def _of_problems(watch: Watch, pool_id: PoolId, worker_id: str) -> Iterator[Sample]:
+    """Those of a worker; an empty id stands for the pool itself."""
+    for problem in watch.problems(pool_id, worker_id):
+        labels = {"pool": str(pool_id), "worker": worker_id, "problem": problem.kind}
+        yield "kvrouter_worker_problem", "gauge", "1 while /workers shows this problem", labels, 1.0
 
 
 def _of_predictions(record: Record, labels: Labels) -> Iterator[Sample]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 AROUND_TOKENS = 5
+AROUND_CHARACTERS = 20
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -20,6 +21,7 @@ class Difference:
     """The ids around it, from `AROUND_TOKENS` before."""
     here_text: str
     engine_text: str
+    """Their texts, as far as `AROUND_CHARACTERS` before and after the first that differs."""
     here_tokens: int
     engine_tokens: int
     remedy: str
@@ -33,19 +35,26 @@ def find_difference(
     if position is None:
         return None
     around = slice(max(0, position - AROUND_TOKENS), position + AROUND_TOKENS + 1)
+    here_text, engine_text = _shortened(_text(here[around], decode), _text(engine[around], decode))
     return Difference(
         position=position,
         here_ids=list(here[around]),
         engine_ids=list(engine[around]),
-        here_text=_text(here[around], decode),
-        engine_text=_text(engine[around], decode),
+        here_text=here_text,
+        engine_text=engine_text,
         here_tokens=len(here),
         engine_tokens=len(engine),
         remedy=_remedy(list(here), list(engine), decode, is_chat=is_chat),
     )
 
 
-def _first_difference(here: Sequence[int], engine: Sequence[int]) -> int | None:
+def _shortened(here: str, engine: str) -> tuple[str, str]:
+    first = _first_difference(here, engine) or 0
+    around = slice(max(0, first - AROUND_CHARACTERS), first + AROUND_CHARACTERS)
+    return here[around], engine[around]
+
+
+def _first_difference(here: Sequence[object], engine: Sequence[object]) -> int | None:
     for position, (ours, theirs) in enumerate(zip(here, engine, strict=False)):
         if ours != theirs:
             return position

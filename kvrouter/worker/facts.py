@@ -84,6 +84,7 @@ def build_card(
         publishes_events=bool(options.feeds),
         repairs_by_report=repairs_by_report,
         notes=tuple(notes),
+        prefix_caching=scrape.has_prefix_caching,
     )
 
 

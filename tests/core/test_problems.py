@@ -10,7 +10,7 @@ import pytest
 
 from kvrouter.core.beats import RankBeat
 from kvrouter.core.pool import Pool
-from kvrouter.core.problems import Problem, problems_of
+from kvrouter.core.problems import Compared, Problem, problems_of, problems_of_pool
 from kvrouter.core.truth import ANNOUNCE_S, LEAST, WINDOW, Kind, Record, Truth, Usage
 from tests.core.test_truth import CHAT, TEXT, TOKENS, foretold
 from tests.core.worlds import T1, W1, W2, card, chain_from, new_pool, worker_beat
@@ -112,6 +112,35 @@ def test_problem(pool: Pool, case: str) -> None:
     assert re.search(pattern, problem.text), problem.text
 
 
+EQUAL = Compared(frozenset({"chat", "text"}))
+
+
+@pytest.mark.parametrize(
+    ("compared", "kind", "pattern"),
+    [
+        (EQUAL, TEXT, r"for texts .*: an engine's own token ids are equal.*not those of this engine.*kv="),
+        (EQUAL, CHAT, "not those of this engine .*--kv-events.*or the block size differs .here 16"),
+        (EQUAL, SALTED, "not those of this engine.*or its events do not carry their cache_salt"),
+        (Compared(frozenset({"text"})), CHAT, "the chat template differs"),
+        (Compared(difference="at position 7: do this"), TEXT, "at position 7: do this"),
+    ],
+)
+def test_events_of_another_engine(pool: Pool, compared: Compared, kind: Kind, pattern: str) -> None:
+    """Token ids that an engine has confirmed are not blamed for events that never match."""
+    (problem,) = problems_of(pool, pool.workers[W1], told(events(False, kind)), compared)
+
+    assert "hashes" == problem.kind
+    assert re.search(pattern, problem.text), problem.text
+    if kind.prompt in compared.equal:
+        assert "tokenizer differs" not in problem.text
+
+
+def test_tokens_differ() -> None:
+    """Ids that differ from an engine's are a problem of the whole pool."""
+    assert [] == problems_of_pool(EQUAL)
+    assert [Problem("tokens_differ", "do this")] == problems_of_pool(Compared(difference="do this"))
+
+
 @pytest.mark.parametrize(
     "stories",
     [
@@ -177,3 +206,11 @@ def test_refused_worker() -> None:
     assert "block size 32, pool has 16" in problem.text
     assert "--kv-cache-block-size" in problem.text
     assert [] == problems_of(pool, pool.workers[W2], None)
+
+
+def test_engine_without_a_cache() -> None:
+    """Without KV events an engine that says it caches nothing is named, before any request."""
+    for use_kv_events, kinds in ((False, ["uncached"]), (True, [])):
+        pool = new_pool(card(prefix_caching=False), use_kv_events=use_kv_events)
+
+        assert kinds == [problem.kind for problem in found(pool)]

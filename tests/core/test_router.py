@@ -23,7 +23,7 @@ from kvrouter.core.events import (
 )
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.feed_state import FeedState
-from kvrouter.core.ids import RouterId
+from kvrouter.core.ids import RouterId, Target
 from kvrouter.core.policy import PolicyState
 from kvrouter.core.pool import Pool
 from kvrouter.core.router import Router
@@ -293,3 +293,20 @@ def test_assumptions_without_kv_events(own: bool) -> None:
     answer = decode_answer(router.source.answer(ReplayRequest(1, POOL, 1000, 0), 10**6, 0.0))
     assert isinstance(answer, SnapshotChunk)
     assert [6000] == [op.ttl_ms for op in answer.ops if isinstance(op, ApproxEntry)]
+
+
+@pytest.mark.parametrize(("caches", "found"), [(False, {}), (None, {T1: 10}), (True, {T1: 10})])
+def test_no_assumptions_about_engines_without_a_cache(caches: bool | None, found: dict[Target, int]) -> None:
+    """Without KV events a worker whose prefix caching is off is taken to hold nothing, here and at peers."""
+    facts = card(prefix_caching=caches)
+    pool, peer = new_pool(facts, use_kv_events=False), new_pool(facts, use_kv_events=False)
+    router = new_router(pool)
+    reader = FeedReader(POOL, new_router(peer).copy_sink(ME), lambda: 0.5)
+    placed = router.route(request(prompt(CHAIN)), 0.0)
+    again = router.route(request(prompt(CHAIN)), 0.5)
+    router.first_byte(placed.key, 1.0)
+    for frame in router.frames():
+        reader.frame(frame, 1.0)
+
+    assert (found, found) == (pool.index.overlap(CHAIN), peer.index.overlap(CHAIN))
+    assert (0 if caches is False else 9) == again.choice.overlap_blocks, "nor do requests in flight help it"

@@ -112,6 +112,34 @@ def test_absent_means_none_cached() -> None:
     assert {("exact", "index"): 1, ("over", "index"): 1} == record.predictions
 
 
+def test_absent_means_unknown() -> None:
+    """A worker that writes 0 where there was nothing means something else by leaving the field out."""
+    record = observed((foretold(0), Usage(100, 0)), *[(foretold(4), Usage(100, None))] * WINDOW)
+
+    assert {("exact", "index"): 1} == record.predictions
+    assert set() == raised(record)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "usage"),
+    [(4, Usage(140, 64)), (3, Usage(100, 64)), (0, Usage(100, 64)), (3, Usage(60, 0))],
+    ids=["other length", "known end", "known to the engine", "short text"],
+)
+def test_estimates(blocks: int, usage: Usage) -> None:
+    """Lengths and ends that are only guessed are no evidence against a tokenizer, or an index."""
+    record = observed(*[(foretold(blocks, is_estimate=True), usage)] * WINDOW)
+
+    assert {} == record.lengths
+    assert raised(record) <= ({"inexact"} if not usage.cached_tokens else set())
+
+
+def test_uncached_estimates() -> None:
+    """Where much of a guessed prompt was foretold, an engine that has none of it is found out."""
+    record = observed(*[(foretold(4, is_estimate=True), Usage(70, 0))] * WINDOW)
+
+    assert "uncached" in raised(record)
+
+
 ALWAYS: dict[str, tuple[int, Usage, set[str]]] = {
     "other lengths": (4, Usage(104, 64), {"lengths"}),
     "other lengths, nothing cached reported": (4, Usage(104), {"lengths"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrouter.core.beats import RankBeat, encode
+from kvrouter.core.problems import Compared
 from kvrouter.core.replica import Replica
 from kvrouter.core.truth import ANNOUNCE_S, LEAST, WINDOW, Usage
 from kvrouter.core.watch import Watch
@@ -49,6 +50,17 @@ def test_told_once(replica: Replica) -> None:
     assert [] == watch.problems(POOL, W1)
     answer(replica, Usage(90, 64))
     assert (["tokens"], []) == kinds(watch)
+
+
+def test_pool_whose_tokens_differ(replica: Replica) -> None:
+    """What a comparison with an engine has found is told of the pool, until it is right again."""
+    compared = [Compared(difference="do this")]
+    watch = Watch(replica, lambda _: compared[0])
+
+    assert (["tokens_differ"], []) == kinds(watch)
+    assert ["do this"] == [problem.text for problem in watch.problems(POOL, "")]
+    compared[0] = Compared()
+    assert ([], ["tokens_differ"]) == kinds(watch)
 
 
 def test_goes_with_its_worker(replica: Replica) -> None:

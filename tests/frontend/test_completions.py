@@ -332,15 +332,26 @@ async def test_models_with_stream(fleet_of: FleetOf) -> None:
         assert "0" == response.header("x-kvrouter-overlap-blocks")
 
 
-@pytest.mark.parametrize("path", ["/nope", "/v1/completions"])
-async def test_unknown_route(fleet_of: FleetOf, path: str) -> None:
-    """A path, or a method, that is not served is answered in OpenAI's form."""
+async def test_unknown_route(fleet_of: FleetOf) -> None:
+    """A path that is not served is answered in OpenAI's form."""
     async with fleet_of(scripts=()) as fleet:
-        response = await fleet.get(path)
+        response = await fleet.get("/nope")
 
         error = json.loads(response.body)["error"]
         assert (404, "NotFoundError") == (response.status, error["type"])
-        assert path in error["message"]
+        assert "/nope" in error["message"]
+
+
+async def test_wrong_method(fleet_of: FleetOf) -> None:
+    """Another method on a path that is served is 405 in OpenAI's form, and says which are right."""
+    async with fleet_of(scripts=()) as fleet:
+        got, posted = await fleet.get("/v1/completions"), await fleet.ask({}, path="/v1/models")
+
+        for response, allowed in ((got, "POST"), (posted, "GET, HEAD")):
+            error = json.loads(response.body)["error"]
+            assert (405, "MethodNotAllowedError", 405) == (response.status, error["type"], error["code"])
+            assert error["message"].endswith(f": use {allowed}")
+            assert allowed == response.header("allow")
 
 
 async def test_texts_that_no_model_takes_are_not_tokenized(fleet_of: FleetOf, tmp_path: Path) -> None:

@@ -96,6 +96,22 @@ def test_full_chat() -> None:
     assert CompletionRequest("m", True, prompt, "s", "abc", 2) == request
 
 
+def test_prompts_that_are_computed_whole() -> None:
+    """Whoever wants logprobs of the prompt gets it computed, cached or not."""
+    assert not completion(prompt="x", prompt_logprobs=0).reads_cache
+    assert not completion(prompt="x", echo=True, logprobs=0).reads_cache
+    assert not chat(prompt_logprobs=1).reads_cache
+    assert not chat(echo=True).reads_cache
+    assert completion(prompt="x", echo=True).reads_cache
+    assert completion(prompt="x", echo=False, logprobs=2).reads_cache
+    assert completion(prompt="x", prompt_logprobs=None).reads_cache
+
+
+def test_beam_search() -> None:
+    """It is asked for in the body."""
+    assert [True, False] == [chat(use_beam_search=wanted).is_beam_search for wanted in (True, False)]
+
+
 def test_null_is_absent() -> None:
     """Clients send null for what they leave out."""
     nulls = dict.fromkeys([*FIELDS, "add_generation_prompt", "continue_final_message", "add_special_tokens"])

@@ -101,7 +101,7 @@ async def test_not_passed(fleet_of: FleetOf, path: str) -> None:
         response = await fleet.ask({}, path=path)
 
         assert (404, "NotFoundError") == (response.status, response.json["error"]["type"])
-        assert 404 == (await fleet.get("/v1/embeddings")).status
+        assert 405 == (await fleet.get("/v1/embeddings")).status
         assert not fleet.requests
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from kvrouter.core.blocks import block_hashes, sequence_hashes
+from kvrouter.core.truth import LEAST, Record
 from kvrouter.frontend import prompt_blocks, token_checks
 from kvrouter.frontend.token_checks import PoolCheck
 from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import POOL, Fleet, FleetOf
-from tests.frontend.workers import Received, Script, Wire, answer, until
+from tests.frontend.workers import Received, Script, Wire, answer, in_turn, says, until
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
 CHAT = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
@@ -162,6 +163,82 @@ async def test_none(fleet_of: FleetOf) -> None:
         assert not asked(fleet, b"/tokenize")
 
 
+# what is only estimated, or not cached, is no evidence
+
+
+def saying(**usage: Any) -> Script:
+    """Answers everything with this usage."""
+    return says(answer(json.dumps({"usage": usage}).encode()))
+
+
+def record_of(fleet: Fleet) -> Record:
+    """What is known of the only worker."""
+    (record,) = fleet.frontend.replica.routers[POOL].truth.records.values()
+    return record
+
+
+def problems(fleet: Fleet) -> list[str]:
+    """What is wrong with the only worker, in words for metrics."""
+    fleet.frontend.watch.look()
+    return [problem.kind for problem in fleet.frontend.watch.problems(POOL, fleet.workers[0].id)]
+
+
+@pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "text"])
+async def test_guessed_lengths(fleet_of: FleetOf, body: dict[str, Any]) -> None:
+    """With --tokenizer none an engine that counts other tokens is no worse for it."""
+    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 128}}
+    flags = ("--tokenizer", "none", "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(saying(**usage),)) as fleet:
+        path = "/v1/chat/completions" if body is CHAT else "/v1/completions"
+        for _ in range(LEAST):
+            await fleet.ask(body, path=path)
+
+        assert {} == record_of(fleet).lengths
+        assert LEAST == sum(record_of(fleet).predictions.values())
+        assert [] == problems(fleet)
+
+
+async def test_guessed_ends(fleet_of: FleetOf, model: Path) -> None:
+    """With --min-prefix-overlap-ratio only prompts that were tokenized whole are counted and compared."""
+    flags = ("--model-path", str(model), "--router-mode", "kv", "--min-prefix-overlap-ratio", "0.5")
+    async with fleet_of(*flags, "--no-token-comparison", scripts=(saying(prompt_tokens=9),)) as fleet:
+        await fleet.ask(COMPLETION)
+        for turn in range(LEAST):
+            await fleet.ask({"model": "m", "prompt": TEXT + f"and something new {turn} " * 5})
+
+        assert {"different": 1} == record_of(fleet).lengths
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_found"),
+    [({}, True), ({"prompt_logprobs": 1}, False), ({"echo": True, "logprobs": 1}, False)],
+    ids=["plain", "prompt_logprobs", "echo"],
+)
+async def test_computed_whole(fleet_of: FleetOf, fields: dict[str, Any], is_found: bool) -> None:
+    """Where the prompt's logprobs are asked for, vLLM reads no cache, and reports 0 rightly."""
+    usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 0}}
+    flags = ("--router-mode", "kv", "--no-kv-events")
+    async with fleet_of(*flags, scripts=(saying(**usage),)) as fleet:
+        for _ in range(LEAST + 1):
+            await fleet.ask({"model": "m", "prompt": [*range(100)], **fields})
+
+        assert (["uncached"] if is_found else []) == problems(fleet)
+
+
+async def test_beam_search_is_not_compared(fleet_of: FleetOf) -> None:
+    """Its answers say nothing of cached tokens, and that is not taken for 0."""
+    usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 96}}
+    script = in_turn(saying(**usage), saying(**usage), saying(prompt_tokens=100))
+    async with fleet_of("--router-mode", "kv", "--no-kv-events", scripts=(script,)) as fleet:
+        body = {"model": "m", "prompt": [*range(100)]}
+        await fleet.ask(body)
+        await fleet.ask(body)
+        for _ in range(LEAST):
+            await fleet.ask({**body, "use_beam_search": True})
+
+        assert 2 == sum(record_of(fleet).predictions.values())
+
+
 # comparison
 
 
@@ -195,6 +272,14 @@ async def test_differ(fleet_of: FleetOf, model: Path, often: None) -> None:
         assert ("differs", 0) == (found["state"], found["difference"]["position"])
         metrics = (await fleet.get("/metrics")).body.decode()
         assert 'kvrouter_tokens_differ{pool="m-12345678"} 1.0' in metrics
+        fleet.frontend.watch.look()
+        (pool,) = (await fleet.get("/workers")).json["pools"]
+        (problem,) = pool["problems"]
+        assert "token ids of texts differ" in problem
+        assert "at position 0: special tokens: the engine puts" in problem
+        metrics = (await fleet.get("/metrics")).body.decode()
+        assert 'kvrouter_worker_problem{pool="m-12345678",problem="tokens_differ",worker=""} 1.0' in metrics
+        assert ["prompt", "position", "remedy"] == list(line)[:3]
 
 
 async def test_real_prompts(fleet_of: FleetOf, model: Path, often: None) -> None:

@@ -39,6 +39,19 @@ def test_first_position() -> None:
     assert "efghiyklmno" == difference.engine_text
 
 
+def test_texts_are_short() -> None:
+    """Of long tokens only what is next to the difference is shown."""
+
+    def long(ids: Sequence[int]) -> str:
+        return "".join(chr(96 + number) * 9 for number in ids)
+
+    difference = find_difference([*range(1, 21)], [*range(1, 10), 25, *range(11, 21)], long, is_chat=False)
+
+    assert difference is not None
+    assert (2 * "g" + 9 * "h" + 9 * "i" + 9 * "j" + 9 * "k" + 2 * "l") == difference.here_text
+    assert (2 * "g" + 9 * "h" + 9 * "i" + 9 * "y" + 9 * "k" + 2 * "l") == difference.engine_text
+
+
 def test_one_is_longer() -> None:
     """One that goes on differs where the other ends."""
     assert 2 == found([1, 2], [1, 2, 3]).position

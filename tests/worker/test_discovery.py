@@ -120,6 +120,8 @@ async def test_vllm_without_events(vllm: Recorded) -> None:
     facts = await vllm.learn()
 
     assert (vllm_facts.CACHING_OFF, vllm_facts.EVENTS_OFF) == facts.lacks
+    card = build_card(vllm.options, facts, block_size=None, widest_tier=0, started_at_us=1)
+    assert card.prefix_caching is False
     assert not with_discovered(vllm.options, facts).feeds
 
 
