@@ -19,6 +19,7 @@ from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 """Block hashes take token ids as 32 bits."""
+_Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 _RawPrompt = str | list[_TokenId | str | list[_TokenId]]
 
 _Body = TypeVar("_Body")
@@ -39,6 +40,8 @@ class CompletionRequest:
     """Number of answers asked for."""
     kvrouter: dict[str, Any] | None = None
     """What it says to the router (overrides.py); the engine never sees it."""
+    priority: int = 0
+    """As vLLM has it: lower goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class _Common(msgspec.Struct):
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     kvrouter: dict[str, Any] | None = None
+    priority: _Priority | None = None
 
 
 class _ChatBody(_Common):
@@ -168,6 +172,7 @@ def _request(body: _Common, prompt: Prompt | None) -> CompletionRequest:
         session_id=body.session_id or None,
         n=max(1, body.n or 1),
         kvrouter=body.kvrouter,
+        priority=body.priority or 0,
     )
 
 

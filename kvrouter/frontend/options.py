@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from kvrouter.bus import NatsOptions
 from kvrouter.config import add_common_flags, nats_options, not_negative, positive, positive_int
+from kvrouter.core.admission import AdmissionSettings
 from kvrouter.core.approx import DEFAULT_TTL_S
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import ReplicaSettings
 from kvrouter.core.text_index import TextIndexSettings
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.policy_flags import SERVED_MODES, add_policy_flags, policy_settings, text_settings
+from kvrouter.frontend.queue_flags import add_queue_flags, admission_settings
 from kvrouter.frontend.relay import Limits
 from kvrouter.frontend.rule_flags import RuleOptions, add_rule_flags, rule_options
 from kvrouter.frontend.token_options import TokenOptions, add_token_flags, token_options
@@ -40,6 +42,7 @@ class FrontendOptions:
     replica: ReplicaSettings
     heartbeat_s: float
     tokens: TokenOptions
+    admission: AdmissionSettings
     limits: Limits
     retries: int
     max_body_bytes: int
@@ -77,6 +80,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         replica=ReplicaSettings(pool, flags.router_replica_sync, _lease_rounds(flags), flags.heartbeat_s),
         heartbeat_s=flags.heartbeat_s,
         tokens=token_options(flags),
+        admission=admission_settings(flags),
         limits=Limits(flags.first_byte_timeout, flags.idle_timeout),
         retries=flags.retries,
         max_body_bytes=flags.max_body_mb * 1024 * 1024,
@@ -118,6 +122,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_token_flags(parser.add_argument_group("tokens"))
     add_policy_flags(parser.add_argument_group("routing modes"))
     add_rule_flags(parser.add_argument_group("which workers may be chosen"))
+    add_queue_flags(parser.add_argument_group("waiting for a worker"))
     _add_http_flags(parser.add_argument_group("requests"))
 
 

@@ -39,12 +39,13 @@ from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.policy_flags import SERVED_MODES, bucket_header
+from kvrouter.frontend.queue import WaitingRoom
 from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.tokens import Tokens, open_tokens
 from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
 from kvrouter.policies import new_policy as policy_of
-from kvrouter.telemetry.metrics import RequestMetrics, StateCollector
+from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
 from kvrouter.tokens.prompt import PromptEncoder
 
 log = structlog.get_logger()
@@ -74,6 +75,7 @@ class RunningFrontend:
     watch: Watch
     admin: Admin
     completions: Completions
+    waiting_room: WaitingRoom
     tokens: Tokens
 
     def drain(self) -> None:
@@ -122,6 +124,8 @@ async def running_frontend(
         watch = Watch(replica)
         accept = Accept(replica, tokens.blocks, metrics, _dialect(options))
         views = DecisionViews(rules.decisions, options.router_mode, logs=options.rules.log_decisions)
+        waiting_room = WaitingRoom(replica, options.admission, QueueMetrics(registry), random.random)
+        feeds.on_change = waiting_room.wake
         completions = Completions(
             replica,
             feeds,
@@ -129,14 +133,23 @@ async def running_frontend(
             accept,
             views,
             upstream=upstream,
+            waiting_room=waiting_room,
             metrics=metrics,
             limits=options.limits,
             retries=options.retries,
         )
         registry.register(StateCollector(tokens.samples))
         registry.register(StateCollector(lambda: rules.samples(replica.routers)))
+        registry.register(StateCollector(waiting_room.samples))
         admin = Admin(
-            replica, feeds, watch, bus, registry, tokens=tokens.shown, ready_timeout_s=options.ready_timeout_s
+            replica,
+            feeds,
+            watch,
+            bus,
+            registry,
+            tokens=tokens.shown,
+            queue=waiting_room.shown,
+            ready_timeout_s=options.ready_timeout_s,
         )
         await feeds.subscribe()
         await stack.enter_async_context(_background(feeds, watch, completions, tokens, options))
@@ -150,7 +163,9 @@ async def running_frontend(
         for note in options.policy_notes:
             log.info("frontend.router_config", note=note)
         log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
-        frontend = RunningFrontend(feeds.address, replica, feeds, watch, admin, completions, tokens)
+        frontend = RunningFrontend(
+            feeds.address, replica, feeds, watch, admin, completions, waiting_room, tokens
+        )
         try:
             yield frontend
         finally:
