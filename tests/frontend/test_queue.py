@@ -3,90 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import random
 import re
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvrouter.core import room
+from kvrouter.core.admission import AdmissionSettings
+from kvrouter.core.policy import RouteRequest
+from kvrouter.core.replica import Replica, ReplicaSettings
 from kvrouter.frontend import queue as queue_module
-from tests.frontend.clients import Client, Response, ask, connected
+from kvrouter.frontend.queue import WaitingRoom
+from kvrouter.telemetry.metrics import QueueMetrics
+from tests.core.test_room import new_router
+from tests.core.worlds import T1, book, card, new_pool
+from tests.frontend.clients import Client, connected
 from tests.frontend.fleet import BODY, Fleet, FleetOf
-from tests.frontend.workers import LAST_CHUNK, SSE_HEAD, Received, Wire, answer, chunk, event, until
+from tests.frontend.gates import Gate, numbered, one_at_work, waiting
+from tests.frontend.workers import WAIT_S, until
 
 KV = ("--router-mode", "kv", "--router-queue-threshold", "0.5")
 SYNCED = ("--router-replica-sync", *KV)
 STEP: dict[str, Any] = {"max_batched_tokens": 64}
 """A worker with one prompt of 64 tokens to compute is full."""
 SOON_S = 0.5
-
-
-@dataclass
-class Gate:
-    """A worker that answers each request when it is told to."""
-
-    arrived: list[int] = field(default_factory=list)
-    """The `seed` of each request, in the order in which they came."""
-    permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
-    streams: bool = False
-
-    async def script(self, received: Received, wire: Wire) -> None:
-        """Answer one request."""
-        self.arrived.append(received.json["seed"])
-        if self.streams:
-            await wire.send(SSE_HEAD + chunk(event("a")))
-        await self.permits.acquire()
-        await wire.send(chunk(b"data: [DONE]\n\n") + LAST_CHUNK if self.streams else answer())
-
-    def open(self) -> None:
-        """From now on answer at once."""
-        for _ in range(1000):
-            self.permits.release()
-
-
-def numbered(number: int, **more: Any) -> dict[str, Any]:  # fields of a body
-    """A request that can be told from others at the worker; no two share a prompt."""
-    return {**BODY, "prompt": [number * 100 + place for place in range(64)], "seed": number, **more}
-
-
-def waiting(fleet: Fleet, frontend: int = 0) -> int:
-    """How many wait at one frontend."""
-    lines = fleet.frontends[frontend].waiting_room._lines.values()
-    return sum(len(line.queue) for line in lines)
-
-
-@dataclass
-class Crowd:
-    """Requests under way."""
-
-    fleet: Fleet
-    tasks: list[asyncio.Task[Response]] = field(default_factory=list)
-
-    async def add(self, number: int, *headers: str, frontend: int = 0, **more: Any) -> None:  # body fields
-        """One more, and return when it waits in the queue."""
-        before = waiting(self.fleet, frontend)
-        url = self.fleet.frontends[frontend].url
-        self.tasks.append(asyncio.create_task(ask(url, numbered(number, **more), *headers)))
-        await until(lambda: waiting(self.fleet, frontend) == before + 1, f"request {number} waits")
-
-    async def statuses(self) -> list[int]:
-        """What each was told."""
-        return [response.status for response in await asyncio.gather(*self.tasks)]
-
-
-@contextlib.asynccontextmanager
-async def one_at_work(fleet: Fleet, gate: Gate, frontend: int = 0) -> AsyncIterator[Crowd]:
-    """Request 0 has reached the worker, which is full with it; at the end all that came are answered."""
-    crowd = Crowd(fleet)
-    url = fleet.frontends[frontend].url
-    first = asyncio.create_task(ask(url, numbered(0, stream=gate.streams)))
-    await until(lambda: gate.arrived == [0], "the first request is at the worker")
-    yield crowd
-    gate.open()
-    assert 200 == (await first).status
 
 
 async def metric(fleet: Fleet, line: str) -> float:
@@ -116,8 +59,7 @@ async def test_arrival_order_is_kept(fleet_of: FleetOf) -> None:
             await crowd.add(number)
         for number in range(1, 21):
             gate.permits.release()
-            await until(lambda number=number: len(gate.arrived) > number, "the next one is sent")
-            assert number + 1 == len(gate.arrived), "one at a time"
+            await gate.until_sent(number + 1)
         gate.open()
 
         assert [200] * 20 == await crowd.statuses()
@@ -193,7 +135,7 @@ async def test_nobody_starves(fleet_of: FleetOf) -> None:
             number += 1
             await crowd.add(number, priority=-4)
             gate.permits.release()
-            await until(lambda number=number: len(gate.arrived) == number, "one of them is sent")
+            await gate.until_sent(number)
         waited_behind = gate.arrived.index(1)
         gate.open()
 
@@ -379,6 +321,32 @@ async def test_waiting_when_the_draining_ends(fleet_of: FleetOf) -> None:
 
         assert [503, 503] == await crowd.statuses()
         assert 0 == waiting(fleet)
+
+
+async def test_first_leaves_as_it_is_woken() -> None:
+    """Its client goes in the very turn in which there is room: the next one gets it."""
+    pool = new_pool(card("w1", max_batched_tokens=64))
+    router = new_router(pool)
+    replica = cast("Replica", SimpleNamespace(peers={}, settings=ReplicaSettings()))
+    settings = AdmissionSettings(threshold=0.5)
+    waiting_room = WaitingRoom(replica, settings, QueueMetrics(CollectorRegistry()), random.random)
+    key = book(pool, T1, [1], prefill_tokens=64)
+    tasks = [asyncio.create_task(waiting_room.admitted(router, RouteRequest(name))) for name in "ab"]
+    (line,) = await _lines_with(waiting_room, 2)
+    pool.active.free(key)
+
+    waiting_room._look(line)
+    tasks[0].cancel()
+
+    async with asyncio.timeout(WAIT_S):
+        assert isinstance((await asyncio.gather(*tasks, return_exceptions=True))[0], asyncio.CancelledError)
+    assert tasks[1].exception() is None
+
+
+async def _lines_with(waiting_room: WaitingRoom, waiting: int) -> list[Any]:
+    lines = waiting_room._lines
+    await until(lambda: sum(len(line.queue) for line in lines.values()) == waiting, "they wait")
+    return list(lines.values())
 
 
 async def test_what_is_passed_on_does_not_wait(fleet_of: FleetOf) -> None:
