@@ -270,6 +270,8 @@ class FeedReader:
         if self._sink.agrees(check):
             self._trust.confirm()
             self.flag = ""
+            if self._trust.may_fill_up(now) and self._sink.has_room_again():
+                self._recover(now, snapshot=True)
             return
         self.counters.digest_mismatches += 1
         self._doubt("its digest keeps differing from what is held here", now)

@@ -9,7 +9,9 @@ Invariant: `targets` holds the ranks of exactly those workers that take requests
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from kvrouter.core.active import ActiveTable
 from kvrouter.core.approx import DEFAULT_TTL_S, ApproxIndex
@@ -17,11 +19,12 @@ from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat
 from kvrouter.core.candidates import form_candidates, unnamed_blocks
 from kvrouter.core.events import TIERS
 from kvrouter.core.ids import PoolId, Target, WorkerId
-from kvrouter.core.index import BlockIndex
+from kvrouter.core.index import BlockIndex, IndexBounds
 from kvrouter.core.policy import Candidate, RouteRequest
 
 NAMED_MOST = 5
 """Of many with the same trouble so many are named."""
+NewIndex: TypeAlias = Callable[[IndexBounds], BlockIndex]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,9 @@ class PoolSettings:
     block_size: int | None = None
     lora_multiplex: bool = False
     """Whether a request for an adapter may go where it is not loaded (core/filters.py, Multiplex)."""
+    index_bounds: IndexBounds = field(default_factory=IndexBounds)
+    new_index: NewIndex = BlockIndex
+    """Makes a pool's index; another kind may measure itself."""
 
 
 @dataclass(slots=True)
@@ -91,7 +97,7 @@ class Pool:
         """The longest prompt that any worker takes, in tokens; 0 if none says."""
         self.lora_names: frozenset[str] = frozenset()
         """Those of them that are LoRA adapters."""
-        self.index = BlockIndex()
+        self.index = settings.new_index(settings.index_bounds)
         self.approx = ApproxIndex(self.index, settings.ttl_s)
         self.active = ActiveTable()
 

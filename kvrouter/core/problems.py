@@ -53,6 +53,12 @@ def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
             f"takes no requests: {worker.refused}. All engines of a model need one block size (vLLM: "
             "--block-size); --kv-cache-block-size of the frontends must be that one, or be left out",
         )
+    elif any(pool.index.is_truncated(target) for target in worker.targets()):
+        yield Problem(
+            "truncated",
+            "not all of its blocks are known here, the index is full: raise --index-max-blocks or "
+            "--index-max-holders, or live with less overlap than there is",
+        )
     elif pool.settings.use_kv_events and not worker.card.publishes_events:
         yield Problem("no_events", f"its agent has no KV events, so nothing is foretold: {_START_EVENTS}")
 

@@ -222,6 +222,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "device_blocks": count,
         "digest": f"{digest:016x}",
         "tiers": list(_tier_sets(pool, worker, target)),
+        "truncated": pool.index.is_truncated(target),
         "capacity_blocks": worker.capacity_blocks(),
         "charged_prefill_tokens": pool.active.charged_tokens(target),
         "active_blocks": pool.active.blocks(target),

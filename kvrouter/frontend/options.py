@@ -10,6 +10,7 @@ from kvrouter.bus import NatsOptions
 from kvrouter.config import add_common_flags, nats_options, not_negative, positive, positive_int
 from kvrouter.core.admission import AdmissionSettings
 from kvrouter.core.approx import DEFAULT_TTL_S
+from kvrouter.core.index import IndexBounds
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import ReplicaSettings
 from kvrouter.core.text_index import TextIndexSettings
@@ -40,6 +41,7 @@ class FrontendOptions:
     texts: TextIndexSettings
     rules: RuleOptions
     replica: ReplicaSettings
+    index_metrics: bool
     heartbeat_s: float
     tokens: TokenOptions
     admission: AdmissionSettings
@@ -63,6 +65,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         inflight_overlap=flags.router_inflight_overlap,
         block_size=flags.kv_cache_block_size,
         lora_multiplex=flags.lora_multiplex,
+        index_bounds=IndexBounds(flags.index_max_blocks, flags.index_max_holders),
     )
     policy, policy_notes = policy_settings(flags)
     return FrontendOptions(
@@ -78,6 +81,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         texts=text_settings(flags),
         rules=rule_options(flags),
         replica=ReplicaSettings(pool, flags.router_replica_sync, _lease_rounds(flags), flags.heartbeat_s),
+        index_metrics=flags.index_metrics,
         heartbeat_s=flags.heartbeat_s,
         tokens=token_options(flags),
         admission=admission_settings(flags),
@@ -120,6 +124,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", "--http-port", type=_port, default=8000, help="port; 0 picks a free one")
     _add_router_flags(parser.add_argument_group("routing"))
     add_token_flags(parser.add_argument_group("tokens"))
+    _add_index_flags(parser.add_argument_group("block index"))
     add_policy_flags(parser.add_argument_group("routing modes"))
     add_rule_flags(parser.add_argument_group("which workers may be chosen"))
     add_queue_flags(parser.add_argument_group("waiting for a worker"))
@@ -178,6 +183,29 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         default=5.0,
         help="how long a silent worker or replica is believed, counted in heartbeats of this replica that "
         "come back through NATS: --lease-s / --heartbeat-s of them (who is cut off drops nobody)",
+    )
+
+
+def _add_index_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--index-max-blocks",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="distinct blocks remembered per model; 0: as many as the workers hold",
+    )
+    group.add_argument(
+        "--index-max-holders",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="workers remembered per block; 0: all",
+    )
+    group.add_argument(
+        "--index-metrics",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="metrics of the index: holders, bytes, stores, removes, look-ups and their time, refusals",
     )
 
 

@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 from aiohttp import web
@@ -22,7 +22,9 @@ from prometheus_client import CollectorRegistry
 from kvrouter.bus import Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.ids import RouterId
+from kvrouter.core.index import BlockIndex
 from kvrouter.core.policy import Policy, PolicyState
+from kvrouter.core.pool import NewIndex
 from kvrouter.core.replica import Replica
 from kvrouter.core.text_index import TextIndex
 from kvrouter.core.watch import Watch
@@ -36,6 +38,7 @@ from kvrouter.frontend.completions import Completions, openai_errors
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.index_metrics import index_maker, index_samples
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.policy_flags import SERVED_MODES, bucket_header
@@ -110,8 +113,9 @@ async def running_frontend(
     `hurried` ends the draining early.
     """
     async with contextlib.AsyncExitStack() as stack:
+        registry = CollectorRegistry()
         rules = new_rules(options)
-        replica = new_replica(options, rules)
+        replica = new_replica(options, rules, index_maker(registry, is_on=options.index_metrics))
         tokens = await stack.enter_async_context(open_tokens(options.tokens, replica))
         listener = stack.enter_context(_listen(options))
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
@@ -119,7 +123,6 @@ async def running_frontend(
         feeds.address = _url(listener)
         upstream = Upstream()
         stack.callback(upstream.close)
-        registry = CollectorRegistry()
         metrics = RequestMetrics(registry)
         watch = Watch(replica)
         accept = Accept(replica, tokens.blocks, metrics, _dialect(options))
@@ -141,6 +144,8 @@ async def running_frontend(
         registry.register(StateCollector(tokens.samples))
         registry.register(StateCollector(lambda: rules.samples(replica.routers)))
         registry.register(StateCollector(waiting_room.samples))
+        if options.index_metrics:
+            registry.register(StateCollector(lambda: index_samples(replica)))
         admin = Admin(
             replica,
             feeds,
@@ -177,9 +182,12 @@ def new_rules(options: FrontendOptions) -> Rules:
     return Rules(options.rules, options.router_mode, options.policy)
 
 
-def new_replica(options: FrontendOptions, rules: Rules | None = None) -> Replica:
+def new_replica(
+    options: FrontendOptions, rules: Rules | None = None, new_index: NewIndex = BlockIndex
+) -> Replica:
     """The replica's state, empty, with a random id."""
     rules = rules or new_rules(options)
+    pool = replace(options.replica.pool, new_index=new_index)
 
     def new_policy() -> tuple[Policy, PolicyState]:
         policy = policy_of(options.router_mode, options.policy)
@@ -195,7 +203,7 @@ def new_replica(options: FrontendOptions, rules: Rules | None = None) -> Replica
         return policy, state
 
     return Replica(
-        options.replica,
+        replace(options.replica, pool=pool),
         RouterId(uuid.uuid4().hex[:12]),
         int(time.time() * 1_000_000),
         new_policy,
