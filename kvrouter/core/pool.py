@@ -33,6 +33,8 @@ class PoolSettings:
 
     use_kv_events: bool = True
     ttl_s: float = DEFAULT_TTL_S
+    approx_capacity_blocks: int = 0
+    """Blocks a target is assumed to hold at most, without KV events; 0: as many as its card says."""
     inflight_overlap: bool = True
     block_size: int | None = None
     lora_multiplex: bool = False
@@ -157,9 +159,9 @@ class Pool:
             self.remove(worker_id)
 
     def capacity_blocks(self, target: Target) -> int:
-        """Blocks the target has room for; 0 if that is not known."""
+        """Blocks the target is assumed to have room for; 0 if that is not known."""
         worker = self.workers.get(target.worker_id)
-        return worker.capacity_blocks() if worker else 0
+        return self.settings.approx_capacity_blocks or (worker.capacity_blocks() if worker else 0)
 
     def _forget_blocks(self, worker: Worker) -> None:
         for target in worker.targets():

@@ -62,6 +62,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
     pool = PoolSettings(
         use_kv_events=flags.use_kv_events and flags.tokenizer != "none",
         ttl_s=flags.router_ttl_secs,
+        approx_capacity_blocks=flags.router_approx_capacity_blocks,
         inflight_overlap=flags.router_inflight_overlap,
         block_size=flags.kv_cache_block_size,
         lora_multiplex=flags.lora_multiplex,
@@ -158,9 +159,17 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-kv-events", dest="use_kv_events", action="store_false", help=argparse.SUPPRESS)
     group.add_argument(
         "--router-ttl-secs",
-        type=positive,
+        type=not_negative,
         default=DEFAULT_TTL_S,
-        help="without KV events: for so many seconds a prompt is taken to stay in the cache it was sent to",
+        help="without KV events: for so many seconds a prompt is taken to stay in the cache it was sent to; "
+        "0: until the worker has no room for it",
+    )
+    group.add_argument(
+        "--router-approx-capacity-blocks",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="without KV events: blocks a worker is assumed to hold at most; 0: as many as it says it has",
     )
     group.add_argument(
         "--router-inflight-overlap",

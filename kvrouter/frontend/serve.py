@@ -44,6 +44,7 @@ from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.policy_flags import SERVED_MODES, bucket_header
 from kvrouter.frontend.queue import WaitingRoom
 from kvrouter.frontend.rules import Rules
+from kvrouter.frontend.text_eviction import texts_evicted
 from kvrouter.frontend.tokens import Tokens, open_tokens
 from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
@@ -158,6 +159,7 @@ async def running_frontend(
         )
         await feeds.subscribe()
         await stack.enter_async_context(_background(feeds, watch, completions, tokens, options))
+        await stack.enter_async_context(texts_evicted(replica))
         stack.callback(feeds.leave)
         application = _application(completions, admin, options)
         application.add_routes(_routing_routes(replica, rules, accept, views))
