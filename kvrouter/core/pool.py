@@ -39,6 +39,8 @@ class PoolSettings:
     block_size: int | None = None
     lora_multiplex: bool = False
     """Whether a request for an adapter may go where it is not loaded (core/filters.py, Multiplex)."""
+    counts_tokens: bool = False
+    """Whether prompts are tokenized whatever the policy: somebody else looks at charged tokens."""
     index_bounds: IndexBounds = field(default_factory=IndexBounds)
     new_index: NewIndex = BlockIndex
     """Makes a pool's index; another kind may measure itself."""

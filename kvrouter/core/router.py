@@ -119,7 +119,7 @@ class Router:
     @property
     def needs_tokens(self) -> bool:
         """Whether prompts have to be tokenized, also for requests in a mode that does not look at them."""
-        return self.selection.needs_tokens
+        return self.pool.settings.counts_tokens or self.selection.needs_tokens
 
     @property
     def is_idle(self) -> bool:

@@ -66,6 +66,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         inflight_overlap=flags.router_inflight_overlap,
         block_size=flags.kv_cache_block_size,
         lora_multiplex=flags.lora_multiplex,
+        counts_tokens=flags.router_queue_threshold > 0,
         index_bounds=IndexBounds(flags.index_max_blocks, flags.index_max_holders),
     )
     policy, policy_notes = policy_settings(flags)

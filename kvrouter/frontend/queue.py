@@ -85,15 +85,21 @@ class WaitingRoom:
 
     def shown(self, pool_id: PoolId) -> dict[str, Any]:
         """A pool's queue, for /workers."""
-        queue = self._line(pool_id).queue
+        queue, pool = self._line(pool_id).queue, self._replica.routers[pool_id].pool
         wait_s = queue.longest_wait_s(asyncio.get_running_loop().time())
-        return {"waiting": len(queue), "longest_wait_s": round(wait_s, 3)}
+        unknown = [name for name, worker in pool.workers.items() if not worker.card.max_batched_tokens]
+        return {
+            "waiting": len(queue),
+            "longest_wait_s": round(wait_s, 3),
+            "never_full": sorted(unknown) if queue.is_on else [],
+        }
 
     def samples(self) -> Iterator[Sample]:
         """The queues as Prometheus samples."""
         for pool_id in self._replica.routers if self._settings.threshold else ():
-            labels, (waiting, longest_s) = {"pool": str(pool_id)}, self.shown(pool_id).values()
-            yield "kvrouter_queue_length", "gauge", "Requests that wait for a worker", labels, waiting
+            labels, shown = {"pool": str(pool_id)}, self.shown(pool_id)
+            length, longest_s = shown["waiting"], shown["longest_wait_s"]
+            yield "kvrouter_queue_length", "gauge", "Requests that wait for a worker", labels, length
             yield "kvrouter_queue_longest_wait_seconds", "gauge", "Of those that wait now", labels, longest_s
 
     def _line(self, pool_id: PoolId) -> _Line:

@@ -308,6 +308,30 @@ async def test_queue_is_shown(fleet_of: FleetOf) -> None:
         assert [200, 200] == await crowd.statuses()
 
 
+async def test_any_mode(fleet_of: FleetOf) -> None:
+    """Prompts are tokenized for the queue's sake where the mode does not look at tokens."""
+    gate = Gate()
+    flags = ("--router-mode", "round-robin", *KV[2:])
+    async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        await crowd.add(1)
+        gate.open()
+
+        assert [200] == await crowd.statuses()
+
+
+async def test_worker_that_does_not_tell(fleet_of: FleetOf) -> None:
+    """One without max_batched_tokens is never full, and /workers says so."""
+    gate = Gate()
+    async with fleet_of(*KV, scripts=(gate.script,)) as fleet, one_at_work(fleet, gate):
+        other = asyncio.create_task(fleet.ask(numbered(1)))
+        await until(lambda: gate.arrived == [0, 1], "it is at the worker")
+        (pool,) = (await fleet.get("/workers")).json["pools"]
+        gate.open()
+
+        assert 200 == (await other).status
+        assert ["w0"] == pool["queue"]["never_full"]
+
+
 async def test_waiting_when_the_draining_ends(fleet_of: FleetOf) -> None:
     """Who waits is served while the replica drains; who still does when its time is over gets a 503."""
     gate = Gate()
