@@ -7,8 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvrouter.core.blocks import block_hashes, sequence_hashes
+from kvrouter.core.ids import Target, WorkerId
 from kvrouter.core.index import BlockIndex
 from kvrouter.core.policy import Candidate, Policy
+from kvrouter.core.text_index import TextIndex, TextIndexSettings
 from kvrouter.version import __version__
 
 if TYPE_CHECKING:
@@ -20,6 +22,10 @@ __all__ = [
     "Candidate",
     "KvPublisher",
     "Policy",
+    "Target",
+    "TextIndex",
+    "TextIndexSettings",
+    "WorkerId",
     "__version__",
     "announce",
     "block_hashes",

@@ -8,6 +8,8 @@ class KvRouterError(Exception):
 
     status = 500
     type = "InternalServerError"
+    retry_after_s = 1
+    """Told to the client with a 503."""
 
 
 class ConfigError(KvRouterError):
@@ -82,6 +84,10 @@ class ShuttingDownError(KvRouterError):
 
 class QueueFullError(NoWorkersError):
     """So many requests wait for a worker already that this one may not; the client may try again."""
+
+
+class QueueTimeoutError(NoWorkersError):
+    """The request has waited for a worker as long as it may; the client may try again."""
 
 
 class MalformedFrameError(KvRouterError):

@@ -8,6 +8,8 @@ before its child; of those due at the same time the deepest goes first. Chains o
 told apart by a tick: whichever came last keeps the parents they share. The index so stays
 prefix-closed. The 120 s default is that of Dynamo's ApproxKvIndexer.
 
+A time to live of 0 means for ever: then only `capacity` ends an assumption.
+
 What is kept is bounded: a target is assumed to hold no more than `capacity` blocks, the entries
 least recently used going first; and entries that renewal has emptied are dropped when they make up
 more than half of what is listed.
@@ -15,6 +17,7 @@ more than half of what is listed.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +82,7 @@ class ApproxIndex:
         own: bool = False,
         capacity: int = 0,
     ) -> None:
-        """The target is assumed to hold this chain (parent first) for `ttl_s` from `now`.
+        """The target is assumed to hold this chain (parent first) for `ttl_s` (else its own) from `now`.
 
         `own`: it comes from a booking of this replica, which therefore tells joiners of it.
         `capacity`: blocks the target has room for; 0 if that is not known.
@@ -87,7 +90,7 @@ class ApproxIndex:
         if not hashes:
             return
         self._tick += 1
-        stamp = _Stamp(now + (self.ttl_s if ttl_s is None else ttl_s), self._tick)
+        stamp = _Stamp(now + (ttl_s or self.ttl_s or math.inf), self._tick)
         assumed = self._targets.setdefault(target, _Assumed())
         expiry = assumed.expiry
         expiry.update({hash_: stamp for hash_ in hashes if expiry.get(hash_, _NEVER) < stamp})
@@ -110,11 +113,14 @@ class ApproxIndex:
         self._index.drop(target)
 
     def own_entries(self, now: float) -> Iterator[tuple[Target, Sequence[int], float]]:
-        """`(target, chain, seconds left)` of this replica's own entries, each target's in order of expiry."""
+        """`(target, chain, seconds left)` of this replica's own entries, each target's in order of expiry.
+
+        An entry without an end has 0 seconds left: as long as whoever takes it keeps such things.
+        """
         for target, assumed in self._targets.items():
             for entry in assumed.entries:
                 if entry.own and entry.expires > now:
-                    yield target, entry.hashes, entry.expires - now
+                    yield target, entry.hashes, entry.expires - now if entry.expires < math.inf else 0.0
 
     def _take_back_oldest(self, target: Target, assumed: _Assumed) -> None:
         entry = assumed.entries.popleft()

@@ -64,6 +64,10 @@ class RankBeat(Struct, frozen=True, array_like=True):
     kv_usage: float | None = None
     waiting_loras: tuple[str, ...] = ()
     """Adapters that requests wait for, as the engine reports them."""
+    running_loras: tuple[str, ...] | None = None
+    """Adapters that requests in flight use; None: not reported."""
+    metrics: dict[str, float] = {}
+    """Statistics of an operator's own choice (`--metric` of the agent), by name."""
 
 
 class WorkerBeat(Struct, frozen=True, array_like=True):

@@ -80,6 +80,8 @@ def form_candidates(
                 depths,
                 beat.waiting_loras,
                 indexed_blocks,
+                beat.running_loras,
+                beat.metrics,
             )
         )
     return formed

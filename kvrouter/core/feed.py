@@ -59,11 +59,9 @@ class FeedReader:
         """How far the live traffic is; a replay may run ahead of it."""
         self._told_seq = 0
         """The newest seq in what came since the last question."""
-        self._want_snapshot = False
-        self._wanted_incarnation = 0
+        self._want_snapshot, self._wanted_incarnation = False, 0
         self._loading: Loading | None = None
-        self._asked = False
-        self._questions = 0
+        self._asked, self._questions = False, 0
         self._backoff = Backoff(chance)
         self._trust = Trust()
         self._recovering_since: float | None = None
@@ -270,6 +268,8 @@ class FeedReader:
         if self._sink.agrees(check):
             self._trust.confirm()
             self.flag = ""
+            if self._trust.may_fill_up(now) and self._sink.has_room_again():
+                self._recover(now, snapshot=True)
             return
         self.counters.digest_mismatches += 1
         self._doubt("its digest keeps differing from what is held here", now)

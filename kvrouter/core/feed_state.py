@@ -87,6 +87,7 @@ class Trust:
         self._doubts = 0
         self._not_before = 0.0
         self._low_beats = 0
+        self._no_fill_up_before = 0.0
 
     @property
     def is_lost(self) -> bool:
@@ -114,6 +115,13 @@ class Trust:
         if not self.is_lost or now < self._not_before:
             return False
         self._not_before = now + BROKEN_RETRY_S
+        return True
+
+    def may_fill_up(self, now: float) -> bool:
+        """Whether it is time to see if there is room for what was refused; nothing is wrong with that."""
+        if now < self._no_fill_up_before:
+            return False
+        self._no_fill_up_before = now + BROKEN_RETRY_S
         return True
 
     def renew(self) -> None:

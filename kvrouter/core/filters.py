@@ -99,6 +99,7 @@ class Session:
     """
 
     name: str = "session"
+    is_hard: bool = False
 
     def keep(
         self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
@@ -168,7 +169,7 @@ def new_filters(settings: FilterSettings, circuits: CircuitBreakers | None = Non
     """The filters these settings ask for, in the order in which they apply."""
     filters: list[Filter] = []
     if settings.session_affinity == "hard":
-        filters.append(Session())
+        filters.append(Session(is_hard=True))
     if circuits is not None:
         filters.append(Breaker(circuits))
     thresholds = (settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold)

@@ -5,8 +5,15 @@
 
 Overlap is exact because publishers keep every tier set prefix-closed after every single hash.
 
+With bounds a chain is refused from the first block on for which there is no room, never in the
+middle, so a truncated target undercounts and is still exact in what it counts. A refused block is
+not remembered: that is what the bound is for. A truncated target's digest therefore says nothing,
+until it is equal to its source's again; and the first refused block of each chain is kept, up to
+64 of them, to see when there is room again for what was refused.
+
 Invariants: a slot belongs to one target and tier set; a tier set's count and digest are those of
-the hashes its slot holds; a narrower set is contained in every wider one.
+the hashes its slot holds; a narrower set is contained in every wider one; `_widest` has the slot
+of the widest set of every holding, one being loaded included.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from kvrouter.core.ids import Target
 from kvrouter.core.table import FlatTable, Slots, bits
 
 _MASK64 = (1 << 64) - 1
+_MAX_REFUSED = 64
 
 Hashes = Sequence[int] | bytes
 """Sequence hashes, as a list of int or as packed little-endian u64."""
@@ -32,11 +40,52 @@ class _TierSet:
     digest: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class IndexBounds:
+    """Distinct blocks in one pool's index, and targets that one block is remembered of; 0: no bound."""
+
+    max_blocks: int = 0
+    max_holders: int = 0
+
+
+@dataclass(slots=True)
+class IndexCounters:
+    """What happened to an index, in blocks and look-ups."""
+
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    refused_blocks: int = 0
+    lookups: int = 0
+
+
 @dataclass(slots=True)
 class Holding:
     """What one target holds: a tier set for the device and for each wider tier it has."""
 
     sets: list[_TierSet] = field(default_factory=list)
+    replaces: Target | None = None
+    """The target it is being loaded for, whose present holding does not count as another's."""
+    is_truncated: bool = False
+    """Whether blocks were refused, and its digest has not been its source's since."""
+    refused: dict[int, None] = field(default_factory=dict)
+    """Where chains were refused: the first block of each."""
+    agreed_sets: int = 0
+    """Mask of the tier sets that were equal to the source's when last compared."""
+
+    def refuse(self, hash_: int) -> None:
+        """The chain ends before this block."""
+        self.is_truncated = True
+        self.agreed_sets = 0
+        if len(self.refused) < _MAX_REFUSED:
+            self.refused[hash_] = None
+
+    def compare(self, tier: int, *, is_equal: bool) -> None:
+        """Truncated no more when every set is equal again: what was refused has been removed since."""
+        bit = 1 << tier
+        self.agreed_sets = self.agreed_sets | bit if is_equal else self.agreed_sets & ~bit
+        if self.agreed_sets == (1 << len(self.sets)) - 1:
+            self.is_truncated = False
+            self.refused.clear()
 
 
 class BlockIndex:
@@ -45,7 +94,10 @@ class BlockIndex:
     `tier` is "device", "host" or "disk". Hashes that are stored come parent first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: IndexBounds | None = None) -> None:
+        self.bounds = bounds or IndexBounds()
+        self.counters = IndexCounters()
+        self._widest = 0
         self._table = FlatTable()
         self._slots = Slots(self._table)
         self._holdings: dict[Target, Holding] = {}
@@ -75,24 +127,27 @@ class BlockIndex:
         holding = self._holdings.get(target)
         if holding is None:
             return
-        listed = _listed(hashes)
+        listed, before = _listed(hashes), holding.sets[-1].count
         for tier_set in holding.sets[: TIERS.index(tier) + 1]:
             removed, total = self._table.discard(tier_set.slot, listed)
             tier_set.count -= removed
             tier_set.digest = (tier_set.digest - total) & _MASK64
+        self.counters.removed_blocks += before - holding.sets[-1].count
+        for hash_ in listed if holding.refused else ():
+            holding.refused.pop(hash_, None)
 
     def clear(self, target: Target) -> None:
         """The target holds nothing any more."""
         holding = self._holdings.get(target)
-        if holding is not None and any(tier_set.count for tier_set in holding.sets):
+        if holding is not None and (holding.is_truncated or any(one.count for one in holding.sets)):
+            self.counters.removed_blocks += holding.sets[-1].count
             self.finish_load(target, self.begin_load(len(holding.sets)))
 
     def drop(self, target: Target) -> None:
         """The target is gone; its slots are swept by and by."""
         holding = self._holdings.pop(target, None)
-        for tier_set in holding.sets if holding else ():
-            del self._owners[tier_set.slot]
-            self._slots.retire(tier_set.slot)
+        if holding is not None:
+            self._retire(holding)
 
     def overlap(self, hashes: Hashes) -> dict[Target, int]:
         """Leading blocks that each target holds on its device without a gap; targets with none are absent."""
@@ -100,6 +155,7 @@ class BlockIndex:
 
     def overlap_by_tier(self, hashes: Hashes) -> dict[Target, list[int]]:
         """The same per tier set, narrowest first: `{target: [device, device∪host, …]}`."""
+        self.counters.lookups += 1
         found: dict[Target, list[int]] = {}
         for mask, depth in self._table.depths(_listed(hashes), self._slots.live):
             for slot in bits(mask):
@@ -129,24 +185,67 @@ class BlockIndex:
             return 0, 0
         return holding.sets[tier_number].count, holding.sets[tier_number].digest
 
+    def agrees(self, target: Target, tier: str, count: int, digest: int) -> bool:
+        """Whether a tier set is what its source says. A truncated one may have less, and never more."""
+        is_equal = (count, digest) == self.digest(target, tier)
+        holding = self._holdings.get(target)
+        if holding is None or not holding.is_truncated:
+            return is_equal
+        holding.compare(TIERS.index(tier), is_equal=is_equal)
+        return is_equal or self.digest(target, tier)[0] < count
+
+    def is_truncated(self, target: Target) -> bool:
+        """Whether some of the target's blocks were refused for want of room."""
+        holding = self._holdings.get(target)
+        return holding is not None and holding.is_truncated
+
+    def has_room_again(self, target: Target) -> bool:
+        """Whether a block that was refused would be taken now; with some room to spare."""
+        holding = self._holdings.get(target)
+        if holding is None or not holding.refused:
+            return False
+        spare = max(1, self.bounds.max_blocks // 20)
+        return any(self._accepted(holding, (hash_,), spare) for hash_ in holding.refused)
+
     def blocks(self, target: Target) -> int:
         """Blocks the target holds in any tier."""
         holding = self._holdings.get(target)
         return holding.sets[-1].count if holding else 0
 
+    def holders(self) -> int:
+        """Pairs of a block and a target that holds it."""
+        return sum(holding.sets[-1].count for holding in self._holdings.values())
+
+    def size_bytes(self) -> int:
+        """What the table takes, about."""
+        return self._table.size_bytes()
+
     # A snapshot is loaded into fresh slots, in slices, while look-ups still see the old ones.
 
-    def begin_load(self, tier_sets: int = 1) -> Holding:
-        """Fresh, empty sets that no look-up sees yet."""
-        return Holding([_TierSet(self._slots.take()) for _ in range(tier_sets)])
+    def begin_load(self, tier_sets: int = 1, replaces: Target | None = None) -> Holding:
+        """Fresh, empty sets that no look-up sees yet; `replaces`: the target they are for."""
+        holding = Holding([_TierSet(self._slots.take()) for _ in range(tier_sets)], replaces)
+        self._widest |= 1 << holding.sets[-1].slot
+        return holding
 
     def load(self, holding: Holding, hashes: Hashes, tier: str = "device") -> None:
-        """Store into a holding; it must have the tier."""
-        listed = _listed(hashes)
+        """Store into a holding; it must have the tier. What there is no room for is refused."""
+        listed = self._with_room(holding, _listed(hashes))
+        before = holding.sets[-1].count
         for tier_set in holding.sets[TIERS.index(tier) :]:
             added, total = self._table.add(tier_set.slot, listed)
             tier_set.count += added
             tier_set.digest = (tier_set.digest + total) & _MASK64
+        self.counters.stored_blocks += holding.sets[-1].count - before
+
+    def refuse(self, holding: Holding, blocks: int) -> None:
+        """Blocks below one that was refused: there is no place for them."""
+        self.counters.refused_blocks += blocks
+        holding.is_truncated, holding.agreed_sets = True, 0
+
+    def holding(self, target: Target) -> Holding | None:
+        """What the target holds; None if it is unknown."""
+        return self._holdings.get(target)
 
     def widen_load(self, holding: Holding, tier_sets: int) -> None:
         """There turns out to be a wider tier: that set starts as a copy of the widest so far."""
@@ -154,6 +253,7 @@ class BlockIndex:
             widest = holding.sets[-1]
             wider = _TierSet(self._slots.take(), widest.count, widest.digest)
             self._table.copy_slot(widest.slot, wider.slot)
+            self._widest = self._widest & ~(1 << widest.slot) | 1 << wider.slot
             holding.sets.append(wider)
 
     def loaded_holds(self, holding: Holding, hash_: int, tier: str) -> bool:
@@ -169,8 +269,7 @@ class BlockIndex:
 
     def abandon_load(self, holding: Holding) -> None:
         """Give up fresh sets that were not finished."""
-        for tier_set in holding.sets:
-            self._slots.retire(tier_set.slot)
+        self._retire(holding)
 
     def sweep(self) -> bool:
         """Do one small step of tidying after drop or clear; returns whether there is more to do."""
@@ -179,6 +278,9 @@ class BlockIndex:
     def check(self) -> None:
         """Raise if an invariant is broken. Tests call this after every step."""
         self._table.check()
+        widest = [holding.sets[-1].slot for holding in self._holdings.values()]
+        if not set(widest) <= set(bits(self._widest)):
+            raise AssertionError(f"slots {widest} of the widest sets, noted are {bits(self._widest)}")
         for target, holding in self._holdings.items():
             for tier, tier_set in enumerate(holding.sets):
                 if self._owners.get(tier_set.slot) != (target, tier):
@@ -190,6 +292,31 @@ class BlockIndex:
     def _own(self, target: Target, holding: Holding) -> None:
         for tier, tier_set in enumerate(holding.sets):
             self._owners[tier_set.slot] = (target, tier)
+
+    def _retire(self, holding: Holding) -> None:
+        self._widest &= ~(1 << holding.sets[-1].slot)
+        for tier_set in holding.sets:
+            self._owners.pop(tier_set.slot, None)
+            self._slots.retire(tier_set.slot)
+
+    def _with_room(self, holding: Holding, hashes: Sequence[int]) -> Sequence[int]:
+        """As many of the hashes, from the first on, as there is room for."""
+        if not (self.bounds.max_blocks or self.bounds.max_holders):
+            return hashes
+        accepted = self._accepted(holding, hashes)
+        if accepted < len(hashes):
+            self.counters.refused_blocks += len(hashes) - accepted
+            holding.refuse(hashes[accepted])
+        return hashes[:accepted]
+
+    def _accepted(self, holding: Holding, hashes: Sequence[int], spare: int = 0) -> int:
+        others = self._widest & ~(1 << holding.sets[-1].slot)
+        replaced = self._holdings.get(holding.replaces) if holding.replaces else None
+        if replaced is not None:
+            others &= ~(1 << replaced.sets[-1].slot)
+        max_blocks, max_holders = self.bounds.max_blocks, self.bounds.max_holders
+        room = max_blocks - spare - len(self._table) if max_blocks else len(hashes)
+        return self._table.accepted(holding.sets[-1].slot, hashes, room, others, max_holders)
 
 
 def _listed(hashes: Hashes) -> Sequence[int]:

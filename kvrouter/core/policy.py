@@ -84,6 +84,10 @@ class Candidate(Struct, frozen=True, gc=False):
     waiting_loras: Sequence[str] = ()
     indexed_blocks: int = 0
     """Of `widest_blocks` those that the index knows; the others are held by requests in flight."""
+    running_loras: Sequence[str] | None = None
+    """Adapters in use by requests in flight, as the engine reports them; None if it does not."""
+    metrics: Mapping[str, float] = {}
+    """Statistics of an operator's own, by name (`--metric` of the agent); absent if not reported."""
 
     @property
     def charged_tokens(self) -> int:
@@ -107,8 +111,13 @@ class Candidate(Struct, frozen=True, gc=False):
 
     @property
     def lora_names(self) -> Sequence[str]:
-        """The adapters it has loaded."""
+        """The adapters it serves."""
         return self.card.lora_names
+
+    @property
+    def loaded_loras(self) -> Sequence[str]:
+        """The adapters that take a place now: those in use, where the engine tells, or else all it serves."""
+        return self.card.lora_names if self.running_loras is None else self.running_loras
 
 
 @dataclass(slots=True)

@@ -9,7 +9,9 @@ Invariant: `targets` holds the ranks of exactly those workers that take requests
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from kvrouter.core.active import ActiveTable
 from kvrouter.core.approx import DEFAULT_TTL_S, ApproxIndex
@@ -17,11 +19,12 @@ from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat
 from kvrouter.core.candidates import form_candidates, unnamed_blocks
 from kvrouter.core.events import TIERS
 from kvrouter.core.ids import PoolId, Target, WorkerId
-from kvrouter.core.index import BlockIndex
+from kvrouter.core.index import BlockIndex, IndexBounds
 from kvrouter.core.policy import Candidate, RouteRequest
 
 NAMED_MOST = 5
 """Of many with the same trouble so many are named."""
+NewIndex: TypeAlias = Callable[[IndexBounds], BlockIndex]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,17 @@ class PoolSettings:
 
     use_kv_events: bool = True
     ttl_s: float = DEFAULT_TTL_S
+    approx_capacity_blocks: int = 0
+    """Blocks a target is assumed to hold at most, without KV events; 0: as many as its card says."""
     inflight_overlap: bool = True
     block_size: int | None = None
     lora_multiplex: bool = False
     """Whether a request for an adapter may go where it is not loaded (core/filters.py, Multiplex)."""
+    counts_tokens: bool = False
+    """Whether prompts are tokenized whatever the policy: somebody else looks at charged tokens."""
+    index_bounds: IndexBounds = field(default_factory=IndexBounds)
+    new_index: NewIndex = BlockIndex
+    """Makes a pool's index; another kind may measure itself."""
 
 
 @dataclass(slots=True)
@@ -91,7 +101,7 @@ class Pool:
         """The longest prompt that any worker takes, in tokens; 0 if none says."""
         self.lora_names: frozenset[str] = frozenset()
         """Those of them that are LoRA adapters."""
-        self.index = BlockIndex()
+        self.index = settings.new_index(settings.index_bounds)
         self.approx = ApproxIndex(self.index, settings.ttl_s)
         self.active = ActiveTable()
 
@@ -151,9 +161,9 @@ class Pool:
             self.remove(worker_id)
 
     def capacity_blocks(self, target: Target) -> int:
-        """Blocks the target has room for; 0 if that is not known."""
+        """Blocks the target is assumed to have room for; 0 if that is not known."""
         worker = self.workers.get(target.worker_id)
-        return worker.capacity_blocks() if worker else 0
+        return self.settings.approx_capacity_blocks or (worker.capacity_blocks() if worker else 0)
 
     def may_assume(self, target: Target) -> bool:
         """Whether the target can be taken to hold what was prefilled there; else only events tell."""

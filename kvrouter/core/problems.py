@@ -77,6 +77,12 @@ def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
         yield Problem(
             "uncached", "prefix caching is off, so nothing is foretold (vLLM: --enable-prefix-caching)"
         )
+    elif any(pool.index.is_truncated(target) for target in worker.targets()):
+        yield Problem(
+            "truncated",
+            "not all of its blocks are known here, the index is full: raise --index-max-blocks or "
+            "--index-max-holders, or live with less overlap than there is",
+        )
     elif pool.settings.use_kv_events and not worker.card.publishes_events:
         yield Problem("no_events", f"its agent has no KV events, so nothing is foretold: {_START_EVENTS}")
 

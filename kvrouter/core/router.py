@@ -11,6 +11,7 @@ the outbox is order on the wire and order at the peer, so a Free can never overt
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -118,7 +119,7 @@ class Router:
     @property
     def needs_tokens(self) -> bool:
         """Whether prompts have to be tokenized, also for requests in a mode that does not look at them."""
-        return self.selection.needs_tokens
+        return self.pool.settings.counts_tokens or self.selection.needs_tokens
 
     @property
     def is_idle(self) -> bool:
@@ -336,7 +337,7 @@ class Router:
         for booking in self.pool.active.bookings(self.router_id):
             yield from booking_ops(booking, pack_hashes(booking.hashes))
         for target, hashes, seconds in self.pool.approx.own_entries(now):
-            yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), int(seconds * 1000))
+            yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), math.ceil(seconds * 1000))
         for session, target, seconds in self.selection.state.sessions.newest(now, MOST_SESSIONS_TOLD):
             yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))
 

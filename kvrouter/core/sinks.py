@@ -40,6 +40,10 @@ class FeedSink(Protocol):
         """Whether the source's count and digest are the table's own."""
         ...
 
+    def has_room_again(self) -> bool:
+        """Whether what the table refused for want of room would be taken now."""
+        ...
+
     def reset(self) -> None:
         """The source begins anew with nothing."""
         ...
@@ -90,22 +94,26 @@ class KvSink:
     def _store(self, op: Stored) -> bool:
         tier = TIERS[op.tier]
         if op.parent is not None and not self._index.holds(self._target, op.parent, tier):
-            return False
+            return self._is_refused(self._index.holding(self._target), op)
         self._index.store(self._target, op.hashes, tier)
         return self._has_room(self._index.blocks(self._target))
 
     def agrees(self, check: Check) -> bool:
-        """Compare one tier set."""
-        return (check.count, check.digest) == self._index.digest(self._target, TIERS[check.tier])
+        """Compare one tier set; the index knows what it has refused itself."""
+        return self._index.agrees(self._target, TIERS[check.tier], check.count, check.digest)
+
+    def has_room_again(self) -> bool:
+        """For a chain that the bounds of the index cut off."""
+        return self._index.has_room_again(self._target)
 
     def reset(self) -> None:
         """The rank holds nothing; it is known from now on."""
-        self._index.finish_load(self._target, self._index.begin_load(self._tier_sets))
+        self._index.finish_load(self._target, self._index.begin_load(self._tier_sets, self._target))
 
     def begin_load(self) -> None:
         """Load into fresh slots."""
         self.abandon_load()
-        self._fresh = self._index.begin_load(self._tier_sets)
+        self._fresh = self._index.begin_load(self._tier_sets, self._target)
 
     def load(self, op: Op, now: float) -> bool:
         """Take one Stored of the snapshot; False if it hangs in the air."""
@@ -113,7 +121,7 @@ class KvSink:
             return True
         tier = TIERS[op.tier]
         if op.parent is not None and not self._index.loaded_holds(self._fresh, op.parent, tier):
-            return False
+            return self._is_refused(self._fresh, op)
         self._index.widen_load(self._fresh, op.tier + 1)
         self._index.load(self._fresh, op.hashes, tier)
         return self._has_room(self._fresh.sets[-1].count)
@@ -129,6 +137,13 @@ class KvSink:
         if self._fresh is not None:
             self._index.abandon_load(self._fresh)
             self._fresh = None
+
+    def _is_refused(self, holding: Holding | None, op: Stored) -> bool:
+        """Whether the missing parent may have been refused here, and these blocks with it."""
+        if holding is None or not holding.is_truncated:
+            return False
+        self._index.refuse(holding, len(unpack_hashes(op.hashes)))
+        return True
 
     def _has_room(self, blocks: int) -> bool:
         capacity = self._capacity()
@@ -182,6 +197,10 @@ class SyncSink:
     def agrees(self, check: Check) -> bool:
         """Compare the copies of all its bookings."""
         return (check.count, check.digest) == self._active.digest(self._router_id)
+
+    def has_room_again(self) -> bool:
+        """Nothing is ever refused."""
+        return False
 
     def reset(self) -> None:
         """The replica has no bookings any more."""

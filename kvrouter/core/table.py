@@ -11,9 +11,11 @@ Invariant: no row has an empty mask.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 SHARDS = 256
+_ROW_BYTES = sys.getsizeof(1 << 63) + sys.getsizeof(1)
 _SHARD_MASK = SHARDS - 1
 _MASK64 = (1 << 64) - 1
 
@@ -56,6 +58,29 @@ class FlatTable:
                 removed += 1
                 total += hash_
         return removed, total & _MASK64
+
+    def accepted(self, slot: int, hashes: Sequence[int], room: int, others: int, max_holders: int) -> int:
+        """How many of the hashes, from the first on, there is room for in `slot`.
+
+        `room`: rows that may be added; no hash may be taken that `max_holders` (0: no bound) of the
+        slots in `others` (a mask) hold already.
+        """
+        shards, bit = self._shards, 1 << slot
+        for place, hash_ in enumerate(hashes):
+            mask = shards[hash_ & _SHARD_MASK].get(hash_, 0)
+            if mask & bit:
+                continue
+            if not mask:
+                if room <= 0:
+                    return place
+                room -= 1
+            elif max_holders and (mask & others).bit_count() >= max_holders:
+                return place
+        return len(hashes)
+
+    def size_bytes(self) -> int:
+        """What the rows take, about: the dicts, and a hash and a mask as Python numbers for each."""
+        return sum(map(sys.getsizeof, self._shards)) + _ROW_BYTES * len(self)
 
     def holds(self, slot: int, hash_: int) -> bool:
         """Whether `slot` holds the hash."""

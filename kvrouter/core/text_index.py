@@ -18,11 +18,14 @@ the root has text and a holder; a target's characters are the sum over the nodes
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvrouter.core.ids import Target
 
+STEP_NODES = 500
+"""Letting go of so many nodes takes less than a millisecond."""
 CEILING_CHARS = 16_000_000
 """A target's texts above this are evicted even without `do_eviction` (Ray's grow without bound)."""
 
@@ -112,29 +115,59 @@ class TextIndex:
 
         What one insert used last goes as a whole: it has been split only by other prompts.
         """
-        nodes = sorted(self._held(target), key=lambda node: node.used[target])  # stable: children first
-        removed, last = 0, None
-        for node in nodes:
-            used = node.used[target]
-            if removed >= chars and used != last:
-                break
-            last = used
-            removed += len(node.text)
-            self._let_go(node, target)
-        if target in self._chars:
-            self._chars[target] -= removed
-        return removed
+        return sum(self._eviction(target, chars))
 
     def evict_due(self, now: float) -> int:
-        """Every `eviction_interval_secs`: bring each target above the threshold down to its aim."""
+        """`eviction` at once; returns how many characters went."""
+        return sum(self.eviction(now))
+
+    def eviction(self, now: float) -> Iterator[int]:
+        """Every `eviction_interval_secs`: bring each target above the threshold down to its aim.
+
+        In steps, each of which returns the characters it took; between two of them anything may be
+        inserted or removed.
+        """
         wanted = self.settings
         if not wanted.do_eviction:
-            return 0
+            return
         if self._evicted_at is not None and now - self._evicted_at < wanted.eviction_interval_secs:
-            return 0
+            return
         self._evicted_at = now
         full = [target for target, size in self._chars.items() if size > wanted.eviction_threshold_chars]
-        return sum(self.evict(target, self.chars(target) - wanted.eviction_target_chars) for target in full)
+        for target in full:
+            yield from self._eviction(target, self.chars(target) - wanted.eviction_target_chars)
+
+    def _eviction(self, target: Target, chars: int) -> Iterator[int]:
+        """Steps of `STEP_NODES`; a node that was used or let go since they began is passed over."""
+        entries: list[tuple[float, int, _Node]] = []
+        for node in self._walk(target):
+            entries.append((node.used.get(target, 0.0), -len(entries), node))
+            if len(entries) % STEP_NODES == 0:
+                yield 0
+        heapq.heapify(entries)  # least recently used first, children before parents
+        removed = told = 0
+        last: float | None = None
+        while entries:
+            used, _, node = heapq.heappop(entries)
+            if removed >= chars and used != last:
+                break
+            if node.used.get(target) == used:
+                last = used
+                removed += len(node.text)
+                self._chars[target] -= len(node.text)
+                self._let_go(node, target)
+            if len(entries) % STEP_NODES == 0:
+                yield removed - told
+                told = removed
+        yield removed - told
+
+    def _walk(self, target: Target) -> Iterator[_Node]:
+        """The nodes a target holds, parents before children; the tree may change on the way."""
+        stack = [self._root]
+        while stack:
+            children = [child for child in stack.pop().children.values() if target in child.used]
+            stack.extend(children)
+            yield from children
 
     def check(self) -> None:
         """Raise if an invariant is broken. Tests call this after every step."""

@@ -17,7 +17,7 @@ from kvrouter.core.replica import Replica
 from kvrouter.core.router import Router
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.compare import Traits
-from kvrouter.frontend.incoming import read_body
+from kvrouter.frontend.incoming import priority_of, read_body
 from kvrouter.frontend.overrides import Dialect, find_wanted, read_overrides, without_overrides
 from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
 from kvrouter.frontend.request_head import without_report_mode
@@ -84,6 +84,7 @@ class Accept:
             session=said.session,
             bucket=said.bucket,
             wanted=wanted,
+            priority=priority_of(http, request.priority),
             mode=said.mode,
         )
         if request.kvrouter is not None:

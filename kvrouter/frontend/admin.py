@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kvrouter.bus import Bus
 from kvrouter.core.events import TIERS
 from kvrouter.core.feed import FeedReader
-from kvrouter.core.ids import Target
+from kvrouter.core.ids import PoolId, Target
 from kvrouter.core.pool import Pool, Worker
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Router
@@ -45,6 +45,7 @@ class Admin:
         registry: CollectorRegistry,
         *,
         tokens: Callable[[], dict[str, Any]],
+        queue: Callable[[PoolId], dict[str, Any]],
         ready_timeout_s: float,
     ) -> None:
         self.is_draining = False
@@ -54,6 +55,7 @@ class Admin:
         self._bus = bus
         self._registry = registry
         self._tokens = tokens
+        self._queue = queue
         self._ready_timeout_s = ready_timeout_s
         self._gave_up_waiting = False
         self._started_at = asyncio.get_running_loop().time()
@@ -126,8 +128,9 @@ class Admin:
                 "namespace_peers": sorted(self._replica.peers),
                 "peers": self._peers(),
                 "pools": [
-                    _pool(router.pool) | {"problems": self._problems(router.pool, "")}
-                    for router in self._replica.routers.values()
+                    _pool(router.pool)
+                    | {"queue": self._queue(pool_id), "problems": self._problems(router.pool, "")}
+                    for pool_id, router in self._replica.routers.items()
                 ],
                 "targets": [
                     row
@@ -219,6 +222,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "device_blocks": count,
         "digest": f"{digest:016x}",
         "tiers": list(_tier_sets(pool, worker, target)),
+        "truncated": pool.index.is_truncated(target),
         "capacity_blocks": worker.capacity_blocks(),
         "charged_prefill_tokens": pool.active.charged_tokens(target),
         "active_blocks": pool.active.blocks(target),
@@ -226,6 +230,10 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "running": beat.running if beat else None,
         "waiting": beat.waiting if beat else None,
         "kv_usage": beat.kv_usage if beat else None,
+        "metrics": beat.metrics if beat else {},
+        "running_loras": beat.running_loras if beat else None,
+        "waiting_loras": beat.waiting_loras if beat else (),
+        "max_loras": worker.card.max_loras,
         "partial": beat.partial if beat else False,
         "events": reader.state.value if reader else "off",
         "incarnation": reader.incarnation if reader else 0,

@@ -25,6 +25,7 @@ from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.in_flight import InFlight, RequestTask, current_task, cut_off_error
 from kvrouter.frontend.incoming import request_id_of
+from kvrouter.frontend.queue import WaitingRoom
 from kvrouter.frontend.relay import (
     Attempt,
     Done,
@@ -43,7 +44,6 @@ from kvrouter.telemetry.metrics import RequestMetrics
 log = structlog.get_logger()
 
 RETRY_DELAY_S = 0.05
-RETRY_AFTER_S = 1
 
 
 class Completions:
@@ -58,6 +58,7 @@ class Completions:
         decisions: DecisionViews,
         *,
         upstream: Upstream,
+        waiting_room: WaitingRoom,
         metrics: RequestMetrics,
         limits: Limits,
         retries: int,
@@ -73,6 +74,7 @@ class Completions:
         self._watch = watch
         self._accept = accept
         self._decisions = decisions
+        self._waiting_room = waiting_room
         self._upstream = upstream
         self._metrics = metrics
         self._limits = limits
@@ -125,6 +127,8 @@ class Completions:
         failed: set[Target] = set()
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
+        if work.may_report:  # no route of passthrough.py: nothing is known of their tokens
+            await self._waiting_room.admitted(work.router, work.route)
         for tries in range(self._retries + 1):
             if tries > 1:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
@@ -278,7 +282,7 @@ def error_response(error: KvRouterError, request_id: str) -> web.Response:
     """An error of our own, in OpenAI's form."""
     headers = {"x-request-id": request_id}
     if error.status == 503:
-        headers["retry-after"] = str(RETRY_AFTER_S)
+        headers["retry-after"] = str(error.retry_after_s)
     return web.Response(
         status=error.status,
         body=openai.error_body(error),
@@ -291,7 +295,7 @@ def _held_answer(request_id: str, refusal: Rejected) -> web.Response:
     """The last worker's own refusal, passed on."""
     headers = {"x-request-id": request_id, "content-type": refusal.content_type.decode("latin-1")}
     if refusal.retry_after or refusal.status == 503:
-        headers["retry-after"] = refusal.retry_after.decode("latin-1") or str(RETRY_AFTER_S)
+        headers["retry-after"] = refusal.retry_after.decode("latin-1") or str(KvRouterError.retry_after_s)
     return web.Response(status=refusal.status, body=refusal.body, headers=headers)
 
 

@@ -43,6 +43,8 @@ class Feeds:
     def __init__(self, replica: Replica, bus: Bus, subjects: Subjects, *, heartbeat_s: float) -> None:
         self.state: State = "up"
         self.address = ""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when bookings or workers may have changed, one's own or a peer's."""
         self.inbox_drops = 0
         self.errors = 0
         """Messages that raised: each is a bug, of which the log has the place."""
@@ -123,6 +125,7 @@ class Feeds:
             now = loop.time()
         if not has_work:
             self._ask(now)
+        self.on_change()
         return bool(self._inbox) or has_work
 
     def _apply(self, subject: str, data: bytes, now: float) -> None:
@@ -230,6 +233,7 @@ class Feeds:
         self._flush_is_due = False
         for pool_id, router in self._replica.routers.items():
             self._publish_frames(pool_id, router.frames())
+        self.on_change()
 
     def _publish_frames(self, pool_id: PoolId, frames: list[bytes]) -> None:
         subject = self._subjects.live_sync(pool_id, self._replica.router_id)

@@ -10,6 +10,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from kvrouter.errors import BadRequestError, RequestTooLargeError
 
+_WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -27,3 +28,15 @@ def request_id_of(http: web.Request) -> str:
     """The client's own id of the request, or a new one."""
     given = http.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def priority_of(http: web.Request, in_body: int) -> int:
+    """The header `x-kvrouter-priority`, or else the body's. Raises BadRequestError unless it is a number."""
+    given = http.headers.get("x-kvrouter-priority")
+    if given is None:
+        return in_body
+    if not _WHOLE.fullmatch(given):
+        raise BadRequestError(
+            f"header x-kvrouter-priority: {given!r} is no whole number", param="x-kvrouter-priority"
+        )
+    return int(given)

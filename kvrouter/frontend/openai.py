@@ -19,6 +19,7 @@ from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 """Block hashes take token ids as 32 bits."""
+_Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 _RawPrompt = str | list[_TokenId | str | list[_TokenId]]
 
 _Body = TypeVar("_Body")
@@ -43,6 +44,8 @@ class CompletionRequest:
     """False where vLLM computes the whole prompt, cached or not: it is asked for the prompt's logprobs."""
     is_beam_search: bool = False
     """vLLM searches by many short requests of its own, and says nothing of what they had cached."""
+    priority: int = 0
+    """As vLLM has it: lower goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class _Common(msgspec.Struct):
     prompt_logprobs: Any = None
     echo: Any = None
     use_beam_search: Any = None
+    priority: _Priority | None = None
 
 
 class _ChatBody(_Common):
@@ -178,6 +182,7 @@ def _request(body: _Common, prompt: Prompt | None) -> CompletionRequest:
         kvrouter=body.kvrouter,
         reads_cache=body.prompt_logprobs is None and not _echoes_logprobs(body),
         is_beam_search=bool(body.use_beam_search),
+        priority=body.priority or 0,
     )
 
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 from kvrouter.bus import NatsOptions
 from kvrouter.config import add_common_flags, nats_options, not_negative, positive, positive_int
+from kvrouter.core.admission import AdmissionSettings
 from kvrouter.core.approx import DEFAULT_TTL_S
+from kvrouter.core.index import IndexBounds
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import ReplicaSettings
 from kvrouter.core.text_index import TextIndexSettings
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.policy_flags import SERVED_MODES, add_policy_flags, policy_settings, text_settings
+from kvrouter.frontend.queue_flags import add_queue_flags, admission_settings
 from kvrouter.frontend.relay import Limits
 from kvrouter.frontend.rule_flags import RuleOptions, add_rule_flags, rule_options
 from kvrouter.frontend.token_options import TokenOptions, add_token_flags, token_options
@@ -38,8 +41,10 @@ class FrontendOptions:
     texts: TextIndexSettings
     rules: RuleOptions
     replica: ReplicaSettings
+    index_metrics: bool
     heartbeat_s: float
     tokens: TokenOptions
+    admission: AdmissionSettings
     limits: Limits
     retries: int
     max_body_bytes: int
@@ -57,9 +62,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
     pool = PoolSettings(
         use_kv_events=flags.use_kv_events and flags.tokenizer != "none",
         ttl_s=flags.router_ttl_secs,
+        approx_capacity_blocks=flags.router_approx_capacity_blocks,
         inflight_overlap=flags.router_inflight_overlap,
         block_size=flags.kv_cache_block_size,
         lora_multiplex=flags.lora_multiplex,
+        counts_tokens=flags.router_queue_threshold > 0,
+        index_bounds=IndexBounds(flags.index_max_blocks, flags.index_max_holders),
     )
     policy, policy_notes = policy_settings(flags)
     return FrontendOptions(
@@ -75,8 +83,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         texts=text_settings(flags),
         rules=rule_options(flags),
         replica=ReplicaSettings(pool, flags.router_replica_sync, _lease_rounds(flags), flags.heartbeat_s),
+        index_metrics=flags.index_metrics,
         heartbeat_s=flags.heartbeat_s,
         tokens=token_options(flags),
+        admission=admission_settings(flags),
         limits=Limits(flags.first_byte_timeout, flags.idle_timeout),
         retries=flags.retries,
         max_body_bytes=flags.max_body_mb * 1024 * 1024,
@@ -116,8 +126,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", "--http-port", type=_port, default=8000, help="port; 0 picks a free one")
     _add_router_flags(parser.add_argument_group("routing"))
     add_token_flags(parser.add_argument_group("tokens"))
+    _add_index_flags(parser.add_argument_group("block index"))
     add_policy_flags(parser.add_argument_group("routing modes"))
     add_rule_flags(parser.add_argument_group("which workers may be chosen"))
+    add_queue_flags(parser.add_argument_group("waiting for a worker"))
     _add_http_flags(parser.add_argument_group("requests"))
 
 
@@ -148,9 +160,17 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-kv-events", dest="use_kv_events", action="store_false", help=argparse.SUPPRESS)
     group.add_argument(
         "--router-ttl-secs",
-        type=positive,
+        type=not_negative,
         default=DEFAULT_TTL_S,
-        help="without KV events: for so many seconds a prompt is taken to stay in the cache it was sent to",
+        help="without KV events: for so many seconds a prompt is taken to stay in the cache it was sent to; "
+        "0: until the worker has no room for it",
+    )
+    group.add_argument(
+        "--router-approx-capacity-blocks",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="without KV events: blocks a worker is assumed to hold at most; 0: as many as it says it has",
     )
     group.add_argument(
         "--router-inflight-overlap",
@@ -173,6 +193,29 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         default=5.0,
         help="how long a silent worker or replica is believed, counted in heartbeats of this replica that "
         "come back through NATS: --lease-s / --heartbeat-s of them (who is cut off drops nobody)",
+    )
+
+
+def _add_index_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--index-max-blocks",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="distinct blocks remembered per model; 0: as many as the workers hold",
+    )
+    group.add_argument(
+        "--index-max-holders",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="workers remembered per block; 0: all",
+    )
+    group.add_argument(
+        "--index-metrics",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="metrics of the index: holders, bytes, stores, removes, look-ups and their time, refusals",
     )
 
 

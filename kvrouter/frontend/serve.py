@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 from aiohttp import web
@@ -22,7 +22,9 @@ from prometheus_client import CollectorRegistry
 from kvrouter.bus import Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.ids import RouterId
+from kvrouter.core.index import BlockIndex
 from kvrouter.core.policy import Policy, PolicyState
+from kvrouter.core.pool import NewIndex
 from kvrouter.core.replica import Replica
 from kvrouter.core.text_index import TextIndex
 from kvrouter.core.watch import Watch
@@ -36,15 +38,18 @@ from kvrouter.frontend.completions import Completions, openai_errors
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.index_metrics import index_maker, index_samples
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.policy_flags import SERVED_MODES, bucket_header
+from kvrouter.frontend.queue import WaitingRoom
 from kvrouter.frontend.rules import Rules
+from kvrouter.frontend.text_eviction import texts_evicted
 from kvrouter.frontend.tokens import Tokens, open_tokens
 from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
 from kvrouter.policies import new_policy as policy_of
-from kvrouter.telemetry.metrics import RequestMetrics, StateCollector
+from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
 from kvrouter.tokens.prompt import PromptEncoder
 
 log = structlog.get_logger()
@@ -74,6 +79,7 @@ class RunningFrontend:
     watch: Watch
     admin: Admin
     completions: Completions
+    waiting_room: WaitingRoom
     tokens: Tokens
 
     def drain(self) -> None:
@@ -108,8 +114,9 @@ async def running_frontend(
     `hurried` ends the draining early.
     """
     async with contextlib.AsyncExitStack() as stack:
+        registry = CollectorRegistry()
         rules = new_rules(options)
-        replica = new_replica(options, rules)
+        replica = new_replica(options, rules, index_maker(registry, is_on=options.index_metrics))
         tokens = await stack.enter_async_context(open_tokens(options.tokens, replica))
         listener = stack.enter_context(_listen(options))
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
@@ -117,11 +124,12 @@ async def running_frontend(
         feeds.address = _url(listener)
         upstream = Upstream()
         stack.callback(upstream.close)
-        registry = CollectorRegistry()
         metrics = RequestMetrics(registry)
         watch = Watch(replica, tokens.compared)
         accept = Accept(replica, tokens.blocks, metrics, _dialect(options))
         views = DecisionViews(rules.decisions, options.router_mode, logs=options.rules.log_decisions)
+        waiting_room = WaitingRoom(replica, options.admission, QueueMetrics(registry), random.random)
+        feeds.on_change = waiting_room.wake
         completions = Completions(
             replica,
             feeds,
@@ -129,17 +137,29 @@ async def running_frontend(
             accept,
             views,
             upstream=upstream,
+            waiting_room=waiting_room,
             metrics=metrics,
             limits=options.limits,
             retries=options.retries,
         )
         registry.register(StateCollector(tokens.samples))
         registry.register(StateCollector(lambda: rules.samples(replica.routers)))
+        registry.register(StateCollector(waiting_room.samples))
+        if options.index_metrics:
+            registry.register(StateCollector(lambda: index_samples(replica)))
         admin = Admin(
-            replica, feeds, watch, bus, registry, tokens=tokens.shown, ready_timeout_s=options.ready_timeout_s
+            replica,
+            feeds,
+            watch,
+            bus,
+            registry,
+            tokens=tokens.shown,
+            queue=waiting_room.shown,
+            ready_timeout_s=options.ready_timeout_s,
         )
         await feeds.subscribe()
         await stack.enter_async_context(_background(feeds, watch, completions, tokens, options))
+        await stack.enter_async_context(texts_evicted(replica))
         stack.callback(feeds.leave)
         application = _application(completions, admin, options)
         application.add_routes(_routing_routes(replica, rules, accept, views))
@@ -151,7 +171,9 @@ async def running_frontend(
         for note in options.policy_notes:
             log.info("frontend.router_config", note=note)
         log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
-        frontend = RunningFrontend(feeds.address, replica, feeds, watch, admin, completions, tokens)
+        frontend = RunningFrontend(
+            feeds.address, replica, feeds, watch, admin, completions, waiting_room, tokens
+        )
         try:
             yield frontend
         finally:
@@ -163,9 +185,12 @@ def new_rules(options: FrontendOptions) -> Rules:
     return Rules(options.rules, options.router_mode, options.policy)
 
 
-def new_replica(options: FrontendOptions, rules: Rules | None = None) -> Replica:
+def new_replica(
+    options: FrontendOptions, rules: Rules | None = None, new_index: NewIndex = BlockIndex
+) -> Replica:
     """The replica's state, empty, with a random id."""
     rules = rules or new_rules(options)
+    pool = replace(options.replica.pool, new_index=new_index)
 
     def new_policy() -> tuple[Policy, PolicyState]:
         policy = policy_of(options.router_mode, options.policy)
@@ -181,7 +206,7 @@ def new_replica(options: FrontendOptions, rules: Rules | None = None) -> Replica
         return policy, state
 
     return Replica(
-        options.replica,
+        replace(options.replica, pool=pool),
         RouterId(uuid.uuid4().hex[:12]),
         int(time.time() * 1_000_000),
         new_policy,

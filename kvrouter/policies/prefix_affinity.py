@@ -49,9 +49,8 @@ class PrefixAffinity(Policy):
         return holders
 
     def accepted(self, text: str, target: Target, state: PolicyState) -> None:
-        """Remember the text; and, if it is time, forget old ones."""
+        """Remember the text. Old ones are forgotten by a timer (TextIndex.eviction)."""
         state.texts.insert(target, text, state.now)
-        state.texts.evict_due(state.now)
 
     def terms(
         self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState

@@ -92,9 +92,9 @@ def _min_max(values: Sequence[float]) -> list[float]:
 
 
 def _lora_score(lora_name: str | None, candidate: Candidate) -> float:
-    if lora_name is None or lora_name in candidate.lora_names:
+    if lora_name is None or lora_name in candidate.loaded_loras:
         return 1.0
-    taken = len(candidate.lora_names) + len(candidate.waiting_loras)
+    taken = len(candidate.loaded_loras) + len(candidate.waiting_loras)
     if not candidate.card.max_loras or taken < candidate.card.max_loras:
         return 0.8  # an unknown number of places counts as room
     return 0.6 if lora_name in candidate.waiting_loras else 0.0

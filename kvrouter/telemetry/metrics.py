@@ -56,6 +56,22 @@ class RequestMetrics:
         )
 
 
+class QueueMetrics:
+    """What happens to requests that have to wait for a worker."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.wait = Histogram(
+            "kvrouter_queue_wait_seconds",
+            "How long requests waited for a worker, by how it ended (admitted, timeout, left)",
+            ["outcome"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.full = Counter(
+            "kvrouter_queue_full", "Requests refused because too many waited", registry=registry
+        )
+
+
 Sample = tuple[str, Literal["gauge", "counter", "histogram"], str, dict[str, str], float]
 """`(name, kind, help, labels, value)`. A histogram comes as its buckets, cumulative, with the label `le`."""
 

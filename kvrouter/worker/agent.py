@@ -57,6 +57,7 @@ async def serve_engine(options: AgentOptions, bus: Bus, feeds: Sequence[ZmqFeed]
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(EngineHttp.open(options.engine_url, options.api_key))
+        engine.own_metrics = options.metrics
         facts = await learn_patiently(engine, options, duty.leave)
         if facts is None:
             return
@@ -230,17 +231,10 @@ class Agent:
     def _rank_beat(self, number: int) -> RankBeat:
         load = self._loads.get(number, RankLoad())
         if number >= len(self._ranks):
-            return RankBeat(number, self._incarnation, 0, False, load.running, load.waiting, load.kv_usage)
+            return load.beat(number, self._incarnation, 0, is_partial=False)
         rank = self._ranks[number]
-        return RankBeat(
-            number,
-            rank.publisher.incarnation,
-            rank.publisher.seq,
-            rank.tell_partial(),
-            load.running,
-            load.waiting,
-            load.kv_usage,
-        )
+        publisher = rank.publisher
+        return load.beat(number, publisher.incarnation, publisher.seq, is_partial=rank.tell_partial())
 
     async def _watch_health(self) -> None:
         """Three misses in a row mean down; then the engine's answer means up, and everything anew."""

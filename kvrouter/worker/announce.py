@@ -107,9 +107,13 @@ class Announcement:
         running: int | None = None,
         waiting: int | None = None,
         kv_usage: float | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """What the next heartbeat says of a rank: requests, and the fraction 0..1 of its blocks in use."""
-        self._loads[rank] = RankLoad(running, waiting, kv_usage)
+        """What the next heartbeat says of a rank: requests, and the fraction 0..1 of its blocks in use.
+
+        `metrics` are statistics of one's own, for policies of one's own.
+        """
+        self._loads[rank] = RankLoad(running, waiting, kv_usage, metrics=metrics or {})
 
     def down(self) -> None:
         """The engine takes no requests, and its caches are gone."""
@@ -139,21 +143,10 @@ class Announcement:
             self._announcer.leave()
 
     def _rank_beats(self) -> list[RankBeat]:
-        beats = []
-        for publisher in self._publishers:
-            load = self._loads.get(publisher.rank, RankLoad())
-            beats.append(
-                RankBeat(
-                    publisher.rank,
-                    publisher.incarnation,
-                    publisher.seq,
-                    False,
-                    load.running,
-                    load.waiting,
-                    load.kv_usage,
-                )
-            )
-        return beats
+        return [
+            self._loads.get(one.rank, RankLoad()).beat(one.rank, one.incarnation, one.seq, is_partial=False)
+            for one in self._publishers
+        ]
 
     def _on_replay(self, subject: str, payload: bytes, reply: str) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,8 @@ class EngineHttp:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self.health_path = "health"
+        self.own_metrics: Mapping[str, str] = {}
+        """Series to read beside those that are always read, by the name to give them."""
         self._session = session
 
     @classmethod
@@ -120,7 +122,7 @@ class EngineHttp:
         """The engine's metrics. Raises EngineError."""
         text = (await self._get("metrics")).decode(errors="replace")
         try:
-            return read_metrics(text)
+            return read_metrics(text, self.own_metrics)
         except ValueError as error:
             raise EngineError(f"/metrics is not in Prometheus' text format: {error}") from None
 

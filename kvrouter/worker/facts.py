@@ -70,6 +70,7 @@ def build_card(
         model=options.model or models.served_names[0],
         served_names=models.served_names,
         lora_names=models.lora_names,
+        max_loras=scrape.max_loras,
         block_size=block_size or options.block_size or scrape.block_size,
         ranks=options.ranks,
         rank_header=RANK_HEADER if options.ranks > 1 else "",

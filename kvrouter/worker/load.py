@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from kvrouter.core.beats import RankBeat
+
 _LOADS = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -35,16 +37,40 @@ _LABELS = {
 }
 """SGLang had them as labels until 0.5.10 and has the gauges above since."""
 
-_WANTED = (*_LOADS, *_GAUGES, *_LABELS)
+_LORAS = "vllm:lora_requests_info"
+"""Adapters as labels; its value is the time, and the newest sample counts."""
+
+_WANTED = (*_LOADS, *_GAUGES, *_LABELS, _LORAS)
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """Requests running and waiting, and the fraction 0..1 of KV blocks in use; None: not reported."""
+    """Requests running and waiting, and the fraction 0..1 of KV blocks in use; None: not reported.
+
+    `metrics` are the series that an operator has asked for, by the name given to each.
+    """
 
     running: int | None = None
     waiting: int | None = None
     kv_usage: float | None = None
+    waiting_loras: tuple[str, ...] = ()
+    running_loras: tuple[str, ...] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def beat(self, rank: int, incarnation: int, seq: int, *, is_partial: bool) -> RankBeat:
+        """What a heartbeat says of the rank."""
+        return RankBeat(
+            rank,
+            incarnation,
+            seq,
+            is_partial,
+            self.running,
+            self.waiting,
+            self.kv_usage,
+            self.waiting_loras,
+            self.running_loras,
+            dict(self.metrics),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +86,7 @@ class Scrape:
     host_blocks: int = 0
     started_s: float = 0.0
     has_prefix_caching: bool | None = None
+    max_loras: int = 0
 
     def or_else(self, known: Scrape) -> Scrape:
         """As seen now, with what was not told this time taken from what is known."""
@@ -71,31 +98,80 @@ class Scrape:
             has_prefix_caching=(
                 known.has_prefix_caching if self.has_prefix_caching is None else self.has_prefix_caching
             ),
+            max_loras=self.max_loras or known.max_loras,
         )
 
 
-def read_metrics(text: str) -> Scrape:
+def read_metrics(text: str, own: Mapping[str, str] | None = None) -> Scrape:
     """Read an exposition in Prometheus' text format. Raises ValueError if it is none.
 
-    Only lines of the metrics above are parsed: the rest, histograms mostly, is a thousand lines.
+    `own` names further series to read. Only lines of what is wanted are parsed: the rest, histograms
+    mostly, is a thousand lines.
     """
-    wanted = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(_WANTED))
-    loads: defaultdict[int, dict[str, float]] = defaultdict(dict)
-    values: dict[str, float] = {}
-    has_prefix_caching = None
+    own = own or {}
+    starts = (*_WANTED, *own.values())
+    wanted = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(starts))
+    reading = _Reading(own)
     for family in text_string_to_metric_families(wanted):
         for sample in family.samples:
-            if sample.labels.get("priority") or not math.isfinite(sample.value):
-                continue  # SGLang's share of one priority: the sample without one is the sum
-            if sample.name in _LOADS:
-                _raise_to(loads[_rank(sample)], _LOADS[sample.name], sample.value)
-            elif sample.name in _GAUGES:
-                _raise_to(values, _GAUGES[sample.name], sample.value)
-            elif sample.name in _LABELS:
-                has_prefix_caching = _PREFIX_CACHING.get(sample.labels.get("enable_prefix_caching", ""))
-                for label, name in _LABELS[sample.name].items():
-                    _raise_to(values, name, _number(sample.labels.get(label)))
-    return _scrape({rank: _load(load) for rank, load in loads.items()}, values, has_prefix_caching)
+            if math.isfinite(sample.value):
+                reading.take(sample)
+    return reading.scrape()
+
+
+class _Reading:
+    """What the samples so far have told. Of several for one thing the largest counts."""
+
+    def __init__(self, own: Mapping[str, str]) -> None:
+        self._own = own
+        self._loads: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        self._values: dict[str, float] = {}
+        self._has_prefix_caching: bool | None = None
+        self._metrics: defaultdict[int | None, dict[str, float]] = defaultdict(dict)
+        """By rank; None: what is said without a rank holds for all."""
+        self._loras: dict[int | None, Sample] = {}
+
+    def take(self, sample: Sample) -> None:
+        """One more."""
+        for name, series in self._own.items():
+            if sample.name == series:
+                _raise_to(self._metrics[_rank_named(sample)], name, sample.value)
+        if sample.labels.get("priority"):
+            return  # SGLang's share of one priority: the sample without one is the sum
+        if sample.name in _LOADS:
+            _raise_to(self._loads[_rank_named(sample) or 0], _LOADS[sample.name], sample.value)
+        elif sample.name in _GAUGES:
+            _raise_to(self._values, _GAUGES[sample.name], sample.value)
+        elif sample.name in _LABELS:
+            self._has_prefix_caching = _PREFIX_CACHING.get(sample.labels.get("enable_prefix_caching", ""))
+            for label, name in _LABELS[sample.name].items():
+                _raise_to(self._values, name, _number(sample.labels.get(label)))
+        elif sample.name == _LORAS:
+            self._take_loras(sample)
+
+    def _take_loras(self, sample: Sample) -> None:
+        rank = _rank_named(sample)
+        if rank not in self._loras or self._loras[rank].value <= sample.value:
+            self._loras[rank] = sample
+        _raise_to(self._values, "max_loras", _number(sample.labels.get("max_lora")))
+
+    def scrape(self) -> Scrape:
+        """All of it."""
+        told = {*self._loads, *self._metrics, *self._loras}
+        ranks = sorted(rank for rank in told if rank is not None) or ([0] if told else [])
+        return _scrape({rank: self._load(rank) for rank in ranks}, self._values, self._has_prefix_caching)
+
+    def _load(self, rank: int) -> RankLoad:
+        values, loras = self._loads.get(rank, {}), self._loras.get(rank, self._loras.get(None))
+        running, waiting = values.get("running"), values.get("waiting")
+        return RankLoad(
+            None if running is None else int(running),
+            None if waiting is None else int(waiting),
+            values.get("kv_usage"),
+            _names(loras, "waiting_lora_adapters") if loras else (),
+            _names(loras, "running_lora_adapters") if loras else None,
+            {**self._metrics.get(None, {}), **self._metrics.get(rank, {})},
+        )
 
 
 _PREFIX_CACHING = {"True": True, "False": False}
@@ -106,18 +182,14 @@ def _raise_to(values: dict[str, float], name: str, value: float) -> None:
     values[name] = max(values.get(name, value), value)
 
 
-def _rank(sample: Sample) -> int:
-    """VLLM's `engine`, SGLang's `dp_rank`."""
-    return _number(sample.labels.get("engine", sample.labels.get("dp_rank")))
+def _rank_named(sample: Sample) -> int | None:
+    """VLLM's `engine`, SGLang's `dp_rank`; None if the sample names none."""
+    label = sample.labels.get("engine", sample.labels.get("dp_rank"))
+    return None if label is None else _number(label)
 
 
-def _load(values: Mapping[str, float]) -> RankLoad:
-    running, waiting = values.get("running"), values.get("waiting")
-    return RankLoad(
-        None if running is None else int(running),
-        None if waiting is None else int(waiting),
-        values.get("kv_usage"),
-    )
+def _names(sample: Sample, label: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in sample.labels.get(label, "").split(",") if name.strip())
 
 
 def _scrape(
@@ -132,6 +204,7 @@ def _scrape(
         int(values.get("host_blocks", 0)) or (tokens["host"] if block_size else 0),
         values.get("started_s", 0.0),
         has_prefix_caching,
+        int(values.get("max_loras", 0)),
     )
 
 

@@ -21,6 +21,10 @@ from kvrouter.config import (
 from kvrouter.errors import ConfigError
 from kvrouter.worker.zmq_feed import FeedOptions
 
+MOST_METRICS = 16
+"""They travel in every heartbeat."""
+_METRIC = re.compile(r"([A-Za-z_]\w{0,63})=([A-Za-z_:][\w:]{0,199})", re.ASCII)
+
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
@@ -40,6 +44,8 @@ class AgentOptions:
     max_batched_tokens: int = 0
     max_sequences: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """Series of the engine's /metrics to report beside the load, by the name to give each."""
     api_key: str | None = None
     flush_s: float = 0.010
     heartbeat_s: float = 1.0
@@ -87,6 +93,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=positive_int, default=0, help="the engine's, for the card")
     add("--max-num-seqs", type=positive_int, default=0, help="the engine's, for the card")
     add("--label", action="append", default=[], metavar="KEY=VALUE", help="zone, node, group …; repeatable")
+    add(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="NAME=SERIES",
+        help="one more series of the engine's /metrics to report, for policies of one's own; repeatable",
+    )
     add("--state-file", type=Path, metavar="FILE", help="keep the table of blocks here across restarts")
     add(
         "--kv-repair",
@@ -125,6 +138,7 @@ def read_options(arguments: argparse.Namespace) -> AgentOptions:
         max_batched_tokens=arguments.max_num_batched_tokens,
         max_sequences=arguments.max_num_seqs,
         labels=dict(_read_label(text) for text in arguments.label),
+        metrics=read_metric_flags(arguments.metric),
         api_key=_read_key(arguments.engine_api_key_file),
         flush_s=arguments.kv_flush_ms / 1000,
         heartbeat_s=arguments.heartbeat_s,
@@ -173,6 +187,21 @@ def _read_label(text: str) -> tuple[str, str]:
     if not key or not equals:
         raise ConfigError(f"--label {text!r}: use KEY=VALUE")
     return key, value
+
+
+def read_metric_flags(texts: Sequence[str]) -> dict[str, str]:
+    """`NAME=SERIES`, each name once. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for text in texts:
+        match = _METRIC.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"--metric {text!r}: use NAME=SERIES, as in queue=vllm:num_requests_waiting")
+        if match[1] in found:
+            raise ConfigError(f"--metric {text!r}: the name {match[1]!r} is given twice")
+        found[match[1]] = match[2]
+    if len(found) > MOST_METRICS:
+        raise ConfigError(f"--metric is given {len(found)} times: a heartbeat carries {MOST_METRICS} at most")
+    return found
 
 
 def _read_state_file(path: Path | None) -> Path | None:

@@ -49,7 +49,7 @@ class WatchedSink:
         self._sink = sink
         self._active = active
         self._owner = owner
-        self.reset, self.agrees = sink.reset, sink.agrees
+        self.reset, self.agrees, self.has_room_again = sink.reset, sink.agrees, sink.has_room_again
         self.begin_load, self.load = sink.begin_load, sink.load
         self.finish_load, self.abandon_load = sink.finish_load, sink.abandon_load
 

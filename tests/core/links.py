@@ -87,15 +87,24 @@ class Link:
     """Carries frames, heartbeats and requests; the test decides what is lost. Time is `now`."""
 
     def __init__(
-        self, seed: int = 1, size: int = 48, *, tier_sets: int = 1, capacity: int = 0, ring_frames: int = 4096
+        self,
+        seed: int = 1,
+        size: int = 48,
+        *,
+        tier_sets: int = 1,
+        capacity: int = 0,
+        ring_frames: int = 4096,
+        index: BlockIndex | None = None,
+        target: Target = TARGET,
     ) -> None:
         self.owner = Owner(Forest(seed, size), tier_sets)
-        self.index = BlockIndex()
+        self.index = BlockIndex() if index is None else index
+        self.target = target
         self.ring_frames = ring_frames
         self.max_bytes = MAX_BYTES
         self.now = 100.0
         self.requests: list[ReplayRequest] = []
-        sink = KvSink(self.index, TARGET, tier_sets, lambda: capacity)
+        sink = KvSink(self.index, target, tier_sets, lambda: capacity)
         self.reader = FeedReader(0, sink, lambda: 0.5)
         self.source = self.new_source(1000)
 
@@ -159,14 +168,18 @@ class Link:
             self.now += 1.0
             self.heartbeat()
 
+    def held(self) -> list[set[int]]:
+        """What the index knows the target to hold, tier by tier."""
+        return [
+            {hash_ for hash_ in self.owner.forest.hashes if self.index.holds(self.target, hash_, tier)}
+            for tier in TIERS[: len(self.owner.sets)]
+        ]
+
     def agrees(self) -> bool:
         """Whether index and owner hold the same, tier by tier."""
         self.index.check()
-        held = [
-            {hash_ for hash_ in self.owner.forest.hashes if self.index.holds(TARGET, hash_, tier)}
-            for tier in TIERS[: len(self.owner.sets)]
-        ]
-        digests = [self.index.digest(TARGET, tier) for tier in TIERS[: len(self.owner.sets)]]
+        held = self.held()
+        digests = [self.index.digest(self.target, tier) for tier in TIERS[: len(self.owner.sets)]]
         return held == self.owner.sets and digests == [
             self.owner.truth.digest(TARGET, tier) for tier in TIERS[: len(self.owner.sets)]
         ]

@@ -38,44 +38,46 @@ def test_unknown_batch_size_is_room(queue: AdmissionQueue) -> None:
 
 def test_off_by_default() -> None:
     """Threshold 0: nobody ever waits."""
-    assert not AdmissionQueue(AdmissionSettings()).must_wait([worker(10**9)])
+    assert not AdmissionQueue(AdmissionSettings()).is_saturated([worker(10**9)])
 
 
 def test_arrival_order_is_kept(queue: AdmissionQueue) -> None:
     """First come, first served; who arrives while others wait, waits too, even if there is room."""
     first, second = queue.join(0.0), queue.join(1.0)
 
-    assert queue.must_wait(FREE)
-    assert not queue.admit(second, FREE)
-    assert not queue.admit(first, FULL)
-    assert queue.admit(first, FREE)
-    assert queue.admit(second, FREE)
-    assert not queue.must_wait(FREE)
+    assert queue.is_waited_in()
+    assert not queue.admit(second, has_room=True)
+    assert not queue.admit(first, has_room=False)
+    assert queue.admit(first, has_room=True)
+    assert queue.admit(second, has_room=True)
+    assert not queue.is_waited_in()
 
 
 def test_equal_arrival_times_keep_order(queue: AdmissionQueue) -> None:
     """In one instant the number decides."""
     tickets = [queue.join(5.0) for _ in range(4)]
 
-    assert tickets == [served for _ in range(4) if (served := queue.first()) and queue.admit(served, FREE)]
+    for ticket in tickets:
+        assert ticket == queue.first()
+        assert queue.admit(ticket, has_room=True)
 
 
 def test_priority_and_ageing() -> None:
     """A step of priority is worth two seconds of waiting: 1.9 s later it overtakes, 2.1 s later not."""
     for later, winner in ((1.9, "high"), (2.1, "low")):
         queue = AdmissionQueue(AdmissionSettings(threshold=1.0, ageing_s=2.0))
-        low, high = queue.join(0.0), queue.join(later, priority=1)
+        low, high = queue.join(0.0), queue.join(later, priority=-1)
 
         assert {"low": low, "high": high}[winner] == queue.first()
 
 
 def test_nobody_starves() -> None:
-    """Under a steady stream of priority 5 a request of priority 0 is served after five seconds' worth."""
+    """Under a steady stream of priority -5 a request of priority 0 is served after five seconds' worth."""
     queue = AdmissionQueue(AdmissionSettings(threshold=1.0, ageing_s=1.0, max_wait_s=1e9))
     patient, served_at = queue.join(0.0), None
     for step in range(100):
         now = step * 0.1
-        queue.join(now, priority=5)
+        queue.join(now, priority=-5)
         first = queue.first()
         assert first is not None
         queue.leave(first)
@@ -87,11 +89,46 @@ def test_nobody_starves() -> None:
     assert pytest.approx(5.0, abs=0.2) == served_at
 
 
+def test_a_lead_is_bounded() -> None:
+    """However great the priorities, who has waited half of the longest wait comes before a newcomer."""
+    for later, winner in ((14.0, "urgent"), (16.0, "patient")):
+        queue = AdmissionQueue(AdmissionSettings(threshold=1.0, max_wait_s=30.0))
+        patient, urgent = queue.join(0.0, priority=10**9), queue.join(later, priority=-(10**9))
+
+        assert {"patient": patient, "urgent": urgent}[winner] == queue.first()
+
+
+def test_lanes_do_not_hold_each_other_up(queue: AdmissionQueue) -> None:
+    """Who waits for an adapter's worker holds up nobody else; `max_waiting` counts all."""
+    adapter = queue.join(0.0, lane="adapter")
+
+    assert queue.is_waited_in("adapter")
+    assert not queue.is_waited_in()
+
+    base = queue.join(1.0)
+    assert [adapter, base] == queue.firsts()
+    assert queue.admit(base, has_room=True)
+    assert [adapter] == queue.firsts()
+
+    for _ in range(3):
+        queue.join(2.0)
+    with pytest.raises(QueueFullError):
+        queue.join(2.0, lane="adapter")
+
+
+def test_lanes_end_with_their_last_waiter(queue: AdmissionQueue) -> None:
+    """A thousand lanes that were used once take no room."""
+    for number in range(1000):
+        queue.leave(queue.join(0.0, lane=str(number)))
+
+    assert ({}, {}) == (queue._lanes, queue._waiting)
+
+
 def test_ageing_zero_ignores_priority() -> None:
     """Strictly by arrival."""
     queue = AdmissionQueue(AdmissionSettings(threshold=1.0, ageing_s=0.0))
     first = queue.join(0.0)
-    queue.join(0.0, priority=100)
+    queue.join(0.0, priority=-100)
 
     assert first == queue.first()
 
@@ -115,7 +152,7 @@ def test_wait_is_bounded(queue: AdmissionQueue) -> None:
     assert [] == queue.expire(9.9)
     assert [first] == queue.expire(10.0)
     assert second == queue.first()
-    assert not queue.admit(first, FREE)
+    assert not queue.admit(first, has_room=True)
 
 
 def test_client_that_leaves(queue: AdmissionQueue) -> None:
@@ -132,12 +169,12 @@ def test_client_that_leaves(queue: AdmissionQueue) -> None:
 def test_many_that_leave_are_forgotten() -> None:
     """The order does not grow with those that left."""
     queue = AdmissionQueue(AdmissionSettings(threshold=1.0, max_waiting=10))
-    last = queue.join(0.0, priority=-1)
+    last = queue.join(0.0, priority=1)
     for number in range(10_000):
         queue.leave(queue.join(float(number)))
 
     assert last == queue.first()
-    assert len(queue._order) < 200
+    assert len(queue._lanes[""].order) < 200
 
 
 def test_figures(queue: AdmissionQueue) -> None:

@@ -208,3 +208,29 @@ def test_chains_of_one_instant_share_their_parents(approx: ApproxIndex, index: B
     approx.insert(T1, [7], now=5.0, capacity=5)
     approx.insert(T1, [1, 6], now=5.0, capacity=5)
     assert {T1: 1} == index.overlap([1, 2, 4]), "it went as a whole"
+
+
+def test_by_capacity_alone(index: BlockIndex) -> None:
+    """Ttl 0: nothing ends by itself; the least recently used goes when there is no room, leaf first."""
+    approx = ApproxIndex(index, ttl_s=0.0)
+    other = [91, 92]
+    approx.insert(T1, CHAIN, now=0.0, capacity=len(CHAIN) + 1, own=True)
+    approx.expire(1e12)
+    assert len(CHAIN) == index.overlap(CHAIN)[T1]
+
+    approx.insert(T1, CHAIN[:1], now=1e12, capacity=len(CHAIN) + 1, own=True)
+    approx.insert(T1, other, now=1e12, capacity=len(CHAIN) + 1, own=True)
+
+    assert {T1: 1} == index.overlap(CHAIN), "what was used again stays"
+    assert {T1: 2} == index.overlap(other)
+    assert [0.0, 0.0] == [seconds for _, _, seconds in approx.own_entries(2e12)]
+
+
+def test_entry_without_an_end_takes_the_readers_ttl(approx: ApproxIndex, index: BlockIndex) -> None:
+    """A joiner with a time to live keeps to it."""
+    approx.insert(T1, CHAIN, now=0.0, ttl_s=0.0)
+
+    approx.expire(9.9)
+    assert index.overlap(CHAIN)
+    approx.expire(10.0)
+    assert not index.overlap(CHAIN)

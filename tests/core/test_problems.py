@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvrouter.core.beats import RankBeat
+from kvrouter.core.index import IndexBounds
 from kvrouter.core.pool import Pool
 from kvrouter.core.problems import Compared, Problem, problems_of, problems_of_pool
 from kvrouter.core.truth import ANNOUNCE_S, LEAST, WINDOW, Kind, Record, Truth, Usage
@@ -214,3 +215,14 @@ def test_engine_without_a_cache() -> None:
         pool = new_pool(card(prefix_caching=False), use_kv_events=use_kv_events)
 
         assert kinds == [problem.kind for problem in found(pool)]
+
+
+def test_truncated_worker_is_not_blamed_for_more() -> None:
+    """What the index has refused makes events and predictions look wrong: the bound is named, once."""
+    pool = new_pool(card(), index_bounds=IndexBounds(max_blocks=2))
+    pool.index.store(T1, chain_from(1, 10))
+
+    (problem,) = found(pool, events(False))
+
+    assert "truncated" == problem.kind
+    assert "--index-max-blocks" in problem.text

@@ -195,6 +195,40 @@ def test_eviction_looks_every_interval(evicting: TextIndex) -> None:
     assert (0, 20) == (evicting.chars(A), evicting.chars(B))
 
 
+def test_eviction_in_steps(evicting: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps texts come, are used again and go: what was used meanwhile stays."""
+    monkeypatch.setattr(text_index, "STEP_NODES", 1)
+    for number in range(6):
+        evicting.insert(A, f"{number}----", float(number))
+
+    steps = evicting.eviction(100.0)
+    assert 5 == next(step for step in steps if step), "the oldest"
+    evicting.insert(A, "1----", 101.0)
+    evicting.insert(A, "2-!", 102.0)
+    evicting.insert(B, "3-?", 103.0)
+    evicting.check()
+    left = sum(steps)
+    evicting.check()
+
+    assert 0 == evicting.match("0----", [A])[0]
+    assert [5, 3] == [evicting.match(text, [A])[0] for text in ("1----", "2-!")]
+    assert 31 - 5 - left == evicting.chars(A)
+    assert 15 <= 5 + left
+
+
+def test_target_that_goes_during_its_eviction(evicting: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to take."""
+    monkeypatch.setattr(text_index, "STEP_NODES", 1)
+    for number in range(6):
+        evicting.insert(A, f"{number}----", float(number))
+    steps = evicting.eviction(100.0)
+    next(step for step in steps if step)
+
+    assert 25 == evicting.remove(A)
+    assert 0 == sum(steps)
+    evicting.check()
+
+
 def test_eviction_is_off_by_default(index: TextIndex) -> None:
     """As published: 400,000 and 360,000 characters, 10 s, off."""
     wanted = TextIndexSettings()

@@ -10,6 +10,7 @@ import pytest
 from kvrouter.core.beats import RankBeat, WorkerBeat, encode
 from kvrouter.core.events import VERSION
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import ReplicaCounters
 from kvrouter.frontend import admin
 from kvrouter.frontend.options import parse_options
@@ -189,6 +190,25 @@ async def test_refused_worker(fleet_of: FleetOf) -> None:
         assert (False, "block size 32, pool has 16") == (rows["odd"]["eligible"], rows["odd"]["refused"])
         assert (True, "") == (rows["w0"]["eligible"], rows["w0"]["refused"])
         assert ["worker odd: refused: block size 32, pool has 16"] == reasons
+
+
+async def test_own_statistics(fleet_of: FleetOf) -> None:
+    """What an agent reports beside the load is in /workers, and every candidate has it."""
+    async with fleet_of() as fleet:
+        beat = RankBeat(0, 1, 0, waiting_loras=("b",), running_loras=("a",), metrics={"preempted": 7.0})
+        fleet.announce(fleet.workers[0], ranks_heard=[beat], max_loras=2)
+        pool = fleet.frontend.replica.routers[POOL].pool
+        await until(lambda: pool.candidates(RouteRequest("r"))[0].metrics, "the heartbeat has come")
+        (row,) = (await fleet.get("/workers")).json["targets"]
+        (candidate,) = pool.candidates(RouteRequest("r"))
+
+        assert ({"preempted": 7.0}, ["a"], ["b"], 2) == (
+            row["metrics"],
+            row["running_loras"],
+            row["waiting_loras"],
+            row["max_loras"],
+        )
+        assert ({"preempted": 7.0}, ("a",)) == (candidate.metrics, candidate.loaded_loras)
 
 
 async def test_models(fleet_of: FleetOf) -> None:

@@ -34,6 +34,7 @@ def candidate(
     usage: float | None = 0.0,
     rank: int = 0,
     waiting_loras: Sequence[str] = (),
+    running_loras: Sequence[str] | None = None,
     **facts: Any,  # the card's own fields
 ) -> Candidate:
     """What REQUEST finds on a worker with `overlap` of its blocks and so much load of others."""
@@ -54,6 +55,7 @@ def candidate(
         card=card(name, **facts),
         tier_blocks=(overlap,),
         waiting_loras=waiting_loras,
+        running_loras=running_loras,
     )
 
 

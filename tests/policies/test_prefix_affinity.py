@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from kvrouter.core.policy import Candidate, PolicyState, RouteRequest
-from kvrouter.core.text_index import TextIndex, TextIndexSettings
+from kvrouter.core.policy import Candidate, RouteRequest
+from kvrouter.core.text_index import TextIndex
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from tests.policies.tables import candidate, picked, state, target
 
@@ -103,19 +103,6 @@ def test_text_counts_once_it_was_accepted() -> None:
     policy.accepted(TEXT, target("w1"), what)
 
     assert 100 == what.texts.chars(target("w1"))
-
-
-def test_eviction_happens_on_the_way() -> None:
-    """With do_eviction, a tree above its threshold is cut when the next text is accepted."""
-    settings = TextIndexSettings(
-        do_eviction=True, eviction_threshold_chars=150, eviction_target_chars=100, eviction_interval_secs=1.0
-    )
-    what: PolicyState = state(texts=TextIndex(settings))
-    for now in (0.0, 0.5, 1.5):
-        what.now = now
-        PrefixAffinity().accepted(f"{now}" + TEXT[:60], target("w1"), what)
-
-    assert 63 == what.texts.chars(target("w1")), "189 characters, down to at most 100"
 
 
 def test_terms() -> None:

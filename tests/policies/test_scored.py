@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,21 @@ def test_lora_affinity() -> None:
     wanted = RouteRequest("req", lora_name="a")
     assert [1.0, 0.8, 0.6, 0.0, 0.8] == scores(scorers.lora_affinity, *candidates, request=wanted)
     assert [1.0] * 5 == scores(scorers.lora_affinity, *candidates)
+
+
+def test_lora_affinity_by_what_is_in_use() -> None:
+    """Where the engine tells which adapters are in use, those count, not all that it serves."""
+    served: dict[str, Any] = {"lora_names": ("a", "b", "c"), "max_loras": 2}
+    candidates = [
+        candidate("w1", running_loras=("a",), **served),
+        candidate("w2", running_loras=("b",), **served),
+        candidate("w3", running_loras=("b",), waiting_loras=("a",), **served),
+        candidate("w4", running_loras=("b", "c"), **served),
+        candidate("w5", running_loras=(), **served),
+    ]
+
+    wanted = RouteRequest("req", lora_name="a")
+    assert [1.0, 0.8, 0.6, 0.0, 0.8] == scores(scorers.lora_affinity, *candidates, request=wanted)
 
 
 def test_session_affinity() -> None:

@@ -106,6 +106,28 @@ async def test_announces(scene: Scene) -> None:
     assert "leave" == (await listener.beat(lambda beat: beat.state == "leave")).state
 
 
+async def test_own_statistics_and_adapters(scene: Scene) -> None:
+    """A series that is asked for, and the adapters in use and waited for, are in the next heartbeat."""
+    scene.engine.metrics += (
+        'vllm:num_preemptions_total{engine="0"} 7\n'
+        'vllm:lora_requests_info{max_lora="2",running_lora_adapters="adapter",waiting_lora_adapters="b"} 1\n'
+    )
+    options = replace(scene.options, metrics={"preempted": "vllm:num_preemptions_total"})
+    async with scene.agent(options):
+        beat = await scene.listener.beat(lambda beat: bool(beat.ranks[0].metrics))
+        (rank,) = beat.ranks
+        assert ({"preempted": 7.0}, ("adapter",), ("b",)) == (
+            rank.metrics,
+            rank.running_loras,
+            rank.waiting_loras,
+        )
+        scene.listener.bus.publish(scene.listener.subjects.hello, b"")
+        carried = await scene.listener.beat(lambda beat: bool(beat.card and beat.card.max_loras))
+
+    assert carried.card is not None
+    assert 2 == carried.card.max_loras
+
+
 async def test_bridges_events(scene: Scene) -> None:
     """What the engine stores, whether replayed or live, arrives at the listener."""
     async with scene.agent():

@@ -46,3 +46,57 @@ def test_malformed() -> None:
     """A line that is no sample is refused."""
     with pytest.raises(ValueError, match="could not convert"):
         read_metrics("vllm:num_requests_running{engine=\n")
+
+
+def test_own_series() -> None:
+    """Series that are asked for, per rank; the largest of several; without a rank for all; infinite never."""
+    text = TEXT + (
+        'my:kind_total{engine="0",kind="a"} 3\nmy:kind_total{engine="0",kind="b"} 5\n'
+        'my:kind_total{engine="1",kind="a"} 1\nmy:kind_total_other 9\nmy:room 0.5\nmy:limit +Inf\n'
+    )
+    own = {"kind": "my:kind_total", "room": "my:room", "limit": "my:limit", "absent": "my:none"}
+
+    loads = read_metrics(text, own).loads
+
+    assert {0: {"kind": 5.0, "room": 0.5}, 1: {"kind": 1.0, "room": 0.5}} == {
+        rank: load.metrics for rank, load in loads.items()
+    }
+    assert (3, 2) == (loads[0].running, loads[0].waiting)
+    assert {0: {"running": 3.0}} == {
+        rank: load.metrics
+        for rank, load in read_metrics(TEXT, {"running": "vllm:num_requests_running"}).loads.items()
+        if rank == 0
+    }
+    assert {0: RankLoad(metrics={"room": 0.5})} == read_metrics("my:room 0.5\n", own).loads
+
+
+def test_adapters() -> None:
+    """The newest sample counts, whatever its place; places are remembered when it is gone."""
+    text = TEXT + (
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="b",waiting_lora_adapters=""} 200.5\n'
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="a, c",waiting_lora_adapters="d"} 300.5\n'
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="",waiting_lora_adapters="b"} 100.5\n'
+    )
+
+    scrape = read_metrics(text)
+
+    assert 4 == scrape.max_loras == Scrape().or_else(scrape).max_loras
+    assert [(("a", "c"), ("d",))] * 2 == [
+        (load.running_loras, load.waiting_loras) for load in scrape.loads.values()
+    ]
+    assert (None, ()) == (
+        read_metrics(TEXT).loads[0].running_loras,
+        read_metrics(TEXT).loads[0].waiting_loras,
+    )
+
+
+def test_adapters_by_rank() -> None:
+    """Where they are told by rank, each has its own."""
+    text = "".join(
+        f'vllm:lora_requests_info{{engine="{rank}",max_lora="1",running_lora_adapters="{name}"}} 1\n'
+        for rank, name in enumerate("ab")
+    )
+
+    assert {0: ("a",), 1: ("b",)} == {
+        rank: load.running_loras for rank, load in read_metrics(text).loads.items()
+    }

@@ -88,6 +88,29 @@ def test_labels_and_key(tmp_path: Path) -> None:
     assert ({"zone": "a", "node": "n=1"}, "secret") == (options.labels, options.api_key)
 
 
+def test_metrics() -> None:
+    """Series of one's own, each with a name."""
+    options = read("--metric", "preempted=vllm:num_preemptions_total", "--metric", "_q9=up")
+
+    assert {"preempted": "vllm:num_preemptions_total", "_q9": "up"} == options.metrics
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["vllm:up"], "use NAME=SERIES"),
+        (["a b=up"], "use NAME=SERIES"),
+        (['a=up{engine="0"}'], "use NAME=SERIES"),
+        (["a=up", "a=down"], "'a' is given twice"),
+        ([f"m{number}=up" for number in range(17)], "given 17 times: a heartbeat carries 16 at most"),
+    ],
+)
+def test_bad_metrics(given: list[str], words: str) -> None:
+    """What is no name and series, is given twice, or is too much, is refused."""
+    with pytest.raises(ConfigError, match=words):
+        read(*(argument for text in given for argument in ("--metric", text)))
+
+
 def test_bad_label_and_key() -> None:
     """A label without value and a file that is not there are refused."""
     with pytest.raises(ConfigError, match="use KEY=VALUE"):

@@ -1,0 +1,73 @@
+"""The index from outside: its bounds, and its metrics."""
+
+from __future__ import annotations
+
+from kvrouter.core.blocks import pack_hashes
+from kvrouter.core.events import Check, Removed, Stored
+from tests.frontend.fleet import POOL, FleetOf
+from tests.frontend.test_feeds import HASHES, Agent, blocks, first_reader
+from tests.frontend.workers import until
+
+KV = ("--router-mode", "kv")
+DIGEST = sum(HASHES[:3]) % 2**64
+
+
+async def test_metrics(fleet_of: FleetOf) -> None:
+    """Blocks, holders, bytes, stores, removes, look-ups and how long they took."""
+    async with fleet_of(*KV, publishes_events=True) as fleet:
+        agent = Agent(fleet)
+        agent.beat()
+        agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), Removed(0, pack_hashes(HASHES[2:3])))
+        await until(lambda: blocks(fleet) == 2, "the frame is applied")
+        await fleet.ask()
+        lines = (await fleet.get("/metrics")).body.decode().splitlines()
+
+        for line in (
+            f'kvrouter_index_blocks{{pool="{POOL}"}} 2.0',
+            f'kvrouter_index_holders{{pool="{POOL}"}} 2.0',
+            f'kvrouter_index_stored_blocks_total{{pool="{POOL}"}} 3.0',
+            f'kvrouter_index_removed_blocks_total{{pool="{POOL}"}} 1.0',
+            f'kvrouter_index_refused_blocks_total{{pool="{POOL}"}} 0.0',
+            f'kvrouter_index_lookups_total{{pool="{POOL}"}} 1.0',
+            "kvrouter_index_lookup_seconds_count 1.0",
+            f'kvrouter_target_truncated{{pool="{POOL}",rank="0",worker="w0"}} 0.0',
+        ):
+            assert line in lines
+        assert any(line.startswith("kvrouter_index_bytes") for line in lines)
+
+
+async def test_metrics_off(fleet_of: FleetOf) -> None:
+    """--no-index-metrics: nothing is measured, nothing is said, and the index works."""
+    async with fleet_of(*KV, "--no-index-metrics", publishes_events=True) as fleet:
+        agent = Agent(fleet)
+        agent.beat()
+        agent.publish(Stored(0, None, pack_hashes(HASHES[:3])))
+        await until(lambda: blocks(fleet) == 3, "the frame is applied")
+
+        assert "3" == (await fleet.ask()).header("x-kvrouter-overlap-blocks")
+        said = (await fleet.get("/metrics")).body
+        assert b"kvrouter_index_lookup" not in said
+        assert b"kvrouter_index_bytes" not in said
+
+
+async def test_truncated_target(fleet_of: FleetOf) -> None:
+    """Two blocks fit: /workers says so of the third, and its source's digest is no mismatch."""
+    async with fleet_of(*KV, "--index-max-blocks", "2", publishes_events=True) as fleet:
+        agent = Agent(fleet)
+        await agent.listen()
+        agent.beat()
+        agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), Check(3, DIGEST))
+        reader = await first_reader(fleet)
+        await until(lambda: reader.counters.applied == 1, "the frame is applied")
+        (target,) = (await fleet.get("/workers")).json["targets"]
+        fleet.frontend.watch.look()
+
+        assert (2, True) == (blocks(fleet), target["truncated"])
+        assert "--index-max-blocks" in fleet.frontend.watch.problems(POOL, "w0")[0].text
+        assert (0, 0) == (reader.counters.digest_mismatches, agent.asked)
+
+        agent.publish(Removed(0, pack_hashes(HASHES[2:3])), Check(2, sum(HASHES[:2]) % 2**64))
+        await until(lambda: reader.counters.applied == 2, "the refused block is gone there, too")
+        (target,) = (await fleet.get("/workers")).json["targets"]
+
+        assert not target["truncated"]
