@@ -19,7 +19,7 @@ from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement, Router
 from kvrouter.core.watch import Watch
-from kvrouter.errors import KvRouterError, NoRouteError, NoWorkersError
+from kvrouter.errors import KvRouterError, NoRouteError, NoWorkersError, WorkerDiedError, WorkerSilentError
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.client import AiohttpClient, AlreadyWritten
 from kvrouter.frontend.compare import Traits, compare, expect_events
@@ -35,8 +35,6 @@ from kvrouter.frontend.relay import (
     Outcome,
     Rejected,
     TimedOut,
-    WorkerDiedError,
-    WorkerSilentError,
 )
 from kvrouter.frontend.request_head import request_head, with_report_mode, without_report_mode
 from kvrouter.frontend.upstream import Upstream, WorkerUnreachableError
@@ -215,6 +213,7 @@ class Completions:
         if isinstance(outcome, Lost) and outcome.was_idle:
             # the worker closed an idle connection just as the request went out: that is no failure
             outcome = await self._exchange(work, placement, fresh=True)
+        work.router.answered(placement.key, _status_of(outcome))
         if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
             now = asyncio.get_running_loop().time()
             work.router.mark_prefill_completed(placement.key, now)
@@ -340,6 +339,17 @@ def _targets_of(work: Work, placement: Placement) -> list[Target]:
     """All ranks of the worker: they share its server, so another worker is tried."""
     worker_id = placement.target.worker_id
     return [target for target in work.router.pool.targets if target.worker_id == worker_id]
+
+
+def _status_of(outcome: Outcome) -> int:
+    """The HTTP status that the worker has answered with, or that of its silence."""
+    match outcome:
+        case Done(status) | Rejected(status):
+            return status
+        case TimedOut():
+            return WorkerSilentError.status
+        case Lost():
+            return WorkerDiedError.status
 
 
 def _lora_name(router: Router, request: openai.CompletionRequest) -> str | None:

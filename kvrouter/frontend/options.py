@@ -15,7 +15,7 @@ from kvrouter.errors import ConfigError
 from kvrouter.frontend.policy_flags import SERVED_MODES, add_policy_flags, policy_settings
 from kvrouter.frontend.relay import Limits
 from kvrouter.frontend.token_options import TokenOptions, add_token_flags, token_options
-from kvrouter.policies import PolicySettings
+from kvrouter.policies import OWN, PolicySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         port=flags.port,
         nats=nats_options(flags),
         namespace=flags.namespace,
-        router_mode=flags.router_mode,
+        router_mode=flags.router_mode if policy.own is None else OWN,
         overlap_weight=flags.kv_overlap_score_weight,
         temperature=flags.router_temperature,
         policy=policy,

@@ -9,6 +9,7 @@ from kvrouter.config import not_negative, positive_int
 from kvrouter.errors import ConfigError
 from kvrouter.policies import POLICIES, PolicySettings
 from kvrouter.policies.endpoint_picker import EndpointPicker, load_endpoint_picker
+from kvrouter.policies.loading import OwnPolicies, load_own_policy
 from kvrouter.policies.two_stage import HASH, ROUND_ROBIN
 
 _NEEDS_MORE_OF_A_REQUEST = {"direct", "prefix-affinity"}
@@ -77,6 +78,18 @@ def add_policy_flags(group: argparse._ArgumentGroup) -> None:
         default=default.stage_one_blocks,
         help="two-stage: leading blocks that --stage-one hash looks at",
     )
+    add(
+        "--router-policy",
+        metavar="MODULE:CLASS",
+        help="your own policy instead of a mode, or the name of an installed one (docs/writing-a-policy.md)",
+    )
+    add(
+        "--router-policy-arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument for its constructor; may be repeated",
+    )
     add("--group-label", default=default.group_label, help="two-stage: the card label that names a group")
 
 
@@ -94,8 +107,17 @@ def policy_settings(flags: argparse.Namespace) -> tuple[PolicySettings, tuple[st
         stage_one_blocks=flags.stage_one_blocks,
         group_label=flags.group_label,
         scored=picker.policy if picker is not None else None,
+        own=_own_policies(flags),
     )
     return settings, picker.notes if picker is not None else ()
+
+
+def _own_policies(flags: argparse.Namespace) -> OwnPolicies | None:
+    if flags.router_policy is not None:
+        return load_own_policy(flags.router_policy, flags.router_policy_arg)
+    if flags.router_policy_arg:
+        raise ConfigError("--router-policy-arg is for a --router-policy")
+    return None
 
 
 def _endpoint_picker(path: Path) -> EndpointPicker:

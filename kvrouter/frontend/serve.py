@@ -32,10 +32,12 @@ from kvrouter.frontend.client_connection import ClientConnection, invite_body
 from kvrouter.frontend.completions import Completions, openai_errors
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.options import FrontendOptions
+from kvrouter.frontend.policy_upkeep import PolicyUpkeep
 from kvrouter.frontend.tokens import Tokens, open_tokens
 from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
 from kvrouter.policies import new_policy as policy_of
+from kvrouter.policies.own import Own
 from kvrouter.telemetry.metrics import RequestMetrics, StateCollector
 from kvrouter.tokens.prompt import PromptEncoder
 
@@ -110,6 +112,8 @@ async def running_frontend(
         stack.callback(upstream.close)
         registry = CollectorRegistry()
         metrics = RequestMetrics(registry)
+        upkeep = PolicyUpkeep(replica)
+        stack.callback(upkeep.close)
         watch = Watch(replica)
         completions = Completions(
             replica,
@@ -122,11 +126,14 @@ async def running_frontend(
             retries=options.retries,
         )
         registry.register(StateCollector(tokens.samples))
+        registry.register(StateCollector(upkeep.samples))
         admin = Admin(
             replica, feeds, watch, bus, registry, tokens=tokens.shown, ready_timeout_s=options.ready_timeout_s
         )
         await feeds.subscribe()
-        await stack.enter_async_context(_background(feeds, watch, completions, tokens, options))
+        await stack.enter_async_context(
+            _background(feeds, watch, completions, tokens, upkeep, options=options)
+        )
         stack.callback(feeds.leave)
         server = _http_server(
             _application(completions, admin, options), listener, completions, hurried, options
@@ -145,7 +152,9 @@ async def running_frontend(
 
 
 def new_replica(options: FrontendOptions) -> Replica:
-    """The replica's state, empty, with a random id."""
+    """The replica's state, empty, with a random id. Raises ConfigError if an own policy cannot be made."""
+    if options.policy.own is not None:
+        options.policy.own.begin()
 
     def new_policy() -> tuple[Policy, PolicyState]:
         policy = policy_of(options.router_mode, options.policy)
@@ -259,7 +268,13 @@ async def _wait_for_any(*events: asyncio.Event | None, timeout_s: float) -> None
 
 @contextlib.asynccontextmanager
 async def _background(
-    feeds: Feeds, watch: Watch, completions: Completions, tokens: Tokens, options: FrontendOptions
+    feeds: Feeds,
+    watch: Watch,
+    completions: Completions,
+    tokens: Tokens,
+    upkeep: PolicyUpkeep,
+    *,
+    options: FrontendOptions,
 ) -> AsyncIterator[None]:
     """The replica's own tasks. One that fails stops the service."""
     async with asyncio.TaskGroup() as tasks:
@@ -267,6 +282,7 @@ async def _background(
             tasks.create_task(feeds.run(), name="feeds"),
             tasks.create_task(_keep_watch(watch), name="watch"),
             tasks.create_task(tokens.run(), name="tokens"),
+            tasks.create_task(upkeep.run(), name="policies"),
         ]
         if options.track_output_blocks:
             running.append(tasks.create_task(_report_progress(completions), name="progress"))
@@ -298,7 +314,7 @@ async def _report_progress(completions: Completions) -> None:
 
 
 def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder) -> None:
-    if not POLICIES[options.router_mode].needs_tokens or options.tokens.way != "local":
+    if not POLICIES.get(options.router_mode, Own).needs_tokens or options.tokens.way != "local":
         return
     if not encoder.can_encode_text:
         log.warning(
