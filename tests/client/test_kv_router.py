@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 
 import pytest
@@ -201,7 +202,9 @@ async def test_a_replica_among_frontends(nats_url: str) -> None:
             theirs.free(key)
             router.route(list(range(640)))
             await until(lambda: bookings(fleet) == 1)
+        left_at = asyncio.get_running_loop().time()
         await until(lambda: bookings(fleet) == 0)
+        assert asyncio.get_running_loop().time() - left_at < 3, "not with the lease, which takes five seconds"
 
 
 async def test_errors_of_the_block_come_as_they_are(nats_url: str) -> None:

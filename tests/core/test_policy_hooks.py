@@ -52,7 +52,7 @@ def router(policy: Listens) -> Router:
 def test_told_of_workers_when_they_change(router: Router, policy: Listens) -> None:
     """Each worker once, whatever its ranks; at the first decision, then on changes, not at heartbeats."""
     router.route(request(), 0.0)
-    for state in ("up", "draining", "draining", "up"):
+    for state in ("up", "draining", "down", "up"):
         router.pool.update(W2, worker_beat("w2", state=state, ranks=[RankBeat(0, 100, 0, running=3)]))
         router.tell_workers()
     router.decide(request(), 0.0)
