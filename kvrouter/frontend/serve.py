@@ -143,7 +143,8 @@ async def running_frontend(
             _warn_of_missing_tokenizer(options, tokens.encoders.default)
         for note in options.policy_notes:
             log.info("frontend.router_config", note=note)
-        log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
+        mode = options.policy.own.name if options.policy.own is not None else options.router_mode
+        log.info("frontend.listening", url=feeds.address, mode=mode, id=replica.router_id)
         frontend = RunningFrontend(feeds.address, replica, feeds, watch, admin, completions, tokens)
         try:
             yield frontend

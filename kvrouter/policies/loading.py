@@ -116,9 +116,8 @@ def _why_not_imported(module_name: str, error: Exception) -> str:
 
 
 def _with_choose(module: object) -> list[str]:
-    return [
-        name for name, value in vars(module).items() if inspect.isclass(value) and hasattr(value, "choose")
-    ]
+    classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    return [name for name, value in classes.items() if _is_defined(value, "choose")]
 
 
 def _entry_point(name: str) -> object:

@@ -132,27 +132,24 @@ class Own(Policy):
 def places_of(answer: object, candidates: Sequence[Candidate]) -> list[list[int]]:
     """What `choose` has returned, as places among the candidates. Raises UnusableChoiceError.
 
-    In ranks whoever is not eligible is passed over; there must be somebody left.
+    In ranks whoever is not eligible, or stood in a rank before, is passed over; there must be somebody left.
     """
-    by_target = {candidate.target: place for place, candidate in enumerate(candidates)}
-    if isinstance(answer, Target | Candidate):
-        ranks = [[answer]]
-    elif isinstance(answer, Sequence) and all(_is_rank(rank) for rank in answer):
-        ranks = [list(rank) for rank in answer]
-    else:
-        shown = repr(answer)[:_SHOWN_CHARACTERS]
-        raise UnusableChoiceError(
-            f"choose returned {shown}: return a Target, a Candidate, or a list of lists"
-        )
-    named = dict.fromkeys(_target(one) for rank in ranks for one in rank)
-    if not named.keys() & by_target.keys():
-        shown = ", ".join(str(target) for target in named)[:_SHOWN_CHARACTERS]
+    ranks = _ranks_of(answer)
+    left = {candidate.target: place for place, candidate in enumerate(candidates)}
+    places = [[left.pop(target) for target in map(_target, rank) if target in left] for rank in ranks]
+    if not any(places):
+        shown = ", ".join(str(_target(one)) for rank in ranks for one in rank)[:_SHOWN_CHARACTERS]
         raise UnusableChoiceError(f"choose returned nobody who is eligible: {shown or 'an empty list'}")
-    places: list[list[int]] = []
-    for rank in ranks:
-        here = dict.fromkeys(by_target[target] for target in map(_target, rank) if target in by_target)
-        places.append([place for place in here if not any(place in before for before in places)])
     return places
+
+
+def _ranks_of(answer: object) -> Sequence[Sequence[Target | Candidate]]:
+    if isinstance(answer, Target | Candidate):
+        return [[answer]]
+    if isinstance(answer, Sequence) and all(map(_is_rank, answer)):
+        return answer
+    shown = repr(answer)[:_SHOWN_CHARACTERS]
+    raise UnusableChoiceError(f"choose returned {shown}: return a Target, a Candidate, or a list of lists")
 
 
 def _is_rank(rank: object) -> bool:

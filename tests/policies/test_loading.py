@@ -56,7 +56,7 @@ def test_arguments_become_what_is_annotated() -> None:
     [
         ("no_such_module:Mine", [], "no module 'no_such_module'; install it, or start kvrouter in"),
         (f"{HERE}.deeper:Mine", [], f"no module '{HERE}.deeper'"),
-        (f"{HERE}:Lst", [], f"{HERE} has no Lst; its classes: "),
+        (f"{HERE}:Lst", [], f"{HERE} has no Lst; its classes: Last, Says, Alone, "),
         (":Mine", [], "write package.module:Class"),
         (f"{HERE}:NO_CLASS", [], "and no class"),
         (f"{HERE}:NoChoose", [], "has no choose(self, request, candidates)"),
