@@ -6,22 +6,33 @@ What others build on is imported from here; everything else may change without n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvrouter.core.blocks import block_hashes, sequence_hashes
-from kvrouter.core.ids import Target, WorkerId
-from kvrouter.core.index import BlockIndex
-from kvrouter.core.policy import Candidate, Policy
-from kvrouter.core.text_index import TextIndex, TextIndexSettings
 from kvrouter.version import __version__
 
 if TYPE_CHECKING:
+    from kvrouter.client.indexers import ApproxKvIndexer, KvIndexer
+    from kvrouter.client.kv_router import KvRouter, PlacedRequest
+    from kvrouter.client.openai_client import Client
+    from kvrouter.core.beats import Card
+    from kvrouter.core.blocks import block_hashes, sequence_hashes
+    from kvrouter.core.ids import Target
+    from kvrouter.core.index import BlockIndex
+    from kvrouter.core.policy import Candidate, Choice, Policy, RouteRequest
     from kvrouter.worker.announce import announce, connect
     from kvrouter.worker.publisher import KvPublisher
 
 __all__ = [
+    "ApproxKvIndexer",
     "BlockIndex",
     "Candidate",
+    "Card",
+    "Choice",
+    "Client",
+    "KvIndexer",
     "KvPublisher",
+    "KvRouter",
+    "PlacedRequest",
     "Policy",
+    "RouteRequest",
     "Target",
     "TextIndex",
     "TextIndexSettings",
@@ -34,15 +45,30 @@ __all__ = [
 ]
 
 _ON_DEMAND = {
+    "ApproxKvIndexer": "kvrouter.client.indexers",
+    "BlockIndex": "kvrouter.core.index",
+    "Candidate": "kvrouter.core.policy",
+    "Card": "kvrouter.core.beats",
+    "Choice": "kvrouter.core.policy",
+    "Client": "kvrouter.client.openai_client",
+    "KvIndexer": "kvrouter.client.indexers",
     "KvPublisher": "kvrouter.worker.publisher",
+    "KvRouter": "kvrouter.client.kv_router",
+    "PlacedRequest": "kvrouter.client.kv_router",
+    "Policy": "kvrouter.core.policy",
+    "RouteRequest": "kvrouter.core.policy",
+    "Target": "kvrouter.core.ids",
     "announce": "kvrouter.worker.announce",
+    "block_hashes": "kvrouter.core.blocks",
     "connect": "kvrouter.worker.announce",
+    "sequence_hashes": "kvrouter.core.blocks",
 }
-"""They need a NATS client: whoever wants the pure core alone does not wait for that."""
+"""Each name waits for what it needs itself, a NATS or HTTP client among it, and for nothing else."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for."""
     if name not in _ON_DEMAND:
         raise AttributeError(f"module 'kvrouter' has no attribute {name!r}")
-    return getattr(import_module(_ON_DEMAND[name]), name)
+    value = globals()[name] = getattr(import_module(_ON_DEMAND[name]), name)
+    return value

@@ -90,5 +90,29 @@ class QueueTimeoutError(NoWorkersError):
     """The request has waited for a worker as long as it may; the client may try again."""
 
 
+class WorkerDiedError(KvRouterError):
+    """The worker broke off in the middle of its answer."""
+
+    status = 502
+    type = "BadGatewayError"
+
+
+class WorkerSilentError(KvRouterError):
+    """The worker said nothing for too long."""
+
+    status = 504
+    type = "GatewayTimeoutError"
+
+
+class WorkerRefusedError(KvRouterError):
+    """The worker has answered with an error. `status` and `body` are the worker's own."""
+
+    def __init__(self, worker_id: str, status: int, body: str) -> None:
+        super().__init__(f"worker {worker_id} answered {status}: {body[:500]}")
+        self.worker_id = worker_id
+        self.status = status
+        self.body = body
+
+
 class MalformedFrameError(KvRouterError):
     """Bytes from the bus or an engine that do not decode as what they claim to be."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct
 
@@ -120,6 +120,10 @@ class Candidate(Struct, frozen=True, gc=False):
         return self.card.lora_names if self.running_loras is None else self.running_loras
 
 
+Choice: TypeAlias = "Target | Candidate | Sequence[Sequence[Target | Candidate]]"
+"""One, or ranks of them: the first rank with somebody eligible wins, and within it the fewest requests."""
+
+
 @dataclass(slots=True)
 class PolicyState:
     """What a policy may use beside the candidates; the router owns it.
@@ -150,11 +154,15 @@ class PolicyState:
 
 
 class Policy:
-    """Picks one of the candidates; there is always at least one. A mode has to define only `pick`."""
+    """Picks one of the candidates; there is always at least one.
 
-    needs_tokens = True
+    Your own (docs/writing-a-policy.md) has to define only `choose`, and remembers for itself. The modes
+    of kvrouter/policies define `pick` instead: what they remember is in the router's `PolicyState`.
+    """
+
+    needs_tokens: bool = True
     """Whether it looks at overlap or blocks; if not, prompts need not be tokenized."""
-    needs_text = False
+    needs_text: bool = False
     """Whether it looks at `request.text`."""
     needs_sessions = False
     """Whether it looks at where sessions are bound to."""
@@ -162,6 +170,34 @@ class Policy:
     """Whether its terms come from tables of the state, too, and so change with time."""
     decisive: tuple[str, ...] = ()
     """The terms that decide: candidates equal in these are ties. None named: all terms do."""
+    refresh_s: float = 0.0
+    """Seconds from one `refresh` to the next; 0: never."""
+
+    # Your own policy
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
+        """Where the request shall go. Also asked when nothing is sent, as in a dry run."""
+        raise NotImplementedError
+
+    def on_workers(self, workers: Sequence[Card]) -> None:
+        """Those who take requests now, whenever that has changed."""
+
+    def on_request_routed(self, request: RouteRequest, target: Target, status: int) -> None:
+        """The target's answer has begun with this HTTP status. Called once for each attempt.
+
+        502: the connection was lost; 504: it said nothing for too long; 499: the client has left.
+        """
+
+    def on_worker_removed(self, worker_id: WorkerId) -> None:
+        """The worker has left or is lost, and with it all it held."""
+
+    async def refresh(self) -> None:
+        """Fetch what `choose` shall know. Runs beside it, every `refresh_s`, never twice at once."""
+
+    def close(self) -> None:
+        """The router ends."""
+
+    # The modes of kvrouter/policies
 
     def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
         """The index of the candidate to use."""

@@ -95,6 +95,8 @@ class Pool:
         self.block_size = settings.block_size or 0
         self.workers: dict[WorkerId, Worker] = {}
         self.targets: dict[Target, Worker] = {}
+        self.changes = 0
+        """How often `targets` has been made anew."""
         self.names: frozenset[str] = frozenset()
         """Every model name a client may use here; kept while all workers are away."""
         self.max_model_len = 0
@@ -186,6 +188,7 @@ class Pool:
         eligible = [worker for worker in takers if not worker.silent] or takers
         pairs = [(target, worker) for worker in eligible for target in worker.targets()]
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
+        self.changes += 1
         if self.workers:
             cards = [worker.card for worker in self.workers.values()]
             self.names = frozenset(name for card in cards for name in card.names())

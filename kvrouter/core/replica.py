@@ -130,6 +130,7 @@ class Replica:
         if not self._has_room(pool_id, served=True) or not self.router(pool_id).pool.update(worker_id, beat):
             return
         self._worker_pools[worker_id] = pool_id
+        self.routers[pool_id].tell_workers()
         self._meet_awaited(worker_id)
         self._leases.heard(WorkerSource(worker_id), beat.interval_ms)
         self._follow_worker(pool_id, worker_id, beat, now)
@@ -377,8 +378,8 @@ class Replica:
             self._forget_targets(pool_id, self.routers[pool_id].pool.remove(worker_id))
 
     def _forget_targets(self, pool_id: PoolId, targets: list[Target]) -> None:
-        for target in targets:
-            self.routers[pool_id].forget(target)
+        self.routers[pool_id].forget(targets)
+        self.routers[pool_id].tell_workers()
 
     def _unfollow_bookings(self, source: SyncSource) -> None:
         """A feed of a peer that is silent, or of a life that is: its next heartbeat begins it anew."""

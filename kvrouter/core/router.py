@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvrouter.core.active import Booking
+from kvrouter.core.beats import Card
 from kvrouter.core.blocks import pack_hashes, unpack_hashes
 from kvrouter.core.breaker import CircuitBreakers
 from kvrouter.core.decisions import Decided, DecisionRing
@@ -43,6 +44,8 @@ from kvrouter.errors import NoWorkersError
 
 MOST_SESSIONS_TOLD = 5_000
 """A snapshot tells of the sessions used last: so many take about 15 ms to encode."""
+GIVEN_UP = 499
+"""The status of a request that was freed before its worker answered, as nginx logs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class Placement:
 class _Own:
     """What the owner of a booking remembers beside it."""
 
+    request: RouteRequest
+    target: Target
     isl: int
     charged_tokens: int
     sent_at: float
@@ -76,6 +81,8 @@ class _Own:
     text: str = ""
     """The prompt, where the policy remembers texts."""
     mode: str = ""
+    is_answered: bool = False
+    """Whether the policy has been told how the worker answered."""
 
 
 class Router:
@@ -115,6 +122,8 @@ class Router:
         self._last_number = 0
         self._outbox: list[Op] = []
         self._checked_seq = seq
+        self._told_changes = 0
+        self._told_cards: list[Card] = []
 
     @property
     def needs_tokens(self) -> bool:
@@ -164,14 +173,28 @@ class Router:
         candidates = self.pool.candidates(request, exclude)
         return selection.explain(request, candidates, self._refused(request, exclude))
 
-    def forget(self, target: Target) -> None:
-        """The target is gone: what is remembered of it goes, too."""
-        self.selection.state.forget(target)
-        if self.circuits is not None:
-            self.circuits.forget(target)
+    def forget(self, targets: list[Target]) -> None:
+        """The targets are gone: what is remembered of them goes, too."""
+        for target in targets:
+            self.selection.state.forget(target)
+            if self.circuits is not None:
+                self.circuits.forget(target)
+        for worker_id in dict.fromkeys(target.worker_id for target in targets):
+            self.selection.policy.on_worker_removed(worker_id)
+
+    def tell_workers(self) -> None:
+        """Tell the policy who takes requests, if that has changed since it was told."""
+        if self._told_changes == self.pool.changes:
+            return
+        self._told_changes = self.pool.changes
+        cards = list({worker.card.worker_id: worker.card for worker in self.pool.targets.values()}.values())
+        if cards != self._told_cards:
+            self._told_cards = cards
+            self.selection.policy.on_workers(list(cards))
 
     def _selection(self, request: RouteRequest, now: float) -> Selection:
         """That of the mode asked for, as of now."""
+        self.tell_workers()
         selection = self.modes.of(request.mode)
         selection.state.now = now
         selection.state.unseen = self.unseen.expected
@@ -219,7 +242,9 @@ class Router:
         self.pool.active.book(booking)
         self._tell(*booking_ops(booking, pack_hashes(named)))
         text = request.text if selection.policy.needs_text else ""
-        self._own[key.number] = _Own(request.isl, choice.prefill_tokens, now, streamed, text, request.mode)
+        self._own[key.number] = _Own(
+            request, choice.target, request.isl, choice.prefill_tokens, now, streamed, text, request.mode
+        )
         self._remember(request, choice, now, selection)
         if not streamed:
             self._predict(key.number, choice, now)
@@ -251,6 +276,7 @@ class Router:
 
     def first_byte(self, key: BookingKey, now: float) -> None:
         """The first data byte of a streamed answer: prefill is done, and its speed is known."""
+        self.answered(key, 200)
         own = self._own.get(key.number)
         booking = self.pool.active.booking(key)
         if own is None or booking is None or booking.prefill_completed:
@@ -258,6 +284,13 @@ class Router:
         if own.streamed and own.isl:  # else its share of the charged tokens is not known
             self.rates.observe(booking.target, own.charged_tokens, now - own.sent_at)
         self.mark_prefill_completed(key, now)
+
+    def answered(self, key: BookingKey, status: int) -> None:
+        """The worker's answer has begun with this status; the first time the policy is told."""
+        own = self._own.get(key.number)
+        if own is not None and not own.is_answered:
+            own.is_answered = True
+            self.modes.of(own.mode).policy.on_request_routed(own.request, own.target, status)
 
     def mark_prefill_completed(self, key: BookingKey, now: float) -> None:
         """The booking's prefill tokens are no longer charged; a second time changes nothing."""
@@ -284,6 +317,7 @@ class Router:
 
     def free(self, key: BookingKey) -> None:
         """The request ended; a second time changes nothing."""
+        self.answered(key, GIVEN_UP)
         self._own.pop(key.number, None)
         if self.pool.active.free(key) is not None:
             self._tell(Free(key.number))

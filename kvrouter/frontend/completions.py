@@ -15,7 +15,14 @@ from kvrouter.core.ids import BookingKey, Target
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement, Router
 from kvrouter.core.watch import Watch
-from kvrouter.errors import KvRouterError, NoRouteError, NoWorkersError, WrongMethodError
+from kvrouter.errors import (
+    KvRouterError,
+    NoRouteError,
+    NoWorkersError,
+    WorkerDiedError,
+    WorkerSilentError,
+    WrongMethodError,
+)
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.accept import Accept, Parse, Work
 from kvrouter.frontend.circuits import judge
@@ -34,8 +41,6 @@ from kvrouter.frontend.relay import (
     Outcome,
     Rejected,
     TimedOut,
-    WorkerDiedError,
-    WorkerSilentError,
 )
 from kvrouter.frontend.request_head import request_head, with_report_mode
 from kvrouter.frontend.upstream import Upstream, WorkerUnreachableError
@@ -171,6 +176,7 @@ class Completions:
                 # the worker closed an idle connection just as the request went out: that is no failure
                 outcome = await self._exchange(work, placement, fresh=True)
             verdict.outcome = outcome
+        work.router.answered(placement.key, _status_of(outcome))
         if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
             now = asyncio.get_running_loop().time()
             work.router.mark_prefill_completed(placement.key, now)
@@ -303,6 +309,17 @@ def _targets_of(work: Work, placement: Placement) -> list[Target]:
     """All ranks of the worker: they share its server, so another worker is tried."""
     worker_id = placement.target.worker_id
     return [target for target in work.router.pool.targets if target.worker_id == worker_id]
+
+
+def _status_of(outcome: Outcome) -> int:
+    """The HTTP status that the worker has answered with, or that of its silence."""
+    match outcome:
+        case Done(status) | Rejected(status):
+            return status
+        case TimedOut():
+            return WorkerSilentError.status
+        case Lost():
+            return WorkerDiedError.status
 
 
 def _response_headers(work: Work, placement: Placement, router_id: str) -> bytes:

@@ -20,7 +20,7 @@ from kvrouter.frontend.queue_flags import add_queue_flags, admission_settings
 from kvrouter.frontend.relay import Limits
 from kvrouter.frontend.rule_flags import RuleOptions, add_rule_flags, rule_options
 from kvrouter.frontend.token_options import TokenOptions, add_token_flags, token_options
-from kvrouter.policies import PolicySettings
+from kvrouter.policies import OWN, PolicySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         port=flags.port,
         nats=nats_options(flags),
         namespace=flags.namespace,
-        router_mode=flags.router_mode,
+        router_mode=flags.router_mode if policy.own is None else OWN,
         overlap_weight=flags.kv_overlap_score_weight,
         temperature=flags.router_temperature,
         policy=policy,

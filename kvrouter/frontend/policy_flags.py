@@ -11,6 +11,7 @@ from kvrouter.errors import ConfigError
 from kvrouter.frontend.rule_flags import header_name
 from kvrouter.policies import POLICIES, PolicySettings
 from kvrouter.policies.endpoint_picker import EndpointPicker, load_endpoint_picker
+from kvrouter.policies.loading import OwnPolicies, load_own_policy
 from kvrouter.policies.two_stage import TwoStage
 
 SERVED_MODES = sorted(POLICIES)
@@ -77,6 +78,18 @@ def add_policy_flags(group: argparse._ArgumentGroup) -> None:
         default=default.stage_one_blocks,
         help="two-stage: leading blocks that --stage-one hash looks at",
     )
+    add(
+        "--router-policy",
+        metavar="MODULE:CLASS",
+        help="your own policy instead of a mode, or the name of an installed one (docs/writing-a-policy.md)",
+    )
+    add(
+        "--router-policy-arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument for its constructor; may be repeated",
+    )
     add("--group-label", default=default.group_label, help="two-stage: the card label that names a group")
     _add_text_flags(group)
 
@@ -129,6 +142,7 @@ def policy_settings(flags: argparse.Namespace) -> tuple[PolicySettings, tuple[st
         stage_one_blocks=flags.stage_one_blocks,
         group_label=flags.group_label,
         scored=picker.policy if picker is not None else None,
+        own=_own_policies(flags),
     )
     return settings, picker.notes if picker is not None else ()
 
@@ -149,6 +163,14 @@ def text_settings(flags: argparse.Namespace) -> TextIndexSettings:
 def bucket_header(settings: PolicySettings) -> str:
     """The request header that names the bucket of mode two-stage; empty if none does."""
     return TwoStage(settings.stage_one).header.lower()
+
+
+def _own_policies(flags: argparse.Namespace) -> OwnPolicies | None:
+    if flags.router_policy is not None:
+        return load_own_policy(flags.router_policy, flags.router_policy_arg)
+    if flags.router_policy_arg:
+        raise ConfigError("--router-policy-arg is for a --router-policy")
+    return None
 
 
 def _endpoint_picker(path: Path) -> EndpointPicker:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from kvrouter.errors import KvRouterError
+from kvrouter.errors import KvRouterError, WorkerDiedError, WorkerSilentError
 from kvrouter.frontend.framing import LAST_CHUNK, Body, ChunkContent, ChunkedBody, Head, chunk
 from kvrouter.frontend.openai import error_event
 from kvrouter.frontend.refusals import error_status_in, first_line, is_refusal
@@ -36,20 +36,6 @@ _ABORTED_REASON = "the worker aborted the request"
 _DATA_LINE = b"\ndata:"
 _TIMER_S = 0.001
 """The loop's clock ticks in ms: a timer may come this much too early."""
-
-
-class WorkerDiedError(KvRouterError):
-    """The worker broke off in the middle of its answer."""
-
-    status = 502
-    type = "BadGatewayError"
-
-
-class WorkerSilentError(KvRouterError):
-    """The worker said nothing for too long."""
-
-    status = 504
-    type = "GatewayTimeoutError"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from kvrouter.frontend.index_metrics import index_maker, index_samples
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.policy_flags import SERVED_MODES, bucket_header
+from kvrouter.frontend.policy_upkeep import PolicyUpkeep
 from kvrouter.frontend.queue import WaitingRoom
 from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.text_eviction import texts_evicted
@@ -49,6 +50,7 @@ from kvrouter.frontend.tokens import Tokens, open_tokens
 from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
 from kvrouter.policies import new_policy as policy_of
+from kvrouter.policies.own import Own
 from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
 from kvrouter.tokens.prompt import PromptEncoder
 
@@ -125,6 +127,8 @@ async def running_frontend(
         upstream = Upstream()
         stack.callback(upstream.close)
         metrics = RequestMetrics(registry)
+        upkeep = PolicyUpkeep(replica)
+        stack.callback(upkeep.close)
         watch = Watch(replica, tokens.compared)
         accept = Accept(replica, tokens.blocks, metrics, _dialect(options))
         views = DecisionViews(rules.decisions, options.router_mode, logs=options.rules.log_decisions)
@@ -147,6 +151,7 @@ async def running_frontend(
         registry.register(StateCollector(waiting_room.samples))
         if options.index_metrics:
             registry.register(StateCollector(lambda: index_samples(replica)))
+        registry.register(StateCollector(upkeep.samples))
         admin = Admin(
             replica,
             feeds,
@@ -158,7 +163,9 @@ async def running_frontend(
             ready_timeout_s=options.ready_timeout_s,
         )
         await feeds.subscribe()
-        await stack.enter_async_context(_background(feeds, watch, completions, tokens, options))
+        await stack.enter_async_context(
+            _background(feeds, watch, completions, tokens, upkeep, options=options)
+        )
         await stack.enter_async_context(texts_evicted(replica))
         stack.callback(feeds.leave)
         application = _application(completions, admin, options)
@@ -170,7 +177,8 @@ async def running_frontend(
             _warn_of_missing_tokenizer(options, encoder, path)
         for note in options.policy_notes:
             log.info("frontend.router_config", note=note)
-        log.info("frontend.listening", url=feeds.address, mode=options.router_mode, id=replica.router_id)
+        mode = options.policy.own.name if options.policy.own is not None else options.router_mode
+        log.info("frontend.listening", url=feeds.address, mode=mode, id=replica.router_id)
         frontend = RunningFrontend(
             feeds.address, replica, feeds, watch, admin, completions, waiting_room, tokens
         )
@@ -188,7 +196,9 @@ def new_rules(options: FrontendOptions) -> Rules:
 def new_replica(
     options: FrontendOptions, rules: Rules | None = None, new_index: NewIndex = BlockIndex
 ) -> Replica:
-    """The replica's state, empty, with a random id."""
+    """The replica's state, empty, with a random id. Raises ConfigError if an own policy cannot be made."""
+    if options.policy.own is not None:
+        options.policy.own.begin()
     rules = rules or new_rules(options)
     pool = replace(options.replica.pool, new_index=new_index)
 
@@ -333,7 +343,13 @@ async def _wait_for_any(*events: asyncio.Event | None, timeout_s: float) -> None
 
 @contextlib.asynccontextmanager
 async def _background(
-    feeds: Feeds, watch: Watch, completions: Completions, tokens: Tokens, options: FrontendOptions
+    feeds: Feeds,
+    watch: Watch,
+    completions: Completions,
+    tokens: Tokens,
+    upkeep: PolicyUpkeep,
+    *,
+    options: FrontendOptions,
 ) -> AsyncIterator[None]:
     """The replica's own tasks. One that fails stops the service."""
     async with asyncio.TaskGroup() as tasks:
@@ -341,6 +357,7 @@ async def _background(
             tasks.create_task(feeds.run(), name="feeds"),
             tasks.create_task(_keep_watch(watch), name="watch"),
             tasks.create_task(tokens.run(), name="tokens"),
+            tasks.create_task(upkeep.run(), name="policies"),
         ]
         if options.track_output_blocks:
             running.append(tasks.create_task(_report_progress(completions), name="progress"))
@@ -372,7 +389,7 @@ async def _report_progress(completions: Completions) -> None:
 
 
 def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder, path: str | None) -> None:
-    if not POLICIES[options.router_mode].needs_tokens or options.tokens.way != "local":
+    if not POLICIES.get(options.router_mode, Own).needs_tokens or options.tokens.way != "local":
         return
     if not encoder.can_encode_text:
         log.warning(

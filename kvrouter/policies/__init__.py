@@ -9,6 +9,7 @@ from kvrouter.core.policy import Policy
 from kvrouter.policies.kv import Kv
 from kvrouter.policies.kv_score import KvScore
 from kvrouter.policies.load import LeastLoaded, PowerOfTwo
+from kvrouter.policies.loading import OwnPolicies
 from kvrouter.policies.plain import Direct, Random, RoundRobin
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from kvrouter.policies.scored import Scored
@@ -30,6 +31,9 @@ POLICIES: dict[str, type[Policy]] = {
 }
 """By `--router-mode`."""
 
+OWN = "own"
+"""The mode's name where `--router-policy` gives a class instead."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
@@ -48,10 +52,14 @@ class PolicySettings:
     group_label: str = "group"
     scored: Scored | None = None
     """What an EndpointPickerConfig asks for; None: Heimdall's published weights."""
+    own: OwnPolicies | None = None
+    """Makes the policies of `--router-policy`; mode `own` then."""
 
 
 def new_policy(mode: str, settings: PolicySettings) -> Policy:
     """The policy of a mode with these settings."""
+    if mode == OWN and settings.own is not None:
+        return settings.own()
     make = _WITH_SETTINGS.get(mode)
     return make(settings) if make is not None else POLICIES[mode]()
 

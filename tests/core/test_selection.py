@@ -147,7 +147,7 @@ def test_session_is_bound_where_it_was_sent(pool: Pool) -> None:
     first = router.route(chat, 0.0).target
     assert {first} == {router.route(chat, float(now)).target for now in range(1, 5)}
 
-    router.forget(first)
+    router.forget([first])
     assert None is router.selection.state.sessions.target_of("chat", 5.0)
 
 
@@ -163,7 +163,7 @@ def test_text_is_remembered_when_prefill_is_done(pool: Pool) -> None:
     router.first_byte(served.key, 2.0)
 
     assert 11 == texts.chars(served.target) == sum(texts.chars(one) for one in (T1, T2, T3))
-    router.forget(served.target)
+    router.forget([served.target])
     assert 0 == texts.chars(served.target)
 
 

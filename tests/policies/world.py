@@ -9,6 +9,7 @@ Blocks are named by sequence hashes throughout, so an engine's events are the in
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import random
 from array import array
@@ -89,11 +90,18 @@ class _Flight:
 
 
 class World:
-    """Engines and one router. `joins` maps workers that come later to when."""
+    """Engines and one router. `joins` maps workers that come later to when, `zones` some to a label."""
 
     def __init__(
-        self, policy: Policy, workers: int, *, seed: int = 1, joins: dict[str, float] | None = None
+        self,
+        policy: Policy,
+        workers: int,
+        *,
+        seed: int = 1,
+        joins: dict[str, float] | None = None,
+        zones: dict[str, str] | None = None,
     ) -> None:
+        self._zones = zones or {}
         self.pool = Pool(POOL, PoolSettings())
         self.router = Router(
             self.pool,
@@ -121,6 +129,9 @@ class World:
         end = max(arrival.at for arrival in arrivals)
         for beat in range(1, int(end / BEAT_S) + 2):
             self._at(beat * BEAT_S, self._report)
+        refresh_s = self.router.selection.policy.refresh_s
+        for turn in range(int(end / refresh_s) + 1 if refresh_s else 0):
+            self._at(turn * refresh_s, self._refresh)
         while self._agenda:
             now, _, act = heapq.heappop(self._agenda)
             act(now)
@@ -131,9 +142,14 @@ class World:
         self._entries += 1
         heapq.heappush(self._agenda, (when, self._entries, act))
 
+    def _refresh(self, _now: float) -> None:
+        """What a frontend does beside its requests takes no time here."""
+        asyncio.run(self.router.selection.policy.refresh())
+
     def _join(self, name: str, _now: float = 0.0) -> None:
+        labels = {"zone": self._zones[name]} if name in self._zones else {}
         self.engines[target(name)] = Engine(EngineConfig(num_blocks=20_000, max_num_seqs=64))
-        self.pool.update(WorkerId(name), worker_beat(card(name, tiers={"device": 20_000})))
+        self.pool.update(WorkerId(name), worker_beat(card(name, tiers={"device": 20_000}, labels=labels)))
 
     def _report(self, _now: float) -> None:
         for where, engine in self.engines.items():

@@ -1,0 +1,162 @@
+"""Who holds how much of a prompt: `KvIndexer` knows from KV events, `ApproxKvIndexer` from what was sent."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from kvrouter.bus import NatsOptions
+from kvrouter.client.membership import (
+    BY_HAND,
+    READY_TIMEOUT_S,
+    HandFed,
+    by_worker,
+    check_block_size,
+    deepest_first,
+    joined,
+    new_replica,
+    until_serving,
+)
+from kvrouter.core.approx import DEFAULT_TTL_S, ApproxIndex
+from kvrouter.core.beats import Card
+from kvrouter.core.blocks import block_hashes, sequence_hashes
+from kvrouter.core.ids import SequenceHash, Target, WorkerId
+from kvrouter.core.index import BlockIndex
+from kvrouter.core.pool import PoolSettings
+from kvrouter.core.replica import ReplicaSettings
+from kvrouter.core.router import Router
+from kvrouter.errors import ConfigError
+from kvrouter.policies.plain import Random
+
+_MOST_RANKS = 1024
+
+
+class KvIndexer(HandFed):
+    """The blocks of one model's workers, from the KV events they publish.
+
+    Fed over NATS inside `subscribe`, or by hand with `apply`; not both.
+    """
+
+    def __init__(self, block_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        settings = ReplicaSettings(PoolSettings(block_size=check_block_size(block_size)))
+        super().__init__(new_replica(settings, Random), clock)
+        self.block_size = block_size
+        self._pool = BY_HAND
+        self._ranks: dict[str, int] = {}
+
+    def apply(self, frame: bytes, worker_id: str, rank: int = 0) -> None:
+        """A frame that this worker's KvPublisher has sent, in order; the first makes the worker known."""
+        if not 0 <= rank < _MOST_RANKS:
+            raise ConfigError(f"rank {rank}: use 0 to {_MOST_RANKS - 1}")
+        if rank >= self._ranks.get(worker_id, 0):
+            self._hear(
+                Card(worker_id=worker_id, url="", model="", block_size=self.block_size, ranks=rank + 1)
+            )
+            self._ranks[worker_id] = rank + 1
+        super().apply(frame, worker_id, rank)
+
+    def remove_worker(self, worker_id: str) -> None:
+        """The worker is gone, with all it held."""
+        if self._ranks.pop(worker_id, None) is not None:
+            self._goodbye(worker_id)
+
+    @contextlib.asynccontextmanager
+    async def subscribe(
+        self,
+        nats: NatsOptions | str,
+        namespace: str = "default",
+        *,
+        model: str | None = None,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+    ) -> AsyncIterator[KvIndexer]:
+        """Follow the workers of a namespace while this is open; begins when their blocks have been read.
+
+        `model` is needed where several are served. Raises NoWorkersError if nobody is there in time, and
+        ConfigError if the model's blocks have another size.
+        """
+        if self._ranks:
+            raise ConfigError("this KvIndexer is fed by hand: make another one to subscribe")
+        async with joined(self._replica, nats, namespace):
+            self._pool = await until_serving(self._replica, model, ready_timeout_s)
+            self._check_size(self._replica.routers[self._pool])
+            yield self
+
+    def find_matches_for_request(
+        self, tokens: Sequence[int], lora_name: str | None = None, salt: str | None = None
+    ) -> dict[str, int]:
+        """Leading blocks of the prompt that each worker holds, on its best rank; the deepest first.
+
+        A worker that holds none has no entry.
+        """
+        return by_worker(self.find_matches_by_target(tokens, lora_name, salt))
+
+    def find_matches_by_target(
+        self, tokens: Sequence[int], lora_name: str | None = None, salt: str | None = None
+    ) -> dict[Target, int]:
+        """The same for each `(worker_id, rank)`."""
+        router = self._replica.routers.get(self._pool)
+        if router is None:
+            return {}
+        chain = _chain(tokens, self.block_size, lora_name, salt)
+        return deepest_first(router.pool.index.overlap(chain))
+
+    def _check_size(self, router: Router) -> None:
+        sizes = {worker.card.block_size for worker in router.pool.workers.values()}
+        if sizes and self.block_size not in sizes:
+            told = ", ".join(map(str, sorted(sizes)))
+            raise ConfigError(
+                f"block_size {self.block_size}: the workers of {router.pool.model!r} have {told}"
+            )
+
+
+class ApproxKvIndexer:
+    """For engines without events: what was sent to a worker is taken to stay there for `ttl_s`."""
+
+    def __init__(
+        self, block_size: int, ttl_s: float = DEFAULT_TTL_S, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if ttl_s <= 0:
+            raise ConfigError(f"ttl_s {ttl_s:g}: use seconds, above 0")
+        self.block_size = check_block_size(block_size)
+        self._clock = clock
+        self._index = BlockIndex()
+        self._approx = ApproxIndex(self._index, ttl_s)
+
+    def process_routing_decision_for_request(
+        self,
+        tokens: Sequence[int],
+        worker_id: str,
+        rank: int = 0,
+        lora_name: str | None = None,
+        salt: str | None = None,
+    ) -> None:
+        """A prompt was sent to this worker: it holds the prompt's blocks from now on, for a time."""
+        chain = _chain(tokens, self.block_size, lora_name, salt)
+        self._approx.insert(Target(WorkerId(worker_id), rank), chain, self._clock())
+        self._index.sweep()
+
+    def remove_worker(self, worker_id: str) -> None:
+        """The worker is gone, and with it every assumption about it."""
+        for target in self._index.targets():
+            if target.worker_id == worker_id:
+                self._approx.drop(target)
+
+    def find_matches_for_request(
+        self, tokens: Sequence[int], lora_name: str | None = None, salt: str | None = None
+    ) -> dict[str, int]:
+        """Leading blocks of the prompt that each worker is assumed to hold, on its best rank."""
+        return by_worker(self.find_matches_by_target(tokens, lora_name, salt))
+
+    def find_matches_by_target(
+        self, tokens: Sequence[int], lora_name: str | None = None, salt: str | None = None
+    ) -> dict[Target, int]:
+        """The same for each `(worker_id, rank)`."""
+        self._approx.expire(self._clock())
+        return deepest_first(self._index.overlap(_chain(tokens, self.block_size, lora_name, salt)))
+
+
+def _chain(
+    tokens: Sequence[int], block_size: int, lora_name: str | None, salt: str | None
+) -> list[SequenceHash]:
+    return sequence_hashes(block_hashes(tokens, block_size, lora_name=lora_name, salt=salt))

@@ -1,0 +1,179 @@
+"""How a library object comes to know workers: as a member on NATS, or told by hand.
+
+joined    ──> Feeds keep its Replica in step, as they do a frontend's
+HandFed   ──> the caller brings cards and frames, and carries what is missing to and fro
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import structlog
+
+from kvrouter.bus import NatsOptions, Subjects
+from kvrouter.config import open_bus
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat, encode
+from kvrouter.core.events import VERSION, ReplayRequest
+from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId, is_identifier
+from kvrouter.core.policy import Policy, PolicyState
+from kvrouter.core.replica import Replica, ReplicaSettings
+from kvrouter.core.sources import KvSource
+from kvrouter.errors import ConfigError, NoWorkersError
+from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.policy_upkeep import PolicyUpkeep
+
+log = structlog.get_logger()
+
+BY_HAND = PoolId("by-hand")
+"""The pool of workers that are not on NATS."""
+READY_TIMEOUT_S = 60.0
+_LOOK_S = 0.01
+_AT_ONCE = 16
+
+
+def new_replica(
+    settings: ReplicaSettings,
+    new_policy: Callable[[], Policy],
+    *,
+    overlap_weight: float | None = None,
+    temperature: float = 0.0,
+) -> Replica:
+    """A replica's state, empty, with a random id."""
+
+    def with_state() -> tuple[Policy, PolicyState]:
+        turn = random.randrange(1_000_000)
+        return new_policy(), PolicyState(random.random, overlap_weight, temperature, turn)
+
+    router_id = RouterId(uuid.uuid4().hex[:12])
+    return Replica(settings, router_id, time.time_ns() // 1000, with_state, chance=random.random)
+
+
+@contextlib.asynccontextmanager
+async def joined(
+    replica: Replica, nats: NatsOptions | str, namespace: str, *, heartbeat_s: float = 1.0
+) -> AsyncIterator[Feeds]:
+    """The replica is a member of the namespace as long as this is open, over a connection of its own."""
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(open_bus(nats, name=f"library-{replica.router_id}"))
+        feeds = Feeds(replica, bus, Subjects(namespace), heartbeat_s=heartbeat_s)
+        upkeep = PolicyUpkeep(replica)
+        stack.callback(upkeep.close)
+        await feeds.subscribe()
+        await stack.enter_async_context(_running(feeds, upkeep))
+        stack.callback(feeds.leave)
+        yield feeds
+
+
+@contextlib.asynccontextmanager
+async def _running(feeds: Feeds, upkeep: PolicyUpkeep) -> AsyncIterator[None]:
+    """No task group: what the caller's own block raises shall reach the caller as it is."""
+    tasks = [asyncio.create_task(feeds.run()), asyncio.create_task(upkeep.run())]
+    for task in tasks:
+        task.add_done_callback(_tell_if_failed)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _tell_if_failed(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("library.task_failed", exc_info=task.exception())
+
+
+async def until_serving(replica: Replica, model: str | None, timeout_s: float) -> PoolId:
+    """The model's pool, once the first recovery is complete. Raises NoWorkersError.
+
+    Remember its id, not its router: one that nobody has needed for a while is given up, and begun anew.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout_s
+    while True:
+        missing = replica.not_ready(loop.time()) or _why_not_serving(replica, model)
+        if not missing:
+            return replica.router_for(model).pool.id
+        if loop.time() >= end:
+            raise NoWorkersError(f"not ready after {timeout_s:g} s: {'; '.join(missing)}")
+        await asyncio.sleep(_LOOK_S)
+
+
+def _why_not_serving(replica: Replica, model: str | None) -> list[str]:
+    names = sorted({name for router in replica.routers.values() for name in router.pool.names})
+    if (model is None and len(replica.routers) == 1) or model in names:
+        return []
+    wanted = "several models are served: name one" if model is None else f"no worker serves {model!r}"
+    return [f"{wanted}; there are: {', '.join(names) or 'none'}"]
+
+
+class HandFed:
+    """A replica whose workers and frames come by calls, where there is no NATS.
+
+    Whatever carries the frames may lose or repeat some: `missing` says what to ask of which worker
+    (`KvPublisher.answer` there), and `replayed` takes the answer.
+    """
+
+    def __init__(self, replica: Replica, clock: Callable[[], float]) -> None:
+        self._replica = replica
+        self._clock = clock
+
+    def apply(self, frame: bytes, worker_id: str, rank: int = 0) -> None:
+        """A frame that this worker's KvPublisher has sent, in order. A damaged one counts as lost."""
+        self._replica.kv_frame(KvSource(BY_HAND, WorkerId(worker_id), rank), frame, self._clock())
+
+    def missing(self) -> list[tuple[Target, ReplayRequest]]:
+        """What to ask of which target now, because frames were lost or came before this began."""
+        now = self._clock()
+        return [
+            (feed.target, request)
+            for feed, request in self._replica.due(now, _AT_ONCE)
+            if isinstance(feed, KvSource)
+        ]
+
+    def replayed(self, target: Target, answer: bytes | None) -> None:
+        """What the worker has answered; None if it has not. Loads at once what that brings."""
+        now, source = self._clock(), KvSource(BY_HAND, target.worker_id, target.rank)
+        if answer is None:
+            self._replica.failed(source, now)
+            return
+        self._replica.answered(source, answer, now)
+        while self._replica.work(now):
+            pass
+
+    def _hear(self, card: Card) -> None:
+        """As if the worker had announced itself."""
+        if not is_identifier(card.worker_id):
+            raise ConfigError(f"worker_id {card.worker_id!r}: use 1 to 64 of A-Z a-z 0-9 _ -")
+        ranks = [RankBeat(rank, 0, 0) for rank in range(card.ranks)]
+        beat = WorkerBeat(VERSION, 0, "up", BY_HAND, ranks, 1, card)
+        self._replica.worker_heard(WorkerId(card.worker_id), encode(beat), self._clock())
+
+    def _goodbye(self, worker_id: str) -> None:
+        beat = WorkerBeat(VERSION, 0, "leave", BY_HAND, [], 1)
+        self._replica.worker_heard(WorkerId(worker_id), encode(beat), self._clock())
+
+
+def by_worker(overlap: Mapping[Target, int]) -> dict[str, int]:
+    """The deepest of each worker's ranks; given the deepest first, and so returned."""
+    best: dict[str, int] = {}
+    for target, depth in overlap.items():
+        best.setdefault(target.worker_id, depth)
+    return best
+
+
+def deepest_first(overlap: Mapping[Target, int]) -> dict[Target, int]:
+    """In the order of depth, then of names."""
+    return dict(sorted(overlap.items(), key=lambda found: (-found[1], found[0])))
+
+
+def check_block_size(block_size: int) -> int:
+    """Raise ConfigError for one that is none."""
+    if block_size < 1:
+        raise ConfigError(f"block_size {block_size}: use the engines' own, at least 1")
+    return block_size

@@ -1,0 +1,194 @@
+"""`Client`: sends OpenAI bodies straight to the workers of one model, without a frontend.
+
+    generate = random, round_robin, direct ──> a worker ──POST──> its answers, as they come
+
+No KV overlap, no bookings, no retries: that is what a frontend or `KvRouter` is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from kvrouter.bus import NatsOptions
+from kvrouter.bus.embedded import DEFAULT_URL
+from kvrouter.client.membership import READY_TIMEOUT_S, joined, new_replica, until_serving
+from kvrouter.core.ids import PoolId, WorkerId
+from kvrouter.core.policy import Candidate, Policy, RouteRequest, Wanted
+from kvrouter.core.pool import PoolSettings
+from kvrouter.core.replica import ReplicaSettings
+from kvrouter.core.router import Router
+from kvrouter.core.selection import Selection
+from kvrouter.errors import (
+    BadRequestError,
+    ConfigError,
+    NoWorkersError,
+    WorkerDiedError,
+    WorkerRefusedError,
+    WorkerSilentError,
+)
+from kvrouter.policies.plain import Direct, Random, RoundRobin
+
+Answers = AsyncIterator[dict[str, Any]]
+"""Chunks of a stream, or one whole answer, as the worker sends them."""
+
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class Client:
+    """Use with `async with`; it begins when the model's workers are known.
+
+    `headers` go with each request, such as an API key. Raises NoWorkersError if nobody serves the model
+    within `ready_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        model: str,
+        *,
+        nats: NatsOptions | str | None = None,
+        headers: Mapping[str, str] | None = None,
+        first_byte_timeout_s: float = 600.0,
+        idle_timeout_s: float = 300.0,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+    ) -> None:
+        self.namespace = namespace
+        self.model = model
+        self.generate = self.random
+        """The published default."""
+        self._nats = nats if nats is not None else os.environ.get("NATS_URL", DEFAULT_URL)
+        self._headers = dict(headers or {})
+        self._first_byte_timeout_s = first_byte_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._ready_timeout_s = ready_timeout_s
+        self._replica = new_replica(ReplicaSettings(PoolSettings(use_kv_events=False)), Random)
+        self._pool: PoolId | None = None
+        self._http: aiohttp.ClientSession | None = None
+        self._open = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(joined(self._replica, self._nats, self.namespace))
+            self._pool = await until_serving(self._replica, self.model, self._ready_timeout_s)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+            session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+            self._http = await stack.enter_async_context(session)
+            self._open = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._open.aclose()
+
+    def worker_ids(self) -> list[str]:
+        """Who takes requests now."""
+        return list(dict.fromkeys(target.worker_id for target in self._serving().pool.targets))
+
+    def random(self, request: Mapping[str, Any]) -> Answers:
+        """Any worker, all equally likely."""
+        return self._send(request, Random())
+
+    def round_robin(self, request: Mapping[str, Any]) -> Answers:
+        """Each worker in turn."""
+        return self._send(request, RoundRobin())
+
+    def direct(self, request: Mapping[str, Any], worker_id: str, rank: int = 0) -> Answers:
+        """The worker named. Raises NoWorkersError while it takes no requests."""
+        return self._send(request, Direct(), Wanted(WorkerId(worker_id), rank))
+
+    async def _send(
+        self, request: Mapping[str, Any], policy: Policy, wanted: Wanted | None = None
+    ) -> Answers:
+        """Choose, send, and pass on; leaving early closes the connection, so that the engine stops."""
+        path = _path_of(request)
+        chosen = self._choose(str(request.get("model", self.model)), policy, wanted)
+        worker_id, card = chosen.target.worker_id, chosen.card
+        headers = {**self._headers, "content-type": "application/json"}
+        if card.rank_header:
+            headers[card.rank_header] = str(chosen.target.rank)
+        body = msgspec.json.encode({"model": self.model, **request})
+        with _worker_errors(worker_id):
+            async with contextlib.AsyncExitStack() as stack:
+                async with asyncio.timeout(self._first_byte_timeout_s):
+                    posted = self._session().post(card.url + path, data=body, headers=headers)
+                    response = await stack.enter_async_context(posted)
+                    if response.status >= 400:
+                        raise WorkerRefusedError(worker_id, response.status, await response.text())
+                if response.content_type != "text/event-stream":
+                    async with asyncio.timeout(self._idle_timeout_s):
+                        yield msgspec.json.decode(await response.read())
+                    return
+                async for event in self._events(response):
+                    yield _checked(event, worker_id)
+
+    async def _events(self, response: aiohttp.ClientResponse) -> Answers:
+        """What stands in the `data:` lines, until `[DONE]`."""
+        rest = b""
+        while True:
+            async with asyncio.timeout(self._idle_timeout_s):
+                piece = await response.content.readany()
+            if not piece:
+                raise aiohttp.ClientPayloadError("the stream has ended without [DONE]")
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    yield msgspec.json.decode(data)
+
+    def _choose(self, name: str, policy: Policy, wanted: Wanted | None) -> Candidate:
+        router = self._serving()
+        pool = router.pool
+        asked = RouteRequest("", lora_name=name if name in pool.lora_names else None, wanted=wanted)
+        candidates = pool.candidates(asked)
+        if not candidates:
+            raise NoWorkersError(f"no live worker for model {name!r}")
+        return Selection(policy, router.selection.state).choose(asked, candidates)[0]
+
+    def _serving(self) -> Router:
+        if self._pool is None:
+            raise ConfigError("open the Client first: async with Client(…) as client")
+        return self._replica.router(self._pool)
+
+    def _session(self) -> aiohttp.ClientSession:
+        assert self._http is not None  # opened together with the router
+        return self._http
+
+
+def _path_of(request: Mapping[str, Any]) -> str:
+    if "messages" in request:
+        return "/v1/chat/completions"
+    if "prompt" in request:
+        return "/v1/completions"
+    raise BadRequestError("a request has `messages` (chat) or a `prompt`")
+
+
+def _checked(event: dict[str, Any], worker_id: str) -> dict[str, Any]:
+    """An engine that fails while it streams says so in an event."""
+    error = event.get("error")
+    if not error:
+        return event
+    code = error.get("code") if isinstance(error, dict) else None
+    status = code if isinstance(code, int) else WorkerDiedError.status
+    raise WorkerRefusedError(worker_id, status, msgspec.json.encode(event).decode())
+
+
+@contextlib.contextmanager
+def _worker_errors(worker_id: str) -> Iterator[None]:
+    """Errors of the connection become those of kvrouter."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise WorkerSilentError(f"worker {worker_id} said nothing for too long") from error
+    except (aiohttp.ClientError, msgspec.DecodeError) as error:
+        raise WorkerDiedError(f"worker {worker_id}: {error}") from error

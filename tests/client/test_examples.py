@@ -1,0 +1,101 @@
+"""Every example of docs/library.md runs, against a real NATS server and mockers where it wants them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from kvrouter.worker.options import worker_id_of
+from tests.client.examples import block, blocks, output_of
+from tests.e2e.fleet import Fleet, running_fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a fleet is."""
+
+    nats: str
+    namespace: str
+    fleet: Fleet
+
+    async def output_of(self, part: str) -> list[str]:
+        """What the example that contains `part` prints here."""
+        return await output_of(block("library.md", part), nats=self.nats, namespace=self.namespace)
+
+
+@pytest.fixture
+async def place(nats_url: str) -> AsyncIterator[Place]:
+    """One frontend, two mockers."""
+    namespace = uuid.uuid4().hex
+    async with running_fleet(nats_url, namespace, frontends=1, mockers=2) as fleet:
+        yield Place(nats_url, namespace, fleet)
+
+
+def test_all_are_tried() -> None:
+    """As many examples as there are tests of one below."""
+    assert 7 == len(blocks("library.md"))
+
+
+async def test_hashes() -> None:
+    """Hashes are the published ones, and overlap is per target and tier."""
+    said = await output_of(block("library.md", "index = BlockIndex()"))
+
+    assert "[10823191264391160519, 1219978239041041138]" == said[0]
+    assert "[(Target(worker_id='w1', rank=0), 3), (Target(worker_id='w2', rank=1), 1)]" == said[1]
+    assert "[1, 2]" == said[2]
+    assert "{Target(worker_id='w1', rank=0): 2}" == said[3]
+
+
+async def test_indexer_on_nats(place: Place) -> None:
+    """A prompt that a worker has computed is found there, by the worker and by its rank."""
+    before, by_worker, by_target = await place.output_of("KvIndexer(16).subscribe")
+
+    workers = {worker_id_of(mocker.url) for mocker in place.fleet.mockers}
+    assert "{}" == before
+    assert by_worker in {f"{{'{worker}': 4}}" for worker in workers}
+    assert "rank=0): 4}" in by_target
+
+
+async def test_indexer_by_hand() -> None:
+    """Frames carried by hand, one of them lost and replayed."""
+    assert ["{'w1': 3}", "{'w1': 2}"] == await output_of(block("library.md", "indexer.replayed"))
+
+
+async def test_approximate_indexer() -> None:
+    """What was sent counts as held, until its worker is gone."""
+    said = await output_of(block("library.md", "process_routing_decision"))
+
+    assert ["{'w1': 3, 'w2': 2}", "{'w2': 2}"] == said
+
+
+async def test_router_on_nats(place: Place) -> None:
+    """The second request finds the blocks of the first; nothing stays booked, here or at the frontend."""
+    first, second = await place.output_of("KvRouter.connect")
+
+    worker = first.split()[0]
+    assert [f"{worker} had 0 of 5 blocks", f"{worker} had 4 of 5 blocks"] == [first, second]
+    for router in place.fleet.frontends[0].replica.routers.values():
+        assert {} == router.pool.active.owners()
+
+
+async def test_router_by_hand() -> None:
+    """Load spreads, overlap draws, and every term is told."""
+    spread, drawn, *terms = await output_of(block("library.md", "router.add_worker"))
+
+    assert "True" == spread
+    assert "True 10" == drawn
+    assert ["w1/0", "w2/0"] == [line.split()[0] for line in terms]
+    assert all("'cost'" in line for line in terms)
+
+
+async def test_client(place: Place) -> None:
+    """A stream, a whole answer, and a worker of one's choice."""
+    workers, *chunks, answer, direct = await place.output_of("client.round_robin")
+
+    assert 2 == workers.count("'") // 2
+    assert all(chunk.startswith("chunk") for chunk in chunks)
+    assert "chunk length" in chunks
+    assert ["answer 2", "direct 3"] == [answer, direct]

@@ -1,0 +1,233 @@
+"""KvRouter: by hand, and as a replica among frontends."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+import pytest
+
+from kvrouter import KvRouter
+from kvrouter.errors import ConfigError, NoWorkersError
+from tests.client.hands import Clock, Hand
+from tests.e2e.fleet import Fleet, running_fleet, until
+from tests.policies.own_classes import Fails, Last, NoChoose
+
+PROMPT = list(range(40))
+
+
+def by_hand(*workers: str, clock: Clock | None = None, **settings: object) -> KvRouter:
+    """Blocks of four tokens."""
+    router = KvRouter(4, clock=clock or Clock(), **settings)  # type: ignore[arg-type]  # KvRouter's own
+    for worker in workers:
+        router.add_worker(worker, url=f"http://{worker}", kv_blocks=1000)
+    return router
+
+
+def charged(router: KvRouter, tokens: list[int] = PROMPT) -> dict[str, tuple[float, float]]:
+    """Prefill and decode blocks that a prompt would make of each worker."""
+    verdicts = router.explain(tokens).verdicts
+    return {
+        str(one.target.worker_id): (one.terms["prefill_blocks"], one.terms["decode_blocks"])
+        for one in verdicts
+    }
+
+
+def test_events_draw() -> None:
+    """A worker that publishes the prompt's blocks gets the request."""
+    router = by_hand("w1", "w2", "w3")
+    for frame in Hand("w2").stores(1, PROMPT[:36]):
+        router.apply(frame, "w2")
+
+    with router.route(PROMPT) as placed:
+        assert ("w2", 0, "http://w2", 9) == (
+            placed.worker_id, placed.rank, placed.url, placed.overlap_blocks
+        )  # fmt: skip
+        assert {} == placed.headers
+        assert ["w1", "w2", "w3"] == [one.target.worker_id for one in placed.candidates]
+
+
+def test_the_moments_of_a_request() -> None:
+    """Booked: charged and active. Prefilled: active. Progress: grows. Freed: nothing; twice is once."""
+    router = by_hand("w1")
+    assert {"w1": (1.0, 1.0)} == charged(router, [1, 2, 3, 4])
+    placed = router.route(PROMPT)
+    assert {"w1": (11.0, 11.0)} == charged(router, [1, 2, 3, 4])
+    placed.mark_prefill_completed()
+    placed.mark_prefill_completed()
+    assert {"w1": (1.0, 11.0)} == charged(router, [1, 2, 3, 4])
+    placed.progress(8)
+    assert {"w1": (1.0, 13.0)} == charged(router, [1, 2, 3, 4])
+    placed.free()
+    placed.free()
+    assert {"w1": (1.0, 1.0)} == charged(router, [1, 2, 3, 4])
+
+
+def test_an_error_frees_and_assumes_nothing() -> None:
+    """Without events, only what was answered counts as held."""
+    router = by_hand("w1", use_kv_events=False)
+    with pytest.raises(ValueError, match="mine"), router.route(PROMPT):
+        raise ValueError("mine")
+    assert {"w1": (10.0, 10.0)} == charged(router)
+
+    with router.route(PROMPT):
+        pass
+    assert {"w1": (1.0, 10.0)} == charged(router), "the last block is computed again"
+
+
+def test_assumptions_expire_by_the_clock() -> None:
+    """Also where no task looks at it."""
+    clock = Clock()
+    router = by_hand("w1", clock=clock, use_kv_events=False, ttl_s=10)
+    with router.route(PROMPT):
+        pass
+    clock.now += 11
+
+    assert {"w1": (10.0, 10.0)} == charged(router)
+
+
+def test_end_of_prefill_is_predicted() -> None:
+    """For what is not streamed, from the speed of what was."""
+    clock = Clock()
+    router = by_hand("w1", clock=clock)
+    with router.route(PROMPT) as placed:
+        clock.now += 1.0
+        placed.mark_prefill_completed()
+    whole = router.route([9] * 40, streamed=False)
+    clock.now += 0.9
+    assert {"w1": (11.0, 11.0)} == charged(router, [1, 2, 3, 4])
+    clock.now += 0.2
+    assert {"w1": (1.0, 11.0)} == charged(router, [1, 2, 3, 4])
+    whole.free()
+
+
+def test_retry() -> None:
+    """A worker that failed the request is left out; nobody left is an error."""
+    router = by_hand("w1", "w2")
+    first = router.route(PROMPT)
+    first.free()
+    assert {"w1", "w2"} == {first.worker_id, router.route(PROMPT, exclude=[first.worker_id]).worker_id}
+    with pytest.raises(NoWorkersError, match="failed this request"):
+        router.route(PROMPT, exclude=["w1", "w2"])
+
+
+def test_members() -> None:
+    """Nobody is an error; who is removed gets nothing more, who is told anew is replaced."""
+    router = by_hand()
+    with pytest.raises(NoWorkersError):
+        router.route(PROMPT)
+    router.add_worker("w1", ranks=2)
+    router.add_worker("w2")
+    router.remove_worker("w1")
+    assert ["w2"] == router.worker_ids()
+    router.add_worker("w2", url="http://new")
+    assert "http://new" == router.route(PROMPT).url
+
+
+def test_a_pool_that_was_given_up() -> None:
+    """All workers have left for longer than a lease: whoever comes then is routed to as ever."""
+    router = by_hand("w1")
+    router.remove_worker("w1")
+    for _ in range(20):
+        router._replica.next_round(1000.0)
+    assert {} == router._replica.routers
+
+    router.add_worker("w2")
+    assert "w2" == router.route(PROMPT).worker_id
+
+
+def test_adapters() -> None:
+    """A request for an adapter goes where it is loaded."""
+    router = by_hand("w1")
+    router.add_worker("w2", lora_names=["a"])
+
+    assert "w2" == router.route(PROMPT, lora_name="a").worker_id
+    with pytest.raises(NoWorkersError):
+        router.route(PROMPT, lora_name="b")
+
+
+def test_a_policy_of_ones_own() -> None:
+    """A class, made once for the pool; it is told what happens; its mistakes are kept from requests."""
+    router = by_hand("w1", "w2", policy=Last)
+    with router.route(PROMPT, request_id="r") as placed:
+        assert "w2" == placed.worker_id
+        placed.mark_prefill_completed()
+    own = router._router.selection.policy
+    assert ("routed", "r", "w2/0", 200) == own.policy.told[-1]  # type: ignore[attr-defined]
+
+    assert by_hand("w1", policy=Fails).route(PROMPT).worker_id
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [("kvv", "use one of kv, "), (NoChoose, "has no choose"), (lambda: 1 / 0, "ZeroDivisionError")],
+)
+def test_wrong_policy(policy: object, said: str) -> None:
+    """Said at once."""
+    with pytest.raises(ConfigError, match=said):
+        by_hand(policy=policy)
+
+
+def test_wrong_arguments() -> None:
+    """Each says what to use."""
+    with pytest.raises(ConfigError, match="block_size 0"):
+        KvRouter(0)
+    with pytest.raises(ConfigError, match="ranks 0"):
+        by_hand().add_worker("w1", ranks=0)
+    with pytest.raises(ConfigError, match=r"worker_id 'a\.b'"):
+        by_hand().add_worker("a.b")
+
+
+def bookings(fleet: Fleet) -> int:
+    """Requests in flight as the first frontend sees them."""
+    pools = [router.pool for router in fleet.frontends[0].replica.routers.values()]
+    return sum(sum(pool.active.owners().values()) for pool in pools)
+
+
+async def test_a_replica_among_frontends(nats_url: str) -> None:
+    """Bookings are shared both ways; leaving takes them back."""
+    namespace = uuid.uuid4().hex
+    async with running_fleet(nats_url, namespace, frontends=1, mockers=2) as fleet:
+        async with KvRouter.connect(nats_url, namespace, "tiny", replica_sync=True) as router:
+            with pytest.raises(ConfigError, match="over NATS"):
+                router.add_worker("w1")
+            placed = router.route(list(range(640)))
+            await until(lambda: bookings(fleet) == 1)
+            placed.free()
+            await until(lambda: bookings(fleet) == 0)
+            (theirs,) = fleet.frontends[0].replica.routers.values()
+            key = theirs.route(router._request(list(range(640)), {}), 0.0).key
+            fleet.frontends[0].feeds.flush_soon()
+            await until(lambda: any(cost[0] > 1 for cost in charged(router, [1] * 16).values()))
+            theirs.free(key)
+            router.route(list(range(640)))
+            await until(lambda: bookings(fleet) == 1)
+        left_at = asyncio.get_running_loop().time()
+        await until(lambda: bookings(fleet) == 0)
+        assert asyncio.get_running_loop().time() - left_at < 3, "not with the lease, which takes five seconds"
+
+
+async def test_errors_of_the_block_come_as_they_are(nats_url: str) -> None:
+    """Not wrapped in a group."""
+    namespace = uuid.uuid4().hex
+    async with running_fleet(nats_url, namespace, frontends=1, mockers=1):
+        with pytest.raises(ValueError, match="mine"):
+            async with KvRouter.connect(nats_url, namespace, "tiny"):
+                raise ValueError("mine")
+
+
+async def test_refresh_runs_inside_connect(nats_url: str) -> None:
+    """A policy of one's own is looked after as in a frontend, and closed at the end."""
+    namespace = uuid.uuid4().hex
+    async with running_fleet(nats_url, namespace, frontends=1, mockers=1):
+        async with KvRouter.connect(nats_url, namespace, "tiny", policy=Fails) as router:
+            own = router._router.selection.policy
+            await until(lambda: own.troubles["refresh"] > 1)  # type: ignore[attr-defined]
+        assert 1 == own.troubles["close"]  # type: ignore[attr-defined]
+
+
+async def test_no_server() -> None:
+    """It gives up in time, and says why."""
+    with pytest.raises(NoWorkersError, match="not connected to NATS yet"):
+        async with KvRouter.connect("nats://127.0.0.1:1", "ns", "m", ready_timeout_s=0.2):
+            pass
