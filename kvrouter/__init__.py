@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from kvrouter.client.openai_client import Client
     from kvrouter.core.beats import Card
     from kvrouter.core.blocks import block_hashes, sequence_hashes
-    from kvrouter.core.ids import Target
+    from kvrouter.core.ids import Target, WorkerId
     from kvrouter.core.index import BlockIndex
     from kvrouter.core.policy import Candidate, Choice, Policy, RouteRequest
+    from kvrouter.core.text_index import TextIndex, TextIndexSettings
     from kvrouter.worker.announce import announce, connect
     from kvrouter.worker.publisher import KvPublisher
 
@@ -58,6 +59,9 @@ _ON_DEMAND = {
     "Policy": "kvrouter.core.policy",
     "RouteRequest": "kvrouter.core.policy",
     "Target": "kvrouter.core.ids",
+    "TextIndex": "kvrouter.core.text_index",
+    "TextIndexSettings": "kvrouter.core.text_index",
+    "WorkerId": "kvrouter.core.ids",
     "announce": "kvrouter.worker.announce",
     "block_hashes": "kvrouter.core.blocks",
     "connect": "kvrouter.worker.announce",
