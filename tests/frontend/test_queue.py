@@ -279,7 +279,7 @@ async def test_nothing_polls(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(queue_module, "has_room", counted)
     gate = Gate()
-    flags = (*KV, "--heartbeat-s", "0.05")
+    flags = (*KV, "--heartbeat-s", "0.05", "--no-router-track-output-blocks")  # that has a timer of its own
     async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
         for number in range(1, 11):
             await crowd.add(number)
@@ -288,7 +288,7 @@ async def test_nothing_polls(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch)
         await until(lambda: heard._last_round >= before + 5, "five heartbeats")
         received = fleet.frontend.admin._bus.counters.received - began
 
-        assert 0 < looks <= received
+        assert 0 < looks <= received + 1, "one may have been due before"
         gate.open()
         assert [200] * 10 == await crowd.statuses()
 
