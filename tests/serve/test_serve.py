@@ -81,7 +81,7 @@ async def test_the_one_command(
 
         (victim, *_) = before = served.agents()
         os.kill(victim, signal.SIGKILL)
-        await served.until_said(r"child.ended +exit_code=-9 name=agent-\d starts_again_in_s=0.5")
+        await served.until_said(r"child.ended .*exit_code=-9.*")
         await served.until(lambda: len(set(served.agents()) - set(before)) == 1, "another agent")
         await served.until_said(r"^agent-\d +\| .*worker\.up", 3)
 
