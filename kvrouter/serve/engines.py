@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from kvrouter.core.ids import is_identifier
 from kvrouter.errors import ConfigError
 from kvrouter.worker.options import worker_id_of
 
 _FLAGS = {"kv": "--kv-events", "replay": "--kv-replay", "topic": "--kv-topic", "model": "--model"}
+_ENDPOINT = re.compile(r"tcp://.+:\d{1,5}|ipc://.+")
+_LOOPBACK = {"localhost", "::1", "0.0.0.0"}
 _LABEL = "label."
 _EXAMPLE = "http://127.0.0.1:9000,kv=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:5657"
 
@@ -39,6 +43,8 @@ def read_engine(text: str) -> EngineSpec:
     url, *pairs = text.split(",")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--engine {text!r}: begin with the engine's URL, as in {_EXAMPLE}")
+    if url.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"--engine {text!r}: name the server, without /v1")
     worker_id, values, labels = _worker_id_of(url), dict[str, str](), dict[str, str]()
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -60,13 +66,25 @@ def read_engines(texts: Sequence[str]) -> tuple[EngineSpec, ...]:
     """Read all of them, and check that they are different ones. Raises ConfigError."""
     specs = [read_engine(text) for text in texts]
     by_id: dict[str, EngineSpec] = {}
+    by_address: dict[str, EngineSpec] = {}
     for spec in specs:
+        same = by_address.setdefault(_address(spec.url), spec)
+        if same is not spec:
+            raise ConfigError(f"--engine {same.url} and {spec.url} are one engine: leave one of them out")
         former = by_id.setdefault(spec.worker_id, spec)
         if former is not spec:
             raise ConfigError(
                 f"--engine {former.url} and {spec.url} are both {spec.worker_id!r}: give one of them id=NAME"
             )
     return tuple(specs)
+
+
+def _address(url: str) -> str:
+    """The same for all names of this machine's loopback."""
+    parts = urlsplit(url.lower())
+    host = "127.0.0.1" if parts.hostname in _LOOPBACK else parts.hostname
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return f"{host}:{port}{urlsplit(url).path}"
 
 
 def _worker_id_of(url: str) -> str:
@@ -83,6 +101,6 @@ def _checked_id(text: str, value: str) -> str:
 
 
 def _checked(text: str, key: str, value: str) -> str:
-    if key in {"kv", "replay"} and not value.startswith(("tcp://", "ipc://")):
+    if key in {"kv", "replay"} and not _ENDPOINT.fullmatch(value):
         raise ConfigError(f"--engine {text!r}: {key}={value}: use tcp://HOST:PORT")
     return value

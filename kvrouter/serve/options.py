@@ -144,6 +144,7 @@ def _whole_parser() -> argparse.ArgumentParser:
     """Knows every flag: for --help, and to refuse what nobody knows."""
     parser = argparse.ArgumentParser(
         prog="kvrouter serve",
+        usage="kvrouter serve --engine URL[,key=value…] [--engine …] [flag …]; --help lists the flags",
         description="NATS, an agent for each engine and the frontends: a whole deployment in one command.",
         epilog=_EPILOG,
         allow_abbrev=False,

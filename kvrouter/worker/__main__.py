@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 import structlog
 import uvloop
 
-from kvrouter.errors import KvRouterError
+from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.worker.agent import leaves, serve
 from kvrouter.worker.drain import Duty
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except* KvRouterError as group:
         for error in leaves(group):
             log.error("worker.failed", error=str(error), kind=type(error).__name__)
-        status = 1
+            status = max(status, 2 if isinstance(error, ConfigError) else 1)
     return status
 
 

@@ -42,6 +42,9 @@ def test_every_key() -> None:
         ("http://e:1,label.=x", "no key 'label.'"),
         ("http://e:1,kv=e:2", "use tcp://HOST:PORT"),
         ("http://e:1,replay=http://e:2", "use tcp://HOST:PORT"),
+        ("http://e:1,kv=tcp://e", "use tcp://HOST:PORT"),
+        ("http://e:1/v1", "without /v1"),
+        ("http://e:1/v1/,kv=tcp://e:2", "without /v1"),
         ("http://e:1,kv", "no key=value"),
         ("http://e:1,kv=", "no key=value"),
         ("http://e:1,", "no key=value"),
@@ -54,11 +57,27 @@ def test_refused(text: str, said: str) -> None:
         read_engine(text)
 
 
-def test_one_engine_twice() -> None:
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("http://e:1", "http://e:1/"),
+        ("http://e:1", "http://E:1,id=other"),
+        ("http://e", "http://e:80,id=other"),
+        ("http://localhost:1", "http://127.0.0.1:1"),
+        ("http://[::1]:1", "http://localhost:1,id=other"),
+    ],
+)
+def test_one_engine_twice(one: str, other: str) -> None:
+    """One engine under two names would count its load and its blocks twice."""
+    with pytest.raises(ConfigError, match="are one engine: leave one of them out"):
+        read_engines([one, other])
+
+
+def test_two_engines_of_one_id() -> None:
     """Two engines of one id would take each other over; an id of its own helps."""
     with pytest.raises(ConfigError, match="give one of them id=NAME"):
-        read_engines(["http://e:1", "http://e:1/"])
+        read_engines(["http://e:1/a", "http://e:1/b"])
 
     assert ("e-1", "other") == tuple(
-        spec.worker_id for spec in read_engines(["http://e:1", "http://e:1,id=other"])
+        spec.worker_id for spec in read_engines(["http://e:1/a", "http://e:1/b,id=other"])
     )

@@ -289,5 +289,5 @@ async def test_process_with_bad_flags() -> None:
     )  # fmt: skip
     _, errors = await process.communicate()
 
-    assert 1 == process.returncode
+    assert 2 == process.returncode
     assert b"use http://HOST:PORT" in errors
