@@ -18,6 +18,7 @@ usage: kvrouter COMMAND [flags]
   frontend   one replica: OpenAI-compatible HTTP frontend with the router inside
   worker     the agent beside an engine: announces it, bridges its KV events, reports its load
   mocker     a simulated engine with vLLM's HTTP surface and KV-event wire
+  simulate   a trace through simulated engines, each routing mode in turn, in virtual time
   nats       the embedded NATS server on 127.0.0.1, until stopped
   verify     compares what live replicas hold: the same blocks, the same bookings?
 
@@ -66,6 +67,12 @@ def _mocker(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _simulate(arguments: Sequence[str]) -> int:
+    from kvrouter.simulate.__main__ import main as run
+
+    return run(arguments)
+
+
 def _nats(arguments: Sequence[str]) -> int:
     from kvrouter.bus.embedded import DEFAULT_URL
     from kvrouter.telemetry.logs import set_up_logs
@@ -104,6 +111,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "frontend": _frontend,
     "worker": _worker,
     "mocker": _mocker,
+    "simulate": _simulate,
     "nats": _nats,
     "verify": _verify,
 }

@@ -1,1 +1,1 @@
-"""Traces and, later, the same core in virtual time."""
+"""Traces, and the same core in virtual time."""

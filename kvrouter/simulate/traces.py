@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from kvrouter.errors import KvRouterError
 
@@ -24,6 +25,9 @@ TRACE_ID_TOKENS = 512
 
 CONVERSATION_EXCERPT = Path(__file__).parent / "data" / "mooncake_conversation_700.jsonl"
 """The first 700 requests of the conversation trace; data/README.md names source and licence."""
+
+
+_NAME = struct.Struct("<QQ")
 
 
 class TraceError(KvRouterError):
@@ -141,6 +145,16 @@ def spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
         for burst, gap in zip(bursts, gaps, strict=True)
         for position, request in enumerate(burst)
     ]
+
+
+def named_blocks(request: TraceRequest, *, tokens_per_id: int, block_size: int) -> list[int]:
+    """Sequence hashes of the prompt's full blocks, where its tokens do not matter.
+
+    An id names its block and all before it, so an id and a place in it make a hash.
+    """
+    places = range(tokens_per_id // block_size)
+    hashes = [xxh3_64_intdigest(_NAME.pack(id_, place)) for id_ in request.hash_ids for place in places]
+    return hashes[: request.prompt_tokens // block_size]
 
 
 class Prompts:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvrouter.simulate.percentiles import Percentiles, percentiles
 from scripts.kit.load import Outcome
 
 BUSY_LIMIT = 0.80
 """Above this, times say more about the machine than about what runs on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """In seconds; NaN without samples."""
-
-    p50: float
-    p90: float
-    p99: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +55,6 @@ def figures(outcomes: Sequence[Outcome]) -> Figures:
         requests_per_worker=dict(sorted(workers.items())),
         worst_late_s=max((outcome.late_s for outcome in outcomes), default=0.0),
     )
-
-
-def percentiles(samples: Iterable[float | None]) -> Percentiles:
-    """By nearest rank: each is a value that occurred."""
-    known = sorted(sample for sample in samples if sample is not None)
-
-    def at(share: float) -> float:
-        return known[math.ceil(share * len(known)) - 1] if known else math.nan
-
-    return Percentiles(at(0.50), at(0.90), at(0.99))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ import pytest
 from kvrouter.core.policy import RouteRequest
 from kvrouter.policies.loading import load_own_policy
 from kvrouter.policies.own import Own
+from kvrouter.simulate.fleet import Run
 from tests.client.examples import blocks
 from tests.policies.test_stories import WORKERS, hot_prefix, newcomer, one_at_a_time
-from tests.policies.world import Run, World
+from tests.policies.world import fleet
 
 ZONES = {"w1": "a", "w2": "a", "w3": "b", "w4": "b"}
 
@@ -41,7 +42,7 @@ def test_the_example_is_short() -> None:
 
 def served(policy: Own, **world: Any) -> Run:
     """The hot prefix over two zones, at what half the fleet can serve; no mistake of the policy."""
-    run = World(policy, len(WORKERS), zones=ZONES, **world).run(hot_prefix()[::2])
+    run = fleet(policy, len(WORKERS), zones=ZONES, **world).run(hot_prefix()[::2])
     assert {} == policy.troubles
     return run
 
@@ -53,7 +54,7 @@ def test_it_stays_in_its_zone(zoned: Any) -> None:
     assert 0.4 < run.share("w1") < 0.6
     assert 1.0 == run.share("w1") + run.share("w2")
     assert run.hit_rate > 0.9
-    assert run.p90_ttft_s() < 0.5
+    assert run.ttft.p90 < 0.5
 
 
 def test_refresh_takes_effect(zoned: Any, tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_refresh_takes_effect(zoned: Any, tmp_path: Path) -> None:
 
 def test_a_zone_without_workers(zoned: Any) -> None:
     """Then anybody who is well; an idle fleet is used evenly."""
-    run = World(zoned("zone=none"), len(WORKERS), zones=ZONES).run(one_at_a_time())
+    run = fleet(zoned("zone=none"), len(WORKERS), zones=ZONES).run(one_at_a_time())
 
     assert all(0.08 < run.share(worker) < 0.5 for worker in WORKERS)
 
@@ -74,7 +75,7 @@ def test_a_zone_without_workers(zoned: Any) -> None:
 def test_a_newcomer_gets_its_share(zoned: Any) -> None:
     """A third worker joins the zone."""
     policy = zoned("zone=a")
-    world = World(policy, len(WORKERS), zones={**ZONES, "w5": "a"}, joins={"w5": 2.0})
+    world = fleet(policy, len(WORKERS), zones={**ZONES, "w5": "a"}, joins={"w5": 2.0})
     run = world.run(newcomer(rate=50))
 
     assert 0.2 < run.share("w5", last=200) < 0.5
@@ -84,7 +85,7 @@ def test_a_newcomer_gets_its_share(zoned: Any) -> None:
 def test_failures_are_left_alone(zoned: Any) -> None:
     """Three answers with an error, and a worker is no longer among the well, until it is gone and back."""
     policy = zoned("zone=a")
-    world = World(policy, 2, zones={"w1": "a"})
+    world = fleet(policy, 2, zones={"w1": "a"})
     ask = RouteRequest("r")
 
     def winner() -> str:

@@ -13,7 +13,8 @@ import pytest
 from kvrouter.core.policy import Policy
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.prefix_affinity import PrefixAffinity
-from tests.policies.world import Arrival, Run, World
+from kvrouter.simulate.fleet import Arrival, Run
+from tests.policies.world import arrival, fleet
 
 WORKERS = ("w1", "w2", "w3", "w4")
 RAY_NOW = "prefix-affinity, unbounded"
@@ -23,12 +24,12 @@ RAY_NOW = "prefix-affinity, unbounded"
 def served(mode: str, arrivals: list[Arrival], joins: dict[str, float] | None = None) -> Run:
     """A run over four workers."""
     policy: Policy = PrefixAffinity(math.inf) if mode == RAY_NOW else new_policy(mode, PolicySettings())
-    return World(policy, len(WORKERS), joins=joins).run(arrivals)
+    return fleet(policy, len(WORKERS), joins=joins).run(arrivals)
 
 
 def one_at_a_time() -> list[Arrival]:
     """Forty prompts that share nothing, each long done when the next comes."""
-    return [Arrival(3.0 * number, ((10_000 + number, 64),), 16) for number in range(40)]
+    return [arrival(3.0 * number, ((10_000 + number, 64),), 16) for number in range(40)]
 
 
 @pytest.mark.parametrize("mode", [*sorted(set(POLICIES) - {"direct"}), RAY_NOW])
@@ -41,10 +42,10 @@ def test_idle_fleet_is_used_evenly(mode: str) -> None:
 
 def hot_prefix(start: float = 2.0) -> list[Arrival]:
     """One request puts 4,096 tokens in one worker's cache; then 60 a second share them."""
-    first = Arrival(0.0, ((1, 256), (9_999, 8)), 8)
+    first = arrival(0.0, ((1, 256), (9_999, 8)), 8)
     return [
         first,
-        *(Arrival(start + number / 60, ((1, 256), (10_000 + number, 8)), 128) for number in range(600)),
+        *(arrival(start + number / 60, ((1, 256), (10_000 + number, 8)), 128) for number in range(600)),
     ]
 
 
@@ -54,7 +55,7 @@ def test_hot_prefix_spreads(mode: str) -> None:
     run = served(mode, hot_prefix())
 
     assert max(run.share(worker) for worker in WORKERS) < 0.35
-    assert run.p90_ttft_s() < 0.2
+    assert run.ttft.p90 < 0.2
     assert run.hit_rate > 0.9, "and still most of it is found in a cache"
 
 
@@ -68,7 +69,7 @@ def test_hot_prefix_overloads_one_worker(mode: str) -> None:
 
     assert 1.0 == max(run.share(worker) for worker in WORKERS)
     assert max(run.deepest.values()) > 200
-    assert run.p90_ttft_s() > 5
+    assert run.ttft.p90 > 5
 
 
 def test_hot_prefix_under_sticky() -> None:
@@ -77,23 +78,23 @@ def test_hot_prefix_under_sticky() -> None:
 
     assert 0.3 < max(run.share(worker) for worker in WORKERS) < 0.7
     assert 60 < max(run.deepest.values()) < 300
-    assert 0.2 < run.p90_ttft_s() < 5
+    assert 0.2 < run.ttft.p90 < 5
 
 
 def test_temperature_breaks_the_feedback_loop() -> None:
     """kv-score with softmax, as its guide advises: the same traffic, spread."""
-    world = World(new_policy("kv-score", PolicySettings()), len(WORKERS))
+    world = fleet(new_policy("kv-score", PolicySettings()), len(WORKERS))
     world.router.selection.state.temperature = 1.0
 
     run = world.run(hot_prefix())
 
     assert max(run.share(worker) for worker in WORKERS) < 0.7
-    assert run.p90_ttft_s() < 1
+    assert run.ttft.p90 < 1
 
 
 def newcomer(rate: float) -> list[Arrival]:
     """A system prompt of 2,048 tokens that all share, 256 tokens of their own, 128 out."""
-    return [Arrival(number / rate, ((1, 128), (10_000 + number, 16)), 128) for number in range(800)]
+    return [arrival(number / rate, ((1, 128), (10_000 + number, 16)), 128) for number in range(800)]
 
 
 @pytest.mark.parametrize("mode", ["kv", "two-stage", "prefix-affinity", "p2c", "least-loaded", "round-robin"])
@@ -102,7 +103,7 @@ def test_newcomer_is_used_when_needed(mode: str) -> None:
     run = served(mode, newcomer(rate=100), {"w5": 2.0})
 
     assert 0.15 < run.share("w5", last=300) < 0.35
-    assert run.p90_ttft_s() < 0.2
+    assert run.ttft.p90 < 0.2
 
 
 @pytest.mark.parametrize("mode", ["kv-score", "scored", "sticky", RAY_NOW])
@@ -118,12 +119,12 @@ def test_kv_leaves_a_newcomer_alone_while_nobody_needs_it() -> None:
     run = served("kv", newcomer(rate=10), {"w5": 2.0})
 
     assert run.share("w5", last=300) < 0.05
-    assert run.p90_ttft_s() < 0.05
+    assert run.ttft.p90 < 0.05
 
 
 def misses() -> list[Arrival]:
     """Twelve prompts a second of 4,096 tokens that nobody has ever seen; a worker does five."""
-    return [Arrival(number / 12, ((10_000 + number, 256),), 8) for number in range(480)]
+    return [arrival(number / 12, ((10_000 + number, 256),), 8) for number in range(480)]
 
 
 @pytest.mark.parametrize("mode", ["kv", "sticky", "p2c", "least-loaded", "round-robin", "two-stage"])
@@ -132,7 +133,7 @@ def test_misses_go_by_load(mode: str) -> None:
     run = served(mode, misses(), {"w5": 15.0})
 
     assert 0.14 < run.share("w5", last=300) < 0.26
-    assert run.p90_ttft_s() < 0.5
+    assert run.ttft.p90 < 0.5
 
 
 @pytest.mark.parametrize(

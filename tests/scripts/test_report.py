@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvrouter.simulate.percentiles import Percentiles, percentiles
 from scripts.kit.demo import load_requests, main
-from scripts.kit.figures import MachineTime, Percentiles, figures, percentiles
+from scripts.kit.figures import MachineTime, figures
 from scripts.kit.load import Outcome
 from scripts.kit.replicas import View, _view, disagreements
 from scripts.kit.report import ModeResult, problems, show, write_json

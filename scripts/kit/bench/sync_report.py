@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
+from kvrouter.simulate.percentiles import percentiles
 from scripts.kit.bench.meter import Usage
 from scripts.kit.bench.visibility import Seen
-from scripts.kit.figures import percentiles
 
 
 @dataclass(frozen=True, slots=True)

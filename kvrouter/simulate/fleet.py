@@ -1,0 +1,234 @@
+"""A fleet in virtual time: the mocker's pure engines behind a real router, load reported once a second.
+
+    arrivals ──router.route──> engine.add ──step──> outputs at now + duration ──> mark, free
+                   ^                          └──> KV events ──> the pool's index
+                   └── heartbeats with running, waiting, KV usage, every second
+
+Blocks are named by sequence hashes throughout, so an engine's events are the index's own hashes.
+Nothing waits: a moment is an entry of the agenda, and time is what the next entry says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat
+from kvrouter.core.cost import Prompt
+from kvrouter.core.events import VERSION
+from kvrouter.core.ids import BookingKey, PoolId, RouterId, Target, WorkerId
+from kvrouter.core.policy import Policy, PolicyState, RouteRequest
+from kvrouter.core.pool import Pool, PoolSettings
+from kvrouter.core.router import Router
+from kvrouter.mocker.engine import Engine, EngineConfig, EngineRequest, Output, StepResult
+from kvrouter.mocker.events import BlockRemoved, BlockStored
+from kvrouter.simulate.percentiles import Percentiles, percentiles
+
+BEAT_S = 1.0
+"""Between two heartbeats of a worker."""
+_POOL = PoolId("simulated")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request. `hashes` are the sequence hashes of the prompt's full blocks."""
+
+    at: float
+    hashes: Sequence[int]
+    prompt_tokens: int
+    output_tokens: int
+    text: str = ""
+
+
+@dataclass(slots=True)
+class Run:
+    """What happened."""
+
+    targets: list[Target] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    latency_s: list[float] = field(default_factory=list)
+    deepest: Counter[WorkerId] = field(default_factory=Counter)
+    """The most requests in flight that each worker had; 0 if it got none."""
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+
+    def share(self, worker: str, last: int = 0) -> float:
+        """Which part of the (last) requests went to a worker."""
+        counted = self.targets[-last:]
+        return sum(target.worker_id == worker for target in counted) / len(counted)
+
+    @property
+    def ttft(self) -> Percentiles:
+        """Time to the first token."""
+        return percentiles(self.ttft_s)
+
+    @property
+    def latency(self) -> Percentiles:
+        """Time to the last token."""
+        return percentiles(self.latency_s)
+
+    @property
+    def hit_rate(self) -> float:
+        """Prompt tokens that were not computed."""
+        return self.cached_tokens / self.prompt_tokens
+
+
+@dataclass(slots=True)
+class _Flight:
+    key: BookingKey
+    target: Target
+    sent_at: float
+    began: bool = False
+
+
+class Fleet:
+    """Engines and one router, for one run.
+
+    `joins` maps workers that come later to when, `labels` workers to those on their cards.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        state: PolicyState,
+        workers: int,
+        *,
+        engine: EngineConfig,
+        joins: Mapping[str, float] | None = None,
+        labels: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        self._labels = labels or {}
+        self._config = engine
+        self.pool = Pool(_POOL, PoolSettings())
+        self.router = Router(
+            self.pool, policy, state, router_id=RouterId("simulated"), incarnation=1, synced=False
+        )
+        self.engines: dict[Target, Engine] = {}
+        self.record = Run()
+        self._flights: dict[str, _Flight] = {}
+        self._stepping: set[Target] = set()
+        self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
+        self._entries = 0
+        self._done = 0
+        for number in range(1, workers + 1):
+            self._join(f"w{number}")
+        for name, at in (joins or {}).items():
+            self._at(at, partial(self._join, name))
+
+    def run(self, arrivals: Sequence[Arrival], on_done: Callable[[int], None] | None = None) -> Run:
+        """Serve them all; `on_done` hears how many have been answered."""
+        for number, arrival in enumerate(arrivals):
+            self._at(arrival.at, partial(self._arrive, f"r{number}", arrival))
+        end = max(arrival.at for arrival in arrivals)
+        for beat in range(1, int(end / BEAT_S) + 2):
+            self._at(beat * BEAT_S, self._report)
+        refresh_s = self.router.selection.policy.refresh_s
+        for turn in range(int(end / refresh_s) + 1 if refresh_s else 0):
+            self._at(turn * refresh_s, self._refresh)
+        while self._agenda:
+            now, _, act = heapq.heappop(self._agenda)
+            before = self._done
+            act(now)
+            if on_done is not None and self._done > before:
+                on_done(self._done)
+        assert not self._flights, "every request was answered"
+        return self.record
+
+    def _at(self, when: float, act: Callable[[float], None]) -> None:
+        self._entries += 1
+        heapq.heappush(self._agenda, (when, self._entries, act))
+
+    def _refresh(self, _now: float) -> None:
+        """What a frontend does beside its requests takes no time here."""
+        asyncio.run(self.router.selection.policy.refresh())
+
+    def _join(self, name: str, _now: float = 0.0) -> None:
+        config = self._config
+        self.engines[Target(WorkerId(name))] = Engine(config)
+        self.record.deepest[WorkerId(name)] = 0
+        card = Card(
+            worker_id=name,
+            url=f"http://{name}:9000",
+            model="simulated",
+            block_size=config.block_size,
+            tiers={"device": config.num_blocks},
+            max_model_len=config.max_model_len,
+            max_batched_tokens=config.max_num_batched_tokens,
+            max_sequences=config.max_num_seqs,
+            labels=dict(self._labels.get(name, {})),
+        )
+        self.pool.update(WorkerId(name), _beat(RankBeat(0, 100, 0), card))
+
+    def _report(self, _now: float) -> None:
+        for where, engine in self.engines.items():
+            load = RankBeat(
+                0, 100, 0, running=engine.num_running, waiting=engine.num_waiting, kv_usage=engine.kv_usage
+            )
+            self.pool.update(where.worker_id, _beat(load))
+
+    def _arrive(self, name: str, arrival: Arrival, now: float) -> None:
+        tokens = arrival.prompt_tokens
+        asked = RouteRequest(name, (Prompt(arrival.hashes, tokens),), text=arrival.text)
+        placed = self.router.route(asked, now)
+        self._flights[name] = _Flight(placed.key, placed.target, now)
+        self.record.targets.append(placed.target)
+        self.record.prompt_tokens += tokens
+        worker = placed.target.worker_id
+        depth = self.pool.active.requests(placed.target)
+        self.record.deepest[worker] = max(self.record.deepest[worker], depth)
+        self.engines[placed.target].add(
+            EngineRequest(
+                name,
+                array("I", bytes(4 * tokens)),
+                max_tokens=arrival.output_tokens,
+                hashes=tuple(arrival.hashes),
+            )
+        )
+        self._step(now, placed.target)
+
+    def _step(self, now: float, where: Target) -> None:
+        engine = self.engines[where]
+        if where in self._stepping or not engine.has_work():
+            return
+        self._stepping.add(where)
+        result = engine.step()
+        self._at(now + result.duration_s, partial(self._finish, where, result))
+
+    def _finish(self, where: Target, result: StepResult, now: float) -> None:
+        self._stepping.discard(where)
+        for event in result.events:
+            if isinstance(event, BlockStored):
+                self.pool.index.store(where, event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                self.pool.index.remove(where, event.block_hashes)
+        for output in result.outputs:
+            self._put_out(output, now)
+        self._step(now, where)
+
+    def _put_out(self, output: Output, now: float) -> None:
+        flight, record = self._flights[output.id], self.record
+        if not flight.began:
+            flight.began = True
+            record.ttft_s.append(now - flight.sent_at)
+            record.cached_tokens += output.cached_tokens
+            self.router.first_byte(flight.key, now)
+        if output.finish_reason:
+            record.latency_s.append(now - flight.sent_at)
+            self.router.free(flight.key)
+            del self._flights[output.id]
+            self._done += 1
+
+
+def new_state(seed: int, overlap_weight: float | None = None, temperature: float = 0.0) -> PolicyState:
+    """What a router hands its policy, with chance that is the same each time."""
+    return PolicyState(random.Random(seed).random, overlap_weight, temperature)
+
+
+def _beat(rank: RankBeat, card: Card | None = None) -> WorkerBeat:
+    return WorkerBeat(VERSION, 100, "up", _POOL, [rank], 1, card)

@@ -1,0 +1,110 @@
+"""`python -m kvrouter.simulate`, over the excerpt of the conversation trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrouter.simulate.__main__ import main
+from kvrouter.simulate.traces import CONVERSATION_EXCERPT, TraceRequest, named_blocks, read_mooncake
+
+SMALL = [
+    "--requests",
+    "80",
+    "--workers",
+    "4",
+    "--tokens-per-id",
+    "64",
+    "--output-divisor",
+    "8",
+    "--duration",
+    "5",
+]
+OWN = """
+from kvrouter import Policy
+
+class First(Policy):
+    def choose(self, request, candidates):
+        return min(candidates, key=lambda one: one.target.worker_id)
+"""
+
+
+def simulated(tmp_path: Path, *flags: str) -> dict[str, Any]:
+    """The figures of each mode."""
+    file = tmp_path / "figures.json"
+    assert 0 == main([*SMALL, "--json", str(file), *flags])
+    modes: dict[str, Any] = json.loads(file.read_text())["modes"]
+    return modes
+
+
+def test_modes_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each mode serves all requests, kv from caches more often; the table says the same as the file."""
+    modes = simulated(tmp_path, "--requests", "400", "--duration", "25")
+
+    plain, kv = modes["round-robin"], modes["kv"]
+    assert [400, 400] == [plain["requests"], kv["requests"]]
+    assert {"w1": 100, "w2": 100, "w3": 100, "w4": 100} == plain["requests_by_worker"]
+    assert kv["cached_token_rate"] > 1.2 * plain["cached_token_rate"] > 0
+    assert 0 < kv["ttft_s"]["p50"] <= kv["ttft_s"]["p99"] < kv["latency_s"]["p99"]
+    assert f"{kv['cached_token_rate']:.1%}" in capsys.readouterr().out
+
+
+def test_same_seed_same_figures(tmp_path: Path) -> None:
+    """Nothing but the seed is chance."""
+    flags = ["--router-mode", "kv", "--router-temperature", "0.5"]
+
+    assert simulated(tmp_path, *flags) == simulated(tmp_path, *flags)
+    assert simulated(tmp_path, *flags) != simulated(tmp_path, *flags, "--seed", "2")
+
+
+def test_own_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of one's own stands beside the modes; a worker that got nothing is shown with 0."""
+    (tmp_path / "first_only.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    modes = simulated(tmp_path, "--router-mode", "random", "--router-policy", "first_only:First")
+
+    assert ["random", "own"] == list(modes)
+    assert {"w1": 80, "w2": 0, "w3": 0, "w4": 0} == modes["own"]["requests_by_worker"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--trace", "nowhere.jsonl"], "cannot read the trace nowhere.jsonl"),
+        (["--tokens-per-id", "40"], "must be a multiple of --block-size 16"),
+        (["--tokens-per-id", "1024"], "tokens_per_id 1024: use 1 to 512"),
+        (["--max-model-len", "5"], "every prompt is longer than --max-model-len 5"),
+        (["--max-model-len", "500000"], "does not fit"),
+        (["--router-policy", "nowhere:Class"], "nowhere"),
+    ],
+)
+def test_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong command line ends with what to change."""
+    assert 2 == main([*SMALL, *flags])
+
+    assert said in capsys.readouterr().err
+
+
+def test_requests_that_are_too_long_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """And counted."""
+    trace = read_mooncake(CONVERSATION_EXCERPT, 80)
+    longer = sum(request.prompt_tokens // 8 >= 2000 for request in trace)
+
+    assert 0 == main([*SMALL, "--max-model-len", "2000", "--router-mode", "kv"])
+
+    assert 80 > longer > 0
+    assert f"left out: {longer} requests longer than --max-model-len" in capsys.readouterr().out
+
+
+def test_named_blocks() -> None:
+    """Equal ids are equal blocks; what is not a full block has no name."""
+    one = named_blocks(TraceRequest(0.0, 100, 1, (7, 8)), tokens_per_id=64, block_size=16)
+    other = named_blocks(TraceRequest(0.0, 128, 1, (7, 9)), tokens_per_id=64, block_size=16)
+
+    assert (6, 8) == (len(one), len(other))
+    assert one[:4] == other[:4]
+    assert not set(one[4:]) & set(other[4:])
