@@ -32,6 +32,7 @@ class ServeOptions:
     nats_port: int
     state_dir: Path | None
     api_key_file: Path | None
+    metrics: tuple[str, ...]
     common: tuple[str, ...]
     frontend_flags: tuple[str, ...]
     frontend: FrontendOptions
@@ -44,6 +45,7 @@ class ServeOptions:
     def agent_flags(self, engine: EngineSpec) -> list[str]:
         """The flags of an engine's agent but for --nats. It ends when the frontends have drained: at once."""
         flags = [*engine.flags(), *self.common, "--drain-timeout=0"]
+        flags += [f"--metric={metric}" for metric in self.metrics]
         if self.state_dir is not None:
             flags.append(f"--state-file={self.state_dir / engine.worker_id}.state")
         if self.api_key_file is not None:
@@ -81,6 +83,7 @@ def parse_options(arguments: Sequence[str]) -> ServeOptions:
         nats_port=own.nats_port,
         state_dir=own.state_dir,
         api_key_file=_engine_key().parse_known_args(frontend_flags)[0].engine_api_key_file,
+        metrics=tuple(own.metric),
         common=common,
         frontend_flags=tuple(frontend_flags),
         frontend=replace(frontend.parse_options([*common, *frontend_flags]), nats=nats),
@@ -117,6 +120,9 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--state-dir", type=Path, metavar="DIR", help="agents keep their tables here across restarts"
+    )
+    group.add_argument(
+        "--metric", action="append", default=[], metavar="NAME=SERIES", help="of the agents; repeatable"
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvrouter.core.ids import WorkerId
 from kvrouter.core.policy import Policy
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.prefix_affinity import PrefixAffinity
@@ -151,8 +152,8 @@ def test_misses_to_the_smallest_tree_spiral(
     run = served(mode, misses(), {"w5": 15.0})
 
     assert share[0] < run.share("w5", last=300) < share[1]
-    assert deepest[0] < run.deepest["w5"] < deepest[1]
-    assert run.deepest["w5"] >= max(run.deepest[worker] for worker in WORKERS)
+    assert deepest[0] < run.deepest[WorkerId("w5")] < deepest[1]
+    assert run.deepest[WorkerId("w5")] >= max(run.deepest[WorkerId(worker)] for worker in WORKERS)
 
 
 def test_the_world_is_the_same_twice() -> None:

@@ -38,11 +38,13 @@ def test_who_gets_which_flag(tmp_path: Path) -> None:
     options = parse(
         "--replicas", "3", "--port", "9000", "--namespace", "n", "--router-mode", "random",
         "--kv-overlap-score-weight=2", "--state-dir", str(tmp_path), "--no-use-kv-events",
+        "--metric", "preempted=vllm:num_preemptions_total",
     )  # fmt: skip
     agent = options.agent(options.engines[0])
 
     assert [9000, 9001, 9002] == options.ports()
     assert ("n", tmp_path / "127-0-0-1-25100.state") == (agent.namespace, agent.state_file)
+    assert {"preempted": "vllm:num_preemptions_total"} == agent.metrics
     assert "--namespace=n" in options.common
     assert (
         "--port", "9000", "--router-mode", "random", "--kv-overlap-score-weight=2", "--no-use-kv-events",
