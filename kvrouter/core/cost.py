@@ -69,7 +69,7 @@ def uncached_tokens(isl: int, block_size: int, overlap: Overlap) -> int:
 def lowest(costs: Sequence[float], chance: float) -> int:
     """The index of the lowest cost; `chance` in [0, 1) decides among the equal."""
     least = min(costs)
-    ties = [i for i, value in enumerate(costs) if value - least <= EQUAL_WITHIN * max(abs(value), abs(least))]
+    ties = [i for i, value in enumerate(costs) if math.isclose(value, least, rel_tol=EQUAL_WITHIN)]
     return ties[int(chance * len(ties))]
 
 
@@ -114,11 +114,15 @@ def sample(costs: Sequence[float], temperature: float, chance: float) -> int:
     least, most = min(costs), max(costs)
     if most == least:
         return int(chance * len(costs))
-    weights = [math.exp(-(value - least) / ((most - least) * temperature)) for value in costs]
-    return _draw(weights, chance)
+    if math.isinf(most):
+        return lowest(costs, chance)  # a weight near the largest number there is
+    width = most - least  # divided by first: times a tiny temperature it may become 0
+    return _draw([math.exp(-(value - least) / width / temperature) for value in costs], chance)
 
 
 def sample_scores(scores: Sequence[float], temperature: float, chance: float) -> int:
     """Softmax over raw scores, higher being better: weight `exp(score / temperature)`."""
     most = max(scores)
+    if math.isinf(most):
+        return lowest([-score for score in scores], chance)
     return _draw([math.exp((score - most) / temperature) for score in scores], chance)

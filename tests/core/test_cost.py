@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -9,7 +10,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core.cost import Overlap, cost, find_overlap, lowest, sample, spread, uncached_tokens
+from kvrouter.core.cost import (
+    Overlap,
+    cost,
+    find_overlap,
+    lowest,
+    sample,
+    sample_scores,
+    spread,
+    uncached_tokens,
+)
 
 costs = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
 chances = st.floats(0, 1, exclude_max=True)
@@ -153,6 +163,29 @@ def test_equal_costs_draw_uniformly() -> None:
 def test_low_temperature_is_nearly_deterministic() -> None:
     """Near 0 the least cost wins, even for tiny temperatures that underflow the others' weights."""
     assert {1} == {sample([5.0, 3.0, 4.0], 1e-6, chance / 100) for chance in range(100)}
+
+
+def test_temperature_next_to_nothing() -> None:
+    """The smallest number there is: the lowest cost, and no division by 0."""
+    assert {1} == {sample([5.0, 4.75, 4.9], 5e-324, chance / 100) for chance in range(100)}
+    assert {1} == {sample_scores([0.1, 0.2, 0.15], 5e-324, chance / 100) for chance in range(100)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_costs_beyond_the_largest_number(temperature: float) -> None:
+    """A weight of 1e308: those that overflow are equal, and any other is lower."""
+
+    def chosen(costs: list[float]) -> set[int]:
+        draws = [chance / 100 for chance in range(100)]
+        return {sample(costs, temperature, c) if temperature else lowest(costs, c) for c in draws}
+
+    assert {0, 1} == chosen([math.inf, math.inf])
+    assert {1} == chosen([math.inf, 3.0])
+
+
+def test_scores_below_the_lowest_number() -> None:
+    """All overflow: each is as likely as any other."""
+    assert {0, 1} == {sample_scores([-math.inf] * 2, 1.0, chance / 100) for chance in range(100)}
 
 
 def test_spread_without_water_is_the_lowest() -> None:
