@@ -36,6 +36,8 @@ class Decided(Struct, frozen=True):
     overlap_weight: float | None
     temperature: float
     unseen: float
+    group_turn: int
+    """The one that was taken, or would have been (two-stage)."""
     order: tuple[Target, ...]
     """The choice, then where it would have been tried next."""
     candidates: Sequence[Candidate]
@@ -56,9 +58,11 @@ class Decided(Struct, frozen=True):
         """With what the state says now."""
         state = selection.state
         weight, temperature, unseen = state.overlap_weight, state.temperature, state.unseen
+        turn = state.group_turn - 1  # the choice has been made
         return cls(
-            request, state.now, selection, weight, temperature, unseen, order, candidates, eligible, refusals
-        )
+            request, state.now, selection, weight, temperature, unseen, turn,
+            order, candidates, eligible, refusals,
+        )  # fmt: skip
 
     @property
     def about_bytes(self) -> int:
@@ -77,6 +81,7 @@ class Decided(Struct, frozen=True):
             overlap_weight=self.overlap_weight,
             temperature=self.temperature,
             unseen=self.unseen,
+            group_turn=self.group_turn,
         )
         selection = replace(self.selection, state=state)
         told = selection.terms(self.request, self.eligible)

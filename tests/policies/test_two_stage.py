@@ -7,11 +7,13 @@ from collections import Counter
 import pytest
 
 from kvrouter.core.cost import Prompt
+from kvrouter.core.decisions import Decided
 from kvrouter.core.policy import Candidate, RouteRequest
+from kvrouter.core.selection import Selection
 from kvrouter.errors import ConfigError
 from kvrouter.policies.two_stage import TwoStage
 from tests.core.worlds import chain_from
-from tests.policies.tables import REQUEST, candidate, picked, seeded, state
+from tests.policies.tables import REQUEST, candidate, picked, seeded, state, target
 
 
 def grouped(*groups: str) -> list[Candidate]:
@@ -46,6 +48,22 @@ def test_round_robin_over_groups_kv_within() -> None:
     picks = [candidates[TwoStage().pick(REQUEST, candidates, what)].target.worker_id for _ in range(4)]
 
     assert ["a2", "b1", "a2", "b1"] == picks
+
+
+def test_kept_decision_tells_the_group_of_its_turn() -> None:
+    """Turns taken since change nothing about which group it was."""
+    candidates = grouped("a", "b")
+    selection = Selection(TwoStage(), state())
+
+    kept = []
+    for _ in range(3):
+        order = tuple(one.target for one in selection.choose(REQUEST, candidates))
+        kept.append(Decided.of(REQUEST, selection, order, candidates, candidates, {}))
+
+    for decided, winner in zip(kept, ["w0", "w1", "w0"], strict=True):
+        told = decided.explain()
+        in_group = [one.target for one in told.verdicts if one.terms["in_group"]]
+        assert [target(winner)] == in_group == list(told.ties) == [told.target]
 
 
 def test_without_labels_it_is_kv() -> None:
