@@ -170,7 +170,7 @@ def load_endpoint_picker(text: str) -> EndpointPicker:
     """Read a file's text. Raises ConfigError."""
     try:
         document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
         raise ConfigError(f"the router config is no YAML: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"the router config is no {KIND}: it has to be a mapping with kind: {KIND}")

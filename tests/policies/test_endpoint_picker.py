@@ -199,7 +199,7 @@ def test_one_profile_only() -> None:
         read_endpoint_picker(document)
 
 
-@pytest.mark.parametrize("text", ["", "a: [", "- 1", "just words"])
+@pytest.mark.parametrize("text", ["", "a: [", "- 1", "just words", "a: 2024-13-45", "[" * 3000])
 def test_no_config(text: str) -> None:
     """Not YAML, or not a mapping."""
     with pytest.raises(ConfigError, match="router config"):
