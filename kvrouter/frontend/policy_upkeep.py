@@ -90,6 +90,11 @@ async def _refresh_forever(policy: Own) -> None:
                 await policy.refresh()
         except TimeoutError:
             policy.note("refresh", f"has taken longer than {REFRESH_TIMEOUT_S:g} s")
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            policy.failed("refresh", error)  # not we: what it waited for was cancelled
         await asyncio.sleep(policy.refresh_s)
 
 

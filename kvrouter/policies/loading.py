@@ -82,7 +82,7 @@ def guarded(policy: object, name: str) -> Own:
     """An object that has a `choose`, ready for the router. Raises ConfigError if it does not fit."""
     _check_methods(policy, name)
     refresh_s = getattr(policy, "refresh_s", 0.0)
-    if not isinstance(refresh_s, int | float) or refresh_s < 0:
+    if not isinstance(refresh_s, int | float) or not refresh_s >= 0:  # NaN is neither
         raise ConfigError(f"policy {name}: refresh_s is {refresh_s!r}; use seconds")
     if _is_defined(policy, "refresh") and not refresh_s:
         raise ConfigError(f"policy {name} has a refresh: say how often, as in refresh_s = 1.0")

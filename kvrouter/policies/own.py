@@ -21,6 +21,8 @@ from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 ANSWER = "answer"
 """The kind of trouble where `choose` has returned what cannot be used."""
 _SHOWN_CHARACTERS = 200
+_ENDS = (KeyboardInterrupt, SystemExit)
+"""These end the process. A CancelledError of a plain call ends nothing: it came from the result of something."""
 
 
 class Trouble(NamedTuple):
@@ -58,11 +60,13 @@ class Own(Policy):
     ) -> Sequence[int]:
         """Its ranks, the fewest requests first in each; least-loaded if it fails."""
         try:
-            ranks = places_of(self.policy.choose(request, candidates), candidates)
+            ranks = places_of(self.policy.choose(request, list(candidates)), candidates)  # it may sort them
         except UnusableChoiceError as error:
             self.note(ANSWER, str(error))
             ranks = [list(range(len(candidates)))]
-        except Exception as error:
+        except _ENDS:
+            raise
+        except BaseException as error:
             self.failed("choose", error)
             ranks = [list(range(len(candidates)))]
         return [place for rank in ranks for place in _by_requests(rank, candidates, state)]
@@ -110,10 +114,12 @@ class Own(Policy):
             return  # it need not derive from Policy
         try:
             hook(*arguments)
-        except Exception as error:
+        except _ENDS:
+            raise
+        except BaseException as error:
             self.failed(method, error)
 
-    def failed(self, where: str, error: Exception) -> None:
+    def failed(self, where: str, error: BaseException) -> None:
         """A method of the policy has raised."""
         self.note(where, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 

@@ -62,6 +62,14 @@ class Counting(Slow):
         self.at_once -= 1
 
 
+class AsksTheCancelled(Slow):
+    """What its refresh waits for has been cancelled."""
+
+    async def refresh(self) -> None:
+        self.begun += 1
+        raise asyncio.CancelledError
+
+
 def own(fleet: Fleet) -> Own:
     """The policy of the one pool."""
     (router,) = fleet.frontend.replica.routers.values()
@@ -185,6 +193,16 @@ async def test_refresh_that_takes_too_long(fleet_of: FleetOf, monkeypatch: pytes
         await until(lambda: fleet.logged("policy.trouble"))
         (entry,) = fleet.logged("policy.trouble")
         assert "has taken longer than 0.02 s" == entry["what"]
+
+
+async def test_refresh_of_what_was_cancelled(fleet_of: FleetOf) -> None:
+    """That is one more mistake: told once, and tried again."""
+    async with fleet_of("--router-policy", f"{__name__}:AsksTheCancelled") as fleet:
+        policy: Any = own(fleet).policy
+        await until(lambda: policy.begun > 2)
+        await until(lambda: fleet.logged("policy.trouble"))
+        (entry,) = fleet.logged("policy.trouble")
+        assert ("refresh", "CancelledError: ") == (entry["where"], entry["what"])
 
 
 def test_flags() -> None:

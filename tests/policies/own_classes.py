@@ -42,7 +42,7 @@ class Says(Policy):
         self.answer = answer
 
     def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer  # type: ignore[return-value]  # that is the point
 

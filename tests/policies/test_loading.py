@@ -108,6 +108,12 @@ def test_refresh_without_an_interval() -> None:
         guarded(NoInterval(), "mine")
 
 
+def test_interval_that_is_no_number() -> None:
+    """NaN is no interval either: it would never run."""
+    with pytest.raises(ConfigError, match="refresh_s is nan"):
+        guarded(type("Odd", (NoInterval,), {"refresh_s": float("nan")})(), "mine")
+
+
 def test_one_policy_for_each_pool() -> None:
     """The first is made at the start, and used; the next are new."""
     policies = OwnPolicies("last", Last)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from kvrouter.core.policy import Candidate, Policy, RouteRequest
+from kvrouter.core.policy import Candidate, Choice, Policy, RouteRequest
 from kvrouter.core.selection import Selection
 from kvrouter.policies.own import ANSWER, Own
 from tests.policies.own_classes import Fails, Last, Says
@@ -76,6 +78,31 @@ def test_mistakes_fall_back(answer: Any, where: str, said: str) -> None:
     assert ("Traceback" in news.traceback) == (where == "choose")
     assert {where: 60} == policy.troubles
     assert [] == policy.take_news()
+
+
+def test_result_of_what_was_cancelled() -> None:
+    """A CancelledError of choose is its own mistake: the request goes on."""
+    policy = Own(Says(asyncio.CancelledError()), "says")
+
+    assert ["b"] == picked(policy, ALL)
+    assert {"choose": 60} == policy.troubles
+
+
+def test_it_may_change_its_list() -> None:
+    """The list of candidates is its own: sorted or emptied, nobody else sees that."""
+
+    class Takes(Policy):
+        def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
+            assert isinstance(candidates, list)
+            last = candidates.pop()
+            candidates.clear()
+            return [[last]]
+
+    policy, eligible = Own(Takes(), "takes"), list(ALL)
+
+    assert [C] == Selection(policy, state()).choose(REQUEST, eligible)
+    assert ALL == eligible
+    assert {} == policy.troubles
 
 
 def test_fallback_has_an_order() -> None:
