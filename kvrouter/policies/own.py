@@ -22,7 +22,7 @@ ANSWER = "answer"
 """The kind of trouble where `choose` has returned what cannot be used."""
 _SHOWN_CHARACTERS = 200
 _ENDS = (KeyboardInterrupt, SystemExit)
-"""These end the process. A CancelledError of a plain call ends nothing: it came from the result of something."""
+"""These end the process. A CancelledError of a plain call ends nothing: it came from some result."""
 
 
 class Trouble(NamedTuple):
