@@ -163,6 +163,13 @@ _SCORERS: dict[str, tuple[type[_Strict], _Made]] = {
     "no-hit-lru-scorer": (_NoHitLru, lambda _: scorers.no_hit_lru),
 }
 _PICKER = "max-score-picker"
+_INDEXER_FLAGS = {
+    "prefixStoreConfig": "use --prefix-store-blocks and --prefix-store-block-chars",
+    "tokenProcessorConfig": "the block size is the engines' own, or --kv-cache-block-size",
+    "kvBlockIndexConfig": "use --index-max-blocks, --index-max-holders and --index-metrics",
+    "tokenizersPoolConfig": "use --min-prefix-overlap-ratio, --tokenizer-cache-dir and $HF_TOKEN",
+}
+"""Where kvrouter takes from what stands in `indexerConfig`."""
 _HANDLER = "single-profile-handler"
 
 
@@ -198,8 +205,11 @@ def read_endpoint_picker(document: Mapping[str, Any]) -> EndpointPicker:
             scorer = _SCORERS[plugin.type][1](given)
             weighted.append(Weighted(reference.plugin_ref, scorer, reference.weight))
     prefix_cache = next((one for one in parameters.values() if isinstance(one, PrefixCacheParameters)), None)
-    notes = tuple(note for name, given in parameters.items() for note in _notes(name, given))
-    return EndpointPicker(Scored(tuple(weighted), max_endpoints), prefix_cache, notes)
+    notes = [note for name, given in parameters.items() for note in _notes(name, given)]
+    notes += [note for name, plugin in plugins.items() for note in _indexer_notes(name, plugin)]
+    if not any(one.weight for one in weighted):
+        notes.append("no scorer has a weight: all workers are equal, and chance decides")
+    return EndpointPicker(Scored(tuple(weighted), max_endpoints), prefix_cache, tuple(notes))
 
 
 def _references(wanted: _Document, plugins: Mapping[str, _Plugin]) -> list[_Reference]:
@@ -210,6 +220,10 @@ def _references(wanted: _Document, plugins: Mapping[str, _Plugin]) -> list[_Refe
         raise ConfigError(f"schedulingProfiles {names}: only one is supported here")
     if not profiles:
         return [_Reference(name) for name in plugins]
+    pickers = [one for one in profiles[0].plugins if one.plugin_ref in plugins and _is_picker(plugins, one)]
+    if len(pickers) > 1:
+        names = ", ".join(one.plugin_ref for one in pickers)
+        raise ConfigError(f"schedulingProfiles refers to the pickers {names}: leave one")
     for reference in profiles[0].plugins:
         if reference.plugin_ref not in plugins:
             known = ", ".join(plugins) or "none"
@@ -219,6 +233,10 @@ def _references(wanted: _Document, plugins: Mapping[str, _Plugin]) -> list[_Refe
                 f"the weight of pluginRef {reference.plugin_ref!r} is {reference.weight}; use at least 0"
             )
     return profiles[0].plugins
+
+
+def _is_picker(plugins: Mapping[str, _Plugin], reference: _Reference) -> bool:
+    return plugins[reference.plugin_ref].type == _PICKER
 
 
 def _parameters(name: str, plugin: _Plugin) -> _Strict:
@@ -272,3 +290,9 @@ def _prefix_cache_notes(given: PrefixCacheParameters) -> list[str]:
             "kvEventsConfig is not needed: the agent beside each engine reads its events (--kv-events)"
         )
     return notes
+
+
+def _indexer_notes(name: str, plugin: _Plugin) -> list[str]:
+    """What the file sets of the index and of tokenizing: flags do that here, for all modes."""
+    given = (plugin.parameters or {}).get("indexerConfig") or {}
+    return [f"{name}: {section} is not read from here: {_INDEXER_FLAGS[section]}" for section in given]

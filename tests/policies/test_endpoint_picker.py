@@ -9,7 +9,7 @@ import pytest
 from kvrouter.errors import ConfigError
 from kvrouter.policies import scorers
 from kvrouter.policies.endpoint_picker import load_endpoint_picker, read_endpoint_picker
-from tests.policies.tables import REQUEST, candidate, picked, state
+from tests.policies.tables import REQUEST, candidate, picked, seeded, state
 
 HEIMDALL = """
 global:
@@ -98,6 +98,42 @@ def test_hash_seed_is_accepted_and_said_to_be_unnecessary() -> None:
 
     assert any("hashSeed is not needed" in note for note in notes)
     assert any("kvEventsConfig is not needed" in note for note in notes)
+
+
+def test_what_flags_say_instead_is_told() -> None:
+    """Sizes and ratios of `indexerConfig` are flags here; nothing is ignored in silence."""
+    notes = "\n".join(load_endpoint_picker(HEIMDALL).notes)
+
+    for flag in ("--prefix-store-blocks", "--index-max-holders", "--min-prefix-overlap-ratio", "$HF_TOKEN"):
+        assert flag in notes
+    assert "hf_secret" not in notes
+    assert () == load_endpoint_picker("{kind: EndpointPickerConfig, plugins: [{type: queue-scorer}]}").notes
+
+
+@pytest.mark.parametrize("profile", [None, [], [{"pluginRef": "queue-scorer", "weight": 0}]])
+def test_nothing_that_scores(profile: list[dict[str, Any]] | None) -> None:
+    """Without scorers, or with weights of 0, all workers are equal; that is said."""
+    document = config({"type": "queue-scorer"}, profile=profile)
+    if profile is None:
+        document["plugins"] = []
+    elif not profile:
+        document["schedulingProfiles"] = [{"name": "default", "plugins": [{"pluginRef": "p"}]}]
+        document["plugins"] = [{"type": "max-score-picker", "name": "p"}]
+
+    picker = read_endpoint_picker(document)
+
+    chance, workers = seeded(1), [candidate("a", waiting=5), candidate("b")]
+    assert {0, 1} == {picker.policy.pick(REQUEST, workers, chance) for _ in range(30)}
+    assert any("chance decides" in note for note in picker.notes)
+
+
+def test_two_pickers() -> None:
+    """Which of them would count is not for us to guess."""
+    refs = [{"pluginRef": "queue-scorer"}, {"pluginRef": "one"}, {"pluginRef": "two"}]
+    pickers = [{"type": "max-score-picker", "name": name} for name in ("one", "two")]
+
+    with pytest.raises(ConfigError, match="the pickers one, two: leave one"):
+        read_endpoint_picker(config({"type": "queue-scorer"}, *pickers, profile=refs))
 
 
 def test_secret_stays_secret() -> None:
