@@ -4,6 +4,7 @@
     should    Session, Multiplex, Locality     narrow, but never to nobody
 
 What must hold comes first: a preferred worker that is full has left before the preference is asked.
+Who names its target (mode direct) is asked for no preference.
 Workers that drain, are down, have another block size or lack the adapter are no candidates from the
 start (core/pool.py).
 """
@@ -105,7 +106,7 @@ class Session:
         self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
     ) -> Sequence[Candidate]:
         """The bound target alone, or all."""
-        if not request.session:
+        if not request.session or request.wanted is not None:
             return candidates
         bound = state.sessions.target_of(request.session, state.now)
         return [candidate for candidate in candidates if candidate.target == bound] or candidates
@@ -124,7 +125,7 @@ class Multiplex:
         self, request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState
     ) -> Sequence[Candidate]:
         """The best rank that is not empty."""
-        if request.lora_name is None or not candidates:
+        if request.lora_name is None or request.wanted is not None or not candidates:
             return candidates
         loaded = [one for one in candidates if request.lora_name in one.lora_names]
         if loaded:
@@ -142,9 +143,11 @@ class Locality:
     name: str = "locality"
 
     def keep(
-        self, _request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState
+        self, request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState
     ) -> Sequence[Candidate]:
         """The nearest that there are."""
+        if request.wanted is not None:
+            return candidates
         for label, here in (("node", self.node), ("zone", self.zone)):
             near = [one for one in candidates if here and one.labels.get(label) == here]
             if near:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from kvrouter.core.breaker import BreakerSettings, CircuitBreakers
 from kvrouter.core.filters import (
@@ -16,7 +17,8 @@ from kvrouter.core.filters import (
     Session,
     new_filters,
 )
-from kvrouter.core.policy import Candidate, PolicyState, RouteRequest
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.policy import Candidate, PolicyState, RouteRequest, Wanted
 from kvrouter.core.selection import Selection
 from kvrouter.core.sessions import SessionTable
 from kvrouter.policies.load import LeastLoaded
@@ -142,6 +144,19 @@ def test_preferences_never_beat_what_must_hold() -> None:
     settings = FilterSettings(max_ongoing_requests=4, node="n1")
 
     assert ["w2"] == selected(settings, state(), near, far)
+
+
+@pytest.mark.parametrize(
+    "preference", [Session(), Session(is_hard=True), Multiplex(), Locality("n1", "z1")], ids=str
+)
+def test_preferences_leave_a_named_target_alone(bound: PolicyState, preference: Filter) -> None:
+    """Mode direct goes where the client says, bound, loaded and near or not."""
+    near = candidate("w2", labels={"node": "n1", "zone": "z1"}, lora_names=("a",))
+    named = RouteRequest("req", lora_name="a", session="chat", wanted=Wanted(WorkerId("w1")))
+    anywhere = structs.replace(named, wanted=None)
+
+    assert ["w1", "w2"] == kept(preference, candidate("w1"), near, request=named, using=bound)
+    assert ["w2"] == kept(preference, candidate("w1"), near, request=anywhere, using=bound)
 
 
 def test_circuit_breaker() -> None:
