@@ -1,0 +1,34 @@
+"""The commands of README and docs have flags that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+
+
+def flags_shown(command: str) -> set[str]:
+    """Every flag that some page shows on a line of this command."""
+    line = re.compile(rf"(?:python -m kvrouter\.|kvrouter ){command}\b([^`\n&]*)")
+    texts = [page.read_text().replace("\\\n", " ") for page in PAGES]
+    return {flag for text in texts for rest in line.findall(text) for flag in FLAG.findall(rest)}
+
+
+@pytest.mark.parametrize("command", ["frontend", "worker", "mocker", "serve", "verify"])
+def test_flags_exist(command: str) -> None:
+    """Whoever copies a line from a page is not told that it is wrong, nor that it is ambiguous."""
+    helped = subprocess.run(
+        [sys.executable, "-m", "kvrouter", command, "--help"], capture_output=True, text=True, check=True
+    )
+
+    shown = flags_shown(command)
+
+    assert shown
+    assert set() == shown - set(FLAG.findall(helped.stdout))
