@@ -116,7 +116,7 @@ class ApproxKvIndexer:
     def __init__(
         self, block_size: int, ttl_s: float = DEFAULT_TTL_S, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if ttl_s <= 0:
+        if not ttl_s > 0:  # nor NaN
             raise ConfigError(f"ttl_s {ttl_s:g}: use seconds, above 0")
         self.block_size = check_block_size(block_size)
         self._clock = clock

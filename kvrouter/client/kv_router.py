@@ -8,6 +8,7 @@ its end ──> free, or the end of the `with` block
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from types import TracebackType
@@ -79,6 +80,7 @@ class KvRouter(HandFed):
         ttl_s: float = DEFAULT_TTL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
         pool = PoolSettings(use_kv_events, ttl_s, block_size=check_block_size(block_size))
         replica = new_replica(
             ReplicaSettings(pool), _maker(policy), overlap_weight=overlap_weight, temperature=temperature
@@ -109,6 +111,7 @@ class KvRouter(HandFed):
         theirs, and sees theirs. At the end it leaves. Raises NoWorkersError if nobody serves the model
         in time.
         """
+        _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
         settings = ReplicaSettings(PoolSettings(use_kv_events, ttl_s), replica_sync, heartbeat_s=heartbeat_s)
         replica = new_replica(
             settings, _maker(policy), overlap_weight=overlap_weight, temperature=temperature
@@ -208,6 +211,7 @@ class KvRouter(HandFed):
         return list(dict.fromkeys(target.worker_id for target in self._router.pool.targets))
 
     def _request(self, tokens: Sequence[int], about: About) -> RouteRequest:
+        _check_amounts(overlap_weight=about.get("overlap_weight"), temperature=about.get("temperature"))
         lora_name, size = about.get("lora_name"), self._router.pool.block_size
         prompts: tuple[Prompt, ...] = ()
         if size:  # else nobody is there to serve it
@@ -231,6 +235,8 @@ class KvRouter(HandFed):
         )
 
     def _targets_of(self, worker_ids: Collection[str]) -> frozenset[Target]:
+        if isinstance(worker_ids, str):
+            raise ConfigError(f"exclude {worker_ids!r}: give a list of worker ids")
         wanted = {WorkerId(worker_id) for worker_id in worker_ids}
         return frozenset(target for target in self._router.pool.targets if target.worker_id in wanted)
 
@@ -243,6 +249,13 @@ class KvRouter(HandFed):
         self._router.pool.sweep(_SWEPT)
         tell_news(self._router.selection.policy)
         return now
+
+
+def _check_amounts(**amounts: float | None) -> None:
+    """Raise ConfigError for one that is given and is no number of at least 0."""
+    for name, amount in amounts.items():
+        if amount is not None and not (isinstance(amount, int | float) and 0 <= amount < math.inf):
+            raise ConfigError(f"{name} {amount!r}: use a number of at least 0")
 
 
 class PlacedRequest:

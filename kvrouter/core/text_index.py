@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvrouter.core.ids import Target
+from kvrouter.errors import ConfigError
 
 STEP_NODES = 500
 """Letting go of so many nodes takes less than a millisecond."""
@@ -39,6 +40,15 @@ class TextIndexSettings:
     eviction_threshold_chars: int = 400_000
     eviction_target_chars: int = 360_000
     eviction_interval_secs: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.block_chars < 1:
+            raise ConfigError(f"block_chars {self.block_chars}: use at least 1")
+        if not 0 <= self.eviction_target_chars <= self.eviction_threshold_chars:
+            raise ConfigError(
+                f"eviction_target_chars {self.eviction_target_chars}: use at least 0, and no more than "
+                f"eviction_threshold_chars, {self.eviction_threshold_chars}"
+            )
 
 
 class _Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from typing import Any
 
 import pytest
 
@@ -166,6 +167,26 @@ def test_wrong_policy(policy: object, said: str) -> None:
     """Said at once."""
     with pytest.raises(ConfigError, match=said):
         by_hand(policy=policy)
+
+
+@pytest.mark.parametrize("amount", [-1, float("nan"), float("inf"), "2"])
+def test_wrong_amounts(amount: Any) -> None:
+    """Weights, temperatures and times to live are numbers of at least 0, for all requests or one."""
+    router = KvRouter(16)
+
+    for name in ("overlap_weight", "temperature", "ttl_s"):
+        about: dict[str, Any] = {name: amount}
+        with pytest.raises(ConfigError, match=f"{name} .*: use a number of at least 0"):
+            KvRouter(16, **about)
+        if name != "ttl_s":
+            with pytest.raises(ConfigError, match=f"{name} .*: use a number of at least 0"):
+                router.route([1, 2, 3], **about)
+
+
+def test_exclude_is_a_list() -> None:
+    """One id alone would be taken for a list of characters, and exclude nobody."""
+    with pytest.raises(ConfigError, match="exclude 'w1': give a list"):
+        KvRouter(16).route([1, 2, 3], exclude="w1")
 
 
 def test_wrong_arguments() -> None:

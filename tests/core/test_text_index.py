@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvrouter.core import text_index
 from kvrouter.core.ids import Target, WorkerId
 from kvrouter.core.text_index import TextIndex, TextIndexSettings
+from kvrouter.errors import ConfigError
 
 A, B, C = (Target(WorkerId(name)) for name in "abc")
 ALL = (A, B, C)
@@ -169,6 +170,23 @@ def test_larger_blocks_round_the_rate_down() -> None:
 def evicting() -> TextIndex:
     """Above 20 characters down to 10, every 10 s."""
     return TextIndex(TextIndexSettings(1, True, 20, 10, 10.0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"block_chars": 0}, "block_chars 0"),
+        ({"eviction_target_chars": -1}, "eviction_target_chars -1"),
+        (
+            {"eviction_threshold_chars": 5, "eviction_target_chars": 6},
+            "no more than eviction_threshold_chars, 5",
+        ),
+    ],
+)
+def test_wrong_settings(settings: dict[str, int], said: str) -> None:
+    """Said where they are made, not by a match or an eviction later."""
+    with pytest.raises(ConfigError, match=said):
+        TextIndexSettings(**settings)  # type: ignore[arg-type]  # they are integers
 
 
 def test_eviction_above_the_threshold(evicting: TextIndex) -> None:
