@@ -144,7 +144,7 @@ def policy_settings(flags: argparse.Namespace) -> tuple[PolicySettings, tuple[st
         scored=picker.policy if picker is not None else None,
         own=_own_policies(flags),
     )
-    return settings, picker.notes if picker is not None else ()
+    return settings, _config_notes(picker, flags)
 
 
 def text_settings(flags: argparse.Namespace) -> TextIndexSettings:
@@ -178,6 +178,15 @@ def _endpoint_picker(path: Path) -> EndpointPicker:
         return load_endpoint_picker(path.read_text())
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"--router-config {path}: {error}") from error
+
+
+def _config_notes(picker: EndpointPicker | None, flags: argparse.Namespace) -> tuple[str, ...]:
+    if picker is None:
+        return ()
+    if flags.router_mode == "scored" and flags.router_policy is None:
+        return picker.notes
+    own = flags.router_policy or flags.router_mode
+    return (*picker.notes, f"the mode is {own}: only requests that ask for mode scored go by this file")
 
 
 def _stage_one(text: str) -> str:

@@ -52,7 +52,7 @@ def test_router_config(tmp_path: Path) -> None:
         "kind: EndpointPickerConfig\n"
         "plugins: [{type: queue-scorer}, {type: no-hit-lru-scorer, parameters: {lruSize: 9}}]\n"
     )
-    options = parse_options(["--router-config", str(file)])
+    options = parse_options(["--router-mode", "scored", "--router-config", str(file)])
 
     policy = new_policy("scored", options.policy)
 
@@ -61,6 +61,17 @@ def test_router_config(tmp_path: Path) -> None:
         (one.name, one.weight) for one in policy.scorers
     ]
     assert ["no-hit-lru-scorer"] == [note.partition(":")[0] for note in options.policy_notes]
+
+
+def test_config_without_its_mode(tmp_path: Path) -> None:
+    """Whoever forgets --router-mode scored is told: the file changes next to nothing."""
+    path = tmp_path / "picker.yaml"
+    path.write_text("{kind: EndpointPickerConfig, plugins: [{type: queue-scorer}]}")
+    flags = ["--router-config", str(path)]
+
+    assert () == parse_options([*flags, "--router-mode", "scored"]).policy_notes
+    (note,) = parse_options(flags).policy_notes
+    assert note.startswith("the mode is kv: only requests that ask for mode scored")
 
 
 def test_wrong_router_config(tmp_path: Path) -> None:
