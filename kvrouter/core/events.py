@@ -107,6 +107,14 @@ class ApproxEntry(Struct, frozen=True, array_like=True, tag=21):
     ttl_ms: int
 
 
+class SentText(Struct, frozen=True, array_like=True, tag=22):
+    """Mode prefix-affinity: the target has computed a prompt with this text, or one that begins with it."""
+
+    worker_id: str
+    rank: int
+    text: str
+
+
 Op: TypeAlias = (
     Stored
     | Removed
@@ -118,6 +126,7 @@ Op: TypeAlias = (
     | Progress
     | Bind
     | ApproxEntry
+    | SentText
 )
 
 
@@ -179,7 +188,7 @@ _decode_raw_ops = msgspec.msgpack.Decoder(list[Raw]).decode
 _decode_code = msgspec.msgpack.Decoder(list[object]).decode
 _decode_request = msgspec.msgpack.Decoder(ReplayRequest).decode
 _decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_KNOWN_CODES = frozenset({1, 2, 3, 4, 16, 17, 18, 19, 20, 21})
+_KNOWN_CODES = frozenset({1, 2, 3, 4, 16, 17, 18, 19, 20, 21, 22})
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 """What msgspec raises for bytes that are not what they claim to be."""
 
@@ -270,4 +279,4 @@ def _is_sound(op: Op) -> bool:
             is_whole = isinstance(op, Bind) or len(op.hashes) % 8 == 0
             return is_whole and op.rank >= 0 and 0 <= op.ttl_ms <= MAX_AMOUNT
         case _:
-            return True
+            return not isinstance(op, SentText) or op.rank >= 0

@@ -164,6 +164,8 @@ class Policy:
     """Whether it looks at overlap or blocks; if not, prompts need not be tokenized."""
     needs_text: bool = False
     """Whether it looks at `request.text`."""
+    remembers_text = False
+    """Whether it looks at the texts that targets have computed (`PolicyState.texts`)."""
     needs_sessions = False
     """Whether it looks at where sessions are bound to."""
     reads_tables = False
@@ -217,9 +219,6 @@ class Policy:
 
     def routed(self, request: RouteRequest, choice: Candidate, state: PolicyState) -> None:
         """The request has been booked on this candidate."""
-
-    def accepted(self, text: str, target: Target, state: PolicyState) -> None:
-        """The target has computed a prompt with this text (only if `needs_text`)."""
 
 
 def parse_wanted(text: str) -> Wanted:

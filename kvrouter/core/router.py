@@ -29,6 +29,7 @@ from kvrouter.core.events import (
     MarkPrefillCompleted,
     Op,
     Progress,
+    SentText,
 )
 from kvrouter.core.feed_source import FeedSource
 from kvrouter.core.filters import Filter
@@ -37,6 +38,7 @@ from kvrouter.core.modes import Modes
 from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.core.pool import Pool, Worker
 from kvrouter.core.selection import Decision, Selection
+from kvrouter.core.sent_texts import SentTexts
 from kvrouter.core.sinks import SyncSink, booking_ops
 from kvrouter.core.truth import Truth
 from kvrouter.core.unseen import UnseenBookings
@@ -116,6 +118,7 @@ class Router:
         self.rates = state.rates
         self.source.seq = seq
         self.unseen = UnseenBookings()
+        self._sent_texts = SentTexts()
         self._synced = synced
         self._own: dict[int, _Own] = {}
         self._predicted: list[tuple[float, int]] = []
@@ -241,7 +244,7 @@ class Router:
         )
         self.pool.active.book(booking)
         self._tell(*booking_ops(booking, pack_hashes(named)))
-        text = request.text if selection.policy.needs_text else ""
+        text = request.text if selection.policy.remembers_text else ""
         self._own[key.number] = _Own(
             request, choice.target, request.isl, choice.prefill_tokens, now, streamed, text, request.mode
         )
@@ -300,9 +303,8 @@ class Router:
             self.assume(booking, now, own=True)
             own = self._own.get(key.number)
             if own is not None and own.text:
-                selection = self.modes.of(own.mode)
-                selection.state.now = now
-                selection.policy.accepted(own.text, booking.target, selection.state)
+                self.selection.state.texts.insert(own.target, own.text, now)
+                self._tell(self._sent_texts.add(own.target, own.text))
 
     def progress(self, key: BookingKey, output_tokens: int) -> None:
         """The answer has this many tokens so far (an estimate); blocks are booked as they fill."""
@@ -354,6 +356,7 @@ class Router:
             lambda booking, now: self.assume(booking, now, own=False),
             self._take_assumption,
             sessions=self.selection.state.sessions,
+            learn=self._learn_text,
         )
 
     def _take_assumption(self, entry: ApproxEntry, now: float) -> None:
@@ -362,16 +365,25 @@ class Router:
             hashes, room = unpack_hashes(entry.hashes), self.pool.capacity_blocks(target)
             self.pool.approx.insert(target, hashes, now, ttl_s=entry.ttl_ms / 1000, capacity=room)
 
+    def _learn_text(self, sent: SentText, now: float) -> None:
+        target = Target(WorkerId(sent.worker_id), sent.rank)
+        if target in self.pool.targets:
+            self.selection.state.texts.insert(target, sent.text, now)
+
     def _tell(self, *ops: Op) -> None:
         if self._synced:
             self._outbox.extend(ops)
 
     def _state_ops(self, now: float) -> Iterator[Op]:
-        """Own bookings, then own assumptions. What is in the outbox comes after, and repeats nothing."""
+        """Own bookings, then own assumptions, texts and sessions.
+
+        What is in the outbox comes after, and repeats nothing.
+        """
         for booking in self.pool.active.bookings(self.router_id):
             yield from booking_ops(booking, pack_hashes(booking.hashes))
         for target, hashes, seconds in self.pool.approx.own_entries(now):
             yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), math.ceil(seconds * 1000))
+        yield from self._sent_texts
         for session, target, seconds in self.selection.state.sessions.newest(now, MOST_SESSIONS_TOLD):
             yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))
 

@@ -19,6 +19,7 @@ from kvrouter.core.events import (
     Op,
     Progress,
     Removed,
+    SentText,
     Stored,
 )
 from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
@@ -166,6 +167,7 @@ class SyncSink:
         assume: Callable[[ApproxEntry, float], None],
         *,
         sessions: SessionTable | None = None,
+        learn: Callable[[SentText, float], None] | None = None,
     ) -> None:
         self._active = active
         self._router_id = router_id
@@ -173,6 +175,7 @@ class SyncSink:
         self._prefill_completed = prefill_completed
         self._assume = assume
         self._sessions = sessions
+        self._learn = learn
         self._named: set[int] = set()
 
     def apply(self, op: Op, now: float) -> bool:
@@ -189,6 +192,8 @@ class SyncSink:
                 self._active.progress(BookingKey(self._router_id, op.number), op.output_blocks)
             case Free():
                 self._active.free(BookingKey(self._router_id, op.number))
+            case SentText() if self._learn is not None:
+                self._learn(op, now)
             case Bind() if self._sessions is not None:
                 target = Target(WorkerId(op.worker_id), op.rank)
                 self._sessions.hear(op.session, target, now, op.ttl_ms / 1000, self._router_id)

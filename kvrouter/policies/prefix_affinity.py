@@ -27,6 +27,7 @@ class PrefixAffinity(Policy):
 
     needs_tokens = False
     needs_text = True
+    remembers_text = True
     reads_tables = True
 
     def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
@@ -47,10 +48,6 @@ class PrefixAffinity(Policy):
         if matched / len(text) < self.match_rate_threshold:
             return state.texts.smallest(targets)
         return holders
-
-    def accepted(self, text: str, target: Target, state: PolicyState) -> None:
-        """Remember the text. Old ones are forgotten by a timer (TextIndex.eviction)."""
-        state.texts.insert(target, text, state.now)
 
     def terms(
         self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from kvrouter.core.beats import Card, RankBeat, State, encode
 from kvrouter.core.ids import PoolId, RouterId, WorkerId
@@ -17,12 +18,16 @@ ROUNDS = 5
 
 
 def new_replica(
-    router_id: RouterId = ME, *, synced: bool = True, settings: PoolSettings | None = None
+    router_id: RouterId = ME,
+    *,
+    synced: bool = True,
+    settings: PoolSettings | None = None,
+    policy: Callable[[], Policy] = Kv,
 ) -> Replica:
     """A replica with a seeded chance that has said hello at 0.0."""
 
     def new_policy() -> tuple[Policy, PolicyState]:
-        return Kv(), PolicyState(random.Random(1).random)
+        return policy(), PolicyState(random.Random(1).random)
 
     replica = Replica(
         ReplicaSettings(settings or PoolSettings(), synced=synced), router_id, 1000, new_policy,

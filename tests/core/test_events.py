@@ -28,6 +28,7 @@ from kvrouter.core.events import (
     Removed,
     ReplayFrames,
     ReplayRequest,
+    SentText,
     SnapshotChunk,
     Stored,
     decode_answer,
@@ -50,6 +51,7 @@ OPS: list[Op] = [
     Free(7),
     Bind("session", "w1", 0, 60_000),
     ApproxEntry("w1", 0, HASHES, 119_000),
+    SentText("w1", 0, "héllo"),
 ]
 REAL = [
     encode(Frame(VERSION, 1_700_000_000_000_000, 5, OPS)),
@@ -74,6 +76,7 @@ ops = st.one_of(
     st.builds(Free, amounts),
     st.builds(Bind, names, names, tiers, amounts),
     st.builds(ApproxEntry, names, tiers, packed, amounts),
+    st.builds(SentText, names, tiers, names),
 )
 
 
@@ -99,7 +102,7 @@ def test_the_wire_is_that_of_the_design() -> None:
     version, incarnation, seq, raw = msgpack.unpackb(REAL[0])
 
     assert (1, 1_700_000_000_000_000, 5) == (version, incarnation, seq)
-    assert [1, 1, 2, 3, 4, 16, 17, 19, 18, 20, 21] == [op[0] for op in raw]
+    assert [1, 1, 2, 3, 4, 16, 17, 19, 18, 20, 21, 22] == [op[0] for op in raw]
     assert [1, 1, 2**64 - 1, b"\x01" + bytes(7) + b"\xff" * 8] == raw[0]
     assert [16, 7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5] == raw[5]
 
@@ -135,6 +138,8 @@ def test_unknown_version_is_not_read() -> None:
         [1, 3, None, HASHES],
         [1, -1, None, HASHES],
         [2, 0, b"123"],
+        [22, "w", -1, "text"],
+        [22, "w", 0, b"text"],
         [2, 3, HASHES],
         [4, 1, 1, 3],
         [4, 1, 1, -1],

@@ -9,11 +9,13 @@ import pytest
 from kvrouter.core.beats import encode
 from kvrouter.core.events import VERSION, AddRequest, Frame
 from kvrouter.core.filters import Session
-from kvrouter.core.ids import RouterId
+from kvrouter.core.ids import RouterId, Target
 from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement
+from kvrouter.core.sent_texts import MOST_CHARS, SentTexts
 from kvrouter.core.sources import SyncSource
+from kvrouter.policies.prefix_affinity import PrefixAffinity
 from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
 from tests.core.worlds import POOL, T1, card, chain_from, prompt, request
 
@@ -301,3 +303,83 @@ def test_sessions_that_nobody_looks_at_are_not_told() -> None:
     assert 0 == len(first.router(POOL).selection.state.sessions)
     assert b"chat" not in b"".join(first.router(POOL).frames())
     first.router(POOL).free(placed.key)
+
+
+def text_pair(*names: RouterId) -> list[Replica]:
+    """Replicas in mode prefix-affinity that see two workers and each other."""
+    replicas = [new_replica(name, policy=PrefixAffinity) for name in names]
+    for replica in replicas:
+        hear_worker(replica, card("w1"))
+        hear_worker(replica, card("w2"))
+    rounds(replicas[0], 1, *replicas[1:])
+    return replicas
+
+
+def serve_text(replica: Replica, text: str) -> Target:
+    """A prompt is served, and its answer has begun."""
+    router = replica.router(POOL)
+    placed = router.route(RouteRequest("req", text=text), 0.0)
+    router.first_byte(placed.key, 0.0)
+    router.free(placed.key)
+    return placed.target
+
+
+def chars(replica: Replica, target: Target) -> int:
+    """Characters that a target is taken to hold."""
+    return replica.router(POOL).selection.state.texts.chars(target)
+
+
+def test_texts_are_shared() -> None:
+    """A text that one replica has sent somewhere draws the same text there from every other."""
+    first, second = text_pair(ME, PEER)
+    target = serve_text(first, "once upon a time")
+    carry(first, second)
+
+    assert 16 == chars(first, target) == chars(second, target)
+    assert {target} == {serve_text(second, f"once upon a time {number}") for number in range(8)}
+
+
+def test_joiner_gets_the_last_texts() -> None:
+    """A snapshot ends with the texts that its source sent last; of one longer than is told, the beginning."""
+    first, joiner = text_pair(ME, PEER)
+    long_text = "x" * (MOST_CHARS + 50)
+    target = serve_text(first, long_text)
+    carry(first, joiner, lost=True)
+    joiner.sync_frame(SyncSource(POOL, ME), encode(Frame(VERSION, first.incarnation, 9, [])), 0.0)
+
+    recover(joiner, first)
+
+    assert len(long_text) == chars(first, target)
+    assert MOST_CHARS == chars(joiner, target)
+
+
+def test_texts_of_unknown_targets_are_not_remembered() -> None:
+    """Nobody would ever forget them."""
+    first, second = text_pair(ME, PEER)
+    target = serve_text(first, "once upon a time")
+    frames = first.router(POOL).frames()
+    hear_worker(second, str(target.worker_id), state="leave")
+
+    for frame in frames:
+        second.sync_frame(SyncSource(POOL, ME), frame, 0.0)
+
+    assert 0 == chars(second, target)
+
+
+def test_texts_that_utf8_cannot_say() -> None:
+    """Half a surrogate pair in a Python program's text does not stop the feed."""
+    first, second = text_pair(ME, PEER)
+    target = serve_text(first, "half \ud83d")
+
+    carry(first, second)
+
+    assert 6 == chars(second, target)
+
+
+def test_kept_texts_are_bounded() -> None:
+    """The oldest go."""
+    texts = SentTexts()
+    for letter in "abcdefghijkl":
+        texts.add(T1, letter * MOST_CHARS)
+
+    assert "cdefghijkl" == "".join(sent.text[0] for sent in texts)

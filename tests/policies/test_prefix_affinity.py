@@ -94,17 +94,6 @@ def test_a_worker_that_is_no_candidate_does_not_count() -> None:
     assert ["w1"] == picked(PrefixAffinity(), workers(0, 0), asking(), texts=index)
 
 
-def test_text_counts_once_it_was_accepted() -> None:
-    """Ray inserts after the replica has taken the request, not when it is chosen."""
-    policy, what = PrefixAffinity(), state(now=3.0)
-    policy.routed(asking(), workers(0)[0], what)
-    assert 0 == what.texts.chars(target("w1"))
-
-    policy.accepted(TEXT, target("w1"), what)
-
-    assert 100 == what.texts.chars(target("w1"))
-
-
 def test_terms() -> None:
     """Each candidate's own match rate, tree and requests."""
     index = knowing(w1=TEXT[:50], w2="x" * 7)
