@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvrouter.core.index import BlockIndex
     from kvrouter.core.policy import Candidate, Choice, Policy, RouteRequest
     from kvrouter.core.text_index import TextIndex, TextIndexSettings
+    from kvrouter.policies import PolicySettings
     from kvrouter.worker.announce import announce, connect
     from kvrouter.worker.publisher import KvPublisher
 
@@ -33,6 +34,7 @@ __all__ = [
     "KvRouter",
     "PlacedRequest",
     "Policy",
+    "PolicySettings",
     "RouteRequest",
     "Target",
     "TextIndex",
@@ -57,6 +59,7 @@ _ON_DEMAND = {
     "KvRouter": "kvrouter.client.kv_router",
     "PlacedRequest": "kvrouter.client.kv_router",
     "Policy": "kvrouter.core.policy",
+    "PolicySettings": "kvrouter.policies",
     "RouteRequest": "kvrouter.core.policy",
     "Target": "kvrouter.core.ids",
     "TextIndex": "kvrouter.core.text_index",

@@ -29,7 +29,7 @@ from kvrouter.core.beats import Card
 from kvrouter.core.blocks import Multimodal, block_hashes, sequence_hashes
 from kvrouter.core.cost import Prompt
 from kvrouter.core.ids import PoolId, Target, WorkerId
-from kvrouter.core.policy import Candidate, Policy, RouteRequest
+from kvrouter.core.policy import Candidate, Policy, RouteRequest, parse_wanted
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import ReplicaSettings
 from kvrouter.core.router import Placement, Router
@@ -59,6 +59,8 @@ class About(TypedDict, total=False):
     session: str
     text: str
     """Of the prompt, for policies that look at it."""
+    target: str
+    """The worker, or `WORKER/RANK`, that shall serve it (mode direct)."""
     priority: int
 
 
@@ -74,6 +76,7 @@ class KvRouter(HandFed):
         block_size: int,
         *,
         policy: NewPolicy = "kv",
+        settings: PolicySettings | None = None,
         overlap_weight: float | None = None,
         temperature: float = 0.0,
         use_kv_events: bool = True,
@@ -83,7 +86,10 @@ class KvRouter(HandFed):
         _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
         pool = PoolSettings(use_kv_events, ttl_s, block_size=check_block_size(block_size))
         replica = new_replica(
-            ReplicaSettings(pool), _maker(policy), overlap_weight=overlap_weight, temperature=temperature
+            ReplicaSettings(pool),
+            _maker(policy, settings),
+            overlap_weight=overlap_weight,
+            temperature=temperature,
         )
         super().__init__(replica, clock)
         self._begin(BY_HAND, lambda: None)
@@ -97,6 +103,7 @@ class KvRouter(HandFed):
         model: str,
         *,
         policy: NewPolicy = "kv",
+        settings: PolicySettings | None = None,
         overlap_weight: float | None = None,
         temperature: float = 0.0,
         use_kv_events: bool = True,
@@ -112,9 +119,9 @@ class KvRouter(HandFed):
         in time.
         """
         _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
-        settings = ReplicaSettings(PoolSettings(use_kv_events, ttl_s), replica_sync, heartbeat_s=heartbeat_s)
+        member = ReplicaSettings(PoolSettings(use_kv_events, ttl_s), replica_sync, heartbeat_s=heartbeat_s)
         replica = new_replica(
-            settings, _maker(policy), overlap_weight=overlap_weight, temperature=temperature
+            member, _maker(policy, settings), overlap_weight=overlap_weight, temperature=temperature
         )
         async with joined(replica, nats, namespace, heartbeat_s=heartbeat_s) as feeds:
             router = cls.__new__(cls)
@@ -231,6 +238,7 @@ class KvRouter(HandFed):
             about.get("temperature"),
             text=about.get("text", ""),
             session=about.get("session", ""),
+            wanted=parse_wanted(about["target"]) if "target" in about else None,
             priority=about.get("priority", 0),
         )
 
@@ -332,11 +340,13 @@ class PlacedRequest:
         self.free()
 
 
-def _maker(policy: NewPolicy) -> Callable[[], Policy]:
+def _maker(policy: NewPolicy, settings: PolicySettings | None) -> Callable[[], Policy]:
     if not isinstance(policy, str):
+        if settings is not None:
+            raise ConfigError("settings are those of a mode; what makes your own policy can set it up")
         own = OwnPolicies(getattr(policy, "__name__", type(policy).__name__), policy)
         own.begin()
         return own
     if policy not in POLICIES:
         raise ConfigError(f"policy {policy!r}: use one of {', '.join(POLICIES)}, or a class of your own")
-    return lambda: new_policy(policy, PolicySettings())
+    return lambda: new_policy(policy, settings or PolicySettings())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvrouter import KvRouter
-from kvrouter.errors import ConfigError, NoWorkersError
+from kvrouter import KvRouter, PolicySettings
+from kvrouter.errors import BadRequestError, ConfigError, NoWorkersError
 from tests.client.hands import Clock, Hand
 from tests.e2e.fleet import Fleet, running_fleet, until
 from tests.policies.own_classes import Fails, Last, NoChoose
@@ -181,6 +181,30 @@ def test_wrong_amounts(amount: Any) -> None:
         if name != "ttl_s":
             with pytest.raises(ConfigError, match=f"{name} .*: use a number of at least 0"):
                 router.route([1, 2, 3], **about)
+
+
+def test_settings_of_a_mode() -> None:
+    """A mode's settings come in as one value; a class of one's own has none."""
+    costs = []
+    for weight in (0.0, 7.0):
+        router = by_hand("w1", settings=PolicySettings(active_request_weight=weight))
+        router.route(PROMPT)
+        costs.append(router.explain(PROMPT).verdicts[0].terms["cost"])
+
+    assert 7.0 == costs[1] - costs[0]
+    with pytest.raises(ConfigError, match="settings are those of a mode"):
+        by_hand(policy=Last, settings=PolicySettings())
+
+
+def test_mode_direct() -> None:
+    """The request names its target."""
+    router = by_hand("w1", "w2", policy="direct")
+
+    assert ["w2", "w1"] == [router.route(PROMPT, target=name).worker_id for name in ("w2", "w1/0")]
+    with pytest.raises(NoWorkersError):
+        router.route(PROMPT, target="w3")
+    with pytest.raises(BadRequestError, match="write <worker_id>"):
+        router.route(PROMPT, target="/1")
 
 
 def test_exclude_is_a_list() -> None:
