@@ -128,8 +128,10 @@ class Admin:
         """Prometheus. Not where the next scrape would get another process's counters."""
         if self._doors.is_shared and self._doors.is_main(request.get_extra_info("sockname")):
             return web.Response(status=421, text=NOT_HERE.format(url=self._doors.url))
+        names = request.query.getall("name[]", [])
+        registry = self._registry.restricted_registry(names) if names else self._registry
         headers = {"content-type": CONTENT_TYPE_LATEST}
-        return web.Response(body=generate_latest(self._registry), headers=headers)
+        return web.Response(body=generate_latest(registry), headers=headers)
 
     async def workers(self, _request: web.Request) -> web.Response:
         """Every target, every feed this replica follows and its own: one plain call, as of one moment."""

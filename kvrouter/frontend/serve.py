@@ -50,6 +50,7 @@ from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
 from kvrouter.policies import new_policy as policy_of
 from kvrouter.policies.own import Own
+from kvrouter.telemetry.loop_lag import LoopLag
 from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
 from kvrouter.tokens.prompt import PromptEncoder
 
@@ -169,6 +170,7 @@ async def running_frontend(
             _background(feeds, watch, completions, tokens, upkeep, options=options)
         )
         await stack.enter_async_context(texts_evicted(replica))
+        stack.enter_context(LoopLag(registry).watched())
         stack.callback(feeds.leave)
         application = _application(completions, admin, options)
         application.add_routes(_routing_routes(replica, rules, accept, views))
