@@ -3,8 +3,8 @@
     python -m scripts.kit.bench.mock_fleet --nats URL --engine URL --workers 1000 --blocks-s 200000 …
 
 Each worker speaks as its agent would: card, heartbeats, a numbered KV feed, answers to replays. What frames
-say is encoded beforehand; sending one is a number put in its place. It talks to NATS in its own protocol, on one
-blocking socket: nats-py would cost more than the frontend that is to be measured.
+say is encoded beforehand; sending one is a number put in its place. It talks to NATS in its own protocol, on
+one blocking socket: nats-py would cost more than the frontend that is to be measured.
 
 Every worker holds a base (one of a few prefixes that prompts share) and a window of chains below it, half of
 the blocks in chains of 8 and half in chains of 64. Once the window is full, each chain stored is
