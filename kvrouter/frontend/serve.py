@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import random
 import signal
@@ -50,6 +49,7 @@ from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
 from kvrouter.policies import new_policy as policy_of
 from kvrouter.policies.own import Own
+from kvrouter.telemetry.garbage import Pauses, set_aside_for_ever, thresholds_raised
 from kvrouter.telemetry.loop_lag import LoopLag
 from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
 from kvrouter.tokens.prompt import PromptEncoder
@@ -171,6 +171,8 @@ async def running_frontend(
         )
         await stack.enter_async_context(texts_evicted(replica))
         stack.enter_context(LoopLag(registry).watched())
+        stack.enter_context(Pauses(registry).watched())
+        stack.enter_context(thresholds_raised())
         stack.callback(feeds.leave)
         application = _application(completions, admin, options)
         application.add_routes(_routing_routes(replica, rules, accept, views))
@@ -364,7 +366,7 @@ async def _background(
         ]
         if options.track_output_blocks:
             running.append(tasks.create_task(_report_progress(completions), name="progress"))
-        gc.freeze()  # what start-up made lives as long as the process
+        running.append(tasks.create_task(set_aside_for_ever(), name="garbage"))
         try:
             yield
         finally:
