@@ -18,7 +18,7 @@ completed.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -198,6 +198,10 @@ class ActiveTable:
         """`(count, digest)` of one replica's bookings, as a Check carries them."""
         owner = self._owners.get(router_id)
         return (len(owner.bookings), owner.digest) if owner else (0, 0)
+
+    def targets(self) -> Collection[Target]:
+        """Those with requests in flight, or with dropped ones that are not swept yet."""
+        return self._loads.keys()
 
     def load(self, target: Target) -> tuple[int, int, int]:
         """`(charged tokens, active blocks, requests)` of the target, in one look-up."""

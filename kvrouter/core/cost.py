@@ -69,7 +69,9 @@ def uncached_tokens(isl: int, block_size: int, overlap: Overlap) -> int:
 def lowest(costs: Sequence[float], chance: float) -> int:
     """The index of the lowest cost; `chance` in [0, 1) decides among the equal."""
     least = min(costs)
-    ties = [i for i, value in enumerate(costs) if math.isclose(value, least, rel_tol=EQUAL_WITHIN)]
+    edge = least + 2 * EQUAL_WITHIN * abs(least)  # nothing above it can be equal; a quick look at thousands
+    near = [i for i, value in enumerate(costs) if value <= edge]
+    ties = [i for i in near if math.isclose(costs[i], least, rel_tol=EQUAL_WITHIN)]
     return ties[int(chance * len(ties))]
 
 

@@ -8,7 +8,6 @@ it knows, so that a newer source and an older reader can work side by side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -193,8 +192,7 @@ UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 """What msgspec raises for bytes that are not what they claim to be."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(Struct, frozen=True):
     """A frame as far as it could be read: `ops` is None if they are malformed or of another version."""
 
     version: int
@@ -261,7 +259,7 @@ def _is_sound_chunk(chunk: SnapshotChunk) -> bool:
 
 def _are_sound(ops: Sequence[Op]) -> bool:
     """What msgspec's types do not say: whole hashes, known tiers, no negative amounts."""
-    return all(_is_sound(op) for op in ops)
+    return all(map(_is_sound, ops))
 
 
 def _is_sound(op: Op) -> bool:

@@ -78,6 +78,11 @@ class FeedReader:
         return self._loading is not None and self._loading.has_work
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether there is nothing to ask and nothing to load until the source is heard again."""
+        return self.state is FeedState.WAITING or (self.state is FeedState.LIVE and not self._trust.is_lost)
+
+    @property
     def _newest(self) -> int:
         """The greatest incarnation met."""
         return max(self.incarnation, self._wanted_incarnation)

@@ -12,13 +12,19 @@ from kvrouter.core.sources import Feed, KvSource, Source, SyncSource
 
 
 class Following:
-    """Readers by feed. Each has a lease; `new_reader` makes one that knows nothing yet."""
+    """Readers by feed. Each has a lease; `new_reader` makes one that knows nothing yet.
+
+    Invariant: every reader that is not at rest is in `_restless`: of thousands, those that have to be looked
+    at many times a second.
+    """
 
     def __init__(self, leases: Leases[Source], new_reader: Callable[[Feed], FeedReader]) -> None:
         self.readers: dict[Feed, FeedReader] = {}
         self._leases = leases
         self._new_reader = new_reader
         self._cancelled: list[Feed] = []
+        self._restless: dict[Feed, FeedReader] = {}
+        self._ranks: dict[WorkerId, set[KvSource]] = {}
 
     # What arrives
 
@@ -28,36 +34,50 @@ class Following:
         """The source says how far it is; it is followed from now on."""
         reader = self.readers.get(source)
         if reader is None:
-            reader = self.readers[source] = self._new_reader(source)
+            reader = self._begin(source, self._new_reader(source))
             self._leases.heard(source)
         if reader.heartbeat(incarnation, seq, now):
             self._leases.heard(source, interval_ms)
+        self._look_at(source, reader)
+
+    def kv_frame(self, source: KvSource, data: bytes, now: float) -> bool:
+        """A frame of a worker's events; False if the worker's card is missing."""
+        reader = self.readers.get(source)
+        if reader is None:
+            return False
+        reader.frame(data, now)
+        self._look_at(source, reader)
+        return True
 
     def sync_frame(self, source: SyncSource, data: bytes, now: float) -> bool:
         """A frame of a peer's bookings, maybe the first that is heard of it; False if it is no good."""
         reader = self.readers.get(source) or self._new_reader(source)
-        if not reader.frame(data, now):
-            return False
-        self.readers[source] = reader
-        self._leases.heard(source)
-        return True
+        is_good = reader.frame(data, now)
+        if is_good:
+            self._begin(source, reader)
+            self._leases.heard(source)
+        if source in self.readers:
+            self._look_at(source, reader)
+        return is_good
 
     # What to do
 
     def due(self, now: float, most: int) -> list[tuple[Feed, ReplayRequest]]:
         """The requests to send now, at most `most`."""
         requests: list[tuple[Feed, ReplayRequest]] = []
-        for source, reader in self.readers.items():
+        for source, reader in list(self._restless.items()):
             if len(requests) == most:
                 break
             request = reader.due(now)
             if request is not None:
                 requests.append((source, request))
+            elif reader.is_at_rest:
+                del self._restless[source]
         return requests
 
     def load(self, hashes: int, now: float) -> bool:
         """One slice of a snapshot, if one is being loaded."""
-        for reader in self.readers.values():
+        for reader in self._restless.values():
             if reader.is_loading:
                 reader.work(hashes, now)
                 return True
@@ -69,6 +89,9 @@ class Following:
         """Its reader goes. A heartbeat begins a new one, which takes any incarnation."""
         self._leases.forget(source)
         reader = self.readers.pop(source, None)
+        self._restless.pop(source, None)
+        if isinstance(source, KvSource):
+            self._forget_rank(source)
         if reader is not None:
             reader.close()
             if reader.is_asking:
@@ -76,12 +99,12 @@ class Following:
 
     def end_worker(self, worker_id: WorkerId) -> None:
         """All its ranks."""
-        self._end_all(source for source in self._kv() if source.worker_id == worker_id)
+        self._end_all(self._ranks.get(worker_id, ()))
 
     def end_ranks(self, pool_id: PoolId, worker_id: WorkerId, ranks: int) -> None:
         """A worker that came back with fewer ranks has no feeds for the others any more."""
-        worker = (pool_id, worker_id)
-        self._end_all(source for source in self._kv() if source[:2] == worker and source.rank >= ranks)
+        sources = self._ranks.get(worker_id, ())
+        self._end_all(source for source in sources if source.pool == pool_id and source.rank >= ranks)
 
     def end_router(self, router_id: RouterId) -> None:
         """A peer's bookings in all pools."""
@@ -104,8 +127,22 @@ class Following:
         for source in list(sources):
             self.end(source)
 
-    def _kv(self) -> Iterator[KvSource]:
-        return (source for source in self.readers if isinstance(source, KvSource))
+    def _begin(self, source: Feed, reader: FeedReader) -> FeedReader:
+        self.readers[source] = reader
+        if isinstance(source, KvSource):
+            self._ranks.setdefault(source.worker_id, set()).add(source)
+        return reader
+
+    def _forget_rank(self, source: KvSource) -> None:
+        ranks = self._ranks.get(source.worker_id, set())
+        ranks.discard(source)
+        if not ranks:
+            self._ranks.pop(source.worker_id, None)
+
+    def _look_at(self, source: Feed, reader: FeedReader) -> None:
+        """Something came on the feed; whether there is something to do now. Answers come to restless ones."""
+        if not reader.is_at_rest:
+            self._restless[source] = reader
 
     def _sync(self) -> Iterator[SyncSource]:
         return (source for source in self.readers if isinstance(source, SyncSource))

@@ -9,7 +9,7 @@ Invariant: `targets` holds the ranks of exactly those workers that take requests
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -222,11 +222,13 @@ class Pool:
 
     def candidates(self, request: RouteRequest, exclude: frozenset[Target] = frozenset()) -> list[Candidate]:
         """Every target that may serve the request, with what it would find and cost there."""
-        targets = (
-            (target, worker)
-            for target, worker in self.targets.items()
-            if target not in exclude and self._serves(worker, request.lora_name)
-        )
+        targets: Iterable[tuple[Target, Worker]] = self.targets.items()
+        if exclude or request.lora_name is not None:
+            targets = [
+                (target, worker)
+                for target, worker in targets
+                if target not in exclude and self._serves(worker, request.lora_name)
+            ]
         return form_candidates(
             request,
             targets,

@@ -137,11 +137,8 @@ class Replica:
 
     def kv_frame(self, source: KvSource, data: bytes, now: float) -> None:
         """A frame of a KV feed; ignored until the worker's card has been seen."""
-        reader = self.readers.get(source)
-        if reader is None:
+        if not self._feeds.kv_frame(source, data, now):
             self.counters.unknown_messages += 1
-            return
-        reader.frame(data, now)
 
     def router_heard(self, router_id: RouterId, data: bytes, now: float) -> None:
         """A replica's heartbeat; one's own, come back, is a round of the leases."""

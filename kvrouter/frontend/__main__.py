@@ -8,15 +8,19 @@ from collections.abc import Sequence
 import uvloop
 
 from kvrouter.errors import ConfigError
+from kvrouter.frontend import processes
 from kvrouter.frontend.options import parse_options
 from kvrouter.frontend.serve import serve
 from kvrouter.telemetry.logs import set_up_logs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one replica; returns the exit code."""
+    """Run one replica, or several on one port; returns the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        options = parse_options(arguments)
+        options = parse_options(words)
+        if options.process.processes > 1:
+            return processes.run(options, words)
         set_up_logs(options.log_level, options.log_format)
         uvloop.run(serve(options))
     except ConfigError as error:

@@ -23,6 +23,7 @@ from kvrouter.core.sources import Feed, KvSource, SyncSource, name
 from kvrouter.core.watch import Watch
 from kvrouter.errors import UnknownModelError
 from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.listening import Doors
 from kvrouter.frontend.listing import model_entries
 from kvrouter.frontend.openai import ModelEntry, model_body, models_body
 from kvrouter.frontend.state_metrics import samples
@@ -31,6 +32,11 @@ from kvrouter.version import __version__
 
 MOST_FEEDS = 100
 """/ready names the feeds of a fleet up to this size; of a larger one those that are behind."""
+
+NOT_HERE = """\
+Several processes share this port, and each counts for itself: scrape their admin ports.
+This answer came from {url}; /workers names the others under `peers`.
+"""
 
 
 class Admin:
@@ -46,6 +52,7 @@ class Admin:
         *,
         tokens: Callable[[], dict[str, Any]],
         queue: Callable[[PoolId], dict[str, Any]],
+        doors: Doors,
         ready_timeout_s: float,
     ) -> None:
         self.is_draining = False
@@ -56,6 +63,7 @@ class Admin:
         self._registry = registry
         self._tokens = tokens
         self._queue = queue
+        self._doors = doors
         self._ready_timeout_s = ready_timeout_s
         self._gave_up_waiting = False
         self._started_at = asyncio.get_running_loop().time()
@@ -69,6 +77,10 @@ class Admin:
         """503 until the first recovery is complete, and while draining; else 200, degraded or not."""
         status, body = self._readiness()
         return _json(body | self._feed_states("verbose" in request.query), status=status)
+
+    def is_ready(self) -> bool:
+        """Whether /ready is 200."""
+        return self._readiness()[0] == 200
 
     def _readiness(self) -> tuple[int, dict[str, Any]]:
         now = asyncio.get_running_loop().time()
@@ -112,10 +124,14 @@ class Admin:
             }
         )
 
-    async def metrics(self, _request: web.Request) -> web.Response:
-        """Prometheus."""
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus. Not where the next scrape would get another process's counters."""
+        if self._doors.is_shared and self._doors.is_main(request.get_extra_info("sockname")):
+            return web.Response(status=421, text=NOT_HERE.format(url=self._doors.url))
+        names = request.query.getall("name[]", [])
+        registry = self._registry.restricted_registry(names) if names else self._registry
         headers = {"content-type": CONTENT_TYPE_LATEST}
-        return web.Response(body=generate_latest(self._registry), headers=headers)
+        return web.Response(body=generate_latest(registry), headers=headers)
 
     async def workers(self, _request: web.Request) -> web.Response:
         """Every target, every feed this replica follows and its own: one plain call, as of one moment."""

@@ -1,6 +1,6 @@
 """The replica on the bus: the shell around core/replica.py.
 
-one subscription ──> inbox ──> drainer: at most 1 ms at a time ──> Replica
+one subscription ──> inbox ──> drainer: 1 ms at a time, or as long as all else took ──> Replica
 Replica.due ──> replay requests, at most 16 at once ──> Replica.answered
 Router.frames ──> published at the end of the loop turn
 heartbeat, hello, replay answers
@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 
 import structlog
 
@@ -29,10 +30,16 @@ from kvrouter.frontend.members import Members
 log = structlog.get_logger()
 
 INBOX_BYTES = 128 * 1024 * 1024
-SLICE_S = 0.001
+SLICE_S, LONGEST_SLICE_S = 0.001, 0.003
+BEHIND_S, LONGEST_SLICE_BEHIND_S = 0.2, 0.05
+"""A slice of applying what has come is as long as the loop's turn before it was without, within these bounds:
+on a busy loop events get as much of the time as requests. If the oldest has waited for `BEHIND_S`, keeping up
+comes before keeping slices short: an inbox that overflows would cost far more."""
 TICK_S = 0.1
 RECOVERIES = 16
 ANSWER_TIMEOUT_S = 2.0
+SUBJECTS_KEPT = 16_384
+"""What so many subjects are about is kept; beyond that it is read anew."""
 MOST_NAMED = 1000
 """Of so many subjects at most it is logged, once each, that what came there cannot be read."""
 
@@ -52,8 +59,9 @@ class Feeds:
         self._bus = bus
         self._subjects = subjects
         self._heartbeat_s = heartbeat_s
-        self._inbox: deque[tuple[str, bytes]] = deque()
+        self._inbox: deque[tuple[str, bytes, float]] = deque()
         self._inbox_bytes = 0
+        self._sources: dict[str, Source | None] = {}
         self._inbox_filled = asyncio.Event()
         self._recoveries: dict[Feed, asyncio.Task[None]] = {}
         self._flush_is_due = False
@@ -96,37 +104,48 @@ class Feeds:
         if self._inbox_bytes + len(data) > INBOX_BYTES:
             self.inbox_drops += 1  # the gap is noticed and repaired
             return
-        self._inbox.append((subject, data))
+        self._inbox.append((subject, data, perf_counter()))
         self._inbox_bytes += len(data)
         self._inbox_filled.set()
 
+    @property
+    def inbox_messages(self) -> int:
+        """What has come and is not applied yet."""
+        return len(self._inbox)
+
+    @property
+    def inbox_age_s(self) -> float:
+        """How long the oldest of it has waited."""
+        return perf_counter() - self._inbox[0][2] if self._inbox else 0.0
+
     async def _drain_forever(self) -> None:
+        slice_s = SLICE_S
         while True:
             await self._inbox_filled.wait()
             self._inbox_filled.clear()
-            if self._drain_slice():
+            if self._drain_slice(slice_s):
                 self._inbox_filled.set()
+            ended = perf_counter()
             await asyncio.sleep(0)  # requests come between two slices
+            longest_s = LONGEST_SLICE_BEHIND_S if self.inbox_age_s > BEHIND_S else LONGEST_SLICE_S
+            slice_s = min(max(SLICE_S, perf_counter() - ended), longest_s)
 
-    def _drain_slice(self) -> bool:
-        """Apply what has arrived, load and sweep, for about 1 ms; returns whether there is more."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        end = now + SLICE_S
-        while self._inbox and now < end:
-            subject, data = self._inbox.popleft()
+    def _drain_slice(self, slice_s: float = SLICE_S) -> bool:
+        """Apply what has arrived, load and sweep, for about so long; returns whether there is more."""
+        now, end = asyncio.get_running_loop().time(), perf_counter() + slice_s
+        inbox = self._inbox
+        while inbox and perf_counter() < end:
+            subject, data, _ = inbox.popleft()
             self._inbox_bytes -= len(data)
             self._apply(subject, data, now)
-            now = loop.time()
         self._ask(now)
-        has_work = True
-        while has_work and now < end:
+        has_work = self._replica.work(now)  # also where events alone fill every slice
+        while has_work and perf_counter() < end:
             has_work = self._replica.work(now)
-            now = loop.time()
         if not has_work:
             self._ask(now)
         self.on_change()
-        return bool(self._inbox) or has_work
+        return bool(inbox) or has_work
 
     def _apply(self, subject: str, data: bytes, now: float) -> None:
         """Nothing that is received ends the replica (design §5). It counts what is malformed itself."""
@@ -137,7 +156,7 @@ class Feeds:
             log.exception("feed.error", subject=subject)
 
     def _dispatch(self, subject: str, data: bytes, now: float) -> None:
-        source = self._subjects.parse_live(subject)
+        source = self._source_of(subject)
         malformed = self._malformed(source)
         match source:
             case KvSource():
@@ -155,6 +174,16 @@ class Feeds:
         if self._malformed(source) > malformed:
             decode = _DECODERS[type(source)]
             self._name_once(subject, _why_malformed(decode, data))
+
+    def _source_of(self, subject: str) -> Source | None:
+        """What a subject is about. The same ones come again and again: they are read once."""
+        try:
+            return self._sources[subject]
+        except KeyError:
+            if len(self._sources) >= SUBJECTS_KEPT:
+                self._sources.clear()
+            source = self._sources[subject] = self._subjects.parse_live(subject)
+            return source
 
     def _router_heard(self, router_id: RouterId, data: bytes, now: float) -> None:
         self._replica.router_heard(router_id, data, now)

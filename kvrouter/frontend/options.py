@@ -16,6 +16,7 @@ from kvrouter.core.replica import ReplicaSettings
 from kvrouter.core.text_index import TextIndexSettings
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.policy_flags import SERVED_MODES, add_policy_flags, policy_settings, text_settings
+from kvrouter.frontend.process_flags import ProcessOptions, add_process_flags, process_options, syncs
 from kvrouter.frontend.queue_flags import add_queue_flags, admission_settings
 from kvrouter.frontend.relay import Limits
 from kvrouter.frontend.rule_flags import RuleOptions, add_rule_flags, rule_options
@@ -29,6 +30,7 @@ class FrontendOptions:
 
     host: str
     port: int
+    process: ProcessOptions
     nats: NatsOptions
     namespace: str
     router_mode: str
@@ -73,6 +75,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
     return FrontendOptions(
         host=flags.host,
         port=flags.port,
+        process=process_options(flags),
         nats=nats_options(flags),
         namespace=flags.namespace,
         router_mode=flags.router_mode if policy.own is None else OWN,
@@ -82,7 +85,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         policy_notes=policy_notes,
         texts=text_settings(flags),
         rules=rule_options(flags),
-        replica=ReplicaSettings(pool, flags.router_replica_sync, _lease_rounds(flags), flags.heartbeat_s),
+        replica=ReplicaSettings(pool, syncs(flags), _lease_rounds(flags), flags.heartbeat_s),
         index_metrics=flags.index_metrics,
         heartbeat_s=flags.heartbeat_s,
         tokens=token_options(flags),
@@ -112,11 +115,13 @@ def _lease_rounds(flags: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kvrouter.frontend",
-        description="One replica: an OpenAI-compatible frontend with a KV-cache-aware router inside.",
+        description="One replica, or several on one port: an OpenAI-compatible frontend with a "
+        "KV-cache-aware router inside.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_common_flags(parser)
     add_flags(parser)
+    add_process_flags(parser.add_argument_group("processes"))
     return parser
 
 
@@ -137,7 +142,10 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
     switch = argparse.BooleanOptionalAction
     group.add_argument("--router-mode", choices=SERVED_MODES, default="kv", help="how a worker is chosen")
     group.add_argument(
-        "--router-replica-sync", action=switch, default=False, help="share bookings with the other replicas"
+        "--router-replica-sync",
+        action=switch,
+        default=argparse.SUPPRESS,
+        help="share bookings with the other replicas; default: off, with --processes above 1 on",
     )
     group.add_argument(
         "--kv-overlap-score-weight",

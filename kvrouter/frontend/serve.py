@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import random
 import signal
-import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -28,7 +26,6 @@ from kvrouter.core.pool import NewIndex
 from kvrouter.core.replica import Replica
 from kvrouter.core.text_index import TextIndex
 from kvrouter.core.watch import Watch
-from kvrouter.errors import ConfigError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
@@ -39,6 +36,7 @@ from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.index_metrics import index_maker, index_samples
+from kvrouter.frontend.listening import BACKLOG, Doors, open_doors
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.policy_flags import SERVED_MODES, bucket_header
@@ -51,6 +49,8 @@ from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
 from kvrouter.policies import new_policy as policy_of
 from kvrouter.policies.own import Own
+from kvrouter.telemetry.garbage import Pauses, set_aside_for_ever, thresholds_raised
+from kvrouter.telemetry.loop_lag import LoopLag
 from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
 from kvrouter.tokens.prompt import PromptEncoder
 
@@ -64,8 +64,8 @@ WATCH_S = 1.0
 SETTLINGS = 40
 """How often in between it is seen which events have come: a small cache does not keep a block for long."""
 
-BACKLOG = 4096
-"""Connections that wait to be accepted; the kernel may allow fewer."""
+READY_LOOK_S = 0.05
+"""How often a process that waits until it is ready looks whether it is."""
 
 CUT_OFF_S = 0.1
 """What requests that outlived the draining get to end in: once from us, twice from aiohttp (0: for ever)."""
@@ -100,6 +100,8 @@ async def serve(options: FrontendOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     async with running_frontend(options, hurried) as frontend:
+        if options.process.listen_fd is not None:  # the parent says so before it ends the others and us
+            loop.add_signal_handler(signal.SIGUSR1, frontend.drain)
         await stopped.wait()
         frontend.drain()
         log.info("frontend.draining", grace_s=options.drain_grace_s)
@@ -120,10 +122,10 @@ async def running_frontend(
         rules = new_rules(options)
         replica = new_replica(options, rules, index_maker(registry, is_on=options.index_metrics))
         tokens = await stack.enter_async_context(open_tokens(options.tokens, replica))
-        listener = stack.enter_context(_listen(options))
+        doors = stack.enter_context(open_doors(options.host, options.port, options.process))
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
         feeds = Feeds(replica, bus, Subjects(options.namespace), heartbeat_s=options.heartbeat_s)
-        feeds.address = _url(listener)
+        feeds.address = doors.url
         upstream = Upstream()
         stack.callback(upstream.close)
         metrics = RequestMetrics(registry)
@@ -160,6 +162,7 @@ async def running_frontend(
             registry,
             tokens=tokens.shown,
             queue=waiting_room.shown,
+            doors=doors,
             ready_timeout_s=options.ready_timeout_s,
         )
         await feeds.subscribe()
@@ -167,10 +170,13 @@ async def running_frontend(
             _background(feeds, watch, completions, tokens, upkeep, options=options)
         )
         await stack.enter_async_context(texts_evicted(replica))
+        stack.enter_context(LoopLag(registry).watched())
+        stack.enter_context(Pauses(registry).watched())
+        stack.enter_context(thresholds_raised())
         stack.callback(feeds.leave)
         application = _application(completions, admin, options)
         application.add_routes(_routing_routes(replica, rules, accept, views))
-        server = _http_server(application, listener, completions, hurried, options)
+        server = _http_server(application, doors, admin, completions, hurried=hurried, options=options)
         await stack.enter_async_context(server)
         for model, encoder in (tokens.encoders.by_name or {"": tokens.encoders.default}).items():
             path = options.tokens.model_paths.get(model, options.tokens.model_path)
@@ -225,24 +231,6 @@ def new_replica(
     )
 
 
-def _listen(options: FrontendOptions) -> socket.socket:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((options.host, options.port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
-    listener.listen(BACKLOG)
-    return listener
-
-
-def _url(listener: socket.socket) -> str:
-    host, port, *_ = listener.getsockname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def _application(completions: Completions, admin: Admin, options: FrontendOptions) -> web.Application:
     app = web.Application(client_max_size=options.max_body_bytes, middlewares=[openai_errors])
     app.add_routes(
@@ -289,12 +277,14 @@ def _routing_routes(
 @contextlib.asynccontextmanager
 async def _http_server(
     app: web.Application,
-    listener: socket.socket,
+    doors: Doors,
+    admin: Admin,
     completions: Completions,
+    *,
     hurried: asyncio.Event | None,
     options: FrontendOptions,
 ) -> AsyncIterator[None]:
-    """Serve on the listener; on the way out stop accepting, let what runs finish, cut off the rest."""
+    """Serve at the doors; on the way out stop accepting, let what runs finish, cut off the rest."""
     logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CUT_OFF_S)
     await runner.setup()
@@ -309,9 +299,14 @@ async def _http_server(
             keepalive_timeout=KEEP_ALIVE_S,
         )
 
-    server = await loop.create_server(connection, sock=listener, backlog=BACKLOG)
+    own = doors.admin and await loop.create_server(connection, sock=doors.admin, backlog=BACKLOG)
+    server = await loop.create_server(connection, sock=doors.main, backlog=BACKLOG, start_serving=False)
+    opening = asyncio.create_task(_open(server, admin, waits=options.process.waits_until_ready))
     try:
+        if not options.process.waits_until_ready:
+            await opening
         yield
+        opening.cancel()
         server.close()
         await asyncio.sleep(0)  # connections accepted just now begin
         idle = completions.idle
@@ -321,8 +316,18 @@ async def _http_server(
             completions.cut_off()
             await _wait_for_any(idle, timeout_s=CUT_OFF_S)
     finally:
+        opening.cancel()
         server.close()  # also after an error inside
+        if own is not None:
+            own.close()
         await runner.cleanup()
+
+
+async def _open(server: asyncio.Server, admin: Admin, *, waits: bool) -> None:
+    """Accept, where other processes do so meanwhile, only when ready."""
+    while waits and not admin.is_ready():  # noqa: ASYNC110  # it becomes so by the clock, too
+        await asyncio.sleep(READY_LOOK_S)
+    await server.start_serving()
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
@@ -361,7 +366,7 @@ async def _background(
         ]
         if options.track_output_blocks:
             running.append(tasks.create_task(_report_progress(completions), name="progress"))
-        gc.freeze()  # what start-up made lives as long as the process
+        running.append(tasks.create_task(set_aside_for_ever(), name="garbage"))
         try:
             yield
         finally:

@@ -37,6 +37,15 @@ def samples(replica: Replica, feeds: Feeds, watch: Watch, bus: Bus) -> Iterator[
     yield "kvrouter_bus_received_bytes", "counter", "Payload bytes received", {}, got
     drops = bus.counters.slow_consumer_drops + feeds.inbox_drops
     yield "kvrouter_bus_dropped", "counter", "Messages dropped because this replica was slow", {}, drops
+    text = "Messages that have come and are not applied yet"
+    yield "kvrouter_inbox_messages", "gauge", text, {}, feeds.inbox_messages
+    yield (
+        "kvrouter_inbox_age_seconds",
+        "gauge",
+        "How long the oldest of them has waited",
+        {},
+        feeds.inbox_age_s,
+    )
     yield "kvrouter_bus_errors", "counter", "Messages that raised an error here: bugs", {}, feeds.errors
     for counter, value in asdict(replica.counters).items():
         yield f"kvrouter_{counter}", "counter", _COUNTED.get(counter, counter.replace("_", " ")), {}, value

@@ -12,9 +12,9 @@ import uvloop
 
 from kvrouter.bus.embedded import embedded_server
 from kvrouter.errors import KvRouterError
+from kvrouter.processes.output import LabelledText, Output
 from kvrouter.serve.deployment import NAME, Deployment
 from kvrouter.serve.options import ServeOptions, parse_options
-from kvrouter.serve.output import LabelledText, Output
 from kvrouter.telemetry.logs import set_up_logs
 
 

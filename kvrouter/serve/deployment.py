@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import structlog
 
-from kvrouter.serve.children import Child
+from kvrouter.processes.children import Child
+from kvrouter.processes.output import Output
 from kvrouter.serve.engines import EngineSpec
 from kvrouter.serve.options import ServeOptions
-from kvrouter.serve.output import Output
 from kvrouter.serve.report import report
 from kvrouter.serve.tokenizers import Tokenizers
 from kvrouter.worker.discovery import learn_patiently

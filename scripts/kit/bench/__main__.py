@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,32 +13,21 @@ usage: scripts/bench SUBCOMMAND [flags]
   policies   what a decision costs, for each mode and 8, 64, 512 targets
   sync       what replica sync costs, and how soon a booking is visible at the other replicas
   herding    how many of a burst all replicas send to the one idle worker
+  lag        how long the event loop keeps things waiting while KV events of a large fleet come
   tokens     what a prompt costs to tokenize when its beginning is known
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
 """
+
+_COMMANDS = ("policies", "sync", "herding", "lag", "tokens")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one sub-command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     match words:
-        case ["sync", *flags]:
-            from scripts.kit.bench.sync import main as run
-
-            return run(flags)
-        case ["herding", *flags]:
-            from scripts.kit.bench.herding import main as run
-
-            return run(flags)
-        case ["tokens", *flags]:
-            from scripts.kit.bench.tokens import main as run
-
-            return run(flags)
-        case ["policies", *flags]:
-            from scripts.kit.bench.policies import main as run_policies
-
-            return run_policies(flags)
+        case [command, *flags] if command in _COMMANDS:
+            return int(importlib.import_module(f"scripts.kit.bench.{command}").main(flags))
         case [] | ["-h" | "--help", *_]:
             print(_USAGE, end="")
             return 0

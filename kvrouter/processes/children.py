@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from kvrouter.serve.output import Lines, Output
+from kvrouter.processes.output import Lines, Output
 
 log = structlog.get_logger()
 
@@ -43,10 +43,13 @@ class Backoff:
 class Child:
     """One process at a time, by one command. It leads a session of its own: Ctrl-C reaches only us."""
 
-    def __init__(self, name: str, command: Sequence[str], output: Output) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], output: Output, *, pass_fds: Sequence[int] = ()
+    ) -> None:
         self.name = name
         self.command = command
         self.starts = 0
+        self._pass_fds = tuple(pass_fds)
         self._output = output
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
@@ -58,6 +61,11 @@ class Child:
     def is_ending(self) -> bool:
         """Whether it shall not start again."""
         return self._ending.is_set()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it runs now."""
+        return self._process is not None and self._process.returncode is None
 
     async def run(self) -> int:
         """Run it once; returns its exit code."""
@@ -84,9 +92,18 @@ class Child:
             await self.run()
             await self.pause()
 
+    def let_end(self) -> None:
+        """It shall not start again; what runs goes on."""
+        self._ending.set()
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs."""
+        if self._process is not None:
+            _signal(self._process, number)
+
     async def end(self, patience_s: float) -> None:
         """SIGTERM; SIGKILL after `patience_s`; return when it has gone."""
-        self._ending.set()
+        self.let_end()
         process = self._process
         if process is None:
             return
@@ -101,9 +118,8 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL, and no other start."""
-        self._ending.set()
-        if self._process is not None:
-            _signal(self._process, signal.SIGKILL)
+        self.let_end()
+        self.tell(signal.SIGKILL)
 
     async def _run(self) -> int:
         self.starts += 1
@@ -114,6 +130,7 @@ class Child:
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
+            pass_fds=self._pass_fds,
             preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,
         )
         self._process = process

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.serve import children
-from kvrouter.serve.children import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S, Backoff, Child
-from kvrouter.serve.output import Output
+from kvrouter.processes import children
+from kvrouter.processes.children import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S, Backoff, Child
+from kvrouter.processes.output import Output
 from tests.serve.serving import is_alive
 
 SAY_AND_STAY = "echo up; trap 'echo bye; exit 0' TERM; while :; do sleep 0.01; done"
@@ -140,8 +140,8 @@ async def test_parent_killed(tmp_path: Path) -> None:
     """Children of a parent that is killed do not stay behind."""
     script = f"""
 import asyncio, io
-from kvrouter.serve.children import Child
-from kvrouter.serve.output import Output
+from kvrouter.processes.children import Child
+from kvrouter.processes.output import Output
 from tests.serve.serving import is_alive
 command = ["/bin/sh", "-c", "echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; exec sleep 60"]
 asyncio.run(Child("c", command, Output(io.BytesIO(), io.BytesIO(), width=1)).run())

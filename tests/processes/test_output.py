@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from kvrouter.serve import output as output_module
-from kvrouter.serve.output import MAX_LINE_BYTES, LabelledText, Lines, Output
+from kvrouter.processes import output as output_module
+from kvrouter.processes.output import MAX_LINE_BYTES, LabelledText, Lines, Output
 
 
 class Terminal(io.BytesIO):

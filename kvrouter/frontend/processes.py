@@ -1,0 +1,186 @@
+"""`--processes N`: N replicas on one port, each a process, kept in agreement by the sync feed alone.
+
+    parent: binds and listens, never accepts ── the socket ──> process-1 … process-N accept from one queue
+       │  embedded NATS, if asked for                            │
+       └─ starts again whoever ends; one signal drains all       └─ an admin port each
+
+Connections wait in the queue of the socket, which lives as long as anybody holds it: whoever ends, what it
+has not accepted goes to the others. With SO_REUSEPORT each process would have a queue of its own, and the
+kernel would reset what waits in it when the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import structlog
+import uvloop
+
+from kvrouter.bus.embedded import embedded_server
+from kvrouter.errors import KvRouterError
+from kvrouter.frontend.listening import listen, url
+from kvrouter.frontend.options import FrontendOptions
+from kvrouter.processes.children import Child
+from kvrouter.processes.output import LabelledText, Output
+from kvrouter.telemetry.logs import set_up_logs
+
+log = structlog.get_logger()
+
+NAME = "parent"
+WRONG_FLAGS = 2
+"""The exit code of a process that cannot start as it is told."""
+_CUT_OFF_S = 10.0
+_NOT_UP_YET = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
+"""How a process ends that is told to before it listens to signals."""
+
+
+class Processes:
+    """The N processes of one parent. `command` are a process's flags, before what differs between them."""
+
+    def __init__(
+        self, options: FrontendOptions, command: Sequence[str], listener: socket.socket, output: Output
+    ) -> None:
+        self._options = options
+        self._listener = listener
+        self._command = [*command, f"--listen-fd={listener.fileno()}"]
+        self._failed = asyncio.Event()
+        self._code = 0
+        self._children = [
+            Child(f"process-{number}", (), output, pass_fds=(listener.fileno(),))
+            for number in range(1, options.process.processes + 1)
+        ]
+
+    async def run(self, stopped: asyncio.Event, hurried: asyncio.Event) -> int:
+        """Serve until `stopped`, then drain; `hurried` ends the draining. Returns the exit code."""
+        async with asyncio.TaskGroup() as tasks:
+            for number, child in enumerate(self._children, 1):
+                tasks.create_task(self._keep(child, number), name=child.name)
+            await _first_of(stopped, self._failed)
+            hurrying = tasks.create_task(self._hurry(hurried), name="hurry")
+            await self._drain(hurried)
+            hurrying.cancel()
+        return self._code
+
+    async def _keep(self, child: Child, number: int) -> None:
+        """Start it again whenever it ends; one that cannot start at all ends everything."""
+        while not child.is_ending:
+            child.command = self._command_of(number, is_first=child.starts == 0)
+            code = await child.run()
+            if code == WRONG_FLAGS and child.starts == 1:
+                log.error("frontend.process_cannot_start", name=child.name)
+                self._code = code
+                self._failed.set()
+                return
+            self._note(child, code)
+            await child.pause()
+
+    def _note(self, child: Child, code: int) -> None:
+        """The first bad end of those that were to end is the parent's, too."""
+        if child.is_ending and code not in _NOT_UP_YET:
+            self._code = self._code or (code if code >= 0 else 1)
+
+    def _command_of(self, number: int, *, is_first: bool) -> list[str]:
+        """One that comes back lets the others answer until it is in step, if there are others."""
+        waits = (
+            []
+            if is_first or not any(child.is_running for child in self._children)
+            else ["--waits-until-ready"]
+        )
+        return [*self._command, f"--process-number={number}", *waits]
+
+    async def _drain(self, hurried: asyncio.Event) -> None:
+        """/ready is 503 in all of them, and they serve on for the grace; then they finish what runs."""
+        options = self._options
+        patience_s = options.drain_timeout_s + _CUT_OFF_S
+        log.info("frontend.draining", processes=len(self._children), grace_s=options.drain_grace_s)
+        for child in self._children:
+            child.let_end()
+            child.tell(signal.SIGUSR1)
+        if not self._failed.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(options.drain_grace_s):
+                    await hurried.wait()
+        self._listener.close()  # or connections would queue while nobody accepts
+        await asyncio.gather(*(child.end(patience_s) for child in self._children))
+        log.info("frontend.stopped")
+
+    async def _hurry(self, hurried: asyncio.Event) -> None:
+        """Two signals, as to a single frontend; two of a kind might arrive as one."""
+        await hurried.wait()
+        for child in self._children:
+            child.tell(signal.SIGTERM)
+            child.tell(signal.SIGINT)
+
+
+def run(options: FrontendOptions, arguments: Sequence[str]) -> int:
+    """Run the parent until SIGTERM, SIGINT or SIGHUP; returns the exit code."""
+    is_json = options.log_format == "json"
+    width = len(f"process-{options.process.processes}")
+    output = Output(sys.stdout.buffer, sys.stderr.buffer, width=width, is_json=is_json)
+    with contextlib.closing(output), contextlib.redirect_stderr(LabelledText(output, NAME)):
+        set_up_logs(options.log_level, options.log_format)
+        failures: list[BaseException] = []
+        code = WRONG_FLAGS
+        try:
+            code = uvloop.run(_run(options, arguments, output))
+        except* KvRouterError as group:
+            failures += group.exceptions
+        for failure in failures:
+            output.line(NAME, f"kvrouter.frontend: {failure}".encode(), is_error=True)
+        return code
+
+
+async def _run(options: FrontendOptions, arguments: Sequence[str], output: Output) -> int:
+    stopped, hurried = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        (hurried if stopped.is_set() else stopped).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    async with contextlib.AsyncExitStack() as stack:
+        listener = stack.enter_context(listen(options.host, options.port))
+        nats = []
+        if options.nats.is_embedded:
+            nats = [f"--nats={await stack.enter_async_context(embedded_server())}"]
+        log.info(
+            "frontend.processes",
+            url=url(listener),
+            processes=options.process.processes,
+            admin_ports=_admin_ports(options),
+            replica_sync="on: processes that share a port share their bookings",
+        )
+        command = [sys.executable, "-m", "kvrouter.frontend", *arguments, *_own_flags(options), *nats]
+        return await Processes(options, command, listener, output).run(stopped, hurried)
+
+
+def _own_flags(options: FrontendOptions) -> list[str]:
+    """What one process is told differently; the last of several equal flags counts."""
+    return [
+        "--processes=1",
+        "--router-replica-sync",
+        "--drain-grace=0",  # the parent's part
+        f"--admin-port={options.process.admin_port}",
+    ]
+
+
+def _admin_ports(options: FrontendOptions) -> str:
+    base = options.process.admin_port
+    if not base:
+        return "free ones: see each process's frontend.listening"
+    return f"{options.process.admin_host}:{base + 1} to {base + options.process.processes}"
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Return when one of them is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()

@@ -1,0 +1,1 @@
+"""Child processes of a command: supervised, heard, ended in good order."""

@@ -1,0 +1,82 @@
+"""How long the event loop keeps things waiting.
+
+A timer, 100 times a second: how much later than asked it comes is how long anything else that was ready
+then had to wait. Its moments are even in time, so its quantiles are those of an arrival at random.
+A stall shorter than the interval may fall between two of them; one that is longer never does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+
+INTERVAL_S = 0.01
+LAGS_S = (
+    0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0
+)  # fmt: skip
+WINDOW_S, WINDOWS = 10.0, 6
+"""The longest of the last minute is told, forgotten in steps of ten seconds."""
+
+
+class Longest:
+    """The greatest of the values of the last minute. Bounded: one number for each ten seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._windows: deque[tuple[int, float]] = deque(maxlen=WINDOWS)
+
+    def note(self, value: float) -> None:
+        """A value, as of now."""
+        window = int(self._clock() / WINDOW_S)
+        if self._windows and self._windows[-1][0] == window:
+            value = max(value, self._windows.pop()[1])
+        self._windows.append((window, value))
+
+    def value(self) -> float:
+        """0 if there was none."""
+        oldest = int(self._clock() / WINDOW_S) - WINDOWS
+        return max((value for window, value in self._windows if window > oldest), default=0.0)
+
+
+class LoopLag:
+    """The timer and its two metrics."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._lags = Histogram(
+            "kvrouter_loop_lag_seconds",
+            "How long what was ready had to wait for the event loop",
+            buckets=LAGS_S,
+            registry=registry,
+        )
+        self._longest = Longest(time.monotonic)
+        longest = Gauge(
+            "kvrouter_loop_lag_longest_seconds", "The longest of the last minute", registry=registry
+        )
+        longest.set_function(self._longest.value)
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at the running loop while inside."""
+        self._wait()
+        try:
+            yield
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + INTERVAL_S  # asking for the time also brings uvloop's timers up to date
+        self._timer = loop.call_at(due, self._look, time.perf_counter() + INTERVAL_S)
+
+    def _look(self, due: float) -> None:
+        lag = max(0.0, time.perf_counter() - due)
+        self._lags.observe(lag)
+        self._longest.note(lag)
+        self._wait()

@@ -1,0 +1,354 @@
+"""How long a frontend's event loop keeps things waiting while a large fleet sends KV events.
+
+One real frontend, a real nats-server, 1,000 mock workers in a process of their own that send frames of 8 and
+64 blocks in bursts, and requests of 4,000 tokens as ids in mode kv, half of which some workers hold.
+The lag is the frontend's own `kvrouter_loop_lag_seconds`. Medians of several runs; each rate is a
+deployment of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import uvloop
+from rich.table import Table
+
+from kvrouter.version import __version__
+from scripts.kit import deployment
+from scripts.kit.bench.meter import cpu_ns
+from scripts.kit.bench.mock_engine import mock_engine
+from scripts.kit.bench.mock_fleet import BLOCK_SIZE, MODEL, PREFIX_BLOCKS, PREFIXES, prefix_tokens
+from scripts.kit.figures import MachineTime, percentiles
+from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
+from scripts.kit.http_client import Client, HttpError
+from scripts.kit.load import LoadRequest, Outcome
+from scripts.kit.script import log_directory, new_console, until_signalled
+from scripts.kit.steady import SteadyLoad
+
+PROMPT_TOKENS = 2 * PREFIX_BLOCKS * BLOCK_SIZE
+PROMPTS = 256
+SETTLE_S = 8.0
+P99_S, MAX_S = 0.005, 0.020
+"""What is asked for."""
+_LAG = "kvrouter_loop_lag_seconds_bucket"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    workers: int
+    blocks_s: Sequence[float]
+    rate: float
+    runs: int
+    seconds: float
+    burst_ms: float
+    nice: int
+    frontend_flags: Sequence[str]
+    json: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run at one rate. Times in ms."""
+
+    asked_blocks_s: float
+    sent_blocks_s: float
+    applied_blocks_s: float
+    requests_s: float
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    """The upper bound of the last bucket that has anything."""
+    over_5_ms: float
+    """Share of looks."""
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    frontend_cpu: float
+    """Cores."""
+    frontend_waited: float
+    """Share of the time in which it could have run and had no core: lag that is the machine's."""
+    inbox_messages: float
+    """Come and not applied when the run ended."""
+    inbox_age_ms: float
+    recoveries: float
+    """Feeds that were not in step then."""
+
+    @classmethod
+    def median(cls, runs: Sequence[Run]) -> Run:
+        """Of each figure."""
+        return cls(*(median(values) for values in zip(*(asdict(run).values() for run in runs), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all rates share."""
+
+    fleet: Fleet
+    client: Client
+    nats_url: str
+    engine_url: str
+    options: Options
+    requests: Sequence[LoadRequest]
+
+    async def at(self, blocks_s: float) -> Run:
+        """A frontend and a mock fleet at this rate; the median of the runs."""
+        namespace = f"lag-{blocks_s:.0f}"
+        frontend, url = await self._start_frontend(namespace)
+        mocks = await self.fleet.start(
+            f"mock-{blocks_s:.0f}",
+            [
+                *(sys.executable, "-m", "scripts.kit.bench.mock_fleet"),
+                *(f"--nats={self.nats_url}", f"--namespace={namespace}", f"--engine={self.engine_url}"),
+                *(f"--workers={self.options.workers}", f"--blocks-s={blocks_s}"),
+                f"--burst-ms={self.options.burst_ms}",
+            ],
+            env={"PYTHONPATH": str(Path(__file__).parents[3])},
+        )
+        await wait_until_ok(self.client, frontend, f"{url}/ready")
+        await asyncio.sleep(SETTLE_S)
+        runs = []
+        async with SteadyLoad(self.requests, [url], rate=self.options.rate) as load:
+            await asyncio.sleep(2.0)
+            for _ in range(self.options.runs):
+                runs.append(await self._run(frontend, url, mocks, load, blocks_s))
+        failed = [outcome.error for outcome in load.outcomes if outcome.error]
+        if failed:
+            raise FleetError(f"{len(failed)} requests failed; the first: {failed[0]}")
+        await self.fleet.stop(mocks.name)
+        await self.fleet.stop(frontend.name)
+        return Run.median(runs)
+
+    async def _start_frontend(self, namespace: str) -> tuple[Process, str]:
+        (port,) = free_ports(1)
+        url = f"http://127.0.0.1:{port}"
+        process = await self.fleet.start(
+            f"frontend-{namespace}",
+            [
+                *(sys.executable, "-m", "kvrouter.frontend", "--host=127.0.0.1", f"--port={port}"),
+                *(f"--nats={self.nats_url}", f"--namespace={namespace}", "--drain-grace=0"),
+                *self.options.frontend_flags,
+            ],
+        )
+        _prefer(process.pid, self.options.nice)
+        await wait_until_ok(self.client, process, f"{url}/live")
+        return process, url
+
+    async def _run(self, frontend: Process, url: str, mocks: Process, load: SteadyLoad, asked: float) -> Run:
+        """One window. What is dear to ask for is asked outside of it."""
+        earlier = await self._samples(f"{url}/metrics")
+        applied_at = time.perf_counter()
+        await asyncio.sleep(1.0)  # that answer took the frontend a while
+        before, cpu, start = await self._lags(url), cpu_ns(frontend.pid), time.perf_counter()
+        waited = _waited_ns(frontend.pid)
+        sent, first = _sent(mocks), len(load.outcomes)
+        await asyncio.sleep(self.options.seconds)
+        after, cpu, seconds = await self._lags(url), cpu_ns(frontend.pid) - cpu, time.perf_counter() - start
+        outcomes = load.outcomes[first:]
+        sent_blocks_s = _rate(sent, _sent(mocks))
+        later = await self._samples(f"{url}/metrics")
+        applied = _total(later, "stored_blocks", "removed_blocks") - _total(
+            earlier, "stored_blocks", "removed_blocks"
+        )
+        lags = {bound: after[bound] - before[bound] for bound in after}
+        return Run(
+            asked,
+            sent_blocks_s,
+            applied / (time.perf_counter() - applied_at),
+            len(outcomes) / seconds,
+            1000 * _quantile(lags, 0.5),
+            1000 * _quantile(lags, 0.99),
+            1000 * _quantile(lags, 1.0),
+            1 - lags[P99_S] / max(lags.values()),
+            *_first_bytes(outcomes),
+            cpu / 1e9 / seconds,
+            (_waited_ns(frontend.pid) - waited) / 1e9 / seconds,
+            later["kvrouter_inbox_messages"],
+            1000 * later["kvrouter_inbox_age_seconds"],
+            sum(not value for name, value in later.items() if name.startswith("kvrouter_feed_live")),
+        )
+
+    async def _lags(self, url: str) -> dict[float, float]:
+        """Bucket bound -> looks up to it."""
+        samples = await self._samples(f"{url}/metrics?name[]={_LAG}")
+        return {float(name.split('"')[1]): value for name, value in samples.items() if name.startswith(_LAG)}
+
+    async def _samples(self, url: str) -> dict[str, float]:
+        _, body = await self.client.get(url)
+        lines = [line.rpartition(" ") for line in body.decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in lines}
+
+
+def _total(samples: Mapping[str, float], *kinds: str) -> float:
+    names = tuple(f"kvrouter_index_{kind}_total" for kind in kinds)
+    return sum(value for name, value in samples.items() if name.startswith(names))
+
+
+def _sent(mocks: Process) -> dict[str, float]:
+    """The last line that the mock fleet has written."""
+    lines = mocks.log.read_text().splitlines()
+    if not lines or not lines[-1].startswith("{"):
+        raise FleetError(f"the mock fleet says {lines[-1:]}")
+    last: dict[str, float] = json.loads(lines[-1])
+    return last
+
+
+def _prefer(pid: int, nice: int) -> None:
+    """Where Linux weighs sessions (autogroup), that of a process alone counts for little."""
+    os.setpriority(os.PRIO_PROCESS, pid, nice)
+    autogroup = Path(f"/proc/{pid}/autogroup")
+    if nice and autogroup.exists():
+        autogroup.write_text(f"{nice}")
+
+
+def _waited_ns(pid: int) -> int:
+    """How long its main thread was ready to run and had no core."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
+
+
+def _rate(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    seconds = after["at"] - before["at"]
+    return (after["blocks"] - before["blocks"]) / seconds if seconds else 0.0
+
+
+def _first_bytes(outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    seen = percentiles(outcome.ttft_s for outcome in outcomes)
+    return 1000 * seen.p50, 1000 * seen.p99
+
+
+def _quantile(buckets: Mapping[float, float], share: float) -> float:
+    """By bucket, evenly within it; the whole is the upper bound of the last one with anything in it."""
+    low = below = 0.0
+    wanted = share * max(buckets.values())
+    for bound in sorted(buckets):
+        if buckets[bound] >= wanted:
+            if share == 1.0 or buckets[bound] == below:
+                return bound
+            return low + (bound - low) * (wanted - below) / (buckets[bound] - below)
+        low, below = bound, buckets[bound]
+    return float("inf")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit code."""
+    options = _options(arguments)
+    try:
+        return uvloop.run(until_signalled("bench", _measure(options)))
+    except (FleetError, HttpError) as error:
+        print(f"bench: failed: {error}", file=sys.stderr)
+        return 1
+
+
+async def _measure(options: Options) -> int:
+    console = new_console()
+    async with AsyncExitStack() as stack:
+        directory = stack.enter_context(log_directory("bench"))
+        client = Client()
+        stack.callback(client.close)
+        fleet = await stack.enter_async_context(Fleet(directory))
+        nats_url = await deployment.start_nats(fleet, client)
+        engine_url = await stack.enter_async_context(mock_engine(PROMPT_TOKENS))
+        bench = Bench(fleet, client, nats_url, engine_url, options, make_requests())
+        before, runs = MachineTime.now(), []
+        for blocks_s in options.blocks_s:
+            console.print(f"{blocks_s:,.0f} blocks/s", highlight=False)
+            runs.append(await bench.at(blocks_s))
+        after = MachineTime.now()
+    console.print(table(runs))
+    about = machine() | {"workers": options.workers, "rate": options.rate, "runs": options.runs}
+    about |= {
+        "seconds": options.seconds,
+        "prompt_tokens": PROMPT_TOKENS,
+        "burst_ms": options.burst_ms,
+        "nice": options.nice,
+    }
+    if before and after:
+        about["machine_busy"] = round(after.busy_since(before), 3)
+    console.print(json.dumps(about), soft_wrap=True, highlight=False)
+    if options.json is not None:
+        options.json.write_text(json.dumps({**about, "lag": [asdict(run) for run in runs]}, indent=2) + "\n")
+    return 0
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """One row a rate."""
+    shown = Table(title="loop lag while events come", title_justify="left")
+    for name in ("blocks/s asked", "sent", "applied", "requests/s", "lag p50", "p99", "max", "over 5 ms"):
+        shown.add_column(name, justify="right")
+    for name in ("TTFT p50", "p99", "frontend cores", "no core", "in inbox", "since", "feeds not live"):
+        shown.add_column(name, justify="right")
+    for run in runs:
+        shown.add_row(
+            *(f"{value:,.0f}" for value in (run.asked_blocks_s, run.sent_blocks_s, run.applied_blocks_s)),
+            f"{run.requests_s:.0f}",
+            *(f"{value:.2f} ms" for value in (run.p50_ms, run.p99_ms)),
+            f"≤ {run.max_ms:g} ms",
+            f"{100 * run.over_5_ms:.2f} %",
+            *(f"{value:.1f} ms" for value in (run.ttft_p50_ms, run.ttft_p99_ms)),
+            f"{run.frontend_cpu:.2f}",
+            f"{100 * run.frontend_waited:.0f} %",
+            f"{run.inbox_messages:,.0f}",
+            f"{run.inbox_age_ms:.0f} ms",
+            f"{run.recoveries:,.0f}",
+        )
+    return shown
+
+
+def make_requests() -> list[LoadRequest]:
+    """Prompts as token ids: half of each is a group's prefix, the rest its own."""
+    rng = random.Random(2)
+    requests = []
+    for number in range(PROMPTS):
+        own = [rng.randrange(1, 30_000) for _ in range(PROMPT_TOKENS // 2)]
+        body = {
+            "model": MODEL,
+            "prompt": prefix_tokens(number % PREFIXES) + own,
+            "max_tokens": 4,
+            "stream": True,
+        }
+        requests.append(LoadRequest(0.0, json.dumps(body, separators=(",", ":")).encode()))
+    return requests
+
+
+def machine() -> dict[str, object]:
+    """Where this was measured."""
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.processor(),
+        "cores": len(cpus),
+        "python": platform.python_version(),
+        "kvrouter": __version__,
+    }
+
+
+def _options(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(prog="scripts/bench lag", description=__doc__.split("\n", maxsplit=1)[0])
+    add = parser.add_argument
+    add("--workers", type=int, default=1000, metavar="N", help="(%(default)s)")
+    default = [0.0, 50_000.0, 200_000.0]
+    add("--blocks-s", type=float, nargs="+", default=default, metavar="N", help="(0 50000 200000)")
+    add("--rate", type=float, default=200.0, metavar="N", help="requests/s (%(default)g)")
+    add("--runs", type=int, default=3, metavar="N", help="the median of so many (%(default)s)")
+    add("--seconds", type=float, default=10.0, metavar="S", help="length of one run (%(default)g)")
+    add("--burst-ms", type=float, default=10.0, metavar="MS", help="between two bursts (%(default)g)")
+    add("--nice", type=int, default=0, metavar="N", help="the frontend's niceness (0); below 0 as root only")
+    add("--frontend-flag", action="append", default=[], metavar="FLAG", help="for the frontend; repeatable")
+    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    flags = parser.parse_args(arguments)
+    return Options(
+        flags.workers, flags.blocks_s, flags.rate, flags.runs, flags.seconds, flags.burst_ms,
+        flags.nice, flags.frontend_flag, flags.json,
+    )  # fmt: skip

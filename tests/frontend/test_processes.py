@@ -1,0 +1,399 @@
+"""`--processes N`: several replicas on one port. Real processes, killed and stopped for real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import sys
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvrouter.bus import Bus, NatsOptions, Subjects
+from kvrouter.errors import ConfigError
+from kvrouter.frontend.options import parse_options
+from kvrouter.verify import compare
+from tests.frontend.clients import Client, Response, ask, connected, get
+from tests.frontend.fleet import BODY, STREAM, Fleet, Trouble
+from tests.frontend.workers import (
+    LAST_CHUNK,
+    OK,
+    SSE_HEAD,
+    FakeWorker,
+    Received,
+    Script,
+    Wire,
+    chunk,
+    event,
+    says_and_stalls,
+    until,
+)
+from tests.serve.serving import bound, command_of, is_alive
+
+ONE = SSE_HEAD + chunk(event("a"))
+START_S = 20.0
+
+
+@dataclass
+class Parent:
+    """`python -m kvrouter.frontend --processes 2`, with one worker that the test announces."""
+
+    process: asyncio.subprocess.Process
+    url: str
+    admin_port: int
+    worker: FakeWorker
+    fleet: Fleet
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def admin_urls(self) -> list[str]:
+        """Where each process answers for itself."""
+        return [f"http://127.0.0.1:{self.admin_port + number}" for number in (1, 2)]
+
+    def children(self) -> list[int]:
+        """The process ids of its replicas, the first first."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+        commands = {pid: command_of(pid) for pid in found}
+        return sorted(
+            (pid for pid in found if "kvrouter.frontend" in commands[pid]), key=commands.__getitem__
+        )
+
+    def announce(self) -> None:
+        """Say that the worker is there."""
+        self.fleet.announce(self.worker)
+
+    async def until_ready(self, *urls: str) -> None:
+        """Return when each of these is, announcing the worker meanwhile."""
+        async with asyncio.timeout(START_S):
+            for url in urls:
+                while not await is_ready(url):
+                    self.announce()
+                    await asyncio.sleep(0.02)
+
+    async def ended(self) -> tuple[int, str]:
+        """Its exit code, and what was said."""
+        async with asyncio.timeout(START_S):
+            assert self.process.stderr is not None
+            said = await self.process.stderr.read()
+            return await self.process.wait(), said.decode()
+
+
+@contextlib.asynccontextmanager
+async def running(nats: str, script: Script, *flags: str) -> AsyncIterator[Parent]:
+    """A parent whose processes are both ready."""
+    namespace, port, admin_port = uuid.uuid4().hex, free_ports(1), free_ports(3)
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(Bus.open(NatsOptions((nats,)), name="test"))
+        worker = FakeWorker("w0", script)
+        await stack.enter_async_context(worker.serving())
+        process = await start(port, admin_port, "--nats", nats, "--namespace", namespace, *flags)
+        stack.push_async_callback(kill, process)
+        fleet = Fleet(bus, Subjects(namespace), Trouble())
+        parent = Parent(process, f"http://127.0.0.1:{port}", admin_port, worker, fleet)
+        await parent.until_ready(*parent.admin_urls)
+        yield parent
+
+
+async def start(port: int, admin_port: int, *flags: str) -> asyncio.subprocess.Process:
+    """Start two processes on a port."""
+    ports = [f"--port={port}", f"--admin-port={admin_port}"]
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvrouter.frontend", "--host=127.0.0.1", "--processes=2", *ports, *flags),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    """End it, if it has not ended; its children go with it."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.communicate()
+
+
+def free_ports(count: int) -> int:
+    """The first of some free ports in a row.
+
+    Not one that the kernel hands out: who polls that may get it for its own side, and meet itself.
+    """
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for number in range(count):
+                stack.enter_context(bound(first + number))
+            return first
+
+
+async def is_ready(url: str) -> bool:
+    """Whether /ready says so."""
+    try:
+        return (await get(url, "/ready")).status == 200
+    except (OSError, EOFError):
+        return False
+
+
+async def many(url: str, count: int) -> list[Response]:
+    """So many requests at once, each on a connection of its own."""
+    return await asyncio.gather(*(ask(url, BODY) for _ in range(count)))
+
+
+def routers(answers: list[Response]) -> Counter[str]:
+    """Which replicas have served."""
+    assert {200} == {answer.status for answer in answers}
+    return Counter(answer.header("x-kvrouter-router") for answer in answers)
+
+
+async def test_two_on_one_port(nats_url: str) -> None:
+    """Both serve on the one port, share their bookings, and can be asked each by itself."""
+    async with running(nats_url, OK) as parent:
+        served = routers([answer for _ in range(10) for answer in await many(parent.url, 20)])
+        views = [(await get(url, "/workers")).json for url in parent.admin_urls]
+        report = await compare(parent.admin_urls, timeout_s=10.0)
+        metrics = await get(parent.url, "/metrics")
+        own = [await get(url, "/metrics") for url in parent.admin_urls]
+
+    assert {view["router_id"] for view in views} == set(served)
+    assert 2 == len(served), served
+    assert [True, True] == [view["replica_sync"] for view in views]
+    assert [parent.admin_urls[1]] == [peer["url"] for peer in views[0]["peers"]]
+    assert report.is_equal, report.differences
+    assert 421 == metrics.status
+    counts = [line for each in own for line in each.body.decode().splitlines() if "_requests_total{" in line]
+    assert 200 == sum(float(line.split()[-1]) for line in counts)
+
+
+async def test_killed_while_connections_queue(nats_url: str) -> None:
+    """A process is killed while connections wait to be accepted: the other one answers them all.
+
+    The one that comes back takes none before it is ready, and then its share.
+    """
+    async with running(nats_url, OK) as parent:
+        first, second = parent.children()
+        for pid in (first, second):
+            os.kill(pid, signal.SIGSTOP)
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(connected(parent.url)) for _ in range(40)]
+            for client in clients:
+                client.send(BODY)
+            os.kill(first, signal.SIGKILL)
+            os.kill(second, signal.SIGCONT)
+            queued = routers([await client.response() for client in clients])
+        survivor = (await get(parent.admin_urls[1], "/workers")).json["router_id"]
+        await until(lambda: len(set(parent.children()) - {first}) == 2, "another one is started", START_S)
+        while (starting := await answer_of(parent.admin_urls[0], "/ready")) is None:
+            pass
+        meanwhile = routers([answer for _ in range(5) for answer in await many(parent.url, 10)])
+        await parent.until_ready(*parent.admin_urls)
+        async with asyncio.timeout(START_S):
+            while len(routers(await many(parent.url, 20))) < 2:
+                pass
+        report = await compare(parent.admin_urls, timeout_s=10.0)
+
+    assert {survivor: 40} == queued
+    assert 503 == starting.status
+    assert {survivor: 50} == meanwhile
+    assert report.is_equal, report.differences
+
+
+async def answer_of(url: str, path: str) -> Response | None:
+    """None while nobody listens there."""
+    try:
+        return await get(url, path)
+    except (OSError, EOFError):
+        await asyncio.sleep(0.01)
+        return None
+
+
+async def test_killed_under_load(nats_url: str) -> None:
+    """Under load no connection is refused or lost, except those that the killed process had accepted."""
+    async with running(nats_url, OK) as parent:
+        broken: list[Exception] = []
+        ended = asyncio.Event()
+
+        async def load() -> None:
+            while not ended.is_set():
+                try:
+                    assert 200 == (await ask(parent.url, BODY)).status
+                except (OSError, EOFError) as error:
+                    broken.append(error)
+
+        at_once = 16
+        tasks = [asyncio.create_task(load()) for _ in range(at_once)]
+        await until(lambda: len(parent.worker.requests) > 200, "load")
+        os.kill(parent.children()[0], signal.SIGKILL)
+        await parent.until_ready(parent.admin_urls[0])
+        ended.set()
+        await asyncio.gather(*tasks)
+
+    assert len(broken) <= at_once
+    assert not [error for error in broken if isinstance(error, ConnectionRefusedError)]
+
+
+@contextlib.asynccontextmanager
+async def streaming(*urls: str) -> AsyncIterator[list[Client]]:
+    """A client amid a stream at each."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(url)) for url in urls]
+        for client in clients:
+            client.send(STREAM)
+            await client.read_until(event("a") + b"\r\n")
+        yield clients
+
+
+async def test_drain(nats_url: str) -> None:
+    """SIGTERM drains all: 503 in /ready, requests served during the grace, streams finished, code 0."""
+    go_on = asyncio.Event()
+
+    async def script(_received: Received, wire: Wire) -> None:
+        await wire.send(ONE)
+        await go_on.wait()
+        await wire.send(chunk(event("b")) + LAST_CHUNK)
+
+    async with running(nats_url, script, "--drain-grace", "0.5") as parent:
+        pids = parent.children()
+        async with streaming(*parent.admin_urls) as clients:
+            parent.process.send_signal(signal.SIGTERM)
+            for url in parent.admin_urls:
+                while (await get(url, "/ready")).status == 200:
+                    pass
+            in_grace = asyncio.ensure_future(ask(parent.url, STREAM))
+            await until(lambda: len(parent.worker.requests) == 3, "served during the grace")
+            await until_refused(parent.url)
+            go_on.set()
+            rests = [await client.reader.read() for client in clients]
+            assert (await in_grace).is_whole
+        code, said = await parent.ended()
+
+    assert [chunk(event("b")) + LAST_CHUNK] * 2 == rests
+    assert 0 == code
+    assert 3 == said.count("frontend.stopped")
+    assert not [line for line in said.splitlines() if not line.startswith(("process-", "parent "))]
+    assert not any(is_alive(pid) for pid in pids)
+
+
+async def until_refused(url: str) -> None:
+    """Return when new connections are refused."""
+    while True:
+        try:
+            async with connected(url):
+                await asyncio.sleep(0.01)
+        except ConnectionError:
+            return
+
+
+async def test_second_signal(nats_url: str) -> None:
+    """A second signal ends the draining of all, in the grace too: streams end with an error event."""
+    async with running(nats_url, says_and_stalls(ONE), "--drain-grace", "60") as parent:
+        async with streaming(*parent.admin_urls) as clients:
+            parent.process.send_signal(signal.SIGTERM)
+            while (await get(parent.admin_urls[0], "/ready")).status == 200:
+                pass
+            parent.process.send_signal(signal.SIGTERM)
+            rests = [await client.reader.read() for client in clients]
+        code, _ = await parent.ended()
+
+    assert 0 == code
+    assert all(b"ServiceUnavailableError" in rest for rest in rests)
+
+
+async def test_one_is_restarted(nats_url: str) -> None:
+    """SIGTERM to one process: it finishes what it has and takes nothing new, and another one comes."""
+    async with running(nats_url, says_and_stalls(ONE)) as parent:
+        first, second = parent.children()
+        async with streaming(parent.admin_urls[0]) as (client,):
+            os.kill(first, signal.SIGTERM)
+            while (await get(parent.admin_urls[0], "/ready")).status == 200:
+                pass
+            for _ in range(10):  # its loop turns, and it has stopped accepting
+                assert 503 == (await get(parent.admin_urls[0], "/ready")).status
+            for _ in range(20):
+                assert 200 == (await get(parent.url, "/ready")).status
+            client.leave()
+        await until(lambda: first not in parent.children() and len(parent.children()) == 2, "a new one", 20)
+        await parent.until_ready(parent.admin_urls[0])
+
+        assert second in parent.children()
+
+
+async def test_parent_killed(nats_url: str) -> None:
+    """A parent that is killed leaves nobody behind."""
+    async with running(nats_url, OK) as parent:
+        pids = parent.children()
+        parent.process.kill()
+
+        await until(lambda: not any(is_alive(pid) for pid in pids), "all are gone")
+
+
+async def test_cannot_start(nats_url: str, tmp_path: Path) -> None:
+    """What none of them can start with ends all, with its message and code 2."""
+    flags = ("--nats", nats_url, "--drain-grace", "60", "--model-path", str(tmp_path))
+    process = await start(free_ports(1), free_ports(3), *flags)
+    async with asyncio.timeout(START_S):
+        _, said = await process.communicate()
+
+    assert 2 == process.returncode
+    assert "tokenizer.json" in said.decode()
+    assert "process-1 | kvrouter.frontend: " in said.decode()
+
+
+async def test_admin_port_taken(nats_url: str) -> None:
+    """One that cannot start ends the others, too."""
+    admin_port = free_ports(3)
+    with bound(admin_port + 2) as taken:
+        taken.listen()
+        process = await start(free_ports(1), admin_port, "--nats", nats_url)
+        async with asyncio.timeout(START_S):
+            _, said = await process.communicate()
+
+    assert 2 == process.returncode
+    assert f"process-2 | kvrouter.frontend: cannot listen on 127.0.0.1:{admin_port + 2}" in said.decode()
+
+
+async def test_port_taken() -> None:
+    """The port itself is the parent's to open."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = await start(taken.getsockname()[1], free_ports(3))
+        _, said = await process.communicate()
+
+    assert 2 == process.returncode
+    assert b"parent    | kvrouter.frontend: cannot listen on" in said
+    assert b"process-" not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "port"),
+    [
+        (["--port", "8000", "--processes", "2"], 8101),
+        (["--port", "0", "--processes", "2"], 0),
+        (["--processes", "2", "--admin-port", "9000"], 9001),
+        (["--admin-port", "0"], 0),
+        ([], None),
+    ],
+)
+def test_admin_ports(flags: list[str], port: int | None) -> None:
+    """Process i has the base plus i, the base is 100 above --port; a single process has none unasked."""
+    assert port == parse_options(flags).process.own_port
+
+
+def test_sync_comes_with_processes() -> None:
+    """Several processes share their bookings; to forbid it is refused, as are ports that do not exist."""
+    assert parse_options(["--processes", "2"]).replica.synced
+    assert not parse_options(["--processes", "1"]).replica.synced
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        parse_options(["--processes", "2", "--no-router-replica-sync"])
+    with pytest.raises(ConfigError, match="beyond port 65535"):
+        parse_options(["--processes", "2", "--admin-port", "65534"])
+    with pytest.raises(SystemExit):
+        parse_options(["--processes", "0"])

@@ -1,0 +1,58 @@
+"""How long the loop keeps things waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from prometheus_client import CollectorRegistry
+
+from kvrouter.telemetry.loop_lag import INTERVAL_S, WINDOW_S, WINDOWS, Longest, LoopLag
+
+
+async def test_stall_is_seen() -> None:
+    """A loop that is held up for longer than the interval shows it, for as long as it was."""
+    registry = CollectorRegistry()
+    held_s = 10 * INTERVAL_S
+    with LoopLag(registry).watched():
+        await asyncio.sleep(3 * INTERVAL_S)
+        end = time.perf_counter() + held_s
+        while time.perf_counter() < end:
+            pass
+        await asyncio.sleep(2 * INTERVAL_S)
+
+    longest = registry.get_sample_value("kvrouter_loop_lag_longest_seconds")
+    looks = registry.get_sample_value("kvrouter_loop_lag_seconds_count")
+    short = registry.get_sample_value("kvrouter_loop_lag_seconds_bucket", {"le": "0.03"})
+    assert longest is not None
+    assert longest >= held_s - 2 * INTERVAL_S
+    assert (looks or 0) > (short or 0)
+
+
+async def test_ends() -> None:
+    """Outside nothing is looked at."""
+    registry = CollectorRegistry()
+    with LoopLag(registry).watched():
+        pass
+    await asyncio.sleep(3 * INTERVAL_S)
+
+    assert 0 == registry.get_sample_value("kvrouter_loop_lag_seconds_count")
+
+
+def test_longest_of_a_minute() -> None:
+    """The longest is told for a minute, and then the next one."""
+    now = 1000.0
+    longest = Longest(lambda: now)
+    assert 0 == longest.value()
+
+    longest.note(0.5)
+    now += 2 * WINDOW_S
+    longest.note(0.1)
+    longest.note(0.2)
+    longest.note(0.1)
+
+    assert 0.5 == longest.value()
+    now += (WINDOWS - 2) * WINDOW_S
+    assert 0.2 == longest.value()
+    now += WINDOWS * WINDOW_S
+    assert 0 == longest.value()
