@@ -25,12 +25,13 @@ from statistics import median
 import uvloop
 from rich.table import Table
 
+from kvrouter.simulate.percentiles import percentiles
 from kvrouter.version import __version__
 from scripts.kit import deployment
 from scripts.kit.bench.meter import cpu_ns
 from scripts.kit.bench.mock_engine import mock_engine
 from scripts.kit.bench.mock_fleet import BLOCK_SIZE, MODEL, PREFIX_BLOCKS, PREFIXES, prefix_tokens
-from scripts.kit.figures import MachineTime, percentiles
+from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.load import LoadRequest, Outcome
