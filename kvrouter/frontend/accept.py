@@ -5,37 +5,37 @@ body ──> what routing must know ──> pool ──> overrides ──> token
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
-from aiohttp import web
+from msgspec import Struct
 
 from kvrouter.core.cost import Prompt
-from kvrouter.core.policy import Policy, RouteRequest
+from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Router
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.compare import Traits
-from kvrouter.frontend.incoming import priority_of, read_body
+from kvrouter.frontend.incoming import priority_of
 from kvrouter.frontend.overrides import Dialect, find_wanted, read_overrides, without_overrides
 from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
+from kvrouter.frontend.request import Request
 from kvrouter.frontend.request_head import without_report_mode
 from kvrouter.telemetry.metrics import RequestMetrics
+from kvrouter.tokens import prompt as texts
 from kvrouter.tokens.plain_text import plain_text
-from kvrouter.tokens.prompt import text_characters
 
 _MOST_CHARACTERS_PER_TOKEN = 64
 """A text with more for each token of the model's length is not tokenized: a 30 MB text takes 40 s."""
 _UNKNOWN_MODEL_LEN = 131_072
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """One client request on its way."""
 
     id: str
-    http: web.Request
+    request: Request
     body: bytes
     stream: bool
     route: RouteRequest
@@ -63,40 +63,42 @@ class Accept:
         self._dialect = dialect
 
     async def work(
-        self, http: web.Request, parse: Parse, request_id: str, received_at: float, *, is_passed: bool
+        self, request: Request, parse: Parse, request_id: str, received_at: float, *, is_passed: bool
     ) -> Work:
         """Read the request, as far as routing must understand it."""
-        body = await read_body(http)
-        request = parse(body)
-        router = self._replica.router_for(request.model)
-        said = read_overrides(http.headers, request.kvrouter, request.session_id, self._dialect)
-        wanted = find_wanted(said.target, http.headers, router.pool)
+        body = await request.read()
+        asked = parse(body)
+        router = self._replica.router_for(asked.model)
+        said = read_overrides(request.headers, asked.kvrouter, asked.session_id, self._dialect)
+        wanted = find_wanted(said.target, request.headers, router.pool)
         policy = router.modes.of(said.mode).policy
-        lora_name = _lora_name(router, request)
-        prompts = await self._prompts(router, request, policy)
+        lora_name = _lora_name(router, asked)
+        prompts: tuple[Prompt, ...] = ()
+        if asked.prompt is not None and (router.needs_tokens or policy.needs_tokens):
+            prompts = await self._prompts(router, asked, asked.prompt)
         route = RouteRequest(
             request_id,
             prompts,
             lora_name,
             said.overlap_weight,
             said.temperature,
-            text=plain_text(request.prompt) if policy.needs_text else "",
+            text=plain_text(asked.prompt) if policy.needs_text else "",
             session=said.session,
             bucket=said.bucket,
             wanted=wanted,
-            priority=priority_of(http, request.priority),
+            priority=priority_of(request.headers, asked.priority),
             mode=said.mode,
         )
-        if request.kvrouter is not None:
+        if asked.kvrouter is not None:
             body = without_overrides(body)
-        if not is_passed or passthrough.is_json(http):
+        if not is_passed or passthrough.is_json(request):
             body = without_report_mode(body)
-        traits = Traits.of(request, lora_name, len(prompts))
+        traits = Traits.of(asked, lora_name, len(prompts))
         return Work(
             request_id,
-            http,
+            request,
             body,
-            request.stream,
+            asked.stream,
             route,
             router,
             received_at,
@@ -106,19 +108,20 @@ class Accept:
         )
 
     async def _prompts(
-        self, router: Router, request: openai.CompletionRequest, policy: Policy
+        self, router: Router, asked: openai.CompletionRequest, prompt: texts.Prompt
     ) -> tuple[Prompt, ...]:
-        """Token ids, then hashes; empty where the policy needs none or the tokens cannot be known."""
-        if request.prompt is None or not (router.needs_tokens or policy.needs_tokens):
-            return ()
+        """Token ids, then hashes; empty where the tokens cannot be known."""
         most_characters = _MOST_CHARACTERS_PER_TOKEN * (router.pool.max_model_len or _UNKNOWN_MODEL_LEN)
-        if text_characters(request.prompt) > most_characters:
+        if texts.text_characters(prompt) > most_characters:
             return ()  # far above the model's limit: the engine will refuse it, unread
-        naming = Naming(router.pool, request.model, _lora_name(router, request), request.cache_salt)
-        with self._metrics.tokenize.time():
-            return await self._blocks.hashes(request.prompt, naming)
+        naming = Naming(router.pool, asked.model, _lora_name(router, asked), asked.cache_salt)
+        began = time.perf_counter()
+        try:
+            return await self._blocks.hashes(prompt, naming)
+        finally:
+            self._metrics.tokenize.observe(time.perf_counter() - began)
 
 
-def _lora_name(router: Router, request: openai.CompletionRequest) -> str | None:
+def _lora_name(router: Router, asked: openai.CompletionRequest) -> str | None:
     """The adapter, if the model that the client names is one."""
-    return request.model if request.model in router.pool.lora_names else None
+    return asked.model if asked.model in router.pool.lora_names else None

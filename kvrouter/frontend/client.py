@@ -1,27 +1,44 @@
-"""The client's side of the relay on aiohttp: its parser reads requests, we write responses ourselves."""
+"""Requests that aiohttp has read: what it parses, we serve, and write the answers ourselves.
+
+web.Request ──> Request ──serve──> Served ──> AlreadyWritten
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import struct
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeAlias
 
+import structlog
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion10
+
+from kvrouter.errors import KvRouterError, NoRouteError, WrongMethodError
+from kvrouter.frontend.answer import Served, error_answer, internal_error
+from kvrouter.frontend.client_connection import ClientConnection
+from kvrouter.frontend.incoming import read_body, request_id_of
+from kvrouter.frontend.request import Request, Serve
+
+log = structlog.get_logger()
+
+HttpRoute: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class AiohttpClient:
     """The client behind a request, as relay.Client wants it."""
 
-    def __init__(self, request: web.Request, *, may_stay: bool = True) -> None:
-        self.is_http_10 = request.version <= HttpVersion10
-        self.wants_keep_alive = request.keep_alive and may_stay
-        self._request = request
-        self._protocol = request.protocol
+    def __init__(self, http: web.Request) -> None:
+        self.is_http_10 = http.version <= HttpVersion10
+        self.has_begun = False
+        self._protocol = http.protocol
 
     def write(self, data: bytes) -> None:
         """Send; a client that has left is no error."""
+        self.has_begun = True
         transport = self._protocol.transport
         if transport is not None:
             transport.write(data)
@@ -31,24 +48,24 @@ class AiohttpClient:
         """Whether the transport's buffer is above its high-water mark."""
         return self._protocol.writing_paused
 
-    async def drained(self) -> None:
-        """Wait until the buffer is below its low-water mark. Raises ConnectionError if the client left."""
-        await self._request.writer.drain()
+    def when_drained(self, call: Callable[[], None]) -> None:
+        """Call once the buffer is below its low-water mark."""
+        assert isinstance(self._protocol, ClientConnection)
+        self._protocol.when_drained(call)
 
 
 class AlreadyWritten(web.StreamResponse):
     """Tells aiohttp that the response has gone out, and whether the connection can be used again."""
 
-    def __init__(self, status: int, *, keeps_alive: bool, is_torn: bool = False) -> None:
-        super().__init__(status=status)
-        self._keeps_alive = keeps_alive
-        self._is_torn = is_torn
+    def __init__(self, served: Served) -> None:
+        super().__init__(status=served.status)
+        self._served = served
         self._client: web.BaseRequest | None = None
 
     @property
     def keep_alive(self) -> bool | None:
         """Whether aiohttp may wait for another request."""
-        return self._keeps_alive
+        return self._served.keeps_alive
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Nothing to send."""
@@ -57,14 +74,55 @@ class AlreadyWritten(web.StreamResponse):
 
     async def write_eof(self, _data: bytes = b"") -> None:
         """Nothing to send; if the answer is not whole, the connection is torn."""
-        if self._is_torn and self._client is not None:
-            _tear(self._client.transport)
+        if self._served.is_torn and self._client is not None and self._client.transport is not None:
+            tear(self._client.transport)
 
 
-def _tear(transport: asyncio.Transport | None) -> None:
+def from_aiohttp(http: web.Request) -> Request:
+    """The request as the request path sees it."""
+    return Request(
+        http.method,
+        http.raw_path,
+        [(name.lower(), value) for name, value in http.headers.items()],
+        AiohttpClient(http),
+        wants_keep_alive=http.keep_alive,
+        arriving=partial(read_body, http),
+    )
+
+
+def route(serve: Serve) -> HttpRoute:
+    """What serves requests, as aiohttp calls it."""
+
+    async def serve_http(http: web.Request) -> web.StreamResponse:
+        return AlreadyWritten(await serve(from_aiohttp(http)))
+
+    return serve_http
+
+
+def tear(transport: asyncio.Transport) -> None:
     """Reset the connection: an answer that ends with it would look whole after an orderly end."""
-    if transport is None:
-        return
     linger_0_s = struct.pack("ii", 1, 0)
     transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_0_s)
     transport.abort()
+
+
+@web.middleware
+async def openai_errors(request: web.Request, handler: HttpRoute) -> web.StreamResponse:
+    """Unknown routes and our own bugs are answered in OpenAI's form too."""
+    try:
+        return await handler(request)
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        wrong = WrongMethodError(f"{request.method} {request.path}: use {allowed}")
+        response = error_answer(wrong, request_id_of(request.headers)).for_aiohttp()
+        response.headers["allow"] = allowed
+        return response
+    except web.HTTPException as error:
+        kind = NoRouteError if error.status == 404 else KvRouterError
+        answer = kind(f"{request.method} {request.path}: {error.reason}")
+    except KvRouterError as error:
+        answer = error
+    except Exception:
+        log.exception("request.failed", path=request.path)
+        answer = internal_error()
+    return error_answer(answer, request_id_of(request.headers)).for_aiohttp()

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from kvrouter.errors import BadRequestError, KvRouterError, RequestTooLargeError
-from kvrouter.frontend.completions import error_response
-from kvrouter.frontend.incoming import request_id_of
+from kvrouter.errors import BadRequestError, RequestTooLargeError
+from kvrouter.frontend.answer import error_answer, internal_error
+from kvrouter.frontend.incoming import new_request_id, request_id_of
 
 
 class ClientConnection(web.RequestHandler):
     """aiohttp's, with OpenAI's form for what comes to no route: broken HTTP, an unknown packing."""
 
-    __slots__ = ()
+    __slots__ = ("_waiting",)
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._waiting: list[Callable[[], None]] = []
+
+    def when_drained(self, call: Callable[[], None]) -> None:
+        """Call once the client has caught up; never, if it leaves instead."""
+        self._waiting.append(call)
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        super().resume_writing()
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
 
     def handle_error(
         self,
@@ -26,11 +42,11 @@ class ClientConnection(web.RequestHandler):
     ) -> web.StreamResponse:
         """The same answer in another form. Raises ConnectionError if another one has begun."""
         super().handle_error(request, status, exc, message)
-        error = KvRouterError("internal error; the log of this replica has the details")
+        error = internal_error()
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
             said = " ".join((message or HTTPStatus(status).phrase).split())
             error = BadRequestError(f"the request cannot be read: {said[:300]}")
-        answer = error_response(error, uuid.uuid4().hex)
+        answer = error_answer(error, new_request_id()).for_aiohttp()
         answer.force_close()
         return answer
 
@@ -40,7 +56,7 @@ async def invite_body(http: web.Request) -> web.StreamResponse | None:
     length, most = http.content_length or 0, http.client_max_size
     if length > most:
         error = RequestTooLargeError(f"the request body is too large: {length} bytes, {most} are allowed")
-        answer = error_response(error, request_id_of(http))
+        answer = error_answer(error, request_id_of(http.headers)).for_aiohttp()
         answer.force_close()  # the body may come all the same
         return answer
     if http.version >= HttpVersion11 and http.headers.get("expect", "").lower() == "100-continue":

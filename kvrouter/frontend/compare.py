@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from kvrouter.core.policy import RouteRequest
 from kvrouter.core.router import Placement, Router
@@ -13,8 +13,7 @@ from kvrouter.frontend.usage import find_usage
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, has_media
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
+class Traits(Struct, frozen=True):
     """What decides whether and how a request can be compared."""
 
     kind: Kind | None
@@ -30,11 +29,14 @@ class Traits:
         return cls(kind, is_single, request.reads_cache)
 
 
+_WORDS: dict[type, str] = {ChatPrompt: "chat", TextPrompt: "text"}
+
+
 def _kind(prompt: Prompt | None, lora_name: str | None, salt: str | None) -> Kind | None:
     """None if the tokens are not known, or stand in for what only the engine can count."""
     if prompt is None or has_media(prompt):
         return None
-    name = {ChatPrompt: "chat", TextPrompt: "text"}.get(type(prompt), "tokens")
+    name = _WORDS.get(type(prompt), "tokens")
     return Kind(name, bool(lora_name), bool(salt))  # type: ignore[arg-type]  # one of its three words
 
 

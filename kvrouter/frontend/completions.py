@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import structlog
-from aiohttp import web
 
 from kvrouter.core.ids import BookingKey, Target
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement, Router
 from kvrouter.core.watch import Watch
-from kvrouter.errors import (
-    KvRouterError,
-    NoRouteError,
-    NoWorkersError,
-    WorkerDiedError,
-    WorkerSilentError,
-    WrongMethodError,
-)
+from kvrouter.errors import KvRouterError, NoWorkersError, WorkerDiedError, WorkerSilentError
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.accept import Accept, Parse, Work
+from kvrouter.frontend.answer import Answer, Served, error_answer, held_answer, internal_error
 from kvrouter.frontend.circuits import judge
-from kvrouter.frontend.client import AiohttpClient, AlreadyWritten
 from kvrouter.frontend.compare import compare, expect_events
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.feeds import Feeds
@@ -42,9 +33,10 @@ from kvrouter.frontend.relay import (
     Rejected,
     TimedOut,
 )
+from kvrouter.frontend.request import Request, Serve
 from kvrouter.frontend.request_head import request_head, with_report_mode
 from kvrouter.frontend.upstream import Upstream, WorkerUnreachableError
-from kvrouter.telemetry.metrics import RequestMetrics
+from kvrouter.telemetry.metrics import RequestMetrics, Sample
 
 log = structlog.get_logger()
 
@@ -73,6 +65,8 @@ class Completions:
         """Set while no request is being served."""
         self.is_draining = False
         """Set: answers close their connections, so that clients come back to another replica."""
+        self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time
         self._running: dict[Attempt, tuple[Router, BookingKey, RequestTask]] = {}
         self._replica = replica
         self._feeds = feeds
@@ -85,49 +79,68 @@ class Completions:
         self._limits = limits
         self._retries = retries
 
-    async def chat(self, http: web.Request) -> web.StreamResponse:
+    def routes(self) -> dict[str, Serve]:
+        """What is served here, by path; all of it is sent with POST."""
+        passed = dict.fromkeys(passthrough.POST_ROUTES, self.passed)
+        return {"/v1/chat/completions": self.chat, "/v1/completions": self.completion, **passed}
+
+    async def chat(self, request: Request) -> Served:
         """POST /v1/chat/completions."""
-        return await self._answer(http, openai.parse_chat)
+        return await self._serve(request, openai.parse_chat)
 
-    async def completion(self, http: web.Request) -> web.StreamResponse:
+    async def completion(self, request: Request) -> Served:
         """POST /v1/completions."""
-        return await self._answer(http, openai.parse_completion)
+        return await self._serve(request, openai.parse_completion)
 
-    async def passed(self, http: web.Request) -> web.StreamResponse:
+    async def passed(self, request: Request) -> Served:
         """Any route of passthrough.py: nothing is known of its tokens, so it goes by load."""
-        return await self._answer(http, partial(passthrough.parse, http), is_passed=True)
+        return await self._serve(request, partial(passthrough.parse, request), is_passed=True)
 
-    async def _answer(
-        self, http: web.Request, parse: Parse, *, is_passed: bool = False
-    ) -> web.StreamResponse:
+    async def _serve(self, request: Request, parse: Parse, *, is_passed: bool = False) -> Served:
         """Serve one request; every error becomes an OpenAI body, a client that leaves frees everything."""
-        received_at = asyncio.get_running_loop().time()
-        request_id = request_id_of(http)
+        received_at = self._now()
+        request_id = request_id_of(request.headers)
         try:
-            with self._in_flight.one(), self._metrics.in_flight.track_inprogress():
-                work = await self._accept.work(http, parse, request_id, received_at, is_passed=is_passed)
-                response = self._decisions.foretold(work) if work.is_dry_run else await self._complete(work)
+            with self._in_flight.one():
+                work = await self._accept.work(request, parse, request_id, received_at, is_passed=is_passed)
+                served = await self._complete(work)
         except KvRouterError as error:
-            response = error_response(error, request_id)
+            served = self._say(request, error_answer(error, request_id))
         except asyncio.CancelledError:
             self._metrics.cancelled.inc()
             raise
-        if self.is_draining:
-            response.force_close()
-        self._metrics.requests.labels(str(response.status)).inc()
-        self._metrics.duration.observe(asyncio.get_running_loop().time() - received_at)
-        return response
+        except Exception:
+            log.exception("request.failed", path=request.path)
+            served = self._fail(request, request_id)
+        self._metrics.requests.inc(str(served.status))
+        self._metrics.duration.observe(self._now() - received_at)
+        return served
 
-    async def _complete(self, work: Work) -> web.StreamResponse:
-        response = await self._try_workers(work)
+    async def _complete(self, work: Work) -> Served:
+        if work.is_dry_run:
+            return self._say(work.request, self._decisions.foretold(work))
+        served = self._tell(work, await self._try_workers(work))
         self._in_flight.answered()
-        if response.keep_alive:
+        if served.keeps_alive and work.request.client.is_slow:
             # else a client that sends requests and reads no answers would fill our memory
-            with contextlib.suppress(ConnectionError):
-                await AiohttpClient(work.http).drained()
-        return response
+            drained = asyncio.Event()
+            work.request.client.when_drained(drained.set)
+            await drained.wait()
+        return served
 
-    async def _try_workers(self, work: Work) -> web.StreamResponse:
+    def _say(self, request: Request, answer: Answer) -> Served:
+        """An answer of our own."""
+        keeps_alive = request.wants_keep_alive and not self.is_draining
+        request.client.write(answer.encode(keeps_alive=keeps_alive))
+        return Served(answer.status, keeps_alive)
+
+    def _fail(self, request: Request, request_id: str) -> Served:
+        """A bug of ours, which the log has the place of."""
+        if request.client.has_begun:
+            return Served(KvRouterError.status, keeps_alive=False, is_torn=True)
+        return self._say(request, error_answer(internal_error(), request_id))
+
+    async def _try_workers(self, work: Work) -> Outcome | None:
         """Route and relay; a worker that fails before the first byte is replaced, `retries` times at most."""
         failed: set[Target] = set()
         fallbacks: tuple[Target, ...] = ()
@@ -138,35 +151,33 @@ class Completions:
             if tries > 1:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
             try:
-                with self._placed(work, frozenset(failed), fallbacks) as placement:
-                    outcome = await self._attempt(work, placement)
+                placement = self._place(work, frozenset(failed), fallbacks)
             except NoWorkersError:
                 if outcome is None:
                     raise
                 break  # nobody is left to try: the last worker's own answer says most
-            if isinstance(outcome, Done | TimedOut):
+            try:
+                outcome = await self._attempt(work, placement)
+            finally:  # a booking lasts exactly as long as its attempt
+                work.router.free(placement.key)
+                self._feeds.flush_soon()
+            if isinstance(outcome, (Done, TimedOut)):
                 break
             failed.update(_targets_of(work, placement))
             fallbacks = placement.fallbacks
             self._note_failure(work, placement, outcome)
-        return self._response(work, outcome)
+        return outcome
 
-    @contextlib.contextmanager
-    def _placed(
-        self, work: Work, failed: frozenset[Target], fallbacks: tuple[Target, ...]
-    ) -> Iterator[Placement]:
-        """A booking that lasts exactly as long as its attempt."""
-        now = asyncio.get_running_loop().time()
-        placement = work.router.route(work.route, now, streamed=work.stream, exclude=failed, prefer=fallbacks)
+    def _place(self, work: Work, failed: frozenset[Target], fallbacks: tuple[Target, ...]) -> Placement:
+        """Choose and book, and tell the peers."""
+        router, route = work.router, work.route
+        placement = router.route(route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks)
         self._decisions.log_last()
         self._feeds.flush_soon()
-        self._metrics.prompt_tokens.inc(work.route.isl)
-        self._metrics.overlap_tokens.inc(placement.choice.overlap_blocks * work.router.pool.block_size)
-        try:
-            yield placement
-        finally:
-            work.router.free(placement.key)
-            self._feeds.flush_soon()
+        if route.prompts:
+            self._metrics.prompt_tokens.inc(route.isl)
+            self._metrics.overlap_tokens.inc(placement.choice.overlap_blocks * router.pool.block_size)
+        return placement
 
     async def _attempt(self, work: Work, placement: Placement) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
@@ -178,26 +189,28 @@ class Completions:
             verdict.outcome = outcome
         work.router.answered(placement.key, _status_of(outcome))
         if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
-            now = asyncio.get_running_loop().time()
-            work.router.mark_prefill_completed(placement.key, now)
+            work.router.mark_prefill_completed(placement.key, self._now())
         return outcome
 
     async def _exchange(self, work: Work, placement: Placement, *, fresh: bool) -> Outcome:
         asks_report = placement.wants_report and work.may_report
         body = with_report_mode(work.body) if asks_report else work.body
         is_direct = work.route.wanted is not None
-        head = request_head(work.http, work.id, placement, len(body), keeps_rank=is_direct)
+        request = work.request
+        head = request_head(request, work.id, placement, len(body), keeps_rank=is_direct)
         try:
             connection = await self._upstream.connect(placement.url, fresh=fresh)
         except WorkerUnreachableError as error:
             work.router.pool.unreachable(placement.target.worker_id)
             return Lost(str(error))
         attempt = Attempt(
-            AiohttpClient(work.http, may_stay=not self.is_draining),
+            request.client,
             connection,
             self._limits,
             _response_headers(work, placement, self._replica.router_id),
-            lambda: self._first_data(work, placement),
+            partial(self._first_data, work, placement),
+            may_stay=request.wants_keep_alive and not self.is_draining,
+            loop=self._loop,
         )
         self._running[attempt] = (work.router, placement.key, current_task())
         try:
@@ -214,12 +227,12 @@ class Completions:
 
     def _compare(self, work: Work, placement: Placement, tail: bytes) -> None:
         """Hold what was foretold against what the engine says in its answer, and later in its events."""
-        now = asyncio.get_running_loop().time()
-        compare(work.router, work.route, placement, work.traits, watch=self._watch, tail=tail)
-        expect_events(work.router, work.route, placement, work.traits, now=now)
+        if work.route.prompts:
+            compare(work.router, work.route, placement, work.traits, watch=self._watch, tail=tail)
+            expect_events(work.router, work.route, placement, work.traits, now=self._now())
 
     def _first_data(self, work: Work, placement: Placement) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         work.router.first_byte(placement.key, now)
         self._metrics.first_byte.observe(now - work.received_at)
         self._feeds.flush_soon()
@@ -230,6 +243,11 @@ class Completions:
             router.progress(key, attempt.events)
         self._feeds.flush_soon()
 
+    def samples(self) -> Iterator[Sample]:
+        """For /metrics."""
+        in_flight = self._in_flight.count
+        yield "kvrouter_requests_in_flight", "gauge", "Requests being served here", {}, in_flight
+
     def cut_off(self) -> None:
         """End what runs: answers that have begun with an error event, all other requests with 503."""
         begun = {attempt: task for attempt, (_, _, task) in self._running.items() if attempt.is_committed}
@@ -239,70 +257,26 @@ class Completions:
 
     def _note_failure(self, work: Work, placement: Placement, failure: Rejected | Lost) -> None:
         reason = str(failure.status) if isinstance(failure, Rejected) else "lost"
-        self._metrics.failed_attempts.labels(reason).inc()
+        self._metrics.failed_attempts.inc(reason)
         said = failure.body[:200] if isinstance(failure, Rejected) else failure.reason
         log.warning("worker.failed_request", worker=str(placement.target), reason=reason, said=said)
 
-    def _response(self, work: Work, outcome: Outcome | None) -> web.StreamResponse:
+    def _tell(self, work: Work, outcome: Outcome | None) -> Served:
+        """What the last worker came to, unless the client has it already."""
         match outcome:
             case Done(status, keeps_alive, failure, is_torn):
                 if failure:
                     self._metrics.broken.inc()
                     log.warning("request.broken_off", request=work.id, reason=failure)
-                return AlreadyWritten(status, keeps_alive=keeps_alive, is_torn=is_torn)
+                return Served(status, keeps_alive, is_torn)
             case Rejected():
-                return _held_answer(work.id, outcome)
+                return self._say(work.request, held_answer(work.id, outcome))
             case TimedOut(silent_s):
                 raise WorkerSilentError(f"the worker said nothing for {silent_s:g} s")
             case Lost(reason):
                 raise WorkerDiedError(reason)
             case None:
                 raise NoWorkersError("no worker was tried")
-
-
-@web.middleware
-async def openai_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Unknown routes and our own bugs are answered in OpenAI's form too."""
-    try:
-        return await handler(request)
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        wrong = WrongMethodError(f"{request.method} {request.path}: use {allowed}")
-        response = error_response(wrong, request_id_of(request))
-        response.headers["allow"] = allowed
-        return response
-    except web.HTTPException as error:
-        kind = NoRouteError if error.status == 404 else KvRouterError
-        answer = kind(f"{request.method} {request.path}: {error.reason}")
-    except KvRouterError as error:
-        answer = error
-    except Exception:
-        log.exception("request.failed", path=request.path)
-        answer = KvRouterError("internal error; the log of this replica has the details")
-    return error_response(answer, request_id_of(request))
-
-
-def error_response(error: KvRouterError, request_id: str) -> web.Response:
-    """An error of our own, in OpenAI's form."""
-    headers = {"x-request-id": request_id}
-    if error.status == 503:
-        headers["retry-after"] = str(error.retry_after_s)
-    return web.Response(
-        status=error.status,
-        body=openai.error_body(error),
-        content_type="application/json",
-        headers=headers,
-    )
-
-
-def _held_answer(request_id: str, refusal: Rejected) -> web.Response:
-    """The last worker's own refusal, passed on."""
-    headers = {"x-request-id": request_id, "content-type": refusal.content_type.decode("latin-1")}
-    if refusal.retry_after or refusal.status == 503:
-        headers["retry-after"] = refusal.retry_after.decode("latin-1") or str(KvRouterError.retry_after_s)
-    return web.Response(status=refusal.status, body=refusal.body, headers=headers)
 
 
 def _targets_of(work: Work, placement: Placement) -> list[Target]:

@@ -20,6 +20,7 @@ from kvrouter.core.policy import Candidate, RouteRequest
 from kvrouter.core.selection import Decision, Selection, Verdict
 from kvrouter.errors import BadRequestError, UnknownDecisionError
 from kvrouter.frontend.accept import Work
+from kvrouter.frontend.answer import Answer
 
 log = structlog.get_logger()
 
@@ -35,13 +36,13 @@ class DecisionViews:
         self._own_mode = own_mode
         self._logs = logs
 
-    def foretold(self, work: Work) -> web.Response:
+    def foretold(self, work: Work) -> Answer:
         """Where the request would go, and why; nothing is sent."""
         decision = work.router.decide(work.route, asyncio.get_running_loop().time())
         selection = work.router.modes.of(work.route.mode)
         facts = self._facts(work.route, selection, decision.now) | {"dry_run": True}
         body = facts | {"model": work.router.pool.model} | _shown(decision)
-        return _json(body, {"x-request-id": work.id})
+        return Answer(200, _encoded(body), {"x-request-id": work.id})
 
     async def one(self, http: web.Request) -> web.Response:
         """GET /decisions/REQUEST_ID: every attempt, oldest first. Raises UnknownDecisionError."""
@@ -145,7 +146,9 @@ def _load(one: Candidate) -> dict[str, Any]:
     }
 
 
-def _json(body: dict[str, Any], headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(body) + b"\n", content_type="application/json", headers=headers
-    )
+def _json(body: dict[str, Any]) -> web.Response:
+    return web.Response(body=_encoded(body), content_type="application/json")
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(body) + b"\n"

@@ -17,8 +17,10 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.accept import Accept, Parse
+from kvrouter.frontend.client import from_aiohttp
 from kvrouter.frontend.decision_views import DecisionViews
-from kvrouter.frontend.incoming import read_body, request_id_of
+from kvrouter.frontend.incoming import request_id_of
+from kvrouter.frontend.request import Request
 
 _KINDS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 
@@ -38,13 +40,14 @@ class DryRoute:
 
     async def route(self, http: web.Request) -> web.Response:
         """POST /v1/route. Raises what the request itself would be refused with."""
-        kind = _kind(await read_body(http))
+        request = from_aiohttp(http)
+        kind = _kind(await request.read())
         now = asyncio.get_running_loop().time()
-        is_passed = kind == "other"
+        request_id = request_id_of(request.headers)
         work = await self._accept.work(
-            http, _parser(http, kind), request_id_of(http), now, is_passed=is_passed
+            request, _parser(request, kind), request_id, now, is_passed=kind == "other"
         )
-        return self._views.foretold(work)
+        return self._views.foretold(work).for_aiohttp()
 
 
 def _kind(body: bytes) -> str:
@@ -62,7 +65,7 @@ def _kind(body: bytes) -> str:
     return _KINDS.get(said.path, "other")
 
 
-def _parser(http: web.Request, kind: str) -> Parse:
+def _parser(request: Request, kind: str) -> Parse:
     if kind == "other":
-        return partial(passthrough.parse, http)
+        return partial(passthrough.parse, request)
     return openai.parse_chat if kind == "chat" else openai.parse_completion

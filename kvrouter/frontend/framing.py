@@ -7,16 +7,21 @@ what kind of answer it is (the head) and when it is over (so that the connection
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from functools import lru_cache
+
+from msgspec import Struct
 
 from kvrouter.errors import KvRouterError
 
 MAX_HEAD_BYTES = 64 * 1024
 _MAX_SIZE_LINE = 1024
+_MOST_REMEMBERED_BYTES = 1024
 _MAX_LENGTH_DIGITS = 18
 """Python refuses to read numbers of thousands of digits; no answer has 10^18 bytes."""
 _CONTROL_CHARACTERS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 """What may not stand in a head. A client would take a lone CR or LF for the end of a line."""
+
+_MEDIA = (b"audio/", b"image/", b"video/", b"application/octet-stream")
 
 HOP_BY_HOP = frozenset(
     {
@@ -49,34 +54,37 @@ class FramingError(KvRouterError):
     type = "BadGatewayError"
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(Struct, frozen=True):
     """A response head. `length` is None for a body that is chunked or ends with the connection."""
 
     status: int
-    reason: bytes
-    headers: list[tuple[bytes, bytes]]
-    """Names in lower case; hop-by-hop headers are left out."""
+    headers: dict[bytes, bytes]
+    """By name in lower case; of several with one name the last."""
+    shown: bytes
+    """The lines that a client is shown as they are; hop-by-hop headers and our own are left out."""
     length: int | None
     is_chunked: bool
     keeps_alive: bool
-
-    @property
-    def is_event_stream(self) -> bool:
-        """Whether the body is a stream of server-sent events."""
-        return any(
-            name == b"content-type" and b"text/event-stream" in value.lower() for name, value in self.headers
-        )
-
-    @property
-    def is_media(self) -> bool:
-        """Whether the body is sound, pictures or other bytes that are no text."""
-        kinds = (b"audio/", b"image/", b"video/", b"application/octet-stream")
-        return dict(self.headers).get(b"content-type", b"").lower().startswith(kinds)
+    is_event_stream: bool
+    """Whether the body is a stream of server-sent events."""
+    is_media: bool
+    """Whether the body is sound, pictures or other bytes that are no text."""
 
 
 def parse_head(data: bytes) -> Head:
-    """Read a head, without its closing empty line. Raises FramingError."""
+    """Read a head, without its closing empty line. Raises FramingError.
+
+    Workers say the same again and again, but for the second in their `date`; so the last ones are remembered.
+    """
+    return _remembered(data) if len(data) <= _MOST_REMEMBERED_BYTES else _parse(data)
+
+
+@lru_cache(maxsize=512)
+def _remembered(data: bytes) -> Head:
+    return _parse(data)
+
+
+def _parse(data: bytes) -> Head:
     status_line, *lines = data.split(b"\r\n")
     version, _, rest = status_line.partition(b" ")
     status, _, reason = rest.partition(b" ")
@@ -91,8 +99,26 @@ def parse_head(data: bytes) -> Head:
     left_out = hop_by_hop(connection)
     if is_chunked:
         left_out |= {b"content-length"}  # the two contradict each other (RFC 9112, 6.3)
-    headers = [(name, value) for name, value in everything if name not in left_out]
-    return Head(int(status), reason, headers, length, is_chunked, keeps_alive)
+    shown = [b"HTTP/1.1 %b %b" % (status, reason)]
+    shown += [
+        b"%b: %b" % field for field in everything if field[0] not in left_out and not _is_ours(field[0])
+    ]
+    kind = own.get(b"content-type", b"").lower()
+    return Head(
+        status=int(status),
+        headers=own,
+        shown=b"\r\n".join(shown) + b"\r\n",
+        length=length,
+        is_chunked=is_chunked,
+        keeps_alive=keeps_alive,
+        is_event_stream=b"text/event-stream" in kind,
+        is_media=kind.startswith(_MEDIA),
+    )
+
+
+def _is_ours(name: bytes) -> bool:
+    """Whether we say it ourselves; vLLM echoes the request id with --enable-request-id-headers."""
+    return name in {b"x-request-id", b"x-accel-buffering"} or name.startswith(b"x-kvrouter-")
 
 
 def _split_line(line: bytes) -> tuple[bytes, bytes]:

@@ -8,13 +8,33 @@ begun ──> waiting: body, tokens, a worker, its first byte ──> answering 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Container
+from types import TracebackType
 from typing import Any, TypeAlias
 
 from kvrouter.errors import ShuttingDownError
 
 RequestTask: TypeAlias = asyncio.Task[Any]
+
+
+class _One:
+    """A request, from beginning to end. A class, for a generator would cost every request twice as much."""
+
+    __slots__ = ("_in_flight", "_task")
+
+    def __init__(self, in_flight: InFlight, task: RequestTask) -> None:
+        self._in_flight = in_flight
+        self._task = task
+
+    def __enter__(self) -> None:
+        self._in_flight.begin(self._task)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._in_flight.end(self._task) and kind is asyncio.CancelledError:
+            self._task.uncancel()
+            raise cut_off_error() from None  # any other cancelled request is one whose client has left
 
 
 class InFlight:
@@ -24,33 +44,33 @@ class InFlight:
         self.idle = asyncio.Event()
         """Set while no request is being served."""
         self.idle.set()
-        self._count = 0
+        self.count = 0
+        """Requests being served."""
         self._waiting: set[RequestTask] = set()
         self._refused: set[RequestTask] = set()
         self._is_closed = False
 
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """The request of the current task, from beginning to end. Raises ShuttingDownError if refused."""
+    def one(self) -> _One:
+        """The request of the current task, while inside. Raises ShuttingDownError if it is refused."""
+        return _One(self, current_task())
+
+    def begin(self, task: RequestTask) -> None:
+        """One more. Raises ShuttingDownError after the last one."""
         if self._is_closed:
             raise cut_off_error()
-        task = current_task()
-        self._count += 1
+        self.count += 1
         self._waiting.add(task)
         self.idle.clear()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if task not in self._refused:
-                raise  # the client has left
-            task.uncancel()
-            raise cut_off_error() from None
-        finally:
-            self._count -= 1
-            self._waiting.discard(task)
-            self._refused.discard(task)
-            if not self._count:
-                self.idle.set()
+
+    def end(self, task: RequestTask) -> bool:
+        """One less; returns whether it was refused."""
+        was_refused = task in self._refused
+        self.count -= 1
+        self._waiting.discard(task)
+        self._refused.discard(task)
+        if not self.count:
+            self.idle.set()
+        return was_refused
 
     def answered(self) -> None:
         """The current task's client has its answer; what follows may wait for the client only."""

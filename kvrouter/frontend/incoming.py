@@ -1,9 +1,10 @@
-"""What a client's request says beside its JSON: its body as bytes, its id."""
+"""What a client's request says beside its JSON: its body as bytes, its id, its priority."""
 
 from __future__ import annotations
 
+import random
 import re
-import uuid
+from collections.abc import Mapping
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
@@ -24,15 +25,20 @@ async def read_body(http: web.Request) -> bytes:
         raise BadRequestError(f"the request body cannot be read: {error}") from None
 
 
-def request_id_of(http: web.Request) -> str:
+def request_id_of(headers: Mapping[str, str]) -> str:
     """The client's own id of the request, or a new one."""
-    given = http.headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    given = headers.get("x-request-id")
+    return given if given and _REQUEST_ID.fullmatch(given) else new_request_id()
 
 
-def priority_of(http: web.Request, in_body: int) -> int:
+def new_request_id() -> str:
+    """One that nobody else has, though anybody might guess it: names, not secrets."""
+    return f"{random.getrandbits(128):032x}"
+
+
+def priority_of(headers: Mapping[str, str], in_body: int) -> int:
     """The header `x-kvrouter-priority`, or else the body's. Raises BadRequestError unless it is a number."""
-    given = http.headers.get("x-kvrouter-priority")
+    given = headers.get("x-kvrouter-priority")
     if given is None:
         return in_body
     if not _WHOLE.fullmatch(given):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 
 from kvrouter.core.ids import Target
 from kvrouter.core.index import BlockIndex, Hashes, IndexBounds
 from kvrouter.core.pool import NewIndex, Pool
 from kvrouter.core.replica import Replica
-from kvrouter.telemetry.metrics import Sample
+from kvrouter.telemetry.metrics import Sample, Spread
 
 LOOKUP_SECONDS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 0.1)
 """Bucket bounds: a look-up takes microseconds, and a millisecond is one too many."""
@@ -36,11 +36,8 @@ def index_maker(registry: CollectorRegistry, *, is_on: bool) -> NewIndex:
     """What makes the pools' indexes: such that measure themselves, or plain ones."""
     if not is_on:
         return BlockIndex
-    seconds = Histogram(
-        "kvrouter_index_lookup_seconds",
-        "Looking up one prompt's blocks",
-        buckets=LOOKUP_SECONDS,
-        registry=registry,
+    seconds = Spread(
+        "kvrouter_index_lookup_seconds", "Looking up one prompt's blocks", registry, bounds=LOOKUP_SECONDS
     )
     return lambda bounds: MeasuredIndex(bounds, seconds.observe)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeGuard, TypeVar
 
 import msgspec
@@ -25,8 +24,7 @@ _RawPrompt = str | list[_TokenId | str | list[_TokenId]]
 _Body = TypeVar("_Body")
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
+class CompletionRequest(msgspec.Struct, frozen=True):
     """A chat or completion request, as far as the router must understand it."""
 
     model: str | None
@@ -48,8 +46,7 @@ class CompletionRequest:
     """As vLLM has it: lower goes first."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelEntry:
+class ModelEntry(msgspec.Struct, frozen=True):
     """One line of /v1/models: a base model, or a LoRA adapter with its base model as `parent`."""
 
     id: str

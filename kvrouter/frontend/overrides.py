@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import msgspec
@@ -30,7 +31,7 @@ _MOST_BUCKET_CHARACTERS = 256
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dialect:
     """What this frontend lets a request say."""
 
@@ -39,6 +40,24 @@ class Dialect:
     session_header: str = "x-session-id"
     bucket_header: str = ""
     """The header that `--stage-one header:NAME` looks at."""
+
+    @cached_property
+    def places(self) -> dict[str, str]:
+        """The header of each field."""
+        return {
+            "mode": "x-kvrouter-mode",
+            "overlap_weight": "x-kvrouter-overlap-weight",
+            "temperature": "x-kvrouter-temperature",
+            "session": self.session_header,
+            "dry_run": "x-kvrouter-dry-run",
+            "target": "x-kvrouter-target",
+        }
+
+    @cached_property
+    def headers(self) -> frozenset[str]:
+        """All headers that say something about routing."""
+        own = {self.bucket_header} if self.bucket_header else set()
+        return frozenset(self.places.values()).union(own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +71,9 @@ class Overrides:
     dry_run: bool = False
     target: str = ""
     bucket: str = ""
+
+
+_NOTHING = Overrides()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +93,12 @@ def read_overrides(
     headers: Mapping[str, str], body: Mapping[str, Any] | None, session_id: str | None, dialect: Dialect
 ) -> Overrides:
     """Everything the request says. Raises BadRequestError, naming the field and what it may be."""
-    places = _places(dialect.session_header)
+    if body is None and not session_id and dialect.headers.isdisjoint(headers):
+        return _NOTHING
+    places = dialect.places
     said = {**_in_body(body or {}, places), **_in_headers(headers, places)}
     if session_id and "session" not in said:
         said["session"] = _Said(session_id, "session_id", "`session_id`")
-    if not said and not dialect.bucket_header:
-        return Overrides()
     readers = _READERS | {"mode": lambda one: _mode(one, dialect)}
     found = {name: readers[name](one) for name, one in said.items()}
     bucket = headers.get(dialect.bucket_header, "") if dialect.bucket_header else ""
@@ -115,18 +137,6 @@ def without_overrides(body: bytes) -> bytes:
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     del fields["kvrouter"]
     return msgspec.json.encode(fields)
-
-
-def _places(session_header: str) -> dict[str, str]:
-    """The header of each field."""
-    return {
-        "mode": "x-kvrouter-mode",
-        "overlap_weight": "x-kvrouter-overlap-weight",
-        "temperature": "x-kvrouter-temperature",
-        "session": session_header,
-        "dry_run": "x-kvrouter-dry-run",
-        "target": "x-kvrouter-target",
-    }
 
 
 def _in_headers(headers: Mapping[str, str], places: Mapping[str, str]) -> dict[str, _Said]:

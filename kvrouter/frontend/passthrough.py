@@ -10,10 +10,10 @@ import re
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.openai import CompletionRequest
+from kvrouter.frontend.request import Request
 
 POST_ROUTES = (
     "/v1/embeddings",
@@ -51,24 +51,24 @@ class _Body(msgspec.Struct):
 _BODY = msgspec.json.Decoder(_Body)
 
 
-def is_json(http: web.Request) -> bool:
+def is_json(request: Request) -> bool:
     """Whether the body is to be read, and may be changed, as JSON; that is what no type stands for, too."""
-    kind = http.content_type
+    kind = request.content_type
     return kind in {"application/json", "application/octet-stream"} or kind.endswith("+json")
 
 
-def parse(http: web.Request, body: bytes) -> CompletionRequest:
+def parse(request: Request, body: bytes) -> CompletionRequest:
     """What is needed to place the request: its model, from the body or else the query, and nothing else.
 
     Raises BadRequestError for JSON that is none. What a form's fields mean is the engine's to judge.
     """
     fields = _Body()
-    if http.content_type == _FORM:
-        fields = _of_form(body, _BOUNDARY.search(http.headers["content-type"]))
-    elif body and is_json(http):
+    if request.content_type == _FORM:
+        fields = _of_form(body, _BOUNDARY.search(request.headers["content-type"]))
+    elif body and is_json(request):
         fields = _of_json(body)
     return CompletionRequest(
-        model=fields.model or http.query.get("model"),
+        model=fields.model or request.in_query("model"),
         stream=bool(fields.stream),
         prompt=None,
         cache_salt=None,

@@ -142,7 +142,7 @@ class WaitingRoom:
         line.queue.leave(ticket)
         del line.woken[ticket]
         waited_s = asyncio.get_running_loop().time() - ticket.arrived
-        self._metrics.wait.labels(outcome).observe(waited_s)
+        self._metrics.wait.observe(waited_s, outcome)
         self._look_soon(line)
 
     def _look_soon(self, line: _Line) -> None:

@@ -19,11 +19,12 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from msgspec import Struct
+
 from kvrouter.errors import KvRouterError, WorkerDiedError, WorkerSilentError
-from kvrouter.frontend.framing import LAST_CHUNK, Body, ChunkContent, ChunkedBody, Head, chunk
+from kvrouter.frontend.framing import LAST_CHUNK, Body, ChunkContent, Head, chunk
 from kvrouter.frontend.openai import error_event
 from kvrouter.frontend.refusals import error_status_in, first_line, is_refusal
 from kvrouter.frontend.upstream import Connection
@@ -38,8 +39,7 @@ _TIMER_S = 0.001
 """The loop's clock ticks in ms: a timer may come this much too early."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Struct, frozen=True):
     """The client has its answer, or as much of it as there is. `failure` is empty if all went well."""
 
     status: int
@@ -51,8 +51,7 @@ class Done:
     """The failure says nothing about the worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Struct, frozen=True):
     """The worker will not serve the request; this is what it said. Nothing has reached the client."""
 
     status: int
@@ -61,8 +60,7 @@ class Rejected:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(Struct, frozen=True):
     """The connection broke before the first body byte. Nothing has reached the client."""
 
     reason: str
@@ -70,8 +68,7 @@ class Lost:
     """The connection had served before, and broke before a byte of this answer arrived."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimedOut:
+class TimedOut(Struct, frozen=True):
     """The worker was silent for too long. Nothing has reached the client."""
 
     silent_s: float
@@ -84,7 +81,9 @@ class Client(Protocol):
     """The client's side, as far as the relay needs it."""
 
     is_http_10: bool
-    wants_keep_alive: bool
+    """Whether it knows no chunks."""
+    has_begun: bool
+    """Whether a part of the answer has been written."""
 
     def write(self, data: bytes) -> None:
         """Send; a client that has left is no error."""
@@ -95,13 +94,12 @@ class Client(Protocol):
         """Whether what was sent piles up."""
         ...
 
-    async def drained(self) -> None:
-        """Wait until the client has caught up."""
+    def when_drained(self, call: Callable[[], None]) -> None:
+        """Call once the client has caught up; never, if it leaves instead."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """How long a worker may stay silent, in seconds."""
 
     first_byte_s: float = 600.0
@@ -118,8 +116,12 @@ class Attempt:
         limits: Limits,
         added_headers: bytes,
         on_first_data: Callable[[], None],
+        *,
+        may_stay: bool = True,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        loop = asyncio.get_running_loop()
+        """`may_stay`: whether the client's connection may serve another request."""
+        loop = loop or asyncio.get_running_loop()
         self.outcome: asyncio.Future[Outcome] = loop.create_future()
         self.events = 0
         """Server-sent events relayed so far: an estimate of the tokens produced."""
@@ -138,10 +140,10 @@ class Attempt:
         self._last_bytes: bytes | None = b"\n"
         """The end of what was relayed, so that a line is found across two reads; None: data has been seen."""
         self._was_at_boundary = True
-        self._keeps_alive = False
+        self._keeps_alive = may_stay
         self._heard_at = loop.time()
-        self._timer = loop.call_later(limits.first_byte_s, self._watch)
-        self._resuming: asyncio.Task[None] | None = None
+        self._timer = loop.call_later(min(limits.first_byte_s, limits.idle_s), self._watch)
+        self._is_paused = False
         self._last_reads: deque[bytes] = deque(maxlen=TAIL_READS)
 
     @property
@@ -184,7 +186,7 @@ class Attempt:
             self._held += data
             self._judge()
             return
-        if b'"abort"' in data and self._was_at_boundary and _ABORTED.search(data):
+        if self._was_at_boundary and _has_aborted(data):
             self._break_off(_ABORTED_REASON)
             return
         self._pass_on(data)
@@ -247,7 +249,7 @@ class Attempt:
         error_status = error_status_in(event)
         if is_refusal(error_status):
             self._reject(error_status, event.removeprefix(b"data:").strip())
-        elif _ABORTED.search(text):
+        elif _has_aborted(text):
             self._finish(Lost(_ABORTED_REASON))
         return self.outcome.done()
 
@@ -261,49 +263,45 @@ class Attempt:
         self._is_holding = False
         if self._client.is_http_10 and head.is_chunked:
             self._content = ChunkContent()
+        if not head.is_event_stream:
+            self._last_bytes = None  # there will be no data line
         passes_chunks = head.is_chunked and self._content is None
-        self._keeps_alive = self._client.wants_keep_alive and (passes_chunks or head.length is not None)
-        self._timer.cancel()
-        self._timer = self._loop.call_later(self._limits.idle_s, self._watch)
+        self._keeps_alive = self._keeps_alive and (passes_chunks or head.length is not None)
         self._pass_on(held, self._client_head(head, passes_chunks=passes_chunks))
 
     def _client_head(self, head: Head, *, passes_chunks: bool) -> bytes:
-        lines = [b"HTTP/1.1 %d %s" % (head.status, head.reason)]
-        lines += [b"%s: %s" % (name, value) for name, value in head.headers if not _is_ours(name)]
+        parts = [head.shown]
         if passes_chunks:
-            lines.append(b"transfer-encoding: chunked")
+            parts.append(b"transfer-encoding: chunked\r\n")
         if head.is_event_stream:
-            lines.append(b"x-accel-buffering: no")  # nginx would hold events back
-        lines.append(b"connection: keep-alive" if self._keeps_alive else b"connection: close")
-        return b"\r\n".join(lines) + b"\r\n" + self._added_headers + b"\r\n"
+            parts.append(b"x-accel-buffering: no\r\n")  # nginx would hold events back
+        parts.append(b"connection: keep-alive\r\n" if self._keeps_alive else b"connection: close\r\n")
+        return b"".join((*parts, self._added_headers, b"\r\n"))
 
     # Relaying
 
     def _pass_on(self, data: bytes, head: bytes = b"") -> None:
-        self._client.write(head + (data if self._content is None else self._content.feed(data)))
+        client, body = self._client, self._body
+        client.write(head + (data if self._content is None else self._content.feed(data)))
         self._last_reads.append(data[-TAIL_BYTES:])
         self.events += data.count(b"\n\n")
         if self._last_bytes is not None:
             self._look_for_data(self._last_bytes + data)
-        body = self._body
-        self._was_at_boundary = isinstance(body, ChunkedBody) and body.is_at_boundary
-        if self._client.is_slow and self._resuming is None:
+        self._was_at_boundary = body is not None and body.is_at_boundary
+        if client.is_slow and not self._is_paused:
+            self._is_paused = True
             self._connection.pause(self)
-            self._resuming = self._loop.create_task(self._resume())
+            client.when_drained(self._resume)
 
     def _look_for_data(self, text: bytes) -> None:
         """The first data line ends the prefill; neither a comment nor a header does."""
         self._last_bytes = text[1 - len(_DATA_LINE) :]
-        if _DATA_LINE in text and self._head is not None and self._head.is_event_stream:
+        if _DATA_LINE in text:
             self._last_bytes = None
             self._on_first_data()
 
-    async def _resume(self) -> None:
-        try:
-            await self._client.drained()
-        except ConnectionError:
-            return  # the client has left; its handler is cancelled and cancels us
-        self._resuming = None
+    def _resume(self) -> None:
+        self._is_paused = False
         self._heard_at = self._loop.time()
         self._connection.resume(self)
 
@@ -332,7 +330,7 @@ class Attempt:
         if self._is_holding:
             self._finish(TimedOut(limit))
             return
-        if self._resuming is not None:
+        if self._is_paused:
             reason = f"the client read nothing for {limit:g} s"
             self._finish(Done(200, False, reason, is_torn=True, spares_worker=True))
             return
@@ -340,7 +338,7 @@ class Attempt:
         self._break_off(reason, WorkerSilentError(reason))
 
     def _reject(self, status: int, body: bytes) -> None:
-        headers = dict(self._head.headers) if self._head else {}
+        headers = self._head.headers if self._head else {}
         content_type = headers.get(b"content-type", b"application/json")
         if b"event-stream" in content_type:
             content_type = b"application/json"
@@ -354,10 +352,7 @@ class Attempt:
 
     def _stop(self) -> None:
         self._timer.cancel()
-        if self._resuming is not None:
-            self._resuming.cancel()
 
 
-def _is_ours(name: bytes) -> bool:
-    """Whether we say it ourselves; vLLM echoes the request id with --enable-request-id-headers."""
-    return name in {b"x-request-id", b"x-accel-buffering"} or name.startswith(b"x-kvrouter-")
+def _has_aborted(text: bytes) -> bool:
+    return b'"abort"' in text and _ABORTED.search(text) is not None

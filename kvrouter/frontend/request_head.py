@@ -3,67 +3,76 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from kvrouter.core.router import Placement
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.framing import hop_by_hop
+from kvrouter.frontend.request import Request
 
 _XARGS = b"vllm_xargs"
 _REPORT_MODE = b"kv_cache_report_mode"
 _ASKS_REPORT = b'"%s":{"%s":"full"}' % (_XARGS, _REPORT_MODE)
 _ESCAPED_NAME = re.compile(rb"\\u00[567]")
 """JSON lets a client write the letters of a name as escapes; nobody does without intent."""
-_NOT_FOR_WORKERS = {
-    b"host",
-    b"content-length",
-    b"content-encoding",  # aiohttp has decoded the body
-    b"accept-encoding",  # what is relayed is looked at, so it must come as it is
-    b"expect",
-    b"x-request-id",
-}
-_RANK = b"x-data-parallel-rank"
+_NOT_FOR_WORKERS = frozenset(
+    {
+        "host",
+        "content-length",
+        "content-encoding",  # the body has been decoded
+        "accept-encoding",  # what is relayed is looked at, so it must come as it is
+        "expect",
+        "x-request-id",
+    }
+)
+_RANK = "x-data-parallel-rank"
 """A client that names its target itself may also name a rank that only the engine knows of."""
 
 
 def request_head(
-    http: web.Request, request_id: str, placement: Placement, body_bytes: int, *, keeps_rank: bool = False
+    request: Request, request_id: str, placement: Placement, body_bytes: int, *, keeps_rank: bool = False
 ) -> bytes:
     """The request line and headers, closing empty line included.
 
     `keeps_rank`: the client's own rank goes to a worker whose card tells no other way to name one.
     """
+    rank_header = placement.rank_header
     lines = [
-        f"{http.method} {http.raw_path} HTTP/1.1".encode("utf-8", "surrogateescape"),
-        b"host: " + _host(placement.url).encode(),
-        b"content-length: %d" % body_bytes,
-        b"x-request-id: " + request_id.encode(),
+        f"{request.method} {request.path} HTTP/1.1\r\nhost: {_host(placement.url)}\r\n"
+        f"content-length: {body_bytes}\r\nx-request-id: {request_id}"
     ]
-    if placement.rank_header:
-        lines.append(f"{placement.rank_header}: {placement.target.rank}".encode())
-    left_out = _left_out(http, placement)
-    if not keeps_rank or placement.rank_header:
-        left_out |= {_RANK}
-    for name, value in http.raw_headers:
-        lower = name.lower()
-        if lower not in left_out and not lower.startswith(b"x-kvrouter-"):
-            lines.append(b"%s: %s" % (name, value))
-    return b"\r\n".join(lines) + b"\r\n\r\n"
+    if rank_header:
+        lines.append(f"{rank_header}: {placement.target.rank}")
+    left_out = _left_out(_connection(request), rank_header, keeps_rank)
+    for name, value in request.fields:
+        if name not in left_out and not name.startswith("x-kvrouter-"):
+            lines.append(f"{name}: {value}")
+    lines.append("\r\n")
+    return "\r\n".join(lines).encode("utf-8", "surrogateescape")
 
 
+@lru_cache(maxsize=4096)
 def _host(url: str) -> str:
     """Host and port, as they stand there: whether they make sense shows when we connect."""
     return url.partition("//")[2].partition("/")[0].rpartition("@")[2]
 
 
-def _left_out(http: web.Request, placement: Placement) -> frozenset[bytes]:
-    connection = ",".join(http.headers.getall("connection", ()))
-    return hop_by_hop(connection.encode("utf-8", "surrogateescape")).union(
-        _NOT_FOR_WORKERS, (placement.rank_header.lower().encode(),)
-    )
+def _connection(request: Request) -> str:
+    """What the client says of its connection, which may name headers that belong to it."""
+    if "connection" not in request.headers:
+        return ""
+    return ",".join(value for name, value in request.fields if name == "connection")
+
+
+@lru_cache(maxsize=256)
+def _left_out(connection: str, rank_header: str, keeps_rank: bool) -> frozenset[str]:
+    """The headers that are not for the worker, in lower case."""
+    named = hop_by_hop(connection.encode("utf-8", "surrogateescape"))
+    left_out = _NOT_FOR_WORKERS.union((name.decode("latin-1") for name in named), (rank_header.lower(),))
+    return left_out if keeps_rank and not rank_header else left_out | {_RANK}
 
 
 def without_report_mode(body: bytes) -> bytes:

@@ -30,8 +30,9 @@ from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.busy import BusyThresholds
+from kvrouter.frontend.client import openai_errors, route
 from kvrouter.frontend.client_connection import ClientConnection, invite_body
-from kvrouter.frontend.completions import Completions, openai_errors
+from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.feeds import Feeds
@@ -151,6 +152,7 @@ async def running_frontend(
         registry.register(StateCollector(tokens.samples))
         registry.register(StateCollector(lambda: rules.samples(replica.routers)))
         registry.register(StateCollector(waiting_room.samples))
+        registry.register(StateCollector(completions.samples))
         if options.index_metrics:
             registry.register(StateCollector(lambda: index_samples(replica)))
         registry.register(StateCollector(upkeep.samples))
@@ -235,13 +237,11 @@ def _application(completions: Completions, admin: Admin, options: FrontendOption
     app = web.Application(client_max_size=options.max_body_bytes, middlewares=[openai_errors])
     app.add_routes(
         [
-            web.post("/v1/chat/completions", completions.chat, expect_handler=invite_body),
-            web.post("/v1/completions", completions.completion, expect_handler=invite_body),
             *(
-                web.post(path, completions.passed, expect_handler=invite_body)
-                for path in passthrough.POST_ROUTES
+                web.post(path, route(serve), expect_handler=invite_body)
+                for path, serve in completions.routes().items()
             ),
-            *(web.get(path, completions.passed) for path in passthrough.GET_ROUTES),
+            *(web.get(path, route(completions.passed)) for path in passthrough.GET_ROUTES),
             web.get("/v1/models", admin.models),
             web.get("/v1/models/{name:.+}", admin.model),
             web.get("/live", admin.live),
@@ -257,7 +257,7 @@ def _application(completions: Completions, admin: Admin, options: FrontendOption
 def _dialect(options: FrontendOptions) -> Dialect:
     """What requests may say about their routing."""
     header, bucket = options.rules.session_header, bucket_header(options.policy)
-    return Dialect(SERVED_MODES, options.router_mode, header, bucket)
+    return Dialect(SERVED_MODES, options.router_mode, header, bucket.lower())
 
 
 def _routing_routes(
@@ -295,7 +295,7 @@ async def _http_server(
         return ClientConnection(
             runner.server,
             loop=loop,
-            access_log=None,  # type: ignore[arg-type]  # AppRunner's own way to have none
+            access_log=None,  # AppRunner's own way to have none
             keepalive_timeout=KEEP_ALIVE_S,
         )
 

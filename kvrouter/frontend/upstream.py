@@ -29,6 +29,8 @@ from kvrouter.frontend.framing import (
 IDLE_S = 4.0
 """Idle connections are closed after this long: uvicorn, vLLM's server, closes its side after 5 s."""
 CONNECT_TIMEOUT_S = 5.0
+_TIMER_S = 0.001
+"""The loop's clock ticks in ms: a timer may come this much too early."""
 
 
 class WorkerUnreachableError(KvRouterError):
@@ -70,7 +72,10 @@ class Connection(asyncio.Protocol):
         self._head = b""
         self._body: Body | None = None
         self._keeps_alive = True
+        self._loop = asyncio.get_running_loop()
+        self._idle_since = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
+        """Runs on while the connection serves: one that is idle again is looked at when it ends."""
 
     @property
     def is_usable(self) -> bool:
@@ -84,7 +89,6 @@ class Connection(asyncio.Protocol):
 
     def send(self, data: bytes, receiver: Receiver) -> None:
         """Send a request; the receiver is told what happens from now on."""
-        self._stop_idle_timer()
         self._receiver, self._body, self._head, self._has_answered = receiver, None, b"", False
         if self._transport is None:
             self._lose("the connection was closed")
@@ -125,11 +129,11 @@ class Connection(asyncio.Protocol):
         if self._receiver is None:
             self._close()  # bytes that nobody asked for
             return
-        self._has_answered = True
         try:
-            rest = data if self._body is not None else self._read_head(data)
-            if rest is not None:
-                self._read_body(rest)
+            if self._body is not None:
+                self._read_body(self._body, self._receiver, data)
+            else:
+                self._begin(data)
         except FramingError as error:
             self._lose(str(error))
 
@@ -145,20 +149,22 @@ class Connection(asyncio.Protocol):
         elif self._receiver is not None:
             self._lose(str(exc) if exc else "closed the connection")
 
-    def _read_head(self, data: bytes) -> bytes | None:
-        """Collect the head; returns what came after it, or None while it is not complete."""
+    def _begin(self, data: bytes) -> None:
+        """Collect the head; what comes after it belongs to the body."""
+        self._has_answered = True
         self._head += data
         head = self._next_head()
         while head is not None and head.status < 200:
             head = self._next_head()  # 1xx: the answer itself is still to come
-        if head is None:
-            return None
+        receiver = self._receiver
+        if head is None or receiver is None:
+            return
         rest, self._head = self._head, b""
         self._keeps_alive = head.keeps_alive
         self._body = body_of(head)
-        if self._receiver is not None:
-            self._receiver.opened(head, self._body)
-        return rest
+        receiver.opened(head, self._body)
+        if rest or self._body.is_over:
+            self._read_body(self._body, receiver, rest)
 
     def _next_head(self) -> Head | None:
         end = self._head.find(b"\r\n\r\n")
@@ -169,10 +175,7 @@ class Connection(asyncio.Protocol):
         head, self._head = parse_head(self._head[:end]), self._head[end + 4 :]
         return head
 
-    def _read_body(self, data: bytes) -> None:
-        body, receiver = self._body, self._receiver
-        if body is None or receiver is None:
-            return
+    def _read_body(self, body: Body, receiver: Receiver, data: bytes) -> None:
         taken = body.feed(data)
         if taken < len(data):
             data, self._keeps_alive = data[:taken], False  # more than the body: not to be trusted again
@@ -194,8 +197,21 @@ class Connection(asyncio.Protocol):
         self._has_served = True
         if self._transport is not None:
             self._transport.resume_reading()  # it may have been paused when the last bytes came
-        self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._close)
+        self._idle_since = self._loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self._loop.call_later(IDLE_S, self._watch_idleness)
         self._pool.append(self)
+
+    def _watch_idleness(self) -> None:
+        """The timer: close, unless it serves, or has served meanwhile."""
+        self._idle_timer = None
+        if self._receiver is not None:
+            return
+        left_s = self._idle_since + IDLE_S - self._loop.time()
+        if left_s > 0:
+            self._idle_timer = self._loop.call_later(max(left_s, _TIMER_S), self._watch_idleness)
+        else:
+            self._close()
 
     def _lose(self, reason: str) -> None:
         receiver, self._receiver = self._receiver, None

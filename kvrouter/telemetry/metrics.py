@@ -1,75 +1,155 @@
-"""Prometheus metrics of a frontend. Names start with `kvrouter_`; label sets are bounded by the fleet."""
+"""Prometheus metrics of a frontend. Names start with `kvrouter_`; label sets are bounded by the fleet.
+
+Counting is on every request's path, reading is not: so counting is adding to a plain number, and the
+library's families are made of the numbers when somebody reads /metrics.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
 """Bucket bounds: from a cached prefill to the longest answer an operator lets run."""
+
+
+class Count(Collector):
+    """A number that only grows."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self.value = 0
+        self._name, self._text = name, text
+        registry.register(self)
+
+    def inc(self, by: int = 1) -> None:
+        """Add."""
+        self.value += by
+
+    def collect(self) -> Iterable[Metric]:
+        """One family of one sample."""
+        return [CounterMetricFamily(self._name, self._text, self.value)]
+
+
+class CountBy(Collector):
+    """Numbers that only grow, one for each value of a label."""
+
+    def __init__(self, name: str, text: str, label: str, registry: CollectorRegistry) -> None:
+        self.values: dict[str, int] = {}
+        self._name, self._text, self._label = name, text, label
+        registry.register(self)
+
+    def inc(self, value: str, by: int = 1) -> None:
+        """Add to that of this value."""
+        self.values[value] = self.values.get(value, 0) + by
+
+    def collect(self) -> Iterable[Metric]:
+        """One family, a sample for each value seen so far."""
+        family = CounterMetricFamily(self._name, self._text, labels=[self._label])
+        for value, count in self.values.items():
+            family.add_metric([value], count)
+        return [family]
+
+
+class _Buckets:
+    """How many observations fell between two bounds, and their sum."""
+
+    __slots__ = ("counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+
+class Spread(Collector):
+    """How observations spread over buckets, for each value of a label; without one, there is one spread."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        registry: CollectorRegistry,
+        *,
+        label: str = "",
+        bounds: Sequence[float] = SECONDS,
+    ) -> None:
+        self._name, self._text, self._label = name, text, label
+        self._bounds = tuple(bounds)
+        self._spreads: dict[str, _Buckets] = {} if label else {"": _Buckets(bounds)}
+        registry.register(self)
+
+    def observe(self, amount: float, value: str = "") -> None:
+        """Count one; an amount equal to a bound falls below it."""
+        spread = self._spreads.get(value)
+        if spread is None:
+            spread = self._spreads[value] = _Buckets(self._bounds)
+        spread.counts[bisect_left(self._bounds, amount)] += 1
+        spread.sum += amount
+
+    def collect(self) -> Iterable[Metric]:
+        """One family, its buckets cumulative."""
+        family = HistogramMetricFamily(self._name, self._text, labels=[self._label] if self._label else [])
+        for value, spread in self._spreads.items():
+            family.add_metric([value] if self._label else [], self._cumulative(spread), spread.sum)
+        return [family]
+
+    def _cumulative(self, spread: _Buckets) -> list[tuple[str, float]]:
+        buckets, below = [], 0
+        for bound, count in zip((*self._bounds, float("inf")), spread.counts, strict=True):
+            below += count
+            buckets.append((_bound(bound), float(below)))
+        return buckets
+
+
+def _bound(bound: float) -> str:
+    """A bound as the library writes it."""
+    return str(floatToGoString(bound))  # type: ignore[no-untyped-call]
 
 
 class RequestMetrics:
     """What happens to requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
-            "kvrouter_requests", "Requests answered, by status", ["status"], registry=registry
-        )
-        self.failed_attempts = Counter(
+        self.requests = CountBy("kvrouter_requests", "Requests answered, by status", "status", registry)
+        self.failed_attempts = CountBy(
             "kvrouter_failed_attempts",
             "Attempts that failed before their first byte, by status or `lost`",
-            ["reason"],
-            registry=registry,
+            "reason",
+            registry,
         )
-        self.cancelled = Counter(
-            "kvrouter_cancelled_requests", "Requests whose client left", registry=registry
+        self.cancelled = Count("kvrouter_cancelled_requests", "Requests whose client left", registry)
+        self.broken = Count("kvrouter_broken_streams", "Answers broken off after their first byte", registry)
+        self.prompt_tokens = Count(
+            "kvrouter_prompt_tokens", "Prompt tokens routed (0 where unknown)", registry
         )
-        self.broken = Counter(
-            "kvrouter_broken_streams", "Answers broken off after their first byte", registry=registry
+        self.overlap_tokens = Count(
+            "kvrouter_overlap_tokens", "Prompt tokens predicted to be cached", registry
         )
-        self.in_flight = Gauge("kvrouter_requests_in_flight", "Requests being served here", registry=registry)
-        self.prompt_tokens = Counter(
-            "kvrouter_prompt_tokens", "Prompt tokens routed (0 where unknown)", registry=registry
-        )
-        self.overlap_tokens = Counter(
-            "kvrouter_overlap_tokens", "Prompt tokens predicted to be cached", registry=registry
-        )
-        self.first_byte = Histogram(
+        self.first_byte = Spread(
             "kvrouter_first_byte_seconds",
             "Request received to first data byte, streamed requests",
-            buckets=SECONDS,
-            registry=registry,
+            registry,
         )
-        self.duration = Histogram(
-            "kvrouter_request_seconds",
-            "Request received to end of the answer",
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.tokenize = Histogram(
-            "kvrouter_tokenize_seconds", "Template and tokenizer", buckets=SECONDS, registry=registry
-        )
+        self.duration = Spread("kvrouter_request_seconds", "Request received to end of the answer", registry)
+        self.tokenize = Spread("kvrouter_tokenize_seconds", "Template and tokenizer", registry)
 
 
 class QueueMetrics:
     """What happens to requests that have to wait for a worker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.wait = Histogram(
+        self.wait = Spread(
             "kvrouter_queue_wait_seconds",
             "How long requests waited for a worker, by how it ended (admitted, timeout, left)",
-            ["outcome"],
-            buckets=SECONDS,
-            registry=registry,
+            registry,
+            label="outcome",
         )
-        self.full = Counter(
-            "kvrouter_queue_full", "Requests refused because too many waited", registry=registry
-        )
+        self.full = Count("kvrouter_queue_full", "Requests refused because too many waited", registry)
 
 
 Sample = tuple[str, Literal["gauge", "counter", "histogram"], str, dict[str, str], float]

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from aiohttp.web_protocol import RequestHandler
 
-from kvrouter.frontend.client import AiohttpClient, AlreadyWritten
+from kvrouter.frontend.client import AlreadyWritten, from_aiohttp
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.clients import connected
 from tests.frontend.fleet import BODY, STREAM, FleetOf
@@ -254,10 +254,9 @@ def test_names_that_aiohttp_need_not_keep() -> None:
     """We lean on these names of aiohttp; one that goes away must be noticed here, not in production."""
     assert isinstance(inspect.getattr_static(RequestHandler, "writing_paused"), property)
     assert {"transport", "_paused"} <= {name for cls in RequestHandler.__mro__ for name in dir(cls)}
-    request = make_mocked_request("POST", "/")
-    client = AiohttpClient(request)
-    assert callable(request.writer.drain)
-    assert (False, True) == (client.is_http_10, client.wants_keep_alive)
+    http = make_mocked_request("POST", "/")
+    request = from_aiohttp(http)
+    assert (False, True) == (request.client.is_http_10, request.wants_keep_alive)
     for name in ("prepare", "write_eof", "keep_alive"):
         assert name in vars(AlreadyWritten)
         assert name in vars(web.StreamResponse)

@@ -263,7 +263,7 @@ async def test_slow_client(fleet_of: FleetOf) -> None:
         running = fleet.frontend.completions._running
         await until(lambda: running, "the request runs")
         (attempt,) = running
-        await until(lambda: attempt._resuming, "the worker is paused")
+        await until(lambda: attempt._is_paused, "the worker is paused")
         assert sent < count / 2
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
         response = await client.response()

@@ -48,20 +48,21 @@ class FakeClient:
 
     def __init__(self, *, is_http_10: bool = False) -> None:
         self.is_http_10 = is_http_10
-        self.wants_keep_alive = True
+        self.has_begun = False
         self.is_slow = False
         self.got = b""
-        self._caught_up = asyncio.Event()
+        self._waiting: list[Callable[[], None]] = []
 
     def write(self, data: bytes) -> None:
         self.got += data
 
     def catch_up(self) -> None:
         self.is_slow = False
-        self._caught_up.set()
+        for call in self._waiting:
+            call()
 
-    async def drained(self) -> None:
-        await self._caught_up.wait()
+    def when_drained(self, call: Callable[[], None]) -> None:
+        self._waiting.append(call)
 
 
 class Rig:

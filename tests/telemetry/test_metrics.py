@@ -32,8 +32,8 @@ def test_requests_by_status() -> None:
     """Requests are counted by status."""
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry)
-    metrics.requests.labels("200").inc()
-    metrics.requests.labels("503").inc(2)
+    metrics.requests.inc("200")
+    metrics.requests.inc("503", 2)
     samples = scraped(registry)
 
     assert (1, 2) == (

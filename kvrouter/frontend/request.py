@@ -1,0 +1,62 @@
+"""A client's request as the request path sees it, whoever has read it from the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
+from urllib.parse import parse_qs
+
+from kvrouter.frontend.answer import Served
+from kvrouter.frontend.relay import Client
+
+Field: TypeAlias = tuple[str, str]
+"""Name in lower case, and value; bytes that are no UTF-8 stand in them as lone surrogates."""
+
+
+class Request:
+    """A request whose head has been read. `body` is None while it is still arriving: see `read`."""
+
+    __slots__ = ("_arriving", "body", "client", "fields", "headers", "method", "path", "wants_keep_alive")
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        fields: Sequence[Field],
+        client: Client,
+        *,
+        wants_keep_alive: bool,
+        body: bytes | None = None,
+        arriving: Callable[[], Awaitable[bytes]] | None = None,
+    ) -> None:
+        """`path` is as the client wrote it, query included; `arriving` waits for a body that is not here."""
+        self.method = method
+        self.path = path
+        self.fields = fields
+        self.headers = dict(reversed(fields))
+        """The first of each name."""
+        self.client = client
+        self.wants_keep_alive = wants_keep_alive
+        self.body = body
+        self._arriving = arriving
+
+    async def read(self) -> bytes:
+        """The body, whole. Raises BadRequestError or RequestTooLargeError."""
+        if self.body is None:
+            self.body = await self._arriving() if self._arriving is not None else b""
+        return self.body
+
+    @property
+    def content_type(self) -> str:
+        """The type of the body, in lower case, without parameters."""
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        return kind if "/" in kind else "application/octet-stream"
+
+    def in_query(self, name: str) -> str | None:
+        """The first value that the query gives to this name."""
+        query = self.path.partition("?")[2]
+        return parse_qs(query, errors="surrogateescape").get(name, [None])[0] if query else None
+
+
+Serve: TypeAlias = Callable[[Request], Awaitable[Served]]
+"""Serves a request to its end; the answer goes to the request's client."""
