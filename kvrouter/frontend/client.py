@@ -5,9 +5,6 @@ web.Request ──> Request ──serve──> Served ──> AlreadyWritten
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import struct
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeAlias
@@ -22,6 +19,7 @@ from kvrouter.frontend.answer import Served, error_answer, internal_error
 from kvrouter.frontend.client_connection import ClientConnection
 from kvrouter.frontend.incoming import read_body, request_id_of
 from kvrouter.frontend.request import Request, Serve
+from kvrouter.frontend.tearing import tear
 
 log = structlog.get_logger()
 
@@ -97,13 +95,6 @@ def route(serve: Serve) -> HttpRoute:
         return AlreadyWritten(await serve(from_aiohttp(http)))
 
     return serve_http
-
-
-def tear(transport: asyncio.Transport) -> None:
-    """Reset the connection: an answer that ends with it would look whole after an orderly end."""
-    linger_0_s = struct.pack("ii", 1, 0)
-    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_0_s)
-    transport.abort()
 
 
 @web.middleware

@@ -40,6 +40,7 @@ from kvrouter.frontend.index_metrics import index_maker, index_samples
 from kvrouter.frontend.listening import BACKLOG, Doors, open_doors
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.overrides import Dialect
+from kvrouter.frontend.plain_connection import Door
 from kvrouter.frontend.policy_flags import SERVED_MODES, bucket_header
 from kvrouter.frontend.policy_upkeep import PolicyUpkeep
 from kvrouter.frontend.queue import WaitingRoom
@@ -290,7 +291,7 @@ async def _http_server(
     await runner.setup()
     loop = asyncio.get_running_loop()
 
-    def connection() -> ClientConnection:
+    def connection() -> ClientConnection:  # for what is not plain
         assert runner.server is not None
         return ClientConnection(
             runner.server,
@@ -299,8 +300,11 @@ async def _http_server(
             keepalive_timeout=KEEP_ALIVE_S,
         )
 
-    own = doors.admin and await loop.create_server(connection, sock=doors.admin, backlog=BACKLOG)
-    server = await loop.create_server(connection, sock=doors.main, backlog=BACKLOG, start_serving=False)
+    door = Door(
+        completions.routes(), connection, max_body_bytes=options.max_body_bytes, keep_alive_s=KEEP_ALIVE_S
+    )
+    own = doors.admin and await loop.create_server(door.connection, sock=doors.admin, backlog=BACKLOG)
+    server = await loop.create_server(door.connection, sock=doors.main, backlog=BACKLOG, start_serving=False)
     opening = asyncio.create_task(_open(server, admin, waits=options.process.waits_until_ready))
     try:
         if not options.process.waits_until_ready:
@@ -320,6 +324,7 @@ async def _http_server(
         server.close()  # also after an error inside
         if own is not None:
             own.close()
+        door.close()
         await runner.cleanup()
 
 

@@ -154,7 +154,7 @@ async def test_no_delay(fleet_of: FleetOf) -> None:
         await client.read_until(event("a"))
         (attempt,) = fleet.frontend.completions._running
         upstream = attempt._connection._transport
-        downstream = attempt._client._protocol.transport  # type: ignore[attr-defined]
+        downstream = attempt._client._transport  # type: ignore[attr-defined]
 
         for transport in (upstream, downstream):
             assert transport is not None

@@ -1,0 +1,248 @@
+"""A client's connection as long as its requests are plain: read here, served, answered to its socket.
+
+    waiting ──plain head──> serving ──answered──> waiting ──> …
+       │ anything else         │ client gone: the request's task is cancelled
+       v                       v
+    handed over, bytes and all, to aiohttp, which keeps it from then on
+
+So what HTTP knows beyond a POST with a length (other methods, HTTP/1.0, chunked and packed bodies,
+`Expect`, upgrades, broken heads, bodies above the limit) is served by aiohttp, routes and errors included.
+
+A client that has sent its request and shuts its sending side down counts as one that has left:
+there is no telling the two apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TypeAlias, cast
+
+from kvrouter.frontend.answer import Served
+from kvrouter.frontend.plain_head import END, MAX_HEAD_BYTES, PlainHead, may_be_plain, parse_plain
+from kvrouter.frontend.request import Request, Serve
+from kvrouter.frontend.tearing import tear
+
+PIPELINED_BYTES = 64 * 1024
+"""More than this of requests to come is left unread while one is served."""
+_TIMER_S = 0.001
+"""The loop's clock ticks in ms: a timer may come this much too early."""
+
+NewConnection: TypeAlias = Callable[[], asyncio.Protocol]
+
+
+class Door:
+    """What all connections of a server share, and which of them are open."""
+
+    def __init__(
+        self,
+        routes: Mapping[str, Serve],
+        new_aiohttp: NewConnection,
+        *,
+        max_body_bytes: int,
+        keep_alive_s: float,
+    ) -> None:
+        self.routes = routes
+        self.new_aiohttp = new_aiohttp
+        self.max_body_bytes = max_body_bytes
+        self.keep_alive_s = keep_alive_s
+        self.open: set[PlainConnection] = set()
+
+    def connection(self) -> PlainConnection:
+        """For the next client."""
+        return PlainConnection(self)
+
+    def close(self) -> None:
+        """End the connections that are left."""
+        for connection in list(self.open):
+            connection.close()
+
+
+class PlainConnection(asyncio.Protocol):
+    """One client's connection; for its requests, the client (relay.Client)."""
+
+    is_http_10 = False
+
+    def __init__(self, door: Door) -> None:
+        self.is_slow = False
+        self.has_begun = False
+        self._door = door
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._unread = b""
+        """What has come and belongs to no request yet."""
+        self._body: _ArrivingBody | None = None
+        """Set while the body of the request being served is not complete."""
+        self._task: asyncio.Task[None] | None = None
+        """Set while a request is served."""
+        self._is_reading = True
+        self._waiting: list[Callable[[], None]] = []
+        self._heard_at = self._loop.time()
+        self._timer = self._loop.call_later(door.keep_alive_s, self._watch)
+
+    # relay.Client
+
+    def write(self, data: bytes) -> None:
+        """Send; a client that has left is no error."""
+        self.has_begun = True
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def when_drained(self, call: Callable[[], None]) -> None:
+        """Call once the client has caught up; never, if it leaves instead."""
+        self._waiting.append(call)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has come."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but no subclass
+        self._door.open.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has left: so does its request."""
+        self._transport = None
+        self._timer.cancel()
+        self._door.open.discard(self)
+        if self._task is not None:
+            self._task.cancel()
+
+    def pause_writing(self) -> None:
+        """What we send piles up."""
+        self.is_slow = True
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self.is_slow = False
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+
+    def data_received(self, data: bytes) -> None:
+        """The next piece: of a body, of the next head, or of what has to wait for its turn."""
+        if self._body is not None:
+            self._heard_at = self._loop.time()
+            data = self._body.feed(data)
+            if self._body.is_whole:
+                self._body = None
+        self._unread = self._unread + data if self._unread else data
+        if self._task is None:
+            self._next()
+        elif len(self._unread) > PIPELINED_BYTES and self._is_reading:
+            self._is_reading = False
+            cast(asyncio.Transport, self._transport).pause_reading()
+
+    # One request after the other
+
+    def _next(self) -> None:
+        """Serve the next request, once its head is here."""
+        data = self._unread
+        end = data.find(END, 0, MAX_HEAD_BYTES)
+        if end < 0:
+            if not may_be_plain(data):
+                self._hand_over()
+            return
+        head = parse_plain(data[: end + len(END)]) if may_be_plain(data[:end]) else None
+        serve = self._door.routes.get(head.path.partition("?")[0]) if head is not None else None
+        if head is None or serve is None or head.length > self._door.max_body_bytes:
+            self._hand_over()
+            return
+        self._unread = data[end + len(END) + head.length :]
+        self.has_begun = False
+        request = self._request(head, data[end + len(END) : end + len(END) + head.length])
+        self._task = self._loop.create_task(self._serve(serve, request))
+
+    def _request(self, head: PlainHead, begun: bytes) -> Request:
+        """With its body, or as much of it as is here."""
+        body: bytes | None = begun
+        arriving = None
+        if len(begun) < head.length:
+            self._heard_at = self._loop.time()
+            self._body = _ArrivingBody(begun, head.length, self._loop.create_future())
+            body, arriving = None, self._body.whole
+        return Request(
+            "POST",
+            head.path,
+            head.fields,
+            self,
+            wants_keep_alive=head.wants_keep_alive,
+            body=body,
+            arriving=arriving,
+        )
+
+    async def _serve(self, serve: Serve, request: Request) -> None:
+        served = await serve(request)
+        self._task = None
+        self._finish(served)
+
+    def _finish(self, served: Served) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        if served.is_torn:
+            tear(transport)
+        elif not served.keeps_alive or self._body is not None:
+            transport.close()
+        else:
+            self._heard_at = self._loop.time()
+            if not self._is_reading:
+                self._is_reading = True
+                transport.resume_reading()
+            if self._unread:
+                self._next()
+
+    def _hand_over(self) -> None:
+        """From here on it is aiohttp's, with everything that belongs to no request yet."""
+        transport = cast(asyncio.Transport, self._transport)
+        self._timer.cancel()
+        self._door.open.discard(self)
+        successor = self._door.new_aiohttp()
+        transport.set_protocol(successor)
+        successor.connection_made(transport)
+        if self._unread:
+            successor.data_received(self._unread)
+        self._transport, self._unread = None, b""
+
+    # Ends
+
+    def close(self) -> None:
+        """The server ends: so do its connections."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _watch(self) -> None:
+        """The timer: a client that sends no head, or nothing more of a body, is not waited for."""
+        left_s = self._heard_at + self._door.keep_alive_s - self._loop.time()
+        if self._task is not None and self._body is None:
+            left_s = self._door.keep_alive_s  # it is our turn
+        if left_s > 0:
+            self._timer = self._loop.call_later(max(left_s, _TIMER_S), self._watch)
+        elif self._transport is not None:
+            self._transport.abort()
+
+
+class _ArrivingBody:
+    """A body of which a part is still to come."""
+
+    def __init__(self, begun: bytes, length: int, done: asyncio.Future[bytes]) -> None:
+        self._parts = [begun]
+        self._missing = length - len(begun)
+        self._done = done
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing."""
+        return self._missing <= 0
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what belongs to the body; returns the rest."""
+        taken, rest = data[: self._missing], data[self._missing :]
+        self._parts.append(taken)
+        self._missing -= len(taken)
+        if self.is_whole and not self._done.done():
+            self._done.set_result(b"".join(self._parts))
+        return rest
+
+    async def whole(self) -> bytes:
+        """All of it."""
+        return await self._done

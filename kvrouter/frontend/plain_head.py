@@ -1,0 +1,74 @@
+"""Heads of plain requests: what we read ourselves, and what is better left to aiohttp. Pure.
+
+Plain is a POST of HTTP/1.1 with a length, and nothing that changes how its body is to be read. httptools
+(llhttp, the parser of Node and of aiohttp) reads the head, whole; whatever it objects to is not plain.
+"""
+
+from __future__ import annotations
+
+import httptools
+from msgspec import Struct
+
+START = b"POST /"
+END = b"\r\n\r\n"
+MAX_HEAD_BYTES = 8190
+"""aiohttp's own limit for one line: a head that is longer may have a line that is too long."""
+
+_CHANGES_BODY = frozenset({"transfer-encoding", "content-encoding", "expect", "upgrade"})
+"""Headers after which the body is not simply what follows."""
+
+
+class PlainHead(Struct, frozen=True):
+    """The head of a plain request."""
+
+    path: str
+    """As the client wrote it, query included."""
+    fields: list[tuple[str, str]]
+    """Names in lower case; bytes that are no UTF-8 stand in values as lone surrogates."""
+    length: int
+    """Bytes of the body."""
+    wants_keep_alive: bool
+
+
+class _Reader:
+    """What httptools tells of a head."""
+
+    __slots__ = ("fields", "is_complete", "url")
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.fields: list[tuple[str, str]] = []
+        self.is_complete = False
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.fields.append((name.decode("ascii").lower(), value.decode("utf-8", "surrogateescape")))
+
+    def on_headers_complete(self) -> None:
+        self.is_complete = True
+
+
+def parse_plain(head: bytes) -> PlainHead | None:
+    """A head with its closing empty line; None if it is not plain."""
+    reader = _Reader()
+    parser = httptools.HttpRequestParser(reader)
+    try:
+        parser.feed_data(head)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        return None
+    is_post = reader.is_complete and parser.get_method() == b"POST" and parser.get_http_version() == "1.1"
+    names = dict(reader.fields)
+    if not is_post or not reader.url.startswith(b"/") or not _CHANGES_BODY.isdisjoint(names):
+        return None
+    length = names.get("content-length", "")
+    if not length:
+        return None
+    path = reader.url.decode("ascii")
+    return PlainHead(path, reader.fields, int(length), parser.should_keep_alive())
+
+
+def may_be_plain(data: bytes) -> bool:
+    """Whether the beginning of a head may become a plain one."""
+    return len(data) <= MAX_HEAD_BYTES and (data.startswith(START) or START.startswith(data))
