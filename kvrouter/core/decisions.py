@@ -67,7 +67,7 @@ class Decided(Struct, frozen=True):
     @property
     def about_bytes(self) -> int:
         """What keeping it takes."""
-        hashes = sum(len(prompt.hashes) for prompt in self.request.prompts)
+        hashes = sum([len(prompt.hashes) for prompt in self.request.prompts])
         return len(self.candidates) * _CANDIDATE_BYTES + hashes * _HASH_BYTES + len(self.request.text)
 
     def explain(self) -> Decision:

@@ -54,7 +54,7 @@ class RouteRequest(Struct, frozen=True):
     @property
     def isl(self) -> int:
         """Prompt tokens, over all prompts."""
-        return sum(prompt.isl for prompt in self.prompts)
+        return sum([prompt.isl for prompt in self.prompts]) if self.prompts else 0
 
 
 class Candidate(Struct, frozen=True, gc=False):

@@ -158,7 +158,7 @@ class Router:
             raise NoWorkersError(self._why_none(exclude, len(candidates)))
         preferred = [one for name in prefer for one in eligible if one.target == name]
         choice, *others = preferred or selection.choose(request, eligible)
-        fallbacks = tuple(other.target for other in others)
+        fallbacks = tuple([other.target for other in others])
         if self.decisions is not None:
             refused = self._refused(request, exclude)
             order = (choice.target, *fallbacks)
@@ -243,7 +243,8 @@ class Router:
             anonymous_blocks=len(hashes) - len(named) + self.pool.unnamed_blocks(request),
         )
         self.pool.active.book(booking)
-        self._tell(*booking_ops(booking, pack_hashes(named)))
+        if self._synced:
+            self._outbox.extend(booking_ops(booking, pack_hashes(named)))
         text = request.text if selection.policy.remembers_text else ""
         self._own[key.number] = _Own(
             request, choice.target, request.isl, choice.prefill_tokens, now, streamed, text, request.mode
@@ -334,6 +335,8 @@ class Router:
 
     def frames(self) -> list[bytes]:
         """What the peers have to be told, as frames of the feed, in order."""
+        if not self._outbox:
+            return []
         ops, self._outbox = self._outbox, []
         return self.source.append(ops)
 
@@ -390,6 +393,8 @@ class Router:
 
 def _union(request: RouteRequest) -> list[int]:
     """The blocks of all prompts, each once, parents before children."""
+    if not request.prompts:
+        return []
     if len(request.prompts) == 1:
         return list(request.prompts[0].hashes)
     return list(dict.fromkeys(hash_ for prompt in request.prompts for hash_ in prompt.hashes))

@@ -41,7 +41,8 @@ class Work(Struct, frozen=True):
     route: RouteRequest
     router: Router
     received_at: float
-    traits: Traits
+    traits: Traits | None
+    """None if its tokens are not known: there is nothing to compare."""
     may_report: bool
     """Whether the body may ask the engine for a report of the blocks it reuses."""
     is_dry_run: bool
@@ -62,12 +63,10 @@ class Accept:
         self._metrics = metrics
         self._dialect = dialect
 
-    async def work(
-        self, request: Request, parse: Parse, request_id: str, received_at: float, *, is_passed: bool
-    ) -> Work:
-        """Read the request, as far as routing must understand it."""
+    async def work(self, request: Request, parse: Parse | None, request_id: str, received_at: float) -> Work:
+        """Read the request, as far as routing must understand it; without a way to parse, hardly at all."""
         body = await request.read()
-        asked = parse(body)
+        asked = passthrough.parse(request, body) if parse is None else parse(body)
         router = self._replica.router_for(asked.model)
         said = read_overrides(request.headers, asked.kvrouter, asked.session_id, self._dialect)
         wanted = find_wanted(said.target, request.headers, router.pool)
@@ -91,9 +90,9 @@ class Accept:
         )
         if asked.kvrouter is not None:
             body = without_overrides(body)
-        if not is_passed or passthrough.is_json(request):
+        if parse is not None or passthrough.is_json(request):
             body = without_report_mode(body)
-        traits = Traits.of(asked, lora_name, len(prompts))
+        traits = Traits.of(asked, lora_name, len(prompts)) if prompts else None
         return Work(
             request_id,
             request,
@@ -103,7 +102,7 @@ class Accept:
             router,
             received_at,
             traits,
-            may_report=not is_passed,
+            may_report=parse is not None,
             is_dry_run=said.dry_run,
         )
 

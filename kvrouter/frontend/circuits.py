@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import structlog
 
@@ -16,22 +15,25 @@ from kvrouter.frontend.relay import Done, Lost, Outcome, Rejected, TimedOut
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
-class Verdict:
-    """How the attempt ended; None: its client left, or we failed."""
+class Judged:
+    """An attempt, while inside. Whatever ends it, its target's circuit hears of it."""
 
-    outcome: Outcome | None = None
+    __slots__ = ("_circuits", "_target", "outcome")
 
+    def __init__(self, circuits: CircuitBreakers | None, target: Target) -> None:
+        self.outcome: Outcome | None = None
+        """How it ended; None: its client left, or we failed."""
+        self._circuits = circuits
+        self._target = target
 
-@contextlib.contextmanager
-def judge(circuits: CircuitBreakers | None, target: Target) -> Iterator[Verdict]:
-    """Whatever ends the attempt, its target's circuit hears of it."""
-    verdict = Verdict()
-    try:
-        yield verdict
-    finally:
-        if circuits is not None:
-            _tell(circuits, target, verdict.outcome)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._circuits is not None:
+            _tell(self._circuits, self._target, self.outcome)
 
 
 def _tell(circuits: CircuitBreakers, target: Target, outcome: Outcome | None) -> None:

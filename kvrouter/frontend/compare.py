@@ -44,8 +44,6 @@ def compare(
     router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, watch: Watch, tail: bytes
 ) -> None:
     """A good answer has come: hold what it says against what was foretold at its booking."""
-    if not route.prompts:
-        return
     pool, choice = router.pool, placement.choice
     is_firm = watch.is_firm(pool.id, choice.target) and traits.reads_cache
     prediction = Prediction(
@@ -68,5 +66,5 @@ def expect_events(
     """A request was served: the engine's events must name its first block."""
     worker = router.pool.workers.get(placement.target.worker_id)
     announces = worker is not None and worker.card.publishes_events and router.pool.settings.use_kv_events
-    if announces and traits.kind is not None and route.prompts:
+    if announces and traits.kind is not None:
         router.truth.expect(placement.target, traits.kind, route.prompts[0].hashes, now)

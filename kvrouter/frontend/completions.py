@@ -17,11 +17,11 @@ from kvrouter.errors import KvRouterError, NoWorkersError, WorkerDiedError, Work
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.accept import Accept, Parse, Work
 from kvrouter.frontend.answer import Answer, Served, error_answer, held_answer, internal_error
-from kvrouter.frontend.circuits import judge
+from kvrouter.frontend.circuits import Judged
 from kvrouter.frontend.compare import compare, expect_events
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.feeds import Feeds
-from kvrouter.frontend.in_flight import InFlight, RequestTask, current_task, cut_off_error
+from kvrouter.frontend.in_flight import InFlight, RequestTask, cut_off_error
 from kvrouter.frontend.incoming import request_id_of
 from kvrouter.frontend.queue import WaitingRoom
 from kvrouter.frontend.relay import (
@@ -81,28 +81,23 @@ class Completions:
 
     def routes(self) -> dict[str, Serve]:
         """What is served here, by path; all of it is sent with POST."""
-        passed = dict.fromkeys(passthrough.POST_ROUTES, self.passed)
-        return {"/v1/chat/completions": self.chat, "/v1/completions": self.completion, **passed}
+        return {
+            "/v1/chat/completions": partial(self.serve, openai.parse_chat),
+            "/v1/completions": partial(self.serve, openai.parse_completion),
+            **dict.fromkeys(passthrough.POST_ROUTES, partial(self.serve, None)),
+        }
 
-    async def chat(self, request: Request) -> Served:
-        """POST /v1/chat/completions."""
-        return await self._serve(request, openai.parse_chat)
+    async def serve(self, parse: Parse | None, request: Request) -> Served:
+        """Serve one request; every error becomes an OpenAI body, a client that leaves frees everything.
 
-    async def completion(self, request: Request) -> Served:
-        """POST /v1/completions."""
-        return await self._serve(request, openai.parse_completion)
-
-    async def passed(self, request: Request) -> Served:
-        """Any route of passthrough.py: nothing is known of its tokens, so it goes by load."""
-        return await self._serve(request, partial(passthrough.parse, request), is_passed=True)
-
-    async def _serve(self, request: Request, parse: Parse, *, is_passed: bool = False) -> Served:
-        """Serve one request; every error becomes an OpenAI body, a client that leaves frees everything."""
+        Without a way to parse it is a route of passthrough.py: nothing is known of its tokens, so it goes by
+        load.
+        """
         received_at = self._now()
         request_id = request_id_of(request.headers)
         try:
             with self._in_flight.one():
-                work = await self._accept.work(request, parse, request_id, received_at, is_passed=is_passed)
+                work = await self._accept.work(request, parse, request_id, received_at)
                 served = await self._complete(work)
         except KvRouterError as error:
             served = self._say(request, error_answer(error, request_id))
@@ -181,12 +176,12 @@ class Completions:
 
     async def _attempt(self, work: Work, placement: Placement) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
-        with judge(work.router.circuits, placement.target) as verdict:
+        with Judged(work.router.circuits, placement.target) as judged:
             outcome = await self._exchange(work, placement, fresh=False)
             if isinstance(outcome, Lost) and outcome.was_idle:
                 # the worker closed an idle connection just as the request went out: that is no failure
                 outcome = await self._exchange(work, placement, fresh=True)
-            verdict.outcome = outcome
+            judged.outcome = outcome
         work.router.answered(placement.key, _status_of(outcome))
         if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
             work.router.mark_prefill_completed(placement.key, self._now())
@@ -212,7 +207,7 @@ class Completions:
             may_stay=request.wants_keep_alive and not self.is_draining,
             loop=self._loop,
         )
-        self._running[attempt] = (work.router, placement.key, current_task())
+        self._running[attempt] = (work.router, placement.key, self._in_flight.task())
         try:
             attempt.send(head + body)
             outcome = await attempt.outcome
@@ -227,7 +222,7 @@ class Completions:
 
     def _compare(self, work: Work, placement: Placement, tail: bytes) -> None:
         """Hold what was foretold against what the engine says in its answer, and later in its events."""
-        if work.route.prompts:
+        if work.traits is not None:
             compare(work.router, work.route, placement, work.traits, watch=self._watch, tail=tail)
             expect_events(work.router, work.route, placement, work.traits, now=self._now())
 

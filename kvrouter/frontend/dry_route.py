@@ -7,7 +7,6 @@ Whether it is a chat or a completion shows in its fields; `path` (`/v1/embedding
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Literal
 
 import msgspec
@@ -20,8 +19,12 @@ from kvrouter.frontend.accept import Accept, Parse
 from kvrouter.frontend.client import from_aiohttp
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.incoming import request_id_of
-from kvrouter.frontend.request import Request
 
+_PARSERS: dict[str, Parse | None] = {
+    "chat": openai.parse_chat,
+    "completion": openai.parse_completion,
+    "other": None,
+}
 _KINDS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 
 
@@ -44,9 +47,7 @@ class DryRoute:
         kind = _kind(await request.read())
         now = asyncio.get_running_loop().time()
         request_id = request_id_of(request.headers)
-        work = await self._accept.work(
-            request, _parser(request, kind), request_id, now, is_passed=kind == "other"
-        )
+        work = await self._accept.work(request, _PARSERS[kind], request_id, now)
         return self._views.foretold(work).for_aiohttp()
 
 
@@ -63,9 +64,3 @@ def _kind(body: bytes) -> str:
         known = ", ".join([*_KINDS, *passthrough.POST_ROUTES])
         raise BadRequestError(f"`path`: {said.path!r} is not served; use one of {known}", param="path")
     return _KINDS.get(said.path, "other")
-
-
-def _parser(request: Request, kind: str) -> Parse:
-    if kind == "other":
-        return partial(passthrough.parse, request)
-    return openai.parse_chat if kind == "chat" else openai.parse_completion

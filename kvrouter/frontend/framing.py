@@ -230,6 +230,7 @@ class ChunkedBody:
         return size + len(b"\r\n")
 
 
+@lru_cache(maxsize=4096)
 def _chunk_size(line: bytes) -> int:
     digits = line.partition(b";")[0].strip()
     if not digits or len(digits) > 16 or digits.strip(b"0123456789abcdefABCDEF"):

@@ -49,10 +49,19 @@ class InFlight:
         self._waiting: set[RequestTask] = set()
         self._refused: set[RequestTask] = set()
         self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def one(self) -> _One:
         """The request of the current task, while inside. Raises ShuttingDownError if it is refused."""
-        return _One(self, current_task())
+        return _One(self, self.task())
+
+    def task(self) -> RequestTask:
+        """The one that serves the present request."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task(self._loop)  # told the loop it asks nobody, not even the system
+        assert task is not None
+        return task
 
     def begin(self, task: RequestTask) -> None:
         """One more. Raises ShuttingDownError after the last one."""
@@ -74,7 +83,7 @@ class InFlight:
 
     def answered(self) -> None:
         """The current task's client has its answer; what follows may wait for the client only."""
-        self._waiting.discard(current_task())
+        self._waiting.discard(self.task())
 
     def refuse_waiting(self, answering: Container[RequestTask]) -> None:
         """Refuse, with 503, every request but those being answered, and every one that is still to come."""
@@ -88,10 +97,3 @@ class InFlight:
 def cut_off_error() -> ShuttingDownError:
     """What a client is told whose request outlives the draining."""
     return ShuttingDownError("this replica is shutting down and can wait no longer; send the request again")
-
-
-def current_task() -> RequestTask:
-    """The task that serves the request."""
-    task = asyncio.current_task()
-    assert task is not None
-    return task

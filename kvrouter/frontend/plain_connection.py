@@ -138,18 +138,18 @@ class PlainConnection(asyncio.Protocol):
         """Serve the next request, once its head is here."""
         data = self._unread
         end = data.find(END, 0, MAX_HEAD_BYTES)
-        if end < 0:
-            if not may_be_plain(data):
-                self._hand_over()
+        if end < 0 and may_be_plain(data):
             return
-        head = parse_plain(data[: end + len(END)]) if may_be_plain(data[:end]) else None
+        body_at = end + len(END)
+        head = parse_plain(data[:body_at]) if end > 0 else None
         serve = self._door.routes.get(head.path.partition("?")[0]) if head is not None else None
         if head is None or serve is None or head.length > self._door.max_body_bytes:
             self._hand_over()
             return
-        self._unread = data[end + len(END) + head.length :]
+        body_end = body_at + head.length
+        self._unread = data[body_end:]
         self.has_begun = False
-        request = self._request(head, data[end + len(END) : end + len(END) + head.length])
+        request = self._request(head, data[body_at:body_end])
         self._task = self._loop.create_task(self._serve(serve, request))
 
     def _request(self, head: PlainHead, begun: bytes) -> Request:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import httptools
 from msgspec import Struct
 
+from kvrouter.frontend.request import Field
+
 START = b"POST /"
 END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 8190
@@ -23,8 +25,7 @@ class PlainHead(Struct, frozen=True):
 
     path: str
     """As the client wrote it, query included."""
-    fields: list[tuple[str, str]]
-    """Names in lower case; bytes that are no UTF-8 stand in values as lone surrogates."""
+    fields: list[Field]
     length: int
     """Bytes of the body."""
     wants_keep_alive: bool
@@ -37,7 +38,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.url = b""
-        self.fields: list[tuple[str, str]] = []
+        self.fields: list[Field] = []
         self.is_complete = False
 
     def on_url(self, url: bytes) -> None:
@@ -59,7 +60,7 @@ def parse_plain(head: bytes) -> PlainHead | None:
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
         return None
     is_post = reader.is_complete and parser.get_method() == b"POST" and parser.get_http_version() == "1.1"
-    names = dict(reader.fields)
+    names = dict(reader.fields)  # two of one name that matter here are no valid head
     if not is_post or not reader.url.startswith(b"/") or not _CHANGES_BODY.isdisjoint(names):
         return None
     length = names.get("content-length", "")

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 from aiohttp import web
@@ -242,7 +243,7 @@ def _application(completions: Completions, admin: Admin, options: FrontendOption
                 web.post(path, route(serve), expect_handler=invite_body)
                 for path, serve in completions.routes().items()
             ),
-            *(web.get(path, route(completions.passed)) for path in passthrough.GET_ROUTES),
+            *(web.get(path, route(partial(completions.serve, None))) for path in passthrough.GET_ROUTES),
             web.get("/v1/models", admin.models),
             web.get("/v1/models/{name:.+}", admin.model),
             web.get("/live", admin.live),

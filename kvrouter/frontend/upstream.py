@@ -242,7 +242,9 @@ class Upstream:
 
         `fresh`: a new one in any case, after an idle one turned out to be dead.
         """
-        pool = self._pools.setdefault(url, deque())
+        pool = self._pools.get(url)
+        if pool is None:
+            pool = self._pools[url] = deque()
         while pool and not fresh:
             connection = pool.pop()
             if connection.is_usable:
