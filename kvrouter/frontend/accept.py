@@ -90,7 +90,7 @@ class Accept:
         )
         if asked.kvrouter is not None:
             body = without_overrides(body)
-        if parse is not None or passthrough.is_json(request):
+        if asked.engine_arguments:
             body = without_report_mode(body)
         traits = Traits.of(asked, lora_name, len(prompts)) if prompts else None
         return Work(

@@ -181,6 +181,8 @@ class ChunkedBody:
     `_line` keeps a size line (or trailer) of which only a part has arrived.
     """
 
+    __slots__ = ("_in_trailers", "_left", "_line", "is_over")
+
     def __init__(self) -> None:
         self._left = 0
         self._line = b""
@@ -202,13 +204,17 @@ class ChunkedBody:
                 self._keep_line(data[position:])
                 position = end
                 break
-            line = self._line + data[position:line_end]
-            self._line = b""
+            line = data[position:line_end]
+            if self._line:
+                line, self._line = self._line + line, b""
             position = line_end + 1
-            size = self._read_line(line)
-            if self.is_over:
+            if not self._in_trailers:
+                size = _chunk_size(line)
+                self._in_trailers = size == 0
+                position += size + len(b"\r\n") if size else 0
+            elif not line.rstrip(b"\r"):
+                self.is_over = True
                 return position
-            position += size
         self._left = position - end
         return end
 
@@ -217,21 +223,10 @@ class ChunkedBody:
         if len(self._line) > _MAX_SIZE_LINE:
             raise FramingError("a chunk's size line does not end")
 
-    def _read_line(self, line: bytes) -> int:
-        """Take one size line or trailer; returns how many bytes to skip to the next line."""
-        line = line.rstrip(b"\r")
-        if self._in_trailers:
-            self.is_over = not line
-            return 0
-        size = _chunk_size(line)
-        if size == 0:
-            self._in_trailers = True
-            return 0
-        return size + len(b"\r\n")
-
 
 @lru_cache(maxsize=4096)
 def _chunk_size(line: bytes) -> int:
+    """What a size line says; most of a stream's events are of a few sizes."""
     digits = line.partition(b";")[0].strip()
     if not digits or len(digits) > 16 or digits.strip(b"0123456789abcdefABCDEF"):
         raise FramingError(f"a chunk's size line is {line[:40]!r}")

@@ -44,6 +44,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """vLLM searches by many short requests of its own, and says nothing of what they had cached."""
     priority: int = 0
     """As vLLM has it: lower goes first."""
+    engine_arguments: Any = None
+    """vLLM's `vllm_xargs`, as they stand there."""
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
@@ -72,6 +74,7 @@ class _Common(msgspec.Struct):
     echo: Any = None
     use_beam_search: Any = None
     priority: _Priority | None = None
+    vllm_xargs: Any = None
 
 
 class _ChatBody(_Common):
@@ -180,6 +183,7 @@ def _request(body: _Common, prompt: Prompt | None) -> CompletionRequest:
         reads_cache=body.prompt_logprobs is None and not _echoes_logprobs(body),
         is_beam_search=bool(body.use_beam_search),
         priority=body.priority or 0,
+        engine_arguments=body.vllm_xargs,
     )
 
 

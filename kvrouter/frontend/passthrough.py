@@ -46,6 +46,7 @@ class _Body(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
     kvrouter: dict[str, Any] | None = None
+    vllm_xargs: Any = None
 
 
 _BODY = msgspec.json.Decoder(_Body)
@@ -75,6 +76,7 @@ def parse(request: Request, body: bytes) -> CompletionRequest:
         session_id=None,
         n=1,
         kvrouter=fields.kvrouter,
+        engine_arguments=fields.vllm_xargs,
     )
 
 

@@ -31,7 +31,7 @@ _TIMER_S = 0.001
 NewConnection: TypeAlias = Callable[[], asyncio.Protocol]
 
 
-class Door:
+class Connections:
     """What all connections of a server share, and which of them are open."""
 
     def __init__(
@@ -48,8 +48,8 @@ class Door:
         self.keep_alive_s = keep_alive_s
         self.open: set[PlainConnection] = set()
 
-    def connection(self) -> PlainConnection:
-        """For the next client."""
+    def new(self) -> PlainConnection:
+        """One, for the next client."""
         return PlainConnection(self)
 
     def close(self) -> None:
@@ -63,10 +63,10 @@ class PlainConnection(asyncio.Protocol):
 
     is_http_10 = False
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, connections: Connections) -> None:
         self.is_slow = False
         self.has_begun = False
-        self._door = door
+        self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._unread = b""
@@ -78,7 +78,7 @@ class PlainConnection(asyncio.Protocol):
         self._is_reading = True
         self._waiting: list[Callable[[], None]] = []
         self._heard_at = self._loop.time()
-        self._timer = self._loop.call_later(door.keep_alive_s, self._watch)
+        self._timer = self._loop.call_later(connections.keep_alive_s, self._watch)
 
     # relay.Client
 
@@ -97,13 +97,13 @@ class PlainConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has come."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but no subclass
-        self._door.open.add(self)
+        self._connections.open.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has left: so does its request."""
         self._transport = None
         self._timer.cancel()
-        self._door.open.discard(self)
+        self._connections.open.discard(self)
         if self._task is not None:
             self._task.cancel()
 
@@ -142,8 +142,8 @@ class PlainConnection(asyncio.Protocol):
             return
         body_at = end + len(END)
         head = parse_plain(data[:body_at]) if end > 0 else None
-        serve = self._door.routes.get(head.path.partition("?")[0]) if head is not None else None
-        if head is None or serve is None or head.length > self._door.max_body_bytes:
+        serve = self._connections.routes.get(head.path.partition("?")[0]) if head is not None else None
+        if head is None or serve is None or head.length > self._connections.max_body_bytes:
             self._hand_over()
             return
         body_end = body_at + head.length
@@ -195,8 +195,8 @@ class PlainConnection(asyncio.Protocol):
         """From here on it is aiohttp's, with everything that belongs to no request yet."""
         transport = cast(asyncio.Transport, self._transport)
         self._timer.cancel()
-        self._door.open.discard(self)
-        successor = self._door.new_aiohttp()
+        self._connections.open.discard(self)
+        successor = self._connections.new_aiohttp()
         transport.set_protocol(successor)
         successor.connection_made(transport)
         if self._unread:
@@ -212,9 +212,9 @@ class PlainConnection(asyncio.Protocol):
 
     def _watch(self) -> None:
         """The timer: a client that sends no head, or nothing more of a body, is not waited for."""
-        left_s = self._heard_at + self._door.keep_alive_s - self._loop.time()
+        left_s = self._heard_at + self._connections.keep_alive_s - self._loop.time()
         if self._task is not None and self._body is None:
-            left_s = self._door.keep_alive_s  # it is our turn
+            left_s = self._connections.keep_alive_s  # it is our turn
         if left_s > 0:
             self._timer = self._loop.call_later(max(left_s, _TIMER_S), self._watch)
         elif self._transport is not None:

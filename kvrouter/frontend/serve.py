@@ -41,7 +41,7 @@ from kvrouter.frontend.index_metrics import index_maker, index_samples
 from kvrouter.frontend.listening import BACKLOG, Doors, open_doors
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.overrides import Dialect
-from kvrouter.frontend.plain_connection import Door
+from kvrouter.frontend.plain_connection import Connections
 from kvrouter.frontend.policy_flags import SERVED_MODES, bucket_header
 from kvrouter.frontend.policy_upkeep import PolicyUpkeep
 from kvrouter.frontend.queue import WaitingRoom
@@ -301,11 +301,11 @@ async def _http_server(
             keepalive_timeout=KEEP_ALIVE_S,
         )
 
-    door = Door(
+    connections = Connections(
         completions.routes(), connection, max_body_bytes=options.max_body_bytes, keep_alive_s=KEEP_ALIVE_S
     )
-    own = doors.admin and await loop.create_server(door.connection, sock=doors.admin, backlog=BACKLOG)
-    server = await loop.create_server(door.connection, sock=doors.main, backlog=BACKLOG, start_serving=False)
+    own = doors.admin and await loop.create_server(connections.new, sock=doors.admin, backlog=BACKLOG)
+    server = await loop.create_server(connections.new, sock=doors.main, backlog=BACKLOG, start_serving=False)
     opening = asyncio.create_task(_open(server, admin, waits=options.process.waits_until_ready))
     try:
         if not options.process.waits_until_ready:
@@ -325,7 +325,7 @@ async def _http_server(
         server.close()  # also after an error inside
         if own is not None:
             own.close()
-        door.close()
+        connections.close()
         await runner.cleanup()
 
 
