@@ -177,7 +177,7 @@ class PlainConnection(asyncio.Protocol):
 
     def _finish(self, served: Served) -> None:
         transport = self._transport
-        if transport is None:
+        if transport is None or transport.is_closing():
             return
         if served.is_torn:
             tear(transport)

@@ -45,7 +45,7 @@ class _Reader:
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.fields.append((name.decode("ascii").lower(), value.decode("utf-8", "surrogateescape")))
+        self.fields.append((name.decode("ascii").lower(), value.rstrip().decode("utf-8", "surrogateescape")))
 
     def on_headers_complete(self) -> None:
         self.is_complete = True

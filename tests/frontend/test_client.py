@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from aiohttp.http import StreamWriter
 from aiohttp.test_utils import make_mocked_request
 from aiohttp.web_protocol import RequestHandler
 
@@ -253,7 +254,11 @@ async def test_many_come_and_go(fleet_of: FleetOf) -> None:
 def test_names_that_aiohttp_need_not_keep() -> None:
     """We lean on these names of aiohttp; one that goes away must be noticed here, not in production."""
     assert isinstance(inspect.getattr_static(RequestHandler, "writing_paused"), property)
-    assert {"transport", "_paused"} <= {name for cls in RequestHandler.__mro__ for name in dir(cls)}
+    for name in ("connection_made", "data_received", "resume_writing", "handle_error"):
+        assert callable(inspect.getattr_static(RequestHandler, name))
+    assert "transport" in {name for cls in RequestHandler.__mro__ for name in dir(cls)}
+    assert {"loop", "access_log", "keepalive_timeout"} <= {*inspect.signature(RequestHandler).parameters}
+    assert "output_size" in dir(StreamWriter)
     http = make_mocked_request("POST", "/")
     request = from_aiohttp(http)
     assert (False, True) == (request.client.is_http_10, request.wants_keep_alive)
