@@ -35,6 +35,7 @@ from kvrouter.frontend.client import openai_errors, route
 from kvrouter.frontend.client_connection import ClientConnection, invite_body
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.decision_views import DecisionViews
+from kvrouter.frontend.descriptors import raise_limit, streams_within
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.index_metrics import index_maker, index_samples
@@ -102,6 +103,8 @@ async def serve(options: FrontendOptions) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    descriptors = raise_limit()
+    log.info("frontend.descriptors", limit=descriptors, streams=streams_within(descriptors))
     async with running_frontend(options, hurried) as frontend:
         if options.process.listen_fd is not None:  # the parent says so before it ends the others and us
             loop.add_signal_handler(signal.SIGUSR1, frontend.drain)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.frontend.relay import Attempt, Done, Limits, Lost, Outcome, Rejected
-from kvrouter.frontend.upstream import Connection, Upstream, WorkerUnreachableError
+from kvrouter.frontend.upstream import IDLE_S, Connection, Upstream, WorkerUnreachableError
 from tests.frontend.fleet import no_trouble
 from tests.frontend.workers import LAST_CHUNK, OK, SSE_HEAD, FakeWorker, answer, chunk, event, stream, until
 
@@ -298,6 +298,27 @@ async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
         await until(lambda: not worker.open_wires, "the idle connection is closed")
         assert not connection.is_usable
+
+
+async def test_idle_time_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that serves when its idle time would end stays, and is closed when it has rested as long."""
+    monkeypatch.setattr("kvrouter.frontend.upstream.IDLE_S", 0.02)
+    rig = Rig()
+    rig.read(answer())
+    rig.begin()
+    await until(lambda: rig.connection._idle_timer is None, "the timer has run")
+    served_on = not rig.transport.aborted
+    rig.read(answer())
+    rested = list(rig.pool)
+    await until(lambda: rig.transport.aborted, "the connection is closed")
+
+    assert (True, [rig.connection]) == (served_on, rested)
+    assert not rig.pool
+
+
+def test_idle_time() -> None:
+    """It is shorter than the 5 s after which uvicorn, vLLM's server, closes its side."""
+    assert IDLE_S < 5
 
 
 async def test_unreachable(free_port: Callable[[], int]) -> None:

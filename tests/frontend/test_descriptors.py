@@ -1,0 +1,37 @@
+"""The limit of file descriptors, and what it allows."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+from kvrouter.frontend.descriptors import raise_limit, streams_within
+
+RAISE = """
+import resource
+hard = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+from kvrouter.frontend.descriptors import raise_limit
+print(raise_limit(), raise_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE), hard)
+"""
+
+
+def test_soft_limit_is_raised() -> None:
+    """As far as the hard limit goes; a second time changes nothing."""
+    said = subprocess.run([sys.executable, "-c", RAISE], capture_output=True, text=True, check=True).stdout
+    *limits, hard = map(int, said.split())
+
+    assert [hard] * 4 == limits
+
+
+def test_limit_is_told() -> None:
+    """What is returned is what holds."""
+    limit = raise_limit()
+
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] in {limit, resource.RLIM_INFINITY}
+
+
+def test_streams() -> None:
+    """A stream takes two descriptors, and some are needed for other things."""
+    assert [0, 0, 9_900] == [streams_within(limit) for limit in (0, 100, 20_000)]
