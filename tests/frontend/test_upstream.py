@@ -301,10 +301,11 @@ async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_idle_time_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that serves when its idle time would end stays, and is closed when it has rested as long."""
+    """A connection that serves when its idle time would end stays; it is closed after a whole rest."""
     monkeypatch.setattr("kvrouter.frontend.upstream.IDLE_S", 0.02)
     rig = Rig()
     rig.read(answer())
+    rig.pool.clear()
     rig.begin()
     await until(lambda: rig.connection._idle_timer is None, "the timer has run")
     served_on = not rig.transport.aborted
