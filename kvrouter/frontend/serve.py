@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import random
 import signal
 import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry
 
 from kvrouter.bus import Subjects
@@ -27,22 +24,20 @@ from kvrouter.core.pool import NewIndex
 from kvrouter.core.replica import Replica
 from kvrouter.core.text_index import TextIndex
 from kvrouter.core.watch import Watch
-from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.busy import BusyThresholds
-from kvrouter.frontend.client import openai_errors, route
-from kvrouter.frontend.client_connection import ClientConnection, invite_body
+from kvrouter.frontend.client_connection import invite_body
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.descriptors import raise_limit, streams_within
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.http_server import application, http_server, wait_for_any
 from kvrouter.frontend.index_metrics import index_maker, index_samples
-from kvrouter.frontend.listening import BACKLOG, Doors, open_doors
+from kvrouter.frontend.listening import open_doors
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.overrides import Dialect
-from kvrouter.frontend.plain_connection import Connections
 from kvrouter.frontend.policy_flags import SERVED_MODES, bucket_header
 from kvrouter.frontend.policy_upkeep import PolicyUpkeep
 from kvrouter.frontend.queue import WaitingRoom
@@ -60,19 +55,10 @@ from kvrouter.tokens.prompt import PromptEncoder
 
 log = structlog.get_logger()
 
-KEEP_ALIVE_S = 75.0
-"""Idle client connections; longer than what load balancers keep theirs (HAProxy, nginx: 60 s)."""
-
 WATCH_S = 1.0
 """Between two looks for problems."""
 SETTLINGS = 40
 """How often in between it is seen which events have come: a small cache does not keep a block for long."""
-
-READY_LOOK_S = 0.05
-"""How often a process that waits until it is ready looks whether it is."""
-
-CUT_OFF_S = 0.1
-"""What requests that outlived the draining get to end in: once from us, twice from aiohttp (0: for ever)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +97,7 @@ async def serve(options: FrontendOptions) -> None:
         await stopped.wait()
         frontend.drain()
         log.info("frontend.draining", grace_s=options.drain_grace_s)
-        await _wait_for_any(hurried, timeout_s=options.drain_grace_s)
+        await wait_for_any(hurried, timeout_s=options.drain_grace_s)
     log.info("frontend.stopped")
 
 
@@ -154,13 +140,11 @@ async def running_frontend(
             limits=options.limits,
             retries=options.retries,
         )
-        registry.register(StateCollector(tokens.samples))
+        for samples in (tokens.samples, waiting_room.samples, completions.samples, upkeep.samples):
+            registry.register(StateCollector(samples))
         registry.register(StateCollector(lambda: rules.samples(replica.routers)))
-        registry.register(StateCollector(waiting_room.samples))
-        registry.register(StateCollector(completions.samples))
         if options.index_metrics:
             registry.register(StateCollector(lambda: index_samples(replica)))
-        registry.register(StateCollector(upkeep.samples))
         admin = Admin(
             replica,
             feeds,
@@ -181,9 +165,9 @@ async def running_frontend(
         stack.enter_context(Pauses(registry).watched())
         stack.enter_context(thresholds_raised())
         stack.callback(feeds.leave)
-        application = _application(completions, admin, options)
-        application.add_routes(_routing_routes(replica, rules, accept, views))
-        server = _http_server(application, doors, admin, completions, hurried=hurried, options=options)
+        app = application(completions, admin, options)
+        app.add_routes(_routing_routes(replica, rules, accept, views))
+        server = http_server(app, doors, admin, completions, hurried=hurried, options=options)
         await stack.enter_async_context(server)
         for model, encoder in (tokens.encoders.by_name or {"": tokens.encoders.default}).items():
             path = options.tokens.model_paths.get(model, options.tokens.model_path)
@@ -238,27 +222,6 @@ def new_replica(
     )
 
 
-def _application(completions: Completions, admin: Admin, options: FrontendOptions) -> web.Application:
-    app = web.Application(client_max_size=options.max_body_bytes, middlewares=[openai_errors])
-    app.add_routes(
-        [
-            *(
-                web.post(path, route(serve), expect_handler=invite_body)
-                for path, serve in completions.routes().items()
-            ),
-            *(web.get(path, route(partial(completions.serve, None))) for path in passthrough.GET_ROUTES),
-            web.get("/v1/models", admin.models),
-            web.get("/v1/models/{name:.+}", admin.model),
-            web.get("/live", admin.live),
-            web.get("/ready", admin.ready),
-            web.get("/health", admin.health),
-            web.get("/metrics", admin.metrics),
-            web.get("/workers", admin.workers),
-        ]
-    )
-    return app
-
-
 def _dialect(options: FrontendOptions) -> Dialect:
     """What requests may say about their routing."""
     header, bucket = options.rules.session_header, bucket_header(options.policy)
@@ -277,82 +240,6 @@ def _routing_routes(
         web.get("/busy_threshold", busy.show),
         web.post("/busy_threshold", busy.change, expect_handler=invite_body),
     ]
-
-
-@contextlib.asynccontextmanager
-async def _http_server(
-    app: web.Application,
-    doors: Doors,
-    admin: Admin,
-    completions: Completions,
-    *,
-    hurried: asyncio.Event | None,
-    options: FrontendOptions,
-) -> AsyncIterator[None]:
-    """Serve at the doors; on the way out stop accepting, let what runs finish, cut off the rest."""
-    logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CUT_OFF_S)
-    await runner.setup()
-    loop = asyncio.get_running_loop()
-
-    def connection() -> ClientConnection:  # for what is not plain
-        assert runner.server is not None
-        return ClientConnection(
-            runner.server,
-            loop=loop,
-            access_log=None,  # AppRunner's own way to have none
-            keepalive_timeout=KEEP_ALIVE_S,
-        )
-
-    connections = Connections(
-        completions.routes(), connection, max_body_bytes=options.max_body_bytes, keep_alive_s=KEEP_ALIVE_S
-    )
-    own = doors.admin and await loop.create_server(connections.new, sock=doors.admin, backlog=BACKLOG)
-    server = await loop.create_server(connections.new, sock=doors.main, backlog=BACKLOG, start_serving=False)
-    opening = asyncio.create_task(_open(server, admin, waits=options.process.waits_until_ready))
-    try:
-        if not options.process.waits_until_ready:
-            await opening
-        yield
-        opening.cancel()
-        server.close()
-        await asyncio.sleep(0)  # connections accepted just now begin
-        idle = completions.idle
-        await _wait_for_any(idle, hurried, timeout_s=options.drain_timeout_s)
-        if not idle.is_set():
-            log.warning("frontend.cut_off", drain_timeout_s=options.drain_timeout_s)
-            completions.cut_off()
-            await _wait_for_any(idle, timeout_s=CUT_OFF_S)
-    finally:
-        opening.cancel()
-        server.close()  # also after an error inside
-        if own is not None:
-            own.close()
-        connections.close()
-        await runner.cleanup()
-
-
-async def _open(server: asyncio.Server, admin: Admin, *, waits: bool) -> None:
-    """Accept, where other processes do so meanwhile, only when ready."""
-    while waits and not admin.is_ready():  # noqa: ASYNC110  # it becomes so by the clock, too
-        await asyncio.sleep(READY_LOOK_S)
-    await server.start_serving()
-
-
-def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Whether aiohttp logs more than that a client speaks no proper HTTP (it is told so: 400)."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
-
-
-async def _wait_for_any(*events: asyncio.Event | None, timeout_s: float) -> None:
-    """Wait until one of the events is set, or the time has passed."""
-    waiting = [asyncio.create_task(event.wait()) for event in events if event is not None]
-    try:
-        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
 
 
 @contextlib.asynccontextmanager

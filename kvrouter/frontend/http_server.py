@@ -1,0 +1,135 @@
+"""The HTTP side of a replica: its routes, its server, and how that ends.
+
+connection ──plain request──> Completions.serve
+└──anything else──> aiohttp: the same routes, and all others
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from functools import partial
+
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from kvrouter.frontend import passthrough
+from kvrouter.frontend.admin import Admin
+from kvrouter.frontend.client import openai_errors, route
+from kvrouter.frontend.client_connection import ClientConnection, invite_body
+from kvrouter.frontend.completions import Completions
+from kvrouter.frontend.listening import BACKLOG, Doors
+from kvrouter.frontend.options import FrontendOptions
+from kvrouter.frontend.plain_connection import Connections
+
+log = structlog.get_logger()
+
+KEEP_ALIVE_S = 75.0
+"""Idle client connections; longer than what load balancers keep theirs (HAProxy, nginx: 60 s)."""
+
+READY_LOOK_S = 0.05
+"""How often a process that waits until it is ready looks whether it is."""
+
+CUT_OFF_S = 0.1
+"""What requests that outlived the draining get to end in: once from us, twice from aiohttp (0: for ever)."""
+
+
+def application(completions: Completions, admin: Admin, options: FrontendOptions) -> web.Application:
+    """Everything that a replica answers, but for the routes about routing."""
+    app = web.Application(client_max_size=options.max_body_bytes, middlewares=[openai_errors])
+    app.add_routes(
+        [
+            *(
+                web.post(path, route(serve), expect_handler=invite_body)
+                for path, serve in completions.routes().items()
+            ),
+            *(web.get(path, route(partial(completions.serve, None))) for path in passthrough.GET_ROUTES),
+            web.get("/v1/models", admin.models),
+            web.get("/v1/models/{name:.+}", admin.model),
+            web.get("/live", admin.live),
+            web.get("/ready", admin.ready),
+            web.get("/health", admin.health),
+            web.get("/metrics", admin.metrics),
+            web.get("/workers", admin.workers),
+        ]
+    )
+    return app
+
+
+@contextlib.asynccontextmanager
+async def http_server(
+    app: web.Application,
+    doors: Doors,
+    admin: Admin,
+    completions: Completions,
+    *,
+    hurried: asyncio.Event | None,
+    options: FrontendOptions,
+) -> AsyncIterator[None]:
+    """Serve at the doors; on the way out stop accepting, let what runs finish, cut off the rest."""
+    logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CUT_OFF_S)
+    await runner.setup()
+    loop = asyncio.get_running_loop()
+
+    def connection() -> ClientConnection:  # for what is not plain
+        assert runner.server is not None
+        return ClientConnection(
+            runner.server,
+            loop=loop,
+            access_log=None,  # AppRunner's own way to have none
+            keepalive_timeout=KEEP_ALIVE_S,
+        )
+
+    connections = Connections(
+        completions.routes(), connection, max_body_bytes=options.max_body_bytes, keep_alive_s=KEEP_ALIVE_S
+    )
+    own = doors.admin and await loop.create_server(connections.new, sock=doors.admin, backlog=BACKLOG)
+    server = await loop.create_server(connections.new, sock=doors.main, backlog=BACKLOG, start_serving=False)
+    opening = asyncio.create_task(_open(server, admin, waits=options.process.waits_until_ready))
+    try:
+        if not options.process.waits_until_ready:
+            await opening
+        yield
+        opening.cancel()
+        server.close()
+        await asyncio.sleep(0)  # connections accepted just now begin
+        idle = completions.idle
+        await wait_for_any(idle, hurried, timeout_s=options.drain_timeout_s)
+        if not idle.is_set():
+            log.warning("frontend.cut_off", drain_timeout_s=options.drain_timeout_s)
+            completions.cut_off()
+            await wait_for_any(idle, timeout_s=CUT_OFF_S)
+    finally:
+        opening.cancel()
+        server.close()  # also after an error inside
+        if own is not None:
+            own.close()
+        connections.close()
+        await runner.cleanup()
+
+
+async def _open(server: asyncio.Server, admin: Admin, *, waits: bool) -> None:
+    """Accept, where other processes do so meanwhile, only when ready."""
+    while waits and not admin.is_ready():  # noqa: ASYNC110  # it becomes so by the clock, too
+        await asyncio.sleep(READY_LOOK_S)
+    await server.start_serving()
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """Whether aiohttp logs more than that a client speaks no proper HTTP (it is told so: 400)."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+async def wait_for_any(*events: asyncio.Event | None, timeout_s: float) -> None:
+    """Wait until one of the events is set, or the time has passed."""
+    waiting = [asyncio.create_task(event.wait()) for event in events if event is not None]
+    try:
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
