@@ -41,6 +41,8 @@ from kvrouter.telemetry.metrics import RequestMetrics, Sample
 log = structlog.get_logger()
 
 RETRY_DELAY_S = 0.05
+PROGRESS_SLICE = 500
+"""Answers whose progress is looked at in one go: less than 1 ms."""
 
 
 class Completions:
@@ -232,11 +234,14 @@ class Completions:
         self._metrics.first_byte.observe(now - work.received_at)
         self._feeds.flush_soon()
 
-    def report_progress(self) -> None:
+    async def report_progress(self) -> None:
         """Book the output blocks that running answers have filled; called once a second."""
-        for attempt, (router, key, _) in self._running.items():
-            router.progress(key, attempt.events)
-        self._feeds.flush_soon()
+        running = list(self._running.items())
+        for start in range(0, len(running), PROGRESS_SLICE):
+            for attempt, (router, key, _) in running[start : start + PROGRESS_SLICE]:
+                router.progress(key, attempt.events)  # one that has ended meanwhile is passed over
+            self._feeds.flush_soon()
+            await asyncio.sleep(0)
 
     def samples(self) -> Iterator[Sample]:
         """For /metrics."""

@@ -286,7 +286,7 @@ async def _keep_watch(watch: Watch) -> None:
 async def _report_progress(completions: Completions) -> None:
     while True:
         await asyncio.sleep(1.0)
-        completions.report_progress()
+        await completions.report_progress()
 
 
 def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder, path: str | None) -> None:

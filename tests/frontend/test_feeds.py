@@ -234,7 +234,7 @@ async def test_output_blocks(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch)
         async with fleet.connected() as client:
             client.send(STREAM)
             await client.read_until(texts[-1])
-            fleet.frontend.completions.report_progress()
+            await fleet.frontend.completions.report_progress()
 
             assert 64 // 16 + 40 // 16 == pool.active.blocks(target)
 
