@@ -10,11 +10,16 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
+
 from kvrouter.bus.connection import Bus
 from kvrouter.bus.embedded import DEFAULT_URL, embedded_server
 from kvrouter.bus.options import NatsOptions
+from kvrouter.core import twins
 from kvrouter.core.ids import is_identifier
 from kvrouter.core.lease import MAX_INTERVAL_MS
+
+log = structlog.get_logger()
 
 MIN_HEARTBEAT_S = 0.05
 MAX_HEARTBEAT_S = MAX_INTERVAL_MS / 1000
@@ -89,7 +94,7 @@ def _number(text: str) -> float:
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """--nats and who to be there, --namespace, --heartbeat-s, --log-level, --log-format."""
+    """--nats and who to be there, --namespace, --heartbeat-s, --core, --log-level, --log-format."""
     nats = parser.add_argument_group("NATS")
     nats.add_argument(
         "--nats",
@@ -111,6 +116,11 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
         f"from {MIN_HEARTBEAT_S:g} to {MAX_HEARTBEAT_S:g}",
     )
     parser.add_argument(
+        "--core",
+        choices=twins.CORES,
+        help="hot tables and hashes: in Python, or their twin in C; default: native if it is built",
+    )
+    parser.add_argument(
         "--log-level",
         choices=["debug", "info", "warning", "error"],
         default="info",
@@ -119,6 +129,13 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-format", choices=["console", "json"], default="console", help="json: one object a line"
     )
+
+
+def use_core(core: str | None) -> None:
+    """Choose the version of the hot tables and hashes (--core). Raises ConfigError if it is not there."""
+    if twins.choose(core) == twins.PYTHON and core is None:
+        effect = "the Python version serves: the same answers, more time and memory in a large fleet"
+        log.info("core.not_built", reason=twins.why_not_built, effect=effect)
 
 
 def nats_options(flags: argparse.Namespace) -> NatsOptions:

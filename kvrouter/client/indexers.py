@@ -20,8 +20,8 @@ from kvrouter.client.membership import (
 )
 from kvrouter.core.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.beats import Card
-from kvrouter.core.blocks import block_hashes, sequence_hashes
-from kvrouter.core.ids import SequenceHash, Target, WorkerId
+from kvrouter.core.blocks import prompt_hashes
+from kvrouter.core.ids import Target, WorkerId
 from kvrouter.core.index import BlockIndex
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import ReplicaSettings
@@ -156,7 +156,5 @@ class ApproxKvIndexer:
         return deepest_first(self._index.overlap(_chain(tokens, self.block_size, lora_name, salt)))
 
 
-def _chain(
-    tokens: Sequence[int], block_size: int, lora_name: str | None, salt: str | None
-) -> list[SequenceHash]:
-    return sequence_hashes(block_hashes(tokens, block_size, lora_name=lora_name, salt=salt))
+def _chain(tokens: Sequence[int], block_size: int, lora_name: str | None, salt: str | None) -> Sequence[int]:
+    return prompt_hashes(tokens, block_size, lora_name=lora_name, salt=salt)

@@ -17,15 +17,16 @@ completed.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from kvrouter.core.ids import BookingKey, RouterId, Target
-from kvrouter.core.table import FlatTable, Slots, bits
+from kvrouter.core.table import CountedSet, Slots, new_table
 
 SWEEP_HASHES = 512
 """Taking off this many takes about 1 ms."""
@@ -70,11 +71,12 @@ class Booking:
 class _Load:
     """What the bookings on one target add up to."""
 
-    slot: int
-    references: dict[int, int] = field(default_factory=dict)
+    held: CountedSet
     nameless_blocks: int = 0
     charged_tokens: int = 0
     requests: int = 0
+    place: int | None = None
+    """In the columns; None if it is not lined up."""
 
 
 @dataclass(slots=True)
@@ -89,11 +91,12 @@ class ActiveTable:
     """The bookings of every replica, and the load they add up to."""
 
     def __init__(self) -> None:
-        self._table = FlatTable()
+        self._table = new_table()
         self._slots = Slots(self._table)
         self._loads: dict[Target, _Load] = {}
-        self._targets: dict[int, Target] = {}
         self._owners: dict[RouterId, _Owner] = {}
+        self._places: dict[Target, int] = {}
+        self._columns = (array("q"), array("q"), array("q"))
         self._dropped: deque[Booking] = deque()
         self._dropped_left: int | None = None
         """Of the first dropped: how many of its hashes still count; None if it counts whole."""
@@ -102,14 +105,11 @@ class ActiveTable:
         """A request begins. One booked before under the same key is replaced."""
         self.free(booking.key)
         load = self._loads.get(booking.target) or self._begin(booking.target)
-        references = load.references
-        first = [hash_ for hash_ in booking.hashes if hash_ not in references]
-        for hash_ in booking.hashes:
-            references[hash_] = references.get(hash_, 0) + 1
-        self._table.add(load.slot, first)
+        load.held.add(booking.hashes)
         load.nameless_blocks += booking.anonymous_blocks + booking.output_blocks
         load.charged_tokens += 0 if booking.prefill_completed else booking.prefill_tokens
         load.requests += 1
+        self._show(load)
         owner = self._owners.setdefault(booking.key.router_id, _Owner())
         owner.bookings[booking.key.number] = booking
         owner.digest = (owner.digest + booking.digest()) & _MASK64
@@ -121,7 +121,9 @@ class ActiveTable:
             return None
         before = booking.digest()
         booking.prefill_completed = True
-        self._loads[booking.target].charged_tokens -= booking.prefill_tokens
+        load = self._loads[booking.target]
+        load.charged_tokens -= booking.prefill_tokens
+        self._show(load)
         self._redigest(booking, before)
         return booking
 
@@ -131,7 +133,9 @@ class ActiveTable:
         if booking is None or output_blocks <= booking.output_blocks:
             return
         before = booking.digest()
-        self._loads[booking.target].nameless_blocks += output_blocks - booking.output_blocks
+        load = self._loads[booking.target]
+        load.nameless_blocks += output_blocks - booking.output_blocks
+        self._show(load)
         booking.output_blocks = output_blocks
         self._redigest(booking, before)
 
@@ -199,16 +203,25 @@ class ActiveTable:
         owner = self._owners.get(router_id)
         return (len(owner.bookings), owner.digest) if owner else (0, 0)
 
-    def targets(self) -> Collection[Target]:
-        """Those with requests in flight, or with dropped ones that are not swept yet."""
-        return self._loads.keys()
+    def line_up(self, targets: Sequence[Target]) -> None:
+        """Keep the loads of these in columns, in this order."""
+        self._places = {target: place for place, target in enumerate(targets)}
+        self._columns = (nothing := array("q", bytes(8 * len(targets))), nothing[:], nothing[:])
+        for target, load in self._loads.items():
+            load.place = self._places.get(target)
+            self._show(load)
+
+    def lined_up(self) -> tuple[array[int], array[int], array[int]]:
+        """Charged tokens, active blocks and requests of the targets that are lined up; copies."""
+        charged, blocks, requests = self._columns
+        return charged[:], blocks[:], requests[:]
 
     def load(self, target: Target) -> tuple[int, int, int]:
         """`(charged tokens, active blocks, requests)` of the target, in one look-up."""
         load = self._loads.get(target)
         if load is None:
             return 0, 0, 0
-        return load.charged_tokens, len(load.references) + load.nameless_blocks, load.requests
+        return load.charged_tokens, load.held.count + load.nameless_blocks, load.requests
 
     def charged_tokens(self, target: Target) -> int:
         """Prefill tokens still charged on the target."""
@@ -218,7 +231,7 @@ class ActiveTable:
     def blocks(self, target: Target) -> int:
         """Active blocks of the target: distinct named ones, and those without a name."""
         load = self._loads.get(target)
-        return len(load.references) + load.nameless_blocks if load else 0
+        return load.held.count + load.nameless_blocks if load else 0
 
     def requests(self, target: Target) -> int:
         """Requests in flight on the target, booked by any replica."""
@@ -227,11 +240,7 @@ class ActiveTable:
 
     def depths(self, hashes: Sequence[int]) -> dict[Target, int]:
         """Leading blocks of the chain that requests in flight hold, per target; 0 is left out."""
-        return {
-            self._targets[slot]: depth
-            for mask, depth in self._table.depths(hashes, self._slots.live)
-            for slot in bits(mask)
-        }
+        return self._table.depths(hashes)
 
     def check(self) -> None:
         """Raise if an invariant is broken. Tests call this after every step."""
@@ -247,6 +256,9 @@ class ActiveTable:
         for target in self._loads:
             here = [booking for booking in everything if booking.target == target]
             self._check_target(target, here, extra if swept and swept.target == target else [])
+        lined_up = [self.load(target) for target in self._places]
+        if lined_up != list(zip(*self._columns, strict=True)):
+            raise AssertionError(f"the columns are off: {self._columns} != {lined_up}")
         for router_id, owner in self._owners.items():
             if owner.digest != sum(booking.digest() for booking in owner.bookings.values()) & _MASK64:
                 raise AssertionError(f"the digest of {router_id} is off")
@@ -258,15 +270,24 @@ class ActiveTable:
         charged = sum(booking.prefill_tokens for booking in bookings if not booking.prefill_completed)
         nameless = sum(booking.anonymous_blocks + booking.output_blocks for booking in bookings)
         expected = (dict(references), charged, nameless, len(bookings))
-        if expected != (load.references, load.charged_tokens, load.nameless_blocks, load.requests):
-            raise AssertionError(f"{target} does not add up: {expected} != {load}")
-        if any(not self._table.holds(load.slot, hash_) for hash_ in references):
+        held = load.held.counts()
+        if expected != (held, load.charged_tokens, load.nameless_blocks, load.requests):
+            raise AssertionError(f"{target} does not add up: {expected} != {held}, {load}")
+        if load.held.count != len(held) or any(not self._table.holds(load.held.slot, one) for one in held):
             raise AssertionError(f"{target}: a referenced hash is not in the table")
 
     def _begin(self, target: Target) -> _Load:
-        load = self._loads[target] = _Load(self._slots.take())
-        self._targets[load.slot] = target
+        slot = self._slots.take()
+        self._table.label(slot, target)
+        load = self._loads[target] = _Load(self._table.counted_set(slot), place=self._places.get(target))
         return load
+
+    def _show(self, load: _Load) -> None:
+        if load.place is not None:
+            charged, blocks, requests = self._columns
+            charged[load.place] = load.charged_tokens
+            blocks[load.place] = load.held.count + load.nameless_blocks
+            requests[load.place] = load.requests
 
     def _disown(self, key: BookingKey) -> Booking | None:
         """Take the booking from its owner; it still counts on its target."""
@@ -285,28 +306,17 @@ class ActiveTable:
         load.nameless_blocks -= booking.anonymous_blocks + booking.output_blocks
         load.charged_tokens -= 0 if booking.prefill_completed else booking.prefill_tokens
         load.requests -= 1
+        self._show(load)
 
     def _release(self, booking: Booking, hashes: Sequence[int]) -> None:
         """Take these hashes of an uncharged booking off its target."""
         load = self._loads[booking.target]
-        self._table.discard(load.slot, _dereference(load.references, hashes))
-        if not load.requests and not load.references:
-            del self._loads[booking.target], self._targets[load.slot]
-            self._slots.give_back(load.slot)
+        load.held.discard(hashes)
+        self._show(load)
+        if not load.requests and not load.held.count:
+            del self._loads[booking.target]
+            self._slots.give_back(load.held.slot)
 
     def _redigest(self, booking: Booking, before: int) -> None:
         owner = self._owners[booking.key.router_id]
         owner.digest = (owner.digest - before + booking.digest()) & _MASK64
-
-
-def _dereference(references: dict[int, int], hashes: Iterable[int]) -> list[int]:
-    """Take one reference off each hash; returns those that have none left."""
-    last = []
-    for hash_ in hashes:
-        count = references[hash_]
-        if count == 1:
-            del references[hash_]
-            last.append(hash_)
-        else:
-            references[hash_] = count - 1
-    return last

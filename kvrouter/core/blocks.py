@@ -13,16 +13,20 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import TypeAlias, cast
 
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
+from kvrouter.core import twins
 from kvrouter.core.ids import BlockHash, SequenceHash
 from kvrouter.errors import BadRequestError
 
 SEED = 1337
 _MASK64 = (1 << 64) - 1
 _MAX_TOKEN = (1 << 32) - 1
+
+Hashes: TypeAlias = Sequence[int] | bytes
+"""Sequence hashes: array("Q") at best, any sequence of numbers, or packed little-endian u64."""
 
 Multimodal = tuple[int, int, str]
 """`(start, end, id)`: the tokens [start, end) stand for the item with this id."""
@@ -61,10 +65,26 @@ def block_hashes(
     return seeded_block_hashes(tokens, block_size, block_seed(lora_name, salt), extras)
 
 
+def prompt_hashes(
+    tokens: Sequence[int], block_size: int, *, lora_name: str | None = None, salt: str | None = None
+) -> array[int]:
+    """The sequence hashes of a prompt's full blocks: `sequence_hashes(block_hashes(…))` in one go."""
+    seed = block_seed(lora_name, salt)
+    if twins.hashes is None:
+        return array("Q", sequence_hashes(_plain_block_hashes(tokens, block_size, seed)))
+    _step(block_size)
+    try:
+        return cast("array[int]", twins.hashes.prompt_hashes(tokens, block_size, seed))
+    except (OverflowError, TypeError) as error:
+        raise _bad_tokens(error) from None
+
+
 def seeded_block_hashes(
     tokens: Sequence[int], block_size: int, seed: int, extras: Sequence[Sequence[int]]
 ) -> list[BlockHash]:
     """Block hashes where block i also carries the 64-bit ids `extras[i]` (any order)."""
+    if not any(extras):  # nearly always
+        return _plain_block_hashes(tokens, block_size, seed)[: len(extras)]
     data, step = _token_bytes(tokens), _step(block_size)
     return [
         BlockHash(xxh3_64_intdigest(data[i : i + step] + pack_hashes(sorted(ids)), seed))
@@ -73,7 +93,13 @@ def seeded_block_hashes(
 
 
 def _plain_block_hashes(tokens: Sequence[int], block_size: int, seed: int) -> list[BlockHash]:
-    data, step = memoryview(_token_bytes(tokens)), _step(block_size)
+    step = _step(block_size)
+    if twins.hashes is not None:
+        try:
+            return cast("list[BlockHash]", twins.hashes.block_hashes(tokens, block_size, seed))
+        except (OverflowError, TypeError) as error:
+            raise _bad_tokens(error) from None
+    data = memoryview(_token_bytes(tokens))
     hashes = [xxh3_64_intdigest(data[i : i + step], seed) for i in range(0, len(data) - step + 1, step)]
     return cast("list[BlockHash]", hashes)  # a NewType call on each would cost a third more
 
@@ -83,6 +109,8 @@ def sequence_hashes(hashes: Sequence[BlockHash], parent: SequenceHash | None = N
 
     The chain always uses seed 1337, whatever seeded the blocks.
     """
+    if twins.hashes is not None:
+        return cast("list[SequenceHash]", twins.hashes.sequence_hashes(hashes, parent))
     chain: list[int] = []
     append, digest = chain.append, xxh3_64_intdigest
     previous: int | None = parent
@@ -104,19 +132,26 @@ def multimodal_id(identifier: str) -> int:
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
     """Hashes as packed little-endian u64: their form on the wire and at the index's door."""
-    packed = array("Q", hashes)
+    packed = array("Q", hashes)  # of another array it is a copy
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
 
 
+def hashes_of(hashes: Hashes) -> Sequence[int]:
+    """As numbers: packed ones are unpacked, without making an object of each; others are left alone."""
+    if not isinstance(hashes, bytes):
+        return hashes
+    unpacked = array("Q")
+    unpacked.frombytes(hashes)
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return unpacked
+
+
 def unpack_hashes(packed: bytes) -> list[SequenceHash]:
     """The inverse of `pack_hashes`. Raises ValueError if the length is no multiple of 8."""
-    hashes = array("Q")
-    hashes.frombytes(packed)
-    if sys.byteorder == "big":
-        hashes.byteswap()
-    return cast("list[SequenceHash]", hashes.tolist())
+    return cast("list[SequenceHash]", list(hashes_of(packed)))
 
 
 def pool_token(model: str) -> str:
@@ -133,12 +168,14 @@ def _token_bytes(tokens: Sequence[int]) -> bytes:
     try:
         packed = array("I", tokens)
     except (OverflowError, TypeError) as error:
-        raise BadRequestError(
-            f"token ids must be integers from 0 to {_MAX_TOKEN}: {error}", param="prompt"
-        ) from None
+        raise _bad_tokens(error) from None
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+def _bad_tokens(error: Exception) -> BadRequestError:
+    return BadRequestError(f"token ids must be integers from 0 to {_MAX_TOKEN}: {error}", param="prompt")
 
 
 def _step(block_size: int) -> int:

@@ -3,143 +3,255 @@
 index  ──> depth per tier set ─┐
 active ──> depth in flight ────┴──> overlap ──> tokens to compute, blocks to hold
 
-Of a large fleet most targets hold nothing of a prompt and serve nobody: one look-up tells them apart.
+Of a large fleet most targets hold nothing of a prompt: they all cost it the same. So the columns are
+filled at once, corrected where somebody holds something, and a `Candidate` is only made when looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, cast, overload
 
+from kvrouter.core import twins
 from kvrouter.core.active import ActiveTable
 from kvrouter.core.beats import RankBeat
 from kvrouter.core.cost import Prompt, find_overlap, uncached_tokens
 from kvrouter.core.ids import Target
 from kvrouter.core.index import BlockIndex
 from kvrouter.core.policy import Candidate, RouteRequest
+from kvrouter.core.roster import Roster
 
-if TYPE_CHECKING:
-    from kvrouter.core.pool import Worker
+Cached: TypeAlias = "dict[Target, int] | dict[Target, list[int]]"
+"""The index's depths of one prompt, by target; per tier set where anybody has more than its device."""
+Found: TypeAlias = tuple[Prompt, Cached, dict[Target, int]]
+"""What one prompt finds, per target: the index's depths, and the depth held in flight."""
+Column: TypeAlias = "array[int]"
 
-Found = tuple[Prompt, dict[Target, list[int]], dict[Target, int]]
-"""What one prompt finds, per target: the index's depth per tier set, and the depth held in flight."""
-
-_NO_LOAD = RankBeat(0, 0, 0)
 _NOWHERE: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Amounts by place, named as in `Candidate`. What is charged and active is so without the request."""
+
+    own_prefill_tokens: Column
+    own_decode_blocks: Column
+    overlap_blocks: Column
+    widest_blocks: Column
+    indexed_blocks: Column
+    charged_tokens: Column
+    active_blocks: Column
+    requests: Column
+    beats: Sequence[RankBeat]
+
+
+class Candidates(Sequence[Candidate]):
+    """The candidates of one decision, as of its moment. Equal to any sequence of the same ones."""
+
+    __hash__ = None  # type: ignore[assignment]  # compared by what is in it, as a list is
+
+    def __init__(self, roster: Roster, columns: _Columns, cached: Cached, block_size: int) -> None:
+        self._roster = roster
+        self._columns = columns
+        self._cached = cached
+        self._block_size = block_size
+        self._places: Sequence[int] = range(len(roster))
+        self._all: list[Candidate] | None = None
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Candidate]: ...
+    def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(at, slice) or self._all is not None:
+            return self._made()[at]
+        return self._candidate(self._places[at])
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self._made())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._made() == list(other)
+
+    def __repr__(self) -> str:
+        return repr(self._made())
+
+    def only(self, places: Sequence[int]) -> Candidates:
+        """Those at some places of the roster."""
+        fewer = Candidates(self._roster, self._columns, self._cached, self._block_size)
+        fewer._places = places
+        return fewer
+
+    def requests(self) -> list[int]:
+        """Of each, the requests in flight there."""
+        column = self._columns.requests
+        return [column[place] for place in self._places]
+
+    def costs(self, overlap_weight: float) -> list[float]:
+        """The published formula for each (core/cost.py), without making a Candidate of each."""
+        columns, size = self._columns, self._block_size
+        amounts = (
+            columns.charged_tokens,
+            columns.own_prefill_tokens,
+            columns.active_blocks,
+            columns.own_decode_blocks,
+        )
+        if twins.columns is not None:
+            costs: list[float] = twins.columns.costs(overlap_weight, size, *amounts)
+        else:
+            costs = [
+                overlap_weight * ((charged + own) / size) + (active + blocks)
+                for charged, own, active, blocks in zip(*amounts, strict=True)
+            ]
+        return costs if len(costs) == len(self._places) else [costs[place] for place in self._places]
+
+    def _made(self) -> list[Candidate]:
+        if self._all is None:
+            self._all = [self._candidate(place) for place in self._places]
+        return self._all
+
+    def _tier_blocks(self, target: Target) -> Sequence[int]:
+        depths = self._cached.get(target, _NOWHERE)
+        return (depths,) if isinstance(depths, int) else depths
+
+    def _candidate(self, place: int) -> Candidate:
+        columns, target = self._columns, self._roster.targets[place]
+        own_tokens, own_blocks = columns.own_prefill_tokens[place], columns.own_decode_blocks[place]
+        prefill_tokens = columns.charged_tokens[place] + own_tokens
+        beat = columns.beats[place]
+        return Candidate(
+            target,
+            columns.overlap_blocks[place],
+            columns.widest_blocks[place],
+            own_tokens,
+            own_blocks,
+            prefill_tokens,
+            prefill_tokens / self._block_size,
+            columns.active_blocks[place] + own_blocks,
+            columns.requests[place],
+            beat.running,
+            beat.waiting,
+            beat.kv_usage,
+            self._roster.workers[place].card,
+            self._tier_blocks(target),
+            beat.waiting_loras,
+            columns.indexed_blocks[place],
+            beat.running_loras,
+            beat.metrics,
+        )
 
 
 def form_candidates(
     request: RouteRequest,
-    targets: Iterable[tuple[Target, Worker]],
+    roster: Roster,
     index: BlockIndex,
     active: ActiveTable,
     *,
     block_size: int,
     inflight_overlap: bool,
-) -> list[Candidate]:
-    """One for each target, in their order."""
-    if not request.prompts:
-        return [_form_plain(target, worker, active, block_size) for target, worker in targets]
-    if not block_size:
-        return []  # no worker has been seen, so there is no target
-    found = [
-        (prompt, index.overlap_by_tier(prompt.hashes), active.depths(prompt.hashes))
-        for prompt in request.prompts
-    ]
-    known = set(active.targets()).union(*(cached for _, cached, _ in found))
-    isl, blocks = request.isl, _new_blocks(request, None, found, block_size)
-    idle_prefill_blocks = isl / block_size
-    formed: list[Candidate] = []
-    form = formed.append
-    for target, worker in targets:
-        if target in known:
-            form(_candidate(request, target, worker, found, active, block_size, inflight_overlap))
-            continue
-        beat = worker.ranks.get(target.rank, _NO_LOAD)
-        form(
-            Candidate(
-                target, 0, 0, isl, blocks, isl, idle_prefill_blocks, blocks, 0,
-                beat.running, beat.waiting, beat.kv_usage, worker.card, _NOWHERE,
-                beat.waiting_loras, 0, beat.running_loras, beat.metrics,
-            )
-        )  # fmt: skip
-    return formed
-
-
-def _form_plain(target: Target, worker: Worker, active: ActiveTable, block_size: int) -> Candidate:
-    """For a request without known prompts: it adds nothing to what the target has to do."""
-    charged_tokens, active_blocks, requests = active.load(target)
-    beat = worker.ranks.get(target.rank, _NO_LOAD)
-    return Candidate(
-        target,
-        0,
-        0,
-        0,
-        0,
-        charged_tokens,
-        charged_tokens / block_size,
-        active_blocks,
-        requests,
-        beat.running,
-        beat.waiting,
-        beat.kv_usage,
-        worker.card,
-        _NOWHERE,
-        beat.waiting_loras,
-        0,
-        beat.running_loras,
-        beat.metrics,
+) -> Candidates:
+    """One for each target of the roster, in their order."""
+    found = [_find(prompt, index, active) for prompt in request.prompts]
+    charged, blocks, requests = active.lined_up()
+    nothing = array("q", bytes(8 * len(roster)))
+    own_blocks = _new_blocks(request, None, found, block_size) if len(roster) else 0
+    columns = _Columns(
+        own_prefill_tokens=array("q", [request.isl]) * len(roster),
+        own_decode_blocks=array("q", [own_blocks]) * len(roster),
+        overlap_blocks=nothing,
+        widest_blocks=nothing[:],
+        indexed_blocks=nothing[:],
+        charged_tokens=charged,
+        active_blocks=blocks,
+        requests=requests,
+        beats=roster.beats(),
     )
-
-
-def _candidate(  # noqa: PLR0917  # on the hot path: keywords cost
-    request: RouteRequest,
-    target: Target,
-    worker: Worker,
-    found: list[Found],
-    active: ActiveTable,
-    block_size: int,
-    inflight_overlap: bool,
-) -> Candidate:
-    """A target that holds something of the prompts, or has requests in flight."""
-    own_tokens = overlap_blocks = widest_blocks = indexed_blocks = 0
-    reuses = inflight_overlap and worker.card.prefix_caching is not False
     for prompt, cached, in_flight in found:
-        depths: Sequence[int] = cached.get(target, _NOWHERE)
-        reused = in_flight.get(target, 0) if reuses else 0
-        if not (depths or reused):
-            own_tokens += prompt.isl
+        reused = _reused(in_flight, roster) if inflight_overlap else {}
+        if index.has_wider_tiers:
+            _reckon_tiers(
+                columns, roster, prompt.isl, block_size, cast("dict[Target, list[int]]", cached), reused
+            )
+        else:
+            _reckon_device(columns, roster, prompt.isl, block_size, cast("dict[Target, int]", cached), reused)
+    for target in {target for _, _, in_flight in found for target in in_flight}:
+        place = roster.places.get(target)
+        if place is not None:
+            columns.own_decode_blocks[place] = _new_blocks(request, target, found, block_size)
+    return Candidates(roster, columns, found[0][1] if found else {}, block_size)
+
+
+def _find(prompt: Prompt, index: BlockIndex, active: ActiveTable) -> Found:
+    look_up = index.overlap_by_tier if index.has_wider_tiers else index.overlap
+    return prompt, look_up(prompt.hashes), active.depths(prompt.hashes)
+
+
+def _reused(in_flight: dict[Target, int], roster: Roster) -> dict[Target, int]:
+    """Of what is in flight, what an engine would compute but once: not where prefix caching is off."""
+    return {
+        target: depth
+        for target, depth in in_flight.items()
+        if (place := roster.places.get(target)) is not None
+        and roster.workers[place].card.prefix_caching is not False
+    }
+
+
+def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost
+    columns: _Columns,
+    roster: Roster,
+    isl: int,
+    block_size: int,
+    cached: dict[Target, int],
+    reused: dict[Target, int],
+) -> None:
+    """Correct the columns where a target holds a beginning of the prompt, or reuses one in flight.
+
+    What `find_overlap` and `uncached_tokens` say, where there is nothing but the device: written out.
+    """
+    most, places = max(0, isl - 1) // block_size, roster.places
+    own_tokens, overlap = columns.own_prefill_tokens, columns.overlap_blocks
+    widest, indexed = columns.widest_blocks, columns.indexed_blocks
+    if twins.columns is not None:
+        twins.columns.reckon_overlap(
+            places, cached, reused, most, block_size, own_tokens, overlap, widest, indexed
+        )
+        return
+    for target in {**cached, **reused} if reused else cached:
+        place = places.get(target)
+        if place is None:
             continue
-        overlap = find_overlap(prompt.isl, block_size, depths, reused)
-        own_tokens += uncached_tokens(prompt.isl, block_size, overlap)
-        overlap_blocks += overlap.overlap_blocks
-        widest_blocks += overlap.widest_blocks
-        if depths:
-            indexed_blocks += min(depths[-1], overlap.widest_blocks)
-    new_blocks = _new_blocks(request, target, found, block_size)
-    charged_tokens, active_blocks, requests = active.load(target)
-    beat = worker.ranks.get(target.rank, _NO_LOAD)
-    prefill_tokens = charged_tokens + own_tokens
-    return Candidate(
-        target,
-        overlap_blocks,
-        widest_blocks,
-        own_tokens,
-        new_blocks,
-        prefill_tokens,
-        prefill_tokens / block_size,
-        active_blocks + new_blocks,
-        requests,
-        beat.running,
-        beat.waiting,
-        beat.kv_usage,
-        worker.card,
-        found[0][1].get(target, _NOWHERE),
-        beat.waiting_loras,
-        indexed_blocks,
-        beat.running_loras,
-        beat.metrics,
-    )
+        depth = cached.get(target, 0)
+        own = min(max(depth, reused.get(target, 0)), most) if reused else min(depth, most)
+        own_tokens[place] -= own * block_size
+        overlap[place] += own
+        widest[place] += own
+        indexed[place] += min(depth, own)
+
+
+def _reckon_tiers(  # noqa: PLR0917
+    columns: _Columns,
+    roster: Roster,
+    isl: int,
+    block_size: int,
+    cached: dict[Target, list[int]],
+    reused: dict[Target, int],
+) -> None:
+    """The same where some hold blocks in host memory or on disk, too."""
+    for target in {**cached, **reused}:
+        place = roster.places.get(target)
+        if place is None:
+            continue
+        depths: Sequence[int] = cached.get(target, _NOWHERE)
+        overlap = find_overlap(isl, block_size, depths, reused.get(target, 0))
+        columns.own_prefill_tokens[place] -= isl - uncached_tokens(isl, block_size, overlap)
+        columns.overlap_blocks[place] += overlap.overlap_blocks
+        columns.widest_blocks[place] += overlap.widest_blocks
+        columns.indexed_blocks[place] += min(depths[-1] if depths else 0, overlap.widest_blocks)
 
 
 def _new_blocks(request: RouteRequest, target: Target | None, found: list[Found], block_size: int) -> int:

@@ -20,24 +20,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
-from kvrouter.core.blocks import unpack_hashes
+from kvrouter.core.blocks import Hashes, hashes_of
 from kvrouter.core.events import TIERS
 from kvrouter.core.ids import Target
-from kvrouter.core.table import FlatTable, Slots, bits
+from kvrouter.core.table import Slots, SlotSet, bits, new_table
 
-_MASK64 = (1 << 64) - 1
 _MAX_REFUSED = 64
 
-Hashes = Sequence[int] | bytes
-"""Sequence hashes, as a list of int or as packed little-endian u64."""
 
+class Wider(NamedTuple):
+    """The owner of a slot that holds more than the device's blocks."""
 
-@dataclass(slots=True)
-class _TierSet:
-    slot: int
-    count: int = 0
-    digest: int = 0
+    target: Target
+    tier: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class IndexCounters:
 class Holding:
     """What one target holds: a tier set for the device and for each wider tier it has."""
 
-    sets: list[_TierSet] = field(default_factory=list)
+    sets: list[SlotSet] = field(default_factory=list)
     replaces: Target | None = None
     """The target it is being loaded for, whose present holding does not count as another's."""
     is_truncated: bool = False
@@ -98,10 +95,15 @@ class BlockIndex:
         self.bounds = bounds or IndexBounds()
         self.counters = IndexCounters()
         self._widest = 0
-        self._table = FlatTable()
+        self._table = new_table()
         self._slots = Slots(self._table)
         self._holdings: dict[Target, Holding] = {}
-        self._owners: dict[int, tuple[Target, int]] = {}
+        self._owners: dict[int, Target | Wider] = {}
+        self._wider_slots = 0
+        """Slots that look-ups see and that hold more than the device's blocks."""
+        self._is_bounded = bool(self.bounds.max_blocks or self.bounds.max_holders)
+        self._plain: dict[Target, SlotSet] = {}
+        """Of targets with nothing but their device, in an index without bounds: nearly all. A short way."""
 
     def __len__(self) -> int:
         """Distinct blocks held by any target."""
@@ -113,6 +115,10 @@ class BlockIndex:
 
     def store(self, target: Target, hashes: Hashes, tier: str = "device") -> None:
         """The target now holds the blocks in `tier`, and so in all wider tier sets."""
+        plain = self._plain.get(target)
+        if plain is not None and tier == "device":
+            self.counters.stored_blocks += plain.add(hashes)
+            return
         holding = self._holdings.get(target)
         if holding is None:
             holding = self.begin_load(TIERS.index(tier) + 1)
@@ -124,16 +130,18 @@ class BlockIndex:
 
     def remove(self, target: Target, hashes: Hashes, tier: str = "device") -> None:
         """The blocks left `tier` and all narrower ones; unknown ones are passed over."""
+        plain = self._plain.get(target)
+        if plain is not None:  # whatever the tier: it has left the device, and there is nothing wider
+            self.counters.removed_blocks += plain.discard(hashes)
+            return
         holding = self._holdings.get(target)
         if holding is None:
             return
-        listed, before = _listed(hashes), holding.sets[-1].count
+        before = holding.sets[-1].count
         for tier_set in holding.sets[: TIERS.index(tier) + 1]:
-            removed, total = self._table.discard(tier_set.slot, listed)
-            tier_set.count -= removed
-            tier_set.digest = (tier_set.digest - total) & _MASK64
+            tier_set.discard(hashes)
         self.counters.removed_blocks += before - holding.sets[-1].count
-        for hash_ in listed if holding.refused else ():
+        for hash_ in hashes_of(hashes) if holding.refused else ():
             holding.refused.pop(hash_, None)
 
     def clear(self, target: Target) -> None:
@@ -146,28 +154,37 @@ class BlockIndex:
     def drop(self, target: Target) -> None:
         """The target is gone; its slots are swept by and by."""
         holding = self._holdings.pop(target, None)
+        self._plain.pop(target, None)
         if holding is not None:
             self._retire(holding)
 
     def overlap(self, hashes: Hashes) -> dict[Target, int]:
         """Leading blocks that each target holds on its device without a gap; targets with none are absent."""
-        return {target: depths[0] for target, depths in self.overlap_by_tier(hashes).items() if depths[0]}
+        found = self.depths(hashes)
+        if self._wider_slots:
+            return {owner: depth for owner, depth in found.items() if isinstance(owner, Target)}
+        return cast("dict[Target, int]", found)
 
     def overlap_by_tier(self, hashes: Hashes) -> dict[Target, list[int]]:
         """The same per tier set, narrowest first: `{target: [device, device∪host, …]}`."""
-        self.counters.lookups += 1
         found: dict[Target, list[int]] = {}
-        for mask, depth in self._table.depths(_listed(hashes), self._slots.live):
-            for slot in bits(mask):
-                owner = self._owners.get(slot)
-                if owner is None:
-                    continue  # a slot still being loaded
-                target, tier = owner
-                depths = found.get(target)
-                if depths is None:
-                    depths = found[target] = [0] * len(self._holdings[target].sets)
-                depths[tier] = depth
+        for owner, depth in self.depths(hashes).items():
+            target, tier = (owner, 0) if isinstance(owner, Target) else owner
+            depths = found.get(target)
+            if depths is None:
+                depths = found[target] = [0] * len(self._holdings[target].sets)
+            depths[tier] = depth
         return found
+
+    def depths(self, hashes: Hashes) -> dict[Target | Wider, int]:
+        """How deep each set holds the chain, by its owner: a target's device, or a wider set of its."""
+        self.counters.lookups += 1
+        return self._table.depths(hashes)
+
+    @property
+    def has_wider_tiers(self) -> bool:
+        """Whether any target has more than its device."""
+        return self._wider_slots > 0
 
     def holds(self, target: Target, hash_: int, tier: str = "device") -> bool:
         """Whether the target holds one block in that tier or a narrower one."""
@@ -224,18 +241,17 @@ class BlockIndex:
 
     def begin_load(self, tier_sets: int = 1, replaces: Target | None = None) -> Holding:
         """Fresh, empty sets that no look-up sees yet; `replaces`: the target they are for."""
-        holding = Holding([_TierSet(self._slots.take()) for _ in range(tier_sets)], replaces)
+        holding = Holding([self._table.slot_set(self._slots.take()) for _ in range(tier_sets)], replaces)
         self._widest |= 1 << holding.sets[-1].slot
         return holding
 
     def load(self, holding: Holding, hashes: Hashes, tier: str = "device") -> None:
         """Store into a holding; it must have the tier. What there is no room for is refused."""
-        listed = self._with_room(holding, _listed(hashes))
+        if self._is_bounded:
+            hashes = self._with_room(holding, hashes_of(hashes))
         before = holding.sets[-1].count
         for tier_set in holding.sets[TIERS.index(tier) :]:
-            added, total = self._table.add(tier_set.slot, listed)
-            tier_set.count += added
-            tier_set.digest = (tier_set.digest + total) & _MASK64
+            tier_set.add(hashes)
         self.counters.stored_blocks += holding.sets[-1].count - before
 
     def refuse(self, holding: Holding, blocks: int) -> None:
@@ -251,8 +267,9 @@ class BlockIndex:
         """There turns out to be a wider tier: that set starts as a copy of the widest so far."""
         while len(holding.sets) < tier_sets:
             widest = holding.sets[-1]
-            wider = _TierSet(self._slots.take(), widest.count, widest.digest)
+            wider = self._table.slot_set(self._slots.take())
             self._table.copy_slot(widest.slot, wider.slot)
+            wider.count, wider.digest = widest.count, widest.digest
             self._widest = self._widest & ~(1 << widest.slot) | 1 << wider.slot
             holding.sets.append(wider)
 
@@ -281,28 +298,37 @@ class BlockIndex:
         widest = [holding.sets[-1].slot for holding in self._holdings.values()]
         if not set(widest) <= set(bits(self._widest)):
             raise AssertionError(f"slots {widest} of the widest sets, noted are {bits(self._widest)}")
+        if self._wider_slots != sum(isinstance(owner, Wider) for owner in self._owners.values()):
+            raise AssertionError(f"{self._wider_slots} slots of wider sets are noted")
+        plain = {target: one.sets[0] for target, one in self._holdings.items() if len(one.sets) == 1}
+        if self._plain != ({} if self._is_bounded else plain):
+            raise AssertionError(f"the short way leads elsewhere: {self._plain}")
         for target, holding in self._holdings.items():
             for tier, tier_set in enumerate(holding.sets):
-                if self._owners.get(tier_set.slot) != (target, tier):
+                if self._owners.get(tier_set.slot) != _owner(target, tier):
                     raise AssertionError(f"slot {tier_set.slot} is not {target}'s")
             counts = [tier_set.count for tier_set in holding.sets]
             if counts != sorted(counts):
                 raise AssertionError(f"{target}: a wider tier set holds fewer blocks: {counts}")
 
     def _own(self, target: Target, holding: Holding) -> None:
+        self._plain.pop(target, None)
+        if len(holding.sets) == 1 and not self._is_bounded:
+            self._plain[target] = holding.sets[0]
         for tier, tier_set in enumerate(holding.sets):
-            self._owners[tier_set.slot] = (target, tier)
+            owner = _owner(target, tier)
+            self._wider_slots += tier > 0 and tier_set.slot not in self._owners
+            self._owners[tier_set.slot] = owner
+            self._table.label(tier_set.slot, owner)
 
     def _retire(self, holding: Holding) -> None:
         self._widest &= ~(1 << holding.sets[-1].slot)
         for tier_set in holding.sets:
-            self._owners.pop(tier_set.slot, None)
+            self._wider_slots -= isinstance(self._owners.pop(tier_set.slot, None), Wider)
             self._slots.retire(tier_set.slot)
 
     def _with_room(self, holding: Holding, hashes: Sequence[int]) -> Sequence[int]:
         """As many of the hashes, from the first on, as there is room for."""
-        if not (self.bounds.max_blocks or self.bounds.max_holders):
-            return hashes
         accepted = self._accepted(holding, hashes)
         if accepted < len(hashes):
             self.counters.refused_blocks += len(hashes) - accepted
@@ -319,5 +345,5 @@ class BlockIndex:
         return self._table.accepted(holding.sets[-1].slot, hashes, room, others, max_holders)
 
 
-def _listed(hashes: Hashes) -> Sequence[int]:
-    return unpack_hashes(hashes) if isinstance(hashes, bytes) else hashes
+def _owner(target: Target, tier: int) -> Target | Wider:
+    return Wider(target, tier) if tier else target

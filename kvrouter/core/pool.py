@@ -9,18 +9,19 @@ Invariant: `targets` holds the ranks of exactly those workers that take requests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvrouter.core.active import ActiveTable
 from kvrouter.core.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat
-from kvrouter.core.candidates import form_candidates, unnamed_blocks
+from kvrouter.core.candidates import Candidates, form_candidates, unnamed_blocks
 from kvrouter.core.events import TIERS
 from kvrouter.core.ids import PoolId, Target, WorkerId
 from kvrouter.core.index import BlockIndex, IndexBounds
-from kvrouter.core.policy import Candidate, RouteRequest
+from kvrouter.core.policy import RouteRequest
+from kvrouter.core.roster import Roster
 
 NAMED_MOST = 5
 """Of many with the same trouble so many are named."""
@@ -106,6 +107,8 @@ class Pool:
         self.index = settings.new_index(settings.index_bounds)
         self.approx = ApproxIndex(self.index, settings.ttl_s)
         self.active = ActiveTable()
+        self._roster = Roster()
+        """`targets` in columns."""
 
     # Workers
 
@@ -129,6 +132,8 @@ class Pool:
         worker.ranks = {rank.rank: rank for rank in beat.ranks}
         if changed:  # not at every heartbeat: this walks all workers
             self._choose_targets()
+        else:
+            self._roster.hear(worker)
         return True
 
     def remove(self, worker_id: WorkerId) -> list[Target]:
@@ -188,6 +193,8 @@ class Pool:
         eligible = [worker for worker in takers if not worker.silent] or takers
         pairs = [(target, worker) for worker in eligible for target in worker.targets()]
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
+        self._roster = Roster(self.targets.items())
+        self.active.line_up(self._roster.targets)
         self.changes += 1
         if self.workers:
             cards = [worker.card for worker in self.workers.values()]
@@ -220,22 +227,25 @@ class Pool:
 
     # Candidates
 
-    def candidates(self, request: RouteRequest, exclude: frozenset[Target] = frozenset()) -> list[Candidate]:
+    def candidates(self, request: RouteRequest, exclude: frozenset[Target] = frozenset()) -> Candidates:
         """Every target that may serve the request, with what it would find and cost there."""
-        targets: Iterable[tuple[Target, Worker]] = self.targets.items()
-        if exclude or request.lora_name is not None:
-            targets = [
-                (target, worker)
-                for target, worker in targets
-                if target not in exclude and self._serves(worker, request.lora_name)
-            ]
-        return form_candidates(
+        formed = form_candidates(
             request,
-            targets,
+            self._roster,
             self.index,
             self.active,
             block_size=self.block_size,
             inflight_overlap=self.settings.inflight_overlap,
+        )
+        if not exclude and request.lora_name is None:
+            return formed
+        pairs = enumerate(self.targets.items())
+        return formed.only(
+            [
+                place
+                for place, (target, worker) in pairs
+                if target not in exclude and self._serves(worker, request.lora_name)
+            ]
         )
 
     def unnamed_blocks(self, request: RouteRequest) -> int:

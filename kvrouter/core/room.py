@@ -12,11 +12,13 @@ waiting while others are not. What waiting is: core/admission.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from kvrouter.core.admission import AdmissionQueue
 from kvrouter.core.filters import Filter, Locality, MaxOngoing, Multiplex, Session
-from kvrouter.core.policy import RouteRequest
+from kvrouter.core.policy import Candidate, RouteRequest
 from kvrouter.core.router import Router
 
 
@@ -25,10 +27,10 @@ def has_room(router: Router, request: RouteRequest, now: float, queue: Admission
     selection = router.selection
     selection.state.now = now
     request = replace(request, prompts=())  # what it would find cached does not matter here, and costs most
-    left = router.pool.candidates(request)
+    left: Sequence[Candidate] = router.pool.candidates(request)
     for filter_ in selection.filters:
         if left and not _is_preference(filter_):
-            left = list(filter_.keep(request, left, selection.state))
+            left = filter_.keep(request, left, selection.state)
             if not left:
                 return not isinstance(filter_, MaxOngoing)
     return not queue.is_saturated(left)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvrouter.core.active import Booking
 from kvrouter.core.beats import Card
-from kvrouter.core.blocks import pack_hashes, unpack_hashes
+from kvrouter.core.blocks import hashes_of, pack_hashes
 from kvrouter.core.breaker import CircuitBreakers
 from kvrouter.core.decisions import Decided, DecisionRing
 from kvrouter.core.events import (
@@ -60,7 +60,7 @@ class Placement:
     rank_header: str
     wants_report: bool
     """Whether the request shall ask for a report of the blocks it reuses (design §5, lost history)."""
-    candidates: list[Candidate]
+    candidates: Sequence[Candidate]
     fallbacks: tuple[Target, ...] = ()
     """Where the policy would have it tried next, should this target fail."""
 
@@ -231,7 +231,7 @@ class Router:
         self.unseen.booked_here(now)
         key = BookingKey(self.router_id, self._last_number)
         hashes = _union(request)
-        named = hashes[:MAX_BOOKING_HASHES]
+        named = hashes if len(hashes) <= MAX_BOOKING_HASHES else hashes[:MAX_BOOKING_HASHES]
         booking = Booking(
             key=key,
             request_id=request.request_id,
@@ -365,7 +365,7 @@ class Router:
     def _take_assumption(self, entry: ApproxEntry, now: float) -> None:
         target = Target(WorkerId(entry.worker_id), entry.rank)
         if self.pool.may_assume(target):
-            hashes, room = unpack_hashes(entry.hashes), self.pool.capacity_blocks(target)
+            hashes, room = hashes_of(entry.hashes), self.pool.capacity_blocks(target)
             self.pool.approx.insert(target, hashes, now, ttl_s=entry.ttl_ms / 1000, capacity=room)
 
     def _learn_text(self, sent: SentText, now: float) -> None:
@@ -391,10 +391,10 @@ class Router:
             yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))
 
 
-def _union(request: RouteRequest) -> list[int]:
+def _union(request: RouteRequest) -> Sequence[int]:
     """The blocks of all prompts, each once, parents before children."""
     if not request.prompts:
         return []
     if len(request.prompts) == 1:
-        return list(request.prompts[0].hashes)
+        return request.prompts[0].hashes
     return list(dict.fromkeys(hash_ for prompt in request.prompts for hash_ in prompt.hashes))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvrouter.core.active import ActiveTable, Booking
-from kvrouter.core.blocks import unpack_hashes
+from kvrouter.core.blocks import hashes_of
 from kvrouter.core.events import (
     TIERS,
     AddRequest,
@@ -143,7 +143,7 @@ class KvSink:
         """Whether the missing parent may have been refused here, and these blocks with it."""
         if holding is None or not holding.is_truncated:
             return False
-        self._index.refuse(holding, len(unpack_hashes(op.hashes)))
+        self._index.refuse(holding, len(op.hashes) // 8)
         return True
 
     def _has_room(self, blocks: int) -> bool:
@@ -270,7 +270,7 @@ def _booking(router_id: RouterId, op: AddRequest) -> Booking:
         BookingKey(router_id, op.number),
         op.request_id,
         Target(WorkerId(op.worker_id), op.rank),
-        unpack_hashes(op.hashes),
+        hashes_of(op.hashes),
         op.isl,
         op.overlap_blocks,
         op.prefill_tokens,

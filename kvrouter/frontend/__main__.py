@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import uvloop
 
+from kvrouter.config import use_core
 from kvrouter.errors import ConfigError
 from kvrouter.frontend import processes
 from kvrouter.frontend.options import parse_options
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.process.processes > 1:
             return processes.run(options, words)
         set_up_logs(options.log_level, options.log_format)
+        use_core(options.core)
         uvloop.run(serve(options))
     except ConfigError as error:
         print(f"kvrouter.frontend: {error}", file=sys.stderr)  # noqa: T201

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvrouter.bus import Bus
+from kvrouter.core import twins
 from kvrouter.core.events import TIERS
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.ids import PoolId, Target
@@ -140,6 +141,7 @@ class Admin:
             {
                 "router_id": self._replica.router_id,
                 "replica_sync": self._replica.settings.synced,
+                "core": {"in_use": twins.in_use(), "native_not_built": twins.why_not_built},
                 "tokens": self._tokens(),
                 "namespace_peers": sorted(self._replica.peers),
                 "peers": self._peers(),

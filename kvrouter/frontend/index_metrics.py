@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 
+from kvrouter.core.blocks import Hashes
 from kvrouter.core.ids import Target
-from kvrouter.core.index import BlockIndex, Hashes, IndexBounds
+from kvrouter.core.index import BlockIndex, IndexBounds, Wider
 from kvrouter.core.pool import NewIndex, Pool
 from kvrouter.core.replica import Replica
 from kvrouter.telemetry.metrics import Sample, Spread
@@ -24,10 +25,10 @@ class MeasuredIndex(BlockIndex):
         super().__init__(bounds)
         self._observe = observe
 
-    def overlap_by_tier(self, hashes: Hashes) -> dict[Target, list[int]]:
+    def depths(self, hashes: Hashes) -> dict[Target | Wider, int]:
         """See BlockIndex."""
         began = time.perf_counter()
-        found = super().overlap_by_tier(hashes)
+        found = super().depths(hashes)
         self._observe(time.perf_counter() - began)
         return found
 

@@ -54,6 +54,8 @@ class FrontendOptions:
     drain_grace_s: float
     drain_timeout_s: float
     track_output_blocks: bool
+    core: str | None
+    """None: native if it is built."""
     log_level: str
     log_format: str
 
@@ -97,6 +99,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         drain_grace_s=flags.drain_grace,
         drain_timeout_s=flags.drain_timeout,
         track_output_blocks=flags.router_track_output_blocks,
+        core=flags.core,
         log_level=flags.log_level,
         log_format=flags.log_format,
     )

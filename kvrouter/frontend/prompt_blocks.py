@@ -17,7 +17,7 @@ from typing import Protocol
 
 import structlog
 
-from kvrouter.core.blocks import block_hashes, sequence_hashes
+from kvrouter.core.blocks import prompt_hashes
 from kvrouter.core.cost import Prompt as HashedPrompt
 from kvrouter.core.pool import Pool
 from kvrouter.frontend.encoders import Encoders
@@ -162,7 +162,7 @@ def _named(encoded: Iterable[Encoded], naming: Naming) -> Hashes:
         return ()
     return tuple(
         HashedPrompt(
-            sequence_hashes(block_hashes(each.ids, size, lora_name=naming.lora_name, salt=naming.salt)),
+            prompt_hashes(each.ids, size, lora_name=naming.lora_name, salt=naming.salt),
             each.isl,
             is_estimate=each.isl != len(each.ids),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvrouter.core.candidates import Candidates
 from kvrouter.core.cost import cost, lowest, sample, spread
 from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 
@@ -39,7 +40,7 @@ class Kv(Policy):
         same worker.
         """
         if not request.prompts:  # nothing is known of its blocks: it goes where the fewest requests are
-            return lowest([candidate.requests for candidate in candidates], state.random())
+            return lowest(_requests(candidates), state.random())
         weight = _weight(request, state)
         temperature = state.temperature if request.temperature is None else request.temperature
         costs = self.costs(request, candidates, weight)
@@ -56,6 +57,8 @@ class Kv(Policy):
     def costs(self, request: RouteRequest, candidates: Sequence[Candidate], weight: float) -> list[float]:
         """What each candidate costs, in blocks."""
         if not self.overlap_decay and not self.request_weight:
+            if isinstance(candidates, Candidates):
+                return candidates.costs(weight)
             # `cost` written out: a call for each of a thousand targets would be a third of the choice
             return [weight * one.prefill_blocks + one.decode_blocks for one in candidates]
         lost = self._lost_blocks(request, candidates)
@@ -96,6 +99,12 @@ class Kv(Policy):
             }
             for one, lost, value in rows
         ]
+
+
+def _requests(candidates: Sequence[Candidate]) -> list[int]:
+    if isinstance(candidates, Candidates):
+        return candidates.requests()
+    return [candidate.requests for candidate in candidates]
 
 
 def _weight(request: RouteRequest, state: PolicyState) -> float:

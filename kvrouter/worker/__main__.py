@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Sequence
 import structlog
 import uvloop
 
+from kvrouter.config import use_core
 from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.worker.agent import leaves, serve
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logs(arguments.log_level, arguments.log_format)
     status = 0
     try:
+        use_core(arguments.core)
         uvloop.run(_run(arguments))
     except* KvRouterError as group:
         for error in leaves(group):

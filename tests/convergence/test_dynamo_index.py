@@ -89,7 +89,7 @@ def test_recovery_stops_when_the_worker_leaves() -> None:
 
     assert [fleet.agent_at(1).card.worker_id] == list(pool(sim).workers)
     assert asked == sim.line._requests
-    assert (1, 0) == (index(sim)._slots.live.bit_count(), len(index(sim)))  # w1's, and it holds nothing
+    assert (1, 0) == (index(sim)._slots.in_use, len(index(sim)))  # w1's, and it holds nothing
 
 
 def test_recovery_stops_when_the_worker_crashes() -> None:

@@ -223,7 +223,7 @@ def _leaks(replica: Replica, world: World) -> Iterator[str]:
         if not set(pool.index.targets()) <= targets:
             yield f"{replica.router_id}: blocks of {set(pool.index.targets()) - targets}"
         sets = [tier_set for holding in pool.index._holdings.values() for tier_set in holding.sets]
-        if pool.index._slots.live.bit_count() != len(sets):
+        if pool.index._slots.in_use != len(sets):
             yield f"{replica.router_id}: slots that nobody owns in {pool_id}"
         if len(pool.index) != len({h for agent in world.agents() for h in agent.blocks(pool_id)}):
             yield f"{replica.router_id}: rows that nobody holds in {pool_id}"

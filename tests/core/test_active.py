@@ -6,12 +6,14 @@ import msgpack
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from xxhash import xxh3_64_intdigest
 
 from kvrouter.core.active import ActiveTable, Booking
 from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
 from tests.core.forest import Forest, walk
+
+pytestmark = pytest.mark.usefixtures("core")
 
 R1, R2 = RouterId("r1"), RouterId("r2")
 T1, T2 = Target(WorkerId("w1")), Target(WorkerId("w2"), 3)
@@ -329,7 +331,7 @@ class ActiveHistory(RuleBasedStateMachine):
             chain = self.forest.chain(node)
             assert walk(chain, held) <= self.active.depths(chain).get(target, 0)
             depth = self.active.depths(chain).get(target, 0)
-            slot = self.active._loads[target].slot if target in self.active._loads else 0
+            slot = self.active._loads[target].held.slot if target in self.active._loads else 0
             still = [self.active._table.holds(slot, hash_) for hash_ in chain]
             assert [True] * depth == still[:depth], "a hole in what is swept"
 
@@ -354,5 +356,7 @@ class ActiveHistory(RuleBasedStateMachine):
         assert {} == self.active.owners()
 
 
-ActiveHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestActiveHistory = ActiveHistory.TestCase
+def test_any_history() -> None:
+    """Whatever is booked, marked, freed and dropped in whatever order, the table is what is in flight."""
+    examples = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    run_state_machine_as_test(ActiveHistory, settings=examples)

@@ -13,6 +13,8 @@ from kvrouter.core.ids import Target, WorkerId
 from kvrouter.core.index import BlockIndex
 from tests.core.forest import Forest
 
+pytestmark = pytest.mark.usefixtures("core")
+
 T1, T2 = Target(WorkerId("w1")), Target(WorkerId("w2"))
 CHAIN = [11, 22, 33, 44]
 

@@ -23,6 +23,8 @@ from kvrouter.core.blocks import (
 from kvrouter.core.ids import BlockHash, SequenceHash
 from kvrouter.errors import BadRequestError
 
+pytestmark = pytest.mark.usefixtures("core")
+
 TOKENS = list(range(100, 164))
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 hashes = st.lists(st.integers(0, 2**64 - 1), max_size=20)

@@ -8,6 +8,8 @@ from kvrouter.core.blocks import pack_hashes
 from kvrouter.core.ids import Target, WorkerId
 from kvrouter.core.index import BlockIndex
 
+pytestmark = pytest.mark.usefixtures("core")
+
 T1, T2 = Target(WorkerId("w1")), Target(WorkerId("w2"))
 CHAIN = [11, 22, 33, 44]
 

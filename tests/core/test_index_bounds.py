@@ -11,6 +11,8 @@ from kvrouter.core.ids import Target, WorkerId
 from kvrouter.core.index import BlockIndex, IndexBounds
 from tests.core.links import Link
 
+pytestmark = pytest.mark.usefixtures("core")
+
 T1, T2, T3 = (Target(WorkerId(name)) for name in ("w1", "w2", "w3"))
 CHAIN = [11, 22, 33, 44]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvrouter.core.beats import RankBeat
 from kvrouter.core.ids import Target
 from tests.core.worlds import (
@@ -20,6 +22,7 @@ from tests.core.worlds import (
     worker_beat,
 )
 
+pytestmark = pytest.mark.usefixtures("core")
 CHAIN = chain_from(1000, 10)
 
 

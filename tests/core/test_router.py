@@ -31,6 +31,8 @@ from kvrouter.errors import NoWorkersError
 from kvrouter.policies.kv import Kv
 from tests.core.worlds import POOL, T1, T2, W1, card, chain_from, new_pool, prompt, request, worker_beat
 
+pytestmark = pytest.mark.usefixtures("core")
+
 CHAIN = chain_from(1000, 10)
 ME = RouterId("me")
 

@@ -22,6 +22,8 @@ from kvrouter.core.index import BlockIndex
 from kvrouter.core.sinks import KvSink, SyncSink, booking_ops
 from tests.core.worlds import OTHER, T1
 
+pytestmark = pytest.mark.usefixtures("core")
+
 CHAIN = [11, 22, 33]
 ADD = AddRequest(7, "req", "w1", 0, pack_hashes(CHAIN), 50, 1, 34, 2)
 

@@ -15,11 +15,14 @@ usage: scripts/bench SUBCOMMAND [flags]
   herding    how many of a burst all replicas send to the one idle worker
   lag        how long the event loop keeps things waiting while KV events of a large fleet come
   tokens     what a prompt costs to tokenize when its beginning is known
+  hashes     what naming a prompt's blocks costs, in Python and in C
+  index      what the block index costs: look-ups, events, memory, a decision; in Python and in C
+  growth     how hashes, index and decisions grow with targets, tokens and blocks: plots in docs/plots
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
 """
 
-_COMMANDS = ("policies", "sync", "herding", "lag", "tokens")
+_COMMANDS = ("policies", "sync", "herding", "lag", "tokens", "hashes", "index", "growth")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,23 @@
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+def reckon_overlap(
+    places: Mapping[Any, int],
+    cached: Mapping[Any, int],
+    in_flight: Mapping[Any, int],
+    most_blocks: int,
+    block_size: int,
+    own_tokens: array[int],
+    overlap: array[int],
+    widest: array[int],
+    indexed: array[int],
+) -> None: ...
+def costs(
+    overlap_weight: float,
+    block_size: float,
+    charged_tokens: array[int],
+    own_tokens: array[int],
+    active_blocks: array[int],
+    own_blocks: array[int],
+) -> list[float]: ...

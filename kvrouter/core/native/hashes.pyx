@@ -1,0 +1,104 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""Twin of the hash functions of core/blocks.py: XXH3-64 over tokens, and the chain over its values.
+
+Tokens may be any sequence of numbers; a list is read in place, an array('I') is not even copied.
+"""
+
+from cpython cimport array
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
+from cpython.long cimport PyLong_AsUnsignedLong, PyLong_AsUnsignedLongLong
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
+from libc.stdint cimport uint32_t, uint64_t
+
+import array
+
+cdef extern from *:
+    """
+    #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+    #error "written for little-endian machines; others use the Python version"
+    #endif
+    #define XXH_INLINE_ALL
+    #include "xxhash.h"
+    """
+    uint64_t XXH3_64bits_withSeed(const void *data, size_t length, uint64_t seed) noexcept
+
+cdef extern from "Python.h":
+    object PyLong_FromUnsignedLongLong(unsigned long long value)
+
+cdef uint64_t CHAIN_SEED = 1337
+cdef array.array _TOKENS = array.array("I")
+cdef array.array _HASHES = array.array("Q")
+
+
+def block_hashes(tokens, Py_ssize_t block_size, uint64_t seed):
+    """The hash of each full block, as a list."""
+    cdef array.array held = _tokens(tokens)
+    cdef Py_ssize_t count = len(held) // block_size
+    cdef list hashes = PyList_New(count)
+    cdef const uint32_t *at = held.data.as_uints
+    cdef Py_ssize_t i
+    for i in range(count):
+        value = PyLong_FromUnsignedLongLong(XXH3_64bits_withSeed(at, block_size * 4, seed))
+        Py_INCREF(value)
+        PyList_SET_ITEM(hashes, i, value)
+        at += block_size
+    return hashes
+
+
+def sequence_hashes(hashes, parent):
+    """Chain block hashes below `parent` (None: at a root), as a list."""
+    cdef list blocks = hashes if type(hashes) is list else list(hashes)
+    cdef Py_ssize_t count = PyList_GET_SIZE(blocks), i
+    cdef list chain = PyList_New(count)
+    cdef uint64_t[2] pair = [0, 0]
+    cdef bint is_root = parent is None
+    if not is_root:
+        pair[0] = parent
+    for i in range(count):
+        pair[1] = PyLong_AsUnsignedLongLong(<object> PyList_GET_ITEM(blocks, i))
+        pair[0] = pair[1] if is_root else XXH3_64bits_withSeed(pair, 16, CHAIN_SEED)
+        is_root = False
+        value = PyLong_FromUnsignedLongLong(pair[0])
+        Py_INCREF(value)
+        PyList_SET_ITEM(chain, i, value)
+    return chain
+
+
+def prompt_hashes(tokens, Py_ssize_t block_size, uint64_t seed):
+    """The sequence hashes of a whole prompt, as an array('Q')."""
+    cdef array.array held = _tokens(tokens)
+    cdef Py_ssize_t count = len(held) // block_size
+    cdef array.array chain = array.clone(_HASHES, count, zero=False)
+    cdef const uint32_t *at = held.data.as_uints
+    cdef uint64_t *out = <uint64_t *> chain.data.as_ulonglongs
+    cdef uint64_t[2] pair = [0, 0]
+    cdef Py_ssize_t i
+    for i in range(count):
+        pair[1] = XXH3_64bits_withSeed(at, block_size * 4, seed)
+        pair[0] = XXH3_64bits_withSeed(pair, 16, CHAIN_SEED) if i else pair[1]
+        out[i] = pair[0]
+        at += block_size
+    return chain
+
+
+cdef array.array _tokens(object tokens):
+    """As C numbers. Raises what array('I', …) raises for what is none."""
+    if isinstance(tokens, array.array) and (<array.array> tokens).typecode == "I":
+        return tokens
+    if type(tokens) is not list:
+        return array.array("I", tokens)
+    cdef list listed = tokens
+    cdef Py_ssize_t count = PyList_GET_SIZE(listed), i
+    cdef array.array held = array.clone(_TOKENS, count, zero=False)
+    cdef uint32_t *out = <uint32_t *> held.data.as_uints
+    cdef unsigned long value
+    for i in range(count):
+        one = <object> PyList_GET_ITEM(listed, i)
+        if not isinstance(one, int):
+            return array.array("I", tokens)  # what has an __index__, or an error that says what is wrong
+        value = PyLong_AsUnsignedLong(one)
+        if value >> 32:
+            raise OverflowError("unsigned int is greater than maximum")
+        out[i] = <uint32_t> value
+    return held

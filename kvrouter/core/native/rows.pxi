@@ -1,0 +1,213 @@
+# Rows: hash → id of an interned set, in 2,048 shards, each of which grows and is swept alone.
+#
+#     shard ── bucket, bucket, …     a bucket is one cache line: five hashes, their ids, and `state`:
+#                                     rows here (three bits), rows that went past (all other bits)
+#
+# A row lives in its home bucket or, if that was full when it came, in the next with room; every bucket
+# it went past counts it, so a search ends at the first bucket that nobody went past.
+# Nothing is ever marked as deleted. A shard holds at most three rows a bucket (21 bytes a row), and
+# grows by half: 32 bytes a row right after. One of 10,000,000 / 2,048 rows does so in less than 0.1 ms.
+#
+# Invariants: a row's id is not 0; rows stand at the front of their bucket; `state` is right.
+
+cdef enum:
+    ROWS = 5
+    SHARD_BITS = 11
+    SHARD_COUNT = 2048
+    MOST = 3  # rows a bucket, on average: with four, every third bucket would be full
+    SMALL = 4
+    PAST = 8  # one row more in the upper part of `state`
+    MAPPED = 64  # buckets, a page: as large as this they are not malloc's, which could not give them back
+
+cdef struct Bucket:
+    uint64_t hashes[ROWS]
+    uint32_t sets[ROWS]
+    uint32_t state
+
+cdef struct Shard:
+    Bucket *buckets
+    uint32_t size
+    uint32_t rows
+
+cdef struct Place:
+    Shard *shard
+    uint32_t home
+    uint32_t bucket
+    uint32_t row
+
+
+cdef inline uint64_t mixed(uint64_t hash_) noexcept:
+    """The top bits choose the shard, those below the bucket. Tests have small numbers as hashes."""
+    return (hash_ ^ (hash_ >> 32)) * <uint64_t> 0x9E3779B97F4A7C15
+
+
+cdef inline uint32_t home_of(const Shard *shard, uint64_t mix) noexcept:
+    return <uint32_t> ((<uint64_t> <uint32_t> (mix >> (32 - SHARD_BITS)) * shard.size) >> 32)
+
+
+@cython.final
+cdef class Rows:
+    cdef Shard shards[SHARD_COUNT]
+    cdef Py_ssize_t count
+    cdef size_t buckets
+
+    def __dealloc__(self):
+        cdef int i
+        for i in range(SHARD_COUNT):
+            free_buckets(self.shards[i].buckets, self.shards[i].size)
+
+    cdef inline void fetch(self, uint64_t hash_) noexcept:
+        """Have the hash's bucket on its way from memory."""
+        cdef uint64_t mix = mixed(hash_)
+        cdef Shard *shard = &self.shards[mix >> (64 - SHARD_BITS)]
+        prefetch(&shard.buckets[home_of(shard, mix)])
+
+    cdef inline bint seek(self, uint64_t hash_, Place *place) noexcept:
+        """Find the hash's row; if there is none, `place` still knows its shard and home."""
+        cdef uint64_t mix = mixed(hash_)
+        cdef Shard *shard = &self.shards[mix >> (64 - SHARD_BITS)]
+        cdef uint32_t at, same
+        cdef Bucket *bucket
+        place.shard = shard
+        if not shard.size:
+            return False
+        place.home = at = home_of(shard, mix)
+        while True:
+            bucket = &shard.buckets[at]
+            same = same_hashes(bucket, hash_) & ((<uint32_t> 1 << (bucket.state & (PAST - 1))) - 1)
+            if same:
+                place.bucket, place.row = at, ctz(same)
+                return True
+            if bucket.state < PAST:
+                return False
+            at = at + 1 if at + 1 < shard.size else 0
+
+    cdef inline uint32_t find(self, uint64_t hash_) noexcept:
+        """The id of the hash's set; 0 if there is none."""
+        cdef Place place
+        return self.set_at(&place)[0] if self.seek(hash_, &place) else 0
+
+    cdef inline uint32_t *set_at(self, Place *place) noexcept:
+        return &place.shard.buckets[place.bucket].sets[place.row]
+
+    cdef inline int insert(self, uint64_t hash_, uint32_t number, Place *place) except -1:
+        """Add a row that `seek` did not find."""
+        cdef Shard *shard = place.shard
+        if shard.rows >= shard.size * MOST and not self.resized(shard, shard.size + (shard.size >> 1) + 1):
+            taken(NULL)
+        put(shard, hash_, number)
+        shard.rows += 1
+        self.count += 1
+        return 0
+
+    cdef void erase(self, Place *place) noexcept:
+        """Take a row out. The last of its bucket takes its place."""
+        cdef Bucket *bucket = &place.shard.buckets[place.bucket]
+        cdef uint32_t last = (bucket.state & (PAST - 1)) - 1, at = place.home
+        bucket.hashes[place.row], bucket.sets[place.row] = bucket.hashes[last], bucket.sets[last]
+        bucket.sets[last] = 0
+        bucket.state -= 1
+        while at != place.bucket:
+            place.shard.buckets[at].state -= PAST
+            at = at + 1 if at + 1 < place.shard.size else 0
+        place.shard.rows -= 1
+        self.count -= 1
+
+    cdef inline void thin(self, Shard *shard) noexcept:
+        """Give memory back when less than one row a bucket is left; without memory to do it with, later."""
+        if shard.rows < shard.size and shard.size > SMALL:
+            self.resized(shard, shard.rows // 2 + 1)
+
+    cdef bint resized(self, Shard *shard, uint32_t size) noexcept:
+        """Move all rows to as many new buckets; False if there is no memory for that."""
+        cdef Bucket *buckets = new_buckets(size)
+        cdef Bucket *old = shard.buckets
+        cdef uint32_t old_size = shard.size, i, row
+        if buckets == NULL:
+            return False
+        shard.buckets, shard.size = buckets, size
+        for i in range(old_size):
+            for row in range(old[i].state & (PAST - 1)):
+                put(shard, old[i].hashes[row], old[i].sets[row])
+        free_buckets(old, old_size)
+        self.buckets += size - <size_t> old_size
+        return True
+
+    cdef dict check(self):
+        """Raise if an invariant is broken; returns how many rows there are of each set."""
+        cdef Shard *shard
+        cdef Place place
+        cdef uint32_t at
+        cdef int row
+        cdef Py_ssize_t total = 0
+        cdef dict rows = {}
+        for number in range(SHARD_COUNT):
+            shard = &self.shards[number]
+            states, count = [0] * shard.size, 0
+            for at in range(shard.size):
+                for row in range(ROWS):
+                    if not shard.buckets[at].sets[row]:
+                        continue
+                    hash_, set_ = shard.buckets[at].hashes[row], shard.buckets[at].sets[row]
+                    if row and not shard.buckets[at].sets[row - 1]:
+                        raise AssertionError(f"a gap before row {hash_}")
+                    if not self.seek(hash_, &place) or (place.bucket, place.row) != (at, row):
+                        raise AssertionError(f"row {hash_} is not found where it is")
+                    for step in range((at + shard.size - place.home) % shard.size):
+                        states[(place.home + step) % shard.size] += PAST
+                    states[at] += 1
+                    rows[set_] = rows.get(set_, 0) + 1
+                    count += 1
+            if [shard.buckets[at].state for at in range(shard.size)] != states or count != shard.rows:
+                raise AssertionError(f"shard {number} counts wrongly: {count} rows, {shard.rows} noted")
+            total += count
+        if total != self.count:
+            raise AssertionError(f"{total} rows, counted {self.count}")
+        return rows
+
+
+cdef Bucket *new_buckets(uint32_t size) noexcept:
+    """Empty ones, or NULL. Whole pages come from the system, and small sets do not get between them."""
+    cdef void *memory = NULL
+    if size >= MAPPED:
+        memory = mmap(NULL, size * sizeof(Bucket), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+        return NULL if memory == MAP_FAILED else <Bucket *> memory
+    if posix_memalign(&memory, 64, size * sizeof(Bucket)):
+        return NULL
+    memset(memory, 0, size * sizeof(Bucket))
+    return <Bucket *> memory
+
+
+cdef void free_buckets(Bucket *buckets, uint32_t size) noexcept:
+    if size >= MAPPED:
+        munmap(buckets, size * sizeof(Bucket))
+    else:
+        free(buckets)
+
+
+cdef inline uint32_t same_hashes(const Bucket *bucket, uint64_t hash_) noexcept:
+    """A bit for each place with this hash, without a branch: which it is, nobody could foretell."""
+    cdef const uint64_t *hashes = <const uint64_t *> &bucket.hashes[0]
+    return (
+        <uint32_t> (hashes[0] == hash_)
+        | <uint32_t> (hashes[1] == hash_) << 1
+        | <uint32_t> (hashes[2] == hash_) << 2
+        | <uint32_t> (hashes[3] == hash_) << 3
+        | <uint32_t> (hashes[4] == hash_) << 4
+    )
+
+
+cdef inline void put(Shard *shard, uint64_t hash_, uint32_t number) noexcept:
+    """Into the first bucket with room, from the home on; there is one."""
+    cdef uint32_t at = home_of(shard, mixed(hash_))
+    cdef uint32_t row
+    cdef Bucket *bucket
+    while True:
+        bucket = &shard.buckets[at]
+        row = bucket.state & (PAST - 1)
+        if row < ROWS:
+            bucket.hashes[row], bucket.sets[row] = hash_, number
+            bucket.state += 1
+            return
+        bucket.state += PAST
+        at = at + 1 if at + 1 < shard.size else 0

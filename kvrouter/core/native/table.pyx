@@ -1,0 +1,431 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+"""Twin of core/table.py: the flat table, what a slot holds, and what is counted in it.
+
+A call is atomic: it keeps the GIL, and no Python code runs in it while the table is half changed.
+"""
+
+cimport cython
+from cpython cimport array
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.long cimport PyLong_AsUnsignedLongLong
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcmp, memcpy, memset
+
+import array
+
+cdef extern from *:
+    """
+    #include <stdlib.h>
+    #include <sys/mman.h>
+    #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+    #error "written for little-endian machines; others use the Python version"
+    #endif
+    #define ctz(x) ((unsigned int) __builtin_ctzll(x))
+    #define popcount(x) ((unsigned int) __builtin_popcountll(x))
+    #define prefetch(x) __builtin_prefetch(x)
+    """
+    unsigned int ctz(uint64_t) noexcept
+    unsigned int popcount(uint64_t) noexcept
+    void prefetch(const void *) noexcept
+    int posix_memalign(void **, size_t, size_t) noexcept
+    void *mmap(void *, size_t, int, int, int, long) noexcept
+    int munmap(void *, size_t) noexcept
+    int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS
+    void *MAP_FAILED
+
+cdef struct Turn:
+    # Where a set leads by one slot more or less. Neighbours on a chain mostly take the same turn.
+    uint32_t slot, old, old_born, to, to_born
+    bint is_known
+
+include "sets.pxi"
+include "rows.pxi"
+include "counts.pxi"
+
+cdef enum:
+    AHEAD = 16  # hashes whose rows are fetched from memory at once
+    AHEAD_BUCKETS = 4
+
+cdef array.array _HASHES = array.array("Q")
+
+
+@cython.final
+cdef class FlatTable:
+    """Sets of slots by hash; see core/table.py."""
+
+    cdef HolderSets sets
+    cdef Rows rows
+    cdef list labels
+    cdef uint64_t *visible
+    cdef uint64_t *alive
+    cdef uint32_t width
+    cdef Turn adding, discarding
+
+    shards = SHARD_COUNT
+
+    def __cinit__(self):
+        self.sets, self.rows, self.labels = HolderSets(), Rows(), []
+        self.widen(0)
+
+    def __dealloc__(self):
+        free(self.visible)
+        free(self.alive)
+
+    def __len__(self):
+        return self.rows.count
+
+    def slot_set(self, uint32_t slot):
+        return SlotSet(self, slot)
+
+    def counted_set(self, uint32_t slot):
+        return CountedSet(self, slot)
+
+    def label(self, uint32_t slot, owner):
+        """Look-ups see the slot as `owner`'s; None: they do not see it."""
+        cdef uint64_t bit = <uint64_t> 1 << (slot & 63)
+        self.widen(slot)
+        while len(self.labels) <= slot:
+            self.labels.append(None)
+        self.labels[slot] = owner
+        if owner is None:
+            self.visible[slot >> 6] &= ~bit
+        else:
+            self.visible[slot >> 6] |= bit
+
+    def add(self, uint32_t slot, hashes):
+        cdef const uint64_t *data
+        cdef Py_ssize_t count
+        cdef uint64_t total = 0
+        held = viewed(hashes, &data, &count)
+        return self.add_all(slot, &self.adding, data, count, &total), total
+
+    def discard(self, uint32_t slot, hashes):
+        cdef const uint64_t *data
+        cdef Py_ssize_t count
+        cdef uint64_t total = 0
+        held = viewed(hashes, &data, &count)
+        return self.discard_all(slot, &self.discarding, data, count, &total), total
+
+    def accepted(self, uint32_t slot, hashes, Py_ssize_t room, others, uint32_t max_holders):
+        cdef const uint64_t *data
+        cdef Py_ssize_t count, place
+        cdef uint32_t number
+        cdef object all_slots = 1  # a Python number: it has more than 64 bits
+        cdef bytes mask
+        held = viewed(hashes, &data, &count)
+        self.widen(slot)
+        all_slots = (all_slots << 64 * self.width) - 1
+        mask = (others & all_slots).to_bytes(8 * self.width, "little")
+        for place in range(count):
+            number = self.rows.find(data[place])
+            if not number:
+                if room <= 0:
+                    return place
+                room -= 1
+            elif self.sets.has(number, slot):
+                continue
+            elif max_holders and self.sets.shared(number, <const uint64_t *> PyBytes_AS_STRING(mask)) >= max_holders:
+                return place
+        return count
+
+    def size_bytes(self):
+        return sizeof(Shard) * SHARD_COUNT + self.rows.buckets * sizeof(Bucket) + self.sets.bytes
+
+    def holds(self, uint32_t slot, uint64_t hash_):
+        cdef uint32_t number = self.rows.find(hash_)
+        return number != 0 and self.sets.has(number, slot)
+
+    def depths(self, hashes):
+        """Gallop, then bisect, to each depth where somebody's set ends."""
+        cdef Chain chain
+        cdef uint32_t low_set, high_set, last_set, number, alive, i
+        cdef Py_ssize_t low = 0, high, middle, step
+        cdef dict found = {}
+        held = chained(hashes, &chain)
+        if not chain.count:
+            return found
+        low_set = self.rows.find(nth(&chain, 0))
+        if not low_set:
+            return found
+        memset(self.alive, 0, self.width * 8)
+        self.sets.spread(low_set, self.alive)
+        for i in range(self.width):
+            self.alive[i] &= self.visible[i]
+        alive = self.sets.shared(low_set, self.alive)
+        last_set = self.rows.find(nth(&chain, chain.count - 1)) if alive else 0
+        while alive:  # all of them hold the chain down to `low`
+            if last_set and self.sets.covers(last_set, self.alive, alive):
+                self.end(found, chain.count, 0)
+                break
+            high, high_set, step = chain.count - 1, last_set, 1
+            if high - low > 4 * <Py_ssize_t> alive:
+                step = (high - low) // (4 * <Py_ssize_t> alive)
+            while low + step < high:
+                number = self.rows.find(nth(&chain, low + step))
+                if number != low_set and not (number and self.sets.covers(number, self.alive, alive)):
+                    high, high_set = low + step, number
+                    break
+                low, low_set, step = low + step, number, step * 2
+            while high - low > 1:
+                middle = (low + high) >> 1
+                number = self.rows.find(nth(&chain, middle))
+                if number != low_set and not (number and self.sets.covers(number, self.alive, alive)):
+                    high, high_set = middle, number
+                else:
+                    low, low_set = middle, number
+            alive -= self.end(found, high, high_set)  # not all of them hold the one at `high`
+            low, low_set = high, high_set
+        return found
+
+    def copy_slot(self, uint32_t source, uint32_t copy):
+        self.widen(source)
+        self.widen(copy)
+        self.sets.copy_slot(source, copy)
+
+    def sweep(self, slots, uint32_t shard_number):
+        cdef Shard *shard = &self.rows.shards[shard_number]
+        cdef uint32_t slot
+        cdef uint64_t *doomed
+        for slot in slots:
+            self.widen(slot)
+        doomed = <uint64_t *> taken(calloc(self.width, 8))
+        try:
+            for slot in slots:
+                doomed[slot >> 6] |= <uint64_t> 1 << (slot & 63)
+            self.sweep_shard(shard, doomed)
+            self.rows.thin(shard)
+        finally:
+            free(doomed)
+
+    def check(self):
+        """Raise if an invariant is broken. Tests call this after every step."""
+        self.sets.check(self.rows.check())
+
+    cdef int widen(self, uint32_t slot) except -1:
+        """Let the slot fit into every bitset."""
+        cdef uint32_t words = max((slot >> 6) + 1, self.width)
+        cdef uint64_t *visible
+        if words > self.width:
+            words += words >> 2
+            visible = <uint64_t *> taken(calloc(words, 8))
+            memcpy(visible, self.visible, self.width * 8)
+            free(self.visible)
+            free(self.alive)
+            self.visible, self.alive = visible, <uint64_t *> taken(calloc(words, 8))
+            self.sets.grow_width(words)
+            self.width = words
+        return 0
+
+    cdef Py_ssize_t add_all(
+        self, uint32_t slot, Turn *turn, const uint64_t *data, Py_ssize_t count, uint64_t *total
+    ) except -1:
+        cdef Py_ssize_t i, ahead = 0, added = 0
+        cdef Place place
+        cdef uint32_t old
+        cdef bint found
+        self.widen(slot)
+        for i in range(count):
+            if i == ahead:
+                ahead = self.fetch(data, i, count)
+            found = self.rows.seek(data[i], &place)
+            old = self.rows.set_at(&place)[0] if found else 0
+            if not self.is_known(turn, slot, old):
+                if old and self.sets.has(old, slot):
+                    continue
+                self.learn(turn, slot, old, 1)
+            if found:
+                self.rows.set_at(&place)[0] = turn.to
+            else:
+                self.rows.insert(data[i], turn.to, &place)
+            self.sets.at(turn.to).rows += 1
+            if old:
+                self.sets.release(old)
+            added += 1
+            total[0] += data[i]
+        return added
+
+    cdef Py_ssize_t discard_all(
+        self, uint32_t slot, Turn *turn, const uint64_t *data, Py_ssize_t count, uint64_t *total
+    ) except -1:
+        cdef Py_ssize_t i, ahead = 0, removed = 0
+        cdef Place place
+        cdef uint32_t old
+        self.widen(slot)
+        for i in range(count):
+            if i == ahead:
+                ahead = self.fetch(data, i, count)
+            if not self.rows.seek(data[i], &place):
+                continue
+            old = self.rows.set_at(&place)[0]
+            if not self.is_known(turn, slot, old):
+                if not self.sets.has(old, slot):
+                    continue
+                self.learn(turn, slot, old, -1)
+            self.replace(&place, turn.to)
+            removed += 1
+            total[0] += data[i]
+        return removed
+
+    cdef inline Py_ssize_t fetch(self, const uint64_t *data, Py_ssize_t start, Py_ssize_t count) noexcept:
+        """Have the next rows come from memory all at the same time; returns where those end."""
+        cdef Py_ssize_t stop = start + AHEAD if start + AHEAD < count else count, i
+        for i in range(start, stop):
+            self.rows.fetch(data[i])
+        return stop
+
+    cdef inline int replace(self, Place *place, uint32_t number) except -1:
+        """Point a row to another set; to none: the row goes."""
+        cdef uint32_t old = self.rows.set_at(place)[0]
+        if number:
+            self.sets.at(number).rows += 1
+            self.rows.set_at(place)[0] = number
+        else:
+            self.rows.erase(place)
+            self.rows.thin(place.shard)
+        self.sets.release(old)
+        return 0
+
+    cdef inline bint is_known(self, const Turn *turn, uint32_t slot, uint32_t old) noexcept:
+        """Whether the last turn led from this set by this slot, and both its sets are what they were."""
+        if not turn.is_known or turn.old != old or turn.slot != slot:
+            return False
+        return turn.to_born == self.sets.birth(turn.to) and turn.old_born == self.sets.birth(old)
+
+    cdef int learn(self, Turn *turn, uint32_t slot, uint32_t old, int change) except -1:
+        turn.is_known = False
+        turn.to = <uint32_t> self.sets.toggled(old, slot, change)
+        turn.to_born, turn.old, turn.old_born = self.sets.birth(turn.to), old, self.sets.birth(old)
+        turn.slot, turn.is_known = slot, True
+        return 0
+
+    cdef int sweep_shard(self, Shard *shard, const uint64_t *doomed) except -1:
+        cdef uint32_t at = 0, row, number
+        cdef Bucket *bucket
+        cdef Place place
+        place.shard = shard
+        while at < shard.size:
+            bucket = &shard.buckets[at]
+            if at + 2 * AHEAD_BUCKETS < shard.size:
+                self.fetch_sets(&bucket[AHEAD_BUCKETS], &bucket[2 * AHEAD_BUCKETS])
+            row = 0
+            while row < ROWS and bucket.sets[row]:
+                number = bucket.sets[row]
+                if not self.sets.shared(number, doomed):
+                    row += 1
+                    continue
+                place.home, place.bucket, place.row = home_of(shard, mixed(bucket.hashes[row])), at, row
+                number = <uint32_t> self.sets.without(number, doomed)
+                if number:
+                    self.sets.at(number).rows += 1
+                    self.sets.release(bucket.sets[row])
+                    bucket.sets[row] = number
+                    row += 1
+                else:
+                    self.sets.release(bucket.sets[row])
+                    self.rows.erase(&place)  # and look at what has taken its place
+            at += 1
+        return 0
+
+    cdef inline void fetch_sets(self, const Bucket *near, const Bucket *far) noexcept:
+        """Have the far rows' sets, and the members of the nearer ones', on their way from memory."""
+        cdef uint32_t i
+        for i in range(near.state & (PAST - 1)):
+            prefetch(self.sets.at(near.sets[i]).members)
+        for i in range(far.state & (PAST - 1)):
+            prefetch(self.sets.at(far.sets[i]))
+
+    cdef int end(self, dict found, Py_ssize_t depth, uint32_t number) except -1:
+        """Whoever is alive and not in this set holds so much; returns how many. The others go on."""
+        cdef uint64_t *kept = self.sets.scratch
+        cdef uint64_t lost
+        cdef uint32_t i
+        cdef int ended = 0
+        cdef object told = depth
+        if number:
+            self.sets.spread(number, kept)
+        for i in range(self.width):
+            lost = self.alive[i] & ~kept[i]
+            self.alive[i] &= kept[i]
+            while lost:
+                found[<object> PyList_GET_ITEM(self.labels, (i << 6) + ctz(lost))] = told
+                lost &= lost - 1
+                ended += 1
+        memset(kept, 0, self.width * 8)
+        return ended
+
+
+@cython.final
+cdef class SlotSet:
+    """What one slot holds, counted; see core/table.py."""
+
+    cdef FlatTable table
+    cdef Turn adding, discarding
+    cdef readonly uint32_t slot
+    cdef public Py_ssize_t count
+    cdef public uint64_t digest
+
+    def __cinit__(self, FlatTable table, uint32_t slot):
+        self.table, self.slot = table, slot
+
+    def add(self, hashes):
+        cdef const uint64_t *data
+        cdef Py_ssize_t count, added
+        held = viewed(hashes, &data, &count)
+        added = self.table.add_all(self.slot, &self.adding, data, count, &self.digest)
+        self.count += added
+        return added
+
+    def discard(self, hashes):
+        cdef const uint64_t *data
+        cdef Py_ssize_t count, removed
+        cdef uint64_t total = 0
+        held = viewed(hashes, &data, &count)
+        removed = self.table.discard_all(self.slot, &self.discarding, data, count, &total)
+        self.count -= removed
+        self.digest -= total
+        return removed
+
+
+# Hashes as they come in: packed bytes, array('Q'), a list, or anything else that numbers can be taken from.
+
+cdef struct Chain:
+    const uint64_t *data
+    void *listed
+    Py_ssize_t count
+
+
+cdef inline uint64_t nth(const Chain *chain, Py_ssize_t i) except? 0:
+    if chain.data != NULL:
+        return chain.data[i]
+    return PyLong_AsUnsignedLongLong(<object> PyList_GET_ITEM(<object> chain.listed, i))
+
+
+cdef object chained(object hashes, Chain *chain):
+    """A list is not copied: few of its numbers are looked at. What is returned must outlive the chain."""
+    if type(hashes) is list:
+        chain.data, chain.listed, chain.count = NULL, <void *> hashes, PyList_GET_SIZE(hashes)
+        return hashes
+    return viewed(hashes, &chain.data, &chain.count)
+
+
+cdef object viewed(object hashes, const uint64_t **data, Py_ssize_t *count):
+    """Points `data` to the hashes. What is returned must outlive the pointer."""
+    cdef array.array made
+    cdef Py_ssize_t i
+    if type(hashes) is bytes:
+        if PyBytes_GET_SIZE(hashes) & 7:
+            raise ValueError("bytes length not a multiple of 8: hashes are packed u64")
+        data[0], count[0] = <const uint64_t *> PyBytes_AS_STRING(hashes), PyBytes_GET_SIZE(hashes) >> 3
+        return hashes
+    if isinstance(hashes, array.array) and (<array.array> hashes).typecode == "Q":
+        made = hashes
+    elif type(hashes) is list:
+        made = array.clone(_HASHES, PyList_GET_SIZE(hashes), zero=False)
+        for i in range(PyList_GET_SIZE(hashes)):
+            made.data.as_ulonglongs[i] = PyLong_AsUnsignedLongLong(<object> PyList_GET_ITEM(hashes, i))
+    else:
+        made = array.array("Q", hashes)
+    data[0], count[0] = <const uint64_t *> made.data.as_ulonglongs, len(made)
+    return made

@@ -1,0 +1,137 @@
+"""What the block index costs: look-ups, events, memory, and a whole decision; in Python and in C.
+
+`resident`: events of 8 blocks against an index that holds millions, in a process of its own
+(scripts/kit/bench/resident.py); `overlap`: prompts of 562 blocks in 230 groups, each held by four of the
+targets, or a system prompt by all, or by each target to another depth; `decision`: Router.route and
+free, with requests in flight everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvrouter.core import twins
+from kvrouter.core.cost import Prompt
+from kvrouter.core.ids import RouterId
+from kvrouter.core.index import BlockIndex
+from kvrouter.core.policy import PolicyState, RouteRequest
+from kvrouter.core.router import Router
+from kvrouter.policies import PolicySettings, new_policy
+from scripts.kit.bench.hashes import built
+from scripts.kit.bench.index_fixtures import (
+    BLOCK_SIZE,
+    BLOCKS,
+    hold_groups,
+    microseconds,
+    new_targets,
+    random_hashes,
+)
+from scripts.kit.bench.policies import machine, new_pool
+
+SHARED_BLOCKS = 62
+"""A system prompt of 1,000 tokens."""
+MOST_BLOCKS = {twins.PYTHON: 1_000_000, twins.NATIVE: 100_000_000}
+
+Row = dict[str, float | str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit code."""
+    flags = _flags(arguments)
+    told = {
+        "overlap": [overlap(core, count) for core in built() for count in flags.targets],
+        "decision": [decision(core, count) for core in built() for count in flags.targets],
+        "resident": [resident(core, min(flags.blocks, MOST_BLOCKS[core]), 1000) for core in built()],
+    }
+    for title, rows in told.items():
+        show(title, rows)
+    if twins.why_not_built:
+        print(f"no native version: {twins.why_not_built}")
+    about = {**machine(), **told}
+    if flags.json is not None:
+        flags.json.write_text(json.dumps(about, indent=2) + "\n")
+    return 0
+
+
+def overlap(core: str, targets: int) -> Row:
+    """Look-ups in an index of 230 groups: of prompts that few hold, and of one whose beginning all hold."""
+    twins.choose(core)
+    rng, names = random.Random(targets), new_targets(targets)
+    index = BlockIndex()
+    asked = cycle(hold_groups(index, names, rng))
+    few = microseconds(lambda: index.overlap(next(asked)))
+    common = random_hashes(rng, BLOCKS)
+    for name in names:
+        index.store(name, common[:SHARED_BLOCKS])
+    every = microseconds(lambda: index.overlap(common))
+    uneven = random_hashes(rng, BLOCKS)
+    for name in names:
+        index.store(name, uneven[: rng.randrange(1, BLOCKS)])
+    each = microseconds(lambda: index.overlap(uneven))
+    found: Row = {"core": core, "targets": targets}
+    return found | {"four_hold_it_us": few, "all_hold_62_us": every, "all_differ_us": each}
+
+
+def decision(core: str, targets: int) -> Row:
+    """Router.route and free of a 9,000-token prompt; every target has requests in flight."""
+    twins.choose(core)
+    few, many = _router(targets, uneven=False), _router(targets, uneven=True)
+    return {
+        "core": core,
+        "targets": targets,
+        "route_and_free_us": microseconds(few),
+        "all_hold_some_us": microseconds(many),
+    }
+
+
+def _router(targets: int, *, uneven: bool) -> Callable[[], None]:
+    rng = random.Random(targets)
+    chain = random_hashes(rng, BLOCKS)
+    pool = new_pool(targets, chain if uneven else (), rng)
+    if not uneven:
+        for name in rng.sample(list(pool.targets), min(4, targets)):
+            pool.index.store(name, chain[: rng.randrange(1, BLOCKS)])
+    state = PolicyState(rng.random)
+    policy = new_policy("kv", PolicySettings())
+    router = Router(pool, policy, state, router_id=RouterId("bench"), incarnation=1, synced=False)
+    request = RouteRequest("bench", (Prompt(chain, BLOCKS * BLOCK_SIZE + 8),))
+
+    def route_and_free() -> None:
+        router.free(router.route(request, 0.0).key)
+
+    return route_and_free
+
+
+def resident(core: str, blocks: int, targets: int) -> Row:
+    """In a process of its own: memory is measured."""
+    command = [sys.executable, "-m", "scripts.kit.bench.resident", core, str(blocks), str(targets)]
+    row: Row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return row
+
+
+def show(title: str, rows: Sequence[Row]) -> None:
+    """A table: one row for each version and size."""
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(f"{one:,.1f}" if isinstance(one, float) else f"{one}" for one in row.values()))
+    Console(width=200).print(table)
+
+
+def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench index", description=__doc__)
+    parser.add_argument("--targets", type=int, nargs="+", default=[8, 64, 512, 1000], metavar="N")
+    parser.add_argument("--blocks", type=int, default=4_000_000, metavar="N", help="resident (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    return parser.parse_args(arguments)
