@@ -25,7 +25,6 @@ Found = tuple[Prompt, dict[Target, list[int]], dict[Target, int]]
 """What one prompt finds, per target: the index's depth per tier set, and the depth held in flight."""
 
 _NO_LOAD = RankBeat(0, 0, 0)
-_NO_PROMPT = Prompt((), 0)
 _NOWHERE: tuple[int, ...] = ()
 
 
@@ -39,11 +38,13 @@ def form_candidates(
     inflight_overlap: bool,
 ) -> list[Candidate]:
     """One for each target, in their order."""
+    if not request.prompts:
+        return [_form_plain(target, worker, active, block_size) for target, worker in targets]
     if not block_size:
         return []  # no worker has been seen, so there is no target
     found = [
         (prompt, index.overlap_by_tier(prompt.hashes), active.depths(prompt.hashes))
-        for prompt in request.prompts or (_NO_PROMPT,)
+        for prompt in request.prompts
     ]
     known = set(active.targets()).union(*(cached for _, cached, _ in found))
     isl, blocks = request.isl, _new_blocks(request, None, found, block_size)
@@ -63,6 +64,32 @@ def form_candidates(
             )
         )  # fmt: skip
     return formed
+
+
+def _form_plain(target: Target, worker: Worker, active: ActiveTable, block_size: int) -> Candidate:
+    """For a request without known prompts: it adds nothing to what the target has to do."""
+    charged_tokens, active_blocks, requests = active.load(target)
+    beat = worker.ranks.get(target.rank, _NO_LOAD)
+    return Candidate(
+        target,
+        0,
+        0,
+        0,
+        0,
+        charged_tokens,
+        charged_tokens / block_size,
+        active_blocks,
+        requests,
+        beat.running,
+        beat.waiting,
+        beat.kv_usage,
+        worker.card,
+        _NOWHERE,
+        beat.waiting_loras,
+        0,
+        beat.running_loras,
+        beat.metrics,
+    )
 
 
 def _candidate(  # noqa: PLR0917  # on the hot path: keywords cost

@@ -224,11 +224,11 @@ class Pool:
         """Every target that may serve the request, with what it would find and cost there."""
         targets: Iterable[tuple[Target, Worker]] = self.targets.items()
         if exclude or request.lora_name is not None:
-            targets = (
+            targets = [
                 (target, worker)
-                for target, worker in self.targets.items()
+                for target, worker in targets
                 if target not in exclude and self._serves(worker, request.lora_name)
-            )
+            ]
         return form_candidates(
             request,
             targets,
