@@ -1,4 +1,8 @@
-"""A client of nats-py seen from outside: whether it is past help, and how to be rid of it.
+"""A client of nats-py: plain callbacks, whether it is past help, and how to be rid of it.
+
+nats-py hands each message through a queue to a task, which costs as much as all the rest and a turn of
+the loop; here it goes to a plain callback at once. What the parser calls for each message has no public name:
+should a later nats-py not call it, messages take the long way to the same callback.
 
 nats-py runs tasks of its own. An error that it does not expect (a line without end, an INFO that is
 no object) ends them, and it tells nobody: it goes on as "reconnecting" or "connected" for ever.
@@ -9,12 +13,52 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
-from nats.aio.client import Client
+from nats.aio import client
+from nats.aio.msg import Msg
 
 CLOSE_S = 2.0
 """What closing may take: a server that does not read would hold it up."""
+
+OnMessage = Callable[[str, bytes, str], None]
+"""`(subject, payload, reply)`; plain, and quick: it runs between two reads of the socket."""
+
+
+class Client(client.Client):
+    """nats-py's, where a subscription may have a plain callback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plain: dict[object, OnMessage] = {}
+
+    async def subscribe_plain(
+        self, subject: str, on_message: OnMessage, *, pending_msgs_limit: int, pending_bytes_limit: int
+    ) -> None:
+        """Call `on_message` for each message, in their order. The limits are those of the long way."""
+
+        async def deliver(message: Msg) -> None:
+            on_message(message.subject, message.data, message.reply)
+
+        self._plain[deliver] = on_message
+        await self.subscribe(
+            subject,
+            cb=deliver,
+            pending_msgs_limit=pending_msgs_limit,
+            pending_bytes_limit=pending_bytes_limit,
+        )
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        subscription = self._subs.get(sid)
+        on_message = self._plain.get(subscription._cb) if subscription is not None else None
+        if on_message is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        try:
+            on_message(subject.decode(), data, reply.decode())
+        except Exception as error:  # it would end nats-py's reading task
+            await self._error_cb(error)
 
 
 def why_past_help(client: Client) -> str:

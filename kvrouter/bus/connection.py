@@ -18,25 +18,20 @@ from dataclasses import dataclass
 
 import nats.errors
 import structlog
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 
-from kvrouter.bus.client import discard, why_past_help
+from kvrouter.bus.client import Client, OnMessage, discard, why_past_help
 from kvrouter.bus.options import NatsOptions
 from kvrouter.bus.trouble import Trouble
 from kvrouter.errors import KvRouterError
 
 log = structlog.get_logger()
 
-OnMessage = Callable[[str, bytes, str], None]
-"""`(subject, payload, reply)`; plain, and quick: it runs between two reads of the socket."""
-
 OUTBOX_BYTES = 32 * 1024 * 1024
 LEAST_PAYLOAD_BYTES = 513 * 1024
 """What a server must let through: the largest frame (512 KiB) and its envelope. NATS's default is 1 MiB."""
 PENDING_MESSAGES = 512 * 1024
 PENDING_BYTES = 128 * 1024 * 1024
-"""What nats-py keeps of one subscription for a loop that is held up; beyond either it drops messages."""
+"""What nats-py keeps of one subscription, should it queue messages at all; beyond either it drops some."""
 LOOK_EVERY_S = 0.2
 """How often the client is looked at."""
 PATIENCE_S = 10.0
@@ -218,13 +213,15 @@ class Bus:
         )
 
     async def _subscribe_client(self, client: Client, subject: str, on_message: OnMessage) -> None:
-        async def deliver(message: Msg) -> None:
-            self.counters.received += 1
-            self.counters.received_bytes += len(message.data)
-            on_message(message.subject, message.data, message.reply)
+        counters = self.counters
 
-        await client.subscribe(
-            subject, cb=deliver, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
+        def deliver(subject: str, data: bytes, reply: str) -> None:
+            counters.received += 1
+            counters.received_bytes += len(data)
+            on_message(subject, data, reply)
+
+        await client.subscribe_plain(
+            subject, deliver, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
         )
 
     async def _send_what_comes(self) -> None:

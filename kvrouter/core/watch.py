@@ -5,18 +5,17 @@ Each problem is told once when it begins and once when it ends, whatever its sen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from msgspec import Struct
 
 from kvrouter.core.feed_state import FeedState
-from kvrouter.core.ids import PoolId, Target
+from kvrouter.core.ids import PoolId, Target, WorkerId
 from kvrouter.core.models import name_conflicts
 from kvrouter.core.pool import Pool
 from kvrouter.core.problems import NOT_COMPARED, Compared, Problem, problems_of, problems_of_pool
 from kvrouter.core.replica import Replica
-from kvrouter.core.router import Router
 from kvrouter.core.sources import KvSource
 
 
@@ -44,6 +43,7 @@ class Watch:
         self._replica = replica
         self._compared = compared
         self._known: dict[_Key, Told] = {}
+        self._found: dict[_Key, Told] = {}
 
     def settle(self, now: float) -> None:
         """Which events have come that are expected. To be called often: engines forget blocks, too."""
@@ -52,13 +52,36 @@ class Watch:
 
     def look(self) -> tuple[list[Told], list[Told]]:
         """The problems that have begun since the last look, and those that are over."""
+        for _ in self.looking(1):
+            pass
+        return self.told()
+
+    def looking(self, steps: int) -> Iterator[None]:
+        """A look in so many steps at most: it is dear where there are thousands of workers."""
         for router in self._replica.routers.values():
             router.truth.keep(router.pool.workers)
-        found = {(told.pool, told.worker, told.problem.kind): told for told in self._all()}
-        begun = [told for key, told in found.items() if key not in self._known]
-        over = [told for key, told in self._known.items() if key not in found]
+        compared = {pool_id: self._compared(pool_id) for pool_id in self._replica.routers}
+        found = [*self._of_pools(compared)]
+        workers = [
+            (pool_id, worker_id)
+            for pool_id, router in self._replica.routers.items()
+            for worker_id in router.pool.workers
+        ]
+        share = -(-len(workers) // steps) or 1
+        for start in range(0, len(workers), share):
+            for pool_id, worker_id in workers[start : start + share]:
+                found += self._of_worker(pool_id, worker_id, compared[pool_id])
+            if start + share < len(workers):
+                yield
+        self._found = {(told.pool, told.worker, told.problem.kind): told for told in found}
+        yield
+
+    def told(self) -> tuple[list[Told], list[Told]]:
+        """What the last look has found that the one before it had not, and the other way round."""
+        found, before = self._found, self._known
         self._known = found
-        return begun, over
+        begun = [told for key, told in found.items() if key not in before]
+        return begun, [told for key, told in before.items() if key not in found]
 
     def problems(self, pool_id: PoolId, worker_id: str) -> list[Problem]:
         """What was wrong with a worker at the last look; an empty id means the pool itself."""
@@ -70,17 +93,23 @@ class Watch:
             return True
         return self._is_live(pool_id, target) and not self._is_partial(pool_id, target)
 
-    def _all(self) -> list[Told]:
+    def _of_pools(self, compared: dict[PoolId, Compared]) -> Iterator[Told]:
         pools = [router.pool for router in self._replica.routers.values()]
-        told = [
-            Told(pool_id, "", Problem("name", sentences[0]))
-            for pool_id, sentences in name_conflicts(pools).items()
-        ]
-        for pool_id, router in self._replica.routers.items():
-            compared = self._compared(pool_id)
-            told += [Told(pool_id, "", problem) for problem in problems_of_pool(compared)]
-            told += _of_workers(pool_id, router, compared)
-        return told
+        for pool_id, sentences in name_conflicts(pools).items():
+            yield Told(pool_id, "", Problem("name", sentences[0]))
+        for pool_id, known in compared.items():
+            for problem in problems_of_pool(known):
+                yield Told(pool_id, "", problem)
+
+    def _of_worker(self, pool_id: PoolId, worker_id: WorkerId, compared: Compared) -> Iterator[Told]:
+        router = self._replica.routers.get(pool_id)
+        worker = router.pool.workers.get(worker_id) if router is not None else None
+        if router is None or worker is None:
+            return  # gone since the look began
+        record = router.truth.records.get(worker_id)
+        for problem in problems_of(router.pool, worker, record, compared):
+            if router.needs_tokens or problem.kind == "refused":  # else nothing is foretold
+                yield Told(pool_id, worker_id, problem)
 
     def _holds(self, pool: Pool, target: Target, hash_: int) -> bool | None:
         """Whether events have named a block; None while that proves nothing."""
@@ -99,12 +128,3 @@ class Watch:
         worker = self._replica.routers[pool_id].pool.workers.get(target.worker_id)
         beat = worker.ranks.get(target.rank) if worker else None
         return beat is None or beat.partial
-
-
-def _of_workers(pool_id: PoolId, router: Router, compared: Compared) -> list[Told]:
-    return [
-        Told(pool_id, worker_id, problem)
-        for worker_id, worker in router.pool.workers.items()
-        for problem in problems_of(router.pool, worker, router.truth.records.get(worker_id), compared)
-        if router.needs_tokens or problem.kind == "refused"  # else nothing is foretold
-    ]

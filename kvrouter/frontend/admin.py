@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvrouter.bus import Bus
@@ -28,6 +28,7 @@ from kvrouter.frontend.listening import Doors
 from kvrouter.frontend.listing import model_entries
 from kvrouter.frontend.openai import ModelEntry, model_body, models_body
 from kvrouter.frontend.state_metrics import samples
+from kvrouter.telemetry.exposition import Registry, exposition
 from kvrouter.telemetry.metrics import StateCollector
 from kvrouter.version import __version__
 
@@ -49,7 +50,7 @@ class Admin:
         feeds: Feeds,
         watch: Watch,
         bus: Bus,
-        registry: CollectorRegistry,
+        registry: Registry,
         *,
         tokens: Callable[[], dict[str, Any]],
         queue: Callable[[PoolId], dict[str, Any]],
@@ -130,9 +131,11 @@ class Admin:
         if self._doors.is_shared and self._doors.is_main(request.get_extra_info("sockname")):
             return web.Response(status=421, text=NOT_HERE.format(url=self._doors.url))
         names = request.query.getall("name[]", [])
-        registry = self._registry.restricted_registry(names) if names else self._registry
-        headers = {"content-type": CONTENT_TYPE_LATEST}
-        return web.Response(body=generate_latest(registry), headers=headers)
+        if names:
+            body = generate_latest(self._registry.restricted_registry(names))
+        else:
+            body = await exposition(self._registry)
+        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def workers(self, _request: web.Request) -> web.Response:
         """Every target, every feed this replica follows and its own: one plain call, as of one moment."""

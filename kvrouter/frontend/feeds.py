@@ -30,6 +30,10 @@ from kvrouter.frontend.members import Members
 log = structlog.get_logger()
 
 INBOX_BYTES = 128 * 1024 * 1024
+INBOX_MESSAGES = 512 * 1024
+"""What may wait to be applied; beyond either, messages are dropped, which readers notice and repair."""
+SAY_FULL_S = 10.0
+"""Between two lines that say so."""
 SLICE_S, LONGEST_SLICE_S = 0.001, 0.003
 BEHIND_S, LONGEST_SLICE_BEHIND_S = 0.2, 0.05
 """A slice of applying what has come is as long as the loop's turn before it was without, within these bounds:
@@ -62,7 +66,10 @@ class Feeds:
         self._inbox: deque[tuple[str, bytes, float]] = deque()
         self._inbox_bytes = 0
         self._sources: dict[str, Source | None] = {}
-        self._inbox_filled = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[None] = self._loop.create_future()
+        self._is_drain_due = self._has_more = False
+        self._drained_at = self._say_full_at = 0.0
         self._recoveries: dict[Feed, asyncio.Task[None]] = {}
         self._flush_is_due = False
         self.members = Members(replica)
@@ -83,6 +90,7 @@ class Feeds:
                 tasks.create_task(self._beat_forever(), name="heartbeat")
                 tasks.create_task(self._tick_forever(), name="tick")
         finally:
+            self._failure.cancel()
             for recovery in self._recoveries.values():
                 recovery.cancel()
 
@@ -101,12 +109,19 @@ class Feeds:
     # What arrives
 
     def _receive(self, subject: str, data: bytes, _reply: str) -> None:
-        if self._inbox_bytes + len(data) > INBOX_BYTES:
-            self.inbox_drops += 1  # the gap is noticed and repaired
+        if self._inbox_bytes + len(data) > INBOX_BYTES or len(self._inbox) >= INBOX_MESSAGES:
+            self._drop()
             return
         self._inbox.append((subject, data, perf_counter()))
         self._inbox_bytes += len(data)
-        self._inbox_filled.set()
+        self._drain_soon()
+
+    def _drop(self) -> None:
+        self.inbox_drops += 1
+        now = self._loop.time()
+        if now >= self._say_full_at:
+            self._say_full_at = now + SAY_FULL_S
+            log.warning("feed.inbox_full", effect="messages dropped; feeds repair what is missing")
 
     @property
     def inbox_messages(self) -> int:
@@ -119,16 +134,29 @@ class Feeds:
         return perf_counter() - self._inbox[0][2] if self._inbox else 0.0
 
     async def _drain_forever(self) -> None:
-        slice_s = SLICE_S
-        while True:
-            await self._inbox_filled.wait()
-            self._inbox_filled.clear()
-            if self._drain_slice(slice_s):
-                self._inbox_filled.set()
-            ended = perf_counter()
-            await asyncio.sleep(0)  # requests come between two slices
-            longest_s = LONGEST_SLICE_BEHIND_S if self.inbox_age_s > BEHIND_S else LONGEST_SLICE_S
-            slice_s = min(max(SLICE_S, perf_counter() - ended), longest_s)
+        """Wait for a failure: a bug in what follows ends the service, not just the draining."""
+        await self._failure
+
+    def _drain(self) -> None:
+        """One slice; what is left comes in the next turn of the loop, after the requests of this one."""
+        others_s = perf_counter() - self._drained_at
+        longest_s = LONGEST_SLICE_BEHIND_S if self.inbox_age_s > BEHIND_S else LONGEST_SLICE_S
+        slice_s = min(max(SLICE_S, others_s if self._has_more else 0.0), longest_s)
+        self._is_drain_due = False
+        try:
+            self._has_more = self._drain_slice(slice_s)
+        except Exception as error:
+            if not self._failure.done():
+                self._failure.set_exception(error)
+            return
+        if self._has_more:
+            self._drain_soon()
+        self._drained_at = perf_counter()
+
+    def _drain_soon(self) -> None:
+        if not self._is_drain_due and not self._failure.done():
+            self._is_drain_due = True
+            self._loop.call_soon(self._drain)
 
     def _drain_slice(self, slice_s: float = SLICE_S) -> bool:
         """Apply what has arrived, load and sweep, for about so long; returns whether there is more."""
@@ -239,7 +267,7 @@ class Feeds:
             self.errors += 1
             log.exception("feed.answer_failed", source=name(source))
             self._replica.failed(source, loop.time())
-        self._inbox_filled.set()
+        self._drain_soon()
 
     def _answer_replay(self, _subject: str, data: bytes, reply: str) -> None:
         """A peer asks for frames or a snapshot of our bookings."""

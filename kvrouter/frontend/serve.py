@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import structlog
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
 from kvrouter.bus import Subjects
 from kvrouter.config import open_bus
@@ -48,6 +47,7 @@ from kvrouter.frontend.upstream import Upstream
 from kvrouter.policies import POLICIES
 from kvrouter.policies import new_policy as policy_of
 from kvrouter.policies.own import Own
+from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, set_aside_for_ever, thresholds_raised
 from kvrouter.telemetry.loop_lag import LoopLag
 from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
@@ -110,7 +110,7 @@ async def running_frontend(
     `hurried` ends the draining early.
     """
     async with contextlib.AsyncExitStack() as stack:
-        registry = CollectorRegistry()
+        registry = Registry()
         rules = new_rules(options)
         replica = new_replica(options, rules, index_maker(registry, is_on=options.index_metrics))
         tokens = await stack.enter_async_context(open_tokens(options.tokens, replica))
@@ -273,10 +273,12 @@ async def _background(
 async def _keep_watch(watch: Watch) -> None:
     """Say once of each problem that it has begun, and once that it is over."""
     while True:
+        look = watch.looking(SETTLINGS)
         for _ in range(SETTLINGS):
             await asyncio.sleep(WATCH_S / SETTLINGS)
             watch.settle(asyncio.get_running_loop().time())
-        begun, over = watch.look()
+            next(look, None)
+        begun, over = watch.told()
         for told in begun:
             log.warning("worker.problem", worker=told.worker, pool=told.pool, problem=told.problem.text)
         for told in over:

@@ -50,11 +50,11 @@ def samples(replica: Replica, feeds: Feeds, watch: Watch, bus: Bus) -> Iterator[
     for counter, value in asdict(replica.counters).items():
         yield f"kvrouter_{counter}", "counter", _COUNTED.get(counter, counter.replace("_", " ")), {}, value
     yield "kvrouter_replicas", "gauge", "Replicas known, this one included", {}, 1 + len(replica.peers)
-    for router in replica.routers.values():
+    for router in list(replica.routers.values()):
         yield from _pool_samples(router.pool)
         yield from _booking_samples(router.pool, {replica.router_id, *replica.peers})
         yield from truth_samples(router, watch)
-    for source, reader in replica.readers.items():
+    for source, reader in list(replica.readers.items()):
         yield from _feed_samples(source, reader)
 
 
@@ -62,7 +62,7 @@ def _pool_samples(pool: Pool) -> Iterator[Sample]:
     labels = {"pool": str(pool.id)}
     yield "kvrouter_index_blocks", "gauge", "Distinct blocks in the index", labels, len(pool.index)
     yield "kvrouter_workers", "gauge", "Workers known", labels, len(pool.workers)
-    for worker in pool.workers.values():
+    for worker in list(pool.workers.values()):
         for target in worker.targets():
             own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
             yield "kvrouter_target_blocks", "gauge", "Blocks held", own, pool.index.blocks(target)

@@ -5,7 +5,7 @@ one piece. Nearly all of it is state that stays, and what goes is freed by its r
 refers to itself in a ring needs the collector. So:
 
     young objects   collected by Python, as ever (two young generations, a ms at most)
-    every 10 s      what has been made since then and lives is collected once, and then set aside (gc.freeze)
+    every 2 s       what has been made since then and lives is collected once, and then set aside (gc.freeze)
     once an hour    everything: rings that died after they were set aside
 
 What was set aside is freed by its reference count like everything else.
@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvrouter.telemetry.loop_lag import Longest
 
-SET_ASIDE_S, EVERYTHING_S = 10.0, 3600.0
+SET_ASIDE_S, EVERYTHING_S = 2.0, 3600.0
 THRESHOLDS = (5_000, 10, 1_000_000)
 """New containers before the youngest are looked at; such looks before the next ones; the oldest are ours."""
 

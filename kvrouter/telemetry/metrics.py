@@ -155,21 +155,21 @@ class QueueMetrics:
 Sample = tuple[str, Literal["gauge", "counter", "histogram"], str, dict[str, str], float]
 """`(name, kind, help, labels, value)`. A histogram comes as its buckets, cumulative, with the label `le`."""
 
-_SUFFIXES = {"gauge": "", "counter": "_total", "histogram": "_bucket"}
+SUFFIXES = {"gauge": "", "counter": "_total", "histogram": "_bucket"}
 
 
 class StateCollector(Collector):
     """Turns what is asked at scrape time into metrics, so that nothing is counted twice."""
 
     def __init__(self, samples: Callable[[], Iterable[Sample]]) -> None:
-        self._samples = samples
+        self.samples = samples
 
     def collect(self) -> Iterable[Metric]:
         """One family per name, in order of first appearance."""
         families: dict[str, Metric] = {}
-        for name, kind, text, labels, value in self._samples():
+        for name, kind, text, labels, value in self.samples():
             family = families.get(name)
             if family is None:
                 family = families[name] = Metric(name, text, kind)
-            family.add_sample(name + _SUFFIXES[kind], labels, value)
+            family.add_sample(name + SUFFIXES[kind], labels, value)
         return families.values()

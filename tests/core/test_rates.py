@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrouter.core.ids import Target, WorkerId
-from kvrouter.core.rates import MIN_SECONDS, SAMPLES, PrefillRates
+from kvrouter.core.rates import MIN_SECONDS, POOL_SAMPLES, SAMPLES, PrefillRates
 
 T1, T2 = Target(WorkerId("w1")), Target(WorkerId("w2"))
 
@@ -65,3 +65,19 @@ def test_departed_target_is_forgotten(rates: PrefillRates) -> None:
     rates.forget(T1)
 
     assert rates.seconds(T2, 100) is None
+
+
+def test_pool_median_is_of_the_latest() -> None:
+    """Of a large fleet the pool's median is that of the latest samples, without those of who is gone."""
+    rates = PrefillRates()
+    for number in range(POOL_SAMPLES):
+        rates.observe(Target(WorkerId(f"w{number}")), 1000, 1.0)
+    for number in range(POOL_SAMPLES // 2 + 1):
+        rates.observe(Target(WorkerId(f"w{number}")), 4000, 1.0)
+    stranger = Target(WorkerId("stranger"))
+
+    assert 2.0 == rates.seconds(stranger, 8000)
+
+    for number in range(3):
+        rates.forget(Target(WorkerId(f"w{number}")))
+    assert 8.0 == rates.seconds(stranger, 8000)

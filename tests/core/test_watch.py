@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.beats import RankBeat, encode
+from kvrouter.core.ids import WorkerId
 from kvrouter.core.problems import Compared
 from kvrouter.core.replica import Replica
 from kvrouter.core.truth import ANNOUNCE_S, LEAST, WINDOW, Usage
 from kvrouter.core.watch import Watch
 from tests.core.replicas import new_replica
 from tests.core.test_truth import TEXT, foretold
-from tests.core.worlds import POOL, T1, W1, card, worker_beat
+from tests.core.worlds import POOL, T1, W1, W2, card, worker_beat
 
 
 @pytest.fixture
@@ -117,3 +119,35 @@ def test_partial_rank(replica: Replica) -> None:
     expect(replica)
     watch.settle(ANNOUNCE_S)
     assert (["no_events"], []) == kinds(watch)
+
+
+@pytest.mark.parametrize(("workers", "steps"), [(9, 4), (9, 1), (9, 100), (1, 4)])
+def test_look_in_steps(workers: int, steps: int) -> None:
+    """A look in steps finds what one at once does, in no more steps than asked for; then it is told once."""
+    replica = new_replica()
+    for number in range(workers):
+        name = f"w{number}"
+        shown = replace(card(worker_id=name), block_size=32 if number % 2 else 16)
+        replica.worker_heard(WorkerId(name), encode(worker_beat(shown)), 0.0)
+    whole, stepped = Watch(replica), Watch(replica)
+
+    begun, _ = whole.look()
+    taken = len(list(stepped.looking(steps)))
+
+    assert workers // 2 == len(begun)
+    assert (begun, []) == stepped.told()
+    assert 1 <= taken <= steps
+    assert ([], []) == stepped.told()
+
+
+def test_worker_that_leaves_amid_a_look(replica: Replica) -> None:
+    """Its problems are not told."""
+    replica.worker_heard(W2, encode(worker_beat(replace(card(worker_id=W2), block_size=32))), 0.0)
+    watch = Watch(replica)
+
+    steps = watch.looking(2)
+    next(steps)
+    replica.worker_heard(W2, encode(worker_beat(state="leave")), 0.0)
+    list(steps)
+
+    assert ([], []) == watch.told()

@@ -330,6 +330,29 @@ async def test_ipv6(nats_url: str) -> None:
             assert 200 == (await get(frontend.url, "/live")).status
 
 
+async def test_failed_draining_ends_the_service(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does a bug where what has come is worked off: it would only fall behind, and say nothing."""
+    is_broken = asyncio.Event()
+
+    def fail(_self: object, _now: float) -> bool:
+        if is_broken.is_set():
+            raise RuntimeError("broken")
+        return False
+
+    monkeypatch.setattr("kvrouter.core.replica.Replica.work", fail)
+    options = parse_options(["--host", "127.0.0.1", "--port", "0", "--nats", nats_url])
+
+    async def serve() -> None:
+        async with running_frontend(options) as frontend:
+            await until(lambda: frontend.replica._readiness._hello_at is not None, "NATS is found")
+            is_broken.set()
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.timeout(10):
+            await serve()
+
+
 async def test_two_ids(fleet_of: FleetOf) -> None:
     """Every replica has an id of its own, new at each start."""
     async with fleet_of(replicas=2, scripts=()) as fleet:

@@ -1,4 +1,4 @@
-"""A frontend that cannot keep up with NATS: real drops, by nats-py and by the server, and their repair."""
+"""A frontend that cannot keep up with NATS: real drops, by itself and by the server, and their repair."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def reader(fleet: Fleet) -> FeedReader:
     return found
 
 
-@pytest.mark.parametrize("limit", [("PENDING_MESSAGES", 32), ("PENDING_BYTES", 4096)])
+@pytest.mark.parametrize("limit", [("INBOX_MESSAGES", 32), ("INBOX_BYTES", 4096)])
 @pytest.mark.parametrize(("count", "repair"), [(2000, "replayed"), (5000, "snapshots")])
-async def test_nats_py_drops(
+async def test_inbox_drops(
     fleet_of: FleetOf,
     nats_url: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -98,8 +98,8 @@ async def test_nats_py_drops(
     count: int,
     repair: str,
 ) -> None:
-    """What nats-py drops is counted, said once, and fetched: from the ring, or beyond it as a snapshot."""
-    monkeypatch.setattr(f"kvrouter.bus.connection.{limit[0]}", limit[1])
+    """What the inbox has no room for is counted, said once, and fetched: from the ring, or as a snapshot."""
+    monkeypatch.setattr(f"kvrouter.frontend.feeds.{limit[0]}", limit[1])
     async with fleet_of("--router-mode", "kv", publishes_events=True) as fleet:
         publisher = Publisher(fleet)
         await publisher.begin()
@@ -114,9 +114,9 @@ async def test_nats_py_drops(
         assert counters.gaps > before
         assert getattr(counters, repair) > 0
         assert 0 == counters.digest_mismatches
-        assert 1 == len(fleet.logged("nats.slow_consumer"))
+        assert 1 == len(fleet.logged("feed.inbox_full"))
         assert not fleet.logged("nats.error")
-        dropped = fleet.frontend.feeds._bus.counters.slow_consumer_drops
+        dropped = fleet.frontend.feeds.inbox_drops
         assert dropped > 100
         assert f"kvrouter_bus_dropped_total {float(dropped)}".encode() in (await fleet.get("/metrics")).body
 

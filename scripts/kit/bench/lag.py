@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -81,6 +81,8 @@ class Run:
     """Cores."""
     frontend_waited: float
     """Share of the time in which it could have run and had no core: lag that is the machine's."""
+    gc_longest_ms: float
+    """The garbage collector's longest pause of the minute before the run's end."""
     inbox_messages: float
     """Come and not applied when the run ended."""
     inbox_age_ms: float
@@ -89,8 +91,9 @@ class Run:
 
     @classmethod
     def median(cls, runs: Sequence[Run]) -> Run:
-        """Of each figure."""
-        return cls(*(median(values) for values in zip(*(asdict(run).values() for run in runs), strict=True)))
+        """Of each figure; of the longest the longest."""
+        whole = cls(*(median(values) for values in zip(*(asdict(run).values() for run in runs), strict=True)))
+        return replace(whole, max_ms=max(run.max_ms for run in runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +172,14 @@ class Bench:
             sent_blocks_s,
             applied / (time.perf_counter() - applied_at),
             len(outcomes) / seconds,
-            1000 * _quantile(lags, 0.5),
-            1000 * _quantile(lags, 0.99),
-            1000 * _quantile(lags, 1.0),
+            1000 * quantile(lags, 0.5),
+            1000 * quantile(lags, 0.99),
+            1000 * quantile(lags, 1.0),
             1 - lags[P99_S] / max(lags.values()),
             *_first_bytes(outcomes),
             cpu / 1e9 / seconds,
             (_waited_ns(frontend.pid) - waited) / 1e9 / seconds,
+            1000 * later["kvrouter_gc_longest_seconds"],
             later["kvrouter_inbox_messages"],
             1000 * later["kvrouter_inbox_age_seconds"],
             sum(not value for name, value in later.items() if name.startswith("kvrouter_feed_live")),
@@ -229,7 +233,7 @@ def _first_bytes(outcomes: Sequence[Outcome]) -> tuple[float, float]:
     return 1000 * seen.p50, 1000 * seen.p99
 
 
-def _quantile(buckets: Mapping[float, float], share: float) -> float:
+def quantile(buckets: Mapping[float, float], share: float) -> float:
     """By bucket, evenly within it; the whole is the upper bound of the last one with anything in it."""
     low = below = 0.0
     wanted = share * max(buckets.values())
@@ -288,7 +292,16 @@ def table(runs: Sequence[Run]) -> Table:
     shown = Table(title="loop lag while events come", title_justify="left")
     for name in ("blocks/s asked", "sent", "applied", "requests/s", "lag p50", "p99", "max", "over 5 ms"):
         shown.add_column(name, justify="right")
-    for name in ("TTFT p50", "p99", "frontend cores", "no core", "in inbox", "since", "feeds not live"):
+    for name in (
+        "TTFT p50",
+        "p99",
+        "frontend cores",
+        "no core",
+        "longest gc",
+        "in inbox",
+        "since",
+        "feeds not live",
+    ):
         shown.add_column(name, justify="right")
     for run in runs:
         shown.add_row(
@@ -300,6 +313,7 @@ def table(runs: Sequence[Run]) -> Table:
             *(f"{value:.1f} ms" for value in (run.ttft_p50_ms, run.ttft_p99_ms)),
             f"{run.frontend_cpu:.2f}",
             f"{100 * run.frontend_waited:.0f} %",
+            f"{run.gc_longest_ms:.1f} ms",
             f"{run.inbox_messages:,.0f}",
             f"{run.inbox_age_ms:.0f} ms",
             f"{run.recoveries:,.0f}",

@@ -1,0 +1,93 @@
+"""/metrics as text. What grows with the fleet is written in slices: of a thousand workers it is 25,000 lines.
+
+    plain collectors  ──> prometheus_client, at once: a few dozen series
+    StateCollectors   ──> a line for each sample, 1 ms at a time, the loop's other work between
+
+Families of a StateCollector are of about the same moment, not of the very same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable
+from time import perf_counter
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from kvrouter.telemetry.metrics import SUFFIXES, Sample, StateCollector
+
+SLICE_S = 0.001
+_LOOK_EVERY = 63
+"""Samples between two looks at the clock (a mask)."""
+_ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+
+
+class Registry(CollectorRegistry):
+    """prometheus_client's, with the StateCollectors apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[StateCollector] = []
+
+    def register(self, collector: Collector) -> None:
+        """Add a collector."""
+        if isinstance(collector, StateCollector):
+            self.states.append(collector)
+        else:
+            super().register(collector)
+
+    def collect(self) -> Iterable[Metric]:
+        """All families at once."""
+        yield from super().collect()
+        for state in self.states:
+            yield from state.collect()
+
+
+class _Plain:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        return super(Registry, self._registry).collect()
+
+
+async def exposition(registry: Registry, slice_s: float = SLICE_S) -> bytes:
+    """Everything, in Prometheus's text format."""
+    parts = [generate_latest(_Plain(registry))]
+    for state in registry.states:
+        try:
+            parts.append(await _written(state.samples, slice_s))
+        except RuntimeError:  # a table grew while a slice was out
+            parts.append(await _written(state.samples, math.inf))
+    return b"".join(parts)
+
+
+async def _written(samples: Callable[[], Iterable[Sample]], slice_s: float) -> bytes:
+    families: dict[str, list[str]] = {}
+    end = perf_counter() + slice_s
+    for number, (name, kind, text, labels, value) in enumerate(samples()):
+        lines = families.get(name)
+        if lines is None:
+            shown = f"{name}_total" if kind == "counter" else name
+            lines = families[name] = [f"# HELP {shown} {_escaped(text)}\n# TYPE {shown} {kind}\n"]
+        number_text = floatToGoString(value)  # type: ignore[no-untyped-call]
+        lines.append(f"{name}{SUFFIXES[kind]}{_labels(labels)} {number_text}\n")
+        if not number & _LOOK_EVERY and perf_counter() > end:
+            await asyncio.sleep(0)
+            end = perf_counter() + slice_s
+    return "".join("".join(lines) for lines in families.values()).encode()
+
+
+def _labels(labels: dict[str, str]) -> str:
+    if not labels:
+        return ""
+    pairs = [f'{name}="{value.translate(_ESCAPED)}"' for name, value in sorted(labels.items())]
+    return f"{{{','.join(pairs)}}}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n")

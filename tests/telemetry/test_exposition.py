@@ -1,0 +1,71 @@
+"""/metrics as text: the library's own, written in slices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from prometheus_client import Counter, generate_latest
+
+from kvrouter.telemetry.exposition import Registry, exposition
+from kvrouter.telemetry.metrics import Sample, StateCollector
+
+KINDS: list[Sample] = [
+    ("k_one", "gauge", "A gauge\nof two lines \\", {}, 1.5),
+    ("k_many", "counter", "A counter", {"worker": 'w"1"\\', "pool": "p\n"}, 1_000_000),
+    ("k_spread", "histogram", "Buckets", {"le": "0.5"}, 2),
+    ("k_many", "counter", "A counter", {"worker": "w2", "pool": "p"}, 3),
+    ("k_true", "gauge", "A truth", {}, True),
+]
+
+
+async def test_same_text_as_the_librarys() -> None:
+    """What is written by hand is what prometheus_client would have written, escapes and numbers included."""
+    registry = Registry()
+    Counter("k_plain", "Counted by the library", ["status"], registry=registry).labels("200").inc(7)
+    registry.register(StateCollector(lambda: KINDS))
+
+    assert generate_latest(registry) == await exposition(registry)
+
+
+async def test_others_run_between_slices() -> None:
+    """A long list does not hold up the loop."""
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    registry = Registry()
+    registry.register(StateCollector(lambda: KINDS * 1000))
+    task = asyncio.create_task(others())
+    await asyncio.sleep(0)
+    text = await exposition(registry, slice_s=0.0)
+    task.cancel()
+
+    assert turns > 50
+    assert 5 * 1000 + 2 * 4 == text.count(b"\n")
+
+
+async def test_table_that_grows_meanwhile() -> None:
+    """A table that changes while a slice is out is read once more, at once."""
+    table = {number: float(number) for number in range(500)}
+
+    def samples() -> Iterator[Sample]:
+        for number, value in table.items():
+            yield "k_row", "gauge", "A row", {"n": str(number)}, value
+
+    async def grow() -> None:
+        for number in range(500, 510):
+            table[number] = 0.0
+            await asyncio.sleep(0)
+
+    registry = Registry()
+    registry.register(StateCollector(samples))
+    task = asyncio.create_task(grow())
+    text = await exposition(registry, slice_s=0.0)
+    await task
+
+    assert text.count(b"k_row{") >= 501

@@ -1,0 +1,91 @@
+"""The garbage collector: what lives is set aside, and rings still go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import weakref
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvrouter.telemetry import garbage
+from kvrouter.telemetry.garbage import THRESHOLDS, Pauses, set_aside_for_ever, thresholds_raised
+
+
+class Ring:
+    """Refers to itself: only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+async def until_gone(ring: weakref.ref[Ring]) -> None:
+    """Return when the collector has been there; bounded."""
+    async with asyncio.timeout(5):
+        while ring() is not None:  # noqa: ASYNC110  # the collector has no event
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def collecting() -> AsyncIterator[None]:
+    """The collector at work."""
+    with thresholds_raised():
+        task = asyncio.create_task(set_aside_for_ever())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_new_rings_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring that came and died since the last time is collected the next time."""
+    monkeypatch.setattr(garbage, "SET_ASIDE_S", 0.01)
+    async with collecting():
+        await asyncio.sleep(0.02)
+        ring = Ring()
+        seen = weakref.ref(ring)
+        del ring
+
+        await until_gone(seen)
+
+
+async def test_old_rings_go_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that died after it was set aside is collected when everything is looked through."""
+    monkeypatch.setattr(garbage, "SET_ASIDE_S", 0.01)
+    monkeypatch.setattr(garbage, "EVERYTHING_S", 0.2)
+    ring = Ring()
+    seen = weakref.ref(ring)
+    async with collecting():
+        await asyncio.sleep(0)
+        assert gc.get_freeze_count() > 0
+        del ring
+
+        await until_gone(seen)
+
+
+def test_thresholds_come_back() -> None:
+    """Outside nothing is different: a library must not change its host."""
+    before = gc.get_threshold()
+    with thresholds_raised():
+        assert THRESHOLDS == gc.get_threshold()
+
+    assert before == gc.get_threshold()
+    assert 0 == gc.get_freeze_count()
+
+
+def test_pauses_are_measured() -> None:
+    """Each collection counts for its generation, and the longest is told."""
+    registry = CollectorRegistry()
+    with Pauses(registry).watched():
+        gc.collect()
+    gc.collect()
+
+    seconds = registry.get_sample_value("kvrouter_gc_seconds_total", {"generation": "2"})
+    longest = registry.get_sample_value("kvrouter_gc_longest_seconds")
+    assert seconds is not None
+    assert seconds == longest
+    assert longest > 0
