@@ -161,6 +161,7 @@ static void count_events(struct stream *s, const char *at, size_t len, uint64_t 
         s->has_data = 1;
         if (++open_now > open_most) open_most = open_now;
         add(&ttft, now - s->start);
+        stalls += now - s->start >= STALL_US;
     }
     for (const char *end = at + len; at < end;) {
         if (*at == '\n' && s->is_newline) s->events++, s->is_newline = 0, at++;

@@ -35,7 +35,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the generator saw; `events` without [DONE], `stalls` are gaps of 35 ms and more."""
+    """What the generator saw; `events` without [DONE]; `stalls`: waits of 35 ms and more for any event."""
 
     requests: int
     errors: int

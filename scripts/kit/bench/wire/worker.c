@@ -2,8 +2,9 @@
  *
  *   worker --port P [--port P]... [--events N] [--pace-ms X] [--model NAME] [--seconds S]
  *
- * `max_tokens` of a request says how many events its stream has (else --events). The head of a stream
- * leaves at once and each event by itself, the first after one pace, as an engine under uvicorn does.
+ * Each port is an engine. It works in steps of --pace-ms: at each step all its streams get an event, as with
+ * continuous batching; the steps of several ports are spread evenly. The head of a stream leaves at once, as
+ * from uvicorn. `max_tokens` of a request says how many events its stream has (else --events).
  * A request body needs a content-length. It ends on SIGTERM, or after --seconds. Listens on 127.0.0.1 only.
  */
 #define _GNU_SOURCE
@@ -33,7 +34,7 @@ struct connection {
     size_t in_len, in_size;
     char *out;                    /* what the socket did not take */
     size_t out_len, out_sent, out_size;
-    uint64_t due;                 /* when the next event leaves */
+    uint64_t due, offset;         /* when the next event leaves; how far its engine's steps are off the grid */
     long left;                    /* events of this stream that are to come */
     int is_chat, is_closing;
 };
@@ -91,7 +92,8 @@ static void start_stream(struct connection *c, long count) {
         if (!(heap = realloc(heap, (size_t)heap_size * sizeof *heap))) die("memory");
     }
     c->left = count;
-    c->due = now_ns() + pace_ns;
+    uint64_t now = now_ns();
+    c->due = pace_ns ? now + pace_ns - (now - c->offset) % pace_ns : now;
     heap_len++;
     sift(c, heap_len - 1);
 }
@@ -249,13 +251,14 @@ static int read_some(struct connection *c) {
     }
 }
 
-static void take(int listener) {
+static void take(int listener, uint64_t offset) {
     for (int fd, on = 1; (fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)) >= 0;) {
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
         struct connection *c = calloc(1, sizeof *c);
         if (!c) die("memory");
         c->fd = fd;
         c->at = -1;
+        c->offset = offset;
         struct epoll_event e = {.events = EPOLLIN, .data.ptr = c};
         if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &e)) die("epoll_ctl");
     }
@@ -366,8 +369,8 @@ int main(int argc, char **argv) {
     sigaction(SIGTERM, &on_stop, NULL);
     sigaction(SIGINT, &on_stop, NULL);
     make_answers();
-    if ((epoll_fd = epoll_create1(EPOLL_CLOEXEC)) < 0) die("epoll_create1");
-    if ((timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)) < 0) die("timerfd_create");
+    epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (epoll_fd < 0 || (timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)) < 0) die("start");
     struct epoll_event e = {.events = EPOLLIN, .data.ptr = &timer_fd};
     if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, timer_fd, &e)) die("epoll_ctl");
     for (int i = 0; i < ports; i++) {
@@ -377,20 +380,18 @@ int main(int argc, char **argv) {
     uint64_t end = now_ns() + (uint64_t)(seconds * 1e9);
     while (!is_stopped && now_ns() < end) {
         struct epoll_event ready[EVENT_BATCH];
-        int count = epoll_wait(epoll_fd, ready, EVENT_BATCH, 1000);
+        int count = epoll_wait(epoll_fd, ready, EVENT_BATCH, 1000), is_due = 0;
         if (count < 0 && errno != EINTR) die("epoll_wait");
-        int is_due = 0;
         for (int i = 0; i < count; i++) {
-            void *whose = ready[i].data.ptr;
-            if (whose == &timer_fd) is_due = 1;   /* after the rest: sending may drop a connection of this batch */
-            else if (whose >= (void *)listeners && whose < (void *)(listeners + ports)) take(*(int *)whose);
+            void *whose = ready[i].data.ptr;   /* the timer after the rest: it may drop a connection of this batch */
+            if (whose == &timer_fd) is_due = 1;
+            else if (whose >= (void *)listeners && whose < (void *)(listeners + ports))
+                take(*(int *)whose, pace_ns * (uint64_t)((int *)whose - listeners) / (uint64_t)ports);
             else serve_connection(whose, ready[i].events);
         }
-        if (is_due) {
-            uint64_t expirations;
-            if (read(timer_fd, &expirations, sizeof expirations) < 0 && errno != EAGAIN) die("timerfd");
-            armed = 0;
-        }
+        uint64_t expirations;
+        if (is_due && read(timer_fd, &expirations, sizeof expirations) < 0 && errno != EAGAIN) die("timerfd");
+        if (is_due) armed = 0;
         send_due();
         arm();
     }
