@@ -15,11 +15,16 @@ usage: scripts/bench SUBCOMMAND [flags]
   herding    how many of a burst all replicas send to the one idle worker
   lag        how long the event loop keeps things waiting while KV events of a large fleet come
   tokens     what a prompt costs to tokenize when its beginning is known
+  relay      what a request and a streamed event cost at one frontend
+  peers      the same work beside nginx, vllm-router, sglang-router and Dynamo's frontend
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
 """
 
 _COMMANDS = ("policies", "sync", "herding", "lag", "tokens")
+
+
+_COMMANDS = ("policies", "sync", "herding", "tokens", "relay", "peers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scripts.kit.bench.wire.build import binary
 from scripts.kit.bench.wire.load import Load, run_load
-from scripts.kit.bench.wire.works import MODEL, SHORT_BODY
+from scripts.kit.bench.wire.works import MODEL, SHORT_BODIES
 from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
 from scripts.kit.http_client import Client
 from scripts.kit.replicas import Replica
@@ -176,7 +176,7 @@ async def _answering(fleet: Fleet, router: Router) -> Router:
             while True:
                 router.process.check()
                 report = await run_load(
-                    Load(router.port, [SHORT_BODY], requests=1, limit_s=5), fleet.directory
+                    Load(router.port, SHORT_BODIES, requests=1, limit_s=5), fleet.directory
                 )
                 if report.requests == 1:
                     return router

@@ -6,22 +6,22 @@ import json
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from statistics import median
 
-from scripts.kit.bench.meter import group_cpu_ns
-from scripts.kit.bench.wire.load import Load, Report, run_load
-from scripts.kit.fleet import FleetError
+from scripts.kit.bench.wire.load import Load, Report
 
 MODEL = "mock"
 PACE_MS = 5.0
 LONG_BYTES = 36 * 1024
 STREAM_EVENTS = 200
-PAUSE_RAMP_MS = 1000.0
+RAMP_MS = 1000.0
+BODIES = 64
 
 
-def _body(prompt: str, **more: object) -> bytes:
-    return json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 8, **more}).encode()
+def _bodies(prompt: str, **more: object) -> list[bytes]:
+    """Requests that differ in their last word alone."""
+    request = {"model": MODEL, "max_tokens": 8, **more}
+    return [json.dumps({**request, "prompt": f"{prompt} {number}"}).encode() for number in range(BODIES)]
 
 
 def long_prompt(size: int) -> str:
@@ -30,9 +30,10 @@ def long_prompt(size: int) -> str:
     return (words * (size // len(words) + 1))[:size]
 
 
-SHORT_BODY = _body("Say hello to the world.")
-LONG_BODY = _body(long_prompt(LONG_BYTES))
-STREAM_BODY = _body("Say hello to the world.", stream=True, max_tokens=STREAM_EVENTS)
+_HELLO = "Say hello to the world."
+SHORT_BODIES = _bodies(_HELLO)
+LONG_BODIES = _bodies(long_prompt(LONG_BYTES))
+STREAM_BODIES = _bodies(_HELLO, stream=True, max_tokens=STREAM_EVENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,18 @@ class Work:
 
     name: str
     title: str
-    body: bytes
+    bodies: Sequence[bytes]
     concurrency: int
     requests: int
     is_stream: bool = False
     ramp_ms: float = 0.0
+    path: str = "/v1/completions"
 
     def load(self, port: int) -> Load:
         """The same for every router."""
         return Load(
-            port, [self.body], concurrency=self.concurrency, requests=self.requests, is_stream=self.is_stream,
-            ramp_ms=self.ramp_ms, seconds=90, limit_s=100,
+            port, self.bodies, path=self.path, concurrency=self.concurrency, requests=self.requests,
+            is_stream=self.is_stream, ramp_ms=self.ramp_ms, seconds=90, limit_s=100,
         )  # fmt: skip
 
 
@@ -62,10 +64,10 @@ def standard_works(share: float = 1.0) -> list[Work]:
         return max(8, round(requests * share))
 
     return [
-        Work("short", "short request, not streamed, 32 at a time", SHORT_BODY, 32, count(16_000)),
-        Work("long", "the same with a prompt of 36 KB", LONG_BODY, 32, count(8_000)),
-        Work("paced", "64 streams, an event every 5 ms", STREAM_BODY, 64, count(256), True, PAUSE_RAMP_MS),
-        Work("alone", "short request, one at a time", SHORT_BODY, 1, count(3_000)),
+        Work("short", "short requests, 32 at a time", SHORT_BODIES, 32, count(12_000)),
+        Work("long", "the same with 36 KB prompts", LONG_BODIES, 32, count(6_000)),
+        Work("paced", "64 streams, an event each 5 ms", STREAM_BODIES, 64, count(256), True, RAMP_MS),
+        Work("alone", "short requests, one at a time", SHORT_BODIES, 1, count(2_000)),
     ]
 
 
@@ -105,18 +107,6 @@ class Run:
         """Figure by figure; but stalls are added up, for none may be lost."""
         figures = {field.name: median(getattr(run, field.name) for run in runs) for field in fields(cls)}
         return cls(**figures | {"stalls": sum(run.stalls for run in runs)})
-
-
-async def measure(work: Work, name: str, port: int, group: int, directory: Path) -> Run:
-    """One run. Raises FleetError if a request fails: a router that fails is not compared."""
-    before = group_cpu_ns(group)
-    report = await run_load(work.load(port), directory)
-    used = group_cpu_ns(group) - before
-    if report.errors or not report.requests:
-        raise FleetError(
-            f"{name}, {work.name}: {report.errors} of {work.requests} requests failed: {report.first_error}"
-        )
-    return Run.of(report, used)
 
 
 def raise_descriptor_limit() -> int:

@@ -1,0 +1,138 @@
+"""What a request and a streamed event cost at one frontend, and how that grows with the open streams.
+
+Fake workers and a load generator in C (scripts/kit/bench/wire), faster than what they measure: `direct` is
+one connected to the other. CPU time is that of the frontend's process alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from scripts.kit.bench.sync import machine
+from scripts.kit.bench.wire import growth, tables
+from scripts.kit.bench.wire.growth import Growth
+from scripts.kit.bench.wire.rounds import Results, run_rounds
+from scripts.kit.bench.wire.stage import Stage, direct, open_stage
+from scripts.kit.bench.wire.tables import DIRECT, tools_line, work_table
+from scripts.kit.bench.wire.targets import OURS, OURS_KV
+from scripts.kit.bench.wire.works import Work, raise_descriptor_limit, standard_works
+from scripts.kit.figures import MachineTime
+from scripts.kit.fleet import FleetError
+from scripts.kit.http_client import HttpError
+from scripts.kit.script import new_console, until_signalled
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    runs: int
+    share: float
+    streams: Sequence[int]
+    growth_runs: int
+    window_s: float
+    plots: Path | None
+    json: Path | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit code."""
+    options = _options(arguments)
+    try:
+        return uvloop.run(until_signalled("bench", _run(options)))
+    except (FleetError, HttpError) as error:
+        print(f"bench: failed: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(options: Options) -> int:
+    console = new_console()
+    descriptors = raise_descriptor_limit()
+    works = standard_works(options.share)
+    before = MachineTime.now()
+    async with open_stage() as stage:
+        results = await _relay(stage, works, options, console)
+        grown = await _growth(stage, options, descriptors, console)
+    about = about_machine(before) | {"runs": options.runs, "share": options.share}
+    for work in works:
+        console.print(work_table(work, [OURS, OURS_KV, DIRECT], results))
+    if grown:
+        console.print(growth.growth_table(grown))
+    console.print(tools_line(works, results), highlight=False)
+    console.print(json.dumps(about), soft_wrap=True, highlight=False)
+    if options.plots is not None and grown:
+        growth.write_plots(options.plots, grown)
+    if options.json is not None:
+        body = {**about, "results": tables.as_json(results), "growth": growth.as_json(grown)}
+        options.json.write_text(json.dumps(body, indent=2) + "\n")
+    return 0
+
+
+async def _relay(stage: Stage, works: Sequence[Work], options: Options, console: Console) -> Results:
+    workers = await stage.workers(pace_ms=5)
+    contenders = [await stage.ours(name, workers) for name in (OURS, OURS_KV)]
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False)
+
+    results = await run_rounds([*contenders, direct(workers)], works, options.runs, stage.directory, say)
+    for each in contenders:
+        await stage.stop(each.group)
+    return results
+
+
+async def _growth(stage: Stage, options: Options, descriptors: int, console: Console) -> list[Growth]:
+    found = []
+    for streams in growth.possible_streams(options.streams, descriptors):
+        workers = await stage.workers(growth.pace_ms(streams), growth.WORKERS)
+        for _ in range(options.growth_runs):
+            console.print(f"{streams:,} streams", highlight=False)
+            one = await stage.ours(OURS, workers)
+            found.append(
+                await growth.grow(one, streams, window_s=options.window_s, directory=stage.directory)
+            )
+            await stage.stop(one.group)
+    return growth.medians(found)
+
+
+def about_machine(before: MachineTime | None) -> dict[str, object]:
+    """Where and when, and how busy the machine was since then."""
+    about = {name: value for name, value in machine().items() if not name.endswith("_tokens")}
+    after = MachineTime.now()
+    if before and after:
+        about["machine_busy"] = round(after.busy_since(before), 3)
+    return about | {"kernel": platform.release().partition("-")[0]}
+
+
+def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of `peers`, too."""
+    add = parser.add_argument
+    add("--runs", type=int, default=5, metavar="N", help="rounds; figures are their medians (%(default)s)")
+    add("--share", type=float, default=1.0, metavar="X", help="of the requests of a run (%(default)g)")
+    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+
+
+def _options(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench relay", description=__doc__.split("\n", maxsplit=1)[0]
+    )
+    add_measuring_flags(parser)
+    add = parser.add_argument
+    add("--streams", type=int, nargs="*", default=growth.STREAMS, metavar="N",
+        help="open streams to grow through; none: no growth (10 100 1000 3000 9000)")  # fmt: skip
+    add("--growth-runs", type=int, default=1, metavar="N", help="runs of each (%(default)s)")
+    add("--window-s", type=float, default=5.0, metavar="S", help="length of a look (%(default)g)")
+    add("--plots", type=Path, metavar="DIR", help="write SVG plots of the growth there")
+    flags = parser.parse_args(arguments)
+    return Options(
+        flags.runs, flags.share, flags.streams, flags.growth_runs, flags.window_s, flags.plots, flags.json
+    )
