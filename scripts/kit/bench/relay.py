@@ -10,7 +10,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from rich.console import Console
 from scripts.kit.bench.sync import machine
 from scripts.kit.bench.wire import growth, tables
 from scripts.kit.bench.wire.growth import Growth
-from scripts.kit.bench.wire.rounds import Results, run_rounds
+from scripts.kit.bench.wire.rounds import Results, run_rounds, warm
 from scripts.kit.bench.wire.stage import Stage, direct, open_stage
 from scripts.kit.bench.wire.tables import DIRECT, tools_line, work_table
 from scripts.kit.bench.wire.targets import OURS, OURS_KV
@@ -79,13 +79,11 @@ async def _run(options: Options) -> int:
 
 async def _relay(stage: Stage, works: Sequence[Work], options: Options, console: Console) -> Results:
     workers = await stage.workers(pace_ms=5)
-    contenders = [await stage.ours(name, workers) for name in (OURS, OURS_KV)]
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False)
-
-    results = await run_rounds([*contenders, direct(workers)], works, options.runs, stage.directory, say)
-    for each in contenders:
+    ours = [await stage.ours(name, workers) for name in (OURS, OURS_KV)]
+    contenders = [*ours, direct(workers)]
+    await warm(contenders, works, stage.directory)
+    results = await run_rounds(contenders, lambda: works, options.runs, stage.directory, sayer(console))
+    for each in ours:
         await stage.stop(each.group)
     return results
 
@@ -102,6 +100,15 @@ async def _growth(stage: Stage, options: Options, descriptors: int, console: Con
             )
             await stage.stop(one.group)
     return growth.medians(found)
+
+
+def sayer(console: Console, prefix: str = "") -> Callable[[str], None]:
+    """Shows where a long measurement is."""
+
+    def say(text: str) -> None:
+        console.print(prefix + text, highlight=False)
+
+    return say
 
 
 def about_machine(before: MachineTime | None) -> dict[str, object]:

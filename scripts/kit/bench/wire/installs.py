@@ -23,6 +23,11 @@ class Peer:
     without_deps: Sequence[str] = ()
     program: str = "python"
 
+    @property
+    def version(self) -> str:
+        """The one that is installed."""
+        return (self.without_deps or self.packages)[0].partition("==")[2]
+
     def directory(self, cache: Path | None = None) -> Path:
         """Its environment, there or not."""
         return (cache or cache_directory()) / self.name

@@ -35,22 +35,28 @@ class Results:
         return self.medians.get((work, name))
 
 
+async def warm(contenders: Sequence[Contender], works: Sequence[Work], directory: Path) -> None:
+    """Connections, caches, and code that is compiled or loaded at first use."""
+    for work in works:
+        few = replace(work, requests=min(work.requests, WARM_REQUESTS), ramp_ms=0)
+        for contender in contenders:
+            await measure(few, contender, directory)
+
+
 async def run_rounds(
     contenders: Sequence[Contender],
-    works: Sequence[Work],
+    make_works: Callable[[], Sequence[Work]],
     runs: int,
     directory: Path,
     say: Callable[[str], None],
 ) -> Results:
-    """Measure; in each round another contender is first."""
+    """Measure; in each round another contender is first. `make_works` is asked in each, too."""
     seen: dict[tuple[str, str], list[Run]] = {}
     for number in range(runs):
         say(f"round {number + 1} of {runs}")
         turn = number % len(contenders)
-        for work in works:
+        for work in make_works():
             for contender in [*contenders[turn:], *contenders[:turn]]:
-                if number == 0:
-                    await measure(replace(work, requests=WARM_REQUESTS, ramp_ms=0), contender, directory)
                 run = await measure(work, contender, directory)
                 seen.setdefault((work.name, contender.name), []).append(run)
     return Results(runs, {key: Run.median(each) for key, each in seen.items()})

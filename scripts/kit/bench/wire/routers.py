@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.kit.bench.wire.build import binary
@@ -169,23 +169,25 @@ async def _start(
 
 
 async def _answering(fleet: Fleet, router: Router) -> Router:
-    """Until a completion comes through."""
+    await answering(fleet, router.name, router.process, Load(router.port, SHORT_BODIES, requests=1))
+    return router
+
+
+async def answering(fleet: Fleet, name: str, process: Process, load: Load) -> None:
+    """Until a request comes through. Raises FleetError if none does."""
     why = ""
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
             while True:
-                router.process.check()
-                report = await run_load(
-                    Load(router.port, SHORT_BODIES, requests=1, limit_s=5), fleet.directory
-                )
+                process.check()
+                report = await run_load(replace(load, requests=1, limit_s=5), fleet.directory)
                 if report.requests == 1:
-                    return router
+                    return
                 why = report.first_error
                 await asyncio.sleep(0.2)
     except TimeoutError:
         raise FleetError(
-            f"{router.name} answers no request after {READY_TIMEOUT_S:g} s: {why};"
-            f" log:\n{router.process.tail()}"
+            f"{name} answers no request after {READY_TIMEOUT_S:g} s: {why}; log:\n{process.tail()}"
         ) from None
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from scripts.kit.bench.wire.rounds import Results
 from scripts.kit.bench.wire.works import Run, Work
 
+CHAT_TITLE = "chat: 4,000 tokens, 3,600 of them shared, 64 streamed"
 DIRECT = "direct"
 """The generator and the fake workers, with nothing between them."""
 
@@ -61,6 +62,21 @@ def _figures(work: Work, run: Run, direct: Run | None) -> list[str]:
 
 def _ms(value: float) -> str:
     return f"{value:.2f} ms"
+
+
+def chat_table(results: Results) -> Table:
+    """Of chats: CPU of the frontend's process alone."""
+    table = Table(title=CHAT_TITLE, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for column in ("CPU ms / request", "TTFT p50", "gap p50", "requests/s"):
+        table.add_column(column, justify="right")
+    for (work, name), run in results.medians.items():
+        if work == "chat":
+            table.add_row(
+                name, f"{run.cpu_us_per_request / 1e3:.2f}", _ms(run.ttft_p50_ms), _ms(run.gap_p50_ms),
+                f"{run.requests_per_s:,.0f}",
+            )  # fmt: skip
+    return table
 
 
 def tools_line(works: Sequence[Work], results: Results) -> str:

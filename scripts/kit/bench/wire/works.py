@@ -81,6 +81,7 @@ class Run:
     latency_p99_ms: float
     ttft_p50_ms: float
     ttft_p99_ms: float
+    gap_p50_ms: float
     gap_max_ms: float
     stalls: float
     requests_per_s: float
@@ -96,6 +97,7 @@ class Run:
             report.latency_p99_us / 1e3,
             report.ttft_p50_us / 1e3,
             report.ttft_p99_us / 1e3,
+            report.gap_p50_us / 1e3,
             report.gap_max_us / 1e3,
             report.stalls,
             report.requests_per_s,
