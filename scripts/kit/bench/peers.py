@@ -21,8 +21,8 @@ from scripts.kit.bench.relay import about_machine, add_measuring_flags, sayer
 from scripts.kit.bench.wire import chat, installs, routers, tables
 from scripts.kit.bench.wire.rounds import Contender, Results, run_rounds, warm
 from scripts.kit.bench.wire.stage import Stage, contender, direct, open_stage
-from scripts.kit.bench.wire.tables import DIRECT, tools_line, work_table
-from scripts.kit.bench.wire.targets import OURS, OURS_KV, Target, target_table, targets
+from scripts.kit.bench.wire.tables import tools_line, work_table
+from scripts.kit.bench.wire.targets import Target, target_table, targets
 from scripts.kit.bench.wire.works import raise_descriptor_limit, standard_works
 from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import FleetError
@@ -45,6 +45,7 @@ class Options:
     vllm_router: Path | None
     sglang_router: Path | None
     dynamo: Path | None
+    against: Path | None
     json: Path | None
 
     @property
@@ -91,7 +92,7 @@ async def _run(options: Options) -> int:
 
 async def _side_by_side(stage: Stage, options: Options, console: Console) -> Results:
     workers = await stage.workers(pace_ms=5)
-    contenders = [await stage.ours(name, workers) for name in (OURS, OURS_KV)]
+    contenders = await stage.both_modes(workers, options.against)
     if options.nginx:
         contenders.append(contender(await routers.start_nginx(stage.fleet, options.nginx, workers)))
     for policy in options.policies:
@@ -127,10 +128,8 @@ async def _chats(stage: Stage, options: Options, console: Console) -> Results:
 
 def _show(console: Console, results: Results, rows: Sequence[Target], about: dict[str, object]) -> None:
     works = standard_works()
-    names = list(dict.fromkeys(name for _, name in results.medians))
-    names = [*(name for name in names if name != DIRECT), DIRECT]
     for work in works:
-        console.print(work_table(work, names, results))
+        console.print(work_table(work, tables.names(results), results))
     console.print(tables.chat_table(results))
     console.print(target_table(rows))
     for name in about["missing"] if isinstance(about["missing"], list) else []:
@@ -179,5 +178,6 @@ def _options(arguments: Sequence[str] | None) -> Options:
         vllm_router=installs.VLLM_ROUTER.find(),
         sglang_router=installs.SGLANG_ROUTER.find(),
         dynamo=installs.DYNAMO.find(),
+        against=flags.against,
         json=flags.json,
     )

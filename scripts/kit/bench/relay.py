@@ -22,8 +22,8 @@ from scripts.kit.bench.wire import growth, tables
 from scripts.kit.bench.wire.growth import Growth
 from scripts.kit.bench.wire.rounds import Results, run_rounds, warm
 from scripts.kit.bench.wire.stage import Stage, direct, open_stage
-from scripts.kit.bench.wire.tables import DIRECT, tools_line, work_table
-from scripts.kit.bench.wire.targets import OURS, OURS_KV
+from scripts.kit.bench.wire.tables import tools_line, work_table
+from scripts.kit.bench.wire.targets import OURS
 from scripts.kit.bench.wire.works import Work, raise_descriptor_limit, standard_works
 from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import FleetError
@@ -40,6 +40,7 @@ class Options:
     streams: Sequence[int]
     growth_runs: int
     window_s: float
+    against: Path | None
     plots: Path | None
     json: Path | None
 
@@ -63,8 +64,9 @@ async def _run(options: Options) -> int:
         results = await _relay(stage, works, options, console)
         grown = await _growth(stage, options, descriptors, console)
     about = about_machine(before) | {"runs": options.runs, "share": options.share}
+    names = tables.names(results)
     for work in works:
-        console.print(work_table(work, [OURS, OURS_KV, DIRECT], results))
+        console.print(work_table(work, names, results))
     if grown:
         console.print(growth.growth_table(grown))
     console.print(tools_line(works, results), highlight=False)
@@ -79,7 +81,7 @@ async def _run(options: Options) -> int:
 
 async def _relay(stage: Stage, works: Sequence[Work], options: Options, console: Console) -> Results:
     workers = await stage.workers(pace_ms=5)
-    ours = [await stage.ours(name, workers) for name in (OURS, OURS_KV)]
+    ours = await stage.both_modes(workers, options.against)
     contenders = [*ours, direct(workers)]
     await warm(contenders, works, stage.directory)
     results = await run_rounds(contenders, lambda: works, options.runs, stage.directory, sayer(console))
@@ -126,6 +128,16 @@ def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
     add("--runs", type=int, default=5, metavar="N", help="rounds; figures are their medians (%(default)s)")
     add("--share", type=float, default=1.0, metavar="X", help="of the requests of a run (%(default)g)")
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--against", type=checkout, metavar="DIR",
+        help="another checkout of kvrouter: its frontends are measured in the same rounds")  # fmt: skip
+
+
+def checkout(name: str) -> Path:
+    """The root of a checkout of kvrouter. Raises ArgumentTypeError."""
+    path = Path(name).resolve()
+    if not (path / "kvrouter" / "frontend").is_dir():
+        raise argparse.ArgumentTypeError(f"{name}: no kvrouter there; name the root of a checkout")
+    return path
 
 
 def _options(arguments: Sequence[str] | None) -> Options:
@@ -139,7 +151,4 @@ def _options(arguments: Sequence[str] | None) -> Options:
     add("--growth-runs", type=int, default=1, metavar="N", help="runs of each (%(default)s)")
     add("--window-s", type=float, default=5.0, metavar="S", help="length of a look (%(default)g)")
     add("--plots", type=Path, metavar="DIR", help="write SVG plots of the growth there")
-    flags = parser.parse_args(arguments)
-    return Options(
-        flags.runs, flags.share, flags.streams, flags.growth_runs, flags.window_s, flags.plots, flags.json
-    )
+    return Options(**vars(parser.parse_args(arguments)))

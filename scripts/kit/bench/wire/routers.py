@@ -75,18 +75,22 @@ async def start_kvrouter(
     name: str,
     flags: Sequence[str],
     *,
-    nats_url: str,
-    namespace: str,
     count: int,
+    checkout: Path | None = None,
 ) -> Router:
-    """A frontend with its defaults and `flags`; returns when it sees `count` workers."""
+    """A frontend with its defaults and `flags`; returns when it sees `count` workers.
+
+    `checkout` is another directory with kvrouter's source, and perhaps a .venv that fits it.
+    """
     (port,) = free_ports(1)
+    python = checkout / ".venv" / "bin" / "python" if checkout else Path(sys.executable)
     process = await fleet.start(
-        name.replace(" ", "-"),
+        f"{name}-{port}".replace(" ", "-"),
         [
-            sys.executable, "-m", "kvrouter.frontend", "--host=127.0.0.1", f"--port={port}",
-            f"--nats={nats_url}", f"--namespace={namespace}", "--drain-grace=0", *flags,
+            str(python if python.exists() else sys.executable), "-m", "kvrouter.frontend",
+            "--host=127.0.0.1", f"--port={port}", "--drain-grace=0", *flags,
         ],
+        env={"PYTHONPATH": str(checkout)} if checkout else None,
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     await wait_until_ok(client, process, f"{url}/ready")

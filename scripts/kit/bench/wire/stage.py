@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,16 +43,22 @@ class Stage:
         await routers.start_announcer(self.fleet, workers, self.nats_url, namespace(workers))
         return workers
 
-    async def ours(self, name: str, workers: Workers, more: Sequence[str] = ()) -> Contender:
-        """A frontend in one of the modes of FLAGS."""
-        flags = [*FLAGS[name], *more]
+    async def ours(self, name: str, workers: Workers, checkout: Path | None = None) -> Contender:
+        """A frontend in one of the modes of FLAGS, or the one of another checkout."""
+        flags = [*FLAGS[name], f"--nats={self.nats_url}", f"--namespace={namespace(workers)}"]
         if name == OURS_KV:
             flags.append(f"--model-path={self.model_path}")
-        router = await routers.start_kvrouter(
-            self.fleet, self.client, f"{name}-{workers.ports[0]}", flags,
-            nats_url=self.nats_url, namespace=namespace(workers), count=len(workers.ports),
-        )  # fmt: skip
-        return Contender(name, router.port, router.process.pid)
+        shown = f"{name}, other" if checkout else name
+        return contender(
+            await routers.start_kvrouter(
+                self.fleet, self.client, shown, flags, count=len(workers.ports), checkout=checkout
+            )
+        )
+
+    async def both_modes(self, workers: Workers, checkout: Path | None) -> list[Contender]:
+        """Frontends of this checkout, and of another one if there is one to compare with."""
+        checkouts = [None] if checkout is None else [None, checkout]
+        return [await self.ours(name, workers, each) for each in checkouts for name in FLAGS]
 
     async def stop(self, group: int) -> None:
         """End the process that leads it."""

@@ -16,14 +16,20 @@ DIRECT = "direct"
 """The generator and the fake workers, with nothing between them."""
 
 
-def work_table(work: Work, names: Sequence[str], results: Results) -> Table:
+def names(results: Results) -> list[str]:
+    """Of all contenders, the one with nothing between last."""
+    found = dict.fromkeys(name for _, name in results.medians)
+    return sorted(found, key=lambda name: name == DIRECT)
+
+
+def work_table(work: Work, rows: Sequence[str], results: Results) -> Table:
     """One work, a row for each contender."""
     table = Table(title=work.title, title_justify="left")
     table.add_column("", no_wrap=True)
     columns = _columns(work)
     for column in columns:
         table.add_column(column, justify="right")
-    for name in names:
+    for name in rows:
         run = results.get(work.name, name)
         if run is not None:
             figures = _figures(work, run, results.get(work.name, DIRECT))
