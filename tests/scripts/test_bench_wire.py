@@ -17,10 +17,12 @@ from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
 from scripts.kit.bench.wire import growth, installs, tables, targets
 from scripts.kit.bench.wire.growth import Growth
 from scripts.kit.bench.wire.load import Report
-from scripts.kit.bench.wire.rounds import Results
-from scripts.kit.bench.wire.routers import find_nginx, nginx_config
+from scripts.kit.bench.wire.rounds import Results, measure
+from scripts.kit.bench.wire.routers import find_nginx, nginx_config, start_kvrouter
+from scripts.kit.bench.wire.stage import open_stage
 from scripts.kit.bench.wire.works import Run, standard_works
-from scripts.kit.fleet import FleetError
+from scripts.kit.fleet import Fleet, FleetError
+from scripts.kit.http_client import Client
 
 REPORT = Report(
     requests=1000, errors=0, first_error="", reopened=0, seconds=2.0, latency_p50_us=300, latency_p90_us=500,
@@ -134,7 +136,7 @@ def test_work_tables() -> None:
     works = {work.name: work for work in standard_works()}
     medians = {
         ("alone", "a"): a_run(latency_p50_ms=0.75),
-        ("alone", tables.DIRECT): a_run(latency_p50_ms=0.25),
+        ("alone", targets.DIRECT): a_run(latency_p50_ms=0.25),
         ("paced", "a"): a_run(),
     }
     shown = Results(1, medians)
@@ -146,7 +148,7 @@ def test_work_tables() -> None:
     text = console.export_text()
     assert "0.50 ms" in text
     assert "CPU µs / event" in text
-    assert ["a", tables.DIRECT] == tables.names(shown)
+    assert ["a", targets.DIRECT] == tables.names(shown)
     assert {"work": "paced", "name": "a"}.items() <= tables.as_json(shown)[-1].items()
 
 
@@ -155,7 +157,7 @@ def test_tools_line() -> None:
     medians = {
         ("short", "a"): a_run(requests_per_s=9000.0, generator_idle=0.5),
         ("short", "b"): a_run(requests_per_s=4000.0, generator_idle=0.8),
-        ("short", tables.DIRECT): a_run(requests_per_s=90_000.0),
+        ("short", targets.DIRECT): a_run(requests_per_s=90_000.0),
     }
 
     line = tables.tools_line(standard_works(), Results(1, medians))
@@ -231,9 +233,9 @@ def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert 0 == status, capfd.readouterr().err
     body: dict[str, Any] = json.loads(out.read_text())
     measured = {(row["work"], row["name"]) for row in body["results"]}
-    names = (targets.OURS, targets.OURS_KV, tables.DIRECT)
+    names = (targets.OURS, targets.OURS_KV, targets.DIRECT)
     assert {(work, name) for work in ("short", "long", "paced", "alone") for name in names} == measured
-    assert [4] == [row["streams"] for row in body["growth"]]
+    assert (targets.OURS, 4) in {(row["name"], row["streams"]) for row in body["growth"]}
     assert all(row["cpu_us_per_event"] > 0 for row in body["growth"])
     assert (plots / "streams-cpu.svg").exists()
     assert "tools: short" in capfd.readouterr().out
@@ -262,6 +264,33 @@ def test_peers_that_are_missing(
         assert f"missing: {name}" in output.out
     assert {"short", "long", "paced", "alone", "chat"} == {row["work"] for row in body["targets"]}
     assert {None} == {row["met"] for row in body["targets"] if row["figure"] != "stalls"}
+
+
+@pytest.mark.skipif(find_nginx(None) is None, reason="no nginx on PATH: apt-get install nginx-light")
+async def test_nginx() -> None:
+    """With the configuration that it gets here it passes on short requests and streams."""
+    works = [replace(work, requests=8, concurrency=4, ramp_ms=0) for work in standard_works()]
+    async with open_stage() as stage:
+        workers = await stage.workers(pace_ms=1)
+        nginx = await stage.nginx(workers, find_nginx(None) or Path())
+        runs = [await measure(work, nginx, stage.directory) for work in works]
+
+    assert all(run.cpu_us_per_request > 0 for run in runs)
+
+
+async def test_another_checkout_is_what_runs(tmp_path: Path) -> None:
+    """The frontend of --against is the other checkout's, whatever the working directory is."""
+    package = tmp_path / "kvrouter" / "frontend"
+    package.mkdir(parents=True)
+    for directory in (package, package.parent):
+        (directory / "__init__.py").touch()
+    (package / "__main__.py").write_text("raise SystemExit('the other one')")
+    client = Client()
+
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(FleetError, match="the other one"):
+            await start_kvrouter(fleet, client, "other", [], count=1, checkout=tmp_path)
+    client.close()
 
 
 def test_another_checkout_has_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ async def _side_by_side(stage: Stage, options: Options, console: Console) -> Res
     workers = await stage.workers(pace_ms=5)
     contenders = await stage.both_modes(workers, options.against)
     if options.nginx:
-        contenders.append(contender(await routers.start_nginx(stage.fleet, options.nginx, workers)))
+        contenders.append(await stage.nginx(workers, options.nginx))
     for policy in options.policies:
         if program := options.vllm_router:
             router = await routers.start_vllm_router(stage.fleet, program, workers, policy)
@@ -157,7 +157,6 @@ def _options(arguments: Sequence[str] | None) -> Options:
         help="rounds with chats, ours and Dynamo's; 0: none (%(default)s)")  # fmt: skip
     add("--policies", nargs="+", default=["round_robin"], metavar="NAME",
         help="of vllm-router and sglang-router: round_robin, cache_aware (round_robin)")  # fmt: skip
-    add("--nginx", type=Path, metavar="PATH", help="the program (the one on PATH)")
     add(
         "--install",
         action="store_true",

@@ -7,11 +7,13 @@ one connected to the other. CPU time is that of the frontend's process alone.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -20,7 +22,8 @@ from rich.console import Console
 from scripts.kit.bench.sync import machine
 from scripts.kit.bench.wire import growth, tables
 from scripts.kit.bench.wire.growth import Growth
-from scripts.kit.bench.wire.rounds import Results, run_rounds, warm
+from scripts.kit.bench.wire.rounds import Contender, Results, run_rounds, warm
+from scripts.kit.bench.wire.routers import Workers, find_nginx
 from scripts.kit.bench.wire.stage import Stage, direct, open_stage
 from scripts.kit.bench.wire.tables import tools_line, work_table
 from scripts.kit.bench.wire.targets import OURS
@@ -41,6 +44,7 @@ class Options:
     growth_runs: int
     window_s: float
     against: Path | None
+    nginx: Path | None
     plots: Path | None
     json: Path | None
 
@@ -94,14 +98,24 @@ async def _growth(stage: Stage, options: Options, descriptors: int, console: Con
     found = []
     for streams in growth.possible_streams(options.streams, descriptors):
         workers = await stage.workers(growth.pace_ms(streams), growth.WORKERS)
-        for _ in range(options.growth_runs):
-            console.print(f"{streams:,} streams", highlight=False)
-            one = await stage.ours(OURS, workers)
+        for number, start in itertools.product(range(options.growth_runs), _routers(stage, workers, options)):
+            one = await start()
+            console.print(f"{streams:,} streams, run {number + 1}, {one.name}", highlight=False)
             found.append(
                 await growth.grow(one, streams, window_s=options.window_s, directory=stage.directory)
             )
             await stage.stop(one.group)
     return growth.medians(found)
+
+
+def _routers(stage: Stage, workers: Workers, options: Options) -> list[Callable[[], Awaitable[Contender]]]:
+    """What grows: a frontend, the one of another checkout, and nginx to tell what the kernel's part is."""
+    starts: list[Callable[[], Awaitable[Contender]]] = [partial(stage.ours, OURS, workers)]
+    if options.against is not None:
+        starts.append(partial(stage.ours, OURS, workers, options.against))
+    if program := find_nginx(options.nginx):
+        starts.append(partial(stage.nginx, workers, program))
+    return starts
 
 
 def sayer(console: Console, prefix: str = "") -> Callable[[str], None]:
@@ -130,6 +144,7 @@ def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     add("--against", type=checkout, metavar="DIR",
         help="another checkout of kvrouter: its frontends are measured in the same rounds")  # fmt: skip
+    add("--nginx", type=Path, metavar="PATH", help="the program (the one on PATH, if there is one)")
 
 
 def checkout(name: str) -> Path:

@@ -80,14 +80,15 @@ async def start_kvrouter(
 ) -> Router:
     """A frontend with its defaults and `flags`; returns when it sees `count` workers.
 
-    `checkout` is another directory with kvrouter's source, and perhaps a .venv that fits it.
+    `checkout` is another directory with kvrouter's source, and perhaps a .venv that fits it; -P keeps the
+    source in the working directory, which is ours, out of its way.
     """
     (port,) = free_ports(1)
     python = checkout / ".venv" / "bin" / "python" if checkout else Path(sys.executable)
     process = await fleet.start(
         f"{name}-{port}".replace(" ", "-"),
         [
-            str(python if python.exists() else sys.executable), "-m", "kvrouter.frontend",
+            str(python if python.exists() else sys.executable), "-P", "-m", "kvrouter.frontend",
             "--host=127.0.0.1", f"--port={port}", "--drain-grace=0", *flags,
         ],
         env={"PYTHONPATH": str(checkout)} if checkout else None,

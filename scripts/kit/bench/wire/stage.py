@@ -13,8 +13,7 @@ from scripts.kit import deployment
 from scripts.kit.bench.wire import routers
 from scripts.kit.bench.wire.rounds import Contender
 from scripts.kit.bench.wire.routers import Router, Workers
-from scripts.kit.bench.wire.tables import DIRECT
-from scripts.kit.bench.wire.targets import OURS, OURS_KV
+from scripts.kit.bench.wire.targets import DIRECT, OURS, OURS_KV
 from scripts.kit.fleet import Fleet
 from scripts.kit.http_client import Client
 from scripts.kit.script import log_directory
@@ -59,6 +58,10 @@ class Stage:
         """Frontends of this checkout, and of another one if there is one to compare with."""
         checkouts = [None] if checkout is None else [None, checkout]
         return [await self.ours(name, workers, each) for each in checkouts for name in FLAGS]
+
+    async def nginx(self, workers: Workers, program: Path) -> Contender:
+        """One in front of these workers."""
+        return contender(await routers.start_nginx(self.fleet, program, workers))
 
     async def stop(self, group: int) -> None:
         """End the process that leads it."""

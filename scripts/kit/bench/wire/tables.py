@@ -9,11 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from scripts.kit.bench.wire.rounds import Results
+from scripts.kit.bench.wire.targets import DIRECT
 from scripts.kit.bench.wire.works import Run, Work
 
 CHAT_TITLE = "chat: 4,000 tokens, 3,600 of them shared, 64 streamed"
-DIRECT = "direct"
-"""The generator and the fake workers, with nothing between them."""
 
 
 def names(results: Results) -> list[str]:
