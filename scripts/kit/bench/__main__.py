@@ -21,10 +21,7 @@ usage: scripts/bench SUBCOMMAND [flags]
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
 """
 
-_COMMANDS = ("policies", "sync", "herding", "lag", "tokens")
-
-
-_COMMANDS = ("policies", "sync", "herding", "tokens", "relay", "peers")
+_COMMANDS = ("policies", "sync", "herding", "lag", "tokens", "relay", "peers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -67,8 +67,9 @@ async def grow(contender: Contender, streams: int, *, window_s: float, directory
     Raises FleetError if they were not open at once however slowly they came.
     """
     ramp_s = max(_LEAST_RAMP_S, streams * _RAMP_S_PER_STREAM)
+    before = resident_bytes(contender.group)
     for tries_left in reversed(range(_TRIES)):
-        growth, report = await _look(contender, streams, ramp_s, window_s, directory)
+        growth, report = await _look(contender, streams, ramp_s, window_s, directory, before=before)
         if report.streams_open == streams and not report.errors:
             break
         if not tries_left:
@@ -82,11 +83,10 @@ async def grow(contender: Contender, streams: int, *, window_s: float, directory
 
 
 async def _look(
-    contender: Contender, streams: int, ramp_s: float, window_s: float, directory: Path
+    contender: Contender, streams: int, ramp_s: float, window_s: float, directory: Path, *, before: int
 ) -> tuple[Growth, Report]:
     settle_s = 1 + 2 * pace_ms(streams) / 1000
     lasts_s = ramp_s + settle_s + window_s + _TAIL_S
-    before = resident_bytes(contender.group)
     sending = asyncio.create_task(run_load(_load(contender.port, streams, ramp_s, lasts_s), directory))
     try:
         await asyncio.sleep(ramp_s + settle_s)
