@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from scripts.kit.bench.__main__ import main
@@ -17,7 +19,7 @@ from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
 from scripts.kit.bench.wire import growth, installs, tables, targets
 from scripts.kit.bench.wire.growth import Growth
 from scripts.kit.bench.wire.load import Report
-from scripts.kit.bench.wire.rounds import Results, measure
+from scripts.kit.bench.wire.rounds import Contender, Results, measure
 from scripts.kit.bench.wire.routers import find_nginx, nginx_config, start_kvrouter
 from scripts.kit.bench.wire.stage import open_stage
 from scripts.kit.bench.wire.works import Run, standard_works
@@ -192,6 +194,22 @@ def test_growth_medians(tmp_path: Path) -> None:
     assert [(10, 2.0), (100, 2.0)] == [(row.streams, row.cpu_us_per_event) for row in rows]
     assert {"streams-cpu.svg", "streams-memory.svg"} == {path.name for path in tmp_path.iterdir()}
     assert 2 == growth.growth_table(rows).row_count
+
+
+async def test_streams_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not hold all streams at once has no figure, but after a slower try an error with numbers."""
+    monkeypatch.setattr(growth, "_TRIES", 2)
+    monkeypatch.setattr(growth, "_LEAST_RAMP_S", 0.05)
+
+    async def refuse(_: web.Request) -> web.Response:
+        return web.json_response({}, status=503)
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", refuse)
+    async with TestServer(app) as server:
+        contender = Contender("full", server.port or 0, os.getpgrp())
+        with pytest.raises(FleetError, match=r"full: of 3 streams \d were open at once and 3 failed: .*503"):
+            await growth.grow(contender, 3, window_s=0.05, directory=tmp_path)
 
 
 def test_nginx_config(tmp_path: Path) -> None:

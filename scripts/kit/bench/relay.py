@@ -66,7 +66,7 @@ async def _run(options: Options) -> int:
     before = MachineTime.now()
     async with open_stage() as stage:
         results = await _relay(stage, works, options, console)
-        grown = await _growth(stage, options, descriptors, console)
+        grown, failures = await _growth(stage, options, descriptors, console)
     about = about_machine(before) | {"runs": options.runs, "share": options.share}
     names = tables.names(results)
     for work in works:
@@ -78,9 +78,16 @@ async def _run(options: Options) -> int:
     if options.plots is not None and grown:
         growth.write_plots(options.plots, grown)
     if options.json is not None:
-        body = {**about, "results": tables.as_json(results), "growth": growth.as_json(grown)}
+        body = {
+            **about,
+            "results": tables.as_json(results),
+            "growth": growth.as_json(grown),
+            "failures": failures,
+        }
         options.json.write_text(json.dumps(body, indent=2) + "\n")
-    return 0
+    for failure in failures:
+        print(f"bench: failed: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 async def _relay(stage: Stage, works: Sequence[Work], options: Options, console: Console) -> Results:
@@ -94,18 +101,24 @@ async def _relay(stage: Stage, works: Sequence[Work], options: Options, console:
     return results
 
 
-async def _growth(stage: Stage, options: Options, descriptors: int, console: Console) -> list[Growth]:
-    found = []
+async def _growth(
+    stage: Stage, options: Options, descriptors: int, console: Console
+) -> tuple[list[Growth], list[str]]:
+    """What was seen, and who could not open how many streams."""
+    found, failures = [], []
     for streams in growth.possible_streams(options.streams, descriptors):
         workers = await stage.workers(growth.pace_ms(streams), growth.WORKERS)
         for number, start in itertools.product(range(options.growth_runs), _routers(stage, workers, options)):
             one = await start()
             console.print(f"{streams:,} streams, run {number + 1}, {one.name}", highlight=False)
-            found.append(
-                await growth.grow(one, streams, window_s=options.window_s, directory=stage.directory)
-            )
+            try:
+                found.append(
+                    await growth.grow(one, streams, window_s=options.window_s, directory=stage.directory)
+                )
+            except FleetError as error:
+                failures.append(str(error))
             await stage.stop(one.group)
-    return growth.medians(found)
+    return growth.medians(found), failures
 
 
 def _routers(stage: Stage, workers: Workers, options: Options) -> list[Callable[[], Awaitable[Contender]]]:
