@@ -18,11 +18,15 @@ usage: scripts/bench SUBCOMMAND [flags]
   hashes     what naming a prompt's blocks costs, in Python and in C
   index      what the block index costs: look-ups, events, memory, a decision; in Python and in C
   growth     how hashes, index and decisions grow with targets, tokens and blocks: plots in docs/plots
+  relay      what a request and a streamed event cost at one frontend
+  peers      the same work beside nginx, vllm-router, sglang-router and Dynamo's frontend
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
 """
 
-_COMMANDS = ("policies", "sync", "herding", "lag", "tokens", "hashes", "index", "growth")
+_COMMANDS = (
+    "policies", "sync", "herding", "lag", "tokens", "hashes", "index", "growth", "relay", "peers",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

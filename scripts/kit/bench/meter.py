@@ -38,6 +38,30 @@ def cpu_ns(pid: int, proc: Path = Path("/proc")) -> int:
     )
 
 
+def group_cpu_ns(group: int, proc: Path = Path("/proc")) -> int:
+    """CPU time of a process group, as of a router that starts processes of its own."""
+    return sum(cpu_ns(pid, proc) for pid in _members(group, proc))
+
+
+def resident_bytes(group: int, proc: Path = Path("/proc")) -> int:
+    """Memory of a process group that is resident, shared pages counted for each process."""
+    status = [(proc / str(pid) / "status").read_text() for pid in _members(group, proc)]
+    lines = [line for text in status for line in text.splitlines() if line.startswith("VmRSS:")]
+    return sum(1024 * int(line.split()[1]) for line in lines)
+
+
+def _members(group: int, proc: Path) -> Iterator[int]:
+    for entry in proc.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            after_name = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        if int(after_name[2]) == group:
+            yield int(entry.name)
+
+
 async def usage(client: Client, pid: int, url: str) -> Usage:
     """One replica's. Its own answer to this is part of the next figures, and the same for all."""
     _, body = await client.get(f"{url}/metrics")

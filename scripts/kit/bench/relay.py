@@ -1,0 +1,182 @@
+"""What a request and a streamed event cost at one frontend, and how that grows with the open streams.
+
+Fake workers and a load generator in C (scripts/kit/bench/wire), faster than what they measure: `direct` is
+one connected to the other. CPU time is that of the frontend's process alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from scripts.kit.bench.sync import machine
+from scripts.kit.bench.wire import growth, tables
+from scripts.kit.bench.wire.growth import Growth
+from scripts.kit.bench.wire.rounds import Contender, Results, run_rounds, warm
+from scripts.kit.bench.wire.routers import Workers, find_nginx
+from scripts.kit.bench.wire.stage import Stage, direct, open_stage
+from scripts.kit.bench.wire.tables import tools_line, work_table
+from scripts.kit.bench.wire.targets import OURS
+from scripts.kit.bench.wire.works import Work, raise_descriptor_limit, standard_works
+from scripts.kit.figures import MachineTime
+from scripts.kit.fleet import FleetError
+from scripts.kit.http_client import HttpError
+from scripts.kit.script import new_console, until_signalled
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    runs: int
+    share: float
+    streams: Sequence[int]
+    growth_runs: int
+    window_s: float
+    against: Path | None
+    nginx: Path | None
+    plots: Path | None
+    json: Path | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit code."""
+    options = _options(arguments)
+    try:
+        return uvloop.run(until_signalled("bench", _run(options)))
+    except (FleetError, HttpError) as error:
+        print(f"bench: failed: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(options: Options) -> int:
+    console = new_console()
+    descriptors = raise_descriptor_limit()
+    works = standard_works(options.share)
+    before = MachineTime.now()
+    async with open_stage() as stage:
+        results = await _relay(stage, works, options, console)
+        grown, failures = await _growth(stage, options, descriptors, console)
+    about = about_machine(before) | {"runs": options.runs, "share": options.share}
+    names = tables.names(results)
+    for work in works:
+        console.print(work_table(work, names, results))
+    if grown:
+        console.print(growth.growth_table(grown))
+    console.print(tools_line(works, results), highlight=False)
+    console.print(json.dumps(about), soft_wrap=True, highlight=False)
+    if options.plots is not None and grown:
+        growth.write_plots(options.plots, grown)
+    if options.json is not None:
+        body = {
+            **about,
+            "results": tables.as_json(results),
+            "growth": growth.as_json(grown),
+            "failures": failures,
+        }
+        options.json.write_text(json.dumps(body, indent=2) + "\n")
+    for failure in failures:
+        print(f"bench: failed: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+async def _relay(stage: Stage, works: Sequence[Work], options: Options, console: Console) -> Results:
+    workers = await stage.workers(pace_ms=5)
+    ours = await stage.both_modes(workers, options.against)
+    contenders = [*ours, direct(workers)]
+    await warm(contenders, works, stage.directory)
+    results = await run_rounds(contenders, lambda: works, options.runs, stage.directory, sayer(console))
+    for each in ours:
+        await stage.stop(each.group)
+    return results
+
+
+async def _growth(
+    stage: Stage, options: Options, descriptors: int, console: Console
+) -> tuple[list[Growth], list[str]]:
+    """What was seen, and who could not open how many streams."""
+    found, failures = [], []
+    for streams in growth.possible_streams(options.streams, descriptors):
+        workers = await stage.workers(growth.pace_ms(streams), growth.WORKERS)
+        for number, start in itertools.product(range(options.growth_runs), _routers(stage, workers, options)):
+            one = await start()
+            console.print(f"{streams:,} streams, run {number + 1}, {one.name}", highlight=False)
+            try:
+                found.append(
+                    await growth.grow(one, streams, window_s=options.window_s, directory=stage.directory)
+                )
+            except FleetError as error:
+                failures.append(str(error))
+            await stage.stop(one.group)
+    return growth.medians(found), failures
+
+
+def _routers(stage: Stage, workers: Workers, options: Options) -> list[Callable[[], Awaitable[Contender]]]:
+    """What grows: a frontend, the one of another checkout, and nginx to tell what the kernel's part is."""
+    starts: list[Callable[[], Awaitable[Contender]]] = [partial(stage.ours, OURS, workers)]
+    if options.against is not None:
+        starts.append(partial(stage.ours, OURS, workers, options.against))
+    if program := find_nginx(options.nginx):
+        starts.append(partial(stage.nginx, workers, program))
+    return starts
+
+
+def sayer(console: Console, prefix: str = "") -> Callable[[str], None]:
+    """Shows where a long measurement is."""
+
+    def say(text: str) -> None:
+        console.print(prefix + text, highlight=False)
+
+    return say
+
+
+def about_machine(before: MachineTime | None) -> dict[str, object]:
+    """Where and when, and how busy the machine was since then."""
+    about = {name: value for name, value in machine().items() if not name.endswith("_tokens")}
+    after = MachineTime.now()
+    if before and after:
+        about["machine_busy"] = round(after.busy_since(before), 3)
+    return about | {"kernel": platform.release().partition("-")[0]}
+
+
+def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of `peers`, too."""
+    add = parser.add_argument
+    add("--runs", type=int, default=5, metavar="N", help="rounds; figures are their medians (%(default)s)")
+    add("--share", type=float, default=1.0, metavar="X", help="of the requests of a run (%(default)g)")
+    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--against", type=checkout, metavar="DIR",
+        help="another checkout of kvrouter: its frontends are measured in the same rounds")  # fmt: skip
+    add("--nginx", type=Path, metavar="PATH", help="the program (the one on PATH, if there is one)")
+
+
+def checkout(name: str) -> Path:
+    """The root of a checkout of kvrouter. Raises ArgumentTypeError."""
+    path = Path(name).resolve()
+    if not (path / "kvrouter" / "frontend").is_dir():
+        raise argparse.ArgumentTypeError(f"{name}: no kvrouter there; name the root of a checkout")
+    return path
+
+
+def _options(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench relay", description=__doc__.split("\n", maxsplit=1)[0]
+    )
+    add_measuring_flags(parser)
+    add = parser.add_argument
+    add("--streams", type=int, nargs="*", default=growth.STREAMS, metavar="N",
+        help="open streams to grow through; none: no growth (10 100 1000 3000 9000)")  # fmt: skip
+    add("--growth-runs", type=int, default=1, metavar="N", help="runs of each (%(default)s)")
+    add("--window-s", type=float, default=5.0, metavar="S", help="length of a look (%(default)g)")
+    add("--plots", type=Path, metavar="DIR", help="write SVG plots of the growth there")
+    return Options(**vars(parser.parse_args(arguments)))

@@ -1,0 +1,51 @@
+"""`python -m scripts.kit.bench.wire.announce`: tells frontends of fake workers, and asks those nothing.
+
+An agent would ask each engine for its health and its load every second; of this process a frontend hears
+the same, and what is measured is the frontend alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from contextlib import AsyncExitStack
+from urllib.parse import urlsplit
+
+import uvloop
+
+from kvrouter import KvPublisher, announce, connect
+
+BLOCK_SIZE = 16
+DEVICE_BLOCKS = 65_536
+
+
+def main() -> int:
+    """Announce until SIGTERM; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--nats", required=True)
+    parser.add_argument("--namespace", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--url", action="append", required=True)
+    uvloop.run(_announce(parser.parse_args()))
+    return 0
+
+
+async def _announce(flags: argparse.Namespace) -> None:
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    async with AsyncExitStack() as stack:
+        nats = await stack.enter_async_context(connect(flags.nats))
+        for url in flags.url:
+            blocks = KvPublisher(nats, f"w{urlsplit(url).port}", block_size=BLOCK_SIZE)
+            worker = announce(
+                nats, [blocks], url=url, model=flags.model, namespace=flags.namespace,
+                tiers={"device": DEVICE_BLOCKS},
+            )  # fmt: skip
+            await stack.enter_async_context(worker)
+        await stopped.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""How the cost of an event and the memory of a stream grow with the streams that are open.
+
+    start ── ramp ──▶ all are open ── settle ──▶ CPU ── window ──▶ CPU, memory ──▶ they end
+
+The rate of events is the same for every number of streams: what changes is how many are open. Each number
+has fake workers of its own pace, and a router of its own, so that memory is not what an earlier one left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
+from scripts.kit.bench.plot import write_plot
+from scripts.kit.bench.wire.load import Load, Report, run_load
+from scripts.kit.bench.wire.rounds import Contender
+from scripts.kit.bench.wire.works import MODEL
+from scripts.kit.fleet import FleetError
+
+EVENTS_PER_S = 4000
+WORKERS = 40
+"""Each steps by itself, so events come in bursts of a fortieth of the streams."""
+STREAMS = (10, 100, 1000, 3000, 9000)
+_RAMP_S_PER_STREAM, _LEAST_RAMP_S = 1 / 400, 0.5
+_TRIES = 3
+_TAIL_S = 1.0
+_DESCRIPTORS_A_STREAM, _OTHER_DESCRIPTORS = 2, 200
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """One number of streams through one router."""
+
+    name: str
+    streams: int
+    pace_ms: float
+    cpu_us_per_event: float
+    kb_per_stream: float
+    resident_mb: float
+    errors: int
+    gap_p99_ms: float
+
+
+def possible_streams(wanted: Sequence[int], descriptors: int) -> list[int]:
+    """Those that fit: a router has two connections for each stream."""
+    most = (descriptors - _OTHER_DESCRIPTORS) // _DESCRIPTORS_A_STREAM
+    return sorted({min(streams, most) for streams in wanted})
+
+
+def pace_ms(streams: int) -> float:
+    """Of one stream, so that all together have the same rate."""
+    return 1000 * streams / EVENTS_PER_S
+
+
+async def grow(contender: Contender, streams: int, *, window_s: float, directory: Path) -> Growth:
+    """Open the streams, look, and let them end; more slowly if the machine was too busy to open them all.
+
+    Raises FleetError if they were not open at once however slowly they came.
+    """
+    ramp_s = max(_LEAST_RAMP_S, streams * _RAMP_S_PER_STREAM)
+    before = resident_bytes(contender.group)
+    for tries_left in reversed(range(_TRIES)):
+        growth, report = await _look(contender, streams, ramp_s, window_s, directory, before=before)
+        if report.streams_open == streams and not report.errors:
+            break
+        if not tries_left:
+            raise FleetError(
+                f"{contender.name}: of {streams} streams {report.streams_open} were open at once and"
+                f" {report.errors} failed: {report.first_error or 'others had ended'}"
+                f" (TTFT p50 {report.ttft_p50_us / 1e6:.1f} s, p99 {report.ttft_p99_us / 1e6:.1f} s)"
+            )
+        ramp_s *= 2
+    return growth
+
+
+async def _look(
+    contender: Contender, streams: int, ramp_s: float, window_s: float, directory: Path, *, before: int
+) -> tuple[Growth, Report]:
+    settle_s = 1 + 2 * pace_ms(streams) / 1000
+    lasts_s = ramp_s + settle_s + window_s + _TAIL_S
+    sending = asyncio.create_task(run_load(_load(contender.port, streams, ramp_s, lasts_s), directory))
+    try:
+        await asyncio.sleep(ramp_s + settle_s)
+        cpu = group_cpu_ns(contender.group)
+        await asyncio.sleep(window_s)
+        cpu = group_cpu_ns(contender.group) - cpu
+        resident = resident_bytes(contender.group)
+        report = await sending
+    finally:
+        sending.cancel()
+    growth = Growth(
+        contender.name, streams, pace_ms(streams), cpu / 1e3 / (window_s * EVENTS_PER_S),
+        (resident - before) / 1024 / streams, resident / 1e6, report.errors, report.gap_p99_us / 1e3,
+    )  # fmt: skip
+    return growth, report
+
+
+def _load(port: int, streams: int, ramp_s: float, lasts_s: float) -> Load:
+    events = math.ceil(1000 * lasts_s / pace_ms(streams))
+    body = {"model": MODEL, "prompt": "Count on.", "max_tokens": events, "stream": True}
+    return Load(
+        port, [json.dumps(body).encode()], concurrency=streams, requests=streams, ramp_ms=1000 * ramp_s,
+        is_stream=True, seconds=ramp_s + 5, limit_s=2 * lasts_s + 30,
+    )  # fmt: skip
+
+
+def medians(found: Sequence[Growth]) -> list[Growth]:
+    """Of all runs with the same router and number of streams."""
+    groups: dict[tuple[str, int], list[Growth]] = {}
+    for each in found:
+        groups.setdefault((each.name, each.streams), []).append(each)
+    return [
+        Growth(
+            name, streams, pace_ms(streams),
+            median(each.cpu_us_per_event for each in group), median(each.kb_per_stream for each in group),
+            median(each.resident_mb for each in group), sum(each.errors for each in group),
+            median(each.gap_p99_ms for each in group),
+        )
+        for (name, streams), group in groups.items()
+    ]  # fmt: skip
+
+
+def growth_table(rows: Sequence[Growth]) -> Table:
+    """A row for each router and number of streams."""
+    table = Table(title=f"open streams, {EVENTS_PER_S:,} events/s in all", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for column in ("streams", "CPU µs / event", "KB / stream", "resident", "gap p99 / pace"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.name, f"{row.streams:,}", f"{row.cpu_us_per_event:.1f}", f"{row.kb_per_stream:.1f}",
+            f"{row.resident_mb:.0f} MB", f"{row.gap_p99_ms / row.pace_ms:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def write_plots(directory: Path, rows: Sequence[Growth]) -> None:
+    """`streams-cpu.svg` and `streams-memory.svg`."""
+    names = dict.fromkeys(row.name for row in rows)
+    cpu = {name: [(row.streams, row.cpu_us_per_event) for row in rows if row.name == name] for name in names}
+    memory = {name: [(row.streams, row.resident_mb) for row in rows if row.name == name] for name in names}
+    label = "open streams (log)"
+    write_plot(
+        directory / "streams-cpu.svg", f"CPU per streamed event, {EVENTS_PER_S:,} events/s in all", label,
+        "CPU µs per event", cpu, log_x=True,
+    )  # fmt: skip
+    write_plot(directory / "streams-memory.svg", "Resident memory", label, "MB", memory, log_x=True)
+
+
+def as_json(rows: Sequence[Growth]) -> list[dict[str, Any]]:
+    """For a file."""
+    return [asdict(row) for row in rows]

@@ -1,0 +1,75 @@
+"""Rounds in which every router does every work, one after the other: what disturbs one disturbs all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scripts.kit.bench.meter import group_cpu_ns
+from scripts.kit.bench.wire.load import run_load
+from scripts.kit.bench.wire.works import Run, Work
+from scripts.kit.fleet import FleetError
+
+WARM_REQUESTS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """What is measured: where it listens, and the process group whose CPU time counts."""
+
+    name: str
+    port: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The median of the runs, for each work and contender."""
+
+    runs: int
+    medians: dict[tuple[str, str], Run]
+
+    def get(self, work: str, name: str) -> Run | None:
+        """None if that was not measured."""
+        return self.medians.get((work, name))
+
+
+async def warm(contenders: Sequence[Contender], works: Sequence[Work], directory: Path) -> None:
+    """Connections, caches, and code that is compiled or loaded at first use."""
+    for work in works:
+        few = replace(work, requests=min(work.requests, WARM_REQUESTS), ramp_ms=0)
+        for contender in contenders:
+            await measure(few, contender, directory)
+
+
+async def run_rounds(
+    contenders: Sequence[Contender],
+    make_works: Callable[[], Sequence[Work]],
+    runs: int,
+    directory: Path,
+    say: Callable[[str], None],
+) -> Results:
+    """Measure; in each round another contender is first. `make_works` is asked in each, too."""
+    seen: dict[tuple[str, str], list[Run]] = {}
+    for number in range(runs):
+        say(f"round {number + 1} of {runs}")
+        turn = number % len(contenders)
+        for work in make_works():
+            for contender in [*contenders[turn:], *contenders[:turn]]:
+                run = await measure(work, contender, directory)
+                seen.setdefault((work.name, contender.name), []).append(run)
+    return Results(runs, {key: Run.median(each) for key, each in seen.items()})
+
+
+async def measure(work: Work, contender: Contender, directory: Path) -> Run:
+    """One run. Raises FleetError if a request fails: a router that fails is not compared."""
+    before = group_cpu_ns(contender.group)
+    report = await run_load(work.load(contender.port), directory)
+    used = group_cpu_ns(contender.group) - before
+    if report.errors or not report.requests:
+        raise FleetError(
+            f"{contender.name}, {work.name}: {report.errors} of {work.requests} requests failed:"
+            f" {report.first_error}"
+        )
+    return Run.of(report, used)

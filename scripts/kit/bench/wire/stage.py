@@ -1,0 +1,97 @@
+"""What stands around the routers while they are measured: NATS, fake workers, an announcer, a tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit import deployment
+from scripts.kit.bench.wire import routers
+from scripts.kit.bench.wire.rounds import Contender
+from scripts.kit.bench.wire.routers import Router, Workers
+from scripts.kit.bench.wire.targets import DIRECT, OURS, OURS_KV
+from scripts.kit.fleet import Fleet
+from scripts.kit.http_client import Client
+from scripts.kit.script import log_directory
+
+FLAGS = {OURS: ("--router-mode=round-robin",), OURS_KV: ("--router-mode=kv",)}
+WORKERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Open while something is measured."""
+
+    fleet: Fleet
+    client: Client
+    nats_url: str
+    directory: Path
+
+    @property
+    def model_path(self) -> Path:
+        """The tiny model's tokenizer and chat template."""
+        return self.directory / "model"
+
+    async def workers(self, pace_ms: float, count: int = WORKERS) -> Workers:
+        """Fake workers of that pace, announced in a namespace of their own."""
+        workers = await routers.start_workers(self.fleet, self.client, pace_ms=pace_ms, count=count)
+        await routers.start_announcer(self.fleet, workers, self.nats_url, namespace(workers))
+        return workers
+
+    async def ours(self, name: str, workers: Workers, checkout: Path | None = None) -> Contender:
+        """A frontend in one of the modes of FLAGS, or the one of another checkout."""
+        flags = [*FLAGS[name], f"--nats={self.nats_url}", f"--namespace={namespace(workers)}"]
+        if name == OURS_KV:
+            flags.append(f"--model-path={self.model_path}")
+        shown = f"{name}, other" if checkout else name
+        return contender(
+            await routers.start_kvrouter(
+                self.fleet, self.client, shown, flags, count=len(workers.ports), checkout=checkout
+            )
+        )
+
+    async def both_modes(self, workers: Workers, checkout: Path | None) -> list[Contender]:
+        """Frontends of this checkout, and of another one if there is one to compare with."""
+        checkouts = [None] if checkout is None else [None, checkout]
+        return [await self.ours(name, workers, each) for each in checkouts for name in FLAGS]
+
+    async def nginx(self, workers: Workers, program: Path) -> Contender:
+        """One in front of these workers."""
+        return contender(await routers.start_nginx(self.fleet, program, workers))
+
+    async def stop(self, group: int) -> None:
+        """End the process that leads it."""
+        (name,) = [name for name, process in self.fleet.processes.items() if process.pid == group]
+        await self.fleet.stop(name)
+
+
+def namespace(workers: Workers) -> str:
+    """Of those who are to know these workers."""
+    return f"wire-{workers.ports[0]}"
+
+
+def direct(workers: Workers) -> Contender:
+    """The first fake worker itself; its CPU is that of all of them."""
+    return Contender(DIRECT, workers.ports[0], workers.process.pid)
+
+
+def contender(router: Router) -> Contender:
+    """A router as one that is measured."""
+    return Contender(router.name, router.port, router.process.pid)
+
+
+@contextlib.asynccontextmanager
+async def open_stage() -> AsyncIterator[Stage]:
+    """Start NATS and make the tokenizer; everything started on it ends with it."""
+    async with AsyncExitStack() as stack:
+        directory = stack.enter_context(log_directory("bench"))
+        client = Client()
+        stack.callback(client.close)
+        fleet = await stack.enter_async_context(Fleet(directory))
+        nats_url = await deployment.start_nats(fleet, client)
+        build_tiny_model(directory / "model")
+        yield Stage(fleet, client, nats_url, directory)

@@ -1,0 +1,107 @@
+"""The figures of `bench relay` and `bench peers` as tables and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from scripts.kit.bench.wire.rounds import Results
+from scripts.kit.bench.wire.targets import DIRECT
+from scripts.kit.bench.wire.works import Run, Work
+
+CHAT_TITLE = "chat: 4,000 tokens, 3,600 of them shared, 64 streamed"
+
+
+def names(results: Results) -> list[str]:
+    """Of all contenders, the one with nothing between last."""
+    found = dict.fromkeys(name for _, name in results.medians)
+    return sorted(found, key=lambda name: name == DIRECT)
+
+
+def work_table(work: Work, rows: Sequence[str], results: Results) -> Table:
+    """One work, a row for each contender."""
+    table = Table(title=work.title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    columns = _columns(work)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name in rows:
+        run = results.get(work.name, name)
+        if run is not None:
+            figures = _figures(work, run, results.get(work.name, DIRECT))
+            table.add_row(name, *figures, style="dim" if name == DIRECT else None)
+    return table
+
+
+def _columns(work: Work) -> list[str]:
+    if work.is_stream:
+        return ["CPU µs / event", "TTFT p50", "TTFT p99", "longest gap", "waits ≥ 35 ms"]
+    return [
+        "CPU µs / request",
+        "p50",
+        "p99",
+        *(["added p50", "added p99"] if work.concurrency == 1 else ["requests/s"]),
+    ]
+
+
+def _figures(work: Work, run: Run, direct: Run | None) -> list[str]:
+    if work.is_stream:
+        return [
+            f"{run.cpu_us_per_event:.1f}", _ms(run.ttft_p50_ms), _ms(run.ttft_p99_ms), _ms(run.gap_max_ms),
+            f"{run.stalls:,.0f}",
+        ]  # fmt: skip
+    figures = [f"{run.cpu_us_per_request:.1f}", _ms(run.latency_p50_ms), _ms(run.latency_p99_ms)]
+    if work.concurrency > 1:
+        return [*figures, f"{run.requests_per_s:,.0f}"]
+    if direct is None:
+        return [*figures, "", ""]
+    return [
+        *figures,
+        _ms(run.latency_p50_ms - direct.latency_p50_ms),
+        _ms(run.latency_p99_ms - direct.latency_p99_ms),
+    ]
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f} ms"
+
+
+def chat_table(results: Results) -> Table:
+    """Of chats: CPU of the frontend's process alone."""
+    table = Table(title=CHAT_TITLE, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for column in ("CPU ms / request", "TTFT p50", "gap p50", "requests/s"):
+        table.add_column(column, justify="right")
+    for (work, name), run in results.medians.items():
+        if work == "chat":
+            table.add_row(
+                name, f"{run.cpu_us_per_request / 1e3:.2f}", _ms(run.ttft_p50_ms), _ms(run.gap_p50_ms),
+                f"{run.requests_per_s:,.0f}",
+            )  # fmt: skip
+    return table
+
+
+def tools_line(works: Sequence[Work], results: Results) -> str:
+    """How fast the tools are with nothing between them, and how much of a core the generator left free."""
+    parts = []
+    for work in works:
+        direct = results.get(work.name, DIRECT)
+        if direct is None or work.is_stream or work.concurrency == 1:
+            continue
+        routed = [run for (name, who), run in results.medians.items() if name == work.name and who != DIRECT]
+        fastest = max((run.requests_per_s for run in routed), default=0.0)
+        busiest = min((run.generator_idle for run in routed), default=0.0)
+        parts.append(
+            f"{work.name}: {direct.requests_per_s:,.0f} requests/s with nothing between, worker"
+            f" {direct.cpu_us_per_request:.1f} µs of CPU each; the fastest router {fastest:,.0f};"
+            f" the generator was idle at least {busiest:.0%} of the time"
+        )
+    return "tools: " + "; ".join(parts)
+
+
+def as_json(results: Results) -> list[dict[str, Any]]:
+    """A list of works and contenders."""
+    return [{"work": work, "name": name, **asdict(run)} for (work, name), run in results.medians.items()]

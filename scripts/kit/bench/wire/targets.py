@@ -1,0 +1,125 @@
+"""What kvrouter's relay is to reach, against what the same run gave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from scripts.kit.bench.wire.rounds import Results
+from scripts.kit.bench.wire.works import Run
+
+OURS, OURS_KV = "kvrouter round-robin", "kvrouter kv"
+DIRECT = "direct"
+"""The generator and the fake workers, with nothing between them."""
+NGINX, VLLM, SGLANG, DYNAMO = "nginx", "vllm-router round_robin", "sglang-router round_robin", "dynamo kv"
+_ADDED_MS = {"latency_p50_ms": 0.1, "latency_p99_ms": 0.3}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One line: `value` of ours is to be at most `limit`, which is made of the peer's."""
+
+    work: str
+    figure: str
+    target: str
+    ours: float
+    peer: str
+    theirs: float | None
+    """None: the peer is missing."""
+    limit: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over theirs."""
+        return self.ours / self.theirs if self.theirs else None
+
+    @property
+    def is_met(self) -> bool | None:
+        """None if it cannot be said."""
+        return None if self.limit is None else self.ours <= self.limit
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        return {**asdict(self), "ratio": self.ratio, "met": self.is_met}
+
+
+def targets(results: Results) -> list[Target]:
+    """Every target about HTTP, as far as ours was measured."""
+    return [*_costs(results), *_streams(results), *_chat(results), *_added(results)]
+
+
+def _times(
+    results: Results, work: str, figure: str, name: str, factor: float, *, ours: str = OURS
+) -> Iterator[Target]:
+    """At most `factor` of a peer's figure."""
+    own, peer = results.get(work, ours), results.get(work, name)
+    if own is None:
+        return
+    value, theirs = float(getattr(own, figure)), _figure(peer, figure)
+    program = name.partition(" ")[0]
+    words = f"below {program}" if factor == 1 else f"≤ {factor:g} × {program}"
+    yield Target(work, figure, words, value, name, theirs, None if theirs is None else factor * theirs)
+
+
+def _figure(run: Run | None, figure: str) -> float | None:
+    return None if run is None else float(getattr(run, figure))
+
+
+def _costs(results: Results) -> Iterator[Target]:
+    yield from _times(results, "short", "cpu_us_per_request", SGLANG, 0.6)
+    yield from _times(results, "short", "cpu_us_per_request", VLLM, 1)
+    yield from _times(results, "short", "cpu_us_per_request", SGLANG, 0.3)
+    yield from _times(results, "long", "cpu_us_per_request", SGLANG, 0.6)
+
+
+def _streams(results: Results) -> Iterator[Target]:
+    for figure in ("cpu_us_per_event", "ttft_p50_ms"):
+        for name, factor in ((NGINX, 1.3), (NGINX, 1.1), (VLLM, 1), (SGLANG, 1)):
+            yield from _times(results, "paced", figure, name, factor)
+    if own := results.get("paced", OURS):
+        direct = results.get("paced", DIRECT)
+        limit = direct.stalls if direct else 0  # those of a machine that is busy with other things
+        yield Target("paced", "stalls", "no more than direct", own.stalls, DIRECT, limit, limit)
+
+
+def _chat(results: Results) -> Iterator[Target]:
+    yield from _times(results, "chat", "cpu_us_per_request", DYNAMO, 0.4, ours=OURS_KV)
+
+
+def _added(results: Results) -> Iterator[Target]:
+    own, peer = results.get("alone", OURS), results.get("alone", NGINX)
+    if own is None:
+        return
+    for figure, more in _ADDED_MS.items():
+        theirs = _figure(peer, figure)
+        limit = None if theirs is None else theirs + more
+        words = f"≤ nginx + {more:g} ms"
+        yield Target("alone", figure, words, float(getattr(own, figure)), NGINX, theirs, limit)
+
+
+def target_table(rows: Sequence[Target]) -> Table:
+    """Target, ours, the peer's, ratio, met or not."""
+    table = Table(title="targets", title_justify="left")
+    for name in ("work", "figure", "target"):
+        table.add_column(name, no_wrap=True)
+    for name in ("ours", "peer's", "ratio", "met"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        theirs = "" if not row.peer else "missing" if row.theirs is None else f"{row.theirs:.2f}"
+        met = {True: "[green]yes[/]", False: "[red]no[/]", None: "unknown"}[row.is_met]
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.work, _TITLES[row.figure], row.target, f"{row.ours:.2f}", theirs, ratio, met)
+    return table
+
+
+_TITLES = {
+    "cpu_us_per_request": "CPU µs / request",
+    "cpu_us_per_event": "CPU µs / event",
+    "ttft_p50_ms": "TTFT p50, ms",
+    "stalls": "waits ≥ 35 ms",
+    "latency_p50_ms": "latency p50, ms",
+    "latency_p99_ms": "latency p99, ms",
+}

@@ -1,0 +1,118 @@
+"""The work that routers are measured with, and what one run of it gave."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from statistics import median
+
+from scripts.kit.bench.wire.load import Load, Report
+
+MODEL = "mock"
+PACE_MS = 5.0
+LONG_BYTES = 36 * 1024
+STREAM_EVENTS = 200
+RAMP_MS = 1000.0
+BODIES = 64
+
+
+def _bodies(prompt: str, **more: object) -> list[bytes]:
+    """Requests that differ in their last word alone."""
+    request = {"model": MODEL, "max_tokens": 8, **more}
+    return [json.dumps({**request, "prompt": f"{prompt} {number}"}).encode() for number in range(BODIES)]
+
+
+def long_prompt(size: int) -> str:
+    """English words of so many bytes in all."""
+    words = "the router sends each request to the worker that holds most of its prompt in cache already "
+    return (words * (size // len(words) + 1))[:size]
+
+
+_HELLO = "Say hello to the world."
+SHORT_BODIES = _bodies(_HELLO)
+LONG_BODIES = _bodies(long_prompt(LONG_BYTES))
+STREAM_BODIES = _bodies(_HELLO, stream=True, max_tokens=STREAM_EVENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One kind of load, closed loop. `requests` is of one run."""
+
+    name: str
+    title: str
+    bodies: Sequence[bytes]
+    concurrency: int
+    requests: int
+    is_stream: bool = False
+    ramp_ms: float = 0.0
+    path: str = "/v1/completions"
+
+    def load(self, port: int) -> Load:
+        """The same for every router."""
+        return Load(
+            port, self.bodies, path=self.path, concurrency=self.concurrency, requests=self.requests,
+            is_stream=self.is_stream, ramp_ms=self.ramp_ms, seconds=90, limit_s=100,
+        )  # fmt: skip
+
+
+def standard_works(share: float = 1.0) -> list[Work]:
+    """The rows of the comparison; `share` makes the runs shorter or longer."""
+
+    def count(requests: int) -> int:
+        return max(8, round(requests * share))
+
+    return [
+        Work("short", "short requests, 32 at a time", SHORT_BODIES, 32, count(12_000)),
+        Work("long", "the same with 36 KB prompts", LONG_BODIES, 32, count(6_000)),
+        Work("paced", "64 streams, an event each 5 ms", STREAM_BODIES, 64, count(256), True, RAMP_MS),
+        Work("alone", "short requests, one at a time", SHORT_BODIES, 1, count(2_000)),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run cost and gave."""
+
+    cpu_us_per_request: float
+    cpu_us_per_event: float
+    latency_p50_ms: float
+    latency_p99_ms: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    gap_p50_ms: float
+    gap_max_ms: float
+    stalls: float
+    requests_per_s: float
+    generator_idle: float
+
+    @classmethod
+    def of(cls, report: Report, cpu_ns: int) -> Run:
+        """From what the generator saw and the CPU time of what was measured."""
+        return cls(
+            cpu_ns / 1e3 / report.requests,
+            cpu_ns / 1e3 / report.events if report.events else 0.0,
+            report.latency_p50_us / 1e3,
+            report.latency_p99_us / 1e3,
+            report.ttft_p50_us / 1e3,
+            report.ttft_p99_us / 1e3,
+            report.gap_p50_us / 1e3,
+            report.gap_max_us / 1e3,
+            report.stalls,
+            report.requests_per_s,
+            report.idle,
+        )
+
+    @classmethod
+    def median(cls, runs: Sequence[Run]) -> Run:
+        """Figure by figure; but stalls are added up, for none may be lost."""
+        figures = {field.name: median(getattr(run, field.name) for run in runs) for field in fields(cls)}
+        return cls(**figures | {"stalls": sum(run.stalls for run in runs)})
+
+
+def raise_descriptor_limit() -> int:
+    """As many open files as are allowed, for this process and all it starts; returns how many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most

@@ -1,0 +1,319 @@
+"""`scripts/bench relay` and `peers`: their arithmetic, and a small real run of each."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from rich.console import Console
+
+from scripts.kit.bench.__main__ import main
+from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
+from scripts.kit.bench.wire import growth, installs, tables, targets
+from scripts.kit.bench.wire.growth import Growth
+from scripts.kit.bench.wire.load import Report
+from scripts.kit.bench.wire.rounds import Contender, Results, measure
+from scripts.kit.bench.wire.routers import find_nginx, nginx_config, start_kvrouter
+from scripts.kit.bench.wire.stage import open_stage
+from scripts.kit.bench.wire.works import Run, standard_works
+from scripts.kit.fleet import Fleet, FleetError
+from scripts.kit.http_client import Client
+
+REPORT = Report(
+    requests=1000, errors=0, first_error="", reopened=0, seconds=2.0, latency_p50_us=300, latency_p90_us=500,
+    latency_p99_us=900, ttft_p50_us=4000, ttft_p90_us=5000, ttft_p99_us=6000, gap_p50_us=5000,
+    gap_p90_us=5100, gap_p99_us=5200, gap_max_us=9000, stalls=0, events=50_000, streams_open=64,
+    bytes=1_000_000, cpu_s=0.5,
+)  # fmt: skip
+
+
+def a_run(**figures: float) -> Run:
+    """One that took 100 ms of CPU time, but for `figures`."""
+    return replace(Run.of(REPORT, 100_000_000), **figures)
+
+
+def results(**costs: float) -> Results:
+    """Of `short` alone: CPU µs a request by contender."""
+    names = {
+        "ours": targets.OURS, "nginx": targets.NGINX, "vllm": targets.VLLM, "sglang": targets.SGLANG,
+    }  # fmt: skip
+    return Results(1, {("short", names[key]): a_run(cpu_us_per_request=cost) for key, cost in costs.items()})
+
+
+def write(proc: Path, pid: int, group: int, used: int, kb: int) -> None:
+    """A process as /proc shows it."""
+    task = proc / str(pid) / "task" / str(pid)
+    task.mkdir(parents=True)
+    (task / "schedstat").write_text(f"{used} 0 1\n")
+    (proc / str(pid) / "stat").write_text(f"{pid} (a ) name) S 1 {group} {group} 0\n")
+    (proc / str(pid) / "status").write_text(f"Name:\tx\nVmRSS:\t  {kb} kB\n")
+
+
+def test_group_cpu_time(tmp_path: Path) -> None:
+    """A router that starts processes of its own is measured with all of them, and with nobody else."""
+    write(tmp_path, 10, 10, used=500, kb=4)
+    write(tmp_path, 11, 10, used=30, kb=2)
+    write(tmp_path, 12, 12, used=7, kb=1)
+    (tmp_path / "meminfo").touch()
+
+    assert 530 == group_cpu_ns(10, tmp_path)
+    assert 6 * 1024 == resident_bytes(10, tmp_path)
+
+
+def test_own_group() -> None:
+    """The same of a real process: its own."""
+    assert group_cpu_ns(os.getpgrp()) > 0
+    assert resident_bytes(os.getpgrp()) > 1_000_000
+
+
+def test_a_run() -> None:
+    """CPU time is shared out over requests and over events, times become milliseconds."""
+    run = a_run()
+
+    assert (100.0, 2.0) == (run.cpu_us_per_request, run.cpu_us_per_event)
+    assert (0.3, 0.9, 4.0, 9.0) == (run.latency_p50_ms, run.latency_p99_ms, run.ttft_p50_ms, run.gap_max_ms)
+    assert (500.0, 0.75) == (run.requests_per_s, run.generator_idle)
+
+
+def test_median_of_runs() -> None:
+    """Figure by figure; stalls are added up, so that no run hides one."""
+    runs = [a_run(cpu_us_per_request=cost, stalls=stalls) for cost, stalls in ((3, 0), (1, 2), (2, 0))]
+
+    assert (2, 2) == (Run.median(runs).cpu_us_per_request, Run.median(runs).stalls)
+
+
+@pytest.mark.parametrize(
+    ("ours", "met"),
+    [
+        (59.0, [True, True, False]),
+        (61.0, [False, True, False]),
+        (71.0, [False, False, False]),
+        (30.0, [True] * 3),
+    ],
+)
+def test_targets(ours: float, met: list[bool]) -> None:
+    """At most 0.6 of sglang-router, below vllm-router, stretch 0.3 of sglang-router."""
+    rows = targets.targets(results(ours=ours, vllm=70.0, sglang=100.0))
+
+    assert met == [row.is_met for row in rows]
+    assert ours / 100 == rows[0].ratio
+    assert rows[0].as_json().items() >= {"met": met[0], "theirs": 100.0, "ours": ours}.items()
+
+
+def test_missing_peer() -> None:
+    """A target is neither met nor missed while the peer is missing, and the table says so."""
+    rows = targets.targets(results(ours=10.0, vllm=70.0))
+    console = Console(width=120, record=True, file=io.StringIO())
+
+    console.print(targets.target_table(rows))
+
+    assert [None, True, None] == [row.is_met for row in rows]
+    text = console.export_text()
+    assert 2 == text.count("missing")
+    assert 2 == text.count("unknown")
+
+
+def test_added_latency() -> None:
+    """At most nginx's and 0.1 ms at the median, 0.3 ms at p99; stalls have to be none."""
+    medians = {
+        ("alone", targets.OURS): a_run(latency_p50_ms=0.25, latency_p99_ms=0.45),
+        ("alone", targets.NGINX): a_run(latency_p50_ms=0.1, latency_p99_ms=0.2),
+        ("paced", targets.OURS): a_run(stalls=1),
+    }
+
+    met = {row.figure: row.is_met for row in targets.targets(Results(1, medians))}
+
+    assert (False, True, False) == (met["latency_p50_ms"], met["latency_p99_ms"], met["stalls"])
+
+
+def test_work_tables() -> None:
+    """Added latency is what is above direct; figures without a meaning for a work are not shown."""
+    works = {work.name: work for work in standard_works()}
+    medians = {
+        ("alone", "a"): a_run(latency_p50_ms=0.75),
+        ("alone", targets.DIRECT): a_run(latency_p50_ms=0.25),
+        ("paced", "a"): a_run(),
+    }
+    shown = Results(1, medians)
+    console = Console(width=120, record=True, file=io.StringIO())
+
+    for name in ("alone", "paced"):
+        console.print(tables.work_table(works[name], tables.names(shown), shown))
+
+    text = console.export_text()
+    assert "0.50 ms" in text
+    assert "CPU µs / event" in text
+    assert ["a", targets.DIRECT] == tables.names(shown)
+    assert {"work": "paced", "name": "a"}.items() <= tables.as_json(shown)[-1].items()
+
+
+def test_tools_line() -> None:
+    """How the tools did alone, beside the fastest router."""
+    medians = {
+        ("short", "a"): a_run(requests_per_s=9000.0, generator_idle=0.5),
+        ("short", "b"): a_run(requests_per_s=4000.0, generator_idle=0.8),
+        ("short", targets.DIRECT): a_run(requests_per_s=90_000.0),
+    }
+
+    line = tables.tools_line(standard_works(), Results(1, medians))
+
+    assert "90,000 requests/s with nothing between" in line
+    assert "the fastest router 9,000" in line
+    assert "idle at least 50%" in line
+
+
+def test_streams_that_fit() -> None:
+    """Two descriptors a stream: 20,000 are enough for 9,000, and what is beyond becomes what fits."""
+    assert [10, 9000] == growth.possible_streams([9000, 10], 20_000)
+    assert [412] == growth.possible_streams([1000, 9000], 1024)
+
+
+def test_same_rate_of_events() -> None:
+    """Whatever the number of streams, all together have the same rate."""
+    assert [growth.EVENTS_PER_S] * 3 == [1000 * n / growth.pace_ms(n) for n in (10, 1000, 9000)]
+
+
+def test_growth_medians(tmp_path: Path) -> None:
+    """Of the runs of one router with one number of streams; two plots and a table show them."""
+    found = [
+        Growth("ours", streams, 1.0, cost, kb_per_stream=10.0, resident_mb=100.0, errors=0, gap_p99_ms=2.0)
+        for streams in (10, 100)
+        for cost in (1.0, 5.0, 2.0)
+    ]
+
+    rows = growth.medians(found)
+    growth.write_plots(tmp_path, rows)
+
+    assert [(10, 2.0), (100, 2.0)] == [(row.streams, row.cpu_us_per_event) for row in rows]
+    assert {"streams-cpu.svg", "streams-memory.svg"} == {path.name for path in tmp_path.iterdir()}
+    assert 2 == growth.growth_table(rows).row_count
+
+
+async def test_streams_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not hold all streams at once has no figure, but after a slower try an error with numbers."""
+    monkeypatch.setattr(growth, "_TRIES", 2)
+    monkeypatch.setattr(growth, "_LEAST_RAMP_S", 0.05)
+
+    async def refuse(_: web.Request) -> web.Response:
+        return web.json_response({}, status=503)
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", refuse)
+    async with TestServer(app) as server:
+        contender = Contender("full", server.port or 0, os.getpgrp())
+        with pytest.raises(FleetError, match=r"full: of 3 streams \d were open at once and 3 failed: .*503"):
+            await growth.grow(contender, 3, window_s=0.05, directory=tmp_path)
+
+
+def test_nginx_config(tmp_path: Path) -> None:
+    """One process, kept connections to every worker, answers passed on at once."""
+    config = nginx_config(8080, [1, 2], tmp_path)
+
+    assert "server 127.0.0.1:1; server 127.0.0.1:2;" in config
+    for line in ("proxy_buffering off", "keepalive 512", "tcp_nodelay on", "listen 127.0.0.1:8080"):
+        assert line in config
+
+
+def test_no_such_nginx(tmp_path: Path) -> None:
+    """A program that a flag names has to be there."""
+    with pytest.raises(FleetError, match="no such program"):
+        find_nginx(tmp_path / "nginx")
+
+
+def test_half_installed(tmp_path: Path) -> None:
+    """A peer counts as installed when its installation came to its end, in the version that is wanted."""
+    peer = installs.Peer("some-router", ["some-router==1.2"], program="some-router")
+    peer.directory(tmp_path).mkdir()
+    assert peer.find(tmp_path) is None
+
+    (peer.directory(tmp_path) / "installed-some-router==1.1").touch()
+    assert peer.find(tmp_path) is None
+
+    (peer.directory(tmp_path) / "installed-some-router==1.2").touch()
+    assert tmp_path / "some-router" / "bin" / "some-router" == peer.find(tmp_path)
+    assert "1.2" == peer.version
+
+
+def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A small real run: every work in both modes and with nothing between, and four open streams."""
+    out, plots = tmp_path / "relay.json", tmp_path / "plots"
+    few = ["--runs", "1", "--share", "0.002", "--streams", "4", "--window-s", "0.3"]
+
+    status = main(["relay", *few, "--json", str(out), "--plots", str(plots)])
+
+    assert 0 == status, capfd.readouterr().err
+    body: dict[str, Any] = json.loads(out.read_text())
+    measured = {(row["work"], row["name"]) for row in body["results"]}
+    names = (targets.OURS, targets.OURS_KV, targets.DIRECT)
+    assert {(work, name) for work in ("short", "long", "paced", "alone") for name in names} == measured
+    assert (targets.OURS, 4) in {(row["name"], row["streams"]) for row in body["growth"]}
+    assert all(row["cpu_us_per_event"] > 0 for row in body["growth"])
+    assert (plots / "streams-cpu.svg").exists()
+    assert "tools: short" in capfd.readouterr().out
+
+
+def test_peers_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without any peer ours is measured, chats too; each peer is said to be missing, with how to get it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("scripts.kit.bench.wire.routers.find_nginx", lambda named: named)
+    out = tmp_path / "peers.json"
+
+    status = main(["peers", "--runs", "1", "--chat-runs", "1", "--share", "0.002", "--json", str(out)])
+
+    output = capfd.readouterr()
+    assert 0 == status, output.err
+    body = json.loads(out.read_text())
+    assert 4 == len(body["missing"])
+    for name in (
+        "nginx (apt-get",
+        "vllm-router (--install)",
+        "sglang-router (--install)",
+        "Dynamo (--install)",
+    ):
+        assert f"missing: {name}" in output.out
+    assert {"short", "long", "paced", "alone", "chat"} == {row["work"] for row in body["targets"]}
+    assert {None} == {row["met"] for row in body["targets"] if row["figure"] != "stalls"}
+
+
+@pytest.mark.skipif(find_nginx(None) is None, reason="no nginx on PATH: apt-get install nginx-light")
+async def test_nginx() -> None:
+    """With the configuration that it gets here it passes on short requests and streams."""
+    works = [replace(work, requests=8, concurrency=4, ramp_ms=0) for work in standard_works()]
+    async with open_stage() as stage:
+        workers = await stage.workers(pace_ms=1)
+        nginx = await stage.nginx(workers, find_nginx(None) or Path())
+        runs = [await measure(work, nginx, stage.directory) for work in works]
+
+    assert all(run.cpu_us_per_request > 0 for run in runs)
+
+
+async def test_another_checkout_is_what_runs(tmp_path: Path) -> None:
+    """The frontend of --against is the other checkout's, whatever the working directory is."""
+    package = tmp_path / "kvrouter" / "frontend"
+    package.mkdir(parents=True)
+    for directory in (package, package.parent):
+        (directory / "__init__.py").touch()
+    (package / "__main__.py").write_text("raise SystemExit('the other one')")
+    client = Client()
+
+    async with Fleet(tmp_path) as fleet:
+        with pytest.raises(FleetError, match="the other one"):
+            await start_kvrouter(fleet, client, "other", [], count=1, checkout=tmp_path)
+    client.close()
+
+
+def test_another_checkout_has_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--against names the root of a checkout, or it is refused."""
+    with pytest.raises(SystemExit):
+        main(["relay", "--against", str(tmp_path)])
+
+    assert "no kvrouter there" in capsys.readouterr().err
