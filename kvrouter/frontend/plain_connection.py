@@ -15,6 +15,7 @@ there is no telling the two apart.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, cast
 
@@ -98,6 +99,9 @@ class PlainConnection(asyncio.Protocol):
         """A client has come."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but no subclass
         self._connections.open.add(self)
+        raw = transport.get_extra_info("socket")
+        if raw is not None:  # a client that vanishes without a word is noticed, some day
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has left: so does its request."""

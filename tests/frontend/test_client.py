@@ -161,6 +161,7 @@ async def test_no_delay(fleet_of: FleetOf) -> None:
             assert transport is not None
             raw = transport.get_extra_info("socket")
             assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         client.leave()
 
 
