@@ -68,7 +68,7 @@ def test_without_the_extension_python_serves() -> None:
 
     answer, why = done.stdout.splitlines()
     assert f"python {{'t': 2}} {block_hashes(range(16), 16)}" == answer
-    assert "kvrouter.core.native.table" in why
+    assert "kvrouter.core.native" in why
 
 
 @pytest.mark.parametrize("process", ["frontend", "worker"])
