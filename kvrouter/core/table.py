@@ -184,7 +184,7 @@ class FlatTable:
 
     def sweep(self, slots: Sequence[int], shard_number: int) -> None:
         """Take `slots` out of one shard."""
-        shard, gone = self._shards[shard_number], sum(1 << slot for slot in slots)
+        shard, gone = self._shards[shard_number], sum(1 << slot for slot in set(slots))
         for hash_ in [hash_ for hash_, mask in shard.items() if mask & gone]:
             mask = shard[hash_] & ~gone
             if mask:
