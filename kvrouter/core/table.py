@@ -1,6 +1,6 @@
 """The flat table under the index and the active table: sequence hash → set of slots.
 
-    rows[h & 255]:  { h: 0b01101, … }      bit s set  ⇔  slot s holds h
+    rows[h & 1023]: { h: 0b01101, … }      bit s set  ⇔  slot s holds h
     labels:         [owner of slot 0, …]   look-ups answer with owners; a slot without one is not seen
 
 A sequence hash names its whole prefix, so no tree is needed: as long as each slot's set is
@@ -22,7 +22,7 @@ from typing import Any, cast
 from kvrouter.core import twins
 from kvrouter.core.blocks import Hashes, hashes_of
 
-_SHARDS = 256
+_SHARDS = 1024
 _SHARD_MASK = _SHARDS - 1
 _ROW_BYTES = sys.getsizeof(1 << 63) + sys.getsizeof(1)
 _MASK64 = (1 << 64) - 1
@@ -184,7 +184,7 @@ class FlatTable:
 
     def sweep(self, slots: Sequence[int], shard_number: int) -> None:
         """Take `slots` out of one shard."""
-        shard, gone = self._shards[shard_number], sum(1 << slot for slot in slots)
+        shard, gone = self._shards[shard_number], sum(1 << slot for slot in set(slots))
         for hash_ in [hash_ for hash_, mask in shard.items() if mask & gone]:
             mask = shard[hash_] & ~gone
             if mask:

@@ -7,8 +7,10 @@ incarnation holds exactly what the owner held after frame n. Afterwards: everyth
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvrouter.core.active import Booking
 from kvrouter.core.events import TIERS
 from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId
@@ -184,7 +186,7 @@ def _differences_of_bookings(replica: Replica, owner: SimReplica) -> Iterator[st
     for pool_id in set(replica.routers) | set(owner.replica.routers):
         sides = [side.routers.get(pool_id) for side in (replica, owner.replica)]
         copies, own = (side.pool.active.bookings(name) if side else [] for side in sides)
-        if sorted(map(repr, copies)) != sorted(map(repr, own)):
+        if sorted(map(_told, copies)) != sorted(map(_told, own)):
             yield f"{replica.router_id} has {len(copies)} of {name}'s {len(own)} bookings"
         if {(pool_id, booking.key) for booking in own} != {key for key in owner.running if key[0] == pool_id}:
             yield f"{name} lost bookings of its own"
@@ -210,6 +212,11 @@ def _differences_of_overlap(
         depth = next((n for n, hash_ in enumerate(chain) if hash_ not in device), len(chain))
         if index.overlap(chain).get(target, 0) != depth:
             yield f"{replica.router_id}: overlap with {target} is not {depth}"
+
+
+def _told(booking: Booking) -> str:
+    """All of it; hashes that came in packed are those that were given as a list."""
+    return repr(replace(booking, hashes=list(booking.hashes)))
 
 
 def _leaks(replica: Replica, world: World) -> Iterator[str]:

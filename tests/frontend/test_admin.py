@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 
+from kvrouter.core import twins
 from kvrouter.core.beats import RankBeat, WorkerBeat, encode
 from kvrouter.core.events import VERSION
 from kvrouter.core.ids import WorkerId
@@ -288,3 +289,11 @@ async def test_while_a_stream_runs(fleet_of: FleetOf, path: str) -> None:
 
         assert (await fleet.get(path)).status in {200, 503}
         client.leave()
+
+
+async def test_workers_tells_which_core_serves(fleet_of: FleetOf) -> None:
+    """Python or native; and why it is not native, if it is not built."""
+    async with fleet_of() as fleet:
+        told = (await fleet.get("/workers")).json["core"]
+
+        assert {"in_use": twins.in_use(), "native_not_built": twins.why_not_built} == told

@@ -25,6 +25,8 @@ class Checkout:
         (root / "scripts").mkdir()
         for name in ("scripts/setup", "scripts/constraints.txt", "pyproject.toml"):
             shutil.copy(ROOT / name, root / name)
+        sources = shutil.ignore_patterns("*.so", "*.c", "__pycache__")
+        shutil.copytree(ROOT / "kvrouter/core/native", root / "kvrouter/core/native", ignore=sources)
         for tool in TOOLS:
             found = shutil.which(tool)
             if found:

@@ -1,7 +1,8 @@
 """What is hot, in C: compiled where a C compiler is at hand, and never needed.
 
     hashes.pyx   twin of the hash functions of core/blocks.py
-    table.pyx    twin of core/table.py: rows.pxi (hash → set), sets.pxi (interned sets of slots), counts.pxi
+    table.pyx    twin of core/table.py: rows.pxi (hash → set), sets.pxi (interned sets of slots), counts.pxi,
+                 forms.pxi (how hashes come in)
     columns.pyx  twin of what core/candidates.py does for each target
     xxhash.h     the hash itself, from the sdist of the PyPI package xxhash 4.1.0 (xxHash 0.8.4, BSD-2)
 

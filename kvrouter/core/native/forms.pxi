@@ -1,0 +1,41 @@
+# Hashes as they come in: packed bytes, array('Q'), a list, or anything else that numbers can be taken from.
+
+cdef struct Chain:
+    const uint64_t *data
+    void *listed
+    Py_ssize_t count
+
+
+cdef inline uint64_t nth(const Chain *chain, Py_ssize_t i) except? 0:
+    if chain.data != NULL:
+        return chain.data[i]
+    return PyLong_AsUnsignedLongLong(<object> PyList_GET_ITEM(<object> chain.listed, i))
+
+
+cdef object chained(object hashes, Chain *chain):
+    """A list is not copied: few of its numbers are looked at. What is returned must outlive the chain."""
+    if type(hashes) is list:
+        chain.data, chain.listed, chain.count = NULL, <void *> hashes, PyList_GET_SIZE(hashes)
+        return hashes
+    return viewed(hashes, &chain.data, &chain.count)
+
+
+cdef object viewed(object hashes, const uint64_t **data, Py_ssize_t *count):
+    """Points `data` to the hashes. What is returned must outlive the pointer."""
+    cdef array.array made
+    cdef Py_ssize_t i
+    if type(hashes) is bytes:
+        if PyBytes_GET_SIZE(hashes) & 7:
+            raise ValueError("bytes length not a multiple of 8: hashes are packed u64")
+        data[0], count[0] = <const uint64_t *> PyBytes_AS_STRING(hashes), PyBytes_GET_SIZE(hashes) >> 3
+        return hashes
+    if isinstance(hashes, array.array) and (<array.array> hashes).typecode == "Q":
+        made = hashes
+    elif type(hashes) is list:
+        made = array.clone(_HASHES, PyList_GET_SIZE(hashes), zero=False)
+        for i in range(PyList_GET_SIZE(hashes)):
+            made.data.as_ulonglongs[i] = PyLong_AsUnsignedLongLong(<object> PyList_GET_ITEM(hashes, i))
+    else:
+        made = array.array("Q", hashes)
+    data[0], count[0] = <const uint64_t *> made.data.as_ulonglongs, len(made)
+    return made
