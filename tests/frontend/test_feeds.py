@@ -315,6 +315,19 @@ async def test_full_inbox(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) ->
         assert 0 == feeds._inbox_bytes
 
 
+async def test_backlog(fleet_of: FleetOf) -> None:
+    """What is more than a slice is worked off although nothing else comes."""
+    async with fleet_of("--heartbeat-s", "60", "--lease-s", "300") as fleet:
+        feeds = fleet.frontend.feeds
+        for _ in range(20_000):
+            feeds._receive("kvrouter.x.live.nothing", b"", "")
+        assert 20_000 == feeds.inbox_messages
+        assert feeds.inbox_age_s > 0
+
+        await until(lambda: not feeds._inbox, "it is worked off")
+        assert (0, 0.0) == (feeds.inbox_messages, feeds.inbox_age_s)
+
+
 async def test_worker_leaves(fleet_of: FleetOf) -> None:
     """A worker that says goodbye gets no request any more."""
     async with fleet_of(scripts=(OK, OK)) as fleet:
