@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import structlog
 
-from kvrouter.core.blocks import block_hashes
+from kvrouter.core.blocks import prompt_hashes
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.e2e.fleet import Fleet, running_fleet
@@ -162,9 +162,9 @@ async def test_wrong_salt(
     """A salt that does not reach the hashes is found out, with usage in the answers or without."""
 
     def unsalted(ids: Sequence[int], size: int, *, lora_name: str | None, salt: str | None) -> Any:
-        return block_hashes(ids, size, lora_name=lora_name)
+        return prompt_hashes(ids, size, lora_name=lora_name)
 
-    monkeypatch.setattr("kvrouter.frontend.prompt_blocks.block_hashes", unsalted)
+    monkeypatch.setattr("kvrouter.frontend.prompt_blocks.prompt_hashes", unsalted)
     async with fleet_of(nats_url, model_path) as fleet:
         for number in range(REQUESTS):
             await ask(fleet, {**text(number, 1), "cache_salt": "s", "stream": not asks_usage})
@@ -204,8 +204,8 @@ async def test_it_passes(nats_url: str, model_path: Path, monkeypatch: pytest.Mo
     """When the blocks turn up again the flag goes, by itself."""
     with monkeypatch.context() as patched:
         patched.setattr(
-            "kvrouter.frontend.prompt_blocks.block_hashes",
-            lambda ids, size, **_: block_hashes(ids, size, salt="other"),
+            "kvrouter.frontend.prompt_blocks.prompt_hashes",
+            lambda ids, size, **_: prompt_hashes(ids, size, salt="other"),
         )
         async with fleet_of(nats_url, model_path) as fleet:
             for number in range(REQUESTS):
