@@ -156,8 +156,12 @@ def form_candidates(
     inflight_overlap: bool,
 ) -> Candidates:
     """One for each target of the roster, in their order."""
-    found = [_find(prompt, index, active) for prompt in request.prompts]
     charged, blocks, requests = active.lined_up()
+    if not request.prompts:  # nothing is known of its blocks, and nobody differs in them
+        none = roster.nothing
+        columns = _Columns(none, none, none, none, none, charged, blocks, requests, roster.beats())
+        return Candidates(roster, columns, {}, block_size)
+    found = [_find(prompt, index, active) for prompt in request.prompts]
     nothing = array("q", bytes(8 * len(roster)))
     own_blocks = _new_blocks(request, None, found, block_size) if len(roster) else 0
     columns = _Columns(

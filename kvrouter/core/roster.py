@@ -11,6 +11,7 @@ made anew with the roster, and beats are copied before the first change after so
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ class Roster:
             for target, worker in zip(self.targets, self.workers, strict=True)
         ]
         self._are_seen = False
+        self.nothing = array("q", bytes(8 * len(self.targets)))
+        """A column of zeros. Shared: nobody changes it."""
 
     def __len__(self) -> int:
         return len(self.targets)

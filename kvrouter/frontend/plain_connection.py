@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias, cast
 
 from kvrouter.frontend.answer import Served
-from kvrouter.frontend.plain_head import END, MAX_HEAD_BYTES, PlainHead, may_be_plain, parse_plain
+from kvrouter.frontend.plain_head import END, MAX_HEAD_BYTES, PlainHead, PlainHeads, may_be_plain
 from kvrouter.frontend.request import Request, Serve
 from kvrouter.frontend.tearing import tear
 
@@ -48,6 +48,7 @@ class Connections:
         self.max_body_bytes = max_body_bytes
         self.keep_alive_s = keep_alive_s
         self.open: set[PlainConnection] = set()
+        self.heads = PlainHeads()
 
     def new(self) -> PlainConnection:
         """One, for the next client."""
@@ -145,7 +146,7 @@ class PlainConnection(asyncio.Protocol):
         if end < 0 and may_be_plain(data):
             return
         body_at = end + len(END)
-        head = parse_plain(data[:body_at]) if end > 0 else None
+        head = self._connections.heads.read(data[:body_at]) if end > 0 else None
         serve = self._connections.routes.get(head.path.partition("?")[0]) if head is not None else None
         if head is None or serve is None or head.length > self._connections.max_body_bytes:
             self._hand_over()

@@ -6,6 +6,8 @@ Plain is a POST of HTTP/1.1 with a length, and nothing that changes how its body
 
 from __future__ import annotations
 
+import re
+
 import httptools
 from msgspec import Struct
 
@@ -16,6 +18,8 @@ END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 8190
 """aiohttp's own limit for one line: a head that is longer may have a line that is too long."""
 
+MOST_HEADS = 256
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,15})\r\n", re.IGNORECASE)
 _CHANGES_BODY = frozenset({"transfer-encoding", "content-encoding", "expect", "upgrade"})
 """Headers after which the body is not simply what follows."""
 
@@ -49,6 +53,44 @@ class _Reader:
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
+
+
+class PlainHeads:
+    """Reads heads, and remembers them: a client's are the same but for the length of the body.
+
+    A head that equals one read before in everything but the digits of its first `content-length` is as plain
+    as that was. `MOST_HEADS` are remembered; then all are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[PlainHead, int]] = {}
+        """By the head without those digits; with the place of the field among its fields."""
+
+    def read(self, head: bytes) -> PlainHead | None:
+        """`parse_plain`, or what it was the last time."""
+        found = _LENGTH.search(head)
+        if found is None:
+            return parse_plain(head)
+        digits = found[1]
+        name = head[: found.start(1)] + head[found.end(1) :]
+        known = self._known.get(name)
+        if known is not None:
+            plain, place = known
+            fields = plain.fields.copy()
+            fields[place] = ("content-length", digits.decode())
+            return PlainHead(plain.path, fields, int(digits), plain.wants_keep_alive)
+        read = parse_plain(head)
+        if read is not None:
+            self._remember(name, read)
+        return read
+
+    def _remember(self, name: bytes, read: PlainHead) -> None:
+        places = [place for place, (key, _) in enumerate(read.fields) if key == "content-length"]
+        if len(places) != 1:
+            return
+        if len(self._known) >= MOST_HEADS:
+            self._known.clear()
+        self._known[name] = read, places[0]
 
 
 def parse_plain(head: bytes) -> PlainHead | None:

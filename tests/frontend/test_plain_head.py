@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.frontend.plain_head import MAX_HEAD_BYTES, may_be_plain, parse_plain
+from kvrouter.frontend.plain_head import MAX_HEAD_BYTES, MOST_HEADS, PlainHeads, may_be_plain, parse_plain
 
 
 def head(*lines: bytes, start: bytes = b"POST /v1/completions HTTP/1.1", length: bytes = b"7") -> bytes:
@@ -85,3 +85,36 @@ def test_beginnings() -> None:
     assert all(may_be_plain(plain[:end]) for end in range(len(plain)))
     assert not any(may_be_plain(data) for data in (b"GET", b"PUT /", b"\x16\x03\x01", b"\r\n", b"POST http"))
     assert not may_be_plain(b"POST /" + b"a" * MAX_HEAD_BYTES)
+
+
+FIELDS = [
+    (b"host: t", b"content-length: LENGTH"),
+    (b"Content-Length:LENGTH", b"host: t"),
+    (b"host: t", b"content-length: LENGTH", b"content-length: 7"),
+    (b"host: t", b"content-length: 7", b"content-length: LENGTH"),
+    (b"host: t", b"content-length: LENGTH", b"connection: close"),
+    (b"host: t", b"content-length: +LENGTH"),
+    (b"host: t", b"content-length: LENGTH ", b"transfer-encoding: chunked"),
+    (b"host: t", b"x-length: LENGTH"),
+]
+"""Heads that begin alike."""
+
+
+@given(st.lists(st.tuples(st.sampled_from(FIELDS), st.integers(0, 10**16)), max_size=8))
+def test_remembered_heads_say_what_parsing_says(heads: list[tuple[tuple[bytes, ...], int]]) -> None:
+    """Whatever was read before, a head is read as if it were the first."""
+    remembering = PlainHeads()
+    for fields, length in heads:
+        for _ in range(2):
+            data = b"\r\n".join([b"POST /v1/completions HTTP/1.1", *fields, b"", b""])
+            data = data.replace(b"LENGTH", b"%d" % length)
+            assert parse_plain(data) == remembering.read(data)
+
+
+def test_remembered_heads_are_bounded() -> None:
+    """Heads that differ in every request fill no memory."""
+    heads = PlainHeads()
+    for number in range(3 * MOST_HEADS):
+        assert heads.read(head(b"x-request-id: %d" % number)) is not None
+
+    assert MOST_HEADS >= len(heads._known)
