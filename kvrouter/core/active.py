@@ -81,10 +81,37 @@ class _Load:
 
 @dataclass(slots=True)
 class _Owner:
-    """One replica's bookings, and the digest of them all."""
+    """One replica's bookings, and the digest of them all: made when asked for, as most have ended by then.
+
+    Invariant: the digest is that of the bookings, but for those in `changed` as they were in `parts`.
+    """
 
     bookings: dict[int, Booking] = field(default_factory=dict)
-    digest: int = 0
+    changed: set[int] = field(default_factory=set)
+    parts: dict[int, int] = field(default_factory=dict)
+    """What each booking adds to the digest, as of when it was counted."""
+    total: int = 0
+
+    def count(self, number: int) -> None:
+        """The booking counts as it is now."""
+        self.changed.discard(number)
+        part = self.bookings[number].digest()
+        self.total = (self.total - self.parts.get(number, 0) + part) & _MASK64
+        self.parts[number] = part
+
+    def digest(self) -> int:
+        """Of all bookings as they are now."""
+        for number in list(self.changed):
+            self.count(number)
+        return self.total
+
+    def end(self, number: int) -> Booking | None:
+        """The booking is no longer one of these."""
+        booking = self.bookings.pop(number, None)
+        if booking is not None:
+            self.changed.discard(number)
+            self.total = (self.total - self.parts.pop(number, 0)) & _MASK64
+        return booking
 
 
 class ActiveTable:
@@ -110,21 +137,22 @@ class ActiveTable:
         load.charged_tokens += 0 if booking.prefill_completed else booking.prefill_tokens
         load.requests += 1
         self._show(load)
-        owner = self._owners.setdefault(booking.key.router_id, _Owner())
+        owner = self._owners.get(booking.key.router_id)
+        if owner is None:
+            owner = self._owners[booking.key.router_id] = _Owner()
         owner.bookings[booking.key.number] = booking
-        owner.digest = (owner.digest + booking.digest()) & _MASK64
+        owner.changed.add(booking.key.number)
 
     def mark_prefill_completed(self, key: BookingKey) -> Booking | None:
         """Its tokens are no longer charged. Returns the booking if this was news."""
         booking = self.booking(key)
         if booking is None or booking.prefill_completed:
             return None
-        before = booking.digest()
         booking.prefill_completed = True
         load = self._loads[booking.target]
         load.charged_tokens -= booking.prefill_tokens
         self._show(load)
-        self._redigest(booking, before)
+        self._owners[key.router_id].changed.add(key.number)
         return booking
 
     def progress(self, key: BookingKey, output_blocks: int) -> None:
@@ -132,12 +160,11 @@ class ActiveTable:
         booking = self.booking(key)
         if booking is None or output_blocks <= booking.output_blocks:
             return
-        before = booking.digest()
         load = self._loads[booking.target]
         load.nameless_blocks += output_blocks - booking.output_blocks
         self._show(load)
         booking.output_blocks = output_blocks
-        self._redigest(booking, before)
+        self._owners[key.router_id].count(key.number)  # long answers have their share of the work now
 
     def free(self, key: BookingKey) -> Booking | None:
         """The request ends; a second time changes nothing. Returns the booking that ended."""
@@ -201,7 +228,7 @@ class ActiveTable:
     def digest(self, router_id: RouterId) -> tuple[int, int]:
         """`(count, digest)` of one replica's bookings, as a Check carries them."""
         owner = self._owners.get(router_id)
-        return (len(owner.bookings), owner.digest) if owner else (0, 0)
+        return (len(owner.bookings), owner.digest()) if owner else (0, 0)
 
     def line_up(self, targets: Sequence[Target]) -> None:
         """Keep the loads of these in columns, in this order."""
@@ -260,7 +287,7 @@ class ActiveTable:
         if lined_up != list(zip(*self._columns, strict=True)):
             raise AssertionError(f"the columns are off: {self._columns} != {lined_up}")
         for router_id, owner in self._owners.items():
-            if owner.digest != sum(booking.digest() for booking in owner.bookings.values()) & _MASK64:
+            if owner.digest() != sum(booking.digest() for booking in owner.bookings.values()) & _MASK64:
                 raise AssertionError(f"the digest of {router_id} is off")
 
     def _check_target(self, target: Target, bookings: list[Booking], extra: list[int]) -> None:
@@ -292,11 +319,8 @@ class ActiveTable:
     def _disown(self, key: BookingKey) -> Booking | None:
         """Take the booking from its owner; it still counts on its target."""
         owner = self._owners.get(key.router_id)
-        booking = owner.bookings.pop(key.number, None) if owner else None
-        if owner is None or booking is None:
-            return None
-        owner.digest = (owner.digest - booking.digest()) & _MASK64
-        if not owner.bookings:
+        booking = owner.end(key.number) if owner else None
+        if owner is not None and not owner.bookings:
             del self._owners[key.router_id]
         return booking
 
@@ -316,7 +340,3 @@ class ActiveTable:
         if not load.requests and not load.held.count:
             del self._loads[booking.target]
             self._slots.give_back(load.held.slot)
-
-    def _redigest(self, booking: Booking, before: int) -> None:
-        owner = self._owners[booking.key.router_id]
-        owner.digest = (owner.digest - before + booking.digest()) & _MASK64
