@@ -21,6 +21,8 @@ _MAX_LENGTH_DIGITS = 18
 _CONTROL_CHARACTERS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 """What may not stand in a head. A client would take a lone CR or LF for the end of a line."""
 
+_BLANK = re.compile(rb"[ \t]")
+
 _MEDIA = (b"audio/", b"image/", b"video/", b"application/octet-stream")
 
 HOP_BY_HOP = frozenset(
@@ -92,7 +94,7 @@ def _parse(data: bytes) -> Head:
     if not is_status_line or status < b"100" or _CONTROL_CHARACTERS.search(reason):
         raise FramingError(f"no HTTP status line: {status_line[:80]!r}")
     everything = [_split_line(line) for line in lines]
-    own = dict(everything)
+    own = _by_name(everything)
     connection = b",".join(value for name, value in everything if name == b"connection").lower()
     keeps_alive = b"close" not in connection and (version == b"HTTP/1.1" or b"keep-alive" in connection)
     length, is_chunked = _body_framing(int(status), own)
@@ -121,9 +123,18 @@ def _is_ours(name: bytes) -> bool:
     return name in {b"x-request-id", b"x-accel-buffering"} or name.startswith(b"x-kvrouter-")
 
 
+def _by_name(fields: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Of several with one name the last. Raises FramingError where more than one says how the body ends."""
+    names = [name for name, _ in fields]
+    for name in (b"content-length", b"transfer-encoding"):
+        if names.count(name) > 1:
+            raise FramingError(f"more than one {name.decode()} header")
+    return dict(fields)
+
+
 def _split_line(line: bytes) -> tuple[bytes, bytes]:
     name, colon, value = line.partition(b":")
-    if not colon or not name or name != name.strip() or _CONTROL_CHARACTERS.search(line):
+    if not colon or not name or _BLANK.search(name) or _CONTROL_CHARACTERS.search(line):
         raise FramingError(f"no HTTP header line: {line[:80]!r}")
     return name.lower(), value.strip()
 

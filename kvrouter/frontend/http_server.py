@@ -46,7 +46,10 @@ def application(completions: Completions, admin: Admin, options: FrontendOptions
                 web.post(path, route(serve), expect_handler=invite_body)
                 for path, serve in completions.routes().items()
             ),
-            *(web.get(path, route(partial(completions.serve, None))) for path in passthrough.GET_ROUTES),
+            *(  # without HEAD: a worker's answer would have a length and no body, and be waited for
+                web.get(path, route(partial(completions.serve, None)), allow_head=False)
+                for path in passthrough.GET_ROUTES
+            ),
             web.get("/v1/models", admin.models),
             web.get("/v1/models/{name:.+}", admin.model),
             web.get("/live", admin.live),

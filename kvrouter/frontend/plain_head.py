@@ -15,6 +15,8 @@ from kvrouter.frontend.request import Field
 
 START = b"POST /"
 END = b"\r\n\r\n"
+_LF_END = b"\n\n"
+"""Ends no head, though its writer may think so, and would wait for an answer."""
 MAX_HEAD_BYTES = 8190
 """aiohttp's own limit for one line: a head that is longer may have a line that is too long."""
 
@@ -114,4 +116,5 @@ def parse_plain(head: bytes) -> PlainHead | None:
 
 def may_be_plain(data: bytes) -> bool:
     """Whether the beginning of a head may become a plain one."""
-    return len(data) <= MAX_HEAD_BYTES and (data.startswith(START) or START.startswith(data))
+    begins_so = data.startswith(START) or START.startswith(data)
+    return begins_so and len(data) <= MAX_HEAD_BYTES and _LF_END not in data

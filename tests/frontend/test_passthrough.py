@@ -292,3 +292,12 @@ async def test_report_mode(fleet_of: FleetOf) -> None:
 
         assert {"a": 1} == fleet.workers[0].requests[0].json["vllm_xargs"]
         assert body == fleet.workers[0].requests[1].body
+
+
+async def test_head(fleet_of: FleetOf) -> None:
+    """HEAD is 405 where a worker would be asked, for its answer would have a length and no body."""
+    async with fleet_of(scripts=(OK,)) as fleet, fleet.connected() as client:
+        client.writer.write(b"HEAD /version HTTP/1.1\r\nhost: test\r\n\r\n")
+
+        assert b" 405 " in await client.read_until(b"\r\n\r\n")
+        assert not fleet.requests

@@ -118,3 +118,11 @@ def test_remembered_heads_are_bounded() -> None:
         assert heads.read(head(b"x-request-id: %d" % number)) is not None
 
     assert MOST_HEADS >= len(heads._known)
+
+
+def test_waits_for_no_end_that_does_not_come() -> None:
+    """A head with an empty line of bare LFs is complete to its writer: it is refused, not waited for."""
+    data = head().replace(b"\r\n", b"\n")
+
+    assert may_be_plain(data[:-1])
+    assert not may_be_plain(data)
