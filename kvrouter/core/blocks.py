@@ -26,7 +26,7 @@ _MASK64 = (1 << 64) - 1
 _MAX_TOKEN = (1 << 32) - 1
 
 Hashes: TypeAlias = Sequence[int] | bytes
-"""Sequence hashes: array("Q") at best, any sequence of numbers, or packed little-endian u64."""
+"""Sequence hashes: array("Q") at best, any sequence of numbers, or bytes: packed little-endian u64."""
 
 Multimodal = tuple[int, int, str]
 """`(start, end, id)`: the tokens [start, end) stand for the item with this id."""
@@ -71,7 +71,7 @@ def prompt_hashes(
     """The sequence hashes of a prompt's full blocks: `sequence_hashes(block_hashes(…))` in one go."""
     seed = block_seed(lora_name, salt)
     if twins.hashes is None:
-        return array("Q", sequence_hashes(_plain_block_hashes(tokens, block_size, seed)))
+        return array("Q", _chain(_plain_block_hashes(tokens, block_size, seed), None))
     _step(block_size)
     try:
         return cast("array[int]", twins.hashes.prompt_hashes(tokens, block_size, seed))
@@ -107,20 +107,26 @@ def _plain_block_hashes(tokens: Sequence[int], block_size: int, seed: int) -> li
 def sequence_hashes(hashes: Sequence[BlockHash], parent: SequenceHash | None = None) -> list[SequenceHash]:
     """Chain block hashes; `parent` is the sequence hash just before the first, if any.
 
-    The chain always uses seed 1337, whatever seeded the blocks.
+    The chain always uses seed 1337, whatever seeded the blocks. Raises OverflowError or TypeError for what
+    is no 64-bit number.
     """
-    if twins.hashes is not None:
-        return cast("list[SequenceHash]", twins.hashes.sequence_hashes(hashes, parent))
+    blocks = hashes_of(hashes)
+    above = None if parent is None else hashes_of((parent,))[0]
+    chain = _chain if twins.hashes is None else twins.hashes.sequence_hashes
+    return cast("list[SequenceHash]", chain(blocks, above))
+
+
+def _chain(hashes: Sequence[int], parent: int | None) -> list[int]:
     chain: list[int] = []
     append, digest = chain.append, xxh3_64_intdigest
-    previous: int | None = parent
+    previous = parent
     for block in hashes:
         # as one little-endian number the previous hash is the low half, the block's the high half
         previous = (
             block if previous is None else digest((previous | block << 64).to_bytes(16, "little"), SEED)
         )
         append(previous)
-    return cast("list[SequenceHash]", chain)
+    return chain
 
 
 def multimodal_id(identifier: str) -> int:
@@ -139,11 +145,19 @@ def pack_hashes(hashes: Iterable[int]) -> bytes:
 
 
 def hashes_of(hashes: Hashes) -> Sequence[int]:
-    """As numbers: packed ones are unpacked, without making an object of each; others are left alone."""
-    if not isinstance(hashes, bytes):
+    """As numbers: packed ones are unpacked, without making an object of each; a list stays one.
+
+    Raises OverflowError, TypeError or ValueError for what is no row of 64-bit numbers.
+    """
+    if type(hashes) is array and hashes.typecode == "Q":
         return hashes
+    if type(hashes) is list:
+        checked = array("Q", hashes)
+        return hashes if hashes and type(hashes[0]) is int else checked
+    if not isinstance(hashes, bytes | bytearray | memoryview):
+        return array("Q", hashes)
     unpacked = array("Q")
-    unpacked.frombytes(hashes)
+    unpacked.frombytes(bytes(hashes))
     if sys.byteorder == "big":
         unpacked.byteswap()
     return unpacked

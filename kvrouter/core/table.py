@@ -135,7 +135,9 @@ class FlatTable:
         by galloping and then bisecting from the one before.
         """
         found: dict[Any, int] = {}
-        listed = hashes_of(hashes)
+        listed = hashes  # of a list few are looked at
+        if type(hashes) is not list or not (hashes and isinstance(hashes[0], int)):
+            listed = hashes_of(hashes)
         if not listed:
             return found
         shards, count = self._shards, len(listed)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvrouter.core import twins
 from kvrouter.core.blocks import block_hashes, pack_hashes, prompt_hashes, sequence_hashes
+from kvrouter.core.index import BlockIndex
 from kvrouter.core.table import CountedSet, FlatTable, SlotSet, new_table
 from kvrouter.errors import ConfigError
 from tests.core.forest import Forest
@@ -116,6 +118,99 @@ def test_same_hashes(block_size: int, salt: str | None) -> None:
             if list(same) == tokens:
                 assert chain == prompt_hashes(same, block_size, salt=salt).tolist()
     assert found[0] == found[1]
+
+
+@pytest.fixture(params=[twins.PYTHON, pytest.param(twins.NATIVE, marks=needs_native)])
+def core(request: pytest.FixtureRequest) -> str:
+    """Either version."""
+    return twins.choose(str(request.param))
+
+
+class Number:
+    """A number that is no int; numpy's are such."""
+
+    def __index__(self) -> int:
+        return 7
+
+
+def backwards(packed: bytes) -> memoryview:
+    """A view that jumps."""
+    return memoryview(packed[::-1])[::-1]
+
+
+@pytest.mark.parametrize("form", [bytes, bytearray, memoryview, backwards])
+def test_bytes_are_packed_hashes(core: str, form: Callable[[bytes], bytes]) -> None:
+    """Whatever kind of bytes it is: taken one by one they would be other hashes."""
+    index: Any = BlockIndex()
+    index.store("t", form(pack_hashes([5, 6, 7])))
+
+    assert {"t": 3} == index.overlap([5, 6, 7, 8])
+    assert {"t": 3} == index.overlap(form(pack_hashes([5, 6, 7, 8])))
+    index.check()
+
+
+def test_numbers_of_other_kinds(core: str) -> None:
+    """What has an __index__ is a hash, in a list or in anything else."""
+    index: Any = BlockIndex()
+    index.store("t", [Number()])
+
+    assert (1, 7) == index.digest("t")
+    assert {"t": 1} == index.overlap([Number()]) == index.overlap((Number(),)) == index.overlap(range(7, 8))
+    chained: Any = sequence_hashes
+    assert chained([7, 7], 7) == chained([Number(), Number()], Number())
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 64, 1.0, None, "7"])
+def test_what_is_no_hash(core: str, wrong: Any) -> None:
+    """It raises before anything has changed."""
+    index: Any = BlockIndex()
+    index.store("t", [1, 2])
+    chained: Any = sequence_hashes
+    for change in (index.store, index.remove):
+        with pytest.raises((OverflowError, TypeError)):
+            change("t", [1, 3, wrong])
+    for chain in ([wrong], [1, wrong]):
+        with pytest.raises((OverflowError, TypeError)):
+            chained(chain)
+    if wrong is not None:
+        with pytest.raises((OverflowError, TypeError)):
+            chained([1], wrong)
+
+    assert (2, 3) == index.digest("t")
+    assert {"t": 2} == index.overlap([1, 2, 3])
+    index.check()
+
+
+class Meddler:
+    """An owner whose hash changes the index that is just being asked."""
+
+    def __init__(self, name: int, index: Any) -> None:
+        self.name = name
+        self.index: Any = None
+        index.store(self, list(range(1, name + 2)))
+        self.index = index
+
+    def __hash__(self) -> int:
+        index, self.index = self.index, None
+        if index is not None:
+            for other in range(9):
+                index.store(f"other {other}", [1, 2, 90 + other])
+            index.overlap([1, 2, 3])
+            for other in range(9):
+                index.drop(f"other {other}")
+            while index.sweep():
+                pass
+            self.index = index
+        return self.name
+
+
+def test_look_up_amid_a_look_up(core: str) -> None:
+    """An owner's own code runs when all is known: the answer is that of the moment of asking."""
+    index: Any = BlockIndex()
+    meddlers = [Meddler(name, index) for name in range(6)]
+
+    assert {each: each.name + 1 for each in meddlers} == index.overlap(list(range(1, 20)))
+    index.check()
 
 
 def crowded(hash_: int) -> int:

@@ -14,7 +14,7 @@ cdef inline uint64_t nth(const Chain *chain, Py_ssize_t i) except? 0:
 
 cdef object chained(object hashes, Chain *chain):
     """A list is not copied: few of its numbers are looked at. What is returned must outlive the chain."""
-    if type(hashes) is list:
+    if type(hashes) is list and (not hashes or isinstance(<object> PyList_GET_ITEM(hashes, 0), int)):
         chain.data, chain.listed, chain.count = NULL, <void *> hashes, PyList_GET_SIZE(hashes)
         return hashes
     return viewed(hashes, &chain.data, &chain.count)
@@ -34,7 +34,11 @@ cdef object viewed(object hashes, const uint64_t **data, Py_ssize_t *count):
     elif type(hashes) is list:
         made = array.clone(_HASHES, PyList_GET_SIZE(hashes), zero=False)
         for i in range(PyList_GET_SIZE(hashes)):
+            if not isinstance(<object> PyList_GET_ITEM(hashes, i), int):
+                return viewed(array.array("Q", hashes), data, count)  # numpy's numbers, or an error
             made.data.as_ulonglongs[i] = PyLong_AsUnsignedLongLong(<object> PyList_GET_ITEM(hashes, i))
+    elif isinstance(hashes, (bytearray, memoryview)):
+        return viewed(bytes(hashes), data, count)
     else:
         made = array.array("Q", hashes)
     data[0], count[0] = <const uint64_t *> made.data.as_ulonglongs, len(made)

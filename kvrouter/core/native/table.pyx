@@ -40,6 +40,10 @@ cdef struct Turn:
     uint32_t slot, old, old_born, to, to_born
     bint is_known
 
+cdef struct Ended:
+    Py_ssize_t depth
+    uint32_t slot
+
 include "forms.pxi"
 include "sets.pxi"
 include "rows.pxi"
@@ -144,6 +148,9 @@ cdef class FlatTable:
         cdef uint32_t low_set, high_set, last_set, number, alive, i
         cdef Py_ssize_t low = 0, high, middle, step
         cdef dict found = {}
+        cdef Ended *ended
+        cdef Py_ssize_t ends = 0
+        cdef object told = None
         held = chained(hashes, &chain)
         if not chain.count:
             return found
@@ -155,29 +162,40 @@ cdef class FlatTable:
         for i in range(self.width):
             self.alive[i] &= self.visible[i]
         alive = self.sets.shared(low_set, self.alive)
-        last_set = self.rows.find(nth(&chain, chain.count - 1)) if alive else 0
-        while alive:  # all of them hold the chain down to `low`
-            if last_set and self.sets.covers(last_set, self.alive, alive):
-                self.end(found, chain.count, 0)
-                break
-            high, high_set, step = chain.count - 1, last_set, 1
-            if high - low > 4 * <Py_ssize_t> alive:
-                step = (high - low) // (4 * <Py_ssize_t> alive)
-            while low + step < high:
-                number = self.rows.find(nth(&chain, low + step))
-                if number != low_set and not (number and self.sets.covers(number, self.alive, alive)):
-                    high, high_set = low + step, number
+        if not alive:
+            return found
+        ended = <Ended *> taken(malloc(alive * sizeof(Ended)))
+        try:
+            last_set = self.rows.find(nth(&chain, chain.count - 1))
+            while alive:  # all of them hold the chain down to `low`
+                if last_set and self.sets.covers(last_set, self.alive, alive):
+                    ends += self.end(&ended[ends], chain.count, 0)
                     break
-                low, low_set, step = low + step, number, step * 2
-            while high - low > 1:
-                middle = (low + high) >> 1
-                number = self.rows.find(nth(&chain, middle))
-                if number != low_set and not (number and self.sets.covers(number, self.alive, alive)):
-                    high, high_set = middle, number
-                else:
-                    low, low_set = middle, number
-            alive -= self.end(found, high, high_set)  # not all of them hold the one at `high`
-            low, low_set = high, high_set
+                high, high_set, step = chain.count - 1, last_set, 1
+                if high - low > 4 * <Py_ssize_t> alive:
+                    step = (high - low) // (4 * <Py_ssize_t> alive)
+                while low + step < high:
+                    number = self.rows.find(nth(&chain, low + step))
+                    if number != low_set and not (number and self.sets.covers(number, self.alive, alive)):
+                        high, high_set = low + step, number
+                        break
+                    low, low_set, step = low + step, number, step * 2
+                while high - low > 1:
+                    middle = (low + high) >> 1
+                    number = self.rows.find(nth(&chain, middle))
+                    if number != low_set and not (number and self.sets.covers(number, self.alive, alive)):
+                        high, high_set = middle, number
+                    else:
+                        low, low_set = middle, number
+                i = self.end(&ended[ends], high, high_set)  # not all of them hold the one at `high`
+                alive, ends = alive - i, ends + i
+                low, low_set = high, high_set
+            for i in range(ends):  # at last: an owner's __hash__ may be any code, and may change the table
+                if not i or ended[i].depth != ended[i - 1].depth:
+                    told = ended[i].depth
+                found[<object> PyList_GET_ITEM(self.labels, ended[i].slot)] = told
+        finally:
+            free(ended)
         return found
 
     def copy_slot(self, uint32_t source, uint32_t copy):
@@ -337,24 +355,22 @@ cdef class FlatTable:
         for i in range(far.state & (PAST - 1)):
             prefetch(self.sets.at(far.sets[i]))
 
-    cdef int end(self, dict found, Py_ssize_t depth, uint32_t number) except -1:
+    cdef uint32_t end(self, Ended *ended, Py_ssize_t depth, uint32_t number) noexcept:
         """Whoever is alive and not in this set holds so much; returns how many. The others go on."""
         cdef uint64_t *kept = self.sets.scratch
         cdef uint64_t lost
-        cdef uint32_t i
-        cdef int ended = 0
-        cdef object told = depth
+        cdef uint32_t i, count = 0
         if number:
             self.sets.spread(number, kept)
         for i in range(self.width):
             lost = self.alive[i] & ~kept[i]
             self.alive[i] &= kept[i]
             while lost:
-                found[<object> PyList_GET_ITEM(self.labels, (i << 6) + ctz(lost))] = told
+                ended[count].depth, ended[count].slot = depth, (i << 6) + ctz(lost)
                 lost &= lost - 1
-                ended += 1
+                count += 1
         memset(kept, 0, self.width * 8)
-        return ended
+        return count
 
 
 @cython.final
