@@ -5,6 +5,7 @@ web.Request ──> Request ──serve──> Served ──> AlreadyWritten
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeAlias
@@ -92,7 +93,14 @@ def route(serve: Serve) -> HttpRoute:
     """What serves requests, as aiohttp calls it."""
 
     async def serve_http(http: web.Request) -> web.StreamResponse:
-        return AlreadyWritten(await serve(from_aiohttp(http)))
+        request = from_aiohttp(http)
+        served = await serve(request)
+        if served.keeps_alive and request.client.is_slow:
+            # else a client that sends requests and reads no answers would fill our memory
+            drained = asyncio.Event()
+            request.client.when_drained(drained.set)
+            await drained.wait()
+        return AlreadyWritten(served)
 
     return serve_http
 

@@ -118,11 +118,6 @@ class Completions:
             return self._say(work.request, self._decisions.foretold(work))
         served = self._tell(work, await self._try_workers(work))
         self._in_flight.answered()
-        if served.keeps_alive and work.request.client.is_slow:
-            # else a client that sends requests and reads no answers would fill our memory
-            drained = asyncio.Event()
-            work.request.client.when_drained(drained.set)
-            await drained.wait()
         return served
 
     def _say(self, request: Request, answer: Answer) -> Served:

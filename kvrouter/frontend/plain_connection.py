@@ -133,9 +133,8 @@ class PlainConnection(asyncio.Protocol):
         self._unread = self._unread + data if self._unread else data
         if self._task is None:
             self._next()
-        elif len(self._unread) > PIPELINED_BYTES and self._is_reading:
-            self._is_reading = False
-            cast(asyncio.Transport, self._transport).pause_reading()
+        if len(self._unread) > PIPELINED_BYTES:
+            self._pause()
 
     # One request after the other
 
@@ -190,11 +189,31 @@ class PlainConnection(asyncio.Protocol):
             transport.close()
         else:
             self._heard_at = self._loop.time()
-            if not self._is_reading:
-                self._is_reading = True
-                transport.resume_reading()
-            if self._unread:
-                self._next()
+            if self.is_slow:  # or a client that reads no answers would fill our memory with them
+                self._pause()
+                self.when_drained(self._go_on)
+            else:
+                self._go_on()
+
+    def _pause(self) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            cast(asyncio.Transport, self._transport).pause_reading()
+
+    def _go_on(self) -> None:
+        """The client has what was sent: the next request."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or self._task is not None:
+            return
+        if self._unread:
+            self._next()
+        if len(self._unread) <= PIPELINED_BYTES:  # else each request served would let in another read
+            self._resume(transport)
+
+    def _resume(self, transport: asyncio.Transport) -> None:
+        if not self._is_reading:
+            self._is_reading = True
+            transport.resume_reading()
 
     def _hand_over(self) -> None:
         """From here on it is aiohttp's, with everything that belongs to no request yet."""
@@ -203,6 +222,7 @@ class PlainConnection(asyncio.Protocol):
         self._connections.open.discard(self)
         successor = self._connections.new_aiohttp()
         transport.set_protocol(successor)
+        self._resume(transport)
         successor.connection_made(transport)
         if self._unread:
             successor.data_received(self._unread)

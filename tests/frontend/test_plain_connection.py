@@ -193,6 +193,39 @@ async def test_pipelined_bytes_are_bounded() -> None:
     assert b"z" * PIPELINED_BYTES == scene.handed_over
 
 
+async def test_pipelined_bytes_stay_bounded() -> None:
+    """Requests that wait are served before more are read: not one more read for each that is served."""
+    scene = Scene()
+    burst = plain(b"x" * 100) * 2000
+    for _ in range(20):
+        if scene.transport.reads:
+            scene.read(burst)
+        served = len(scene.served)
+        await until(lambda: len(scene.served) > served, "one more is served")  # noqa: B023
+
+    assert len(scene.connection._unread) <= PIPELINED_BYTES + len(burst)
+    await until(lambda: len(scene.connection._unread) <= PIPELINED_BYTES, "they are served")
+    assert scene.transport.reads
+    scene.end()
+
+
+async def test_answers_that_nobody_reads_are_bounded() -> None:
+    """A client that reads no answers is served no further, and waited for no longer than an idle one."""
+    scene = Scene(keep_alive_s=0.2)
+    scene.connection.pause_writing()
+    scene.read(plain(b"1") + plain(b"2"))
+    await scene.settled()
+    served, reads = list(scene.served), scene.transport.reads
+    scene.connection.resume_writing()
+    await until(lambda: len(scene.served) == 2, "the second is served, too")
+    scene.connection.pause_writing()
+    scene.read(plain(b"3"))
+
+    assert ([(PATH, b"1")], False) == (served, reads)
+    await until(lambda: scene.transport.ended, "it is not waited for")
+    scene.end()
+
+
 async def test_client_leaves() -> None:
     """A client that leaves cancels its request, whether that has its body or not."""
     for sent in (plain(b"whole"), plain(b"whole")[:-2]):
