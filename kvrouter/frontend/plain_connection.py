@@ -111,6 +111,7 @@ class PlainConnection(asyncio.Protocol):
         self._connections.open.discard(self)
         if self._task is not None:
             self._task.cancel()
+            self._task = None  # it will hold its error, whose frames hold us: a ring that outlives both
 
     def pause_writing(self) -> None:
         """What we send piles up."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -224,6 +226,22 @@ async def test_answers_that_nobody_reads_are_bounded() -> None:
     assert ([(PATH, b"1")], False) == (served, reads)
     await until(lambda: scene.transport.ended, "it is not waited for")
     scene.end()
+
+
+async def test_what_a_client_leaves_behind() -> None:
+    """A request cancelled with its client is freed at once: the collector looks at old objects hourly."""
+    scene = Scene()
+    scene.read(plain(b"whole")[:-2])
+    await turns()
+    assert scene.connection._task is not None
+    task = weakref.ref(scene.connection._task)
+    gc.disable()
+    try:
+        scene.end()
+        await turns()
+        assert task() is None
+    finally:
+        gc.enable()
 
 
 async def test_client_leaves() -> None:
