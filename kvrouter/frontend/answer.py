@@ -61,9 +61,14 @@ def error_answer(error: KvRouterError, request_id: str) -> Answer:
 
 def held_answer(request_id: str, refusal: Rejected) -> Answer:
     """The last worker's own refusal, passed on."""
-    headers = {"x-request-id": request_id, "content-type": refusal.content_type.decode("latin-1")}
+    headers = {
+        "x-request-id": request_id,
+        "content-type": refusal.content_type.decode("utf-8", "surrogateescape"),
+    }
     if refusal.retry_after or refusal.status == 503:
-        headers["retry-after"] = refusal.retry_after.decode("latin-1") or str(KvRouterError.retry_after_s)
+        headers["retry-after"] = refusal.retry_after.decode("utf-8", "surrogateescape") or str(
+            KvRouterError.retry_after_s
+        )
     return Answer(refusal.status, refusal.body, headers)
 
 
