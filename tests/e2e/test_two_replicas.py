@@ -257,7 +257,8 @@ async def test_without_events_the_approximate_index_is_shared(nats_url: str) -> 
         first = await clients[0].completions.with_raw_response.create(
             model="tiny", prompt=prompt, max_tokens=2
         )
-        await until(lambda: is_settled(fleet))
+        (there,) = fleet.frontends[1].replica.routers.values()
+        await until(lambda: is_settled(fleet) and len(there.pool.index) == 20)
         second = await clients[1].completions.with_raw_response.create(
             model="tiny", prompt=prompt, max_tokens=2
         )

@@ -118,7 +118,7 @@ async def test_stage_one_by_header(fleet_of: FleetOf) -> None:
 
         await until(groups_are_known, "the groups are known")
         gold = {(await fleet.ask(None, "x-bucket: gold")).header("x-kvrouter-worker") for _ in range(5)}
-        silver = {(await fleet.ask(None, "x-bucket: silver")).header("x-kvrouter-worker") for _ in range(9)}
+        silver = {(await fleet.ask(None, "x-bucket: silver")).header("x-kvrouter-worker") for _ in range(20)}
         other = [(await fleet.ask(None, "x-bucket: kind-7")).header("x-kvrouter-worker") for _ in range(6)]
 
         assert ({"w0"}, {"w1", "w2"}) == (gold, silver)
