@@ -15,8 +15,8 @@ from kvrouter.core.index import BlockIndex
 from scripts.kit.bench.hashes import built
 from scripts.kit.bench.index import MOST_BLOCKS, decision, overlap, resident
 from scripts.kit.bench.index_fixtures import BLOCK_SIZE, HOLDERS, microseconds, new_targets
+from scripts.kit.bench.machine import machine
 from scripts.kit.bench.plot import Point, write_plot
-from scripts.kit.bench.policies import machine
 
 TARGETS = (8, 16, 32, 64, 128, 256, 512, 1000)
 TOKENS = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 64_000, 128_000)

@@ -15,7 +15,7 @@ from rich.table import Table
 from kvrouter.core import twins
 from kvrouter.core.blocks import block_hashes, prompt_hashes, sequence_hashes
 from scripts.kit.bench.index_fixtures import BLOCK_SIZE, microseconds
-from scripts.kit.bench.policies import machine
+from scripts.kit.bench.machine import machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -36,7 +36,8 @@ from scripts.kit.bench.index_fixtures import (
     new_targets,
     random_hashes,
 )
-from scripts.kit.bench.policies import machine, new_pool
+from scripts.kit.bench.machine import machine
+from scripts.kit.bench.policies import new_pool
 
 SHARED_BLOCKS = 62
 """A system prompt of 1,000 tokens."""

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import sys
 import time
@@ -26,8 +25,8 @@ import uvloop
 from rich.table import Table
 
 from kvrouter.simulate.percentiles import percentiles
-from kvrouter.version import __version__
 from scripts.kit import deployment
+from scripts.kit.bench.machine import machine
 from scripts.kit.bench.meter import cpu_ns
 from scripts.kit.bench.mock_engine import mock_engine
 from scripts.kit.bench.mock_fleet import BLOCK_SIZE, MODEL, PREFIX_BLOCKS, PREFIXES, prefix_tokens
@@ -335,18 +334,6 @@ def make_requests() -> list[LoadRequest]:
         }
         requests.append(LoadRequest(0.0, json.dumps(body, separators=(",", ":")).encode()))
     return requests
-
-
-def machine() -> dict[str, object]:
-    """Where this was measured."""
-    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.processor(),
-        "cores": len(cpus),
-        "python": platform.python_version(),
-        "kvrouter": __version__,
-    }
 
 
 def _options(arguments: Sequence[str] | None) -> Options:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import time
@@ -32,7 +31,7 @@ from kvrouter.core.policy import PolicyState, RouteRequest, Wanted
 from kvrouter.core.pool import Pool, PoolSettings
 from kvrouter.core.selection import Selection
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
-from kvrouter.version import __version__
+from scripts.kit.bench.machine import machine
 
 BLOCK_SIZE, BLOCKS = 16, 562
 """9,000 tokens: Heimdall's published prompt."""
@@ -184,18 +183,6 @@ def table(figures: Sequence[Figure], targets: Sequence[int]) -> Table:
         row = [one.microseconds for one in figures if one.mode == mode]
         made.add_row(mode, *(f"{value:,.1f}" for value in row))
     return made
-
-
-def machine() -> dict[str, object]:
-    """Where this was measured."""
-    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.processor(),
-        "cores": len(cpus),
-        "python": platform.python_version(),
-        "kvrouter": __version__,
-    }
 
 
 def _text(number: int) -> str:

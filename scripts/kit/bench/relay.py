@@ -19,7 +19,7 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
-from scripts.kit.bench.sync import machine
+from scripts.kit.bench.machine import machine
 from scripts.kit.bench.wire import growth, tables
 from scripts.kit.bench.wire.growth import Growth
 from scripts.kit.bench.wire.rounds import Contender, Results, run_rounds, warm
@@ -142,7 +142,7 @@ def sayer(console: Console, prefix: str = "") -> Callable[[str], None]:
 
 def about_machine(before: MachineTime | None) -> dict[str, object]:
     """Where and when, and how busy the machine was since then."""
-    about = {name: value for name, value in machine().items() if not name.endswith("_tokens")}
+    about = machine()
     after = MachineTime.now()
     if before and after:
         about["machine_busy"] = round(after.busy_since(before), 3)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import random
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -22,9 +20,9 @@ from pathlib import Path
 import uvloop
 
 from kvrouter.tokens.tiny import VOCABULARY_SIZE, build_tiny_model
-from kvrouter.version import __version__
 from scripts.kit import deployment
 from scripts.kit.bench import visibility
+from scripts.kit.bench.machine import machine
 from scripts.kit.bench.meter import Usage, usage
 from scripts.kit.bench.sync_report import Cost, Visibility, median_cost, summary, tables
 from scripts.kit.deployment import Deployment, Plan
@@ -162,6 +160,7 @@ async def _run(options: Options) -> int:
     for table in tables(costs, visibilities):
         console.print(table)
     about = machine() | {"rate": options.rate, "runs": options.runs, "seconds": options.seconds}
+    about |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
     if before and after:
         about["machine_busy"] = round(after.busy_since(before), 3)
     console.print(json.dumps(about), soft_wrap=True, highlight=False)
@@ -192,20 +191,6 @@ def _body(prompt: list[int]) -> bytes:
         "stream_options": {"include_usage": True},
     }
     return json.dumps(body, separators=(",", ":")).encode()
-
-
-def machine() -> dict[str, object]:
-    """Where this was measured."""
-    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.processor(),
-        "cores": len(cpus),
-        "python": platform.python_version(),
-        "kvrouter": __version__,
-        "prompt_tokens": PROMPT_TOKENS,
-        "output_tokens": OUTPUT_TOKENS,
-    }
 
 
 def _options(arguments: Sequence[str] | None) -> Options:

@@ -27,7 +27,7 @@ from kvrouter.tokens.prefix_store import PrefixStore
 from kvrouter.tokens.prefix_tokens import PrefixTokens
 from kvrouter.tokens.splits import find_splits
 from kvrouter.tokens.tiny import build_tiny_model
-from scripts.kit.bench.sync import machine
+from scripts.kit.bench.machine import machine
 from scripts.kit.script import log_directory, new_console
 
 MOST = 1 / 5
@@ -135,7 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = list(measure_all(bench, flags.runs))
     new_console().print(_table(results))
     about = machine() | {"runs": flags.runs, "tokenizers": tokenizers.__version__}
-    about = {name: about[name] for name in about if name not in {"prompt_tokens", "output_tokens"}}
     print(json.dumps(about | {"system": platform.system()}))
     if flags.json is not None:
         rows = [{**asdict(result), "ratio": result.ratio} for result in results]
