@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,35 @@ async def test_without_events_the_approximate_index_is_shared(nats_url: str) -> 
 
     assert second.headers["x-kvrouter-worker"] == first.headers["x-kvrouter-worker"]
     assert "19" == second.headers["x-kvrouter-overlap-blocks"]
+
+
+async def test_texts_are_shared(nats_url: str, model_path: Path) -> None:
+    """In mode prefix-affinity replica B sends a text where replica A has sent one that begins alike."""
+    flags = ["--router-mode", "prefix-affinity"]
+    async with running_fleet(
+        nats_url, uuid.uuid4().hex, mockers=3, model_path=model_path, flags=flags
+    ) as fleet:
+        a, b = (
+            openai.AsyncOpenAI(base_url=f"{frontend.url}/v1", api_key="none") for frontend in fleet.frontends
+        )
+        (there,) = fleet.frontends[1].replica.routers.values()
+        texts = there.selection.state.texts
+
+        async def worker_of(client: openai.AsyncOpenAI, text: str) -> str:
+            sent = await client.completions.with_raw_response.create(model="tiny", prompt=text, max_tokens=2)
+            return sent.headers["x-kvrouter-worker"]
+
+        def knows(text: str) -> bool:
+            return texts.match(text, there.pool.targets)[0] == len(text)
+
+        for number in range(8):
+            text = f"{number} once upon a time there was a router "
+            first = await worker_of(a, text)
+            await until(partial(knows, text))
+
+            assert first == await worker_of(b, text + "that agreed")
+        await a.close()
+        await b.close()
 
 
 async def test_host_tier_earns_its_credit(nats_url: str) -> None:
