@@ -19,7 +19,7 @@ from kvrouter.errors import KvRouterError, NoRouteError, WrongMethodError
 from kvrouter.frontend.answer import Served, error_answer, internal_error
 from kvrouter.frontend.client_connection import ClientConnection
 from kvrouter.frontend.incoming import read_body, request_id_of
-from kvrouter.frontend.request import Request, Serve
+from kvrouter.frontend.request import Head, Request, Serve
 from kvrouter.frontend.tearing import tear
 
 log = structlog.get_logger()
@@ -79,14 +79,9 @@ class AlreadyWritten(web.StreamResponse):
 
 def from_aiohttp(http: web.Request) -> Request:
     """The request as the request path sees it."""
-    return Request(
-        http.method,
-        http.raw_path,
-        [(name.lower(), value) for name, value in http.headers.items()],
-        AiohttpClient(http),
-        wants_keep_alive=http.keep_alive,
-        arriving=partial(read_body, http),
-    )
+    fields = [(name.lower(), value) for name, value in http.headers.items()]
+    head = Head(http.method, http.raw_path, fields, wants_keep_alive=http.keep_alive)
+    return Request(head, AiohttpClient(http), arriving=partial(read_body, http))
 
 
 def route(serve: Serve) -> HttpRoute:

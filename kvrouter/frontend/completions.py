@@ -107,7 +107,7 @@ class Completions:
             self._metrics.cancelled.inc()
             raise
         except Exception:
-            log.exception("request.failed", path=request.path)
+            log.exception("request.failed", path=request.head.path)
             served = self._fail(request, request_id)
         self._metrics.requests.inc(str(served.status))
         self._metrics.duration.observe(self._now() - received_at)
@@ -122,7 +122,7 @@ class Completions:
 
     def _say(self, request: Request, answer: Answer) -> Served:
         """An answer of our own."""
-        keeps_alive = request.wants_keep_alive and not self.is_draining
+        keeps_alive = request.head.wants_keep_alive and not self.is_draining
         request.client.write(answer.encode(keeps_alive=keeps_alive))
         return Served(answer.status, keeps_alive)
 
@@ -201,7 +201,7 @@ class Completions:
             self._limits,
             _response_headers(work, placement, self._replica.router_id),
             partial(self._first_data, work, placement),
-            may_stay=request.wants_keep_alive and not self.is_draining,
+            may_stay=request.head.wants_keep_alive and not self.is_draining,
             loop=self._loop,
         )
         self._running[attempt] = (work.router, placement.key, self._in_flight.task())

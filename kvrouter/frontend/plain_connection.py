@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias, cast
 
 from kvrouter.frontend.answer import Served
-from kvrouter.frontend.plain_head import END, MAX_HEAD_BYTES, PlainHead, PlainHeads, may_be_plain
-from kvrouter.frontend.request import Request, Serve
+from kvrouter.frontend.plain_head import END, MAX_HEAD_BYTES, PlainHeads, may_be_plain
+from kvrouter.frontend.request import Head, Request, Serve
 from kvrouter.frontend.tearing import tear
 
 PIPELINED_BYTES = 64 * 1024
@@ -146,34 +146,25 @@ class PlainConnection(asyncio.Protocol):
         if end < 0 and may_be_plain(data):
             return
         body_at = end + len(END)
-        head = self._connections.heads.read(data[:body_at]) if end > 0 else None
-        serve = self._connections.routes.get(head.path.partition("?")[0]) if head is not None else None
-        if head is None or serve is None or head.length > self._connections.max_body_bytes:
+        read = self._connections.heads.read(data[:body_at]) if end > 0 else None
+        serve = self._connections.routes.get(read[0].route) if read is not None else None
+        if read is None or serve is None or read[1] > self._connections.max_body_bytes:
             self._hand_over()
             return
-        body_end = body_at + head.length
+        head, length = read
+        body_end = body_at + length
         self._unread = data[body_end:]
         self.has_begun = False
-        request = self._request(head, data[body_at:body_end])
+        request = self._request(head, data[body_at:body_end], length)
         self._task = self._loop.create_task(self._serve(serve, request))
 
-    def _request(self, head: PlainHead, begun: bytes) -> Request:
+    def _request(self, head: Head, begun: bytes, length: int) -> Request:
         """With its body, or as much of it as is here."""
-        body: bytes | None = begun
-        arriving = None
-        if len(begun) < head.length:
-            self._heard_at = self._loop.time()
-            self._body = _ArrivingBody(begun, head.length, self._loop.create_future())
-            body, arriving = None, self._body.whole
-        return Request(
-            "POST",
-            head.path,
-            head.fields,
-            self,
-            wants_keep_alive=head.wants_keep_alive,
-            body=body,
-            arriving=arriving,
-        )
+        if len(begun) == length:
+            return Request(head, self, begun)
+        self._heard_at = self._loop.time()
+        self._body = _ArrivingBody(begun, length, self._loop.create_future())
+        return Request(head, self, arriving=self._body.whole)
 
     async def _serve(self, serve: Serve, request: Request) -> None:
         served = await serve(request)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 
 import httptools
-from msgspec import Struct
 
-from kvrouter.frontend.request import Field
+from kvrouter.frontend.request import Field, Head
 
 START = b"POST /"
 END = b"\r\n\r\n"
@@ -24,17 +23,6 @@ MOST_HEADS = 256
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,15})\r\n", re.IGNORECASE)
 _CHANGES_BODY = frozenset({"transfer-encoding", "content-encoding", "expect", "upgrade"})
 """Headers after which the body is not simply what follows."""
-
-
-class PlainHead(Struct, frozen=True):
-    """The head of a plain request."""
-
-    path: str
-    """As the client wrote it, query included."""
-    fields: list[Field]
-    length: int
-    """Bytes of the body."""
-    wants_keep_alive: bool
 
 
 class _Reader:
@@ -65,38 +53,29 @@ class PlainHeads:
     """
 
     def __init__(self) -> None:
-        self._known: dict[bytes, tuple[PlainHead, int]] = {}
-        """By the head without those digits; with the place of the field among its fields."""
+        self._known: dict[bytes, Head] = {}
+        """By the head without those digits."""
 
-    def read(self, head: bytes) -> PlainHead | None:
+    def read(self, head: bytes) -> tuple[Head, int] | None:
         """`parse_plain`, or what it was the last time."""
         found = _LENGTH.search(head)
         if found is None:
             return parse_plain(head)
-        digits = found[1]
-        name = head[: found.start(1)] + head[found.end(1) :]
+        start, end = found.span(1)
+        name = head[:start] + head[end:]
         known = self._known.get(name)
         if known is not None:
-            plain, place = known
-            fields = plain.fields.copy()
-            fields[place] = ("content-length", digits.decode())
-            return PlainHead(plain.path, fields, int(digits), plain.wants_keep_alive)
+            return known, int(head[start:end])
         read = parse_plain(head)
         if read is not None:
-            self._remember(name, read)
+            if len(self._known) >= MOST_HEADS:
+                self._known.clear()
+            self._known[name] = read[0]
         return read
 
-    def _remember(self, name: bytes, read: PlainHead) -> None:
-        places = [place for place, (key, _) in enumerate(read.fields) if key == "content-length"]
-        if len(places) != 1:
-            return
-        if len(self._known) >= MOST_HEADS:
-            self._known.clear()
-        self._known[name] = read, places[0]
 
-
-def parse_plain(head: bytes) -> PlainHead | None:
-    """A head with its closing empty line; None if it is not plain."""
+def parse_plain(head: bytes) -> tuple[Head, int] | None:
+    """A head with its closing empty line, and the bytes of its body; None if it is not plain."""
     reader = _Reader()
     parser = httptools.HttpRequestParser(reader)
     try:
@@ -110,8 +89,9 @@ def parse_plain(head: bytes) -> PlainHead | None:
     length = names.get("content-length", "")
     if not length:
         return None
+    fields = [field for field in reader.fields if field[0] != "content-length"]
     path = reader.url.decode("ascii")
-    return PlainHead(path, reader.fields, int(length), parser.should_keep_alive())
+    return Head("POST", path, fields, wants_keep_alive=parser.should_keep_alive()), int(length)
 
 
 def may_be_plain(data: bytes) -> bool:

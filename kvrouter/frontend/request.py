@@ -13,30 +13,42 @@ Field: TypeAlias = tuple[str, str]
 """Name in lower case, and value; bytes that are no UTF-8 stand in them as lone surrogates."""
 
 
-class Request:
-    """A request whose head has been read. `body` is None while it is still arriving: see `read`."""
+class Head:
+    """What a client says before the body, but for the body's length: many requests may share one.
 
-    __slots__ = ("_arriving", "body", "client", "fields", "headers", "method", "path", "wants_keep_alive")
+    `path` is as the client wrote it, query included.
+    """
 
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        fields: Sequence[Field],
-        client: Client,
-        *,
-        wants_keep_alive: bool,
-        body: bytes | None = None,
-        arriving: Callable[[], Awaitable[bytes]] | None = None,
-    ) -> None:
-        """`path` is as the client wrote it, query included; `arriving` waits for a body that is not here."""
+    __slots__ = ("fields", "headers", "method", "passed_on", "path", "route", "wants_keep_alive")
+
+    def __init__(self, method: str, path: str, fields: Sequence[Field], *, wants_keep_alive: bool) -> None:
         self.method = method
         self.path = path
+        self.route = path.partition("?")[0]
         self.fields = fields
         self.headers = dict(reversed(fields))
         """The first of each name."""
-        self.client = client
         self.wants_keep_alive = wants_keep_alive
+        self.passed_on: dict[tuple[str, bool], bytes] = {}
+        """Kept by request_head.py: the lines of it that workers get."""
+
+
+class Request:
+    """A request whose head has been read. `body` is None while it is still arriving: see `read`."""
+
+    __slots__ = ("_arriving", "body", "client", "head", "headers")
+
+    def __init__(
+        self,
+        head: Head,
+        client: Client,
+        body: bytes | None = None,
+        arriving: Callable[[], Awaitable[bytes]] | None = None,
+    ) -> None:
+        """`arriving` waits for a body that is not here."""
+        self.head = head
+        self.headers = head.headers
+        self.client = client
         self.body = body
         self._arriving = arriving
 
@@ -54,7 +66,7 @@ class Request:
 
     def in_query(self, name: str) -> str | None:
         """The first value that the query gives to this name."""
-        query = self.path.partition("?")[2]
+        query = self.head.path.partition("?")[2]
         return parse_qs(query, errors="surrogateescape").get(name, [None])[0] if query else None
 
 

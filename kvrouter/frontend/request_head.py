@@ -11,7 +11,7 @@ import msgspec
 from kvrouter.core.router import Placement
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.framing import hop_by_hop
-from kvrouter.frontend.request import Request
+from kvrouter.frontend.request import Head, Request
 
 _XARGS = b"vllm_xargs"
 _REPORT_MODE = b"kv_cache_report_mode"
@@ -28,6 +28,8 @@ _NOT_FOR_WORKERS = frozenset(
         "x-request-id",
     }
 )
+_MOST_WAYS = 8
+"""Ways to name a rank, of one head, that are kept."""
 _RANK = "x-data-parallel-rank"
 """A client that names its target itself may also name a rank that only the engine knows of."""
 
@@ -39,19 +41,29 @@ def request_head(
 
     `keeps_rank`: the client's own rank goes to a worker whose card tells no other way to name one.
     """
-    rank_header = placement.rank_header
+    head, rank_header = request.head, placement.rank_header
+    passed_on = head.passed_on.get((rank_header, keeps_rank))
+    if passed_on is None:
+        passed_on = _passed_on(head, rank_header, keeps_rank)
+        if len(head.passed_on) < _MOST_WAYS:
+            head.passed_on[rank_header, keeps_rank] = passed_on
+    rank = f"{rank_header}: {placement.target.rank}\r\n" if rank_header else ""
+    own = (
+        f"{head.method} {head.path} HTTP/1.1\r\nhost: {_host(placement.url)}\r\n"
+        f"content-length: {body_bytes}\r\nx-request-id: {request_id}\r\n{rank}"
+    )
+    return own.encode("utf-8", "surrogateescape") + passed_on
+
+
+def _passed_on(head: Head, rank_header: str, keeps_rank: bool) -> bytes:
+    """The lines that are the same for every worker with this way to name a rank."""
+    left_out = _left_out(head, rank_header, keeps_rank)
     lines = [
-        f"{request.method} {request.path} HTTP/1.1\r\nhost: {_host(placement.url)}\r\n"
-        f"content-length: {body_bytes}\r\nx-request-id: {request_id}"
+        f"{name}: {value}\r\n"
+        for name, value in head.fields
+        if name not in left_out and not name.startswith("x-kvrouter-")
     ]
-    if rank_header:
-        lines.append(f"{rank_header}: {placement.target.rank}")
-    left_out = _left_out(_connection(request), rank_header, keeps_rank)
-    for name, value in request.fields:
-        if name not in left_out and not name.startswith("x-kvrouter-"):
-            lines.append(f"{name}: {value}")
-    lines.append("\r\n")
-    return "\r\n".join(lines).encode("utf-8", "surrogateescape")
+    return "".join([*lines, "\r\n"]).encode("utf-8", "surrogateescape")
 
 
 @lru_cache(maxsize=4096)
@@ -60,16 +72,9 @@ def _host(url: str) -> str:
     return url.partition("//")[2].partition("/")[0].rpartition("@")[2]
 
 
-def _connection(request: Request) -> str:
-    """What the client says of its connection, which may name headers that belong to it."""
-    if "connection" not in request.headers:
-        return ""
-    return ",".join(value for name, value in request.fields if name == "connection")
-
-
-@lru_cache(maxsize=256)
-def _left_out(connection: str, rank_header: str, keeps_rank: bool) -> frozenset[str]:
-    """The headers that are not for the worker, in lower case."""
+def _left_out(head: Head, rank_header: str, keeps_rank: bool) -> frozenset[str]:
+    """The headers that are not for the worker, in lower case; `connection` may name some."""
+    connection = ",".join(value for name, value in head.fields if name == "connection")
     named = hop_by_hop(connection.encode("utf-8", "surrogateescape"))
     left_out = _NOT_FOR_WORKERS.union((name.decode("latin-1") for name in named), (rank_header.lower(),))
     return left_out if keeps_rank and not rank_header else left_out | {_RANK}

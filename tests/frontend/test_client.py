@@ -263,7 +263,7 @@ def test_names_that_aiohttp_need_not_keep() -> None:
     assert "output_size" in dir(StreamWriter)
     http = make_mocked_request("POST", "/")
     request = from_aiohttp(http)
-    assert (False, True) == (request.client.is_http_10, request.wants_keep_alive)
+    assert (False, True) == (request.client.is_http_10, request.head.wants_keep_alive)
     for name in ("prepare", "write_eof", "keep_alive"):
         assert name in vars(AlreadyWritten)
         assert name in vars(web.StreamResponse)

@@ -95,9 +95,9 @@ class Scene:
     async def _echo(self, request: Request) -> Served:
         body = await request.read()
         await self.go_on.wait()
-        self.served.append((request.path, body))
+        self.served.append((request.head.path, body))
         request.client.write(body)
-        return Served(200, request.wants_keep_alive)
+        return Served(200, request.head.wants_keep_alive)
 
     def read(self, *pieces: bytes) -> None:
         """Bytes arrive, as long as they are read."""
