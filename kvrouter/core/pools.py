@@ -82,6 +82,10 @@ class Pools:
 
         One that was served until a while ago has no workers, rather than not to exist.
         """
+        if len(self.routers) == 1:  # nearly always: there is nothing to choose from
+            (only,) = self.routers.values()
+            if model in only.pool.names:
+                return only
         try:
             return self.routers[pool_serving(model, [router.pool for router in self.routers.values()]).id]
         except (UnknownModelError, NoWorkersError):

@@ -65,7 +65,7 @@ class Accept:
 
     async def work(self, request: Request, parse: Parse | None, request_id: str, received_at: float) -> Work:
         """Read the request, as far as routing must understand it; without a way to parse, hardly at all."""
-        body = await request.read()
+        body = await request.read() if request.body is None else request.body
         asked = passthrough.parse(request, body) if parse is None else parse(body)
         router = self._replica.router_for(asked.model)
         said = read_overrides(request.headers, asked.kvrouter, asked.session_id, self._dialect)

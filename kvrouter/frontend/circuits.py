@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
-from typing import Self
 
 import structlog
 
@@ -15,28 +13,8 @@ from kvrouter.frontend.relay import Done, Lost, Outcome, Rejected, TimedOut
 log = structlog.get_logger()
 
 
-class Judged:
-    """An attempt, while inside. Whatever ends it, its target's circuit hears of it."""
-
-    __slots__ = ("_circuits", "_target", "outcome")
-
-    def __init__(self, circuits: CircuitBreakers | None, target: Target) -> None:
-        self.outcome: Outcome | None = None
-        """How it ended; None: its client left, or we failed."""
-        self._circuits = circuits
-        self._target = target
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._circuits is not None:
-            _tell(self._circuits, self._target, self.outcome)
-
-
-def _tell(circuits: CircuitBreakers, target: Target, outcome: Outcome | None) -> None:
+def tell(circuits: CircuitBreakers, target: Target, outcome: Outcome | None) -> None:
+    """How an attempt ended; None: its client left, or we failed."""
     match outcome:
         case None | Done(spares_worker=True):
             circuits.abandoned(target)

@@ -14,14 +14,13 @@ from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement, Router
 from kvrouter.core.watch import Watch
 from kvrouter.errors import KvRouterError, NoWorkersError, WorkerDiedError, WorkerSilentError
-from kvrouter.frontend import openai, passthrough
+from kvrouter.frontend import circuits, openai, passthrough
 from kvrouter.frontend.accept import Accept, Parse, Work
 from kvrouter.frontend.answer import Answer, Served, error_answer, held_answer, internal_error
-from kvrouter.frontend.circuits import Judged
 from kvrouter.frontend.compare import compare, expect_events
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.feeds import Feeds
-from kvrouter.frontend.in_flight import InFlight, RequestTask, cut_off_error
+from kvrouter.frontend.in_flight import InFlight, cut_off_error
 from kvrouter.frontend.incoming import request_id_of
 from kvrouter.frontend.queue import WaitingRoom
 from kvrouter.frontend.relay import (
@@ -69,7 +68,7 @@ class Completions:
         """Set: answers close their connections, so that clients come back to another replica."""
         self._loop = asyncio.get_running_loop()
         self._now = self._loop.time
-        self._running: dict[Attempt, tuple[Router, BookingKey, RequestTask]] = {}
+        self._running: dict[Attempt, tuple[Router, BookingKey, Request]] = {}
         self._replica = replica
         self._feeds = feeds
         self._watch = watch
@@ -98,17 +97,22 @@ class Completions:
         received_at = self._now()
         request_id = request_id_of(request.headers)
         try:
-            with self._in_flight.one():
-                work = await self._accept.work(request, parse, request_id, received_at)
-                served = await self._complete(work)
+            self._in_flight.begin(request)
+            work = await self._accept.work(request, parse, request_id, received_at)
+            served = await self._complete(work)
         except KvRouterError as error:
             served = self._say(request, error_answer(error, request_id))
         except asyncio.CancelledError:
-            self._metrics.cancelled.inc()
-            raise
+            refusal = self._in_flight.refusal(request)
+            if refusal is None:
+                self._metrics.cancelled.inc()
+                raise
+            served = self._say(request, error_answer(refusal, request_id))
         except Exception:
             log.exception("request.failed", path=request.head.path)
             served = self._fail(request, request_id)
+        finally:
+            self._in_flight.end(request)
         self._metrics.requests.inc(str(served.status))
         self._metrics.duration.observe(self._now() - received_at)
         return served
@@ -117,7 +121,7 @@ class Completions:
         if work.is_dry_run:
             return self._say(work.request, self._decisions.foretold(work))
         served = self._tell(work, await self._try_workers(work))
-        self._in_flight.answered()
+        self._in_flight.answered(work.request)
         return served
 
     def _say(self, request: Request, answer: Answer) -> Served:
@@ -134,7 +138,7 @@ class Completions:
 
     async def _try_workers(self, work: Work) -> Outcome | None:
         """Route and relay; a worker that fails before the first byte is replaced, `retries` times at most."""
-        failed: set[Target] = set()
+        failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
         if work.may_report:  # no route of passthrough.py: nothing is known of their tokens
@@ -143,7 +147,7 @@ class Completions:
             if tries > 1:
                 await asyncio.sleep(RETRY_DELAY_S * 2**tries * random.random())
             try:
-                placement = self._place(work, frozenset(failed), fallbacks)
+                placement = self._place(work, failed, fallbacks)
             except NoWorkersError:
                 if outcome is None:
                     raise
@@ -155,7 +159,7 @@ class Completions:
                 self._feeds.flush_soon()
             if isinstance(outcome, (Done, TimedOut)):
                 break
-            failed.update(_targets_of(work, placement))
+            failed = failed.union(_targets_of(work, placement))
             fallbacks = placement.fallbacks
             self._note_failure(work, placement, outcome)
         return outcome
@@ -173,12 +177,15 @@ class Completions:
 
     async def _attempt(self, work: Work, placement: Placement) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
-        with Judged(work.router.circuits, placement.target) as judged:
+        outcome: Outcome | None = None
+        try:
             outcome = await self._exchange(work, placement, fresh=False)
             if isinstance(outcome, Lost) and outcome.was_idle:
                 # the worker closed an idle connection just as the request went out: that is no failure
                 outcome = await self._exchange(work, placement, fresh=True)
-            judged.outcome = outcome
+        finally:
+            if work.router.circuits is not None:
+                circuits.tell(work.router.circuits, placement.target, outcome)
         work.router.answered(placement.key, _status_of(outcome))
         if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
             work.router.mark_prefill_completed(placement.key, self._now())
@@ -204,7 +211,7 @@ class Completions:
             may_stay=request.head.wants_keep_alive and not self.is_draining,
             loop=self._loop,
         )
-        self._running[attempt] = (work.router, placement.key, self._in_flight.task())
+        self._running[attempt] = (work.router, placement.key, request)
         try:
             attempt.send(head + body)
             outcome = await attempt.outcome
@@ -245,7 +252,9 @@ class Completions:
 
     def cut_off(self) -> None:
         """End what runs: answers that have begun with an error event, all other requests with 503."""
-        begun = {attempt: task for attempt, (_, _, task) in self._running.items() if attempt.is_committed}
+        begun = {
+            attempt: request for attempt, (_, _, request) in self._running.items() if attempt.is_committed
+        }
         self._in_flight.refuse_waiting(set(begun.values()))
         for attempt in begun:
             attempt.cut_off(cut_off_error())

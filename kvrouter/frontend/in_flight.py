@@ -9,32 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Container
-from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from kvrouter.errors import ShuttingDownError
-
-RequestTask: TypeAlias = asyncio.Task[Any]
-
-
-class _One:
-    """A request, from beginning to end. A class, for a generator would cost every request twice as much."""
-
-    __slots__ = ("_in_flight", "_task")
-
-    def __init__(self, in_flight: InFlight, task: RequestTask) -> None:
-        self._in_flight = in_flight
-        self._task = task
-
-    def __enter__(self) -> None:
-        self._in_flight.begin(self._task)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._in_flight.end(self._task) and kind is asyncio.CancelledError:
-            self._task.uncancel()
-            raise cut_off_error() from None  # any other cancelled request is one whose client has left
+from kvrouter.frontend.request import Request
 
 
 class InFlight:
@@ -46,51 +24,47 @@ class InFlight:
         self.idle.set()
         self.count = 0
         """Requests being served."""
-        self._waiting: set[RequestTask] = set()
-        self._refused: set[RequestTask] = set()
+        self._waiting: dict[Request, asyncio.Task[Any]] = {}
+        self._refused: dict[Request, asyncio.Task[Any]] = {}
         self._is_closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = asyncio.get_running_loop()
 
-    def one(self) -> _One:
-        """The request of the current task, while inside. Raises ShuttingDownError if it is refused."""
-        return _One(self, self.task())
-
-    def task(self) -> RequestTask:
-        """The one that serves the present request."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
+    def begin(self, request: Request) -> None:
+        """One more, served by the current task. Raises ShuttingDownError after the last one."""
         task = asyncio.current_task(self._loop)  # told the loop it asks nobody, not even the system
         assert task is not None
-        return task
-
-    def begin(self, task: RequestTask) -> None:
-        """One more. Raises ShuttingDownError after the last one."""
+        self.count += 1
+        self.idle.clear()
+        self._waiting[request] = task
         if self._is_closed:
             raise cut_off_error()
-        self.count += 1
-        self._waiting.add(task)
-        self.idle.clear()
 
-    def end(self, task: RequestTask) -> bool:
-        """One less; returns whether it was refused."""
-        was_refused = task in self._refused
+    def answered(self, request: Request) -> None:
+        """Its client has the answer; what follows may wait for the client only."""
+        self._waiting.pop(request, None)
+
+    def refusal(self, request: Request) -> ShuttingDownError | None:
+        """What its client is told, if we have cancelled it; None: it is the client who has left."""
+        task = self._refused.get(request)
+        if task is None:
+            return None
+        task.uncancel()
+        return cut_off_error()
+
+    def end(self, request: Request) -> None:
+        """One less."""
         self.count -= 1
-        self._waiting.discard(task)
-        self._refused.discard(task)
+        self._waiting.pop(request, None)
+        self._refused.pop(request, None)
         if not self.count:
             self.idle.set()
-        return was_refused
 
-    def answered(self) -> None:
-        """The current task's client has its answer; what follows may wait for the client only."""
-        self._waiting.discard(self.task())
-
-    def refuse_waiting(self, answering: Container[RequestTask]) -> None:
+    def refuse_waiting(self, answering: Container[Request]) -> None:
         """Refuse, with 503, every request but those being answered, and every one that is still to come."""
         self._is_closed = True
-        for task in self._waiting:
-            if task not in answering:
-                self._refused.add(task)
+        for request, task in self._waiting.items():
+            if request not in answering:
+                self._refused[request] = task
                 task.cancel()
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
 from kvrouter.errors import ShuttingDownError
 from kvrouter.frontend.in_flight import InFlight
+from kvrouter.frontend.relay import Client
+from kvrouter.frontend.request import Head, Request
 
 
 async def turn() -> None:
@@ -16,12 +19,28 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-async def serve(in_flight: InFlight, go_on: asyncio.Event, *, is_answered: bool = False) -> str:
+def new_request() -> Request:
+    """One whose client is never spoken to."""
+    return Request(Head("POST", "/", [], wants_keep_alive=True), cast(Client, None), b"")
+
+
+async def serve(
+    in_flight: InFlight, go_on: asyncio.Event, request: Request | None = None, *, is_answered: bool = False
+) -> str:
     """A request that lasts until `go_on`."""
-    with in_flight.one():
+    request = request or new_request()
+    try:
+        in_flight.begin(request)
         if is_answered:
-            in_flight.answered()
+            in_flight.answered(request)
         await go_on.wait()
+    except asyncio.CancelledError:
+        refusal = in_flight.refusal(request)
+        if refusal is None:
+            raise
+        raise refusal from None
+    finally:
+        in_flight.end(request)
     return "whole"
 
 
@@ -41,10 +60,12 @@ async def test_idle() -> None:
 async def test_refuse_waiting() -> None:
     """Those without an answer are refused; those being answered, or answered, go on."""
     in_flight, go_on = InFlight(), asyncio.Event()
-    waiting, answering = (asyncio.create_task(serve(in_flight, go_on)) for _ in range(2))
+    begun = new_request()
+    waiting = asyncio.create_task(serve(in_flight, go_on))
+    answering = asyncio.create_task(serve(in_flight, go_on, begun))
     answered = asyncio.create_task(serve(in_flight, go_on, is_answered=True))
     await turn()
-    in_flight.refuse_waiting({answering})
+    in_flight.refuse_waiting({begun})
 
     with pytest.raises(ShuttingDownError, match="shutting down"):
         await waiting
