@@ -12,7 +12,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from kvrouter.errors import BadRequestError, RequestTooLargeError
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_MOST_ID_CHARACTERS = 128
 
 
 async def read_body(http: web.Request) -> bytes:
@@ -28,7 +28,12 @@ async def read_body(http: web.Request) -> bytes:
 def request_id_of(headers: Mapping[str, str]) -> str:
     """The client's own id of the request, or a new one."""
     given = headers.get("x-request-id")
-    return given if given and _REQUEST_ID.fullmatch(given) else new_request_id()
+    return given if given and _is_plain_word(given) else new_request_id()
+
+
+def _is_plain_word(text: str) -> bool:
+    short = len(text) <= _MOST_ID_CHARACTERS
+    return short and text.isascii() and text.isprintable() and " " not in text
 
 
 def new_request_id() -> str:

@@ -6,8 +6,6 @@ Plain is a POST of HTTP/1.1 with a length, and nothing that changes how its body
 
 from __future__ import annotations
 
-import re
-
 import httptools
 
 from kvrouter.frontend.request import Field, Head
@@ -20,7 +18,8 @@ MAX_HEAD_BYTES = 8190
 """aiohttp's own limit for one line: a head that is longer may have a line that is too long."""
 
 MOST_HEADS = 256
-_LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,15})\r\n", re.IGNORECASE)
+_LENGTH = b"\r\ncontent-length:"
+_MOST_DIGITS = 15
 _CHANGES_BODY = frozenset({"transfer-encoding", "content-encoding", "expect", "upgrade"})
 """Headers after which the body is not simply what follows."""
 
@@ -54,18 +53,19 @@ class PlainHeads:
 
     def __init__(self) -> None:
         self._known: dict[bytes, Head] = {}
-        """By the head without those digits."""
+        """By the head without those digits, and the blanks before them."""
 
     def read(self, head: bytes) -> tuple[Head, int] | None:
         """`parse_plain`, or what it was the last time."""
-        found = _LENGTH.search(head)
-        if found is None:
+        at = head.lower().find(_LENGTH) + len(_LENGTH)
+        end = head.find(b"\r\n", at)
+        digits = head[at:end].lstrip(b" ")
+        if at < len(_LENGTH) or not digits.isdigit() or len(digits) > _MOST_DIGITS:
             return parse_plain(head)
-        start, end = found.span(1)
-        name = head[:start] + head[end:]
+        name = head[:at] + head[end:]
         known = self._known.get(name)
         if known is not None:
-            return known, int(head[start:end])
+            return known, int(digits)
         read = parse_plain(head)
         if read is not None:
             if len(self._known) >= MOST_HEADS:
