@@ -13,7 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge
+
+from kvrouter.telemetry.metrics import Spread
 
 INTERVAL_S = 0.01
 LAGS_S = (
@@ -47,11 +49,11 @@ class LoopLag:
     """The timer and its two metrics."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._lags = Histogram(
+        self._lags = Spread(
             "kvrouter_loop_lag_seconds",
             "How long what was ready had to wait for the event loop",
-            buckets=LAGS_S,
-            registry=registry,
+            registry,
+            bounds=LAGS_S,
         )
         self._longest = Longest(time.monotonic)
         longest = Gauge(
