@@ -259,6 +259,16 @@ def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "tools: short" in capfd.readouterr().out
 
 
+def test_request(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The request bench serves real requests through fake sockets in both modes, and says where time goes."""
+    out = tmp_path / "request.json"
+    status = main(["request", "--runs", "1", "--requests", "100", "--profile", "--json", str(out)])
+
+    assert 0 == status
+    assert {targets.OURS, targets.OURS_KV} == json.loads(out.read_text())["us"].keys()
+    assert "completions.py" in capfd.readouterr().out
+
+
 def test_peers_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

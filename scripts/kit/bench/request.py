@@ -1,0 +1,219 @@
+"""What a short request costs the code of a frontend, without the system's share: sockets are faked.
+
+A whole frontend runs in this process, but for two things: clients' bytes come from a loop here, and workers
+answer at once from here. So the figure is CPU time of our own Python (and of the event loop's callbacks),
+repeatable to a few percent, and `--profile` shows where it goes. It is less than what `scripts/bench relay`
+measures with real sockets: no kernel, and warmer caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import cProfile
+import json
+import pstats
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import uvloop
+from rich.table import Table
+
+from kvrouter.frontend.options import parse_options
+from kvrouter.frontend.plain_connection import Connections
+from kvrouter.frontend.serve import RunningFrontend, running_frontend
+from kvrouter.frontend.upstream import Connection, Upstream
+from kvrouter.telemetry.logs import set_up_logs
+from scripts.kit.bench.machine import machine
+from scripts.kit.bench.wire.routers import Workers
+from scripts.kit.bench.wire.stage import FLAGS, Stage, namespace, open_stage
+from scripts.kit.bench.wire.works import SHORT_BODIES
+from scripts.kit.script import new_console, until_signalled
+
+CONCURRENCY = 32
+WARM_REQUESTS = 2_000
+PROFILE_LINES = 60
+READY_S, RUN_S = 20.0, 120.0
+
+_JSON = json.dumps(
+    {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1,
+        "model": "mock",
+        "choices": [{"index": 0, "text": " hello", "logprobs": None, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 6, "total_tokens": 9, "completion_tokens": 3},
+    }
+).encode()
+ANSWER = (
+    b"HTTP/1.1 200 OK\r\ndate: Sat, 21 Nov 2026 14:00:00 GMT\r\nserver: uvicorn\r\n"
+    b"content-length: %d\r\ncontent-type: application/json\r\n\r\n%s" % (len(_JSON), _JSON)
+)
+_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:8000\r\naccept: */*\r\nuser-agent: bench/1\r\n"
+    b"content-type: application/json\r\nauthorization: Bearer EMPTY\r\ncontent-length: %d\r\n\r\n"
+)
+REQUESTS = [_HEAD % len(body) + body for body in SHORT_BODIES]
+
+
+class FakeTransport(asyncio.Transport):
+    """One end of a connection that is none: what is written goes to `heard`."""
+
+    def __init__(self, heard: Callable[[bytes], object]) -> None:
+        super().__init__()
+        self._heard = heard
+
+    def write(self, data: Any) -> None:
+        """Hand over."""
+        self._heard(data)
+
+    def is_closing(self) -> bool:
+        """Never."""
+        return False
+
+    def pause_reading(self) -> None:
+        """Nobody sends more than one request at a time."""
+
+    def resume_reading(self) -> None:
+        """Nothing was held back."""
+
+    def abort(self) -> None:
+        """There is nothing to end."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="scripts/bench request", description=__doc__)
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="medians of so many (%(default)s)")
+    parser.add_argument("--requests", type=int, default=20_000, metavar="N", help="in each run (%(default)s)")
+    parser.add_argument("--profile", action="store_true", help="show in which functions the time goes, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    flags = parser.parse_args(arguments)
+    set_up_logs("error")
+    return uvloop.run(until_signalled("bench", _run(flags)))
+
+
+async def _run(flags: argparse.Namespace) -> int:
+    console = new_console()
+    figures: dict[str, float] = {}
+    async with open_stage() as stage:
+        workers = await stage.workers(pace_ms=5)
+        for name in FLAGS:
+            figures[name], profile = await _measure(stage, workers, name, flags)
+            if profile is not None:
+                profile.sort_stats("tottime").print_stats(PROFILE_LINES)
+    table = Table(title="CPU µs of our own code for a short request")
+    table.add_column("")
+    table.add_column("µs", justify="right")
+    for name, us in figures.items():
+        table.add_row(name, f"{us:.1f}")
+    console.print(table)
+    console.print(json.dumps(machine()), soft_wrap=True, highlight=False)
+    if flags.json is not None:
+        flags.json.write_text(json.dumps({**machine(), "us": figures}, indent=2) + "\n")
+    return 0
+
+
+async def _measure(
+    stage: Stage, workers: Workers, name: str, flags: argparse.Namespace
+) -> tuple[float, pstats.Stats | None]:
+    options = parse_options(
+        [
+            *FLAGS[name],
+            f"--nats={stage.nats_url}",
+            f"--namespace={namespace(workers)}",
+            f"--model-path={stage.model_path}",
+            "--port=0",
+        ]
+    )
+    with _answered_at_once():
+        async with running_frontend(options) as frontend:
+            await _ready(frontend, len(workers.ports))
+            clients = _Clients(frontend)
+            await clients.send(WARM_REQUESTS)
+            runs = [await clients.send(flags.requests) for _ in range(flags.runs)]
+            profile = cProfile.Profile()
+            if flags.profile:
+                profile.enable()
+                await clients.send(flags.requests)
+                profile.disable()
+    return median(runs), pstats.Stats(profile) if flags.profile else None
+
+
+async def _ready(frontend: RunningFrontend, workers: int) -> None:
+    async with asyncio.timeout(READY_S):
+        routers = frontend.replica.routers
+        while not any(len(one.pool.targets) == workers for one in routers.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _answered_at_once() -> Iterator[None]:
+    """While inside, workers are not connected to: what they are sent is answered from here."""
+    loop = asyncio.get_running_loop()
+
+    async def connect(upstream: Upstream, url: str, *, fresh: bool = False) -> Connection:
+        pool = upstream._pools.setdefault(url, deque())
+        if pool and not fresh:
+            return pool.pop()
+        connection = Connection(pool)
+        answer = FakeTransport(lambda _: loop.call_soon(connection.data_received, ANSWER))
+        connection.connection_made(answer)
+        return connection
+
+    with mock.patch.object(Upstream, "connect", connect):
+        yield
+
+
+class _Clients:
+    """Clients of the fast path, each with one request at a time."""
+
+    def __init__(self, frontend: RunningFrontend) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._connections = Connections(
+            frontend.completions.routes(), _no_aiohttp, max_body_bytes=1 << 20, keep_alive_s=3600
+        )
+        self._left = 0
+        self._busy = 0
+        self._done = asyncio.Event()
+        self._clients = [self._new() for _ in range(CONCURRENCY)]
+
+    async def send(self, requests: int) -> float:
+        """CPU µs for each."""
+        self._left = requests
+        self._done.clear()
+        began = time.process_time()
+        for number, receive in enumerate(self._clients):
+            self._busy += 1
+            self._left -= 1
+            self._loop.call_soon(receive, REQUESTS[number])
+        async with asyncio.timeout(RUN_S):
+            await self._done.wait()
+        return (time.process_time() - began) / requests * 1e6
+
+    def _new(self) -> Callable[[bytes], None]:
+        connection = self._connections.new()
+
+        def answered(data: bytes) -> None:
+            if not data.startswith(b"HTTP/1.1 200"):
+                raise AssertionError(data[:200])
+            if self._left > 0:
+                self._left -= 1
+                self._loop.call_soon(connection.data_received, REQUESTS[self._left % len(REQUESTS)])
+                return
+            self._busy -= 1
+            if not self._busy:
+                self._done.set()
+
+        connection.connection_made(FakeTransport(answered))
+        return connection.data_received
+
+
+def _no_aiohttp() -> asyncio.Protocol:
+    raise AssertionError("a plain request was handed over")
