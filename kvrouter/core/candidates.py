@@ -92,7 +92,14 @@ class Candidates(Sequence[Candidate]):
     def requests(self) -> list[int]:
         """Of each, the requests in flight there."""
         column = self._columns.requests
+        if len(column) == len(self._places):
+            return column.tolist()
         return [column[place] for place in self._places]
+
+    def targets(self) -> Sequence[Target]:
+        """Of each, the target."""
+        targets = self._roster.targets
+        return targets if len(targets) == len(self._places) else [targets[place] for place in self._places]
 
     def costs(self, overlap_weight: float) -> list[float]:
         """The published formula for each (core/cost.py), without making a Candidate of each."""
@@ -146,6 +153,20 @@ class Candidates(Sequence[Candidate]):
             beat.running_loras,
             beat.metrics,
         )
+
+
+def requests_of(candidates: Sequence[Candidate]) -> list[int]:
+    """Of each, the requests in flight there; without making a Candidate where they are in columns."""
+    if isinstance(candidates, Candidates):
+        return candidates.requests()
+    return [candidate.requests for candidate in candidates]
+
+
+def targets_of(candidates: Sequence[Candidate]) -> Sequence[Target]:
+    """Of each, the target; likewise."""
+    if isinstance(candidates, Candidates):
+        return candidates.targets()
+    return [candidate.target for candidate in candidates]
 
 
 def form_candidates(
