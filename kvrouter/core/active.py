@@ -67,7 +67,7 @@ class Booking:
         return xxh3_64_intdigest(_encode(facts))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Load:
     """What the bookings on one target add up to."""
 
@@ -77,6 +77,11 @@ class _Load:
     requests: int = 0
     place: int | None = None
     """In the columns; None if it is not lined up."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no booking is left here."""
+        return not self.requests and not self.held.count
 
 
 @dataclass(slots=True)
@@ -124,24 +129,30 @@ class ActiveTable:
         self._owners: dict[RouterId, _Owner] = {}
         self._places: dict[Target, int] = {}
         self._columns = (array("q"), array("q"), array("q"))
+        self._unshown: set[_Load] = set()
+        """Loads that have changed since the columns were last looked at."""
         self._dropped: deque[Booking] = deque()
         self._dropped_left: int | None = None
         """Of the first dropped: how many of its hashes still count; None if it counts whole."""
 
     def book(self, booking: Booking) -> None:
         """A request begins. One booked before under the same key is replaced."""
-        self.free(booking.key)
+        router_id, number = booking.key
+        owner = self._owners.get(router_id)
+        if owner is not None and number in owner.bookings:
+            self.free(booking.key)
+            owner = self._owners.get(router_id)
         load = self._loads.get(booking.target) or self._begin(booking.target)
-        load.held.add(booking.hashes)
+        if booking.hashes:
+            load.held.add(booking.hashes)
         load.nameless_blocks += booking.anonymous_blocks + booking.output_blocks
         load.charged_tokens += 0 if booking.prefill_completed else booking.prefill_tokens
         load.requests += 1
-        self._show(load)
-        owner = self._owners.get(booking.key.router_id)
+        self._unshown.add(load)
         if owner is None:
-            owner = self._owners[booking.key.router_id] = _Owner()
-        owner.bookings[booking.key.number] = booking
-        owner.changed.add(booking.key.number)
+            owner = self._owners[router_id] = _Owner()
+        owner.bookings[number] = booking
+        owner.changed.add(number)
 
     def mark_prefill_completed(self, key: BookingKey) -> Booking | None:
         """Its tokens are no longer charged. Returns the booking if this was news."""
@@ -151,7 +162,7 @@ class ActiveTable:
         booking.prefill_completed = True
         load = self._loads[booking.target]
         load.charged_tokens -= booking.prefill_tokens
-        self._show(load)
+        self._unshown.add(load)
         self._owners[key.router_id].changed.add(key.number)
         return booking
 
@@ -162,7 +173,7 @@ class ActiveTable:
             return
         load = self._loads[booking.target]
         load.nameless_blocks += output_blocks - booking.output_blocks
-        self._show(load)
+        self._unshown.add(load)
         booking.output_blocks = output_blocks
         self._owners[key.router_id].count(key.number)  # long answers have their share of the work now
 
@@ -209,7 +220,7 @@ class ActiveTable:
     @property
     def is_empty(self) -> bool:
         """Whether nobody's bookings are left, dropped ones included."""
-        return not self._loads
+        return all(load.is_empty for load in self._loads.values())
 
     def booking(self, key: BookingKey) -> Booking | None:
         """The booking under this key, if it is in flight."""
@@ -234,12 +245,15 @@ class ActiveTable:
         """Keep the loads of these in columns, in this order."""
         self._places = {target: place for place, target in enumerate(targets)}
         self._columns = (nothing := array("q", bytes(8 * len(targets))), nothing[:], nothing[:])
-        for target, load in self._loads.items():
+        for target, load in list(self._loads.items()):
             load.place = self._places.get(target)
-            self._show(load)
+            if load.place is None and load.is_empty:
+                self._end(target, load)
+        self._unshown = set(self._loads.values())
 
     def lined_up(self) -> tuple[array[int], array[int], array[int]]:
         """Charged tokens, active blocks and requests of the targets that are lined up; copies."""
+        self._show_all()
         charged, blocks, requests = self._columns
         return charged[:], blocks[:], requests[:]
 
@@ -278,11 +292,12 @@ class ActiveTable:
         everything = [*live, *dropped]
         extra: list[int] = list(swept.hashes[: self._dropped_left]) if swept is not None else []
         counted = {booking.target for booking in everything} | ({swept.target} if swept else set())
-        if set(self._loads) != counted:
+        if not counted <= self._loads.keys() <= counted | self._places.keys():
             raise AssertionError(f"loads kept for targets without bookings: {set(self._loads)}")
         for target in self._loads:
             here = [booking for booking in everything if booking.target == target]
             self._check_target(target, here, extra if swept and swept.target == target else [])
+        self._show_all()
         lined_up = [self.load(target) for target in self._places]
         if lined_up != list(zip(*self._columns, strict=True)):
             raise AssertionError(f"the columns are off: {self._columns} != {lined_up}")
@@ -309,6 +324,12 @@ class ActiveTable:
         load = self._loads[target] = _Load(self._table.counted_set(slot), place=self._places.get(target))
         return load
 
+    def _show_all(self) -> None:
+        """Bring the columns up to date."""
+        for load in self._unshown:
+            self._show(load)
+        self._unshown.clear()
+
     def _show(self, load: _Load) -> None:
         if load.place is not None:
             charged, blocks, requests = self._columns
@@ -319,8 +340,10 @@ class ActiveTable:
     def _disown(self, key: BookingKey) -> Booking | None:
         """Take the booking from its owner; it still counts on its target."""
         owner = self._owners.get(key.router_id)
-        booking = owner.end(key.number) if owner else None
-        if owner is not None and not owner.bookings:
+        if owner is None:
+            return None
+        booking = owner.end(key.number)
+        if not owner.bookings:
             del self._owners[key.router_id]
         return booking
 
@@ -330,13 +353,19 @@ class ActiveTable:
         load.nameless_blocks -= booking.anonymous_blocks + booking.output_blocks
         load.charged_tokens -= 0 if booking.prefill_completed else booking.prefill_tokens
         load.requests -= 1
-        self._show(load)
+        self._unshown.add(load)
 
     def _release(self, booking: Booking, hashes: Sequence[int]) -> None:
         """Take these hashes of an uncharged booking off its target."""
         load = self._loads[booking.target]
-        load.held.discard(hashes)
-        self._show(load)
-        if not load.requests and not load.held.count:
-            del self._loads[booking.target]
-            self._slots.give_back(load.held.slot)
+        if hashes:
+            load.held.discard(hashes)
+            self._unshown.add(load)
+        if load.place is None and load.is_empty:
+            self._end(booking.target, load)
+
+    def _end(self, target: Target, load: _Load) -> None:
+        """Nothing is left of this load, and nobody looks at it."""
+        self._unshown.discard(load)
+        del self._loads[target]
+        self._slots.give_back(load.held.slot)

@@ -10,9 +10,11 @@ filled at once, corrected where somebody holds something, and a `Candidate` is o
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, cast, overload
+from typing import Any, TypeAlias, overload
+
+from msgspec import Struct
 
 from kvrouter.core import twins
 from kvrouter.core.active import ActiveTable
@@ -23,8 +25,8 @@ from kvrouter.core.index import BlockIndex
 from kvrouter.core.policy import Candidate, RouteRequest
 from kvrouter.core.roster import Roster
 
-Cached: TypeAlias = "dict[Target, int] | dict[Target, list[int]]"
-"""The index's depths of one prompt, by target; per tier set where anybody has more than its device."""
+Cached: TypeAlias = "dict[Target, Any]"
+"""The index's depths of one prompt, by target: numbers, or lists by tier set where anybody has wider ones."""
 Found: TypeAlias = tuple[Prompt, Cached, dict[Target, int]]
 """What one prompt finds, per target: the index's depths, and the depth held in flight."""
 Column: TypeAlias = "array[int]"
@@ -32,8 +34,7 @@ Column: TypeAlias = "array[int]"
 _NOWHERE: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
-class _Columns:
+class _Columns(Struct):
     """Amounts by place, named as in `Candidate`. What is charged and active is so without the request."""
 
     own_prefill_tokens: Column
@@ -50,6 +51,7 @@ class _Columns:
 class Candidates(Sequence[Candidate]):
     """The candidates of one decision, as of its moment. Equal to any sequence of the same ones."""
 
+    __slots__ = ("_all", "_block_size", "_cached", "_columns", "_places", "_roster")
     __hash__ = None  # type: ignore[assignment]  # compared by what is in it, as a list is
 
     def __init__(self, roster: Roster, columns: _Columns, cached: Cached, block_size: int) -> None:
@@ -57,7 +59,7 @@ class Candidates(Sequence[Candidate]):
         self._columns = columns
         self._cached = cached
         self._block_size = block_size
-        self._places: Sequence[int] = range(len(roster))
+        self._places: Sequence[int] = roster.every_place
         self._all: list[Candidate] | None = None
 
     def __len__(self) -> int:
@@ -90,7 +92,14 @@ class Candidates(Sequence[Candidate]):
     def requests(self) -> list[int]:
         """Of each, the requests in flight there."""
         column = self._columns.requests
+        if len(column) == len(self._places):
+            return column.tolist()
         return [column[place] for place in self._places]
+
+    def targets(self) -> Sequence[Target]:
+        """Of each, the target."""
+        targets = self._roster.targets
+        return targets if len(targets) == len(self._places) else [targets[place] for place in self._places]
 
     def costs(self, overlap_weight: float) -> list[float]:
         """The published formula for each (core/cost.py), without making a Candidate of each."""
@@ -138,12 +147,26 @@ class Candidates(Sequence[Candidate]):
             beat.waiting,
             beat.kv_usage,
             self._roster.workers[place].card,
-            self._tier_blocks(target),
+            self._tier_blocks(target) if self._cached else _NOWHERE,
             beat.waiting_loras,
             columns.indexed_blocks[place],
             beat.running_loras,
             beat.metrics,
         )
+
+
+def requests_of(candidates: Sequence[Candidate]) -> list[int]:
+    """Of each, the requests in flight there; without making a Candidate where they are in columns."""
+    if isinstance(candidates, Candidates):
+        return candidates.requests()
+    return [candidate.requests for candidate in candidates]
+
+
+def targets_of(candidates: Sequence[Candidate]) -> Sequence[Target]:
+    """Of each, the target; likewise."""
+    if isinstance(candidates, Candidates):
+        return candidates.targets()
+    return [candidate.target for candidate in candidates]
 
 
 def form_candidates(
@@ -162,32 +185,21 @@ def form_candidates(
         columns = _Columns(none, none, none, none, none, charged, blocks, requests, roster.beats())
         return Candidates(roster, columns, {}, block_size)
     found = [_find(prompt, index, active) for prompt in request.prompts]
-    nothing = array("q", bytes(8 * len(roster)))
-    own_blocks = _new_blocks(request, None, found, block_size) if len(roster) else 0
+    nothing, count = roster.nothing, len(roster.targets)
+    own_blocks = _all_blocks(request, block_size) if count else 0
     columns = _Columns(
-        own_prefill_tokens=array("q", [request.isl]) * len(roster),
-        own_decode_blocks=array("q", [own_blocks]) * len(roster),
-        overlap_blocks=nothing,
-        widest_blocks=nothing[:],
-        indexed_blocks=nothing[:],
-        charged_tokens=charged,
-        active_blocks=blocks,
-        requests=requests,
-        beats=roster.beats(),
-    )
+        array("q", [request.isl]) * count, array("q", [own_blocks]) * count,
+        nothing[:], nothing[:], nothing[:], charged, blocks, requests, roster.beats(),
+    )  # fmt: skip
+    reckon = _reckon_tiers if index.has_wider_tiers else _reckon_device
     for prompt, cached, in_flight in found:
-        reused = _reused(in_flight, roster) if inflight_overlap else {}
-        if index.has_wider_tiers:
-            _reckon_tiers(
-                columns, roster, prompt.isl, block_size, cast("dict[Target, list[int]]", cached), reused
-            )
-        else:
-            _reckon_device(columns, roster, prompt.isl, block_size, cast("dict[Target, int]", cached), reused)
-    for target in {target for _, _, in_flight in found for target in in_flight}:
+        reused = _reused(in_flight, roster) if in_flight and inflight_overlap else {}
+        reckon(columns, roster, prompt.isl, block_size, cached, reused)
+    for target, held in _held_in_flight(found).items():  # these blocks are active there already
         place = roster.places.get(target)
         if place is not None:
-            columns.own_decode_blocks[place] = _new_blocks(request, target, found, block_size)
-    return Candidates(roster, columns, found[0][1] if found else {}, block_size)
+            columns.own_decode_blocks[place] -= held
+    return Candidates(roster, columns, found[0][1], block_size)
 
 
 def _find(prompt: Prompt, index: BlockIndex, active: ActiveTable) -> Found:
@@ -210,7 +222,7 @@ def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost
     roster: Roster,
     isl: int,
     block_size: int,
-    cached: dict[Target, int],
+    cached: Cached,
     reused: dict[Target, int],
 ) -> None:
     """Correct the columns where a target holds a beginning of the prompt, or reuses one in flight.
@@ -242,7 +254,7 @@ def _reckon_tiers(  # noqa: PLR0917
     roster: Roster,
     isl: int,
     block_size: int,
-    cached: dict[Target, list[int]],
+    cached: Cached,
     reused: dict[Target, int],
 ) -> None:
     """The same where some hold blocks in host memory or on disk, too."""
@@ -258,17 +270,23 @@ def _reckon_tiers(  # noqa: PLR0917
         columns.indexed_blocks[place] += min(depths[-1] if depths else 0, overlap.widest_blocks)
 
 
-def _new_blocks(request: RouteRequest, target: Target | None, found: list[Found], block_size: int) -> int:
-    """Blocks that would be active there only through this request; None: where nothing is in flight."""
+def _all_blocks(request: RouteRequest, block_size: int) -> int:
+    """Blocks that the request makes active where none of them is in flight."""
+    if len(request.prompts) == 1:
+        return request.prompts[0].isl // block_size
+    named = {hash_ for prompt in request.prompts for hash_ in prompt.hashes}
+    return len(named) + unnamed_blocks(request, block_size)
+
+
+def _held_in_flight(found: list[Found]) -> dict[Target, int]:
+    """How many of the request's blocks are held by requests in flight, per target."""
     if len(found) == 1:
-        prompt, _, in_flight = found[0]
-        return prompt.isl // block_size - (in_flight.get(target, 0) if target else 0)
-    blocks: set[int] = set()
-    held: set[int] = set()
+        return found[0][2]
+    held: defaultdict[Target, set[int]] = defaultdict(set)
     for prompt, _, in_flight in found:
-        blocks.update(prompt.hashes)
-        held.update(prompt.hashes[: in_flight.get(target, 0) if target else 0])
-    return len(blocks) - len(held) + unnamed_blocks(request, block_size)
+        for target, depth in in_flight.items():
+            held[target].update(prompt.hashes[:depth])
+    return {target: len(blocks) for target, blocks in held.items()}
 
 
 def unnamed_blocks(request: RouteRequest, block_size: int) -> int:

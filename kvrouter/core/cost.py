@@ -71,6 +71,8 @@ def lowest(costs: Sequence[float], chance: float) -> int:
     least = min(costs)
     edge = least + 2 * EQUAL_WITHIN * abs(least)  # nothing above it can be equal; a quick look at thousands
     near = [i for i, value in enumerate(costs) if value <= edge]
+    if len(near) == 1:
+        return near[0]
     ties = [i for i in near if math.isclose(costs[i], least, rel_tol=EQUAL_WITHIN)]
     return ties[int(chance * len(ties))]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Self
 
 from msgspec import Struct
@@ -44,6 +45,8 @@ class Decided(Struct, frozen=True):
     eligible: Sequence[Candidate]
     refusals: dict[Target, str]
     """Targets that were no candidates, and why."""
+    about_bytes: int
+    """What keeping it takes."""
 
     @classmethod
     def of(  # noqa: PLR0917  # on the hot path: keywords cost
@@ -59,16 +62,13 @@ class Decided(Struct, frozen=True):
         state = selection.state
         weight, temperature, unseen = state.overlap_weight, state.temperature, state.unseen
         turn = state.group_turn - 1  # the choice has been made
+        about_bytes = len(candidates) * _CANDIDATE_BYTES + len(request.text)
+        for prompt in request.prompts:
+            about_bytes += len(prompt.hashes) * _HASH_BYTES
         return cls(
             request, state.now, selection, weight, temperature, unseen, turn,
-            order, candidates, eligible, refusals,
+            order, candidates, eligible, refusals, about_bytes,
         )  # fmt: skip
-
-    @property
-    def about_bytes(self) -> int:
-        """What keeping it takes."""
-        hashes = sum([len(prompt.hashes) for prompt in self.request.prompts])
-        return len(self.candidates) * _CANDIDATE_BYTES + hashes * _HASH_BYTES + len(self.request.text)
 
     def explain(self) -> Decision:
         """Each candidate's terms, and what removed the others.
@@ -112,24 +112,23 @@ class DecisionRing:
         self.capacity = capacity
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._kept: deque[tuple[Decided, int]] = deque()
+        self._kept: deque[Decided] = deque()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def append(self, decided: Decided) -> None:
         """Keep this one; the oldest go when there is no room."""
-        size = decided.about_bytes
-        self._kept.append((decided, size))
-        self._bytes += size
-        while len(self._kept) > self.capacity or (self._bytes > self._max_bytes and len(self._kept) > 1):
-            self._bytes -= self._kept.popleft()[1]
+        kept = self._kept
+        kept.append(decided)
+        self._bytes += decided.about_bytes
+        while len(kept) > self.capacity or (self._bytes > self._max_bytes and len(kept) > 1):
+            self._bytes -= kept.popleft().about_bytes
 
     def of(self, request_id: str) -> list[Decided]:
         """What was decided for a request, oldest first: several if it was tried again. Walks the ring."""
-        return [decided for decided, _ in self._kept if decided.request.request_id == request_id]
+        return [decided for decided in self._kept if decided.request.request_id == request_id]
 
     def last(self, most: int) -> list[Decided]:
         """The newest, newest first."""
-        newest = reversed(self._kept)
-        return [decided for decided, _ in (next(newest) for _ in range(min(most, len(self._kept))))]
+        return list(islice(reversed(self._kept), most))

@@ -68,7 +68,7 @@ class FeedSource:
     def append(self, ops: Sequence[Op]) -> list[bytes]:
         """Number the ops as one frame, or several if they exceed a frame's size; nothing if empty."""
         frames = []
-        for part in _split(ops, MAX_FRAME_BYTES - _ENVELOPE_BYTES):
+        for part in _parts(ops, MAX_FRAME_BYTES - _ENVELOPE_BYTES):
             self.seq += 1
             data = encode(Frame(VERSION, self.incarnation, self.seq, part))
             self._remember(data)
@@ -131,6 +131,13 @@ class FeedSource:
         for kept in list(self._snapshots.values()):
             if now - kept.taken_at > SNAPSHOT_KEPT_S:
                 del self._snapshots[kept.id]
+
+
+def _parts(ops: Sequence[Op], room: int) -> Iterable[list[Op]]:
+    """The same as `_split`, and quick where all fit into one, as nearly always."""
+    if ops and len(encode(ops)) <= room:
+        return [list(ops)]
+    return _split(ops, room)
 
 
 def _split(ops: Sequence[Op], room: int) -> Iterable[list[Op]]:

@@ -54,7 +54,9 @@ class RouteRequest(Struct, frozen=True):
     @property
     def isl(self) -> int:
         """Prompt tokens, over all prompts."""
-        return sum([prompt.isl for prompt in self.prompts]) if self.prompts else 0
+        if len(self.prompts) == 1:
+            return self.prompts[0].isl
+        return sum([prompt.isl for prompt in self.prompts])
 
 
 class Candidate(Struct, frozen=True, gc=False):

@@ -33,6 +33,7 @@ class Roster:
         for target, worker in pairs:
             self.targets.append(target)
             self.workers.append(worker)
+        self.every_place = range(len(self.targets))
         self.places = {target: place for place, target in enumerate(self.targets)}
         self._beats = [
             worker.ranks.get(target.rank, _NO_BEAT)

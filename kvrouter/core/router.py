@@ -13,7 +13,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kvrouter.core.active import Booking
 from kvrouter.core.beats import Card
@@ -39,7 +40,7 @@ from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.core.pool import Pool, Worker
 from kvrouter.core.selection import Decision, Selection
 from kvrouter.core.sent_texts import SentTexts
-from kvrouter.core.sinks import SyncSink, booking_ops
+from kvrouter.core.sinks import SyncSink, add_request, booking_ops
 from kvrouter.core.truth import Truth
 from kvrouter.core.unseen import UnseenBookings
 from kvrouter.errors import NoWorkersError
@@ -50,39 +51,26 @@ GIVEN_UP = 499
 """The status of a request that was freed before its worker answered, as nginx logs it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a request goes, and what was known when that was decided."""
+class Placement(Struct):
+    """Where a request goes, and what was known when that was decided. Only the router changes it."""
 
     key: BookingKey
+    target: Target
+    """What the request is sent to."""
     choice: Candidate
     url: str
     rank_header: str
     wants_report: bool
     """Whether the request shall ask for a report of the blocks it reuses (design §5, lost history)."""
     candidates: Sequence[Candidate]
-    fallbacks: tuple[Target, ...] = ()
+    fallbacks: tuple[Target, ...]
     """Where the policy would have it tried next, should this target fail."""
-
-    @property
-    def target(self) -> Target:
-        """What the request is sent to."""
-        return self.choice.target
-
-
-@dataclass(slots=True)
-class _Own:
-    """What the owner of a booking remembers beside it."""
-
     request: RouteRequest
-    target: Target
-    isl: int
-    charged_tokens: int
+    booking: Booking
+    policy: Policy
+    """The one that chose."""
     sent_at: float
     streamed: bool
-    text: str = ""
-    """The prompt, where the policy remembers texts."""
-    mode: str = ""
     is_answered: bool = False
     """Whether the policy has been told how the worker answered."""
 
@@ -120,7 +108,7 @@ class Router:
         self.unseen = UnseenBookings()
         self._sent_texts = SentTexts()
         self._synced = synced
-        self._own: dict[int, _Own] = {}
+        self._own: dict[int, Placement] = {}
         self._predicted: list[tuple[float, int]] = []
         self._last_number = 0
         self._outbox: list[Op] = []
@@ -156,17 +144,22 @@ class Router:
         eligible = selection.eligible(request, candidates)
         if not eligible:
             raise NoWorkersError(self._why_none(exclude, len(candidates)))
-        preferred = [one for name in prefer for one in eligible if one.target == name]
-        choice, *others = preferred or selection.choose(request, eligible)
-        fallbacks = tuple([other.target for other in others])
+        best = _preferred(eligible, prefer) if prefer else []
+        best = best or selection.choose(request, eligible)
+        order = tuple([one.target for one in best])
         if self.decisions is not None:
             refused = self._refused(request, exclude)
-            order = (choice.target, *fallbacks)
             self.decisions.append(Decided.of(request, selection, order, candidates, eligible, refused))
-        key = self._book(request, choice, now, streamed, selection)
-        worker = self.pool.targets[choice.target]
-        card, wants_report = worker.card, worker.wants_report(choice.target.rank)
-        return Placement(key, choice, card.url, card.rank_header, wants_report, candidates, fallbacks)
+        choice, target = best[0], order[0]
+        booking = self._book(request, choice)
+        worker = self.pool.targets[target]
+        card, wants_report = worker.card, worker.wants_report(target.rank)
+        placement = self._own[booking.key.number] = Placement(
+            booking.key, target, choice, card.url, card.rank_header, wants_report, candidates, order[1:],
+            request, booking, selection.policy, now, streamed,
+        )  # fmt: skip
+        self._remember(placement, selection)
+        return placement
 
     def decide(
         self, request: RouteRequest, now: float, *, exclude: frozenset[Target] = frozenset()
@@ -197,10 +190,12 @@ class Router:
 
     def _selection(self, request: RouteRequest, now: float) -> Selection:
         """That of the mode asked for, as of now."""
-        self.tell_workers()
+        if self._told_changes != self.pool.changes:
+            self.tell_workers()
         selection = self.modes.of(request.mode)
-        selection.state.now = now
-        selection.state.unseen = self.unseen.expected
+        state = selection.state
+        state.now = now
+        state.unseen = self.unseen.expected
         return selection
 
     def _refused(self, request: RouteRequest, exclude: frozenset[Target]) -> dict[Target, str]:
@@ -224,50 +219,41 @@ class Router:
         why = self.pool.why_no_target() or "no live worker"
         return f"{why} for model {self.pool.model!r}; known: {', '.join(self.pool.workers) or 'none'}"
 
-    def _book(
-        self, request: RouteRequest, choice: Candidate, now: float, streamed: bool, selection: Selection
-    ) -> BookingKey:
+    def _book(self, request: RouteRequest, choice: Candidate) -> Booking:
+        """The booking, and its AddRequest for the peers."""
         self._last_number += 1
-        self.unseen.booked_here(now)
-        key = BookingKey(self.router_id, self._last_number)
-        hashes = _union(request)
-        named = hashes if len(hashes) <= MAX_BOOKING_HASHES else hashes[:MAX_BOOKING_HASHES]
+        named, anonymous_blocks = self._blocks(request) if request.prompts else ((), 0)
         booking = Booking(
-            key=key,
-            request_id=request.request_id,
-            target=choice.target,
-            hashes=named,
-            isl=request.isl,
-            overlap_blocks=choice.overlap_blocks,
-            prefill_tokens=choice.own_prefill_tokens,
-            anonymous_blocks=len(hashes) - len(named) + self.pool.unnamed_blocks(request),
-        )
+            BookingKey(self.router_id, self._last_number), request.request_id, choice.target,
+            named, request.isl, choice.overlap_blocks, choice.own_prefill_tokens, anonymous_blocks,
+        )  # fmt: skip
         self.pool.active.book(booking)
         if self._synced:
-            self._outbox.extend(booking_ops(booking, pack_hashes(named)))
-        text = request.text if selection.policy.remembers_text else ""
-        self._own[key.number] = _Own(
-            request, choice.target, request.isl, choice.prefill_tokens, now, streamed, text, request.mode
-        )
-        self._remember(request, choice, now, selection)
-        if not streamed:
-            self._predict(key.number, choice, now)
-        return key
+            self._outbox.append(add_request(booking, pack_hashes(named)))
+        return booking
 
-    def _remember(self, request: RouteRequest, choice: Candidate, now: float, selection: Selection) -> None:
+    def _blocks(self, request: RouteRequest) -> tuple[Sequence[int], int]:
+        """The blocks that have a name, as far as a booking can tell them, and how many others there are."""
+        hashes = _union(request)
+        named = hashes if len(hashes) <= MAX_BOOKING_HASHES else hashes[:MAX_BOOKING_HASHES]
+        return named, len(hashes) - len(named) + self.pool.unnamed_blocks(request)
+
+    def _remember(self, placed: Placement, selection: Selection) -> None:
         """What a later decision shall know of this one."""
+        request, choice, now = placed.request, placed.choice, placed.sent_at
+        if self._synced:  # else nothing is heard of the peers' bookings
+            self.unseen.booked_here(now)
         selection.policy.routed(request, choice, selection.state)
         if self.circuits is not None:
-            self.circuits.sent(choice.target, now)
+            self.circuits.sent(placed.target, now)
         if request.session and selection.keeps_sessions:
-            sessions, target = selection.state.sessions, choice.target
+            sessions, target = selection.state.sessions, placed.target
             sessions.bind(request.session, target, now)
             self._tell(Bind(request.session, target.worker_id, target.rank, round(sessions.ttl_s * 1000)))
-
-    def _predict(self, number: int, choice: Candidate, now: float) -> None:
-        seconds = self.rates.seconds(choice.target, choice.prefill_tokens)
-        if seconds is not None:
-            heapq.heappush(self._predicted, (now + seconds, number))
+        if not placed.streamed:
+            seconds = self.rates.seconds(placed.target, choice.prefill_tokens)
+            if seconds is not None:
+                heapq.heappush(self._predicted, (now + seconds, placed.key.number))
 
     def due(self, now: float) -> list[BookingKey]:
         """Own bookings, not streamed, whose predicted prefill time has passed."""
@@ -282,11 +268,10 @@ class Router:
         """The first data byte of a streamed answer: prefill is done, and its speed is known."""
         self.answered(key, 200)
         own = self._own.get(key.number)
-        booking = self.pool.active.booking(key)
-        if own is None or booking is None or booking.prefill_completed:
+        if own is None or own.booking.prefill_completed:
             return
-        if own.streamed and own.isl:  # else its share of the charged tokens is not known
-            self.rates.observe(booking.target, own.charged_tokens, now - own.sent_at)
+        if own.streamed and own.booking.isl:  # else its share of the charged tokens is not known
+            self.rates.observe(own.target, own.choice.prefill_tokens, now - own.sent_at)
         self.mark_prefill_completed(key, now)
 
     def answered(self, key: BookingKey, status: int) -> None:
@@ -294,40 +279,43 @@ class Router:
         own = self._own.get(key.number)
         if own is not None and not own.is_answered:
             own.is_answered = True
-            self.modes.of(own.mode).policy.on_request_routed(own.request, own.target, status)
+            own.policy.on_request_routed(own.request, own.target, status)
 
     def mark_prefill_completed(self, key: BookingKey, now: float) -> None:
         """The booking's prefill tokens are no longer charged; a second time changes nothing."""
         booking = self.pool.active.mark_prefill_completed(key)
-        if booking is not None:
-            self._tell(MarkPrefillCompleted(key.number))
-            self.assume(booking, now, own=True)
-            own = self._own.get(key.number)
-            if own is not None and own.text:
-                self.selection.state.texts.insert(own.target, own.text, now)
-                self._tell(self._sent_texts.add(own.target, own.text))
+        if booking is None:
+            return
+        if self._synced:
+            self._outbox.append(MarkPrefillCompleted(key.number))
+        self.assume(booking, now, own=True)
+        own = self._own.get(key.number)
+        if own is not None and own.request.text and own.policy.remembers_text:
+            self.selection.state.texts.insert(own.target, own.request.text, now)
+            self._tell(self._sent_texts.add(own.target, own.request.text))
 
     def progress(self, key: BookingKey, output_tokens: int) -> None:
         """The answer has this many tokens so far (an estimate); blocks are booked as they fill."""
         own, size = self._own.get(key.number), self.pool.block_size
-        if own is None or not own.isl or not size:
+        if own is None or not own.booking.isl or not size:
             return
-        output_blocks = (own.isl + output_tokens) // size - own.isl // size
-        booking = self.pool.active.booking(key)
-        if booking is not None and output_blocks > booking.output_blocks:
+        isl, booked_blocks = own.booking.isl, own.booking.output_blocks
+        output_blocks = (isl + output_tokens) // size - isl // size
+        if output_blocks > booked_blocks:
             self.pool.active.progress(key, output_blocks)
             self._tell(Progress(key.number, output_blocks))
 
     def free(self, key: BookingKey) -> None:
         """The request ended; a second time changes nothing."""
-        self.answered(key, GIVEN_UP)
-        self._own.pop(key.number, None)
-        if self.pool.active.free(key) is not None:
-            self._tell(Free(key.number))
+        own = self._own.pop(key.number, None)
+        if own is not None and not own.is_answered:
+            own.policy.on_request_routed(own.request, own.target, GIVEN_UP)
+        if self.pool.active.free(key) is not None and self._synced:
+            self._outbox.append(Free(key.number))
 
     def assume(self, booking: Booking, now: float, *, own: bool) -> None:
         """Without KV events: the target is taken to hold what was prefilled there."""
-        if self.pool.may_assume(booking.target):
+        if not self.pool.settings.use_kv_events and self.pool.may_assume(booking.target):
             room = self.pool.capacity_blocks(booking.target)
             self.pool.approx.insert(booking.target, booking.hashes, now, own=own, capacity=room)
 
@@ -373,9 +361,9 @@ class Router:
         if target in self.pool.targets:
             self.selection.state.texts.insert(target, sent.text, now)
 
-    def _tell(self, *ops: Op) -> None:
+    def _tell(self, op: Op) -> None:
         if self._synced:
-            self._outbox.extend(ops)
+            self._outbox.append(op)
 
     def _state_ops(self, now: float) -> Iterator[Op]:
         """Own bookings, then own assumptions, texts and sessions.
@@ -391,10 +379,13 @@ class Router:
             yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))
 
 
+def _preferred(eligible: Sequence[Candidate], prefer: tuple[Target, ...]) -> list[Candidate]:
+    """Those of the fall-backs that are left, in their order."""
+    return [one for name in prefer for one in eligible if one.target == name]
+
+
 def _union(request: RouteRequest) -> Sequence[int]:
     """The blocks of all prompts, each once, parents before children."""
-    if not request.prompts:
-        return []
     if len(request.prompts) == 1:
         return request.prompts[0].hashes
     return list(dict.fromkeys(hash_ for prompt in request.prompts for hash_ in prompt.hashes))

@@ -242,22 +242,19 @@ class SyncSink:
         """What was loaded stays: each booking stands for itself, and the next snapshot tells the rest."""
 
 
+def add_request(booking: Booking, hashes: bytes) -> AddRequest:
+    """The op that makes a copy of a new booking at a peer; `hashes` are the packed ones."""
+    worker_id, rank = booking.target
+    return AddRequest(
+        booking.key.number, booking.request_id, worker_id, rank, hashes,
+        booking.isl, booking.overlap_blocks, booking.prefill_tokens, booking.anonymous_blocks,
+    )  # fmt: skip
+
+
 def booking_ops(booking: Booking, hashes: bytes) -> list[Op]:
-    """The ops that make a copy of this booking at a peer; `hashes` are the packed ones."""
+    """The ops that make a copy of this booking at a peer as it is now."""
     number = booking.key.number
-    ops: list[Op] = [
-        AddRequest(
-            number,
-            booking.request_id,
-            booking.target.worker_id,
-            booking.target.rank,
-            hashes,
-            booking.isl,
-            booking.overlap_blocks,
-            booking.prefill_tokens,
-            booking.anonymous_blocks,
-        )
-    ]
+    ops: list[Op] = [add_request(booking, hashes)]
     if booking.prefill_completed:
         ops.append(MarkPrefillCompleted(number))
     if booking.output_blocks:

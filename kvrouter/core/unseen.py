@@ -28,7 +28,8 @@ class UnseenBookings:
 
     def booked_here(self, now: float) -> None:
         """An own booking: what arrives from now on is counted against it."""
-        self._close(now)
+        if self._open and now - self._open[0][0] > WINDOW_S:
+            self._close(now)
         self._open.append((now, self._elsewhere))
 
     def booked_elsewhere(self, now: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrouter.core.candidates import Candidates
+from kvrouter.core.candidates import Candidates, requests_of
 from kvrouter.core.cost import cost, lowest, sample, spread
 from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 
@@ -40,7 +40,7 @@ class Kv(Policy):
         same worker.
         """
         if not request.prompts:  # nothing is known of its blocks: it goes where the fewest requests are
-            return lowest(_requests(candidates), state.random())
+            return lowest(requests_of(candidates), state.random())
         weight = _weight(request, state)
         temperature = state.temperature if request.temperature is None else request.temperature
         costs = self.costs(request, candidates, weight)
@@ -99,12 +99,6 @@ class Kv(Policy):
             }
             for one, lost, value in rows
         ]
-
-
-def _requests(candidates: Sequence[Candidate]) -> list[int]:
-    if isinstance(candidates, Candidates):
-        return candidates.requests()
-    return [candidate.requests for candidate in candidates]
 
 
 def _weight(request: RouteRequest, state: PolicyState) -> float:

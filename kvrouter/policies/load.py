@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvrouter.core.candidates import requests_of
 from kvrouter.core.cost import lowest
 from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 
@@ -15,7 +16,7 @@ class LeastLoaded(Policy):
 
     def pick(self, _request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
         """The least loaded."""
-        return fewest_requests(candidates, range(len(candidates)), state.random())
+        return lowest(requests_of(candidates), state.random())
 
     def terms(
         self, _request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState
@@ -52,7 +53,8 @@ def power_of_two(candidates: Sequence[Candidate], random: Callable[[], float]) -
 
 def fewest_requests(candidates: Sequence[Candidate], among: Sequence[int], chance: float) -> int:
     """Of the candidates at these places, the place of one with the fewest requests."""
-    return among[lowest([candidates[place].requests for place in among], chance)]
+    requests = requests_of(candidates)
+    return among[lowest([requests[place] for place in among], chance)]
 
 
 def request_terms(candidates: Sequence[Candidate]) -> list[dict[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvrouter.core.candidates import targets_of
 from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.errors import BadRequestError, NoWorkersError
 from kvrouter.policies.load import fewest_requests
@@ -42,13 +43,15 @@ class Direct(Policy):
             raise BadRequestError(
                 "mode direct needs a target: send the header x-kvrouter-target: <worker_id>"
             )
+        worker_id, rank = wanted
+        targets = targets_of(candidates)
         places = [
             place
-            for place, candidate in enumerate(candidates)
-            if candidate.target.worker_id == wanted.worker_id and wanted.rank in {None, candidate.target.rank}
+            for place, target in enumerate(targets)
+            if target.worker_id == worker_id and rank in {None, target.rank}
         ]
         if not places:
-            named = wanted.worker_id if wanted.rank is None else f"{wanted.worker_id}/{wanted.rank}"
-            known = ", ".join(str(candidate.target) for candidate in candidates)
+            named = worker_id if rank is None else f"{worker_id}/{rank}"
+            known = ", ".join(map(str, targets))
             raise NoWorkersError(f"the wanted target {named} takes no requests now; there are: {known}")
         return fewest_requests(candidates, places, state.random())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvrouter.core.candidates import requests_of, targets_of
 from kvrouter.core.ids import Target
 from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.policies.load import fewest_requests, power_of_two
@@ -35,15 +36,15 @@ class PrefixAffinity(Policy):
         if not request.text or self._is_imbalanced(candidates):
             return power_of_two(candidates, state.random)
         found = self._preferred(request.text, candidates, state)
-        places = [place for place, candidate in enumerate(candidates) if candidate.target in found]
+        places = [place for place, target in enumerate(targets_of(candidates)) if target in found]
         return fewest_requests(candidates, places, state.random())
 
     def _is_imbalanced(self, candidates: Sequence[Candidate]) -> bool:
-        requests = [candidate.requests for candidate in candidates]
+        requests = requests_of(candidates)
         return max(requests) - min(requests) > self.imbalanced_threshold
 
     def _preferred(self, text: str, candidates: Sequence[Candidate], state: PolicyState) -> set[Target]:
-        targets = [candidate.target for candidate in candidates]
+        targets = targets_of(candidates)
         matched, holders = state.texts.match(text, targets)
         if matched / len(text) < self.match_rate_threshold:
             return state.texts.smallest(targets)

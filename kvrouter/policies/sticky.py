@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvrouter.core.candidates import requests_of, targets_of
+from kvrouter.core.cost import lowest
 from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.policies.load import fewest_requests
 
@@ -29,23 +31,21 @@ class Sticky(Policy):
 
     def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
         """See the class."""
-        everywhere = range(len(candidates))
         enough = self.hit_rate * max(1, request.isl)
-        hits = [place for place in everywhere if candidates[place].overlap_tokens >= enough]
+        is_hit = [candidate.overlap_tokens >= enough for candidate in candidates]
+        hits = [place for place, hit in enumerate(is_hit) if hit]
         if not hits:
-            return fewest_requests(candidates, everywhere, state.random())
+            return lowest(requests_of(candidates), state.random())
         waits = self._ttfts_s(candidates, state)
-        best = min(waits[place] for place in hits)
-        best_other = min(
-            (waits[place] for place in everywhere if candidates[place].overlap_tokens < enough), default=best
-        )
+        best = min([waits[place] for place in hits])
+        best_other = min([wait for wait, hit in zip(waits, is_hit, strict=True) if not hit], default=best)
         if best > best_other + self.penalty_s:
-            return fewest_requests(candidates, everywhere, state.random())
+            return lowest(requests_of(candidates), state.random())
         at_best = [place for place in hits if waits[place] <= best]
         return fewest_requests(candidates, at_best, state.random())
 
     def _ttfts_s(self, candidates: Sequence[Candidate], state: PolicyState) -> list[float]:
-        rates = state.rates.peaks([candidate.target for candidate in candidates])
+        rates = state.rates.peaks(targets_of(candidates))
         return [
             one.charged_tokens / (rate or DEFAULT_PREFILL_RATE)
             for one, rate in zip(candidates, rates, strict=True)
