@@ -65,6 +65,13 @@ class FakeClient:
         self._waiting.append(call)
 
 
+def attempt_on(
+    connection: Connection, client: FakeClient, headers: bytes = b"", mark: Callable[[], None] = lambda: None
+) -> Attempt:
+    """One whose client's connection may stay."""
+    return Attempt(client, connection, Limits(), headers, mark, True, asyncio.get_running_loop())
+
+
 class Rig:
     """One attempt on one connection, without sockets."""
 
@@ -79,9 +86,7 @@ class Rig:
         """Send a request."""
         self.client = FakeClient(**client)
         self.marks = 0
-        self.attempt = Attempt(
-            self.client, self.connection, Limits(), b"x-kvrouter-worker: w\r\n", self._mark
-        )
+        self.attempt = attempt_on(self.connection, self.client, b"x-kvrouter-worker: w\r\n", self._mark)
         self.attempt.send(b"request")
         return self.attempt
 
@@ -254,8 +259,35 @@ async def test_nothing_is_left() -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
 
-    assert all(rig.attempt._timer.cancelled() for rig in rigs)
+    assert [False, True, True, True] == [rig.connection._timer is None for rig in rigs]  # the first one rests
     assert loop_tasks == asyncio.all_tasks()
+
+
+async def test_requests_share_a_timer() -> None:
+    """The connection's timer runs on while requests come and go: none costs one of its own."""
+    rig = Rig()
+    rig.read(answer())
+    timer = rig.connection._timer
+    for _ in range(3):
+        rig.begin()
+        rig.read(answer())
+
+    assert timer is rig.connection._timer
+
+
+async def test_asked_in_time() -> None:
+    """Who may wait long for the first byte is asked again as soon as he might be waiting for the second."""
+    rig = Rig()
+    now = asyncio.get_running_loop().time()
+    limits = Limits()
+    assert limits.idle_s < limits.first_byte_s
+    asked_again_s = rig.attempt.watch(now)
+    rig.read(SSE_HEAD + chunk(event("a")))
+
+    assert limits.idle_s == asked_again_s
+    assert 0 < rig.attempt.watch(now + limits.idle_s - 1)
+    assert 0 == rig.attempt.watch(now + limits.idle_s + 1)
+    assert rig.client.got.count(b"GatewayTimeoutError") == 1
 
 
 async def test_unasked_bytes() -> None:
@@ -274,7 +306,7 @@ async def test_connection_reused() -> None:
         upstream = Upstream()
         for _ in range(3):
             connection = await upstream.connect(worker.url)
-            attempt = Attempt(FakeClient(), connection, Limits(), b"", lambda: None)
+            attempt = attempt_on(connection, FakeClient())
             attempt.send(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
             await attempt.outcome
         assert [3] == [wire.requests for wire in worker.wires]
@@ -292,7 +324,7 @@ async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeWorker("w", OK).serving() as worker:
         upstream = Upstream()
         connection = await upstream.connect(worker.url)
-        attempt = Attempt(FakeClient(), connection, Limits(), b"", lambda: None)
+        attempt = attempt_on(connection, FakeClient())
         attempt.send(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
         await attempt.outcome
 
@@ -307,7 +339,8 @@ async def test_idle_time_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     rig.read(answer())
     rig.pool.clear()
     rig.begin()
-    await until(lambda: rig.connection._idle_timer is None, "the timer has run")
+    timer = rig.connection._timer
+    await until(lambda: rig.connection._timer is not timer, "the timer has run")
     served_on = not rig.transport.aborted
     rig.read(answer())
     rested = list(rig.pool)
