@@ -181,6 +181,12 @@ class Attempt:
 
     # Receiver
 
+    def answered(self, head: Head, data: bytes) -> None:
+        """Head and body have arrived together."""
+        self._head = head
+        if not self.outcome.done():
+            self._judge_whole(head, data)
+
     def opened(self, head: Head, body: Body) -> None:
         """The head has arrived; it is held."""
         self._heard_at = self._loop.time()

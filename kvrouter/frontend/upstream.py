@@ -46,6 +46,10 @@ class WorkerUnreachableError(KvRouterError):
 class Receiver(Protocol):
     """What a request wants to be told. All plain calls, made while the socket is being read."""
 
+    def answered(self, head: Head, data: bytes) -> None:
+        """Head and body have arrived together: the answer is complete, and nothing else is told of it."""
+        ...
+
     def opened(self, head: Head, body: Body) -> None:
         """The head has arrived."""
         ...
@@ -174,6 +178,10 @@ class Connection(asyncio.Protocol):
             return
         rest, self._head = self._head, b""
         self._keeps_alive = head.keeps_alive
+        if len(rest) == head.length:
+            self._release()
+            receiver.answered(head, rest)
+            return
         self._body = body_of(head)
         receiver.opened(head, self._body)
         if rest or self._body.is_over:
