@@ -114,7 +114,7 @@ class Attempt:
 
     __slots__ = (
         "_added_headers", "_body", "_client", "_connection", "_content", "_head", "_heard_at", "_held",
-        "_is_holding", "_is_paused", "_keeps_alive", "_last_bytes", "_last_reads", "_limits",
+        "_is_flowing", "_is_holding", "_is_paused", "_keeps_alive", "_last_bytes", "_last_reads", "_limits",
         "_loop", "_on_first_data", "_was_at_boundary", "events", "outcome",
     )  # fmt: skip
 
@@ -144,6 +144,8 @@ class Attempt:
         self._content: ChunkContent | None = None
         """Set while only the content of chunks is wanted: to look at it, or for an HTTP/1.0 client."""
         self._is_holding = True
+        self._is_flowing = False
+        """Whether a whole chunk can pass as it is: nothing is held, filtered or awaited."""
         self._last_bytes: bytes | None = b"\n"
         """The end of what was relayed, so that a line is found across two reads; None: data has been seen."""
         self._was_at_boundary = True
@@ -203,6 +205,18 @@ class Attempt:
             self._break_off(_ABORTED_REASON)
             return
         self._pass_on(data)
+
+    def received_chunk(self, data: bytes) -> None:
+        """What `received` comes to in the midst of a stream, step by step, but with no step for nothing."""
+        if not self._is_flowing or data.find(_ABORT) >= 0:
+            self.received(data)
+            return
+        self._heard_at = self._loop.time()
+        self._client.write(data)
+        self._last_reads.append(data)
+        self.events += data.count(_EVENT_END)
+        if self._client.is_slow:
+            self._hold_up()
 
     def ended(self) -> None:
         """The body is complete."""
@@ -292,6 +306,7 @@ class Attempt:
         if self._last_bytes is not None:
             self._look_for_data(self._last_bytes + data)
         self._was_at_boundary = body is not None and body.is_at_boundary
+        self._is_flowing = self._last_bytes is None and self._content is None
         if client.is_slow:
             self._hold_up()
 

@@ -20,12 +20,14 @@ from urllib.parse import urlsplit
 
 from kvrouter.errors import KvRouterError
 from kvrouter.frontend.framing import (
+    CHUNK_START_BYTES,
     MAX_HEAD_BYTES,
     Body,
     FramingError,
     Head,
     UntilCloseBody,
     body_of,
+    chunk_bytes,
     parse_head,
 )
 
@@ -56,6 +58,10 @@ class Receiver(Protocol):
 
     def received(self, data: bytes) -> None:
         """Bytes of the body, framing included."""
+        ...
+
+    def received_chunk(self, data: bytes) -> None:
+        """The same for data that is one whole chunk, as nearly everything in a stream is."""
         ...
 
     def ended(self) -> None:
@@ -150,6 +156,8 @@ class Connection(asyncio.Protocol):
         try:
             if body is None:
                 self._begin(receiver, data)
+            elif body.is_at_boundary and chunk_bytes(data[:CHUNK_START_BYTES]) == len(data):
+                receiver.received_chunk(data)
             else:
                 self._read_body(body, receiver, data)
         except FramingError as error:
