@@ -208,8 +208,8 @@ class Completions:
             self._limits,
             _response_headers(work, placement, self._replica.router_id),
             partial(self._first_data, work, placement),
-            may_stay=request.head.wants_keep_alive and not self.is_draining,
-            loop=self._loop,
+            request.head.wants_keep_alive and not self.is_draining,
+            self._loop,
         )
         self._running[attempt] = (work.router, placement.key, request)
         try:

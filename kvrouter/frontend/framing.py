@@ -158,6 +158,8 @@ def _body_framing(status: int, headers: dict[bytes, bytes]) -> tuple[int | None,
 class LengthBody:
     """A body of known length. `feed` returns how many bytes of the data belong to it."""
 
+    __slots__ = ("_left", "is_over")
+
     is_at_boundary = False
 
     def __init__(self, length: int) -> None:
@@ -175,6 +177,8 @@ class LengthBody:
 class UntilCloseBody:
     """A body that ends with the connection."""
 
+    __slots__ = ()
+
     is_over = False
     is_at_boundary = False
 
@@ -190,20 +194,18 @@ class ChunkedBody:
 
     `_left` counts the bytes of the current chunk still to come, its closing CRLF included;
     `_line` keeps a size line (or trailer) of which only a part has arrived.
+    At a boundary another chunk could be written without tearing one. Data that is one whole chunk, as
+    `chunk_bytes` tells, and comes at a boundary changes nothing here: it need not be fed.
     """
 
-    __slots__ = ("_in_trailers", "_left", "_line", "is_over")
+    __slots__ = ("_in_trailers", "_left", "_line", "is_at_boundary", "is_over")
 
     def __init__(self) -> None:
         self._left = 0
         self._line = b""
         self._in_trailers = False
+        self.is_at_boundary = True
         self.is_over = False
-
-    @property
-    def is_at_boundary(self) -> bool:
-        """Whether another chunk could be written here without tearing one."""
-        return self._left == 0 and not self._line and not self._in_trailers
 
     def feed(self, data: bytes) -> int:
         """Bytes of `data` that belong to the body; sets `is_over` with the last one."""
@@ -224,9 +226,10 @@ class ChunkedBody:
                 self._in_trailers = size == 0
                 position += size + len(b"\r\n") if size else 0
             elif not line.rstrip(b"\r"):
-                self.is_over = True
+                self.is_over, self.is_at_boundary = True, False
                 return position
         self._left = position - end
+        self.is_at_boundary = position == end and not self._line and not self._in_trailers
         return end
 
     def _keep_line(self, part: bytes) -> None:
@@ -242,6 +245,21 @@ def _chunk_size(line: bytes) -> int:
     if not digits or len(digits) > 16 or digits.strip(b"0123456789abcdefABCDEF"):
         raise FramingError(f"a chunk's size line is {line[:40]!r}")
     return int(digits, 16)
+
+
+CHUNK_START_BYTES = 5
+"""The size line of a chunk below 4 KiB, as events are, is no longer."""
+
+
+@lru_cache(maxsize=4096)
+def chunk_bytes(start: bytes) -> int:
+    """Length of the chunk, framing included, whose first CHUNK_START_BYTES these are.
+
+    0 if they do not tell: the last chunk, a longer size line. Raises FramingError.
+    """
+    line, newline, _ = start.partition(b"\n")
+    size = _chunk_size(line) if newline else 0
+    return len(line) + len(b"\n") + size + len(b"\r\n") if size else 0
 
 
 Body = LengthBody | UntilCloseBody | ChunkedBody

@@ -6,6 +6,9 @@
 
 What arrives goes, in the same call that read it, to the `Receiver` of the request. No limit is
 put on the number of connections: the router decides how much a worker gets.
+
+A connection has one timer, which runs on while requests come and go: when it ends, whoever waits is asked how
+long he goes on waiting. A timer of each request's own would cost it more than its bytes do.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from urllib.parse import urlsplit
 
 from kvrouter.errors import KvRouterError
 from kvrouter.frontend.framing import (
+    CHUNK_START_BYTES,
     MAX_HEAD_BYTES,
     Body,
     FramingError,
     Head,
     UntilCloseBody,
     body_of,
+    chunk_bytes,
     parse_head,
 )
 
@@ -43,12 +48,20 @@ class WorkerUnreachableError(KvRouterError):
 class Receiver(Protocol):
     """What a request wants to be told. All plain calls, made while the socket is being read."""
 
+    def answered(self, head: Head, data: bytes) -> None:
+        """Head and body have arrived together: the answer is complete, and nothing else is told of it."""
+        ...
+
     def opened(self, head: Head, body: Body) -> None:
         """The head has arrived."""
         ...
 
     def received(self, data: bytes) -> None:
         """Bytes of the body, framing included."""
+        ...
+
+    def received_chunk(self, data: bytes) -> None:
+        """The same for data that is one whole chunk, as nearly everything in a stream is."""
         ...
 
     def ended(self) -> None:
@@ -59,9 +72,18 @@ class Receiver(Protocol):
         """The connection ended before the body did."""
         ...
 
+    def watch(self, now: float) -> float:
+        """Asked now and then: for how many more seconds it waits; it may give up instead."""
+        ...
+
 
 class Connection(asyncio.Protocol):
     """One connection to one worker."""
+
+    __slots__ = (
+        "_body", "_has_answered", "_has_served", "_head", "_idle_since", "_keeps_alive", "_loop", "_pool",
+        "_receiver", "_timer", "_timer_ends_at", "_transport",
+    )  # fmt: skip
 
     def __init__(self, pool: deque[Connection]) -> None:
         self._has_served = False
@@ -74,8 +96,8 @@ class Connection(asyncio.Protocol):
         self._keeps_alive = True
         self._loop = asyncio.get_running_loop()
         self._idle_since = 0.0
-        self._idle_timer: asyncio.TimerHandle | None = None
-        """Runs on while the connection serves: one that is idle again is looked at when it ends."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ends_at = 0.0
 
     @property
     def is_usable(self) -> bool:
@@ -87,12 +109,13 @@ class Connection(asyncio.Protocol):
         """Whether it served before, and has not answered the present request with a single byte."""
         return self._has_served and not self._has_answered
 
-    def send(self, data: bytes, receiver: Receiver) -> None:
-        """Send a request; the receiver is told what happens from now on."""
+    def send(self, data: bytes, receiver: Receiver, ask_by: float) -> None:
+        """Send a request; the receiver is told what happens from now on, and asked by then if it waits."""
         self._receiver, self._body, self._head, self._has_answered = receiver, None, b"", False
         if self._transport is None:
             self._lose("the connection was closed")
             return
+        self._look_by(ask_by)
         self._transport.write(data)
 
     # A request is cancelled when its handler wakes up. By then its answer may be complete, and the
@@ -126,21 +149,24 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Find the end of the head, then of the body; hand everything on."""
-        if self._receiver is None:
+        receiver, body = self._receiver, self._body
+        if receiver is None:
             self._close()  # bytes that nobody asked for
             return
         try:
-            if self._body is not None:
-                self._read_body(self._body, self._receiver, data)
+            if body is None:
+                self._begin(receiver, data)
+            elif body.is_at_boundary and chunk_bytes(data[:CHUNK_START_BYTES]) == len(data):
+                receiver.received_chunk(data)
             else:
-                self._begin(data)
+                self._read_body(body, receiver, data)
         except FramingError as error:
             self._lose(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the receiver, unless the body ends with the connection."""
         self._transport = None
-        self._stop_idle_timer()
+        self._stop_timer()
         if self in self._pool:
             self._pool.remove(self)
         body = self._body
@@ -149,18 +175,21 @@ class Connection(asyncio.Protocol):
         elif self._receiver is not None:
             self._lose(str(exc) if exc else "closed the connection")
 
-    def _begin(self, data: bytes) -> None:
+    def _begin(self, receiver: Receiver, data: bytes) -> None:
         """Collect the head; what comes after it belongs to the body."""
         self._has_answered = True
         self._head += data
         head = self._next_head()
         while head is not None and head.status < 200:
             head = self._next_head()  # 1xx: the answer itself is still to come
-        receiver = self._receiver
-        if head is None or receiver is None:
+        if head is None:
             return
         rest, self._head = self._head, b""
         self._keeps_alive = head.keeps_alive
+        if len(rest) == head.length:
+            self._release()
+            receiver.answered(head, rest)
+            return
         self._body = body_of(head)
         receiver.opened(head, self._body)
         if rest or self._body.is_over:
@@ -185,31 +214,40 @@ class Connection(asyncio.Protocol):
             self._finish()
 
     def _finish(self) -> None:
-        receiver, self._receiver, self._body = self._receiver, None, None
-        if self._keeps_alive and self.is_usable:
-            self._rest()
-        else:
-            self._close()
+        receiver = self._receiver
+        self._release()
         if receiver is not None:
             receiver.ended()
 
-    def _rest(self) -> None:
+    def _release(self) -> None:
+        """The answer is complete: rest until the next request."""
+        self._receiver = self._body = None
+        if not self._keeps_alive or not self.is_usable:
+            self._close()
+            return
         self._has_served = True
         if self._transport is not None:
             self._transport.resume_reading()  # it may have been paused when the last bytes came
         self._idle_since = self._loop.time()
-        if self._idle_timer is None:
-            self._idle_timer = self._loop.call_later(IDLE_S, self._watch_idleness)
+        self._look_by(self._idle_since + IDLE_S)
         self._pool.append(self)
 
-    def _watch_idleness(self) -> None:
-        """The timer: close, unless it serves, or has served meanwhile."""
-        self._idle_timer = None
-        if self._receiver is not None:
-            return
-        left_s = self._idle_since + IDLE_S - self._loop.time()
+    def _look_by(self, at: float) -> None:
+        """Have the timer end then at the latest."""
+        if self._timer is not None:
+            if self._timer_ends_at <= at:
+                return
+            self._timer.cancel()
+        self._timer_ends_at = at
+        self._timer = self._loop.call_later(max(at - self._loop.time(), _TIMER_S), self._look)
+
+    def _look(self) -> None:
+        """The timer: close, unless who waits, or the next request, may still have to wait."""
+        self._timer = None
+        now, receiver = self._loop.time(), self._receiver
+        left_s = self._idle_since + IDLE_S - now if receiver is None else receiver.watch(now)
         if left_s > 0:
-            self._idle_timer = self._loop.call_later(max(left_s, _TIMER_S), self._watch_idleness)
+            self._look_by(now + left_s)
         else:
             self._close()
 
@@ -224,11 +262,12 @@ class Connection(asyncio.Protocol):
             self._pool.remove(self)
         if self._transport is not None:
             self._transport.abort()
+        self._stop_timer()
 
-    def _stop_idle_timer(self) -> None:
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-            self._idle_timer = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class Upstream:

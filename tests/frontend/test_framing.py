@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.frontend.framing import (
+    CHUNK_START_BYTES,
+    LAST_CHUNK,
     MAX_HEAD_BYTES,
     Body,
     ChunkContent,
@@ -19,6 +21,7 @@ from kvrouter.frontend.framing import (
     UntilCloseBody,
     body_of,
     chunk,
+    chunk_bytes,
     hop_by_hop,
     parse_head,
 )
@@ -92,10 +95,33 @@ def test_boundaries(body: tuple[bytes, bytes], parts: list[bytes]) -> None:
         assert (end in ends) == chunked.is_at_boundary
 
 
+@given(st.integers(1, 5000), st.booleans())
+def test_first_bytes_of_a_chunk(size: int, is_upper: bool) -> None:
+    """They tell the length of one below 4 KiB; of a longer one, or the last, they tell nothing."""
+    line = b"%X\r\n" % size if is_upper else b"%x\r\n" % size
+    framed = line + b"x" * size + b"\r\n"
+
+    assert (len(framed) if size < 4096 else 0) == chunk_bytes(framed[:CHUNK_START_BYTES])
+    assert 0 == chunk_bytes(LAST_CHUNK[:CHUNK_START_BYTES])
+
+
+@given(st.data(), chunked_bodies())
+def test_whole_chunks_need_not_be_fed(data: st.DataObject, body: tuple[bytes, bytes]) -> None:
+    """A body from which such chunks are left out at boundaries ends where it would have ended with them."""
+    chunked = ChunkedBody()
+    pieces = [piece for piece in data.draw(cuts(body[0])) if piece]
+    for piece in pieces:
+        assert not chunked.is_over
+        if not (chunked.is_at_boundary and chunk_bytes(piece[:CHUNK_START_BYTES]) == len(piece)):
+            assert len(piece) == chunked.feed(piece)
+
+    assert chunked.is_over
+
+
 @given(st.binary(max_size=200))
 def test_garbage(data: bytes) -> None:
     """Bytes that are no HTTP raise FramingError, or mean something; nothing else is raised."""
-    for parse in (parse_head, ChunkedBody().feed):
+    for parse in (parse_head, ChunkedBody().feed, chunk_bytes):
         with contextlib.suppress(FramingError):
             parse(data)
 

@@ -4,104 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.frontend.relay import Attempt, Done, Limits, Lost, Outcome, Rejected
-from kvrouter.frontend.upstream import IDLE_S, Connection, Upstream, WorkerUnreachableError
+from kvrouter.frontend.relay import Done, Limits, Lost, Rejected
+from kvrouter.frontend.upstream import IDLE_S, Upstream, WorkerUnreachableError
 from tests.frontend.fleet import no_trouble
+from tests.frontend.rig import FakeClient, Rig, attempt_on
 from tests.frontend.workers import LAST_CHUNK, OK, SSE_HEAD, FakeWorker, answer, chunk, event, stream, until
-
-
-class FakeTransport(asyncio.Transport):
-    """Remembers what was asked of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.aborted = False
-        self.paused = False
-
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        self.written += bytes(data)
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def is_closing(self) -> bool:
-        return self.aborted
-
-    def pause_reading(self) -> None:
-        self.paused = True
-
-    def resume_reading(self) -> None:
-        self.paused = False
-
-
-class FakeClient:
-    """Keeps what it is sent; `slow` piles up until `catch_up`."""
-
-    def __init__(self, *, is_http_10: bool = False) -> None:
-        self.is_http_10 = is_http_10
-        self.has_begun = False
-        self.is_slow = False
-        self.got = b""
-        self._waiting: list[Callable[[], None]] = []
-
-    def write(self, data: bytes) -> None:
-        self.got += data
-
-    def catch_up(self) -> None:
-        self.is_slow = False
-        for call in self._waiting:
-            call()
-
-    def when_drained(self, call: Callable[[], None]) -> None:
-        self._waiting.append(call)
-
-
-class Rig:
-    """One attempt on one connection, without sockets."""
-
-    def __init__(self, pool: deque[Connection] | None = None, **client: Any) -> None:
-        self.pool = deque() if pool is None else pool
-        self.connection = Connection(self.pool)
-        self.transport = FakeTransport()
-        self.connection.connection_made(self.transport)
-        self.begin(**client)
-
-    def begin(self, **client: Any) -> Attempt:
-        """Send a request."""
-        self.client = FakeClient(**client)
-        self.marks = 0
-        self.attempt = Attempt(
-            self.client, self.connection, Limits(), b"x-kvrouter-worker: w\r\n", self._mark
-        )
-        self.attempt.send(b"request")
-        return self.attempt
-
-    def _mark(self) -> None:
-        self.marks += 1
-
-    def read(self, *pieces: bytes) -> None:
-        """The worker's bytes arrive, as long as the connection reads."""
-        for piece in pieces:
-            if piece and not self.transport.aborted:
-                self.connection.data_received(piece)
-
-    def lose(self, error: Exception | None = None) -> None:
-        """The connection ends."""
-        self.transport.aborted = True
-        self.connection.connection_lost(error)
-
-    def outcome(self) -> Outcome:
-        """How the attempt ended."""
-        return self.attempt.outcome.result()
 
 
 @st.composite
@@ -141,6 +54,39 @@ def test_any_cut_gives_the_same(data: st.DataObject, whole: bytes, is_http_10: b
         assert uncut.marks == cut.marks == (whole != answer())
 
     run_in_loop(check)
+
+
+async def test_chunk_by_chunk() -> None:
+    """Reads that are one chunk each, as most of a stream's are, come to the same as any others."""
+    chunks = [chunk(event(f"{number:x}")) for number in range(300)]
+    apart, together = Rig(), Rig()
+    apart.read(SSE_HEAD, *chunks)
+    together.read(SSE_HEAD + b"".join(chunks))
+
+    assert together.client.got == apart.client.got
+    assert 300 == together.attempt.events == apart.attempt.events
+    assert together.attempt.tail.endswith(apart.attempt.tail)
+    assert apart.attempt.tail.endswith(b"".join(chunks[-3:]))
+
+
+async def test_one_chunk_of_a_stream() -> None:
+    """It shows that the worker is alive, may pause it, and is not passed on if the worker gives up in it."""
+    rig = Rig()
+    rig.read(SSE_HEAD, chunk(event("a")), chunk(event("b")))
+    rig.attempt._heard_at = -1000.0
+    rig.client.is_slow = True
+    rig.read(chunk(event("c")))
+    now = asyncio.get_running_loop().time()
+
+    was_paused = rig.transport.paused
+    rig.client.catch_up()
+
+    assert rig.attempt.watch(now) > 0
+    assert (True, False) == (was_paused, rig.transport.paused)
+    rig.read(chunk(event("", "abort")))
+    assert not isinstance(rig.outcome(), Lost)
+    assert b"abort" in rig.client.got
+    assert b'"abort"' not in rig.client.got
 
 
 garbage = st.lists(
@@ -254,8 +200,35 @@ async def test_nothing_is_left() -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
 
-    assert all(rig.attempt._timer.cancelled() for rig in rigs)
+    assert [False, True, True, True] == [rig.connection._timer is None for rig in rigs]  # the first one rests
     assert loop_tasks == asyncio.all_tasks()
+
+
+async def test_requests_share_a_timer() -> None:
+    """The connection's timer runs on while requests come and go: none costs one of its own."""
+    rig = Rig()
+    rig.read(answer())
+    timer = rig.connection._timer
+    for _ in range(3):
+        rig.begin()
+        rig.read(answer())
+
+    assert timer is rig.connection._timer
+
+
+async def test_asked_in_time() -> None:
+    """Who may wait long for the first byte is asked again as soon as he might be waiting for the second."""
+    rig = Rig()
+    now = asyncio.get_running_loop().time()
+    limits = Limits()
+    assert limits.idle_s < limits.first_byte_s
+    asked_again_s = rig.attempt.watch(now)
+    rig.read(SSE_HEAD + chunk(event("a")))
+
+    assert limits.idle_s == asked_again_s
+    assert 0 < rig.attempt.watch(now + limits.idle_s - 1)
+    assert 0 == rig.attempt.watch(now + limits.idle_s + 1)
+    assert rig.client.got.count(b"GatewayTimeoutError") == 1
 
 
 async def test_unasked_bytes() -> None:
@@ -274,7 +247,7 @@ async def test_connection_reused() -> None:
         upstream = Upstream()
         for _ in range(3):
             connection = await upstream.connect(worker.url)
-            attempt = Attempt(FakeClient(), connection, Limits(), b"", lambda: None)
+            attempt = attempt_on(connection, FakeClient())
             attempt.send(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
             await attempt.outcome
         assert [3] == [wire.requests for wire in worker.wires]
@@ -292,7 +265,7 @@ async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeWorker("w", OK).serving() as worker:
         upstream = Upstream()
         connection = await upstream.connect(worker.url)
-        attempt = Attempt(FakeClient(), connection, Limits(), b"", lambda: None)
+        attempt = attempt_on(connection, FakeClient())
         attempt.send(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
         await attempt.outcome
 
@@ -307,7 +280,8 @@ async def test_idle_time_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     rig.read(answer())
     rig.pool.clear()
     rig.begin()
-    await until(lambda: rig.connection._idle_timer is None, "the timer has run")
+    timer = rig.connection._timer
+    await until(lambda: rig.connection._timer is not timer, "the timer has run")
     served_on = not rig.transport.aborted
     rig.read(answer())
     rested = list(rig.pool)
