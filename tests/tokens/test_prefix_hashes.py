@@ -1,4 +1,4 @@
-"""The hashes of known beginnings: always those of a fresh computation, bounded, found where they should be."""
+"""Hashes of known beginnings: always those of a fresh computation, bounded, found where they should be."""
 
 from __future__ import annotations
 
