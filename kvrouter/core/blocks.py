@@ -24,6 +24,7 @@ from kvrouter.errors import BadRequestError
 SEED = 1337
 _MASK64 = (1 << 64) - 1
 _MAX_TOKEN = (1 << 32) - 1
+_NONE = array("Q")
 
 Hashes: TypeAlias = Sequence[int] | bytes
 """Sequence hashes: array("Q") at best, any sequence of numbers, or bytes: packed little-endian u64."""
@@ -69,14 +70,28 @@ def prompt_hashes(
     tokens: Sequence[int], block_size: int, *, lora_name: str | None = None, salt: str | None = None
 ) -> array[int]:
     """The sequence hashes of a prompt's full blocks: `sequence_hashes(block_hashes(…))` in one go."""
-    seed = block_seed(lora_name, salt)
-    if twins.hashes is None:
-        return array("Q", _chain(_plain_block_hashes(tokens, block_size, seed), None))
+    return seeded_prompt_hashes(tokens, block_size, block_seed(lora_name, salt))
+
+
+def seeded_prompt_hashes(
+    tokens: Sequence[int], block_size: int, seed: int, known: array[int] = _NONE
+) -> array[int]:
+    """The same; `known` are the sequence hashes of its first blocks, which are not computed again.
+
+    Raises ValueError if more are known than the prompt has.
+    """
     _step(block_size)
-    try:
-        return cast("array[int]", twins.hashes.prompt_hashes(tokens, block_size, seed))
-    except (OverflowError, TypeError) as error:
-        raise _bad_tokens(error) from None
+    if twins.hashes is not None:
+        try:
+            return cast("array[int]", twins.hashes.prompt_hashes(tokens, block_size, seed, known))
+        except (OverflowError, TypeError) as error:
+            raise _bad_tokens(error) from None
+    if not known:
+        return array("Q", _chain(_plain_block_hashes(tokens, block_size, seed), None))
+    if len(known) > len(tokens) // block_size:
+        raise ValueError("known must be an array('Q'): the hashes of the prompt's first blocks")
+    new = _plain_block_hashes(tokens[len(known) * block_size :], block_size, seed)
+    return known + array("Q", _chain(new, known[-1]))
 
 
 def seeded_block_hashes(

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
-from kvrouter.core.blocks import prompt_hashes
+from kvrouter.core.blocks import block_seed, seeded_prompt_hashes
 from kvrouter.core.cost import Prompt as HashedPrompt
 from kvrouter.core.pool import Pool
 from kvrouter.frontend.encoders import Encoders
 from kvrouter.tokens.engine import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
+from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import Prompt, PromptEncoder, TokenPrompt
 from kvrouter.tokens.text_blocks import text_blocks
@@ -61,9 +63,10 @@ Seen = Callable[[Prompt, list[Encoded], Naming], None]
 class LocalBlocks:
     """By the tokenizer of a model directory; without one only prompts of token ids have hashes."""
 
-    def __init__(self, encoders: Encoders, seen: Seen) -> None:
+    def __init__(self, encoders: Encoders, seen: Seen, known: PrefixHashes) -> None:
         self._encoders = encoders
         self._seen = seen
+        self._known = known
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
         """See PromptBlocks."""
@@ -72,7 +75,7 @@ class LocalBlocks:
             return ()
         if not isinstance(prompt, TokenPrompt):
             self._seen(prompt, encoded, naming)
-        return _named(encoded, naming)
+        return _named(encoded, naming, self._known.of)
 
 
 @dataclass(slots=True)
@@ -156,15 +159,20 @@ def engine_url(pool: Pool, model: str | None) -> str | None:
     return random.choice(urls) if urls else None
 
 
-def _named(encoded: Iterable[Encoded], naming: Naming) -> Hashes:
+def _whole(encoded: Encoded, block_size: int, seed: int) -> array[int]:
+    return seeded_prompt_hashes(encoded.ids, block_size, seed)
+
+
+def _named(
+    encoded: Iterable[Encoded],
+    naming: Naming,
+    hashes_of: Callable[[Encoded, int, int], array[int]] = _whole,
+) -> Hashes:
     size = naming.pool.block_size
     if not size:
         return ()
+    seed = block_seed(naming.lora_name, naming.salt)
     return tuple(
-        HashedPrompt(
-            prompt_hashes(each.ids, size, lora_name=naming.lora_name, salt=naming.salt),
-            each.isl,
-            is_estimate=each.isl != len(each.ids),
-        )
+        HashedPrompt(hashes_of(each, size, seed), each.isl, is_estimate=each.isl != len(each.ids))
         for each in encoded
     )

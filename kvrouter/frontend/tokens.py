@@ -19,12 +19,16 @@ from kvrouter.frontend.token_options import TokenOptions, Way
 from kvrouter.telemetry.metrics import Sample
 from kvrouter.tokens.engine import EngineTokenizer
 from kvrouter.tokens.hub import model_directory
+from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_store import PrefixStore
 from kvrouter.tokens.prefix_tokens import CacheSettings
 from kvrouter.tokens.prompt import PromptEncoder
 from kvrouter.tokens.tokenizer import PrefixCache
 
 log = structlog.get_logger()
+
+_HASHES_SHARE = 8
+"""One part in so many of the room for known prefixes is for their hashes; the rest is for their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ class Tokens:
     way: Way
     encoders: Encoders
     store: PrefixStore
-    """Of all models together."""
+    """Of all models together, as are the `hashes`."""
+    hashes: PrefixHashes
     blocks: PromptBlocks
     checks: TokenChecks | None
 
@@ -59,6 +64,11 @@ class Tokens:
                 "bytes": self.store.held_bytes,
                 **asdict(self.store.counters),
             },
+            "prefix_hashes": {
+                "entries": len(self.hashes),
+                "bytes": self.hashes.held_bytes,
+                **asdict(self.hashes.counters),
+            },
             "compared": self.checks.shown() if self.checks is not None else {},
         }
 
@@ -68,6 +78,7 @@ class Tokens:
         for name, cache in self._caches().items():
             yield "kvrouter_prefix_store_on", "gauge", text, {"model": name or "default"}, cache.is_on
         yield from _store_samples(self.store)
+        yield from _hash_samples(self.hashes)
         if self.checks is not None:
             yield from self.checks.samples()
         if isinstance(self.blocks, RemoteBlocks):
@@ -93,7 +104,9 @@ async def open_tokens(options: TokenOptions, replica: Replica) -> AsyncIterator[
     """Read the models, if there are any. Raises ConfigError."""
     async with contextlib.AsyncExitStack() as stack:
         cache = options.prefix_cache or CacheSettings()
-        store = PrefixStore(max_parts=cache.max_parts, max_bytes=cache.max_bytes)
+        hashes_bytes = cache.max_bytes // _HASHES_SHARE
+        store = PrefixStore(max_parts=cache.max_parts, max_bytes=cache.max_bytes - hashes_bytes)
+        hashes = PrefixHashes(most=cache.max_parts // _HASHES_SHARE, max_bytes=hashes_bytes)
         encoders = stack.enter_context(_load(options, store))
         engines = await stack.enter_async_context(EngineTokenizer.open(options.engine_api_key))
         checks = None
@@ -102,7 +115,7 @@ async def open_tokens(options: TokenOptions, replica: Replica) -> AsyncIterator[
             case "local":
                 if options.compare and any(each.can_encode_text for each in encoders.all().values()):
                     checks = TokenChecks(replica, encoders, engines)
-                blocks = LocalBlocks(encoders, checks.seen if checks else lambda *_: None)
+                blocks = LocalBlocks(encoders, checks.seen if checks else lambda *_: None, hashes)
             case "remote":
                 blocks = RemoteBlocks(engines, encoders.default)
             case "none":
@@ -111,7 +124,7 @@ async def open_tokens(options: TokenOptions, replica: Replica) -> AsyncIterator[
                     effect="--no-kv-events: text that was sent is assumed to stay for --router-ttl-secs",
                 )
                 blocks = TextBlocks(encoders.default)
-        tokens = Tokens(options.way, encoders, store, blocks, checks)
+        tokens = Tokens(options.way, encoders, store, hashes, blocks, checks)
         tokens.say_what_is_off()
         yield tokens
 
@@ -150,3 +163,13 @@ def _store_samples(store: PrefixStore) -> Iterator[Sample]:
     ):
         text = "Characters of long prompts: found in the cache, tokenized, or left out"
         yield "kvrouter_prefix_store_characters", "counter", text, {"result": result}, count
+
+
+def _hash_samples(hashes: PrefixHashes) -> Iterator[Sample]:
+    counters, held = hashes.counters, len(hashes)
+    yield "kvrouter_prefix_hashes", "gauge", "Beginnings of prompts whose block hashes are kept", {}, held
+    yield "kvrouter_prefix_hashes_bytes", "gauge", "Memory they take, about", {}, hashes.held_bytes
+    yield "kvrouter_prefix_hashes_evicted", "counter", "Beginnings pushed out", {}, counters.evicted
+    for result, count in (("known", counters.known_blocks), ("hashed", counters.hashed_blocks)):
+        text = "Blocks of prompts: their hashes found, or computed"
+        yield "kvrouter_prefix_hashes_blocks", "counter", text, {"result": result}, count

@@ -39,11 +39,26 @@ _ODD_PIECES = (
 )
 
 
+class Beginnings(NamedTuple):
+    """Names of what a prompt begins with: prompts with the same name and `before` begin with the same ids."""
+
+    before: int
+    """How many special tokens come first: the names are of texts, and so without them."""
+    known: Sequence[bytes]
+    """Of all parts that were known, from the start on."""
+    known_tokens: int
+    deepest: bytes
+    """Of all parts, the new ones included; what follows the last part has no name."""
+    deepest_tokens: int
+
+
 class Encoded(NamedTuple):
     """The ids of one prompt, and how many it has: more than `ids` where its end was not tokenized."""
 
     ids: Sequence[int]
     isl: int
+    beginnings: Beginnings | None = None
+    """None: it has no parts, or not all ids are the text's own (token ids, truncated prompts)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +99,25 @@ class PrefixTokens:
     def encode(self, text: str, *, add_special_tokens: bool, enough: float | None = None) -> Encoded:
         """The ids of `text`. Raises UnicodeEncodeError if it has no UTF-8 form."""
         ids = array("I", self._splits.before if add_special_tokens else ())
+        before = len(ids)
         known, at, new = self._known(text, ids)
+        known_tokens = len(ids)
         if enough is not None and 0 < at < len(text) and at >= enough * len(text):
             self._store.use(known, [])
             self._store.count(known=at, skipped=len(text) - at)
-            return Encoded(ids, round(len(ids) * len(text) / at))
+            beginnings = Beginnings(before, known, known_tokens, known[-1], known_tokens)
+            return Encoded(ids, round(known_tokens * len(text) / at), beginnings)
         parts = self._tokenized(text, at, [end for _, end in new])
         self._store.use(known, [(key, part) for (key, _), part in zip(new, parts, strict=False)])
         self._store.count(known=at, tokenized=len(text) - at)
         for part in parts:
             ids += part
+        deepest_tokens = len(ids) - len(parts[-1]) if len(parts) > len(new) else len(ids)
         ids.extend(self._splits.after if add_special_tokens else ())
-        return Encoded(ids, len(ids))
+        if not known and not new:
+            return Encoded(ids, len(ids))
+        deepest = new[-1][0] if new else known[-1]
+        return Encoded(ids, len(ids), Beginnings(before, known, known_tokens, deepest, deepest_tokens))
 
     def _known(self, text: str, ids: array[int]) -> tuple[list[bytes], int, list[tuple[bytes, int]]]:
         """Fill `ids` with what is known: its keys, where it ends, and key and end of each new part."""

@@ -7,14 +7,14 @@ import json
 import random
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 
-from kvrouter.core.blocks import prompt_hashes
+from kvrouter.core.blocks import block_seed
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.e2e.fleet import Fleet, running_fleet
@@ -161,10 +161,10 @@ async def test_wrong_salt(
 ) -> None:
     """A salt that does not reach the hashes is found out, with usage in the answers or without."""
 
-    def unsalted(ids: Sequence[int], size: int, *, lora_name: str | None, salt: str | None) -> Any:
-        return prompt_hashes(ids, size, lora_name=lora_name)
+    def unsalted(lora_name: str | None, _salt: str | None) -> int:
+        return block_seed(lora_name)
 
-    monkeypatch.setattr("kvrouter.frontend.prompt_blocks.prompt_hashes", unsalted)
+    monkeypatch.setattr("kvrouter.frontend.prompt_blocks.block_seed", unsalted)
     async with fleet_of(nats_url, model_path) as fleet:
         for number in range(REQUESTS):
             await ask(fleet, {**text(number, 1), "cache_salt": "s", "stream": not asks_usage})
@@ -203,10 +203,7 @@ async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.Mo
 async def test_it_passes(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the blocks turn up again the flag goes, by itself."""
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "kvrouter.frontend.prompt_blocks.prompt_hashes",
-            lambda ids, size, **_: prompt_hashes(ids, size, salt="other"),
-        )
+        patched.setattr("kvrouter.frontend.prompt_blocks.block_seed", lambda *_: block_seed(salt="other"))
         async with fleet_of(nats_url, model_path) as fleet:
             for number in range(REQUESTS):
                 await ask(fleet, text(number))

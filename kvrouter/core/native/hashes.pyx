@@ -10,6 +10,7 @@ from cpython.long cimport PyLong_AsUnsignedLong, PyLong_AsUnsignedLongLong
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memcpy
 
 import array
 
@@ -65,16 +66,21 @@ def sequence_hashes(hashes, parent):
     return chain
 
 
-def prompt_hashes(tokens, Py_ssize_t block_size, uint64_t seed):
-    """The sequence hashes of a whole prompt, as an array('Q')."""
+def prompt_hashes(tokens, Py_ssize_t block_size, uint64_t seed, array.array known not None):
+    """The sequence hashes of a whole prompt, as an array('Q'); those of its first blocks are `known`."""
     cdef array.array held = _tokens(tokens)
-    cdef Py_ssize_t count = len(held) // block_size
+    cdef Py_ssize_t count = len(held) // block_size, done = len(known)
+    if known.typecode != "Q" or done > count:
+        raise ValueError("known must be an array('Q'): the hashes of the prompt's first blocks")
     cdef array.array chain = array.clone(_HASHES, count, zero=False)
-    cdef const uint32_t *at = held.data.as_uints
+    cdef const uint32_t *at = held.data.as_uints + done * block_size
     cdef uint64_t *out = <uint64_t *> chain.data.as_ulonglongs
     cdef uint64_t[2] pair = [0, 0]
     cdef Py_ssize_t i
-    for i in range(count):
+    if done:
+        memcpy(out, known.data.as_ulonglongs, done * 8)
+        pair[0] = out[done - 1]
+    for i in range(done, count):
         pair[1] = XXH3_64bits_withSeed(at, block_size * 4, seed)
         pair[0] = XXH3_64bits_withSeed(pair, 16, CHAIN_SEED) if i else pair[1]
         out[i] = pair[0]

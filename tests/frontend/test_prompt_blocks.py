@@ -1,0 +1,150 @@
+"""Hashes of prompts, whatever is remembered of earlier ones, are those of a frontend that remembers nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.core import twins
+from kvrouter.core.blocks import block_hashes, sequence_hashes
+from kvrouter.core.ids import PoolId
+from kvrouter.core.pool import Pool, PoolSettings
+from kvrouter.frontend.encoders import Encoders
+from kvrouter.frontend.prompt_blocks import LocalBlocks, Naming
+from kvrouter.tokens import prefix_hashes
+from kvrouter.tokens.prefix_hashes import PrefixHashes
+from kvrouter.tokens.prefix_tokens import CacheSettings
+from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt
+from kvrouter.tokens.tiny import build_tiny_model
+from tests.frontend.fleet import Fleet, FleetOf
+
+SENTENCES = [f"Sentence number {number} says something of its own. " * 12 for number in range(4)]
+pools = {size: Pool(PoolId("p"), PoolSettings(block_size=size)) for size in (1, 16, 64)}
+
+texts = st.lists(st.sampled_from(SENTENCES), min_size=1, max_size=5)
+kept = st.sampled_from([None, None, slice(-100, None), slice(None, 100), slice(-9999, None)])
+prompts = st.one_of(
+    st.builds(lambda parts, kept: TextPrompt(["".join(parts)], kept_tokens=kept), texts, kept),
+    st.builds(lambda parts: TextPrompt(["".join(parts), "".join(parts[::-1]), "short"]), texts),
+    st.builds(
+        lambda parts, kept: ChatPrompt(
+            [{"role": "user", "content": part} for part in parts], kept_tokens=kept
+        ),
+        texts,
+        kept,
+    ),
+    st.builds(lambda kept: TokenPrompt([list(range(300))], kept_tokens=kept), kept),
+)
+asked = st.tuples(
+    prompts, st.sampled_from(list(pools)), st.sampled_from([None, "lora"]), st.sampled_from([None, "salt"])
+)
+
+
+@pytest.fixture(params=twins.CORES, scope="module")
+def core(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Either version."""
+    before = twins.in_use()
+    if request.param == twins.NATIVE and twins.why_not_built:
+        pytest.skip(f"not built here: {twins.why_not_built}")
+    yield twins.choose(request.param)
+    twins.choose(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's directory."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    build_tiny_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Iterator[PromptEncoder]:
+    """Tokenizes everything from its start."""
+    with PromptEncoder.load(model) as encoder:
+        yield encoder
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(asked, min_size=1, max_size=8), st.sampled_from([None, 0.5]), st.sampled_from([3, 1000]))
+@pytest.mark.usefixtures("core")
+def test_same_hashes(
+    model: Path, plain: PromptEncoder, history: list[Any], enough: float | None, most: int
+) -> None:
+    """Texts, chats and ids that share beginnings, cut short, under other names, in other blocks."""
+
+    async def ask_all() -> None:
+        for prompt, size, lora_name, salt in history:
+            found = await blocks.hashes(prompt, Naming(pools[size], "m", lora_name, salt))
+            ids = await plain.encode(prompt)
+            assert ids is not None
+            for each, whole in zip(found, ids, strict=True):
+                fresh = sequence_hashes(block_hashes(whole, size, lora_name=lora_name, salt=salt))
+                if each.is_estimate:
+                    assert fresh[: len(each.hashes)] == list(each.hashes)
+                else:
+                    assert (fresh, len(whole)) == (list(each.hashes), each.isl)
+
+    with PromptEncoder.load(model, cache=CacheSettings(enough=enough)) as encoder:
+        known = PrefixHashes(least_tokens=0, near_tokens=0, most=most)
+        blocks = LocalBlocks(Encoders(encoder), lambda *_: None, known)
+        asyncio.run(ask_all())
+        known.check()
+
+
+async def test_what_goes_on_is_not_hashed_again(model: Path) -> None:
+    """Texts and chats whose beginning is known; of token ids nothing is known."""
+    with PromptEncoder.load(model, cache=CacheSettings()) as encoder:
+        known = PrefixHashes(least_tokens=0)
+        blocks = LocalBlocks(Encoders(encoder), lambda *_: None, known)
+        naming = Naming(pools[16], "m")
+        messages = [{"role": "user", "content": part} for part in SENTENCES]
+        told: list[Prompt] = [
+            ChatPrompt(messages[:3]),
+            ChatPrompt(messages[:4]),
+            TokenPrompt([list(range(300))]),
+            TokenPrompt([list(range(300))]),
+        ]
+        (short,), (long,), (ids,), _ = [await blocks.hashes(prompt, naming) for prompt in told]
+
+    assert len(short.hashes) - known.counters.known_blocks in range(9)
+    assert len(short.hashes) + len(long.hashes) + 2 * len(ids.hashes) == (
+        known.counters.known_blocks + known.counters.hashed_blocks
+    )
+
+
+async def test_shown(fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held, known and hashed stands in /workers and in the metrics."""
+    monkeypatch.setattr(prefix_hashes, "LEAST_TOKENS", dict.fromkeys(twins.CORES, 0))
+    body = {"model": "m", "prompt": "".join(SENTENCES)}
+    async with fleet_of("--model-path", str(model), "--router-mode", "kv") as fleet:
+        for _ in range(2):
+            await fleet.ask(body)
+
+        shown = await _shown(fleet)
+        metrics = (await fleet.get("/metrics")).body.decode()
+        assert shown["known_blocks"] > 0.8 * (shown["known_blocks"] + shown["hashed_blocks"]) / 2
+        assert (1, 0) == (shown["entries"], shown["evicted"])
+        assert f"kvrouter_prefix_hashes_bytes {float(shown['bytes'])}" in metrics
+        known = float(shown["known_blocks"])
+        assert f'kvrouter_prefix_hashes_blocks_total{{result="known"}} {known}' in metrics
+
+
+async def _shown(fleet: Fleet) -> Any:
+    return (await fleet.get("/workers")).json["tokens"]["prefix_hashes"]
+
+
+async def test_room_is_shared_with_the_tokens(fleet_of: FleetOf, model: Path) -> None:
+    """--prefix-store-mb is for both together."""
+    flags = ("--model-path", str(model), "--router-mode", "kv", "--prefix-store-mb", "1")
+    async with fleet_of(*flags) as fleet:
+        tokens = fleet.frontend.tokens
+
+        assert 1 << 20 == tokens.store._max_bytes + tokens.hashes._max_bytes
+        assert tokens.hashes._max_bytes > 1 << 16
