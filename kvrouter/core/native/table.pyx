@@ -24,7 +24,11 @@ cdef extern from *:
     #endif
     #define ctz(x) ((unsigned int) __builtin_ctzll(x))
     #define popcount(x) ((unsigned int) __builtin_popcountll(x))
-    #define prefetch(x) __builtin_prefetch(x)
+    static inline void prefetch(const void *at)
+    {
+        __builtin_prefetch(at);
+        __asm__ volatile (""); /* or gcc takes a function that does no more than this for pure, and drops its calls */
+    }
     """
     unsigned int ctz(uint64_t) noexcept
     unsigned int popcount(uint64_t) noexcept
