@@ -119,7 +119,7 @@ cdef class FlatTable:
 
     def accepted(self, uint32_t slot, hashes, Py_ssize_t room, others, uint32_t max_holders):
         cdef const uint64_t *data
-        cdef Py_ssize_t count, place
+        cdef Py_ssize_t count, place, ahead = 0
         cdef uint32_t number
         cdef object all_slots = 1  # a Python number: it has more than 64 bits
         cdef bytes mask
@@ -128,6 +128,8 @@ cdef class FlatTable:
         all_slots = (all_slots << 64 * self.width) - 1
         mask = (others & all_slots).to_bytes(8 * self.width, "little")
         for place in range(count):
+            if place == ahead:
+                ahead = self.fetch(data, place, count)
             number = self.rows.find(data[place])
             if not number:
                 if room <= 0:
