@@ -33,6 +33,8 @@ cdef class CountedSet:
         held = viewed(hashes, &data, &count)
         cdef array.array fresh = array.clone(_HASHES, count, zero=False)
         for i in range(count):
+            if i + AHEAD < count:
+                self.fetch(data[i + AHEAD])
             place = self.place(data[i])
             if not place.count:
                 if 2 * (self.count + 1) > self.size:
@@ -53,6 +55,8 @@ cdef class CountedSet:
         held = viewed(hashes, &data, &count)
         cdef array.array last = array.clone(_HASHES, count, zero=False)
         for i in range(count):
+            if i + AHEAD < count:
+                self.fetch(data[i + AHEAD])
             place = self.place(data[i])
             if not place.count:
                 raise KeyError(data[i])
@@ -73,6 +77,10 @@ cdef class CountedSet:
 
     cdef inline Py_ssize_t home(self, uint64_t hash_) noexcept:
         return <Py_ssize_t> (mixed(hash_) >> 24) & (self.size - 1)
+
+    cdef inline void fetch(self, uint64_t hash_) noexcept:
+        """Have the hash's place on its way from memory."""
+        prefetch(&self.places[self.home(hash_)])
 
     cdef inline Counted *place(self, uint64_t hash_) noexcept:
         cdef Py_ssize_t at = self.home(hash_)

@@ -57,10 +57,12 @@ cdef class Rows:
             free_buckets(self.shards[i].buckets, self.shards[i].size)
 
     cdef inline void fetch(self, uint64_t hash_) noexcept:
-        """Have the hash's bucket on its way from memory."""
+        """Have the hash's bucket on its way from memory, and the next: one search in ten goes on there."""
         cdef uint64_t mix = mixed(hash_)
         cdef Shard *shard = &self.shards[mix >> (64 - SHARD_BITS)]
-        prefetch(&shard.buckets[home_of(shard, mix)])
+        cdef Bucket *home = &shard.buckets[home_of(shard, mix)]
+        prefetch(home)
+        prefetch(home + 1)
 
     cdef inline bint seek(self, uint64_t hash_, Place *place) noexcept:
         """Find the hash's row; if there is none, `place` still knows its shard and home."""

@@ -24,7 +24,11 @@ cdef extern from *:
     #endif
     #define ctz(x) ((unsigned int) __builtin_ctzll(x))
     #define popcount(x) ((unsigned int) __builtin_popcountll(x))
-    #define prefetch(x) __builtin_prefetch(x)
+    static inline void prefetch(const void *at)
+    {
+        __builtin_prefetch(at);
+        __asm__ volatile (""); /* or gcc takes a function that does no more than this for pure, and drops its calls */
+    }
     """
     unsigned int ctz(uint64_t) noexcept
     unsigned int popcount(uint64_t) noexcept
@@ -115,7 +119,7 @@ cdef class FlatTable:
 
     def accepted(self, uint32_t slot, hashes, Py_ssize_t room, others, uint32_t max_holders):
         cdef const uint64_t *data
-        cdef Py_ssize_t count, place
+        cdef Py_ssize_t count, place, ahead = 0
         cdef uint32_t number
         cdef object all_slots = 1  # a Python number: it has more than 64 bits
         cdef bytes mask
@@ -124,6 +128,8 @@ cdef class FlatTable:
         all_slots = (all_slots << 64 * self.width) - 1
         mask = (others & all_slots).to_bytes(8 * self.width, "little")
         for place in range(count):
+            if place == ahead:
+                ahead = self.fetch(data, place, count)
             number = self.rows.find(data[place])
             if not number:
                 if room <= 0:
