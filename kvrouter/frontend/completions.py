@@ -99,7 +99,11 @@ class Completions:
         try:
             self._in_flight.begin(request)
             work = await self._accept.work(request, parse, request_id, received_at)
-            served = await self._complete(work)
+            if work.is_dry_run:
+                served = self._say(request, self._decisions.foretold(work))
+            else:
+                served = self._tell(work, await self._try_workers(work))
+                self._in_flight.answered(request)
         except KvRouterError as error:
             served = self._say(request, error_answer(error, request_id))
         except asyncio.CancelledError:
@@ -115,13 +119,6 @@ class Completions:
             self._in_flight.end(request)
         self._metrics.requests.inc(str(served.status))
         self._metrics.duration.observe(self._now() - received_at)
-        return served
-
-    async def _complete(self, work: Work) -> Served:
-        if work.is_dry_run:
-            return self._say(work.request, self._decisions.foretold(work))
-        served = self._tell(work, await self._try_workers(work))
-        self._in_flight.answered(work.request)
         return served
 
     def _say(self, request: Request, answer: Answer) -> Served:
@@ -152,11 +149,15 @@ class Completions:
                 if outcome is None:
                     raise
                 break  # nobody is left to try: the last worker's own answer says most
+            outcome = None
             try:
-                outcome = await self._attempt(work, placement)
-            finally:  # a booking lasts exactly as long as its attempt
-                work.router.free(placement.key)
-                self._feeds.flush_soon()
+                outcome = await self._exchange(work, placement)
+                if isinstance(outcome, Lost) and outcome.was_idle:
+                    # the worker closed an idle connection just as the request went out: that is no failure
+                    outcome = None
+                    outcome = await self._exchange(work, placement, fresh=True)
+            finally:
+                self._end(work, placement, outcome)
             if isinstance(outcome, (Done, TimedOut)):
                 break
             failed = failed.union(_targets_of(work, placement))
@@ -175,23 +176,20 @@ class Completions:
             self._metrics.overlap_tokens.inc(placement.choice.overlap_blocks * router.pool.block_size)
         return placement
 
-    async def _attempt(self, work: Work, placement: Placement) -> Outcome:
-        """Send the request to the placement's worker, and its answer to the client."""
-        outcome: Outcome | None = None
-        try:
-            outcome = await self._exchange(work, placement, fresh=False)
-            if isinstance(outcome, Lost) and outcome.was_idle:
-                # the worker closed an idle connection just as the request went out: that is no failure
-                outcome = await self._exchange(work, placement, fresh=True)
-        finally:
-            if work.router.circuits is not None:
-                circuits.tell(work.router.circuits, placement.target, outcome)
-        work.router.answered(placement.key, _status_of(outcome))
-        if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
-            work.router.mark_prefill_completed(placement.key, self._now())
-        return outcome
+    def _end(self, work: Work, placement: Placement, outcome: Outcome | None) -> None:
+        """An attempt has ended, and with it its booking; without an outcome its client left, or we failed."""
+        router = work.router
+        if router.circuits is not None:
+            circuits.tell(router.circuits, placement.target, outcome)
+        if outcome is not None:
+            router.answered(placement.key, _status_of(outcome))
+            if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
+                router.mark_prefill_completed(placement.key, self._now())
+        router.free(placement.key)
+        self._feeds.flush_soon()
 
-    async def _exchange(self, work: Work, placement: Placement, *, fresh: bool) -> Outcome:
+    async def _exchange(self, work: Work, placement: Placement, *, fresh: bool = False) -> Outcome:
+        """Send the request to the placement's worker, and its answer to the client."""
         asks_report = placement.wants_report and work.may_report
         body = with_report_mode(work.body) if asks_report else work.body
         is_direct = work.route.wanted is not None

@@ -1,4 +1,4 @@
-"""Hashes of prompts, whatever is remembered of earlier ones, are those of a frontend that remembers nothing."""
+"""Hashes of prompts are the same, whatever is remembered of earlier ones."""
 
 from __future__ import annotations
 
