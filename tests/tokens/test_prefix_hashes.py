@@ -222,7 +222,7 @@ def test_nothing_is_held_twice_nearby() -> None:
 
 def test_short_prompts_are_left_out(core: str) -> None:
     """What is hashed sooner than looked up is hashed; the default depends on the version in use."""
-    hashes, parts = PrefixHashes(), range(LEAST_TOKENS[core] // 60)
+    hashes, parts = PrefixHashes(near_tokens=0), range(LEAST_TOKENS[core] // 60)
     known_blocks(hashes, prompt(*parts))
     assert 0 == len(hashes)
 
@@ -230,6 +230,9 @@ def test_short_prompts_are_left_out(core: str) -> None:
     assert 1 == len(hashes)
     assert 0 == known_blocks(hashes, prompt(*parts, 901, known=len(parts)))
     assert known_blocks(hashes, prompt(*parts, 900, 902, known=len(parts) + 1)) > 0
+    held = len(hashes)
+    known_blocks(hashes, prompt(*parts[::-1], 903, known=2))
+    assert held + 1 == len(hashes)
 
 
 def test_ids_without_names() -> None:
