@@ -88,7 +88,7 @@ def seeded_prompt_hashes(
             raise _bad_tokens(error) from None
     if not known:
         return array("Q", _chain(_plain_block_hashes(tokens, block_size, seed), None))
-    if len(known) > len(tokens) // block_size:
+    if known.typecode != "Q" or len(known) > len(tokens) // block_size:
         raise ValueError("known must be an array('Q'): the hashes of the prompt's first blocks")
     new = _plain_block_hashes(tokens[len(known) * block_size :], block_size, seed)
     return known + array("Q", _chain(new, known[-1]))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -75,7 +74,7 @@ class LocalBlocks:
             return ()
         if not isinstance(prompt, TokenPrompt):
             self._seen(prompt, encoded, naming)
-        return _named(encoded, naming, self._known.of)
+        return _named(encoded, naming, self._known)
 
 
 @dataclass(slots=True)
@@ -159,20 +158,16 @@ def engine_url(pool: Pool, model: str | None) -> str | None:
     return random.choice(urls) if urls else None
 
 
-def _whole(encoded: Encoded, block_size: int, seed: int) -> array[int]:
-    return seeded_prompt_hashes(encoded.ids, block_size, seed)
-
-
-def _named(
-    encoded: Iterable[Encoded],
-    naming: Naming,
-    hashes_of: Callable[[Encoded, int, int], array[int]] = _whole,
-) -> Hashes:
+def _named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None = None) -> Hashes:
     size = naming.pool.block_size
     if not size:
         return ()
     seed = block_seed(naming.lora_name, naming.salt)
-    return tuple(
-        HashedPrompt(hashes_of(each, size, seed), each.isl, is_estimate=each.isl != len(each.ids))
-        for each in encoded
-    )
+    prompts = []
+    for ids, isl, beginnings in encoded:
+        if known is None or beginnings is None:
+            hashes = seeded_prompt_hashes(ids, size, seed)
+        else:
+            hashes = known.of(ids, beginnings, size, seed)
+        prompts.append(HashedPrompt(hashes, isl, isl != len(ids)))
+    return tuple(prompts)

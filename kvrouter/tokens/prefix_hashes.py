@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvrouter.core import twins
 from kvrouter.core.blocks import seeded_prompt_hashes
-from kvrouter.tokens.prefix_tokens import Beginnings, Encoded
+from kvrouter.tokens.prefix_tokens import Beginnings
 
 ENTRY_BYTES = 360
 """What an entry takes beside its hashes: key, tuples, array, dictionary (measured: 260 to 360)."""
@@ -36,7 +37,7 @@ _Naming: TypeAlias = tuple[int, int, int]
 
 @dataclass(slots=True)
 class HashCounters:
-    """What happened, in blocks of prompts."""
+    """What happened, in blocks of prompts whose beginnings have names."""
 
     known_blocks: int = 0
     hashed_blocks: int = 0
@@ -71,10 +72,9 @@ class PrefixHashes:
         """Memory, about."""
         return self._bytes
 
-    def of(self, encoded: Encoded, block_size: int, seed: int) -> array[int]:
-        """The sequence hashes of the prompt's full blocks, as `seeded_prompt_hashes` computes them."""
-        ids, _, beginnings = encoded
-        if beginnings is None or beginnings.deepest_tokens < self._least_tokens:
+    def of(self, ids: Sequence[int], beginnings: Beginnings, block_size: int, seed: int) -> array[int]:
+        """The sequence hashes of a prompt's full blocks, as `seeded_prompt_hashes` computes them."""
+        if beginnings.deepest_tokens < self._least_tokens:
             chain = seeded_prompt_hashes(ids, block_size, seed)
             self.counters.hashed_blocks += len(chain)
             return chain

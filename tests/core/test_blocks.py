@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,9 @@ from kvrouter.core.blocks import (
     multimodal_id,
     pack_hashes,
     pool_token,
+    prompt_hashes,
     seeded_block_hashes,
+    seeded_prompt_hashes,
     sequence_hashes,
     unpack_hashes,
 )
@@ -112,6 +116,29 @@ def test_chain_may_be_continued(blocks: list[int], cut: int) -> None:
     assert sequence_hashes(named) == head + tail
 
 
+@settings(deadline=None)
+@given(tokens, st.integers(1, 20), st.integers(0, 70), names, st.sampled_from([list, partial(array, "I")]))
+def test_prompts_go_on_from_what_is_known(
+    ids: list[int], block_size: int, known: int, salt: str | None, form: Callable[[list[int]], Sequence[int]]
+) -> None:
+    """The hashes of a prompt's first blocks may be given; the others are as if they were not."""
+    whole = sequence_hashes(block_hashes(ids, block_size, salt=salt))
+    first = array("Q", whole[:known])
+
+    found = seeded_prompt_hashes(form(ids), block_size, block_seed(salt=salt), first)
+
+    assert whole == list(found) == list(prompt_hashes(form(ids), block_size, salt=salt))
+    assert whole[:known] == list(first)
+    assert found is not first
+
+
+@pytest.mark.parametrize("known", [array("Q", range(5)), array("I", range(2))], ids=repr)
+def test_known_hashes_are_those_of_the_first_blocks(known: array[int]) -> None:
+    """More than the prompt has blocks, or other numbers, are an error."""
+    with pytest.raises(ValueError, match="known must be"):
+        seeded_prompt_hashes(TOKENS, 16, 1337, known)
+
+
 def test_zero_is_a_parent_like_any_other() -> None:
     """A parent whose hash happens to be 0 still counts as one."""
     (chained,) = sequence_hashes([BlockHash(5)], SequenceHash(0))
@@ -195,6 +222,8 @@ def test_block_size_is_at_least_one(block_size: int) -> None:
     """No blocks without tokens."""
     with pytest.raises(ValueError, match="at least 1"):
         block_hashes(TOKENS, block_size)
+    with pytest.raises(ValueError, match="at least 1"):
+        seeded_prompt_hashes(TOKENS, block_size, 1337)
 
 
 @settings(deadline=None)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core import twins
-from kvrouter.core.blocks import block_hashes, block_seed, sequence_hashes
+from kvrouter.core.blocks import block_hashes, block_seed, seeded_prompt_hashes, sequence_hashes
 from kvrouter.tokens.prefix_hashes import ENTRY_BYTES, LEAST_TOKENS, MOST_STEPS, NEAR_TOKENS, PrefixHashes
 from kvrouter.tokens.prefix_store import PrefixStore
 from kvrouter.tokens.prefix_tokens import Beginnings, CacheSettings, Encoded, PrefixTokens
@@ -56,11 +56,18 @@ def small(**bounds: int) -> PrefixHashes:
     return PrefixHashes(**{"least_tokens": 0, "near_tokens": 0, **bounds})
 
 
+def hashes_of(hashes: PrefixHashes, encoded: Encoded, block_size: int, seed: int) -> array[int]:
+    """As a frontend asks for them."""
+    if encoded.beginnings is None:
+        return seeded_prompt_hashes(encoded.ids, block_size, seed)
+    return hashes.of(encoded.ids, encoded.beginnings, block_size, seed)
+
+
 def known_blocks(hashes: PrefixHashes, encoded: Encoded, block_size: int = 16) -> int:
     """How many blocks of this one were not hashed."""
     before = hashes.counters.known_blocks
 
-    assert fresh(encoded.ids, block_size) == list(hashes.of(encoded, block_size, SEED))
+    assert fresh(encoded.ids, block_size) == list(hashes_of(hashes, encoded, block_size, SEED))
     hashes.check()
     return hashes.counters.known_blocks - before
 
@@ -106,7 +113,7 @@ def test_exact(history: list[Any], limits: dict[str, int], part_characters: int,
         texts.append(texts[earlier % len(texts)] + turn)
         encoded = caches[name].encode(texts[-1], add_special_tokens=add, enough=enough)
         for _ in range(2):
-            found = hashes.of(encoded, block_size, block_seed(lora_name, salt))
+            found = hashes_of(hashes, encoded, block_size, block_seed(lora_name, salt))
 
             assert fresh(encoded.ids, block_size, lora_name, salt) == list(found)
         hashes.check()
@@ -123,7 +130,7 @@ def test_the_test_above_finds_hashes() -> None:
     for end in (500, 700, 2000):
         encoded = cache.encode(CORPUS[:end], add_special_tokens=True)
 
-        assert fresh(encoded.ids, 3) == list(hashes.of(encoded, 3, SEED))
+        assert fresh(encoded.ids, 3) == list(hashes_of(hashes, encoded, 3, SEED))
     assert hashes.counters.known_blocks > hashes.counters.hashed_blocks / 2
 
 
@@ -222,7 +229,7 @@ def test_nothing_is_held_twice_nearby() -> None:
 
 def test_short_prompts_are_left_out(core: str) -> None:
     """What is hashed sooner than looked up is hashed; the default depends on the version in use."""
-    hashes, parts = PrefixHashes(), range(LEAST_TOKENS[core] // 60)
+    hashes, parts = PrefixHashes(near_tokens=0), range(LEAST_TOKENS[core] // 60)
     known_blocks(hashes, prompt(*parts))
     assert 0 == len(hashes)
 
@@ -230,15 +237,9 @@ def test_short_prompts_are_left_out(core: str) -> None:
     assert 1 == len(hashes)
     assert 0 == known_blocks(hashes, prompt(*parts, 901, known=len(parts)))
     assert known_blocks(hashes, prompt(*parts, 900, 902, known=len(parts) + 1)) > 0
-
-
-def test_ids_without_names() -> None:
-    """Token ids and truncated prompts are hashed whole."""
-    hashes = small()
-    encoded = prompt(1, 2)._replace(beginnings=None)
-
-    assert 0 == known_blocks(hashes, encoded) == known_blocks(hashes, encoded) == len(hashes)
-    assert 2 * (len(encoded.ids) // 16) == hashes.counters.hashed_blocks
+    held = len(hashes)
+    known_blocks(hashes, prompt(*parts[::-1], 903, known=2))
+    assert held + 1 == len(hashes)
 
 
 # bounded
@@ -272,7 +273,7 @@ def test_callers_may_change_what_they_get() -> None:
     """Nobody else has the array that is returned."""
     hashes = small()
     for _ in range(3):
-        found = hashes.of(prompt(1, 2, known=2), 16, SEED)
+        found = hashes_of(hashes, prompt(1, 2, known=2), 16, SEED)
         found[0] = 0
 
     assert 7 == known_blocks(hashes, prompt(1, 2, known=2))

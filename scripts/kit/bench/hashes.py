@@ -1,8 +1,9 @@
-"""What naming a prompt's blocks costs: block and sequence hashes, in Python and in C."""
+"""What naming a prompt's blocks costs: block and sequence hashes, new and known, in Python and in C."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from array import array
@@ -13,9 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrouter.core import twins
-from kvrouter.core.blocks import block_hashes, prompt_hashes, sequence_hashes
+from kvrouter.core.blocks import block_hashes, block_seed, prompt_hashes, sequence_hashes
+from kvrouter.tokens.prefix_hashes import PrefixHashes
+from kvrouter.tokens.prefix_tokens import Beginnings
 from scripts.kit.bench.index_fixtures import BLOCK_SIZE, microseconds
 from scripts.kit.bench.machine import machine
+
+PROMPTS = 200
+PART_TOKENS = 60
+"""Of 256 characters, the usual length of a part."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,5 +59,25 @@ def measure(tokens: int, core: str) -> dict[str, float]:
         "lists: block_hashes, sequence_hashes": lambda: sequence_hashes(block_hashes(listed, BLOCK_SIZE)),
         "the request path, from a list": lambda: prompt_hashes(listed, BLOCK_SIZE),
         "the request path, from array('I')": lambda: prompt_hashes(packed, BLOCK_SIZE),
+        **known_ways(rng, packed),
     }
     return {name: microseconds(way) for name, way in ways.items()}
+
+
+def known_ways(rng: random.Random, ids: array[int]) -> dict[str, Callable[[], object]]:
+    """Prompts that all end differently, through a cache that is full, however short they are."""
+    few, many = min(100, len(ids) // 2), min(1000, len(ids) // 2)
+    return {
+        f"beginning known, the last {few:,} new": _known_way(rng, ids, len(ids) - few),
+        f"beginning known, the last {many:,} new and remembered": _known_way(rng, ids, len(ids) - many),
+        "nothing known, all remembered": _known_way(rng, ids, 0),
+    }
+
+
+def _known_way(rng: random.Random, ids: array[int], known_tokens: int) -> Callable[[], object]:
+    hashes, seed = PrefixHashes(most=PROMPTS // 2, least_tokens=0), block_seed()
+    known = [rng.randbytes(16) for _ in range(known_tokens // PART_TOKENS)]
+    prompts = itertools.cycle(
+        Beginnings(0, known, known_tokens, rng.randbytes(16), len(ids) - 10) for _ in range(PROMPTS)
+    )
+    return lambda: hashes.of(ids, next(prompts), BLOCK_SIZE, seed)
