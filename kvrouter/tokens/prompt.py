@@ -11,10 +11,11 @@ such a request is placed by load alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
+
+from msgspec import Struct, field
 
 from kvrouter.tokens.messages import Message, is_text
 from kvrouter.tokens.prefix_store import PrefixStore
@@ -28,8 +29,7 @@ _SHORT_PROMPT_ITEMS = 4
 """More messages or texts are not short, however little they say: each one costs a call."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(Struct, frozen=True):
     """The messages of a chat request and what shapes their prompt; the names are those of the body."""
 
     messages: Sequence[Message]
@@ -41,8 +41,7 @@ class ChatPrompt:
     kept_tokens: slice | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(Struct, frozen=True):
     """The prompts of a completion request, as text."""
 
     texts: Sequence[str]
@@ -50,8 +49,7 @@ class TextPrompt:
     kept_tokens: slice | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
+class TokenPrompt(Struct, frozen=True):
     """The prompts of a completion request, as token ids."""
 
     token_ids: Sequence[TokenIds]
