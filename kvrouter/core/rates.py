@@ -26,6 +26,8 @@ class PrefillRates:
     def __init__(self) -> None:
         self._samples: dict[Target, deque[float]] = {}
         self._peaks: dict[Target, float] = {}
+        self._unpeaked: set[Target] = set()
+        """Those with newer samples than their peak."""
         self._latest: deque[tuple[Target, float]] = deque(maxlen=POOL_SAMPLES)
         self._pool_median: float | None = None
         """Of the latest; None: to be reckoned."""
@@ -33,11 +35,14 @@ class PrefillRates:
     def observe(self, target: Target, charged_tokens: int, seconds: float) -> None:
         """A streamed request with this much charged before it got its first data byte after `seconds`."""
         if charged_tokens > 0 and seconds >= MIN_SECONDS:
-            samples = self._samples.setdefault(target, deque(maxlen=SAMPLES))
-            samples.append(charged_tokens / seconds)
-            self._latest.append((target, samples[-1]))
+            samples = self._samples.get(target)
+            if samples is None:
+                samples = self._samples[target] = deque(maxlen=SAMPLES)
+            rate = charged_tokens / seconds
+            samples.append(rate)
+            self._latest.append((target, rate))
             self._pool_median = None
-            self._peaks[target] = max(samples)
+            self._unpeaked.add(target)
 
     def seconds(self, target: Target, charged_tokens: int) -> float | None:
         """How long a prefill behind this much will take; None without any sample."""
@@ -55,6 +60,8 @@ class PrefillRates:
 
         The pool's fastest where it has no sample; None without any.
         """
+        self._peaks.update({target: max(self._samples[target]) for target in self._unpeaked})
+        self._unpeaked.clear()
         fastest = max(self._peaks.values(), default=None)
         return [self._peaks.get(target, fastest) for target in targets]
 
@@ -64,3 +71,4 @@ class PrefillRates:
             self._latest = deque((one for one in self._latest if one[0] != target), maxlen=POOL_SAMPLES)
             self._pool_median = None
         self._peaks.pop(target, None)
+        self._unpeaked.discard(target)

@@ -51,8 +51,8 @@ GIVEN_UP = 499
 """The status of a request that was freed before its worker answered, as nginx logs it."""
 
 
-class Placement(Struct):
-    """Where a request goes, and what was known when that was decided. Only the router changes it."""
+class Placement(Struct, frozen=True):
+    """Where a request goes, and what was known when that was decided."""
 
     key: BookingKey
     target: Target
@@ -65,10 +65,17 @@ class Placement(Struct):
     candidates: Sequence[Candidate]
     fallbacks: tuple[Target, ...]
     """Where the policy would have it tried next, should this target fail."""
-    request: RouteRequest
+
+
+class _Own(Struct):
+    """What the owner of a booking remembers beside it. Not the candidates: those are large."""
+
     booking: Booking
+    request: RouteRequest
     policy: Policy
     """The one that chose."""
+    charged_tokens: int
+    """On the target when it was booked, its own included."""
     sent_at: float
     streamed: bool
     is_answered: bool = False
@@ -108,7 +115,7 @@ class Router:
         self.unseen = UnseenBookings()
         self._sent_texts = SentTexts()
         self._synced = synced
-        self._own: dict[int, Placement] = {}
+        self._own: dict[int, _Own] = {}
         self._predicted: list[tuple[float, int]] = []
         self._last_number = 0
         self._outbox: list[Op] = []
@@ -152,14 +159,13 @@ class Router:
             self.decisions.append(Decided.of(request, selection, order, candidates, eligible, refused))
         choice, target = best[0], order[0]
         booking = self._book(request, choice)
+        own = _Own(booking, request, selection.policy, choice.prefill_tokens, now, streamed)
+        self._remember(own, choice, selection)
         worker = self.pool.targets[target]
         card, wants_report = worker.card, worker.wants_report(target.rank)
-        placement = self._own[booking.key.number] = Placement(
-            booking.key, target, choice, card.url, card.rank_header, wants_report, candidates, order[1:],
-            request, booking, selection.policy, now, streamed,
-        )  # fmt: skip
-        self._remember(placement, selection)
-        return placement
+        return Placement(
+            booking.key, target, choice, card.url, card.rank_header, wants_report, candidates, order[1:]
+        )
 
     def decide(
         self, request: RouteRequest, now: float, *, exclude: frozenset[Target] = frozenset()
@@ -238,22 +244,24 @@ class Router:
         named = hashes if len(hashes) <= MAX_BOOKING_HASHES else hashes[:MAX_BOOKING_HASHES]
         return named, len(hashes) - len(named) + self.pool.unnamed_blocks(request)
 
-    def _remember(self, placed: Placement, selection: Selection) -> None:
+    def _remember(self, own: _Own, choice: Candidate, selection: Selection) -> None:
         """What a later decision shall know of this one."""
-        request, choice, now = placed.request, placed.choice, placed.sent_at
+        request, target, now = own.request, choice.target, own.sent_at
+        number = own.booking.key.number
+        self._own[number] = own
         if self._synced:  # else nothing is heard of the peers' bookings
             self.unseen.booked_here(now)
         selection.policy.routed(request, choice, selection.state)
         if self.circuits is not None:
-            self.circuits.sent(placed.target, now)
+            self.circuits.sent(target, now)
         if request.session and selection.keeps_sessions:
-            sessions, target = selection.state.sessions, placed.target
+            sessions = selection.state.sessions
             sessions.bind(request.session, target, now)
             self._tell(Bind(request.session, target.worker_id, target.rank, round(sessions.ttl_s * 1000)))
-        if not placed.streamed:
-            seconds = self.rates.seconds(placed.target, choice.prefill_tokens)
+        if not own.streamed:
+            seconds = self.rates.seconds(target, own.charged_tokens)
             if seconds is not None:
-                heapq.heappush(self._predicted, (now + seconds, placed.key.number))
+                heapq.heappush(self._predicted, (now + seconds, number))
 
     def due(self, now: float) -> list[BookingKey]:
         """Own bookings, not streamed, whose predicted prefill time has passed."""
@@ -271,7 +279,7 @@ class Router:
         if own is None or own.booking.prefill_completed:
             return
         if own.streamed and own.booking.isl:  # else its share of the charged tokens is not known
-            self.rates.observe(own.target, own.choice.prefill_tokens, now - own.sent_at)
+            self.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
         self.mark_prefill_completed(key, now)
 
     def answered(self, key: BookingKey, status: int) -> None:
@@ -279,7 +287,7 @@ class Router:
         own = self._own.get(key.number)
         if own is not None and not own.is_answered:
             own.is_answered = True
-            own.policy.on_request_routed(own.request, own.target, status)
+            own.policy.on_request_routed(own.request, own.booking.target, status)
 
     def mark_prefill_completed(self, key: BookingKey, now: float) -> None:
         """The booking's prefill tokens are no longer charged; a second time changes nothing."""
@@ -291,8 +299,8 @@ class Router:
         self.assume(booking, now, own=True)
         own = self._own.get(key.number)
         if own is not None and own.request.text and own.policy.remembers_text:
-            self.selection.state.texts.insert(own.target, own.request.text, now)
-            self._tell(self._sent_texts.add(own.target, own.request.text))
+            self.selection.state.texts.insert(booking.target, own.request.text, now)
+            self._tell(self._sent_texts.add(booking.target, own.request.text))
 
     def progress(self, key: BookingKey, output_tokens: int) -> None:
         """The answer has this many tokens so far (an estimate); blocks are booked as they fill."""
@@ -309,7 +317,7 @@ class Router:
         """The request ended; a second time changes nothing."""
         own = self._own.pop(key.number, None)
         if own is not None and not own.is_answered:
-            own.policy.on_request_routed(own.request, own.target, GIVEN_UP)
+            own.policy.on_request_routed(own.request, own.booking.target, GIVEN_UP)
         if self.pool.active.free(key) is not None and self._synced:
             self._outbox.append(Free(key.number))
 

@@ -233,6 +233,38 @@ def test_digest_is_that_of_the_design(active: ActiveTable) -> None:
     assert (0, 0) == active.digest(R2)
 
 
+def test_a_load_is_kept_while_its_target_is_lined_up(active: ActiveTable) -> None:
+    """A target without requests shows none, takes the next ones, and is forgotten when it has left."""
+    active.line_up([T2, T1])
+    for number in range(3):
+        active.book(booking(BookingKey(R1, number)))
+        assert ([0, 48], [0, 4], [0, 1]) == tuple(map(list, active.lined_up()))
+        active.free(BookingKey(R1, number))
+        assert ([0, 0], [0, 0], [0, 0]) == tuple(map(list, active.lined_up()))
+        assert {} == active.depths(CHAIN)
+        active.check()
+    assert active.is_empty
+    assert 1 == active._slots.in_use
+
+    active.line_up([T2])
+
+    active.check()
+    assert 0 == active._slots.in_use
+
+
+def test_columns_are_copies(active: ActiveTable) -> None:
+    """What was seen does not change."""
+    active.line_up([T1])
+    active.book(booking())
+    seen = active.lined_up()
+
+    active.mark_prefill_completed(B1)
+    active.progress(B1, 2)
+
+    assert ([48], [4], [1]) == tuple(map(list, seen))
+    assert ([0], [6], [1]) == tuple(map(list, active.lined_up()))
+
+
 def test_check_notices_what_does_not_add_up(active: ActiveTable) -> None:
     """The self-check is worth something: a charge too much is noticed."""
     active.book(booking())
@@ -310,6 +342,11 @@ class ActiveHistory(RuleBasedStateMachine):
             gone = len(self.dropped) - len(self.active._dropped)
             self.dropped = self.dropped[gone:]
 
+    @rule(those=st.sampled_from([(), (T1,), (T2, T1)]))
+    def line_up(self, those: tuple[Target, ...]) -> None:
+        """Workers come and go."""
+        self.active.line_up(those)
+
     @invariant()
     def agrees(self) -> None:
         """Sums, depths and digests are those of the bookings there are."""
@@ -354,6 +391,9 @@ class ActiveHistory(RuleBasedStateMachine):
         self.active.check()
         assert 0 == len(self.active._table)
         assert {} == self.active.owners()
+        assert self.active.is_empty
+        self.active.line_up([])
+        assert 0 == self.active._slots.in_use
 
 
 def test_any_history() -> None:

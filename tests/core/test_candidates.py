@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.beats import RankBeat
-from kvrouter.core.candidates import Candidates
+from kvrouter.core.candidates import Candidates, requests_of, targets_of
 from kvrouter.core.cost import cost, find_overlap, uncached_tokens
 from kvrouter.core.pool import Pool
 from tests.core.worlds import T1, T2, T3, W1, book, card, chain_from, new_pool, prompt, request, worker_beat
@@ -88,7 +88,7 @@ def test_candidates_are_of_their_moment() -> None:
 
 
 def test_costs_of_some_only() -> None:
-    """Costs and requests are of those that are left, in their order."""
+    """Costs, requests and targets are of those that are left, in their order; also of a plain list."""
     pool = filled_pool((3, 0, 5), (0, 4, 0), 0)
 
     asked = request(prompt(CHAIN))
@@ -97,6 +97,9 @@ def test_costs_of_some_only() -> None:
     assert every.costs(1.0)[1:] == fewer.costs(1.0)
     assert every.requests()[1:] == fewer.requests()
     assert list(every)[1:] == fewer
+    for some in (every, fewer, list(fewer)):
+        assert [one.target for one in some] == list(targets_of(some))
+        assert [one.requests for one in some] == requests_of(some)
 
 
 def test_loads_stay_lined_up() -> None:

@@ -18,6 +18,7 @@ from kvrouter.core.events import (
     Stored,
     decode_answer,
     decode_frame,
+    encode,
 )
 from kvrouter.core.feed_source import SNAPSHOT_KEPT_S, FeedSource
 
@@ -83,6 +84,17 @@ def test_large_lists_of_ops_are_cut(source: FeedSource) -> None:
     assert len(sent) > 2
     assert max(map(len, sent)) < MAX_FRAME_BYTES
     assert ops == [op for frame in sent for op in decode_frame(frame).ops or []]
+
+
+@pytest.mark.parametrize("spare_bytes", [-1, 0, 1, 2])
+def test_ops_that_just_fit_are_one_frame(source: FeedSource, spare_bytes: int) -> None:
+    """As long as they are no larger than the room in a frame, all together."""
+    room = MAX_FRAME_BYTES - 64
+    around = len(encode(Free(1))) + len(encode(Stored(0, None, bytes(room)))) - room
+
+    sent = source.append([Free(1), Stored(0, None, bytes(room - around - spare_bytes))])
+
+    assert (2 if spare_bytes < 0 else 1) == len(sent)
 
 
 def test_replay_from_the_ring(source: FeedSource) -> None:

@@ -24,11 +24,12 @@ from kvrouter.core.events import (
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import RouterId, Target
-from kvrouter.core.policy import PolicyState
+from kvrouter.core.policy import PolicyState, RouteRequest
 from kvrouter.core.pool import Pool
 from kvrouter.core.router import Router
 from kvrouter.errors import NoWorkersError
 from kvrouter.policies.kv import Kv
+from kvrouter.policies.plain import RoundRobin
 from tests.core.worlds import POOL, T1, T2, W1, card, chain_from, new_pool, prompt, request, worker_beat
 
 pytestmark = pytest.mark.usefixtures("core")
@@ -53,6 +54,17 @@ def pool() -> Pool:
 def router(pool: Pool) -> Router:
     """A router that tells its peers."""
     return new_router(pool)
+
+
+class Listening(RoundRobin):
+    """Remembers what it is told of answers."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Target, int]] = []
+
+    def on_request_routed(self, _request: RouteRequest, target: Target, status: int) -> None:
+        """Kept."""
+        self.told.append((target, status))
 
 
 def told(router: Router) -> list[list[Op]]:
@@ -138,6 +150,22 @@ def test_first_byte_completes_prefill_and_is_a_sample(router: Router, pool: Pool
     assert [[MarkPrefillCompleted(placed.key.number)]] == told(router)
     assert 0 == pool.active.charged_tokens(placed.target)
     assert 1.0 == router.rates.seconds(placed.target, 80)
+
+
+def test_the_policy_that_chose_is_told_how_each_attempt_was_answered(pool: Pool) -> None:
+    """Once: by the first status there is, or by 499 if the request is freed before."""
+    policy = Listening()
+    state = PolicyState(lambda: 0.5)
+    router = Router(pool, policy, state, router_id=ME, incarnation=1, synced=False)
+    streamed, refused, left = [router.route(request(), 0.0) for _ in range(3)]
+
+    router.first_byte(streamed.key, 1.0)
+    router.answered(refused.key, 503)
+    router.answered(refused.key, 200)
+    for placed in (streamed, refused, left, left):
+        router.free(placed.key)
+
+    assert [(streamed.target, 200), (refused.target, 503), (left.target, 499)] == policy.told
 
 
 def test_unstreamed_request_is_predicted(router: Router) -> None:
