@@ -11,6 +11,7 @@ put on the number of connections: the router decides how much a worker gets.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from kvrouter.frontend.framing import (
     body_of,
     parse_head,
 )
+from kvrouter.tls import tls_trouble, trusting
 
 IDLE_S = 4.0
 """Idle connections are closed after this long: uvicorn, vLLM's server, closes its side after 5 s."""
@@ -34,7 +36,7 @@ _TIMER_S = 0.001
 
 
 class WorkerUnreachableError(KvRouterError):
-    """The worker refuses connections, or its name does not resolve."""
+    """The worker refuses connections, its name does not resolve, or its certificate is not accepted."""
 
     status = 502
     type = "BadGatewayError"
@@ -66,6 +68,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: deque[Connection]) -> None:
         self._has_served = False
         self._has_answered = False
+        self._was_told_end = False
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
@@ -137,6 +140,10 @@ class Connection(asyncio.Protocol):
         except FramingError as error:
             self._lose(str(error))
 
+    def eof_received(self) -> None:
+        """The worker says that there is no more; a TLS connection may end without, and was cut off then."""
+        self._was_told_end = True
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the receiver, unless the body ends with the connection."""
         self._transport = None
@@ -144,7 +151,7 @@ class Connection(asyncio.Protocol):
         if self in self._pool:
             self._pool.remove(self)
         body = self._body
-        if exc is None and isinstance(body, UntilCloseBody):
+        if exc is None and self._was_told_end and isinstance(body, UntilCloseBody):
             self._finish()
         elif self._receiver is not None:
             self._lose(str(exc) if exc else "closed the connection")
@@ -234,7 +241,9 @@ class Connection(asyncio.Protocol):
 class Upstream:
     """The pools of idle connections, by worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: whom to trust behind https:// URLs; None: the system's authorities."""
+        self._tls = tls
         self._pools: dict[str, deque[Connection]] = {}
 
     async def connect(self, url: str, *, fresh: bool = False) -> Connection:
@@ -250,14 +259,20 @@ class Upstream:
             if connection.is_usable:
                 return connection
         try:
-            address = urlsplit(url)
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(pool), address.hostname or "127.0.0.1", address.port or 80
-                )
+            return await self._open(url, pool)
         except (OSError, TimeoutError, ValueError) as error:
-            reason = str(error) or "timed out"
-            raise WorkerUnreachableError(f"worker at {url} cannot be reached: {reason}") from error
+            raise WorkerUnreachableError(f"worker at {url} cannot be reached: {_reason(error)}") from error
+
+    async def _open(self, url: str, pool: deque[Connection]) -> Connection:
+        address = urlsplit(url)
+        is_tls = address.scheme == "https"
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                lambda: Connection(pool),
+                address.hostname or "127.0.0.1",
+                address.port or (443 if is_tls else 80),
+                ssl=(self._tls or trusting(None)) if is_tls else None,
+            )
         return connection
 
     def forget(self, url: str) -> None:
@@ -269,3 +284,8 @@ class Upstream:
         """Close every idle connection."""
         for url in list(self._pools):
             self.forget(url)
+
+
+def _reason(error: Exception) -> str:
+    wordless = "timed out" if isinstance(error, TimeoutError) else "it breaks off the connection"
+    return tls_trouble(error) or str(error) or wordless
