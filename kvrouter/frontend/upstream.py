@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 from kvrouter.errors import KvRouterError
@@ -126,6 +126,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but no subclass
+        if transport.get_extra_info("sslcontext") is not None:
+            # while paused read nothing ahead: uvloop drops it if the connection ends meanwhile
+            cast(Any, transport).set_read_buffer_limits(high=1)
 
     def data_received(self, data: bytes) -> None:
         """Find the end of the head, then of the body; hand everything on."""
@@ -264,14 +267,11 @@ class Upstream:
             raise WorkerUnreachableError(f"worker at {url} cannot be reached: {_reason(error)}") from error
 
     async def _open(self, url: str, pool: deque[Connection]) -> Connection:
-        address = urlsplit(url)
-        is_tls = address.scheme == "https"
+        host, port, is_tls = address_of(url)
+        tls = (self._tls or trusting(None)) if is_tls else None
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: Connection(pool),
-                address.hostname or "127.0.0.1",
-                address.port or (443 if is_tls else 80),
-                ssl=(self._tls or trusting(None)) if is_tls else None,
+                lambda: Connection(pool), host, port, ssl=tls
             )
         return connection
 
@@ -284,6 +284,13 @@ class Upstream:
         """Close every idle connection."""
         for url in list(self._pools):
             self.forget(url)
+
+
+def address_of(url: str) -> tuple[str, int, bool]:
+    """Host, port, and whether TLS is spoken there. Raises ValueError."""
+    parts = urlsplit(url)
+    is_tls = parts.scheme == "https"
+    return parts.hostname or "127.0.0.1", parts.port or (443 if is_tls else 80), is_tls
 
 
 def _reason(error: Exception) -> str:
