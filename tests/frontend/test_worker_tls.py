@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import ssl
@@ -218,3 +219,20 @@ async def test_goodbye_behind_unread_bytes(authority: Authority, size: int) -> N
 
     assert Done(200, keeps_alive=False) == outcome
     assert client.got.endswith(begun + rest)
+
+
+async def test_cancelled_connects(authority: Authority) -> None:
+    """Cancelled at any moment, connecting over TLS leaves no connection open."""
+    tls = trusting(authority.file)
+    async with FakeWorker("w", OK, tls=authority.door()).serving() as worker:
+        upstream = Upstream(tls)
+        for turns_before in range(40):
+            task = asyncio.ensure_future(upstream.connect(worker.url))
+            await turns(turns_before)
+            if task.cancel():
+                await asyncio.wait([task])
+            if not task.cancelled():
+                task.result().close()
+        del task
+        gc.collect()
+        await until(lambda: not worker.open_wires, "none is open")
