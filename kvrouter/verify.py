@@ -28,6 +28,7 @@ from rich.table import Table
 
 from kvrouter.config import up_to_a_day
 from kvrouter.errors import KvRouterError
+from kvrouter.tls import trusting
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 _LOOK_EVERY_S = 0.02
@@ -306,13 +307,16 @@ def _shown(content: Content) -> str:
     return ", ".join(f"{what} {count} ({digest})" for what, count, digest in content) or "nothing"
 
 
-async def compare(urls: Sequence[str], *, timeout_s: float) -> Report:
+async def compare(
+    urls: Sequence[str], *, timeout_s: float, tls_ca: Path | None = None, tls_name: str | None = None
+) -> Report:
     """Look at the replicas until they are found equal or different. Raises VerifyError."""
     comparison, looks, started = Comparison(), 0, time.monotonic()
     timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
+    connector = aiohttp.TCPConnector(ssl=trusting(tls_ca, "--tls-ca"))
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         while True:
-            comparison.add(await asyncio.gather(*(_look(http, url) for url in urls)))
+            comparison.add(await asyncio.gather(*(_look(http, url, tls_name) for url in urls)))
             looks += 1
             seconds = time.monotonic() - started
             if comparison.differences or seconds >= timeout_s or not comparison.pending():
@@ -320,9 +324,9 @@ async def compare(urls: Sequence[str], *, timeout_s: float) -> Report:
             await asyncio.sleep(_LOOK_EVERY_S)
 
 
-async def _look(http: aiohttp.ClientSession, url: str) -> View:
+async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> View:
     try:
-        async with http.get(f"{url}/workers") as response:
+        async with http.get(f"{url}/workers", server_hostname=tls_name) as response:
             body = await response.read()
             if response.status != 200:
                 raise VerifyError(f"{url}/workers answers {response.status}")
@@ -340,10 +344,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if len(set(urls)) < max(2, len(urls)):
             raise VerifyError("give two different replicas or more: --replica URL --replica URL")
-        report = asyncio.run(compare(urls, timeout_s=flags.timeout))
+        report = asyncio.run(
+            compare(urls, timeout_s=flags.timeout, tls_ca=flags.tls_ca, tls_name=flags.tls_name)
+        )
         if flags.json is not None:
             flags.json.write_text(as_json(report))
-    except (VerifyError, OSError) as error:
+    except (KvRouterError, OSError) as error:
         print(f"kvrouter verify: {error}", file=sys.stderr)  # noqa: T201
         return UNUSABLE
     is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
@@ -386,5 +392,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--replica", action="append", default=[], metavar="URL", help="a frontend; at least two")
     add("--timeout", type=up_to_a_day, default=15.0, metavar="S", help="how long to look (%(default)s)")
+    add("--tls-ca", type=Path, metavar="FILE", help="authorities trusted beside the system's, for https://")
+    add("--tls-name", metavar="NAME", help="name in the certificates, where it is not the URLs'")
     add("--json", type=Path, metavar="FILE", help="write the result there, too")
     return parser

@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from kvrouter.bus.creds import CredsFile, check_seed_file
 from kvrouter.errors import ConfigError
+from kvrouter.tls import CertificateFiles
 
 EMBEDDED = "embedded"
 
@@ -78,10 +79,10 @@ class NatsOptions:
     def _tls(self) -> ssl.SSLContext:
         try:
             context = ssl.create_default_context(cafile=self.tls_ca)
-            if self.tls_cert is not None:
-                context.load_cert_chain(self.tls_cert, self.tls_key)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"--nats-tls-ca, --nats-tls-cert or --nats-tls-key: {error}") from error
+            raise ConfigError(f"--nats-tls-ca {self.tls_ca}: {error}") from error
+        if self.tls_cert is not None and self.tls_key is not None:
+            CertificateFiles(self.tls_cert, self.tls_key, "--nats-tls").load_into(context)
         return context
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,6 +36,7 @@ from kvrouter.errors import (
     WorkerSilentError,
 )
 from kvrouter.policies.plain import Direct, Random, RoundRobin
+from kvrouter.tls import trusting
 
 Answers = AsyncIterator[dict[str, Any]]
 """Chunks of a stream, or one whole answer, as the worker sends them."""
@@ -45,7 +47,8 @@ _CONNECT_TIMEOUT_S = 10.0
 class Client:
     """Use with `async with`; it begins when the model's workers are known.
 
-    `headers` go with each request, such as an API key. Raises NoWorkersError if nobody serves the model
+    `headers` go with each request, such as an API key. `worker_tls_ca`: authorities to trust behind
+    https:// URLs of workers, beside the system's. Raises NoWorkersError if nobody serves the model
     within `ready_timeout_s`.
     """
 
@@ -56,6 +59,7 @@ class Client:
         *,
         nats: NatsOptions | str | None = None,
         headers: Mapping[str, str] | None = None,
+        worker_tls_ca: Path | None = None,
         first_byte_timeout_s: float = 600.0,
         idle_timeout_s: float = 300.0,
         ready_timeout_s: float = READY_TIMEOUT_S,
@@ -66,6 +70,7 @@ class Client:
         """The published default."""
         self._nats = nats if nats is not None else os.environ.get("NATS_URL", DEFAULT_URL)
         self._headers = dict(headers or {})
+        self._worker_tls_ca = worker_tls_ca
         self._first_byte_timeout_s = first_byte_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._ready_timeout_s = ready_timeout_s
@@ -79,7 +84,8 @@ class Client:
             await stack.enter_async_context(joined(self._replica, self._nats, self.namespace))
             self._pool = await until_serving(self._replica, self.model, self._ready_timeout_s)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-            session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+            connector = aiohttp.TCPConnector(limit=0, ssl=trusting(self._worker_tls_ca))
+            session = aiohttp.ClientSession(timeout=timeout, connector=connector)
             self._http = await stack.enter_async_context(session)
             self._open = stack.pop_all()
         return self

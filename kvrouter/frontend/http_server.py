@@ -30,6 +30,9 @@ log = structlog.get_logger()
 KEEP_ALIVE_S = 75.0
 """Idle client connections; longer than what load balancers keep theirs (HAProxy, nginx: 60 s)."""
 
+HANDSHAKE_S = 10.0
+"""A client that does not finish its TLS handshake is not waited for."""
+
 READY_LOOK_S = 0.05
 """How often a process that waits until it is ready looks whether it is."""
 
@@ -90,8 +93,16 @@ async def http_server(
     connections = Connections(
         completions.routes(), connection, max_body_bytes=options.max_body_bytes, keep_alive_s=KEEP_ALIVE_S
     )
-    own = doors.admin and await loop.create_server(connections.new, sock=doors.admin, backlog=BACKLOG)
-    server = await loop.create_server(connections.new, sock=doors.main, backlog=BACKLOG, start_serving=False)
+    tls = doors.certificate and doors.certificate.context
+    listen = partial(
+        loop.create_server,
+        connections.new,
+        backlog=BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+    )
+    own = doors.admin and await listen(sock=doors.admin)
+    server = await listen(sock=doors.main, start_serving=False)
     opening = asyncio.create_task(_open(server, admin, waits=options.process.waits_until_ready))
     try:
         if not options.process.waits_until_ready:

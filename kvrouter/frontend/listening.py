@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvrouter.errors import ConfigError
+from kvrouter.frontend.certificate import DoorCertificate
 from kvrouter.frontend.process_flags import ProcessOptions
+from kvrouter.frontend.tls_flags import TlsOptions
 
 BACKLOG = 4096
 """Connections that wait to be accepted; the kernel may allow fewer."""
@@ -23,11 +25,14 @@ class Doors:
     admin: socket.socket | None
     is_shared: bool
     """Whether other processes accept from `main`, too."""
+    certificate: DoorCertificate | None
+    """What both show; None: they speak plain HTTP."""
 
     @property
     def url(self) -> str:
         """Where this very replica answers, and no other."""
-        return url(self.main if self.admin is None or not self.is_shared else self.admin)
+        listener = self.main if self.admin is None or not self.is_shared else self.admin
+        return url(listener, is_tls=self.certificate is not None)
 
     def is_main(self, address: object) -> bool:
         """Whether a connection with this address on our side came through the port that clients use."""
@@ -36,8 +41,9 @@ class Doors:
 
 
 @contextlib.contextmanager
-def open_doors(host: str, port: int, process: ProcessOptions) -> Iterator[Doors]:
+def open_doors(host: str, port: int, process: ProcessOptions, tls: TlsOptions) -> Iterator[Doors]:
     """Listen; the port that processes share has been opened by their parent. Raises ConfigError."""
+    certificate = DoorCertificate(tls.files) if tls.files is not None else None
     with contextlib.ExitStack() as stack:
         if process.listen_fd is None:
             main = stack.enter_context(listen(host, port))
@@ -46,7 +52,7 @@ def open_doors(host: str, port: int, process: ProcessOptions) -> Iterator[Doors]
         admin = None
         if process.own_port is not None:
             admin = stack.enter_context(listen(process.admin_host, process.own_port))
-        yield Doors(main, admin, process.listen_fd is not None)
+        yield Doors(main, admin, process.listen_fd is not None, certificate)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -68,7 +74,8 @@ def _inherited(fd: int) -> socket.socket:
     return socket.socket(fileno=fd)
 
 
-def url(listener: socket.socket) -> str:
+def url(listener: socket.socket, *, is_tls: bool) -> str:
     """Where it can be reached, as far as it knows."""
     host, port, *_ = listener.getsockname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -20,6 +20,7 @@ from kvrouter.frontend.process_flags import ProcessOptions, add_process_flags, p
 from kvrouter.frontend.queue_flags import add_queue_flags, admission_settings
 from kvrouter.frontend.relay import Limits
 from kvrouter.frontend.rule_flags import RuleOptions, add_rule_flags, rule_options
+from kvrouter.frontend.tls_flags import TlsOptions, add_tls_flags, tls_options
 from kvrouter.frontend.token_options import TokenOptions, add_token_flags, token_options
 from kvrouter.policies import OWN, PolicySettings
 
@@ -31,6 +32,7 @@ class FrontendOptions:
     host: str
     port: int
     process: ProcessOptions
+    tls: TlsOptions
     nats: NatsOptions
     namespace: str
     router_mode: str
@@ -78,6 +80,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         host=flags.host,
         port=flags.port,
         process=process_options(flags),
+        tls=tls_options(flags),
         nats=nats_options(flags),
         namespace=flags.namespace,
         router_mode=flags.router_mode if policy.own is None else OWN,
@@ -139,6 +142,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_rule_flags(parser.add_argument_group("which workers may be chosen"))
     add_queue_flags(parser.add_argument_group("waiting for a worker"))
     _add_http_flags(parser.add_argument_group("requests"))
+    add_tls_flags(parser.add_argument_group("TLS"))
 
 
 def _add_router_flags(group: argparse._ArgumentGroup) -> None:

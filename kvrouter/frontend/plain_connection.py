@@ -26,6 +26,8 @@ from kvrouter.frontend.tearing import tear
 
 PIPELINED_BYTES = 64 * 1024
 """More than this of requests to come is left unread while one is served."""
+UNSENT_BYTES = 64 * 1024
+"""More than this for a slow client is not taken from the worker; over TLS uvloop's own limit is 512 KiB."""
 _TIMER_S = 0.001
 """The loop's clock ticks in ms: a timer may come this much too early."""
 
@@ -79,8 +81,9 @@ class PlainConnection(asyncio.Protocol):
         """Set while a request is served."""
         self._is_reading = True
         self._waiting: list[Callable[[], None]] = []
-        self._heard_at = self._loop.time()
-        self._timer = self._loop.call_later(connections.keep_alive_s, self._watch)
+        self._heard_at = 0.0
+        self._timer: asyncio.TimerHandle
+        """From when the client has come: a TLS handshake may fail, and then it never does."""
 
     # relay.Client
 
@@ -100,6 +103,10 @@ class PlainConnection(asyncio.Protocol):
         """A client has come."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but no subclass
         self._connections.open.add(self)
+        self._heard_at = self._loop.time()
+        self._timer = self._loop.call_later(self._connections.keep_alive_s, self._watch)
+        if transport.get_extra_info("sslcontext") is not None:
+            self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
         raw = transport.get_extra_info("socket")
         if raw is not None:  # a client that vanishes without a word is noticed, some day
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -150,7 +150,7 @@ async def _run(options: FrontendOptions, arguments: Sequence[str], output: Outpu
             nats = [f"--nats={await stack.enter_async_context(embedded_server())}"]
         log.info(
             "frontend.processes",
-            url=url(listener),
+            url=url(listener, is_tls=options.tls.files is not None),
             processes=options.process.processes,
             admin_ports=_admin_ports(options),
             replica_sync="on: processes that share a port share their bookings",

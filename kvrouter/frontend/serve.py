@@ -26,6 +26,7 @@ from kvrouter.core.watch import Watch
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.busy import BusyThresholds
+from kvrouter.frontend.certificate import DoorCertificate
 from kvrouter.frontend.client_connection import invite_body
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.decision_views import DecisionViews
@@ -51,6 +52,7 @@ from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, set_aside_for_ever, thresholds_raised
 from kvrouter.telemetry.loop_lag import LoopLag
 from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
+from kvrouter.tls import trusting
 from kvrouter.tokens.prompt import PromptEncoder
 
 log = structlog.get_logger()
@@ -113,12 +115,13 @@ async def running_frontend(
         registry = Registry()
         rules = new_rules(options)
         replica = new_replica(options, rules, index_maker(registry, is_on=options.index_metrics))
-        tokens = await stack.enter_async_context(open_tokens(options.tokens, replica))
-        doors = stack.enter_context(open_doors(options.host, options.port, options.process))
+        tls = trusting(options.tls.worker_ca)
+        tokens = await stack.enter_async_context(open_tokens(options.tokens, replica, tls))
+        doors = stack.enter_context(open_doors(options.host, options.port, options.process, options.tls))
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
         feeds = Feeds(replica, bus, Subjects(options.namespace), heartbeat_s=options.heartbeat_s)
         feeds.address = doors.url
-        upstream = Upstream()
+        upstream = Upstream(tls)
         stack.callback(upstream.close)
         metrics = RequestMetrics(registry)
         upkeep = PolicyUpkeep(replica)
@@ -158,7 +161,9 @@ async def running_frontend(
         )
         await feeds.subscribe()
         await stack.enter_async_context(
-            _background(feeds, watch, completions, tokens, upkeep, options=options)
+            _background(
+                feeds, watch, completions, tokens, upkeep, certificate=doors.certificate, options=options
+            )
         )
         await stack.enter_async_context(texts_evicted(replica))
         stack.enter_context(LoopLag(registry).watched())
@@ -250,6 +255,7 @@ async def _background(
     tokens: Tokens,
     upkeep: PolicyUpkeep,
     *,
+    certificate: DoorCertificate | None,
     options: FrontendOptions,
 ) -> AsyncIterator[None]:
     """The replica's own tasks. One that fails stops the service."""
@@ -260,6 +266,8 @@ async def _background(
             tasks.create_task(tokens.run(), name="tokens"),
             tasks.create_task(upkeep.run(), name="policies"),
         ]
+        if certificate is not None:
+            running.append(tasks.create_task(certificate.run(), name="certificate"))
         if options.track_output_blocks:
             running.append(tasks.create_task(_report_progress(completions), name="progress"))
         running.append(tasks.create_task(set_aside_for_ever(), name="garbage"))

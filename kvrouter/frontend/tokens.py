@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -100,15 +101,17 @@ class Tokens:
 
 
 @contextlib.asynccontextmanager
-async def open_tokens(options: TokenOptions, replica: Replica) -> AsyncIterator[Tokens]:
-    """Read the models, if there are any. Raises ConfigError."""
+async def open_tokens(
+    options: TokenOptions, replica: Replica, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Tokens]:
+    """Read the models, if there are any; `tls` says which engines are trusted. Raises ConfigError."""
     async with contextlib.AsyncExitStack() as stack:
         cache = options.prefix_cache or CacheSettings()
         hashes_bytes = cache.max_bytes // _HASHES_SHARE
         store = PrefixStore(max_parts=cache.max_parts, max_bytes=cache.max_bytes - hashes_bytes)
         hashes = PrefixHashes(most=cache.max_parts // _HASHES_SHARE, max_bytes=hashes_bytes)
         encoders = stack.enter_context(_load(options, store))
-        engines = await stack.enter_async_context(EngineTokenizer.open(options.engine_api_key))
+        engines = await stack.enter_async_context(EngineTokenizer.open(options.engine_api_key, tls))
         checks = None
         blocks: PromptBlocks
         match options.way:

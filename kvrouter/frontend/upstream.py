@@ -14,8 +14,9 @@ long he goes on waiting. A timer of each request's own would cost it more than i
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 from kvrouter.errors import KvRouterError
@@ -30,6 +31,7 @@ from kvrouter.frontend.framing import (
     chunk_bytes,
     parse_head,
 )
+from kvrouter.tls import tls_trouble, trusting
 
 IDLE_S = 4.0
 """Idle connections are closed after this long: uvicorn, vLLM's server, closes its side after 5 s."""
@@ -39,7 +41,7 @@ _TIMER_S = 0.001
 
 
 class WorkerUnreachableError(KvRouterError):
-    """The worker refuses connections, or its name does not resolve."""
+    """The worker refuses connections, its name does not resolve, or its certificate is not accepted."""
 
     status = 502
     type = "BadGatewayError"
@@ -88,6 +90,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: deque[Connection]) -> None:
         self._has_served = False
         self._has_answered = False
+        self._was_told_end = False
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
@@ -146,6 +149,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but no subclass
+        if transport.get_extra_info("sslcontext") is not None:
+            # while paused read nothing ahead: uvloop drops it if the connection ends meanwhile
+            cast(Any, transport).set_read_buffer_limits(high=1)
 
     def data_received(self, data: bytes) -> None:
         """Find the end of the head, then of the body; hand everything on."""
@@ -163,6 +169,10 @@ class Connection(asyncio.Protocol):
         except FramingError as error:
             self._lose(str(error))
 
+    def eof_received(self) -> None:
+        """The worker says that there is no more; a TLS connection may end without, and was cut off then."""
+        self._was_told_end = True
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the receiver, unless the body ends with the connection."""
         self._transport = None
@@ -170,7 +180,7 @@ class Connection(asyncio.Protocol):
         if self in self._pool:
             self._pool.remove(self)
         body = self._body
-        if exc is None and isinstance(body, UntilCloseBody):
+        if exc is None and self._was_told_end and isinstance(body, UntilCloseBody):
             self._finish()
         elif self._receiver is not None:
             self._lose(str(exc) if exc else "closed the connection")
@@ -273,7 +283,9 @@ class Connection(asyncio.Protocol):
 class Upstream:
     """The pools of idle connections, by worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: whom to trust behind https:// URLs; None: the system's authorities."""
+        self._tls = tls
         self._pools: dict[str, deque[Connection]] = {}
 
     async def connect(self, url: str, *, fresh: bool = False) -> Connection:
@@ -289,14 +301,17 @@ class Upstream:
             if connection.is_usable:
                 return connection
         try:
-            address = urlsplit(url)
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(pool), address.hostname or "127.0.0.1", address.port or 80
-                )
+            return await self._open(url, pool)
         except (OSError, TimeoutError, ValueError) as error:
-            reason = str(error) or "timed out"
-            raise WorkerUnreachableError(f"worker at {url} cannot be reached: {reason}") from error
+            raise WorkerUnreachableError(f"worker at {url} cannot be reached: {_reason(error)}") from error
+
+    async def _open(self, url: str, pool: deque[Connection]) -> Connection:
+        host, port, is_tls = address_of(url)
+        tls = (self._tls or trusting(None)) if is_tls else None
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                lambda: Connection(pool), host, port, ssl=tls
+            )
         return connection
 
     def forget(self, url: str) -> None:
@@ -308,3 +323,15 @@ class Upstream:
         """Close every idle connection."""
         for url in list(self._pools):
             self.forget(url)
+
+
+def address_of(url: str) -> tuple[str, int, bool]:
+    """Host, port, and whether TLS is spoken there. Raises ValueError."""
+    parts = urlsplit(url)
+    is_tls = parts.scheme == "https"
+    return parts.hostname or "127.0.0.1", parts.port or (443 if is_tls else 80), is_tls
+
+
+def _reason(error: Exception) -> str:
+    wordless = "timed out" if isinstance(error, TimeoutError) else "it breaks off the connection"
+    return tls_trouble(error) or str(error) or wordless

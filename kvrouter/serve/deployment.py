@@ -80,7 +80,7 @@ class Deployment:
     async def _attend(self, engine: EngineSpec) -> None:
         """Learn the engine, say what it is, run its agent; again whenever the agent ends."""
         agent, options = self._agents[engine.worker_id], self._options.agent(engine)
-        async with EngineHttp.open(options.engine_url, options.api_key) as http:
+        async with EngineHttp.open(options.engine_url, options.api_key, options.tls_ca) as http:
             while not agent.is_ending:
                 facts = await learn_patiently(http, options, self._stopping)
                 if facts is None:

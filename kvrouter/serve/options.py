@@ -24,14 +24,18 @@ _EPILOG = (
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """A whole deployment. `common` are the flags of every child, `frontend_flags` those of the frontends."""
+    """A whole deployment.
+
+    `common` are the flags of every child, `frontend_flags` those of the frontends, `engine_access` what of
+    these the agents need, too.
+    """
 
     engines: tuple[EngineSpec, ...]
     replicas: int
     nats: NatsOptions
     nats_port: int
     state_dir: Path | None
-    api_key_file: Path | None
+    engine_access: tuple[str, ...]
     metrics: tuple[str, ...]
     common: tuple[str, ...]
     frontend_flags: tuple[str, ...]
@@ -48,9 +52,7 @@ class ServeOptions:
         flags += [f"--metric={metric}" for metric in self.metrics]
         if self.state_dir is not None:
             flags.append(f"--state-file={self.state_dir / engine.worker_id}.state")
-        if self.api_key_file is not None:
-            flags.append(f"--engine-api-key-file={self.api_key_file}")
-        return flags
+        return [*flags, *self.engine_access]
 
     def agent(self, engine: EngineSpec) -> AgentOptions:
         """What its agent will make of its flags. Raises ConfigError."""
@@ -82,7 +84,7 @@ def parse_options(arguments: Sequence[str]) -> ServeOptions:
         nats=nats,
         nats_port=own.nats_port,
         state_dir=own.state_dir,
-        api_key_file=_engine_key().parse_known_args(frontend_flags)[0].engine_api_key_file,
+        engine_access=_as_flags(_access_parser().parse_known_args(frontend_flags)[0]),
         metrics=tuple(own.metric),
         common=common,
         frontend_flags=tuple(frontend_flags),
@@ -132,10 +134,11 @@ def _own_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _engine_key() -> argparse.ArgumentParser:
-    """Agents get a copy of what is a frontend's flag."""
+def _access_parser() -> argparse.ArgumentParser:
+    """How to reach the engines: agents get a copy of what are frontends' flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--engine-api-key-file", type=Path)
+    parser.add_argument("--worker-tls-ca", type=Path)
     return parser
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ import aiohttp
 import msgspec
 
 from kvrouter.errors import KvRouterError
+from kvrouter.tls import tls_trouble, trusting
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, TokenIds
 
 TIMEOUT_S = 2.0
@@ -47,11 +49,14 @@ class EngineTokenizer:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, api_key: str | None = None) -> AsyncIterator[Self]:
-        """A session for all engines; the key is sent as a bearer token."""
+    async def open(cls, api_key: str | None = None, tls: ssl.SSLContext | None = None) -> AsyncIterator[Self]:
+        """A session for all engines; the key is sent as a bearer token.
+
+        `tls`: whom to trust behind https:// URLs; None: the system's authorities.
+        """
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=MOST_CALLS)
+        connector = aiohttp.TCPConnector(limit=MOST_CALLS, ssl=tls or trusting(None))
         async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
             yield cls(session)
 
@@ -79,7 +84,8 @@ class EngineTokenizer:
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise EngineTokenizerError(f"{url}/tokenize: {str(error) or type(error).__name__}") from None
+            reason = tls_trouble(error.__cause__) or str(error) or type(error).__name__
+            raise EngineTokenizerError(f"{url}/tokenize: {reason}") from None
         if response.status != 200:
             said = answer[:200].decode("utf-8", "replace")
             kind = RefusedError if response.status == 400 else EngineTokenizerError

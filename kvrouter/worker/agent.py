@@ -56,7 +56,9 @@ async def serve_engine(options: AgentOptions, bus: Bus, feeds: Sequence[ZmqFeed]
     """Run an agent on a bus and feeds that are open: what the engine sends before it is known waits there."""
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(EngineHttp.open(options.engine_url, options.api_key))
+        engine = await stack.enter_async_context(
+            EngineHttp.open(options.engine_url, options.api_key, options.tls_ca)
+        )
         engine.own_metrics = options.metrics
         facts = await learn_patiently(engine, options, duty.leave)
         if facts is None:

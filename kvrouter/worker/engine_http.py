@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from kvrouter.errors import KvRouterError
+from kvrouter.tls import tls_trouble, trusting
 from kvrouter.worker.load import Scrape, read_metrics
 
 TIMEOUT_S = 5.0
@@ -100,11 +102,19 @@ class EngineHttp:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, url: str, api_key: str | None = None) -> AsyncIterator[EngineHttp]:
-        """A session for the engine at `url`; the key is sent as a bearer token."""
+    async def open(
+        cls, url: str, api_key: str | None = None, tls_ca: Path | None = None
+    ) -> AsyncIterator[EngineHttp]:
+        """A session for the engine at `url`; the key is sent as a bearer token. Raises ConfigError.
+
+        `tls_ca`: authorities to trust behind an https:// URL, beside the system's.
+        """
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with aiohttp.ClientSession(url.rstrip("/") + "/", headers=headers, timeout=timeout) as session:
+        connector = aiohttp.TCPConnector(ssl=trusting(tls_ca))
+        async with aiohttp.ClientSession(
+            url.rstrip("/") + "/", headers=headers, timeout=timeout, connector=connector
+        ) as session:
             yield cls(session)
 
     async def models(self) -> Models:
@@ -169,12 +179,14 @@ class EngineHttp:
             async with self._session.request(method, path, json=body) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            is_gone = isinstance(error, aiohttp.ClientConnectorError)
+            is_gone = isinstance(error, aiohttp.ClientConnectorError) and not tls_trouble(error.__cause__)
             raise (EngineGoneError if is_gone else EngineError)(f"/{path}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:
     """What went wrong, without aiohttp's wording of where."""
+    if trouble := tls_trouble(error.__cause__):
+        return trouble
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
         return os.strerror(error.os_error.errno).lower()
     return str(error) or type(error).__name__

@@ -19,6 +19,7 @@ from kvrouter.config import (
     positive_int,
 )
 from kvrouter.errors import ConfigError
+from kvrouter.tls import trusting
 from kvrouter.worker.zmq_feed import FeedOptions
 
 MOST_METRICS = 16
@@ -47,6 +48,8 @@ class AgentOptions:
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Series of the engine's /metrics to report beside the load, by the name to give each."""
     api_key: str | None = None
+    tls_ca: Path | None = None
+    """Trusted beside the system's authorities, if the engine speaks HTTPS."""
     flush_s: float = 0.010
     heartbeat_s: float = 1.0
     probe_s: float = 1.0
@@ -82,6 +85,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--advertise-url", metavar="URL", help="the same as frontends see it (default: --engine-url)")
     add("--engine-api-key-file", type=Path, metavar="FILE", help="bearer token for the engine")
+    add(
+        "--worker-tls-ca",
+        type=Path,
+        metavar="FILE",
+        help="authorities of the engine's certificate (https:// URL), trusted beside the system's",
+    )
     add("--kv-events", metavar="ENDPOINT[,…]", help="ZMQ endpoint of the engine's KV events; one per rank")
     add("--kv-replay", metavar="ENDPOINT[,…]", help="ZMQ endpoint of its replay; one per rank")
     add("--kv-topic", default="", help="subscribe to topics that begin so (default: all)")
@@ -140,6 +149,7 @@ def read_options(arguments: argparse.Namespace) -> AgentOptions:
         labels=dict(_read_label(text) for text in arguments.label),
         metrics=read_metric_flags(arguments.metric),
         api_key=_read_key(arguments.engine_api_key_file),
+        tls_ca=_read_tls_ca(arguments.worker_tls_ca),
         flush_s=arguments.kv_flush_ms / 1000,
         heartbeat_s=arguments.heartbeat_s,
         probe_s=arguments.probe_s,
@@ -207,6 +217,12 @@ def read_metric_flags(texts: Sequence[str]) -> dict[str, str]:
 def _read_state_file(path: Path | None) -> Path | None:
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"--state-file {path}: give a file in a directory that exists")
+    return path
+
+
+def _read_tls_ca(path: Path | None) -> Path | None:
+    if path is not None:
+        trusting(path)
     return path
 
 

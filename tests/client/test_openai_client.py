@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kvrouter.errors import (
     WorkerRefusedError,
     WorkerSilentError,
 )
+from tests.certificates import Authority
 from tests.frontend.fleet import Fleet, FleetOf
 from tests.frontend.workers import (
     OK,
@@ -169,3 +171,14 @@ async def test_leaving_early(fleet_of: FleetOf, nats_url: str) -> None:
         await until(lambda: fleet.workers[0].open_wires)
         task.cancel()
         await until(lambda: not fleet.workers[0].open_wires)
+
+
+async def test_workers_behind_tls(fleet_of: FleetOf, nats_url: str, tmp_path: Path) -> None:
+    """Workers whose authority is trusted are sent to over TLS; no other."""
+    authority = Authority(tmp_path)
+    async with fleet_of(worker_tls=authority.door()) as fleet:
+        async with opened(fleet, nats_url, worker_tls_ca=authority.file) as client:
+            assert 1 == len(await all_of(client.generate(BODY)))
+        async with opened(fleet, nats_url) as client:
+            with pytest.raises(WorkerDiedError, match="CERTIFICATE_VERIFY_FAILED"):
+                await all_of(client.generate(BODY))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from tests.frontend.workers import WAIT_S
@@ -113,16 +114,24 @@ class Client:
             except ConnectionError:
                 return True
 
+    def stop_reading(self) -> None:
+        """Take nothing more from the socket."""
+        cast(asyncio.Transport, self.writer.transport).pause_reading()
+
+    def go_on_reading(self) -> None:
+        """Take what comes again."""
+        cast(asyncio.Transport, self.writer.transport).resume_reading()
+
     def leave(self) -> None:
         """Go away without a word."""
         self.writer.transport.abort()
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Client]:
-    """A connection to the frontend at `url`."""
+async def connected(url: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
+    """A connection to the frontend at `url`; `tls` says whom to trust."""
     address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=2**20)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=2**20, ssl=tls)
     try:
         yield Client(reader, writer)
     finally:

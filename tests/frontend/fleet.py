@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -137,7 +138,12 @@ class FleetOf(Protocol):
     """Opens a fleet: flags of the frontend first, then a script for each worker, and parts of their card."""
 
     def __call__(
-        self, *flags: str, scripts: tuple[Script, ...] = ..., replicas: int = 1, **card: Any
+        self,
+        *flags: str,
+        scripts: tuple[Script, ...] = ...,
+        replicas: int = 1,
+        worker_tls: ssl.SSLContext | None = None,
+        **card: Any,
     ) -> contextlib.AbstractAsyncContextManager[Fleet]:
         """Use with `async with`."""
         ...
@@ -145,7 +151,12 @@ class FleetOf(Protocol):
 
 @contextlib.asynccontextmanager
 async def running_fleet(
-    nats: str, *flags: str, scripts: tuple[Script, ...] = (OK,), replicas: int = 1, **card: Any
+    nats: str,
+    *flags: str,
+    scripts: tuple[Script, ...] = (OK,),
+    replicas: int = 1,
+    worker_tls: ssl.SSLContext | None = None,
+    **card: Any,
 ) -> AsyncIterator[Fleet]:
     """A fleet with a worker for each script, all of them known. No trouble may happen inside."""
     namespace = uuid.uuid4().hex
@@ -156,7 +167,7 @@ async def running_fleet(
         bus = await stack.enter_async_context(Bus.open(NatsOptions((nats,)), name="test"))
         fleet = Fleet(bus, Subjects(namespace), trouble)
         for number, script in enumerate(scripts):
-            worker = FakeWorker(f"w{number}", script)
+            worker = FakeWorker(f"w{number}", script, tls=worker_tls)
             fleet.workers.append(await stack.enter_async_context(worker.serving()))
         for _ in range(replicas):
             frontend = running_frontend(parse_options(common))

@@ -434,3 +434,36 @@ async def test_bug_after_the_first_byte(fleet_of: FleetOf) -> None:
             await client.reader.read()
         assert fleet.logged("request.failed")
         fleet.trouble.logs.clear()
+
+
+class TlsTransport(FakeTransport):
+    """One over TLS."""
+
+    high: int | None = None
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return object() if name == "sslcontext" else default
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self.high = high
+
+
+async def test_as_little_is_unsent_over_tls() -> None:
+    """A slow client's bytes pile up no higher over TLS, where the loop would let them, than without."""
+    scene = Scene()
+    scene.end()
+    connection, transport = scene.connections.new(), TlsTransport()
+    connection.connection_made(transport)
+    connection.connection_lost(None)
+
+    assert 64 * 1024 == transport.high
+
+
+async def test_client_that_never_comes() -> None:
+    """A connection whose TLS handshake fails leaves no timer."""
+    scene = Scene()
+    scene.end()
+    never = weakref.ref(scene.connections.new())
+    gc.collect()
+
+    assert never() is None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,15 @@ async def until(condition: Callable[[], object], what: str = "", within_s: float
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"in vain: {what or condition}"
         await asyncio.sleep(0.001)
+
+
+async def until_still(count: Callable[[], int]) -> None:
+    """Return when it has begun, and then been the same for many turns."""
+    await until(count)
+    last, same = count(), 0
+    while same < 300:
+        await asyncio.sleep(0.001)
+        last, same = (last, same + 1) if count() == last else (count(), 0)
 
 
 async def turns(count: int = 4) -> None:
@@ -177,6 +187,7 @@ class FakeWorker:
     id: str
     script: Script
     url: str = ""
+    tls: ssl.SSLContext | None = None
     requests: list[Received] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
 
@@ -203,8 +214,9 @@ class FakeWorker:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeWorker]:
         """Listen while inside."""
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**26)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**26, ssl=self.tls)
+        scheme = "http" if self.tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
             yield self
         finally:

@@ -8,6 +8,7 @@ import pytest
 
 from kvrouter.errors import ConfigError
 from kvrouter.serve.options import ServeOptions, parse_options
+from tests.certificates import Authority
 
 ENGINE = "--engine=http://127.0.0.1:25100"
 
@@ -100,3 +101,20 @@ def test_what_does_not_fit() -> None:
         parse("--engine", "http://e:1,replay=tcp://e:2")
     with pytest.raises(ConfigError, match="use nats://HOST:PORT"):
         parse("--nats", "http://e:1")
+
+
+def test_access_to_engines(tmp_path: Path) -> None:
+    """What frontends need to reach engines reaches the agents, too; the doors' certificate does not."""
+    authority, key = Authority(tmp_path), tmp_path / "api-key"
+    key.write_text("secret")
+    files, ca = authority.sign(), authority.file
+    options = parse(
+        f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--worker-tls-ca={ca}",
+        "--engine-api-key-file", str(key),
+    )  # fmt: skip
+    agent = options.agent(options.engines[0])
+
+    assert (ca, "secret") == (agent.tls_ca, agent.api_key)
+    assert (files, ca) == (options.frontend.tls.files, options.frontend.tls.worker_ca)
+    with pytest.raises(ConfigError, match="--tls-cert without --tls-key"):
+        parse(f"--tls-cert={files.cert}")

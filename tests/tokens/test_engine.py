@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from kvrouter.tls import trusting
 from kvrouter.tokens import engine
 from kvrouter.tokens.engine import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
+from tests.certificates import Authority
 
 Reply = Callable[[dict[str, Any]], web.StreamResponse]
 
@@ -38,12 +43,23 @@ class Engine:
 @pytest.fixture
 async def server() -> AsyncIterator[Engine]:
     """An engine that listens."""
+    async with serving() as fake:
+        yield fake
+
+
+@contextlib.asynccontextmanager
+async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Engine]:
+    """An engine, while inside."""
     fake, app = Engine(), web.Application()
     app.router.add_post("/tokenize", fake.tokenize)
-    async with TestServer(app) as running:
+    running = TestServer(app)
+    await running.start_server(ssl=tls)
+    try:
         fake.url = str(running.make_url("")).rstrip("/")
         yield fake
         fake.gate.set()
+    finally:
+        await running.close()
 
 
 async def test_texts(server: Engine) -> None:
@@ -139,3 +155,17 @@ async def test_not_unicode(server: Engine) -> None:
         with pytest.raises(RefusedError, match="not valid Unicode"):
             await engines.tokenize(server.url, "m", TextPrompt(["\ud800"]))
     assert [] == server.asked
+
+
+async def test_https(tmp_path: Path) -> None:
+    """An engine behind TLS is asked if its authority is trusted; otherwise the error says what to do."""
+    authority = Authority(tmp_path)
+    async with serving(authority.door()) as server:
+        async with EngineTokenizer.open(tls=trusting(authority.file)) as engines:
+            found = await engines.tokenize(server.url, "m", TextPrompt(["a"]))
+        async with EngineTokenizer.open() as engines:
+            with pytest.raises(EngineTokenizerError, match=r"certificate is not accepted.*--worker-tls-ca"):
+                await engines.tokenize(server.url, "m", TextPrompt(["a"]))
+
+    assert [[7, 1]] == found
+    assert server.url.startswith("https://")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator
 
 import msgpack
@@ -95,15 +96,15 @@ class EngineServer:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, port: int) -> AsyncIterator[EngineServer]:
+    async def open(cls, port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[EngineServer]:
         """Serve on a port of this machine."""
-        server = cls(f"http://127.0.0.1:{port}")
+        server = cls(f"{'http' if tls is None else 'https'}://127.0.0.1:{port}")
         app = web.Application()
         for path in ("v1/models", "metrics", "version", "health", "kv_event_sources"):
             app.router.add_get(f"/{path}", server._answer)
         runner = web.AppRunner(app)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
+        await web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls).start()
         try:
             yield server
         finally:

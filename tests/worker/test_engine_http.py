@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from kvrouter.worker.engine_http import EngineError, EngineHttp, Models, read_models
+from kvrouter.worker.engine_http import EngineError, EngineGoneError, EngineHttp, Models, read_models
+from tests.certificates import Authority
 from tests.worker.fake_engine import EngineServer
 
 
@@ -45,3 +47,19 @@ async def test_no_engine(free_port: Callable[[], int]) -> None:
         assert not await engine.version()
         with pytest.raises(EngineError, match="/v1/models"):
             await engine.models()
+
+
+async def test_https(free_port: Callable[[], int], tmp_path: Path) -> None:
+    """An engine with a certificate of its own authority is asked over TLS by whoever is given that."""
+    authority = Authority(tmp_path)
+    async with EngineServer.open(free_port(), authority.door()) as server:
+        async with EngineHttp.open(server.url, tls_ca=authority.file) as engine:
+            assert "0.32.0" == await engine.version()
+            assert await engine.is_healthy()
+        async with EngineHttp.open(server.url) as engine:
+            assert not await engine.is_healthy()
+            with pytest.raises(EngineError, match=r"certificate is not accepted.*--worker-tls-ca") as refused:
+                await engine.models()
+
+    assert not isinstance(refused.value, EngineGoneError)
+    assert "operation not permitted" not in str(refused.value)

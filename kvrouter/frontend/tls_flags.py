@@ -1,0 +1,51 @@
+"""The flags about TLS: what clients are shown, and which workers are trusted."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrouter.errors import ConfigError
+from kvrouter.tls import CertificateFiles, server_context, trusting
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """Files that could be read when the flags were."""
+
+    files: CertificateFiles | None = None
+    """None: clients speak plain HTTP."""
+    worker_ca: Path | None = None
+    """Trusted beside the system's authorities."""
+
+
+def add_tls_flags(group: argparse._ArgumentGroup) -> None:
+    """--tls-cert with --tls-key, --worker-tls-ca."""
+    add = group.add_argument
+    add(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="speak HTTPS, with this certificate: PEM, its own first, then those that lead to its authority",
+    )
+    add("--tls-key", type=Path, metavar="FILE", help="its key: PEM, without a password")
+    add(
+        "--worker-tls-ca",
+        type=Path,
+        metavar="FILE",
+        help="authorities of the workers' certificates (https:// URLs), trusted beside the system's",
+    )
+
+
+def tls_options(flags: argparse.Namespace) -> TlsOptions:
+    """What the flags say. Raises ConfigError for files that cannot be used."""
+    if (flags.tls_cert is None) != (flags.tls_key is None):
+        given, missing = ("cert", "key") if flags.tls_key is None else ("key", "cert")
+        raise ConfigError(f"--tls-{given} without --tls-{missing}: give both, or none for plain HTTP")
+    files = CertificateFiles(flags.tls_cert, flags.tls_key) if flags.tls_cert is not None else None
+    if files is not None:
+        server_context(files)
+    if flags.worker_tls_ca is not None:
+        trusting(flags.worker_tls_ca)
+    return TlsOptions(files, flags.worker_tls_ca)

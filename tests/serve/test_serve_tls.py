@@ -1,0 +1,80 @@
+"""`kvrouter serve` with TLS on every line: clients to frontends, frontends and agents to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from kvrouter.mocker.config import MockerConfig
+from kvrouter.mocker.engine import EngineConfig
+from kvrouter.mocker.server import running_mocker
+from kvrouter.tokens.tiny import build_tiny_model
+from tests.certificates import Authority
+from tests.serve.serving import consecutive_ports, serving, until_ready
+
+
+@contextlib.asynccontextmanager
+async def behind_tls(url: str, door: ssl.SSLContext) -> AsyncIterator[str]:
+    """The URL of a proxy that speaks TLS for a server that does not."""
+    inner = urlsplit(url)
+    open_ends: set[asyncio.StreamWriter] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_ends.add(writer)
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+        open_ends.discard(writer)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inside, outside = await asyncio.open_connection(inner.hostname, inner.port)
+        await asyncio.gather(pump(reader, outside), pump(inside, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=door)
+    try:
+        yield f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for end in open_ends:
+            end.transport.abort()
+
+
+@pytest.mark.parametrize("tokenizer", ["local", "remote"])
+async def test_everywhere(free_port: Callable[[], int], tmp_path: Path, tokenizer: str) -> None:
+    """The engine is learnt, announced, asked for its tokens and sent requests, all behind its certificate."""
+    build_tiny_model(tmp_path / "tiny")
+    config = MockerConfig(
+        engine=EngineConfig(num_blocks=2049), model_name="tiny", model_path=tmp_path / "tiny", speedup=50.0
+    )
+    authority, port = Authority(tmp_path), consecutive_ports(1)
+    files = authority.sign()
+    async with contextlib.AsyncExitStack() as stack:
+        mocker = await stack.enter_async_context(running_mocker(config))
+        engine = await stack.enter_async_context(behind_tls(mocker.url, authority.door()))
+        connector = aiohttp.TCPConnector(ssl=authority.trusted())
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        flags = (f"--engine={engine},id=w", f"--port={port}", f"--nats-port={free_port()}")
+        tls = (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--worker-tls-ca={authority.file}")
+        served = await stack.enter_async_context(serving(*flags, *tls, f"--tokenizer={tokenizer}"))
+        url = f"https://127.0.0.1:{port}"
+        await until_ready(served, http, [url])
+
+        for _ in range(2):
+            body = {"model": "tiny", "prompt": "the same words again and again " * 20, "max_tokens": 2}
+            async with http.post(f"{url}/v1/completions", json=body) as response:
+                await response.read()
+        async with http.get(f"{url}/workers") as view:
+            (target,) = (await view.json())["targets"]
+
+    assert (200, "w") == (response.status, response.headers["x-kvrouter-worker"])
+    assert int(response.headers["x-kvrouter-overlap-blocks"]) > 5
+    assert (engine, "up") == (target["url"], target["state"])

@@ -1,0 +1,112 @@
+"""What certificate files have to be, in words that name the file and the way out; and what is spoken."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from kvrouter.bus import NatsOptions
+from kvrouter.errors import ConfigError
+from kvrouter.tls import CertificateFiles, server_context, tls_trouble, trusting
+from tests.certificates import Authority
+
+Spoil = Callable[[Authority, CertificateFiles], CertificateFiles]
+
+
+def encrypted(_authority: Authority, files: CertificateFiles) -> CertificateFiles:
+    """A key that wants a password."""
+    key = load_pem_private_key(files.key.read_bytes(), None)
+    form = (Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+    files.key.write_bytes(key.private_bytes(*form))
+    return files
+
+
+def other_key(authority: Authority, files: CertificateFiles) -> CertificateFiles:
+    """The key of another certificate."""
+    return CertificateFiles(files.cert, authority.sign(stem="other").key)
+
+
+def no_certificate(_authority: Authority, files: CertificateFiles) -> CertificateFiles:
+    """The two files, the wrong way round."""
+    return CertificateFiles(files.key, files.cert)
+
+
+def broken(_authority: Authority, files: CertificateFiles) -> CertificateFiles:
+    """A certificate with its middle cut out."""
+    text = files.cert.read_text()
+    files.cert.write_text(text[:200] + text[300:])
+    return files
+
+
+def missing(_authority: Authority, files: CertificateFiles) -> CertificateFiles:
+    """A key that is not there."""
+    return CertificateFiles(files.cert, Path("/nowhere/key.pem"))
+
+
+UNUSABLE = [
+    (encrypted, r"--tls-key .*door\.key: protected by a password; .* openssl pkey"),
+    (other_key, r"--tls-key .*other\.key: not the key of the certificate in .*door\.pem"),
+    (no_certificate, r"--tls-cert .*door\.key: there is no certificate in PEM form"),
+    (broken, r"--tls-cert .*door\.pem with --tls-key"),
+    (missing, r"--tls-key /nowhere/key\.pem: No such file"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "said"), UNUSABLE)
+def test_unusable(tmp_path: Path, spoil: Spoil, said: str) -> None:
+    """Each mistake names its flag and its file; nobody is asked for a password."""
+    authority = Authority(tmp_path)
+    files = spoil(authority, authority.sign())
+
+    with pytest.raises(ConfigError, match=said):
+        server_context(files)
+
+
+def test_nats_certificate(tmp_path: Path) -> None:
+    """The client's own certificate for NATS is looked at in the same way."""
+    files = encrypted(Authority(tmp_path), Authority(tmp_path).sign())
+
+    with pytest.raises(ConfigError, match=r"--nats-tls-key .* protected by a password"):
+        NatsOptions(tls_cert=files.cert, tls_key=files.key).connect_arguments()
+
+
+@pytest.mark.parametrize("content", [None, "", "no certificate"])
+def test_unusable_authority(tmp_path: Path, content: str | None) -> None:
+    """A file of authorities that is not there, or has none, is refused."""
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_text(content)
+
+    with pytest.raises(ConfigError, match=f"--worker-tls-ca {path}: "):
+        trusting(path)
+
+
+def test_least(tmp_path: Path) -> None:
+    """Doors and callers speak TLS 1.2 at least; callers check certificate and name."""
+    door, caller = server_context(Authority(tmp_path).sign()), trusting(None)
+
+    assert [ssl.TLSVersion.TLSv1_2] * 2 == [door.minimum_version, caller.minimum_version]
+    assert (ssl.CERT_REQUIRED, True) == (caller.verify_mode, caller.check_hostname)
+
+
+def test_authorities_are_added(tmp_path: Path) -> None:
+    """Those of the file stand beside the system's, and the context is made once."""
+    path = Authority(tmp_path).file
+    system, more = trusting(None), trusting(path)
+
+    assert system.cert_store_stats()["x509_ca"] + 1 == more.cert_store_stats()["x509_ca"]
+    assert trusting(path) is more
+
+
+def test_other_errors() -> None:
+    """What has nothing to do with TLS is left to others."""
+    assert ["", ""] == [tls_trouble(ConnectionRefusedError(111, "refused")), tls_trouble(None)]
