@@ -57,7 +57,7 @@ cdef class Rows:
             free_buckets(self.shards[i].buckets, self.shards[i].size)
 
     cdef inline void fetch(self, uint64_t hash_) noexcept:
-        """Have the hash's bucket on its way from memory, and the next: one search in ten goes on there."""
+        """Have the hash's bucket on its way from memory, and the next: up to one search in ten goes on there."""
         cdef uint64_t mix = mixed(hash_)
         cdef Shard *shard = &self.shards[mix >> (64 - SHARD_BITS)]
         cdef Bucket *home = &shard.buckets[home_of(shard, mix)]
