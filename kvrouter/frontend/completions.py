@@ -196,7 +196,9 @@ class Completions:
         request = work.request
         head = request_head(request, work.id, placement, len(body), keeps_rank=is_direct)
         try:
-            connection = await self._upstream.connect(placement.url, fresh=fresh)
+            connection = None if fresh else self._upstream.idle(placement.url)
+            if connection is None:
+                connection = await self._upstream.connect(placement.url)
         except WorkerUnreachableError as error:
             work.router.pool.unreachable(placement.target.worker_id)
             return Lost(str(error))

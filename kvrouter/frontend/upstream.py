@@ -84,7 +84,7 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_body", "_has_answered", "_has_served", "_head", "_idle_since", "_keeps_alive", "_loop", "_pool",
-        "_receiver", "_timer", "_timer_ends_at", "_transport",
+        "_receiver", "_timer", "_timer_ends_at", "_transport", "_was_told_end",
     )  # fmt: skip
 
     def __init__(self, pool: deque[Connection]) -> None:
@@ -288,18 +288,18 @@ class Upstream:
         self._tls = tls
         self._pools: dict[str, deque[Connection]] = {}
 
-    async def connect(self, url: str, *, fresh: bool = False) -> Connection:
-        """An idle connection to the worker, or a new one. Raises WorkerUnreachableError.
-
-        `fresh`: a new one in any case, after an idle one turned out to be dead.
-        """
+    def idle(self, url: str) -> Connection | None:
+        """A connection to the worker that has served before, if there is one."""
         pool = self._pools.get(url)
-        if pool is None:
-            pool = self._pools[url] = deque()
-        while pool and not fresh:
+        while pool:
             connection = pool.pop()
             if connection.is_usable:
                 return connection
+        return None
+
+    async def connect(self, url: str) -> Connection:
+        """A new connection to the worker, idle here after its request. Raises WorkerUnreachableError."""
+        pool = self._pools.setdefault(url, deque())
         try:
             return await self._open(url, pool)
         except (OSError, TimeoutError, ValueError) as error:

@@ -242,16 +242,16 @@ async def test_unasked_bytes() -> None:
 
 
 async def test_connection_reused() -> None:
-    """One idle connection serves the next request; `fresh` asks for another."""
+    """One idle connection serves the next request; another one can be had."""
     async with FakeWorker("w", OK).serving() as worker:
         upstream = Upstream()
         for _ in range(3):
-            connection = await upstream.connect(worker.url)
+            connection = upstream.idle(worker.url) or await upstream.connect(worker.url)
             attempt = attempt_on(connection, FakeClient())
             attempt.send(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
             await attempt.outcome
         assert [3] == [wire.requests for wire in worker.wires]
-        fresh = await upstream.connect(worker.url, fresh=True)
+        fresh = await upstream.connect(worker.url)
         await until(lambda: len(worker.wires) == 2)
         fresh.close()
         upstream.close()

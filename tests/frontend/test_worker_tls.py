@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.frontend.relay import Attempt, Done, Limits
+from kvrouter.frontend.relay import Done
 from kvrouter.frontend.upstream import Upstream, WorkerUnreachableError, address_of
 from kvrouter.tls import trusting
 from tests.certificates import Authority
 from tests.frontend.fleet import BODY, STREAM, FleetOf
-from tests.frontend.test_upstream import FakeClient
+from tests.frontend.rig import FakeClient, attempt_on
 from tests.frontend.workers import (
     OK,
     OK_BODY,
@@ -210,7 +210,7 @@ async def test_goodbye_behind_unread_bytes(authority: Authority, size: int) -> N
     async with FakeWorker("w", script, tls=authority.door()).serving() as worker:
         upstream, client = Upstream(trusting(authority.file)), FakeClient()
         client.is_slow = True
-        attempt = Attempt(client, await upstream.connect(worker.url), Limits(), b"", lambda: None)
+        attempt = attempt_on(await upstream.connect(worker.url), client)
         attempt.send(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
         await until(lambda: worker.wires and not worker.wires[0].is_open, "the worker has closed")
         await turns(200)

@@ -158,11 +158,8 @@ def _answered_at_once() -> Iterator[None]:
     """While inside, workers are not connected to: what they are sent is answered from here."""
     loop = asyncio.get_running_loop()
 
-    async def connect(upstream: Upstream, url: str, *, fresh: bool = False) -> Connection:
-        pool = upstream._pools.setdefault(url, deque())
-        if pool and not fresh:
-            return pool.pop()
-        connection = Connection(pool)
+    async def connect(upstream: Upstream, url: str) -> Connection:
+        connection = Connection(upstream._pools.setdefault(url, deque()))
         answer = FakeTransport(lambda _: loop.call_soon(connection.data_received, ANSWER))
         connection.connection_made(answer)
         return connection
