@@ -306,6 +306,13 @@ class ChunkContent:
         return line_end + 1
 
 
+def content_of(data: bytes) -> bytes:
+    """What is in the chunks of a body, or of its beginning; the data have passed a ChunkedBody."""
+    if chunk_bytes(data[:CHUNK_START_BYTES]) == len(data):  # one chunk, as a stream's first event is
+        return data[data.find(b"\n") + 1 : -len(b"\r\n")]
+    return ChunkContent().feed(data)
+
+
 def chunk(data: bytes) -> bytes:
     """One chunk of a chunked body."""
     return b"%x\r\n%s\r\n" % (len(data), data)

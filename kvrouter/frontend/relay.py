@@ -24,7 +24,7 @@ from typing import Protocol, TypeAlias
 from msgspec import Struct
 
 from kvrouter.errors import KvRouterError, WorkerDiedError, WorkerSilentError
-from kvrouter.frontend.framing import LAST_CHUNK, Body, ChunkContent, Head, chunk
+from kvrouter.frontend.framing import LAST_CHUNK, Body, ChunkContent, Head, chunk, content_of
 from kvrouter.frontend.openai import error_event
 from kvrouter.frontend.refusals import error_status_in, first_line, is_refusal
 from kvrouter.frontend.upstream import Connection
@@ -320,7 +320,7 @@ class Attempt:
     def _look_for_data(self, text: bytes) -> None:
         """The first data line ends the prefill; neither a comment nor a header does."""
         self._last_bytes = text[1 - len(_DATA_LINE) :]
-        if _DATA_LINE in text:
+        if text.find(_DATA_LINE) >= 0:
             self._last_bytes = None
             self._on_first_data()
 
@@ -374,7 +374,7 @@ class Attempt:
 
 
 def _content(head: Head, data: bytes) -> bytes:
-    return ChunkContent().feed(data) if head.is_chunked else data
+    return content_of(data) if head.is_chunked else data
 
 
 def _has_aborted(text: bytes) -> bool:

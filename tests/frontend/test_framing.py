@@ -22,6 +22,7 @@ from kvrouter.frontend.framing import (
     body_of,
     chunk,
     chunk_bytes,
+    content_of,
     hop_by_hop,
     parse_head,
 )
@@ -78,6 +79,17 @@ def test_any_cut_has_the_same_content(data: st.DataObject, body: tuple[bytes, by
     taken_out = ChunkContent()
 
     assert body[1] == b"".join(taken_out.feed(piece) for piece in data.draw(cuts(body[0])))
+
+
+@given(st.data(), chunked_bodies())
+def test_content_of_a_beginning(data: st.DataObject, body: tuple[bytes, bytes]) -> None:
+    """The content of a whole body, of one chunk, or of any other beginning of a body is taken out at once."""
+    one = chunk(data.draw(st.binary(min_size=1, max_size=300)))
+    beginning = (one + body[0])[: data.draw(st.integers(0, len(one + body[0])))]
+
+    assert body[1] == content_of(body[0])
+    assert one == chunk(content_of(one))
+    assert ChunkContent().feed(beginning) == content_of(beginning)
 
 
 @given(chunked_bodies(), contents)
