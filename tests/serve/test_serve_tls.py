@@ -17,7 +17,7 @@ from kvrouter.mocker.engine import EngineConfig
 from kvrouter.mocker.server import running_mocker
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.certificates import Authority
-from tests.serve.serving import consecutive_ports, serving, until_ready
+from tests.serve.serving import consecutive_ports, serving, until_known, until_ready
 
 
 @contextlib.asynccontextmanager
@@ -72,6 +72,7 @@ async def test_everywhere(free_port: Callable[[], int], tmp_path: Path, tokenize
             body = {"model": "tiny", "prompt": "the same words again and again " * 20, "max_tokens": 2}
             async with http.post(f"{url}/v1/completions", json=body) as response:
                 await response.read()
+            await until_known(served, http, url, "w")
         async with http.get(f"{url}/workers") as view:
             (target,) = (await view.json())["targets"]
 
