@@ -204,7 +204,7 @@ class KvRouter(HandFed):
         asked = self._request(tokens, about)
         placement = self._router.route(asked, now, streamed=streamed, exclude=self._targets_of(exclude))
         self._changed()
-        return PlacedRequest(self._router, placement, self._clock, self._changed)
+        return PlacedRequest(self._router, placement, self._router.considered, self._clock, self._changed)
 
     def explain(
         self, tokens: Sequence[int], *, exclude: Collection[str] = (), **about: Unpack[About]
@@ -270,8 +270,15 @@ class PlacedRequest:
     """A request that is booked on a target. `with` frees it at the end of the block."""
 
     def __init__(
-        self, router: Router, placement: Placement, clock: Callable[[], float], changed: Callable[[], None]
+        self,
+        router: Router,
+        placement: Placement,
+        candidates: Sequence[Candidate],
+        clock: Callable[[], float],
+        changed: Callable[[], None],
     ) -> None:
+        self.candidates = candidates
+        """All it was chosen from."""
         self._router = router
         self._placement = placement
         self._clock = clock
@@ -302,11 +309,6 @@ class PlacedRequest:
     def overlap_blocks(self) -> int:
         """Leading blocks of the prompt that are there already."""
         return self._placement.choice.overlap_blocks
-
-    @property
-    def candidates(self) -> Sequence[Candidate]:
-        """All it was chosen from."""
-        return self._placement.candidates
 
     def mark_prefill_completed(self) -> None:
         """The first data byte is here. A second time changes nothing."""

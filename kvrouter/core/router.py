@@ -62,7 +62,6 @@ class Placement(Struct, frozen=True):
     rank_header: str
     wants_report: bool
     """Whether the request shall ask for a report of the blocks it reuses (design §5, lost history)."""
-    candidates: Sequence[Candidate]
     fallbacks: tuple[Target, ...]
     """Where the policy would have it tried next, should this target fail."""
 
@@ -109,6 +108,8 @@ class Router:
         """Told of every request's end where circuits may open."""
         self.decisions: DecisionRing | None = None
         """Where decisions are kept, if they are."""
+        self.considered: Sequence[Candidate] = ()
+        """What the last choice was made from. Not kept with its placement: it may be large."""
         self._refusals: tuple[dict[Target, Worker], dict[Target, str]] = ({}, {})
         self.rates = state.rates
         self.source.seq = seq
@@ -149,6 +150,7 @@ class Router:
         selection = self._selection(request, now)
         candidates = self.pool.candidates(request, exclude)
         eligible = selection.eligible(request, candidates)
+        self.considered = candidates
         if not eligible:
             raise NoWorkersError(self._why_none(exclude, len(candidates)))
         best = _preferred(eligible, prefer) if prefer else []
@@ -163,9 +165,7 @@ class Router:
         self._remember(own, choice, selection)
         worker = self.pool.targets[target]
         card, wants_report = worker.card, worker.wants_report(target.rank)
-        return Placement(
-            booking.key, target, choice, card.url, card.rank_header, wants_report, candidates, order[1:]
-        )
+        return Placement(booking.key, target, choice, card.url, card.rank_header, wants_report, order[1:])
 
     def decide(
         self, request: RouteRequest, now: float, *, exclude: frozenset[Target] = frozenset()

@@ -80,7 +80,7 @@ def test_route_books_what_it_chose(router: Router, pool: Pool) -> None:
 
     assert (T2, "http://w2:9000", "X-data-parallel-rank") == (placed.target, placed.url, placed.rank_header)
     assert (10, 101, 1) == (pool.active.blocks(T2), pool.active.charged_tokens(T2), pool.active.requests(T2))
-    assert [T1, T2] == [candidate.target for candidate in placed.candidates]
+    assert [T1, T2] == [candidate.target for candidate in router.considered]
     [[add]] = told(router)
     assert isinstance(add, AddRequest)
     assert (1, "req", "w2", 165, 4, 101) == (
