@@ -38,7 +38,7 @@ def _is_plain_word(text: str) -> bool:
 
 def new_request_id() -> str:
     """One that nobody else has, though anybody might guess it: names, not secrets."""
-    return f"{random.getrandbits(128):032x}"
+    return random.getrandbits(128).to_bytes(16, "big").hex()
 
 
 def priority_of(headers: Mapping[str, str], in_body: int) -> int:
