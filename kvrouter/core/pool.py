@@ -187,7 +187,7 @@ class Pool:
             self.block_size = _block_size(live)
         for worker in self.workers.values():
             worker.refused = ""
-            if worker.card.block_size != self.block_size:
+            if self.block_size and worker.card.block_size != self.block_size:  # 0: nobody has been live yet
                 worker.refused = f"block size {worker.card.block_size}, pool has {self.block_size}"
         takers = [worker for worker in live if worker.state == "up" and not worker.refused]
         eligible = [worker for worker in takers if not worker.silent] or takers

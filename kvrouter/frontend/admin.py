@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvrouter.bus import Bus
@@ -28,7 +27,7 @@ from kvrouter.frontend.listening import Doors
 from kvrouter.frontend.listing import model_entries
 from kvrouter.frontend.openai import ModelEntry, model_body, models_body
 from kvrouter.frontend.state_metrics import samples
-from kvrouter.telemetry.exposition import Registry, exposition
+from kvrouter.telemetry.exposition import Registry, exposition, only
 from kvrouter.telemetry.metrics import StateCollector
 from kvrouter.version import __version__
 
@@ -130,11 +129,10 @@ class Admin:
         """Prometheus. Not where the next scrape would get another process's counters."""
         if self._doors.is_shared and self._doors.is_main(request.get_extra_info("sockname")):
             return web.Response(status=421, text=NOT_HERE.format(url=self._doors.url))
+        body = await exposition(self._registry)
         names = request.query.getall("name[]", [])
         if names:
-            body = generate_latest(self._registry.restricted_registry(names))
-        else:
-            body = await exposition(self._registry)
+            body = only(body, names)
         return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def workers(self, _request: web.Request) -> web.Response:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -64,6 +64,19 @@ async def exposition(registry: Registry, slice_s: float = SLICE_S) -> bytes:
         except RuntimeError:  # a table grew while a slice was out
             parts.append(await _written(state.samples, math.inf))
     return b"".join(parts)
+
+
+def only(text: bytes, names: Collection[str]) -> bytes:
+    """Of an exposition the samples of these names alone, their families' HELP and TYPE before them."""
+    kept: list[str] = []
+    head: list[str] = []
+    for line in text.decode().splitlines(keepends=True):
+        if line.startswith("#"):
+            head = [*head, line] if line.startswith("# TYPE") else [line]
+        elif line.partition(" ")[0].partition("{")[0] in names:
+            kept += [*head, line]
+            head = []
+    return "".join(kept).encode()
 
 
 async def _written(samples: Callable[[], Iterable[Sample]], slice_s: float) -> bytes:

@@ -20,9 +20,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Gauge
 
 from kvrouter.telemetry.loop_lag import Longest
+from kvrouter.telemetry.metrics import CountBy
 
 SET_ASIDE_S, EVERYTHING_S = 2.0, 3600.0
 THRESHOLDS = (5_000, 10, 1_000_000)
@@ -34,7 +35,7 @@ class Pauses:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         text = "Time the garbage collector has taken, by generation"
-        self._seconds = Counter("kvrouter_gc_seconds", text, ["generation"], registry=registry)
+        self._seconds = CountBy("kvrouter_gc_seconds", text, "generation", registry)
         self._longest = Longest(time.monotonic)
         text = "Its longest pause of the last minute"
         longest = Gauge("kvrouter_gc_longest_seconds", text, registry=registry)
@@ -55,7 +56,7 @@ class Pauses:
             self._began = time.perf_counter()
             return
         seconds = time.perf_counter() - self._began
-        self._seconds.labels(info["generation"]).inc(seconds)
+        self._seconds.inc(str(info["generation"]), seconds)
         self._longest.note(seconds)
 
 

@@ -40,11 +40,11 @@ class CountBy(Collector):
     """Numbers that only grow, one for each value of a label."""
 
     def __init__(self, name: str, text: str, label: str, registry: CollectorRegistry) -> None:
-        self.values: dict[str, int] = {}
+        self.values: dict[str, float] = {}
         self._name, self._text, self._label = name, text, label
         registry.register(self)
 
-    def inc(self, value: str, by: int = 1) -> None:
+    def inc(self, value: str, by: float = 1) -> None:
         """Add to that of this value."""
         self.values[value] = self.values.get(value, 0) + by
 

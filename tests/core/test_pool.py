@@ -69,6 +69,16 @@ def test_eldest_card_sets_the_block_size() -> None:
     assert "block size 16, pool has 64" == pool.workers[W2].refused
 
 
+def test_nobody_live_has_no_block_size_to_differ_from() -> None:
+    """While all workers are down nobody is refused for a block size that no live one has set."""
+    pool = new_pool()
+    pool.update(W1, worker_beat(card("w1"), state="down"))
+
+    assert not pool.workers[W1].refused
+    pool.update(W1, worker_beat())
+    assert [T1] == list(pool.targets)
+
+
 def test_down_worker_does_not_set_the_block_size() -> None:
     """Only live cards count."""
     pool = new_pool(card("w1", block_size=32, started_at_us=1), card("w2", started_at_us=2))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from prometheus_client import Counter, generate_latest
 
-from kvrouter.telemetry.exposition import Registry, exposition
+from kvrouter.telemetry.exposition import Registry, exposition, only
 from kvrouter.telemetry.metrics import Sample, StateCollector
 
 KINDS: list[Sample] = [
@@ -26,6 +26,24 @@ async def test_same_text_as_the_librarys() -> None:
     registry.register(StateCollector(lambda: KINDS))
 
     assert generate_latest(registry) == await exposition(registry)
+
+
+async def test_single_samples() -> None:
+    """Only the samples asked for, by their own names, with what their families say of themselves."""
+    registry = Registry()
+    Counter("k_plain", "Counted by the library", ["status"], registry=registry).labels("200").inc(7)
+    registry.register(StateCollector(lambda: KINDS))
+
+    text = only(await exposition(registry), ["k_plain_total", "k_true", "k_none"])
+
+    assert [
+        "# HELP k_plain_total Counted by the library",
+        "# TYPE k_plain_total counter",
+        'k_plain_total{status="200"} 7.0',
+        "# HELP k_true A truth",
+        "# TYPE k_true gauge",
+        "k_true 1.0",
+    ] == text.decode().splitlines()
 
 
 async def test_others_run_between_slices() -> None:
