@@ -24,6 +24,9 @@ from kvrouter.frontend.tearing import tear
 
 log = structlog.get_logger()
 
+UNREAD_S = 75.0
+"""A client that has not read its answer for so long has no use for another one."""
+
 HttpRoute: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -80,7 +83,9 @@ class AlreadyWritten(web.StreamResponse):
 def from_aiohttp(http: web.Request) -> Request:
     """The request as the request path sees it."""
     fields = [(name.lower(), value) for name, value in http.headers.items()]
-    head = Head(http.method, http.raw_path, fields, wants_keep_alive=http.keep_alive)
+    is_origin = http.raw_path.startswith("/")  # the form that servers are asked in; else a proxy is
+    path = http.raw_path if is_origin else http.rel_url.raw_path_qs
+    head = Head(http.method, path, fields, wants_keep_alive=http.keep_alive)
     return Request(head, AiohttpClient(http), arriving=partial(read_body, http))
 
 
@@ -94,7 +99,11 @@ def route(serve: Serve) -> HttpRoute:
             # else a client that sends requests and reads no answers would fill our memory
             drained = asyncio.Event()
             request.client.when_drained(drained.set)
-            await drained.wait()
+            try:
+                async with asyncio.timeout(UNREAD_S):
+                    await drained.wait()
+            except TimeoutError:
+                served = Served(served.status, keeps_alive=False, is_torn=True)
         return AlreadyWritten(served)
 
     return serve_http

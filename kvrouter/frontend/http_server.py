@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from functools import partial
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -35,6 +36,9 @@ HANDSHAKE_S = 10.0
 
 READY_LOOK_S = 0.05
 """How often a process that waits until it is ready looks whether it is."""
+
+UNREAD_LOOK_S = 0.02
+"""How often it is seen whether the last answers have been read, when a replica ends."""
 
 CUT_OFF_S = 0.1
 """What requests that outlived the draining get to end in: once from us, twice from aiohttp (0: for ever)."""
@@ -112,11 +116,14 @@ async def http_server(
         server.close()
         await asyncio.sleep(0)  # connections accepted just now begin
         idle = completions.idle
-        await wait_for_any(idle, hurried, timeout_s=options.drain_timeout_s)
+        hurry = hurried.wait() if hurried is not None else None
+        await wait_for_any(_drained(idle, connections), hurry, timeout_s=options.drain_timeout_s)
         if not idle.is_set():
             log.warning("frontend.cut_off", drain_timeout_s=options.drain_timeout_s)
             completions.cut_off()
-            await wait_for_any(idle, timeout_s=CUT_OFF_S)
+            await wait_for_any(idle.wait(), timeout_s=CUT_OFF_S)
+        if connections.unread:
+            log.warning("frontend.answers_cut_off", connections=connections.unread)
     finally:
         opening.cancel()
         server.close()  # also after an error inside
@@ -139,9 +146,16 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
-async def wait_for_any(*events: asyncio.Event | None, timeout_s: float) -> None:
-    """Wait until one of the events is set, or the time has passed."""
-    waiting = [asyncio.create_task(event.wait()) for event in events if event is not None]
+async def _drained(idle: asyncio.Event, connections: Connections) -> None:
+    """Return when every request is over and every client has read its answer."""
+    await idle.wait()
+    while connections.unread:  # noqa: ASYNC110  # transports tell of their high-water mark only
+        await asyncio.sleep(UNREAD_LOOK_S)
+
+
+async def wait_for_any(*things: Coroutine[Any, Any, object] | None, timeout_s: float) -> None:
+    """Wait until one of the things has come about, or the time has passed."""
+    waiting = [asyncio.create_task(thing) for thing in things if thing is not None]
     try:
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -56,6 +56,11 @@ class Connections:
         """One, for the next client."""
         return PlainConnection(self)
 
+    @property
+    def unread(self) -> int:
+        """Connections with something that is written and not sent, since their clients have not read on."""
+        return sum(connection.has_unread for connection in self.open)
+
     def close(self) -> None:
         """End the connections that are left."""
         for connection in list(self.open):
@@ -182,17 +187,16 @@ class PlainConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
+        self._heard_at = self._loop.time()  # so long it may take the client to read what is left
         if served.is_torn:
             tear(transport)
         elif not served.keeps_alive or self._body is not None:
             transport.close()
+        elif self.is_slow:  # a client that reads no answers must not fill our memory with them
+            self._pause()
+            self.when_drained(self._go_on)
         else:
-            self._heard_at = self._loop.time()
-            if self.is_slow:  # or a client that reads no answers would fill our memory with them
-                self._pause()
-                self.when_drained(self._go_on)
-            else:
-                self._go_on()
+            self._go_on()
 
     def _pause(self) -> None:
         if self._is_reading:
@@ -228,6 +232,11 @@ class PlainConnection(asyncio.Protocol):
         self._transport, self._unread = None, b""
 
     # Ends
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether a part of what was written is still here."""
+        return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
     def close(self) -> None:
         """The server ends: so do its connections."""

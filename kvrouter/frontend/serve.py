@@ -99,7 +99,7 @@ async def serve(options: FrontendOptions) -> None:
         await stopped.wait()
         frontend.drain()
         log.info("frontend.draining", grace_s=options.drain_grace_s)
-        await wait_for_any(hurried, timeout_s=options.drain_grace_s)
+        await wait_for_any(hurried.wait(), timeout_s=options.drain_grace_s)
     log.info("frontend.stopped")
 
 

@@ -28,6 +28,7 @@ from tests.frontend.workers import (
     Received,
     Script,
     Wire,
+    answer,
     chunk,
     event,
     in_turn,
@@ -135,6 +136,46 @@ async def test_drain(nats_url: str, free_port: Callable[[], int]) -> None:
         assert 0 == code
         assert "frontend.stopped" in said
         assert "error" not in said.lower()
+
+
+async def test_drain_waits_for_readers(nats_url: str, free_port: Callable[[], int]) -> None:
+    """An answer that the worker has given, and its client has not read yet, is not lost with the replica."""
+    whole, go_on = answer(b"x" * 900_000), asyncio.Event()
+
+    async def script(_received: Received, wire: Wire) -> None:
+        await go_on.wait()
+        await wire.send(whole)
+
+    async with running(nats_url, free_port(), script, "--drain-grace", "0") as frontend:
+        with slow_reader(frontend.url) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 26\r\n\r\n")
+            client.sendall(b'{"model":"m","prompt":"p"}')
+            await until(lambda: frontend.worker.requests, "the request is being served")
+            frontend.stop()
+            await until_refused(frontend.url)
+            go_on.set()
+            await asyncio.wait([asyncio.ensure_future(frontend.process.wait())], timeout=0.5)
+            got = await asyncio.to_thread(read_to_end, client)
+        code, said = await frontend.ended()
+
+    assert whole.partition(b"\r\n\r\n")[2] == got.partition(b"\r\n\r\n")[2]
+    assert 0 == code
+    assert "cut_off" not in said
+
+
+def slow_reader(url: str) -> socket.socket:
+    """A connection that takes little of what it does not read, as on a long way."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
+    client.settimeout(SOON_S)
+    client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+    return client
+
+
+def read_to_end(client: socket.socket) -> bytes:
+    """Everything up to the end."""
+    return b"".join(iter(lambda: client.recv(65536), b""))
 
 
 async def until_refused(url: str) -> None:
