@@ -114,7 +114,9 @@ async def http_server(
         idle = completions.idle
         await wait_for_any(idle, hurried, timeout_s=options.drain_timeout_s)
         if not idle.is_set():
-            log.warning("frontend.cut_off", drain_timeout_s=options.drain_timeout_s)
+            told = hurried is not None and hurried.is_set()
+            why = "a second signal" if told else f"--drain-timeout {options.drain_timeout_s:g} has passed"
+            log.warning("frontend.cut_off", why=why)
             completions.cut_off()
             await wait_for_any(idle, timeout_s=CUT_OFF_S)
     finally:
