@@ -37,6 +37,15 @@ _NATS_FILES = {
 }
 
 
+class FlagHelp(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to what --help says of a flag, unless the text has it or there is nothing to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, "", []) or "default:" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def identifier(text: str) -> str:
     """An argparse type: a namespace or a worker id."""
     if not is_identifier(text):
@@ -100,7 +109,8 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
         "--nats",
         default=os.environ.get("NATS_URL", DEFAULT_URL),
         metavar="URL[,URL…]|embedded",
-        help=f"servers; 'embedded' starts one at {DEFAULT_URL} unless one answers there",
+        help="servers; not given: those of $NATS_URL; "
+        f"'embedded' starts one at {DEFAULT_URL} unless one answers there",
     )
     nats.add_argument("--nats-user", metavar="NAME", help="with --nats-password-file")
     for flag, text in _NATS_FILES.items():

@@ -119,7 +119,9 @@ async def http_server(
         hurry = hurried.wait() if hurried is not None else None
         await wait_for_any(_drained(idle, connections), hurry, timeout_s=options.drain_timeout_s)
         if not idle.is_set():
-            log.warning("frontend.cut_off", drain_timeout_s=options.drain_timeout_s)
+            told = hurried is not None and hurried.is_set()
+            why = "a second signal" if told else f"--drain-timeout {options.drain_timeout_s:g} has passed"
+            log.warning("frontend.cut_off", why=why)
             completions.cut_off()
             await wait_for_any(idle.wait(), timeout_s=CUT_OFF_S)
         if connections.unread:

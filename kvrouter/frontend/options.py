@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrouter.bus import NatsOptions
-from kvrouter.config import add_common_flags, nats_options, not_negative, positive, positive_int
+from kvrouter.config import FlagHelp, add_common_flags, nats_options, not_negative, positive, positive_int
 from kvrouter.core.admission import AdmissionSettings
 from kvrouter.core.approx import DEFAULT_TTL_S
 from kvrouter.core.index import IndexBounds
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m kvrouter.frontend",
         description="One replica, or several on one port: an OpenAI-compatible frontend with a "
         "KV-cache-aware router inside.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=FlagHelp,
     )
     add_common_flags(parser)
     add_flags(parser)
@@ -152,7 +152,7 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         "--router-replica-sync",
         action=switch,
         default=argparse.SUPPRESS,
-        help="share bookings with the other replicas; default: off, with --processes above 1 on",
+        help="share bookings with the other replicas; default: on if this command runs several, else off",
     )
     group.add_argument(
         "--kv-overlap-score-weight",
@@ -172,7 +172,13 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         default=True,
         help="index the engines' KV events; without: assume what was sent stays for --router-ttl-secs",
     )
-    group.add_argument("--no-kv-events", dest="use_kv_events", action="store_false", help=argparse.SUPPRESS)
+    group.add_argument(
+        "--no-kv-events",
+        dest="use_kv_events",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="the same as --no-use-kv-events",
+    )
     group.add_argument(
         "--router-ttl-secs",
         type=not_negative,

@@ -46,13 +46,18 @@ def add_rule_flags(group: argparse._ArgumentGroup) -> None:
         default=False,
         help="pass over a worker that keeps failing, for --circuit-breaker-open-s",
     )
-    add("--circuit-breaker-failures", type=positive_int, default=_BREAKER.failures, help="in a row")
-    add("--circuit-breaker-open-s", type=positive, default=_BREAKER.open_s, help="seconds left alone")
+    add(
+        "--circuit-breaker-failures",
+        type=positive_int,
+        default=_BREAKER.failures,
+        help="failed attempts in a row until a worker is passed over",
+    )
+    add("--circuit-breaker-open-s", type=positive, default=_BREAKER.open_s, help="seconds it is left alone")
     add(
         "--circuit-breaker-successes",
         type=positive_int,
         default=_BREAKER.successes,
-        help="in a row, one request at a time, until all is well again",
+        help="answered requests in a row, one at a time, until all is well again",
     )
     add(
         "--active-decode-blocks-threshold",

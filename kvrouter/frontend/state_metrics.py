@@ -23,6 +23,7 @@ _COUNTED = {
     "unknown_messages": "Messages of no known subject, and KV frames of workers whose card is missing",
     "workers_lost": "Workers dropped because they were silent past their lease",
     "replicas_lost": "Replicas dropped because they were silent past their lease",
+    "pools_refused": "Messages about a pool that is one too many",
 }
 
 
@@ -48,7 +49,7 @@ def samples(replica: Replica, feeds: Feeds, watch: Watch, bus: Bus) -> Iterator[
     )
     yield "kvrouter_bus_errors", "counter", "Messages that raised an error here: bugs", {}, feeds.errors
     for counter, value in asdict(replica.counters).items():
-        yield f"kvrouter_{counter}", "counter", _COUNTED.get(counter, counter.replace("_", " ")), {}, value
+        yield f"kvrouter_{counter}", "counter", _COUNTED[counter], {}, value
     yield "kvrouter_replicas", "gauge", "Replicas known, this one included", {}, 1 + len(replica.peers)
     for router in list(replica.routers.values()):
         yield from _pool_samples(router.pool)

@@ -113,12 +113,23 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--replay-buffer", type=int, metavar="N", help="batches kept for replay (10000, as vLLM)")
     add("--topic", default=default.topic, help="ZMQ topic of the events (empty)")
-    add("--event-shape", choices=EVENT_SHAPES, default=default.event_shape, help="as vLLM 0.32 or up to 0.23")
+    add(
+        "--event-shape",
+        choices=EVENT_SHAPES,
+        default=default.event_shape,
+        help="how events are packed: map as vLLM 0.32, array as up to 0.23 (%(default)s)",
+    )
     add("--served-model-name", default=default.model_name, help="the model's name (%(default)s)")
     add("--model-path", type=Path, help="model directory with tokenizer and chat template; without: ids only")
     add("--lora", action="append", default=[], metavar="NAME", help="serve a LoRA adapter, too (repeatable)")
     add("--max-num-queued-reqs", type=int, metavar="N", help="answer 503 beyond N unfinished requests")
-    add("--data-parallel-size", type=int, default=default.data_parallel_size, metavar="N")
+    add(
+        "--data-parallel-size",
+        type=int,
+        default=default.data_parallel_size,
+        metavar="N",
+        help="ranks, each with a cache of its own (%(default)s)",
+    )
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -127,9 +138,14 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, default=default.block_size, help="tokens in a block (%(default)s)")
     add("--num-blocks", type=int, default=DEFAULT_NUM_BLOCKS, help="device blocks (%(default)s)")
     add("--host-blocks", type=int, default=0, help="blocks of a host tier for evicted ones (%(default)s)")
-    add("--eviction", choices=tuple(ORDERS), default=default.eviction, help="%(default)s")
-    add("--max-num-seqs", type=int, default=default.max_num_seqs, help="%(default)s")
-    add("--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens, help="%(default)s")
+    add("--eviction", choices=tuple(ORDERS), default=default.eviction, help="what goes first (%(default)s)")
+    add("--max-num-seqs", type=int, default=default.max_num_seqs, help="requests at a time (%(default)s)")
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        default=default.max_num_batched_tokens,
+        help="tokens a step (%(default)s)",
+    )
     add("--max-model-len", type=int, help="tokens (32768, or what the blocks hold)")
     add("--speedup", type=float, default=1.0, help="times as fast as an H100 with an 8B model (%(default)s)")
 

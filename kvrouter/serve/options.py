@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrouter.bus import NatsOptions
-from kvrouter.config import add_common_flags, nats_options, positive_int
+from kvrouter.config import FlagHelp, add_common_flags, nats_options, positive_int
 from kvrouter.errors import ConfigError
 from kvrouter.frontend import options as frontend
 from kvrouter.frontend.options import FrontendOptions
@@ -18,7 +18,8 @@ from kvrouter.worker import options as worker
 from kvrouter.worker.options import AgentOptions
 
 _EPILOG = (
-    "Every flag of `kvrouter frontend` may be given too and goes to each replica. Both are in this list."
+    "Flags of `kvrouter frontend` may be given too and go to each replica; this list has them. "
+    "Only --processes, --admin-port and --admin-host may not: use --replicas."
 )
 
 
@@ -157,7 +158,7 @@ def _whole_parser() -> argparse.ArgumentParser:
         description="NATS, an agent for each engine and the frontends: a whole deployment in one command.",
         epilog=_EPILOG,
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=FlagHelp,
     )
     _add_own_flags(parser)
     add_common_flags(parser)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 import structlog
 import uvloop
 
-from kvrouter.config import use_core
+from kvrouter.config import FlagHelp, use_core
 from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.worker.agent import leaves, serve
@@ -29,7 +29,9 @@ log = structlog.get_logger()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the agent until SIGTERM or SIGINT; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kvrouter.worker", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m kvrouter.worker", description=__doc__, formatter_class=FlagHelp
+    )
     add_flags(parser)
     arguments = parser.parse_args(argv)
     set_up_logs(arguments.log_level, arguments.log_format)

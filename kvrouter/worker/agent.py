@@ -133,6 +133,8 @@ class Agent:
     async def _serve_out(self) -> str:
         """Once the duty is to retire: drain, for as long as that may take. Returns why it is over."""
         await self._duty.retired.wait()
+        if not self._options.drain_timeout_s:
+            return "--drain-timeout 0: nothing is waited for"
         log.info("worker.draining", worker=self._options.worker_id, timeout_s=self._options.drain_timeout_s)
         try:
             async with asyncio.timeout(self._options.drain_timeout_s):

@@ -94,13 +94,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--kv-events", metavar="ENDPOINT[,…]", help="ZMQ endpoint of the engine's KV events; one per rank")
     add("--kv-replay", metavar="ENDPOINT[,…]", help="ZMQ endpoint of its replay; one per rank")
     add("--kv-topic", default="", help="subscribe to topics that begin so (default: all)")
-    add("--dp-size", type=positive_int, help="ranks; from one endpoint, rank r's port is r higher")
-    add("--kv-flush-ms", type=not_negative, default=10.0, help="at most one frame per rank in this time")
+    add(
+        "--dp-size",
+        type=positive_int,
+        help="ranks, if the engine does not tell; from one endpoint, rank r's port is r higher",
+    )
+    add(
+        "--kv-flush-ms",
+        type=not_negative,
+        default=10.0,
+        help="milliseconds: at most one frame per rank in this time",
+    )
     add("--kv-cache-block-size", type=positive_int, help="if neither metrics nor events tell it")
     add("--worker-id", type=identifier, help="survives restarts (default: host and port of the engine)")
     add("--model", help="name of the base model, and so of the pool (default: the engine's first)")
-    add("--max-num-batched-tokens", type=positive_int, default=0, help="the engine's, for the card")
-    add("--max-num-seqs", type=positive_int, default=0, help="the engine's, for the card")
+    add(
+        "--max-num-batched-tokens",
+        type=positive_int,
+        default=0,
+        help="the engine's, for the card; 0: not told",
+    )
+    add("--max-num-seqs", type=positive_int, default=0, help="the engine's, for the card; 0: not told")
     add("--label", action="append", default=[], metavar="KEY=VALUE", help="zone, node, group …; repeatable")
     add(
         "--metric",

@@ -62,3 +62,11 @@ def test_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"decision-targets", "overlap-targets", "prompt-tokens", "store-blocks", "memory-blocks"}
     assert {f"{name}.svg" for name in names} == {path.name for path in tmp_path.glob("*.svg")}
     assert names < json.loads((tmp_path / "index-growth.json").read_text()).keys()
+
+
+def test_quick_growth_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    """A trial run does not replace the plots of the docs."""
+    with pytest.raises(SystemExit):
+        main(["growth", "--quick"])
+
+    assert "--quick needs --plots DIR" in capsys.readouterr().err

@@ -22,19 +22,33 @@ TARGETS = (8, 16, 32, 64, 128, 256, 512, 1000)
 TOKENS = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 64_000, 128_000)
 RESIDENT = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000)
 
+PLOTS = Path("docs/plots")
+FIGURES = "index-growth.json"
+
 Series = dict[str, list[Point]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and draw; returns the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/bench growth", description=__doc__)
-    parser.add_argument("--plots", type=Path, default=Path("docs/plots"), metavar="DIR", help="(%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="small sizes only, to see that it works")
+    parser.add_argument(
+        "--plots",
+        type=Path,
+        metavar="DIR",
+        help=f"where plots and figures ({FIGURES}) are written (default: {PLOTS}; --quick has none)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes only, to see that it works; with --plots"
+    )
     flags = parser.parse_args(arguments)
+    if flags.plots is None and flags.quick:
+        parser.error(f"--quick needs --plots DIR: its plots must not replace those of {PLOTS}")
+    flags.plots = flags.plots or PLOTS
     flags.plots.mkdir(parents=True, exist_ok=True)
     figures = [over_targets(flags), over_tokens(flags), over_blocks(flags)]
     told = {**machine(), **{name: series for each in figures for name, series in each.items()}}
-    (flags.plots / "index-growth.json").write_text(json.dumps(told, indent=1) + "\n")
+    (flags.plots / FIGURES).write_text(json.dumps(told, indent=1) + "\n")
+    print(f"plots and {FIGURES} are in {flags.plots}")
     return 0
 
 

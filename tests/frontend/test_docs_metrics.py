@@ -1,0 +1,51 @@
+"""docs/metrics.md lists what /metrics says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrouter.core.replica import ReplicaCounters
+from tests.frontend.fleet import FleetOf
+
+ROOT = Path(__file__).parent.parent.parent
+ROW = re.compile(r"^\| `(kvrouter_\w+)` \| (counter|gauge|histogram) \|([^|]*)\|", re.MULTILINE)
+NAME = re.compile(r'"(kvrouter_\w+)"')
+
+Row = tuple[str, frozenset[str]]
+"""Kind and labels."""
+
+
+def rows() -> dict[str, Row]:
+    """The page's, by family: a counter without its `_total`."""
+    found: dict[str, Row] = {}
+    for name, kind, labels in ROW.findall((ROOT / "docs" / "metrics.md").read_text()):
+        family = name.removesuffix("_total") if kind == "counter" else name
+        found[family] = kind, frozenset(re.findall(r"`(\w+)`", labels))
+    return found
+
+
+def test_page_lists_every_family() -> None:
+    """All that the sources name, also what has no series until something happens, and nothing else."""
+    sources = [file for room in ("frontend", "telemetry") for file in (ROOT / "kvrouter" / room).glob("*.py")]
+    named = {name for file in sources for name in NAME.findall(file.read_text())}
+    counted = {f"kvrouter_{counter.name}" for counter in fields(ReplicaCounters)}
+
+    assert named | counted == set(rows())
+
+
+async def test_kinds_and_labels(fleet_of: FleetOf) -> None:
+    """What a frontend says after a request has the kinds and labels of the page."""
+    async with fleet_of("--router-mode", "kv", "--router-queue-threshold", "4") as fleet:
+        await fleet.ask()
+        text = (await fleet.get("/metrics")).body.decode()
+
+    for family in text_string_to_metric_families(text):
+        if not family.name.endswith("_created"):  # prometheus_client's own addition to its counters
+            kind, labels = rows()[family.name]
+            said = {label for sample in family.samples for label in sample.labels}
+            assert (family.name, kind) == (family.name, family.type)
+            assert said - {"le"} <= labels
