@@ -293,3 +293,20 @@ async def test_client_that_reads_nothing(fleet_of: FleetOf) -> None:
 
         assert served < 30
         assert [500_000] * 30 == [len((await client.response()).body) for _ in range(30)]
+
+
+async def test_client_that_never_reads(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of aiohttp's that does not read its answer on is not kept for ever."""
+    monkeypatch.setattr("kvrouter.frontend.client.UNREAD_S", 0.05)
+    large = answer(b"x" * 900_000)
+    async with fleet_of(scripts=(says(large),)) as fleet, fleet.connected() as client:
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        for _ in range(30):
+            client.send(BODY, "expect: 100-continue")
+
+        def is_torn() -> bool:
+            client.writer.write(b" ")  # what is not read shows nothing
+            return client.writer.is_closing()
+
+        await until(lambda: fleet.requests and not fleet.bookings(), "the answer has come")
+        await until(is_torn, "the connection is torn")
