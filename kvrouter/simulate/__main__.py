@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from kvrouter.config import not_negative, positive, positive_int
+from kvrouter.config import FlagHelp, not_negative, positive, positive_int
 from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.frontend.policy_flags import SERVED_MODES, add_policy_flags, policy_settings
 from kvrouter.mocker.engine import EngineConfig, speed_up
@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kvrouter.simulate",
         description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=FlagHelp,
     )
     add = parser.add_argument
     add("--trace", type=Path, default=CONVERSATION_EXCERPT, help="requests in Mooncake's JSON lines")
