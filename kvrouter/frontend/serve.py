@@ -59,7 +59,7 @@ log = structlog.get_logger()
 
 WATCH_S = 1.0
 """Between two looks for problems."""
-SETTLINGS = 20
+SETTLINGS = 40
 """How often in between it is seen which events have come: a small cache does not keep a block for long."""
 
 
