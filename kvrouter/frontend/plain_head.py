@@ -91,7 +91,13 @@ def parse_plain(head: bytes) -> tuple[Head, int] | None:
         return None
     fields = [field for field in reader.fields if field[0] != "content-length"]
     path = reader.url.decode("ascii")
-    return Head("POST", path, fields, wants_keep_alive=parser.should_keep_alive()), int(length)
+    return Head("POST", path, fields, wants_keep_alive=not _closes(fields)), int(length)
+
+
+def _closes(fields: list[Field]) -> bool:
+    """Whether the client wants no other answer here. (The parser forgets it once a body of 0 bytes is over.)"""
+    said = [value for name, value in fields if name == "connection"]
+    return any(word.strip().lower() == "close" for word in ",".join(said).split(","))
 
 
 def may_be_plain(data: bytes) -> bool:

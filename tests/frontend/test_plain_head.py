@@ -28,10 +28,11 @@ def test_plain() -> None:
 
 def test_connection_close() -> None:
     """A client that wants no other answer on its connection says so."""
-    parsed = parse_plain(head(b"Connection: close"))
+    for length in (b"7", b"0"):
+        parsed = parse_plain(head(b"Connection: close", length=length))
 
-    assert parsed is not None
-    assert not parsed[0].wants_keep_alive
+        assert parsed is not None
+        assert not parsed[0].wants_keep_alive
 
 
 @pytest.mark.parametrize(
