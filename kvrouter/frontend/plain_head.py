@@ -95,7 +95,7 @@ def parse_plain(head: bytes) -> tuple[Head, int] | None:
 
 
 def _closes(fields: list[Field]) -> bool:
-    """Whether the client wants no other answer here. (The parser forgets it once a body of 0 bytes is over.)"""
+    """Whether the client wants no other answer here; the parser forgets it once a body of 0 bytes is over."""
     said = [value for name, value in fields if name == "connection"]
     return any(word.strip().lower() == "close" for word in ",".join(said).split(","))
 
