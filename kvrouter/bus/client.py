@@ -6,7 +6,8 @@ should a later nats-py not call it, messages take the long way to the same callb
 
 nats-py runs tasks of its own. An error that it does not expect (a line without end, an INFO that is
 no object) ends them, and it tells nobody: it goes on as "reconnecting" or "connected" for ever.
-Its tasks have no public names.
+Its tasks have no public names. Nor does it close the socket of an attempt at which the server says nothing
+it understands: one descriptor for each, until the garbage collector comes by.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ class Client(client.Client):
             pending_msgs_limit=pending_msgs_limit,
             pending_bytes_limit=pending_bytes_limit,
         )
+
+    async def _connect_to_server(self, s: client.Srv) -> None:
+        if self._transport is not None:  # of an attempt that failed once connected: nobody else closes it
+            self._transport.close()  # type: ignore[no-untyped-call]
+        await super()._connect_to_server(s)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         subscription = self._subs.get(sid)

@@ -67,13 +67,20 @@ class FeedSource:
 
     def append(self, ops: Sequence[Op]) -> list[bytes]:
         """Number the ops as one frame, or several if they exceed a frame's size; nothing if empty."""
-        frames = []
-        for part in _parts(ops, MAX_FRAME_BYTES - _ENVELOPE_BYTES):
-            self.seq += 1
-            data = encode(Frame(VERSION, self.incarnation, self.seq, part))
+        if not ops:
+            return []
+        frames = [self._frame(1, ops)]
+        if len(frames[0]) > MAX_FRAME_BYTES:
+            parts = _split(ops, MAX_FRAME_BYTES - _ENVELOPE_BYTES)
+            frames = [self._frame(number, part) for number, part in enumerate(parts, 1)]
+        self.seq += len(frames)
+        for data in frames:
             self._remember(data)
-            frames.append(data)
         return frames
+
+    def _frame(self, number: int, ops: Sequence[Op]) -> bytes:
+        """The `number`th frame after the last one."""
+        return encode(Frame(VERSION, self.incarnation, self.seq + number, list(ops)))
 
     def _remember(self, data: bytes) -> None:
         self._ring.append(data)
@@ -131,13 +138,6 @@ class FeedSource:
         for kept in list(self._snapshots.values()):
             if now - kept.taken_at > SNAPSHOT_KEPT_S:
                 del self._snapshots[kept.id]
-
-
-def _parts(ops: Sequence[Op], room: int) -> Iterable[list[Op]]:
-    """The same as `_split`, and quick where all fit into one, as nearly always."""
-    if ops and len(encode(ops)) <= room:
-        return [list(ops)]
-    return _split(ops, room)
 
 
 def _split(ops: Sequence[Op], room: int) -> Iterable[list[Op]]:

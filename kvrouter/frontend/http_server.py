@@ -115,17 +115,7 @@ async def http_server(
         opening.cancel()
         server.close()
         await asyncio.sleep(0)  # connections accepted just now begin
-        idle = completions.idle
-        hurry = hurried.wait() if hurried is not None else None
-        await wait_for_any(_drained(idle, connections), hurry, timeout_s=options.drain_timeout_s)
-        if not idle.is_set():
-            told = hurried is not None and hurried.is_set()
-            why = "a second signal" if told else f"--drain-timeout {options.drain_timeout_s:g} has passed"
-            log.warning("frontend.cut_off", why=why)
-            completions.cut_off()
-            await wait_for_any(idle.wait(), timeout_s=CUT_OFF_S)
-        if connections.unread:
-            log.warning("frontend.answers_cut_off", connections=connections.unread)
+        await _drain(completions, connections, hurried, timeout_s=options.drain_timeout_s)
     finally:
         opening.cancel()
         server.close()  # also after an error inside
@@ -146,6 +136,23 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
     """Whether aiohttp logs more than that a client speaks no proper HTTP (it is told so: 400)."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+async def _drain(
+    completions: Completions, connections: Connections, hurried: asyncio.Event | None, *, timeout_s: float
+) -> None:
+    """Let what runs finish until a second signal or the time's end; then cut off the rest."""
+    idle = completions.idle
+    hurry = hurried.wait() if hurried is not None else None
+    await wait_for_any(_drained(idle, connections), hurry, timeout_s=timeout_s)
+    if not idle.is_set():
+        told = hurried is not None and hurried.is_set()
+        why = "a second signal" if told else f"--drain-timeout {timeout_s:g} has passed"
+        log.warning("frontend.cut_off", why=why)
+        completions.cut_off()
+        await wait_for_any(idle.wait(), timeout_s=CUT_OFF_S)
+    if connections.unread:
+        log.warning("frontend.answers_cut_off", connections=connections.unread)
 
 
 async def _drained(idle: asyncio.Event, connections: Connections) -> None:

@@ -22,7 +22,7 @@ import structlog
 import uvloop
 
 from kvrouter.bus.embedded import embedded_server
-from kvrouter.errors import KvRouterError
+from kvrouter.errors import KvRouterError, leaves
 from kvrouter.frontend.listening import listen, url
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.processes.children import Child
@@ -124,12 +124,12 @@ def run(options: FrontendOptions, arguments: Sequence[str]) -> int:
     output = Output(sys.stdout.buffer, sys.stderr.buffer, width=width, is_json=is_json)
     with contextlib.closing(output), contextlib.redirect_stderr(LabelledText(output, NAME)):
         set_up_logs(options.log_level, options.log_format)
-        failures: list[BaseException] = []
+        failures: Sequence[BaseException] = ()
         code = WRONG_FLAGS
         try:
             code = uvloop.run(_run(options, arguments, output))
         except* KvRouterError as group:
-            failures += group.exceptions
+            failures = leaves(group)
         for failure in failures:
             output.line(NAME, f"kvrouter.frontend: {failure}".encode(), is_error=True)
         return code

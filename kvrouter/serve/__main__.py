@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import uvloop
 
 from kvrouter.bus.embedded import embedded_server
-from kvrouter.errors import KvRouterError
+from kvrouter.errors import KvRouterError, leaves
 from kvrouter.processes.output import LabelledText, Output
 from kvrouter.serve.deployment import NAME, Deployment
 from kvrouter.serve.options import ServeOptions, parse_options
@@ -34,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: ServeOptions, output: Output) -> int:
-    failures: list[BaseException] = []
+    failures: Sequence[BaseException] = ()
     code = 2
     try:
         code = uvloop.run(_run(options, output))
     except* KvRouterError as group:
-        failures += group.exceptions
+        failures = leaves(group)
     for failure in failures:
         output.line(NAME, str(failure).encode(), is_error=True)
     return code

@@ -66,13 +66,16 @@ class EngineTokenizer:
         if self._calls + len(bodies) > MOST_CALLS:
             raise BusyError(f"{MOST_CALLS} calls to /tokenize are under way")
         self._calls += len(bodies)
+        failed: BaseException | None = None  # raised below: Python before 3.11.4 would wrap it in a group
         try:
             async with asyncio.TaskGroup() as calls:
                 asked = [calls.create_task(self._ask(url, body)) for body in bodies]
         except* EngineTokenizerError as errors:
-            raise errors.exceptions[0] from None
+            failed = errors.exceptions[0]
         finally:
             self._calls -= len(bodies)
+        if failed is not None:
+            raise failed
         kept = prompt.kept_tokens
         return [call.result() if kept is None else call.result()[kept] for call in asked]
 

@@ -16,9 +16,9 @@ import structlog
 import uvloop
 
 from kvrouter.config import FlagHelp, use_core
-from kvrouter.errors import ConfigError, KvRouterError
+from kvrouter.errors import ConfigError, KvRouterError, leaves
 from kvrouter.telemetry.logs import set_up_logs
-from kvrouter.worker.agent import leaves, serve
+from kvrouter.worker.agent import serve
 from kvrouter.worker.drain import Duty
 from kvrouter.worker.engines_file import read_engines
 from kvrouter.worker.options import add_flags, read_options

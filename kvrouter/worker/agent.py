@@ -326,11 +326,3 @@ class Agent:
         if isinstance(request.part, int) and 0 <= request.part < len(self._ranks) and reply:
             publisher = self._ranks[request.part].publisher
             self._bus.publish(reply, publisher.answer(request, self._bus.max_payload, time.monotonic()))
-
-
-def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    """The errors themselves, without the groups that task groups put around them."""
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found

@@ -14,8 +14,8 @@ import structlog
 
 from kvrouter.bus import Bus
 from kvrouter.config import open_bus
-from kvrouter.errors import KvRouterError
-from kvrouter.worker.agent import leaves, serve_engine
+from kvrouter.errors import KvRouterError, leaves
+from kvrouter.worker.agent import serve_engine
 from kvrouter.worker.announcer import TakenOverError
 from kvrouter.worker.drain import Duty
 from kvrouter.worker.engines_file import EngineList

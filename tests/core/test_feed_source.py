@@ -10,6 +10,7 @@ from kvrouter.core.blocks import pack_hashes
 from kvrouter.core.events import (
     MAX_FRAME_BYTES,
     VERSION,
+    Frame,
     Free,
     Op,
     ReplayFrames,
@@ -88,13 +89,14 @@ def test_large_lists_of_ops_are_cut(source: FeedSource) -> None:
 
 @pytest.mark.parametrize("spare_bytes", [-1, 0, 1, 2])
 def test_ops_that_just_fit_are_one_frame(source: FeedSource, spare_bytes: int) -> None:
-    """As long as they are no larger than the room in a frame, all together."""
-    room = MAX_FRAME_BYTES - 64
-    around = len(encode(Free(1))) + len(encode(Stored(0, None, bytes(room)))) - room
+    """As long as the frame around them is no larger than a frame may be, all together."""
+    room = MAX_FRAME_BYTES // 2
+    around = len(encode(Frame(VERSION, 1000, 1, [Free(1), Stored(0, None, bytes(room))]))) - room
 
-    sent = source.append([Free(1), Stored(0, None, bytes(room - around - spare_bytes))])
+    sent = source.append([Free(1), Stored(0, None, bytes(MAX_FRAME_BYTES - around - spare_bytes))])
 
     assert (2 if spare_bytes < 0 else 1) == len(sent)
+    assert max(map(len, sent)) <= MAX_FRAME_BYTES
 
 
 def test_replay_from_the_ring(source: FeedSource) -> None:
