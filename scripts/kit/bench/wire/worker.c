@@ -2,9 +2,10 @@
  *
  *   worker --port P [--port P]... [--events N] [--pace-ms X] [--model NAME] [--seconds S]
  *
- * Each port is an engine. It works in steps of --pace-ms: at each step all its streams get an event, as with
- * continuous batching; the steps of several ports are spread evenly. The head of a stream leaves at once, as
- * from uvicorn. `max_tokens` of a request says how many events its stream has (else --events).
+ * Each port is an engine. The first event of a stream leaves --pace-ms after its request has come, so that what
+ * a client waits longer is the router's doing; from then on the engine works in steps of --pace-ms: at each all
+ * its streams get an event, as with continuous batching. The steps of several ports are spread evenly. The head
+ * of a stream leaves at once, as from uvicorn. `max_tokens` of a request says how many events its stream has (else --events).
  * A request body needs a content-length. It ends on SIGTERM, or after --seconds. Listens on 127.0.0.1 only.
  */
 #define _GNU_SOURCE
@@ -92,8 +93,7 @@ static void start_stream(struct connection *c, long count) {
         if (!(heap = realloc(heap, (size_t)heap_size * sizeof *heap))) die("memory");
     }
     c->left = count;
-    uint64_t now = now_ns();
-    c->due = pace_ns ? now + pace_ns - (now - c->offset) % pace_ns : now;
+    c->due = now_ns() + pace_ns;
     heap_len++;
     sift(c, heap_len - 1);
 }
@@ -276,7 +276,7 @@ static void send_due(void) {
     uint64_t now = now_ns();
     while (heap_len && heap[0]->due <= now) {
         struct connection *c = heap[0];
-        c->due += pace_ns;
+        c->due += pace_ns - (c->due - c->offset) % pace_ns;
         sift(c, 0);
         if (!send_event(c) || (c->at < 0 && !answer_all(c))) drop(c);
     }
