@@ -205,6 +205,11 @@ class Truth:
             expected = _Expected(target, kind, hashes[0], now + ANNOUNCE_S)
             self._expected.setdefault((target, hashes[-1]), expected)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are blocks that events should soon name."""
+        return bool(self._expected)
+
     def look(self, now: float, holds: Callable[[Target, int], bool | None]) -> None:
         """Which of the expected blocks have come; `holds` says None where that cannot be known now."""
         waiting, self._expected = self._expected, {}

@@ -27,6 +27,14 @@ class Told(Struct, frozen=True):
     problem: Problem
 
 
+MOST_STEPS = 40
+"""How often between two looks it is seen which events have come: a small cache soon drops a block."""
+
+FEWEST_STEPS = 4
+"""The same where none is expected: a replica that has nothing to do should seldom wake up."""
+
+WORKERS_A_STEP = 25
+
 _Key = tuple[str, str, str]
 """Pool, worker, kind of problem."""
 
@@ -44,6 +52,14 @@ class Watch:
         self._compared = compared
         self._known: dict[_Key, Told] = {}
         self._found: dict[_Key, Told] = {}
+
+    def steps(self) -> int:
+        """In how many steps to look, and how often to `settle` meanwhile."""
+        routers = self._replica.routers.values()
+        if any(router.truth.is_waiting for router in routers):
+            return MOST_STEPS
+        workers = sum(len(router.pool.workers) for router in routers)
+        return max(FEWEST_STEPS, min(MOST_STEPS, workers // WORKERS_A_STEP))
 
     def settle(self, now: float) -> None:
         """Which events have come that are expected. To be called often: engines forget blocks, too."""

@@ -59,8 +59,6 @@ log = structlog.get_logger()
 
 WATCH_S = 1.0
 """Between two looks for problems."""
-SETTLINGS = 40
-"""How often in between it is seen which events have come: a small cache does not keep a block for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +279,10 @@ async def _background(
 async def _keep_watch(watch: Watch) -> None:
     """Say once of each problem that it has begun, and once that it is over."""
     while True:
-        look = watch.looking(SETTLINGS)
-        for _ in range(SETTLINGS):
-            await asyncio.sleep(WATCH_S / SETTLINGS)
+        steps = watch.steps()
+        look = watch.looking(steps)
+        for _ in range(steps):
+            await asyncio.sleep(WATCH_S / steps)
             watch.settle(asyncio.get_running_loop().time())
             next(look, None)
         begun, over = watch.told()

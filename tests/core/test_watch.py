@@ -140,6 +140,28 @@ def test_look_in_steps(workers: int, steps: int) -> None:
     assert ([], []) == stepped.told()
 
 
+@pytest.mark.parametrize(("workers", "steps"), [(0, 4), (100, 4), (250, 10), (1000, 40), (3000, 40)])
+def test_few_steps_while_idle(workers: int, steps: int) -> None:
+    """A replica wakes up for many looks where workers are many, or while events are expected."""
+    replica = new_replica()
+    for number in range(workers):
+        shown = card(worker_id=f"w{number}")
+        replica.worker_heard(WorkerId(shown.worker_id), encode(worker_beat(shown)), 0.0)
+
+    assert steps == Watch(replica).steps()
+
+
+def test_many_steps_while_events_are_expected(replica: Replica) -> None:
+    """Until they have come, or their time is over."""
+    watch = Watch(replica)
+    idle = watch.steps()
+    expect(replica)
+    assert idle < watch.steps()
+
+    watch.settle(ANNOUNCE_S)
+    assert idle == watch.steps()
+
+
 def test_worker_that_leaves_amid_a_look(replica: Replica) -> None:
     """Its problems are not told."""
     replica.worker_heard(W2, encode(worker_beat(replace(card(worker_id=W2), block_size=32))), 0.0)
