@@ -20,7 +20,8 @@ def test_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     assert 0 == main(["--runs", "1", "--requests", "300", "--profile", f"--json={figures}"])
     for row in json.loads(figures.read_text())["us"].values():
-        everything = row.pop("all")
+        everything, event = row.pop("all"), row.pop("an event")
+        assert 0 < event < everything
         assert 0 < row["frontend"] < everything
         assert everything == pytest.approx(sum(row.values()))
     assert "plain_connection.py" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What a short request costs the code of a frontend, without the system's share: sockets are faked.
+"""What a short request and a streamed event cost a frontend's own code: sockets are faked.
 
 A whole frontend runs in this process, but for two things: clients' bytes come from a loop here, and workers
 answer at once from here. So the figure is CPU time of our own Python (and of the event loop's callbacks),
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import cProfile
 import json
 import pstats
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +24,7 @@ from unittest import mock
 import uvloop
 from rich.table import Table
 
+from kvrouter.frontend.framing import LAST_CHUNK, chunk
 from kvrouter.frontend.options import parse_options
 from kvrouter.frontend.plain_connection import Connections
 from kvrouter.frontend.serve import RunningFrontend, running_frontend
@@ -51,15 +51,32 @@ _JSON = json.dumps(
         "usage": {"prompt_tokens": 6, "total_tokens": 9, "completion_tokens": 3},
     }
 ).encode()
-ANSWER = (
+Answer = tuple[bytes, ...]
+"""As it arrives, read by read."""
+
+ANSWER: Answer = (
     b"HTTP/1.1 200 OK\r\ndate: Sat, 21 Nov 2026 14:00:00 GMT\r\nserver: uvicorn\r\n"
-    b"content-length: %d\r\ncontent-type: application/json\r\n\r\n%s" % (len(_JSON), _JSON)
+    b"content-length: %d\r\ncontent-type: application/json\r\n\r\n%s" % (len(_JSON), _JSON),
 )
+EVENTS = 64
+"""How many more events the longer of two streams has, of which the difference is taken."""
+_EVENT = b"data: " + _JSON + b"\n\n"
 _HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:8000\r\naccept: */*\r\nuser-agent: bench/1\r\n"
     b"content-type: application/json\r\nauthorization: Bearer EMPTY\r\ncontent-length: %d\r\n\r\n"
 )
+_EXPECTED = (b"HTTP/1.1 200", chunk(_EVENT)[:16], chunk(_EVENT + b"data: [DONE]\n\n")[:16])
 REQUESTS = [_HEAD % len(body) + body for body in SHORT_BODIES]
+
+
+def streamed(events: int) -> Answer:
+    """A stream as uvicorn sends it: the head alone, each event alone, and with the last one the end."""
+    head = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+        b"transfer-encoding: chunked\r\n\r\n"
+    )
+    last = chunk(_EVENT + b"data: [DONE]\n\n") + LAST_CHUNK
+    return (head, *[chunk(_EVENT)] * (events - 1), last)
 
 
 class FakeTransport(asyncio.Transport):
@@ -106,11 +123,11 @@ async def _run(flags: argparse.Namespace) -> int:
         workers = await stage.workers(pace_ms=5)
         for name in FLAGS:
             us, profile = await _measure(stage, workers, name, flags)
-            figures[name] = {"all": us}
+            figures[name] = {"all": us["short"], "an event": (us["longer"] - us["stream"]) / EVENTS}
             if profile is not None:
                 profile.sort_stats("tottime").print_stats(PROFILE_LINES)
-                figures[name] |= {part: us * share for part, share in shares(profile).items()}
-    table = Table(title="CPU µs of our own code for a short request")
+                figures[name] |= {part: us["short"] * share for part, share in shares(profile).items()}
+    table = Table(title="CPU µs of our own code: a short request, and by parts; an event of a stream")
     table.add_column("")
     parts = list(dict.fromkeys(part for row in figures.values() for part in row))
     for part in parts:
@@ -126,7 +143,7 @@ async def _run(flags: argparse.Namespace) -> int:
 
 async def _measure(
     stage: Stage, workers: Workers, name: str, flags: argparse.Namespace
-) -> tuple[float, pstats.Stats | None]:
+) -> tuple[dict[str, float], pstats.Stats | None]:
     options = parse_options(
         [
             *FLAGS[name],
@@ -136,18 +153,28 @@ async def _measure(
             "--port=0",
         ]
     )
-    with _answered_at_once():
+    engine, figures = _Engine(), {}
+    works = {"short": ANSWER, "stream": streamed(2), "longer": streamed(2 + EVENTS)}
+
+    def connect(upstream: Upstream, url: str) -> Coroutine[Any, Any, Connection]:
+        return engine.connect(upstream, url)  # which, being a method already, would not become Upstream's
+
+    with mock.patch.object(Upstream, "connect", connect):
         async with running_frontend(options) as frontend:
             await _ready(frontend, len(workers.ports))
             clients = _Clients(frontend)
-            await clients.send(WARM_REQUESTS)
-            runs = [await clients.send(flags.requests) for _ in range(flags.runs)]
+            for work, answer in works.items():
+                engine.answer = answer
+                requests = max(CONCURRENCY, flags.requests // len(answer))
+                await clients.send(max(CONCURRENCY, WARM_REQUESTS // len(answer)), answer)
+                figures[work] = median([await clients.send(requests, answer) for _ in range(flags.runs)])
             profile = cProfile.Profile()
             if flags.profile:
+                engine.answer = ANSWER
                 profile.enable()
-                await clients.send(flags.requests)
+                await clients.send(flags.requests, ANSWER)
                 profile.disable()
-    return median(runs), pstats.Stats(profile) if flags.profile else None
+    return figures, pstats.Stats(profile) if flags.profile else None
 
 
 def shares(profile: pstats.Stats) -> dict[str, float]:
@@ -179,19 +206,23 @@ async def _ready(frontend: RunningFrontend, workers: int) -> None:
             await asyncio.sleep(0.05)
 
 
-@contextlib.contextmanager
-def _answered_at_once() -> Iterator[None]:
-    """While inside, workers are not connected to: what they are sent is answered from here."""
-    loop = asyncio.get_running_loop()
+class _Engine:
+    """Workers that need no connection: what they are sent is answered from here, in turns of the loop."""
 
-    async def connect(upstream: Upstream, url: str) -> Connection:
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.answer = ANSWER
+
+    async def connect(self, upstream: Upstream, url: str) -> Connection:
+        """In place of `Upstream.connect`."""
         connection = Connection(upstream._pools.setdefault(url, deque()))
-        answer = FakeTransport(lambda _: loop.call_soon(connection.data_received, ANSWER))
-        connection.connection_made(answer)
+        connection.connection_made(FakeTransport(lambda _: self._loop.call_soon(self._send, connection, 0)))
         return connection
 
-    with mock.patch.object(Upstream, "connect", connect):
-        yield
+    def _send(self, connection: Connection, number: int) -> None:
+        if number + 1 < len(self.answer):
+            self._loop.call_soon(self._send, connection, number + 1)
+        connection.data_received(self.answer[number])
 
 
 class _Clients:
@@ -202,14 +233,16 @@ class _Clients:
         self._connections = Connections(
             frontend.completions.routes(), _no_aiohttp, max_body_bytes=1 << 20, keep_alive_s=3600
         )
+        self._last = b""
         self._left = 0
         self._busy = 0
         self._done = asyncio.Event()
         self._clients = [self._new() for _ in range(CONCURRENCY)]
 
-    async def send(self, requests: int) -> float:
-        """CPU µs for each."""
+    async def send(self, requests: int, answer: Answer) -> float:
+        """CPU µs for each; `answer` is what each gets."""
         self._left = requests
+        self._last = answer[-1][-8:]
         self._done.clear()
         began = time.process_time()
         for number, receive in enumerate(self._clients):
@@ -224,8 +257,10 @@ class _Clients:
         connection = self._connections.new()
 
         def answered(data: bytes) -> None:
-            if not data.startswith(b"HTTP/1.1 200"):
+            if not data.startswith(_EXPECTED):
                 raise AssertionError(data[:200])
+            if not data.endswith(self._last):
+                return
             if self._left > 0:
                 self._left -= 1
                 self._loop.call_soon(connection.data_received, REQUESTS[self._left % len(REQUESTS)])
