@@ -1,4 +1,4 @@
-"""What all tests share: the event loop they run on, and a NATS server."""
+"""What all tests share: the event loop they run on, a NATS server, both versions of the hot tables."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 from kvrouter.bus.embedded import server_binary
+from kvrouter.core import twins
 
 _START_TIMEOUT_S = 10.0
 
@@ -122,3 +123,13 @@ def _bundled_url(stack: contextlib.ExitStack) -> str:
     stack.callback(server.stop)
     server.start()
     return server.url
+
+
+@pytest.fixture(params=twins.CORES, scope="module")
+def core(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The version in use while a module's tests run; `pytestmark = usefixtures("core")` runs them on each."""
+    before = twins.in_use()
+    if request.param == twins.NATIVE and twins.why_not_built:
+        pytest.skip(f"not built here: {twins.why_not_built}")
+    yield twins.choose(request.param)
+    twins.choose(before)

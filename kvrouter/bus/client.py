@@ -51,8 +51,9 @@ class Client(client.Client):
         )
 
     async def _connect_to_server(self, s: client.Srv) -> None:
-        if self._transport is not None:  # of an attempt that failed once connected: nobody else closes it
-            self._transport.close()  # type: ignore[no-untyped-call]
+        left, self._transport = self._transport, None
+        if left is not None:  # by an attempt that failed once connected: nobody else closes it
+            left.close()  # type: ignore[no-untyped-call]
         await super()._connect_to_server(s)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:

@@ -107,7 +107,7 @@ class Completions:
         except KvRouterError as error:
             served = self._say(request, error_answer(error, request_id))
         except asyncio.CancelledError:
-            refusal = self._in_flight.refusal(request)
+            refusal = self._in_flight.take_refusal(request)
             if refusal is None:
                 self._metrics.cancelled.inc()
                 raise

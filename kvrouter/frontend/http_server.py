@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.listening import BACKLOG, Doors
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.plain_connection import Connections
+from kvrouter.frontend.unsent import is_unsent
 
 log = structlog.get_logger()
 
@@ -97,6 +98,11 @@ async def http_server(
     connections = Connections(
         completions.routes(), connection, max_body_bytes=options.max_body_bytes, keep_alive_s=KEEP_ALIVE_S
     )
+
+    def unread() -> int:
+        handed_over = runner.server.connections if runner.server is not None else []
+        return connections.unread + sum(is_unsent(one.transport) for one in handed_over)
+
     tls = doors.certificate and doors.certificate.context
     listen = partial(
         loop.create_server,
@@ -104,6 +110,7 @@ async def http_server(
         backlog=BACKLOG,
         ssl=tls,
         ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+        ssl_shutdown_timeout=KEEP_ALIVE_S if tls else None,  # it is also what a client gets to read the rest
     )
     own = doors.admin and await listen(sock=doors.admin)
     server = await listen(sock=doors.main, start_serving=False)
@@ -115,7 +122,7 @@ async def http_server(
         opening.cancel()
         server.close()
         await asyncio.sleep(0)  # connections accepted just now begin
-        await _drain(completions, connections, hurried, timeout_s=options.drain_timeout_s)
+        await _drain(completions, unread, hurried, timeout_s=options.drain_timeout_s)
     finally:
         opening.cancel()
         server.close()  # also after an error inside
@@ -139,26 +146,29 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
 
 
 async def _drain(
-    completions: Completions, connections: Connections, hurried: asyncio.Event | None, *, timeout_s: float
+    completions: Completions, unread: Callable[[], int], hurried: asyncio.Event | None, *, timeout_s: float
 ) -> None:
-    """Let what runs finish until a second signal or the time's end; then cut off the rest."""
+    """Let what runs finish until a second signal or the time's end; then cut off the rest.
+
+    `unread` counts the connections whose clients have not read all of their answers.
+    """
     idle = completions.idle
     hurry = hurried.wait() if hurried is not None else None
-    await wait_for_any(_drained(idle, connections), hurry, timeout_s=timeout_s)
+    await wait_for_any(_drained(idle, unread), hurry, timeout_s=timeout_s)
     if not idle.is_set():
         told = hurried is not None and hurried.is_set()
         why = "a second signal" if told else f"--drain-timeout {timeout_s:g} has passed"
         log.warning("frontend.cut_off", why=why)
         completions.cut_off()
         await wait_for_any(idle.wait(), timeout_s=CUT_OFF_S)
-    if connections.unread:
-        log.warning("frontend.answers_cut_off", connections=connections.unread)
+    if left := unread():
+        log.warning("frontend.answers_cut_off", connections=left)
 
 
-async def _drained(idle: asyncio.Event, connections: Connections) -> None:
+async def _drained(idle: asyncio.Event, unread: Callable[[], int]) -> None:
     """Return when every request is over and every client has read its answer."""
     await idle.wait()
-    while connections.unread:  # noqa: ASYNC110  # transports tell of their high-water mark only
+    while unread():  # noqa: ASYNC110  # transports tell of their high-water mark only
         await asyncio.sleep(UNREAD_LOOK_S)
 
 

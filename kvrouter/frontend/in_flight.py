@@ -43,8 +43,8 @@ class InFlight:
         """Its client has the answer; what follows may wait for the client only."""
         self._waiting.pop(request, None)
 
-    def refusal(self, request: Request) -> ShuttingDownError | None:
-        """What its client is told, if we have cancelled it; None: it is the client who has left."""
+    def take_refusal(self, request: Request) -> ShuttingDownError | None:
+        """What its client is told if we cancelled it, which is taken back; None: the client has left."""
         task = self._refused.get(request)
         if task is None:
             return None

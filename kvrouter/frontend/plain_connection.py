@@ -23,6 +23,7 @@ from kvrouter.frontend.answer import Served
 from kvrouter.frontend.plain_head import END, MAX_HEAD_BYTES, PlainHeads, may_be_plain
 from kvrouter.frontend.request import Head, Request, Serve
 from kvrouter.frontend.tearing import tear
+from kvrouter.frontend.unsent import is_unsent
 
 PIPELINED_BYTES = 64 * 1024
 """More than this of requests to come is left unread while one is served."""
@@ -236,7 +237,7 @@ class PlainConnection(asyncio.Protocol):
     @property
     def has_unread(self) -> bool:
         """Whether a part of what was written is still here."""
-        return self._transport is not None and self._transport.get_write_buffer_size() > 0
+        return is_unsent(self._transport)
 
     def close(self) -> None:
         """The server ends: so do its connections."""

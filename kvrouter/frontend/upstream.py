@@ -297,11 +297,14 @@ class Upstream:
                 return connection
         return None
 
+    def pool(self, url: str) -> deque[Connection]:
+        """The idle connections to a worker, the last one to serve at the end."""
+        return self._pools.setdefault(url, deque())
+
     async def connect(self, url: str) -> Connection:
         """A new connection to the worker, idle here after its request. Raises WorkerUnreachableError."""
-        pool = self._pools.setdefault(url, deque())
         try:
-            return await self._open(url, pool)
+            return await self._open(url, self.pool(url))
         except (OSError, TimeoutError, ValueError) as error:
             raise WorkerUnreachableError(f"worker at {url} cannot be reached: {_reason(error)}") from error
 

@@ -9,6 +9,7 @@ Families of a StateCollector are of about the same moment, not of the very same.
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 from collections.abc import Callable, Collection, Iterable
 from time import perf_counter
@@ -70,7 +71,7 @@ def only(text: bytes, names: Collection[str]) -> bytes:
     """Of an exposition the samples of these names alone, their families' HELP and TYPE before them."""
     kept: list[str] = []
     head: list[str] = []
-    for line in text.decode().splitlines(keepends=True):
+    for line in io.StringIO(text.decode(), newline="\n"):  # splitlines would cut at more than that
         if line.startswith("#"):
             head = [*head, line] if line.startswith("# TYPE") else [line]
         elif line.partition(" ")[0].partition("{")[0] in names:

@@ -75,7 +75,10 @@ class EngineTokenizer:
         finally:
             self._calls -= len(bodies)
         if failed is not None:
-            raise failed
+            try:
+                raise failed
+            finally:
+                del failed  # whose traceback holds this frame
         kept = prompt.kept_tokens
         return [call.result() if kept is None else call.result()[kept] for call in asked]
 

@@ -37,7 +37,7 @@ _Naming: TypeAlias = tuple[int, int, int]
 
 @dataclass(slots=True)
 class HashCounters:
-    """What happened, in blocks of prompts whose beginnings have names."""
+    """What happened, in blocks of prompts whose beginnings have names, and in beginnings (`evicted`)."""
 
     known_blocks: int = 0
     hashed_blocks: int = 0

@@ -110,7 +110,7 @@ def read_metrics(text: str, own: Mapping[str, str] | None = None) -> Scrape:
     """
     own = own or {}
     starts = (*_WANTED, *own.values())
-    wanted = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(starts))
+    wanted = "".join(f"{line}\n" for line in text.split("\n") if line.startswith(starts))
     reading = _Reading(own)
     for family in text_string_to_metric_families(wanted):
         for sample in family.samples:

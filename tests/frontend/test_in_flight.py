@@ -35,7 +35,7 @@ async def serve(
             in_flight.answered(request)
         await go_on.wait()
     except asyncio.CancelledError:
-        refusal = in_flight.refusal(request)
+        refusal = in_flight.take_refusal(request)
         if refusal is None:
             raise
         raise refusal from None

@@ -46,16 +46,6 @@ asked = st.tuples(
 )
 
 
-@pytest.fixture(params=twins.CORES, scope="module")
-def core(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Either version."""
-    before = twins.in_use()
-    if request.param == twins.NATIVE and twins.why_not_built:
-        pytest.skip(f"not built here: {twins.why_not_built}")
-    yield twins.choose(request.param)
-    twins.choose(before)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model's directory."""

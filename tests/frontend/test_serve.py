@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ from kvrouter.errors import ConfigError
 from kvrouter.frontend.__main__ import main
 from kvrouter.frontend.options import parse_options
 from kvrouter.frontend.serve import running_frontend
+from tests.certificates import Authority
 from tests.frontend.clients import Client, ask, connected, get
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf, Trouble, no_trouble
 from tests.frontend.workers import (
@@ -68,8 +70,10 @@ async def start(*flags: str) -> asyncio.subprocess.Process:
 
 
 @contextlib.asynccontextmanager
-async def running(url: str, port: int, script: Script, *flags: str) -> AsyncIterator[Process]:
-    """A frontend process that is ready, with a worker."""
+async def running(
+    url: str, port: int, script: Script, *flags: str, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Process]:
+    """A frontend process that is ready, with a worker. `tls`: whom to trust, if flags make it speak TLS."""
     namespace = uuid.uuid4().hex
     async with contextlib.AsyncExitStack() as stack:
         bus = await stack.enter_async_context(Bus.open(NatsOptions((url,)), name="test"))
@@ -77,9 +81,9 @@ async def running(url: str, port: int, script: Script, *flags: str) -> AsyncIter
         await stack.enter_async_context(worker.serving())
         process = await start("--port", str(port), "--nats", url, "--namespace", namespace, *flags)
         stack.callback(kill, process)
-        frontend = Process(process, f"http://127.0.0.1:{port}", worker)
+        frontend = Process(process, f"{'https' if tls else 'http'}://127.0.0.1:{port}", worker)
         fleet = Fleet(bus, Subjects(namespace), Trouble())
-        while not await is_ready(frontend.url):
+        while not await is_ready(frontend.url, tls):
             fleet.announce(worker)
         yield frontend
 
@@ -90,10 +94,11 @@ def kill(process: asyncio.subprocess.Process) -> None:
         process.kill()
 
 
-async def is_ready(url: str) -> bool:
+async def is_ready(url: str, tls: ssl.SSLContext | None = None) -> bool:
     """Whether /ready says so."""
     try:
-        return (await get(url, "/ready")).status == 200
+        async with connected(url, tls) as client:
+            return (await client.get("/ready")).status == 200
     except (OSError, EOFError):
         await asyncio.sleep(0.01)
         return False
@@ -138,21 +143,36 @@ async def test_drain(nats_url: str, free_port: Callable[[], int]) -> None:
         assert "error" not in said.lower()
 
 
-async def test_drain_waits_for_readers(nats_url: str, free_port: Callable[[], int]) -> None:
+PROMPT = b'{"model":"m","prompt":"p"}'
+SIZED = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 26\r\n\r\n" + PROMPT
+CHUNKED = (  # not plain: aiohttp reads it
+    b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n"
+    + chunk(PROMPT)
+    + LAST_CHUNK
+)
+
+
+@pytest.mark.parametrize("request_", [SIZED, CHUNKED], ids=["plain", "aiohttp"])
+@pytest.mark.parametrize("is_tls", [False, True], ids=["http", "https"])
+async def test_drain_waits_for_readers(
+    nats_url: str, free_port: Callable[[], int], tmp_path: Path, is_tls: bool, request_: bytes
+) -> None:
     """An answer that the worker has given, and its client has not read yet, is not lost with the replica."""
     whole, go_on = answer(b"x" * 900_000), asyncio.Event()
+    authority = Authority(tmp_path)
+    files, tls = authority.sign(), authority.trusted() if is_tls else None
+    flags = ("--drain-grace=0", *((f"--tls-cert={files.cert}", f"--tls-key={files.key}") if is_tls else ()))
 
     async def script(_received: Received, wire: Wire) -> None:
         await go_on.wait()
         await wire.send(whole)
 
-    async with running(nats_url, free_port(), script, "--drain-grace", "0") as frontend:
-        with slow_reader(frontend.url) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 26\r\n\r\n")
-            client.sendall(b'{"model":"m","prompt":"p"}')
+    async with running(nats_url, free_port(), script, *flags, tls=tls) as frontend:
+        with await asyncio.to_thread(slow_reader, frontend.url, tls) as client:
+            client.sendall(request_)
             await until(lambda: frontend.worker.requests, "the request is being served")
             frontend.stop()
-            await until_refused(frontend.url)
+            await until_refused(frontend.url, tls)
             go_on.set()
             await asyncio.wait([asyncio.ensure_future(frontend.process.wait())], timeout=0.5)
             got = await asyncio.to_thread(read_to_end, client)
@@ -163,14 +183,14 @@ async def test_drain_waits_for_readers(nats_url: str, free_port: Callable[[], in
     assert "cut_off" not in said
 
 
-def slow_reader(url: str) -> socket.socket:
+def slow_reader(url: str, tls: ssl.SSLContext | None) -> socket.socket:
     """A connection that takes little of what it does not read, as on a long way."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
     client.settimeout(SOON_S)
     client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-    return client
+    return tls.wrap_socket(client, server_hostname="localhost") if tls is not None else client
 
 
 def read_to_end(client: socket.socket) -> bytes:
@@ -178,11 +198,11 @@ def read_to_end(client: socket.socket) -> bytes:
     return b"".join(iter(lambda: client.recv(65536), b""))
 
 
-async def until_refused(url: str) -> None:
+async def until_refused(url: str, tls: ssl.SSLContext | None = None) -> None:
     """Return when new connections are refused."""
     while True:
         try:
-            async with connected(url):
+            async with connected(url, tls):
                 await asyncio.sleep(0.01)
         except ConnectionError:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pstats
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
+from scripts.kit.bench.request import shares
 from scripts.kit.bench.wire import growth, installs, tables, targets
 from scripts.kit.bench.wire.growth import Growth
 from scripts.kit.bench.wire.load import Report
@@ -269,8 +271,30 @@ def test_request(tmp_path: Path) -> None:
     done = subprocess.run(bench, capture_output=True, text=True, timeout=60, check=False)
 
     assert 0 == done.returncode, done.stderr
-    assert {targets.OURS, targets.OURS_KV} == json.loads(out.read_text())["us"].keys()
+    rows = json.loads(out.read_text())["us"]
+    assert {targets.OURS, targets.OURS_KV} == rows.keys()
+    for row in rows.values():
+        request, stream, event = (row.pop(name) for name in ("request", "stream of 2", "event"))
+        assert 0 < event < stream
+        assert 0 < row["frontend"] < request
+        assert request == pytest.approx(sum(row.values()))
     assert "completions.py" in done.stdout
+
+
+def test_shares() -> None:
+    """Time in what is no code of ours is that of its callers; what nobody of ours called is `other`."""
+    profile, ours, loop = (
+        pstats.Stats(),
+        ("/at/kvrouter/core/router.py", 1, "route"),
+        ("/at/bench.py", 1, "run"),
+    )
+    profile.stats = {  # type: ignore[attr-defined]
+        ours: (1, 1, 3.0, 5.0, {loop: (1, 1, 3.0, 5.0)}),
+        ("~", 0, "len"): (2, 2, 4.0, 4.0, {ours: (1, 1, 2.0, 2.0), loop: (1, 1, 2.0, 2.0)}),
+        loop: (1, 1, 1.0, 8.0, {}),
+    }
+
+    assert {"core": 5 / 8, "other": 3 / 8} == shares(profile)
 
 
 def test_peers_that_are_missing(

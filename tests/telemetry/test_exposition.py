@@ -32,9 +32,10 @@ async def test_single_samples() -> None:
     """Only the samples asked for, by their own names, with what their families say of themselves."""
     registry = Registry()
     Counter("k_plain", "Counted by the library", ["status"], registry=registry).labels("200").inc(7)
-    registry.register(StateCollector(lambda: KINDS))
+    odd: Sample = ("k_odd", "gauge", "What other texts take for the end of a line", {"model": "x\u2028y"}, 1)
+    registry.register(StateCollector(lambda: [*KINDS, odd]))
 
-    text = only(await exposition(registry), ["k_plain_total", "k_true", "k_none"])
+    text = only(await exposition(registry), ["k_plain_total", "k_true", "k_none", "k_odd"])
 
     assert [
         "# HELP k_plain_total Counted by the library",
@@ -43,7 +44,11 @@ async def test_single_samples() -> None:
         "# HELP k_true A truth",
         "# TYPE k_true gauge",
         "k_true 1.0",
-    ] == text.decode().splitlines()
+        "# HELP k_odd What other texts take for the end of a line",
+        "# TYPE k_odd gauge",
+        'k_odd{model="x\u2028y"} 1.0',
+        "",
+    ] == text.decode().split("\n")
 
 
 async def test_others_run_between_slices() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core import twins
 from kvrouter.core.blocks import block_hashes, block_seed, seeded_prompt_hashes, sequence_hashes
 from kvrouter.tokens.prefix_hashes import ENTRY_BYTES, LEAST_TOKENS, MOST_STEPS, NEAR_TOKENS, PrefixHashes
 from kvrouter.tokens.prefix_store import PrefixStore
@@ -23,14 +21,7 @@ from tests.tokens.kinds import CORPUS, build
 SEED = block_seed()
 
 
-@pytest.fixture(params=twins.CORES, scope="module", autouse=True)
-def core(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each test runs on both versions."""
-    before = twins.in_use()
-    if request.param == twins.NATIVE and twins.why_not_built:
-        pytest.skip(f"not built here: {twins.why_not_built}")
-    yield twins.choose(request.param)
-    twins.choose(before)
+pytestmark = pytest.mark.usefixtures("core")
 
 
 def fresh(ids: Any, block_size: int, lora_name: str | None = None, salt: str | None = None) -> list[int]:

@@ -18,7 +18,7 @@ usage: scripts/bench SUBCOMMAND [flags]
   hashes     what naming a prompt's blocks costs, in Python and in C
   index      what the block index costs: look-ups, events, memory, a decision; in Python and in C
   growth     how hashes, index and decisions grow with targets, tokens and blocks: plots in docs/plots
-  request    what a short request costs our own code: sockets faked, with a profile if wanted
+  request    what a short request and a streamed event cost our own code: sockets faked, profile if wanted
   relay      what a request and a streamed event cost at one frontend
   peers      the same work beside nginx, vllm-router, sglang-router and Dynamo's frontend
 

@@ -14,7 +14,6 @@ import cProfile
 import json
 import pstats
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from statistics import median
@@ -216,7 +215,7 @@ class _Engine:
 
     async def connect(self, upstream: Upstream, url: str) -> Connection:
         """In place of `Upstream.connect`."""
-        connection = Connection(upstream._pools.setdefault(url, deque()))
+        connection = Connection(upstream.pool(url))
         connection.connection_made(FakeTransport(lambda _: self._loop.call_soon(self._send, connection, 0)))
         return connection
 

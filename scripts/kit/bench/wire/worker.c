@@ -5,7 +5,8 @@
  * Each port is an engine. The first event of a stream leaves --pace-ms after its request has come, so that what
  * a client waits longer is the router's doing; from then on the engine works in steps of --pace-ms: at each all
  * its streams get an event, as with continuous batching. The steps of several ports are spread evenly. The head
- * of a stream leaves at once, as from uvicorn. `max_tokens` of a request says how many events its stream has (else --events).
+ * of a stream leaves at once, as from uvicorn. `max_tokens` of a request says how many events its stream has
+ * (else --events).
  * A request body needs a content-length. It ends on SIGTERM, or after --seconds. Listens on 127.0.0.1 only.
  */
 #define _GNU_SOURCE

@@ -1,0 +1,20 @@
+"""Whether a client has not yet taken all that was written for it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import termios
+
+
+def is_unsent(transport: asyncio.WriteTransport | None) -> bool:
+    """Whether a part of what was written is still here; it would be lost with the process."""
+    if transport is None:
+        return False
+    if transport.get_write_buffer_size():
+        return True
+    sock = transport.get_extra_info("socket")
+    if transport.get_extra_info("sslcontext") is None or sock is None or sock.fileno() < 0:
+        return False
+    # what TLS has sealed waits in a transport that tells nothing; while it does, so does the kernel's queue
+    return any(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
