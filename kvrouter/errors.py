@@ -33,6 +33,12 @@ class RequestTooLargeError(BadRequestError):
     status = 413
 
 
+class RequestStalledError(BadRequestError):
+    """The client has stopped in the midst of its body."""
+
+    status = 408
+
+
 class UnknownModelError(BadRequestError):
     """No worker has announced the model."""
 

@@ -27,6 +27,15 @@ def pytest_asyncio_loop_factories(
     return {"uvloop": uvloop.new_event_loop}
 
 
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """The order of the tests is random: say how to have the same again."""
+    if exitstatus == pytest.ExitCode.TESTS_FAILED:
+        seed = config.getoption("randomly_seed", None)
+        terminalreporter.write_line(f"the same order again: --randomly-seed={seed}")
+
+
 class NatsServer:
     """A nats-server process on a port of its own, which a test may stop and start again."""
 

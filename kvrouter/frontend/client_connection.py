@@ -8,9 +8,9 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from kvrouter.errors import BadRequestError, RequestTooLargeError
+from kvrouter.errors import BadRequestError
 from kvrouter.frontend.answer import error_answer, internal_error
-from kvrouter.frontend.incoming import new_request_id, request_id_of
+from kvrouter.frontend.incoming import new_request_id, request_id_of, too_large
 
 
 class ClientConnection(web.RequestHandler):
@@ -53,10 +53,8 @@ class ClientConnection(web.RequestHandler):
 
 async def invite_body(http: web.Request) -> web.StreamResponse | None:
     """`Expect: 100-continue`: a client that asks is told at once if its body is too large."""
-    length, most = http.content_length or 0, http.client_max_size
-    if length > most:
-        error = RequestTooLargeError(f"the request body is too large: {length} bytes, {most} are allowed")
-        answer = error_answer(error, request_id_of(http.headers)).for_aiohttp()
+    if (http.content_length or 0) > http.client_max_size:
+        answer = error_answer(too_large(http), request_id_of(http.headers)).for_aiohttp()
         answer.force_close()  # the body may come all the same
         return answer
     if http.version >= HttpVersion11 and http.headers.get("expect", "").lower() == "100-continue":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 from collections.abc import Mapping
@@ -9,20 +10,39 @@ from collections.abc import Mapping
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from kvrouter.errors import BadRequestError, RequestTooLargeError
+from kvrouter.errors import BadRequestError, RequestStalledError, RequestTooLargeError
+
+STALLED_S = 75.0
+"""A client that sends nothing more of a body for so long is not waited for; the same on plain connections."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
 _MOST_ID_CHARACTERS = 128
 
 
 async def read_body(http: web.Request) -> bytes:
-    """The body, whole. Raises BadRequestError or RequestTooLargeError."""
-    try:
-        return await http.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise RequestTooLargeError(f"the request body is too large: {error.text}") from None
-    except (web.RequestPayloadError, BadHttpMessage) as error:
-        raise BadRequestError(f"the request body cannot be read: {error}") from None
+    """The body, whole. Raises BadRequestError, RequestTooLargeError or RequestStalledError."""
+    if http.content_length is not None and http.content_length > http.client_max_size:
+        raise too_large(http)
+    body = bytearray()
+    while True:
+        try:
+            async with asyncio.timeout(STALLED_S):
+                piece = await http.content.readany()
+        except TimeoutError:
+            raise RequestStalledError(f"no more of the request body has come for {STALLED_S:g} s") from None
+        except (web.RequestPayloadError, BadHttpMessage) as error:
+            raise BadRequestError(f"the request body cannot be read: {error}") from None
+        if not piece:
+            return bytes(body)
+        body += piece
+        if len(body) > http.client_max_size:
+            raise too_large(http)
+
+
+def too_large(http: web.Request) -> RequestTooLargeError:
+    """What the client is told of a body above the limit."""
+    most = http.client_max_size
+    return RequestTooLargeError(f"the request body is too large: {most} bytes are allowed (--max-body-mb)")
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ import uvloop
 
 from kvrouter.bus.embedded import embedded_server
 from kvrouter.errors import KvRouterError, leaves
+from kvrouter.frontend.listening import listen
 from kvrouter.processes.output import LabelledText, Output
 from kvrouter.serve.deployment import NAME, Deployment
 from kvrouter.serve.options import ServeOptions, parse_options
@@ -46,6 +47,8 @@ def _serve(options: ServeOptions, output: Output) -> int:
 
 
 async def _run(options: ServeOptions, output: Output) -> int:
+    for port in options.ports():  # before an agent of ours takes over the engine from another deployment's
+        listen(options.frontend.host, port).close()
     stopped, hurried = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:

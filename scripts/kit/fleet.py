@@ -65,11 +65,8 @@ class Process:
     async def stop(self, grace_s: float = STOP_GRACE_S) -> int:
         """SIGTERM, then SIGKILL after `grace_s`; returns the exit code."""
         self.send(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._process.wait()
-        except TimeoutError:
-            pass  # it had its chance
+        # not asyncio.timeout: Python 3.11.2's ends a cancelled task's cleanup with CancelledError
+        await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=grace_s)
         return await self.kill()
 
     async def kill(self) -> int:

@@ -42,6 +42,32 @@ async def test_unknown_packing(fleet_of: FleetOf, packing: str) -> None:
         assert not fleet.requests
 
 
+async def test_body_that_stops_coming(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for: the client is told."""
+    monkeypatch.setattr("kvrouter.frontend.incoming.STALLED_S", 0.02)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n"
+    async with fleet_of() as fleet, fleet.connected() as chunked, fleet.connected() as invited:
+        chunked.writer.write(head + b"transfer-encoding: chunked\r\n\r\n5\r\nab")
+        invited.writer.write(head + b"expect: 100-continue\r\ncontent-length: 9\r\n\r\n")
+        await invited.reader.readuntil(b"\r\n\r\n")
+        invited.writer.write(b"{")
+        responses = [await client.response() for client in (chunked, invited)]
+
+        assert [408, 408] == [response.status for response in responses]
+        assert "no more of the request body" in responses[0].json["error"]["message"]
+        assert not fleet.requests
+
+
+async def test_too_large_is_not_read(fleet_of: FleetOf) -> None:
+    """A body that says it is above the limit is refused at once."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n"
+    async with fleet_of("--max-body-mb", "1") as fleet, fleet.connected() as client:
+        client.writer.write(head + b"content-length: %d\r\n\r\n" % 5_000_000_000)
+        response = await client.response()
+
+        assert (413, 413) == (response.status, response.json["error"]["code"])
+
+
 async def test_too_large_to_begin_with(fleet_of: FleetOf) -> None:
     """Who asks with `Expect: 100-continue` is refused before it sends what would be refused."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\nexpect: 100-continue\r\nx-request-id: mine\r\n"
@@ -50,7 +76,7 @@ async def test_too_large_to_begin_with(fleet_of: FleetOf) -> None:
         response = await client.response()
 
         assert (413, 413) == (response.status, response.json["error"]["code"])
-        assert "1048576 are allowed" in response.json["error"]["message"]
+        assert "1048576 bytes are allowed" in response.json["error"]["message"]
         assert ("mine", "close") == (response.header("x-request-id"), response.header("connection"))
 
 
