@@ -8,7 +8,7 @@ import random
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 
 import structlog
@@ -51,7 +51,7 @@ from kvrouter.policies.own import Own
 from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, set_aside_for_ever, thresholds_raised
 from kvrouter.telemetry.loop_lag import LoopLag
-from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
+from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, Sample, StateCollector
 from kvrouter.tls import trusting
 from kvrouter.tokens.prompt import PromptEncoder
 
@@ -141,11 +141,8 @@ async def running_frontend(
             limits=options.limits,
             retries=options.retries,
         )
-        for samples in (tokens.samples, waiting_room.samples, completions.samples, upkeep.samples):
-            registry.register(StateCollector(samples))
-        registry.register(StateCollector(lambda: rules.samples(replica.routers)))
-        if options.index_metrics:
-            registry.register(StateCollector(lambda: index_samples(replica)))
+        parts = (tokens.samples, waiting_room.samples, completions.samples, upkeep.samples)
+        _register_state(registry, replica, rules, parts, of_index=options.index_metrics)
         admin = Admin(
             replica,
             feeds,
@@ -172,13 +169,7 @@ async def running_frontend(
         app.add_routes(_routing_routes(replica, rules, accept, views))
         server = http_server(app, doors, admin, completions, hurried=hurried, options=options)
         await stack.enter_async_context(server)
-        for model, encoder in (tokens.encoders.by_name or {"": tokens.encoders.default}).items():
-            path = options.tokens.model_paths.get(model, options.tokens.model_path)
-            _warn_of_missing_tokenizer(options, encoder, path)
-        for note in options.policy_notes:
-            log.info("frontend.router_config", note=note)
-        mode = options.policy.own.name if options.policy.own is not None else options.router_mode
-        log.info("frontend.listening", url=feeds.address, mode=mode, id=replica.router_id)
+        _tell(options, tokens, feeds.address, replica.router_id)
         frontend = RunningFrontend(
             feeds.address, replica, feeds, watch, admin, completions, waiting_room, tokens
         )
@@ -186,6 +177,33 @@ async def running_frontend(
             yield frontend
         finally:
             frontend.drain()
+
+
+def _register_state(
+    registry: Registry,
+    replica: Replica,
+    rules: Rules,
+    parts: Iterable[Callable[[], Iterable[Sample]]],
+    *,
+    of_index: bool,
+) -> None:
+    """What is read off the state when somebody asks for metrics."""
+    for samples in parts:
+        registry.register(StateCollector(samples))
+    registry.register(StateCollector(lambda: rules.samples(replica.routers)))
+    if of_index:
+        registry.register(StateCollector(lambda: index_samples(replica)))
+
+
+def _tell(options: FrontendOptions, tokens: Tokens, address: str, router_id: RouterId) -> None:
+    """What a person should know of a replica that has begun to listen."""
+    for model, encoder in (tokens.encoders.by_name or {"": tokens.encoders.default}).items():
+        path = options.tokens.model_paths.get(model, options.tokens.model_path)
+        _warn_of_missing_tokenizer(options, encoder, path)
+    for note in options.policy_notes:
+        log.info("frontend.router_config", note=note)
+    mode = options.policy.own.name if options.policy.own is not None else options.router_mode
+    log.info("frontend.listening", url=address, mode=mode, id=router_id)
 
 
 def new_rules(options: FrontendOptions) -> Rules:
