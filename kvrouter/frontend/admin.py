@@ -27,7 +27,7 @@ from kvrouter.frontend.listening import Doors
 from kvrouter.frontend.listing import model_entries
 from kvrouter.frontend.openai import ModelEntry, model_body, models_body
 from kvrouter.frontend.state_metrics import samples
-from kvrouter.telemetry.exposition import Registry, exposition, only
+from kvrouter.telemetry.exposition import Registry, exposition
 from kvrouter.telemetry.metrics import StateCollector
 from kvrouter.version import __version__
 
@@ -129,10 +129,7 @@ class Admin:
         """Prometheus. Not where the next scrape would get another process's counters."""
         if self._doors.is_shared and self._doors.is_main(request.get_extra_info("sockname")):
             return web.Response(status=421, text=NOT_HERE.format(url=self._doors.url))
-        body = await exposition(self._registry)
-        names = request.query.getall("name[]", [])
-        if names:
-            body = only(body, names)
+        body = await exposition(self._registry, names=request.query.getall("name[]", []))
         return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def workers(self, _request: web.Request) -> web.Response:

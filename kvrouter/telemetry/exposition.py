@@ -56,19 +56,20 @@ class _Plain:
         return super(Registry, self._registry).collect()
 
 
-async def exposition(registry: Registry, slice_s: float = SLICE_S) -> bytes:
-    """Everything, in Prometheus's text format."""
-    parts = [generate_latest(_Plain(registry))]
+async def exposition(registry: Registry, slice_s: float = SLICE_S, *, names: Collection[str] = ()) -> bytes:
+    """Everything, or the samples of these names alone, in Prometheus's text format."""
+    plain = generate_latest(_Plain(registry))
+    parts = [_only(plain, names) if names else plain]
     for state in registry.states:
         try:
-            parts.append(await _written(state.samples, slice_s))
+            parts.append(await _written(state.samples, names, slice_s))
         except RuntimeError:  # a table grew while a slice was out
-            parts.append(await _written(state.samples, math.inf))
+            parts.append(await _written(state.samples, names, math.inf))
     return b"".join(parts)
 
 
-def only(text: bytes, names: Collection[str]) -> bytes:
-    """Of an exposition the samples of these names alone, their families' HELP and TYPE before them."""
+def _only(text: bytes, names: Collection[str]) -> bytes:
+    """Of a text the samples of these names alone, their families' HELP and TYPE before them."""
     kept: list[str] = []
     head: list[str] = []
     for line in io.StringIO(text.decode(), newline="\n"):  # splitlines would cut at more than that
@@ -80,20 +81,29 @@ def only(text: bytes, names: Collection[str]) -> bytes:
     return "".join(kept).encode()
 
 
-async def _written(samples: Callable[[], Iterable[Sample]], slice_s: float) -> bytes:
+async def _written(samples: Callable[[], Iterable[Sample]], names: Collection[str], slice_s: float) -> bytes:
     families: dict[str, list[str]] = {}
     end = perf_counter() + slice_s
     for number, (name, kind, text, labels, value) in enumerate(samples()):
+        if not number & _LOOK_EVERY and perf_counter() > end:
+            await asyncio.sleep(0)
+            end = perf_counter() + slice_s
+        series = f"{name}{SUFFIXES[kind]}"
+        if names and series not in names:
+            continue
         lines = families.get(name)
         if lines is None:
             shown = f"{name}_total" if kind == "counter" else name
             lines = families[name] = [f"# HELP {shown} {_escaped(text)}\n# TYPE {shown} {kind}\n"]
         number_text = floatToGoString(value)  # type: ignore[no-untyped-call]
-        lines.append(f"{name}{SUFFIXES[kind]}{_labels(labels)} {number_text}\n")
-        if not number & _LOOK_EVERY and perf_counter() > end:
+        lines.append(f"{series}{_labels(labels)} {number_text}\n")
+    parts = []
+    for lines in families.values():
+        parts.append("".join(lines).encode())
+        if perf_counter() > end:
             await asyncio.sleep(0)
             end = perf_counter() + slice_s
-    return "".join("".join(lines) for lines in families.values()).encode()
+    return b"".join(parts)
 
 
 def _labels(labels: dict[str, str]) -> str:

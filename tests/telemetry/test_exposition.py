@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from prometheus_client import Counter, generate_latest
 
-from kvrouter.telemetry.exposition import Registry, exposition, only
+from kvrouter.telemetry.exposition import Registry, exposition
 from kvrouter.telemetry.metrics import Sample, StateCollector
 
 KINDS: list[Sample] = [
@@ -35,7 +35,8 @@ async def test_single_samples() -> None:
     odd: Sample = ("k_odd", "gauge", "What other texts take for the end of a line", {"model": "x\u2028y"}, 1)
     registry.register(StateCollector(lambda: [*KINDS, odd]))
 
-    text = only(await exposition(registry), ["k_plain_total", "k_true", "k_none", "k_odd"])
+    wanted = ["k_plain_total", "k_true", "k_none", "k_odd"]
+    text = await exposition(registry, names=wanted)
 
     assert [
         "# HELP k_plain_total Counted by the library",
