@@ -10,6 +10,8 @@ class KvRouterError(Exception):
     type = "InternalServerError"
     retry_after_s = 1
     """Told to the client with a 503."""
+    is_body_left = False
+    """Whether a part of the request's body was not read: nothing else can come on its connection then."""
 
 
 class ConfigError(KvRouterError):
@@ -31,12 +33,14 @@ class RequestTooLargeError(BadRequestError):
     """The body is above the limit."""
 
     status = 413
+    is_body_left = True
 
 
 class RequestStalledError(BadRequestError):
     """The client has stopped in the midst of its body."""
 
     status = 408
+    is_body_left = True
 
 
 class UnknownModelError(BadRequestError):

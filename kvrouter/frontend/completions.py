@@ -105,7 +105,7 @@ class Completions:
                 served = self._tell(work, await self._try_workers(work))
                 self._in_flight.answered(request)
         except KvRouterError as error:
-            served = self._say(request, error_answer(error, request_id))
+            served = self._say(request, error_answer(error, request_id), closes=error.is_body_left)
         except asyncio.CancelledError:
             refusal = self._in_flight.take_refusal(request)
             if refusal is None:
@@ -121,9 +121,9 @@ class Completions:
         self._metrics.duration.observe(self._now() - received_at)
         return served
 
-    def _say(self, request: Request, answer: Answer) -> Served:
+    def _say(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
         """An answer of our own."""
-        keeps_alive = request.head.wants_keep_alive and not self.is_draining
+        keeps_alive = request.head.wants_keep_alive and not self.is_draining and not closes
         request.client.write(answer.encode(keeps_alive=keeps_alive))
         return Served(answer.status, keeps_alive)
 

@@ -66,19 +66,13 @@ class EngineTokenizer:
         if self._calls + len(bodies) > MOST_CALLS:
             raise BusyError(f"{MOST_CALLS} calls to /tokenize are under way")
         self._calls += len(bodies)
-        failed: BaseException | None = None  # raised below: Python before 3.11.4 would wrap it in a group
         try:
             async with asyncio.TaskGroup() as calls:
                 asked = [calls.create_task(self._ask(url, body)) for body in bodies]
-        except* EngineTokenizerError as errors:
-            failed = errors.exceptions[0]
+        except ExceptionGroup as errors:  # not except*: Python before 3.11.4 puts what it raises in a group
+            raise errors.exceptions[0] from None
         finally:
             self._calls -= len(bodies)
-        if failed is not None:
-            try:
-                raise failed
-            finally:
-                del failed  # whose traceback holds this frame
         kept = prompt.kept_tokens
         return [call.result() if kept is None else call.result()[kept] for call in asked]
 

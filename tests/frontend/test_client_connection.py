@@ -54,6 +54,7 @@ async def test_body_that_stops_coming(fleet_of: FleetOf, monkeypatch: pytest.Mon
         responses = [await client.response() for client in (chunked, invited)]
 
         assert [408, 408] == [response.status for response in responses]
+        assert ["close"] * 2 == [response.header("connection") for response in responses]
         assert "no more of the request body" in responses[0].json["error"]["message"]
         assert not fleet.requests
 
@@ -66,6 +67,7 @@ async def test_too_large_is_not_read(fleet_of: FleetOf) -> None:
         response = await client.response()
 
         assert (413, 413) == (response.status, response.json["error"]["code"])
+        assert "close" == response.header("connection")
 
 
 async def test_too_large_to_begin_with(fleet_of: FleetOf) -> None:

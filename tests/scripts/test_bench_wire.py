@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
+from kvrouter.core import router
 from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
 from scripts.kit.bench.request import shares
@@ -283,11 +284,7 @@ def test_request(tmp_path: Path) -> None:
 
 def test_shares() -> None:
     """Time in what is no code of ours is that of its callers; what nobody of ours called is `other`."""
-    profile, ours, loop = (
-        pstats.Stats(),
-        ("/at/kvrouter/core/router.py", 1, "route"),
-        ("/at/bench.py", 1, "run"),
-    )
+    profile, ours, loop = pstats.Stats(), (router.__file__, 1, "route"), (__file__, 1, "run")
     profile.stats = {  # type: ignore[attr-defined]
         ours: (1, 1, 3.0, 5.0, {loop: (1, 1, 3.0, 5.0)}),
         ("~", 0, "len"): (2, 2, 4.0, 4.0, {ours: (1, 1, 2.0, 2.0), loop: (1, 1, 2.0, 2.0)}),

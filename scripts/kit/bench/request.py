@@ -23,6 +23,7 @@ from unittest import mock
 import uvloop
 from rich.table import Table
 
+import kvrouter
 from kvrouter.frontend.framing import LAST_CHUNK, chunk
 from kvrouter.frontend.options import parse_options
 from kvrouter.frontend.plain_connection import Connections
@@ -39,6 +40,7 @@ CONCURRENCY = 32
 WARM_REQUESTS = 2_000
 PROFILE_LINES = 60
 READY_S, RUN_S = 20.0, 120.0
+_PACKAGE = f"{Path(kvrouter.__file__).parent}/"
 
 _JSON = json.dumps(
     {
@@ -186,11 +188,11 @@ def shares(profile: pstats.Stats) -> dict[str, float]:
     found: dict[str, float] = {}
 
     def add(file: str, seconds: float) -> None:
-        folder = file.rpartition("/kvrouter/")[2].split("/")[0] if "/kvrouter/" in file else "other"
+        folder = file.removeprefix(_PACKAGE).split("/")[0] if file.startswith(_PACKAGE) else "other"
         found[folder] = found.get(folder, 0.0) + seconds
 
     for (file, _, _), (_, _, own_s, _, callers) in profile.stats.items():  # type: ignore[attr-defined]
-        if "/kvrouter/" in file or not callers:
+        if file.startswith(_PACKAGE) or not callers:
             add(file, own_s)
             continue
         for (caller, _, _), (_, _, seconds, _) in callers.items():
