@@ -13,9 +13,13 @@ All live traffic shares one wildcard, because NATS keeps order only within one s
 
 from __future__ import annotations
 
+import re
+
 from kvrouter.core.ids import PoolId, RouterId, WorkerId, is_identifier
 from kvrouter.core.sources import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource
 from kvrouter.errors import ConfigError
+
+_RANK = re.compile(r"[0-9]{1,4}")
 
 
 class Subjects:
@@ -60,15 +64,19 @@ class Subjects:
         return self.sync_replay(feed.router_id)
 
     def parse_live(self, subject: str) -> Source | None:
-        """What a live subject is about; None if it is none of ours."""
+        """What a live subject is about; None if it is none of ours, or names what nothing may be called."""
         match subject.split(".")[self._live_parts :]:
-            case ["worker", worker_id]:
+            case ["worker", worker_id] if is_identifier(worker_id):
                 return WorkerSource(WorkerId(worker_id))
-            case ["kv", pool, worker_id, rank] if rank.isdecimal():
+            case ["kv", pool, worker_id, rank] if _are_identifiers(pool, worker_id) and _RANK.fullmatch(rank):
                 return KvSource(PoolId(pool), WorkerId(worker_id), int(rank))
-            case ["router", router_id]:
+            case ["router", router_id] if is_identifier(router_id):
                 return RouterSource(RouterId(router_id))
-            case ["sync", pool, router_id]:
+            case ["sync", pool, router_id] if _are_identifiers(pool, router_id):
                 return SyncSource(PoolId(pool), RouterId(router_id))
             case _:
                 return None
+
+
+def _are_identifiers(*names: str) -> bool:
+    return all(map(is_identifier, names))

@@ -34,6 +34,7 @@ from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import ReplicaSettings
 from kvrouter.core.router import Placement, Router
 from kvrouter.core.selection import Decision
+from kvrouter.core.wire_values import MOST_ID_CHARACTERS
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.policy_upkeep import tell_news
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
@@ -229,15 +230,15 @@ class KvRouter(HandFed):
                 salt=about.get("salt"),
                 multimodal=about.get("multimodal", ()),
             )
-            prompts = (Prompt(sequence_hashes(hashes), len(tokens)),)
+            prompts = (Prompt(sequence_hashes(hashes), len(tokens), block_size=size),)
         return RouteRequest(
-            about.get("request_id", ""),
+            _sendable("request_id", about.get("request_id", "")),
             prompts,
             lora_name,
             about.get("overlap_weight"),
             about.get("temperature"),
             text=about.get("text", ""),
-            session=about.get("session", ""),
+            session=_sendable("session", about.get("session", "")),
             wanted=parse_wanted(about["target"]) if "target" in about else None,
             priority=about.get("priority", 0),
         )
@@ -264,6 +265,13 @@ def _check_amounts(**amounts: float | None) -> None:
     for name, amount in amounts.items():
         if amount is not None and not (isinstance(amount, int | float) and 0 <= amount < math.inf):
             raise ConfigError(f"{name} {amount!r}: use a number of at least 0")
+
+
+def _sendable(name: str, text: str) -> str:
+    """The text, which peers are to read. Raises ConfigError."""
+    if len(text) > MOST_ID_CHARACTERS or not text.isprintable():
+        raise ConfigError(f"{name} {text[:80]!r}: use at most {MOST_ID_CHARACTERS} printable characters")
+    return text
 
 
 class PlacedRequest:

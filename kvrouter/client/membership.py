@@ -17,7 +17,7 @@ import structlog
 
 from kvrouter.bus import NatsOptions, Subjects
 from kvrouter.config import open_bus
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat, encode
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat
 from kvrouter.core.events import VERSION, ReplayRequest
 from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId, is_identifier
 from kvrouter.core.policy import Policy, PolicyState
@@ -152,11 +152,11 @@ class HandFed:
             raise ConfigError(f"worker_id {card.worker_id!r}: use 1 to 64 of A-Z a-z 0-9 _ -")
         ranks = [RankBeat(rank, 0, 0) for rank in range(card.ranks)]
         beat = WorkerBeat(VERSION, 0, "up", BY_HAND, ranks, 1, card)
-        self._replica.worker_heard(WorkerId(card.worker_id), encode(beat), self._clock())
+        self._replica.take_worker_beat(WorkerId(card.worker_id), beat, self._clock())
 
     def _goodbye(self, worker_id: str) -> None:
         beat = WorkerBeat(VERSION, 0, "leave", BY_HAND, [], 1)
-        self._replica.worker_heard(WorkerId(worker_id), encode(beat), self._clock())
+        self._replica.take_worker_beat(WorkerId(worker_id), beat, self._clock())
 
 
 def by_worker(overlap: Mapping[Target, int]) -> dict[str, int]:

@@ -25,8 +25,10 @@ from dataclasses import dataclass, field
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from kvrouter.core.blocks import pack_hashes
 from kvrouter.core.ids import BookingKey, RouterId, Target
 from kvrouter.core.table import CountedSet, Slots, new_table
+from kvrouter.core.wire_values import MOST_ID_CHARACTERS
 
 SWEEP_HASHES = 512
 """Taking off this many takes about 1 ms."""
@@ -54,14 +56,21 @@ class Booking:
     prefill_completed: bool = False
 
     def digest(self) -> int:
-        """What a Check of the owner's feed adds up (design §5)."""
+        """What a Check of the owner's feed adds up: all that a copy holds.
+
+        The hashes too: a copy with as many others would charge the right load, and share the wrong blocks.
+        """
         facts = (
             self.key.number,
+            self.request_id[:MOST_ID_CHARACTERS],
             self.target.worker_id,
             self.target.rank,
-            self.prefill_completed,
+            xxh3_64_intdigest(pack_hashes(self.hashes)),
+            self.isl,
+            self.overlap_blocks,
             self.prefill_tokens,
-            len(self.hashes) + self.anonymous_blocks,
+            self.anonymous_blocks,
+            self.prefill_completed,
             self.output_blocks,
         )
         return xxh3_64_intdigest(_encode(facts))

@@ -152,6 +152,7 @@ class Candidates(Sequence[Candidate]):
             columns.indexed_blocks[place],
             beat.running_loras,
             beat.metrics,
+            self._block_size,
         )
 
 
@@ -193,7 +194,7 @@ def form_candidates(
     )  # fmt: skip
     reckon = _reckon_tiers if index.has_wider_tiers else _reckon_device
     for prompt, cached, in_flight in found:
-        reused = _reused(in_flight, roster) if in_flight and inflight_overlap else {}
+        reused = _reused(in_flight, roster, block_size) if in_flight and inflight_overlap else {}
         reckon(columns, roster, prompt.isl, block_size, cached, reused)
     for target, held in _held_in_flight(found).items():  # these blocks are active there already
         place = roster.places.get(target)
@@ -207,12 +208,16 @@ def _find(prompt: Prompt, index: BlockIndex, active: ActiveTable) -> Found:
     return prompt, look_up(prompt.hashes), active.depths(prompt.hashes)
 
 
-def _reused(in_flight: dict[Target, int], roster: Roster) -> dict[Target, int]:
-    """Of what is in flight, what an engine would compute but once: not where prefix caching is off."""
+def _reused(in_flight: dict[Target, int], roster: Roster, block_size: int) -> dict[Target, int]:
+    """Of what is in flight, what an engine would compute but once.
+
+    Nothing where prefix caching is off, nor where blocks have another size: it reuses whole blocks only.
+    """
     return {
         target: depth
         for target, depth in in_flight.items()
         if (place := roster.places.get(target)) is not None
+        and roster.workers[place].card.block_size == block_size
         and roster.workers[place].card.prefix_caching is not False
     }
 
@@ -292,6 +297,6 @@ def _held_in_flight(found: list[Found]) -> dict[Target, int]:
 def unnamed_blocks(request: RouteRequest, block_size: int) -> int:
     """Blocks of prompts whose end was not tokenized: charged, and without a hash.
 
-    Never fewer than none: the pool's block size may have grown since the prompt was hashed.
+    Never fewer than none: a library's caller may have hashed for another block size.
     """
     return sum(max(0, prompt.isl // block_size - len(prompt.hashes)) for prompt in request.prompts)

@@ -22,11 +22,13 @@ class Prompt(Struct, frozen=True):
     """One prompt: the sequence hashes of its full blocks, and its length in tokens.
 
     `is_estimate`: only its beginning, or nothing of it, was tokenized; the length is a guess.
+    `block_size` is that of the hashes: the pool's may have changed since. 0: the pool's.
     """
 
     hashes: Sequence[int]
     isl: int
     is_estimate: bool = False
+    block_size: int = 0
 
 
 class Overlap(Struct, frozen=True, gc=False):

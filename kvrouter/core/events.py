@@ -8,11 +8,22 @@ it knows, so that a newer source and an older reader can work side by side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
+from kvrouter.core.wire_values import (
+    U64,
+    Amount,
+    Number,
+    Rank,
+    RequestId,
+    Session,
+    ShortText,
+    Tier,
+    are_whole_hashes,
+)
 from kvrouter.errors import MalformedFrameError
 
 VERSION = 1
@@ -21,8 +32,10 @@ MAX_FRAME_HASHES = 4096
 MAX_BOOKING_HASHES = 60_000
 """An AddRequest names at most this many blocks (480 KB); the rest travels as a number."""
 
-MAX_AMOUNT = 1 << 48
-"""Token and block counts beyond this are damage; sums of smaller ones stay within 64 bits."""
+MAX_SENT_CHARS = 100_000
+"""Of the text of one SentText: in UTF-8 it fits a frame, whatever it is written in."""
+MAX_CHUNKS = 1 << 16
+"""Of one snapshot: 32 GiB."""
 
 DEVICE, HOST, DISK = 0, 1, 2
 TIERS = ("device", "host", "disk")
@@ -31,15 +44,15 @@ TIERS = ("device", "host", "disk")
 class Stored(Struct, frozen=True, array_like=True, tag=1):
     """Blocks are now in `tier`; hashes parent first. `parent` is that of the first, None at a root."""
 
-    tier: int
-    parent: int | None
+    tier: Tier
+    parent: U64 | None
     hashes: bytes
 
 
 class Removed(Struct, frozen=True, array_like=True, tag=2):
     """Blocks left `tier` and all narrower ones; hashes deepest first."""
 
-    tier: int
+    tier: Tier
     hashes: bytes
 
 
@@ -50,68 +63,68 @@ class Cleared(Struct, frozen=True, array_like=True, tag=3):
 class Check(Struct, frozen=True, array_like=True, tag=4):
     """The source's own count and digest of one tier set (KV) or of its bookings (sync), as of this op."""
 
-    count: int
-    digest: int
-    tier: int = DEVICE
+    count: Amount
+    digest: U64
+    tier: Tier = DEVICE
 
 
 class AddRequest(Struct, frozen=True, array_like=True, tag=16):
     """A booking begins: its blocks are active on the target and `prefill_tokens` are charged there."""
 
-    number: int
-    request_id: str
-    worker_id: str
-    rank: int
+    number: Number
+    request_id: RequestId
+    worker_id: ShortText
+    rank: Rank
     hashes: bytes
-    isl: int
-    overlap_blocks: int
-    prefill_tokens: int
-    anonymous_blocks: int = 0
+    isl: Amount
+    overlap_blocks: Amount
+    prefill_tokens: Amount
+    anonymous_blocks: Amount = 0
 
 
 class MarkPrefillCompleted(Struct, frozen=True, array_like=True, tag=17):
     """The booking's prefill tokens are no longer charged."""
 
-    number: int
+    number: Number
 
 
 class Free(Struct, frozen=True, array_like=True, tag=18):
     """The booking ends."""
 
-    number: int
+    number: Number
 
 
 class Progress(Struct, frozen=True, array_like=True, tag=19):
     """The booking's output now fills this many blocks of its own."""
 
-    number: int
-    output_blocks: int
+    number: Number
+    output_blocks: Amount
 
 
 class Bind(Struct, frozen=True, array_like=True, tag=20):
     """A session keeps to a target for `ttl_ms`."""
 
-    session: str
-    worker_id: str
-    rank: int
-    ttl_ms: int
+    session: Session
+    worker_id: ShortText
+    rank: Rank
+    ttl_ms: Amount
 
 
 class ApproxEntry(Struct, frozen=True, array_like=True, tag=21):
     """Snapshots only: blocks a target is assumed to hold for `ttl_ms` more."""
 
-    worker_id: str
-    rank: int
+    worker_id: ShortText
+    rank: Rank
     hashes: bytes
-    ttl_ms: int
+    ttl_ms: Amount
 
 
 class SentText(Struct, frozen=True, array_like=True, tag=22):
     """Mode prefix-affinity: the target has computed a prompt with this text, or one that begins with it."""
 
-    worker_id: str
-    rank: int
-    text: str
+    worker_id: ShortText
+    rank: Rank
+    text: Annotated[str, Meta(max_length=MAX_SENT_CHARS)]
 
 
 Op: TypeAlias = (
@@ -133,15 +146,15 @@ class Frame(Struct, frozen=True, array_like=True):
     """One numbered step of a feed. `seq` counts from 1 within an incarnation."""
 
     version: int
-    incarnation: int
-    seq: int
+    incarnation: Number
+    seq: Number
     ops: list[Op]
 
 
 class _Envelope(Struct, frozen=True, array_like=True):
     version: int
-    incarnation: int
-    seq: int
+    incarnation: Number
+    seq: Number
     ops: Raw
 
 
@@ -152,29 +165,44 @@ class ReplayRequest(Struct, frozen=True, array_like=True):
     """
 
     version: int
-    part: int | str
-    incarnation: int
-    from_seq: int
-    snapshot_id: int = 0
-    chunk: int = 0
+    part: Rank | ShortText
+    incarnation: U64
+    from_seq: U64
+    snapshot_id: U64 = 0
+    chunk: U64 = 0
 
 
 class ReplayFrames(Struct, frozen=True, array_like=True, tag=0):
     """Encoded frames, in order; as many as fit one message. `seq`: how many the source has sent in all."""
 
     frames: list[bytes]
-    seq: int | None = None
+    seq: Number | None = None
 
 
 class SnapshotChunk(Struct, frozen=True, array_like=True, tag=1):
     """Chunk `chunk` of `chunks` of everything the source held as of frame `as_of_seq`."""
 
-    snapshot_id: int
-    as_of_seq: int
-    chunk: int
-    chunks: int
+    snapshot_id: Number
+    as_of_seq: Number
+    chunk: Number
+    chunks: Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
     ops: list[Op]
-    incarnation: int
+    incarnation: Number
+
+
+class PartialChunk(SnapshotChunk, frozen=True, array_like=True, tag=1):
+    """A chunk of a newer source as it is read here: without the `unknown_ops` whose codes are unknown."""
+
+    unknown_ops: int = 0
+
+
+class _ChunkEnvelope(Struct, frozen=True, array_like=True, tag=1):
+    snapshot_id: Number
+    as_of_seq: Number
+    chunk: Number
+    chunks: Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
+    ops: Raw
+    incarnation: Number
 
 
 Answer: TypeAlias = ReplayFrames | SnapshotChunk
@@ -182,53 +210,76 @@ Answer: TypeAlias = ReplayFrames | SnapshotChunk
 encode = msgspec.msgpack.Encoder().encode
 _decode_frame = msgspec.msgpack.Decoder(Frame).decode
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
+_decode_chunk_envelope = msgspec.msgpack.Decoder(_ChunkEnvelope).decode
 _decode_op: msgspec.msgpack.Decoder[Op] = msgspec.msgpack.Decoder(Op)
 _decode_raw_ops = msgspec.msgpack.Decoder(list[Raw]).decode
 _decode_code = msgspec.msgpack.Decoder(list[object]).decode
 _decode_request = msgspec.msgpack.Decoder(ReplayRequest).decode
 _decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _KNOWN_CODES = frozenset({1, 2, 3, 4, 16, 17, 18, 19, 20, 21, 22})
+_WITH_HASHES = (Stored, Removed, AddRequest, ApproxEntry)
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 """What msgspec raises for bytes that are not what they claim to be."""
 
 
 class Decoded(Struct, frozen=True):
-    """A frame as far as it could be read: `ops` is None if they are malformed or of another version."""
+    """A frame as far as it could be read.
+
+    `ops` is None if the frame is of another version, or malformed: then `trouble` says what is wrong.
+    """
 
     version: int
     incarnation: int
     seq: int
     ops: list[Op] | None
     unknown_ops: int = 0
+    trouble: str = ""
 
 
 def decode_frame(data: bytes) -> Decoded:
     """Read a frame. Raises MalformedFrameError if not even its number can be read."""
     try:
         frame = _decode_frame(data)
-    except UNREADABLE:
-        return _decode_leniently(data)
-    if frame.version != VERSION or not _are_sound(frame.ops):
-        return Decoded(frame.version, frame.incarnation, frame.seq, None)
-    return Decoded(frame.version, frame.incarnation, frame.seq, frame.ops)
+        if frame.version == VERSION:
+            _check_hashes(frame.ops)
+            return Decoded(VERSION, frame.incarnation, frame.seq, frame.ops)
+    except (*UNREADABLE, MalformedFrameError):
+        pass
+    return _decode_leniently(data)
 
 
 def _decode_leniently(data: bytes) -> Decoded:
-    """The slow road, for frames with codes unknown here, of another version, or malformed."""
+    """The slow path, for frames with codes unknown here, of another version, or malformed."""
     try:
         envelope = _decode_envelope(data)
     except UNREADABLE as error:
-        raise MalformedFrameError(f"no frame: {error}") from None
+        raise MalformedFrameError(f"not a frame: {error}") from None
     if envelope.version != VERSION:
         return Decoded(envelope.version, envelope.incarnation, envelope.seq, None)
     try:
-        raw_ops = _decode_raw_ops(envelope.ops)
+        ops, unknown = _known_ops(envelope.ops)
+    except MalformedFrameError as error:
+        return Decoded(VERSION, envelope.incarnation, envelope.seq, None, 0, str(error))
+    return Decoded(VERSION, envelope.incarnation, envelope.seq, ops, unknown)
+
+
+def _known_ops(encoded: Raw) -> tuple[list[Op], int]:
+    """The ops with known codes, and how many others there are. Raises MalformedFrameError."""
+    try:
+        raw_ops = _decode_raw_ops(encoded)
         known = [raw for raw in raw_ops if _decode_code(raw)[0] in _KNOWN_CODES]
         ops = [_decode_op.decode(raw) for raw in known]
-    except (*UNREADABLE, IndexError, TypeError):
-        return Decoded(envelope.version, envelope.incarnation, envelope.seq, None)
-    unknown = len(raw_ops) - len(ops)
-    return Decoded(VERSION, envelope.incarnation, envelope.seq, ops if _are_sound(ops) else None, unknown)
+    except (*UNREADABLE, IndexError, TypeError) as error:
+        raise MalformedFrameError(f"an op is malformed: {error}") from None
+    _check_hashes(ops)
+    return ops, len(raw_ops) - len(ops)
+
+
+def _check_hashes(ops: Sequence[Op]) -> None:
+    """What the types do not say. Raises MalformedFrameError."""
+    for op in ops:
+        if isinstance(op, _WITH_HASHES) and not are_whole_hashes(op.hashes):
+            raise MalformedFrameError(f"{len(op.hashes)} bytes of hashes: not a multiple of 8")
 
 
 def decode_request(data: bytes) -> ReplayRequest:
@@ -236,7 +287,7 @@ def decode_request(data: bytes) -> ReplayRequest:
     try:
         request = _decode_request(data)
     except UNREADABLE as error:
-        raise MalformedFrameError(f"no replay request: {error}") from None
+        raise MalformedFrameError(f"not a replay request: {error}") from None
     if request.version != VERSION:
         raise MalformedFrameError(f"replay request of version {request.version}, this is {VERSION}")
     return request
@@ -247,34 +298,27 @@ def decode_answer(data: bytes) -> Answer:
     try:
         answer = _decode_answer.decode(data)
     except UNREADABLE as error:
-        raise MalformedFrameError(f"no replay answer: {error}") from None
-    if isinstance(answer, SnapshotChunk) and not _is_sound_chunk(answer):
-        raise MalformedFrameError(f"snapshot {answer.snapshot_id} has numbers or ops out of range")
+        answer = _decode_newer_chunk(data, error)
+    if isinstance(answer, SnapshotChunk):
+        _check_hashes(answer.ops)
+        if answer.chunk >= answer.chunks:
+            raise MalformedFrameError(f"chunk {answer.chunk} of a snapshot of {answer.chunks}")
     return answer
 
 
-def _is_sound_chunk(chunk: SnapshotChunk) -> bool:
-    return 0 <= chunk.chunk < chunk.chunks and chunk.as_of_seq >= 0 and _are_sound(chunk.ops)
-
-
-def _are_sound(ops: Sequence[Op]) -> bool:
-    """What msgspec's types do not say: whole hashes, known tiers, no negative amounts."""
-    return all(map(_is_sound, ops))
-
-
-def _is_sound(op: Op) -> bool:
-    match op:
-        case Stored() | Removed():
-            return len(op.hashes) % 8 == 0 and DEVICE <= op.tier <= DISK
-        case AddRequest():
-            amounts = (op.isl, op.overlap_blocks, op.prefill_tokens, op.anonymous_blocks, op.rank)
-            return len(op.hashes) % 8 == 0 and min(amounts) >= 0 and max(amounts) <= MAX_AMOUNT
-        case Progress():
-            return 0 <= op.output_blocks <= MAX_AMOUNT
-        case Check():
-            return DEVICE <= op.tier <= DISK
-        case ApproxEntry() | Bind():
-            is_whole = isinstance(op, Bind) or len(op.hashes) % 8 == 0
-            return is_whole and op.rank >= 0 and 0 <= op.ttl_ms <= MAX_AMOUNT
-        case _:
-            return not isinstance(op, SentText) or op.rank >= 0
+def _decode_newer_chunk(data: bytes, error: Exception) -> PartialChunk:
+    """A chunk with ops whose codes are unknown here; `error` is raised on for any other answer."""
+    try:
+        envelope = _decode_chunk_envelope(data)
+    except UNREADABLE:
+        raise MalformedFrameError(f"not a replay answer: {error}") from None
+    ops, unknown = _known_ops(envelope.ops)
+    return PartialChunk(
+        envelope.snapshot_id,
+        envelope.as_of_seq,
+        envelope.chunk,
+        envelope.chunks,
+        ops,
+        envelope.incarnation,
+        unknown,
+    )

@@ -4,14 +4,17 @@
                     ┌──────┐
     waiting ──────> live ──┴──> recovering ──> live
        │  heartbeat   gap, lost tail,    ^  │
-       └──────────────new incarnation────┘  └─ malformed snapshot ──> broken ──30 s──> recovering
+       └──────────────new incarnation────┘  └─ two bad answers ──> broken ──30 s──> recovering
 
 While recovering, live frames are held. `due` says what to ask of the source; `answer` takes
 frames of its ring or chunks of a snapshot; `work` loads a snapshot in slices into a fresh place,
-and the sink switches to it in one step. Time is passed in; nothing here waits.
+and the sink switches to it in one step. A broken source counts for nothing: what was held of it is
+dropped, because it can no longer be kept up to date. Time is passed in; nothing here waits.
 
 One odd number (a seq far ahead, another version) is believed until the source's next heartbeat or
-answer says otherwise; another incarnation, until its lease has ended.
+answer says otherwise; another incarnation, until its lease has ended. What an answer brought is
+provisional: a heartbeat that arrived later and counts less disproves it, and the second such
+heartbeat in a row asks for a snapshot.
 
 Invariants: everything up to `seq` of `incarnation` is applied, nothing after it; held frames are
 newer than what was applied when they came.
@@ -25,23 +28,44 @@ from kvrouter.core.events import (
     VERSION,
     Check,
     Decoded,
+    PartialChunk,
     ReplayFrames,
     ReplayRequest,
     SnapshotChunk,
     decode_answer,
     decode_frame,
 )
-from kvrouter.core.feed_state import BROKEN_RETRY_S, Backoff, FeedCounters, FeedState, Trust
-from kvrouter.core.held import HeldFrames
+from kvrouter.core.feed_state import (
+    BAD_ANSWERS,
+    BROKEN_RETRY_S,
+    QUESTIONS_A_SECOND,
+    Backoff,
+    FeedCounters,
+    FeedState,
+    PerSecond,
+    Trust,
+)
+from kvrouter.core.held import HeldBudget, HeldFrames
 from kvrouter.core.loading import Loading, cost
 from kvrouter.core.sinks import FeedSink
 from kvrouter.errors import MalformedFrameError
 
+_FOLLOWED = (FeedState.LIVE, FeedState.RECOVERING)
+
 
 class FeedReader:
-    """One source's feed as this replica sees it. `chance` returns a number in [0, 1), for jitter."""
+    """One source's feed as this replica sees it. `chance` returns a number in [0, 1), for jitter.
 
-    def __init__(self, part: int | str, sink: FeedSink, chance: Callable[[], float]) -> None:
+    `budget` bounds what all feeds of a replica hold.
+    """
+
+    def __init__(
+        self,
+        part: int | str,
+        sink: FeedSink,
+        chance: Callable[[], float],
+        budget: HeldBudget | None = None,
+    ) -> None:
         self.state = FeedState.WAITING
         self.incarnation = 0
         self.seq = 0
@@ -54,15 +78,17 @@ class FeedReader:
         self.counters = FeedCounters()
         self._part = part
         self._sink = sink
-        self._held = HeldFrames()
+        self._held = HeldFrames(budget or HeldBudget())
         self._live_seq = 0
-        """How far the live traffic is; a replay may run ahead of it."""
-        self._told_seq = 0
-        """The newest seq in what came since the last question."""
+        """The newest seq in the live traffic since the last question."""
+        self._answered_at = 0.0
+        """When an answer was applied last: only heartbeats that arrived later can disprove it."""
         self._want_snapshot, self._wanted_incarnation = False, 0
         self._loading: Loading | None = None
-        self._asked, self._questions = False, 0
+        self._asked: ReplayRequest | None = None
+        self._questions = self._bad_answers = 0
         self._backoff = Backoff(chance)
+        self._rate = PerSecond(QUESTIONS_A_SECOND)
         self._trust = Trust()
         self._recovering_since: float | None = None
         self._malformed_seq = 0
@@ -90,7 +116,7 @@ class FeedReader:
     @property
     def is_asking(self) -> bool:
         """Whether an answer is awaited."""
-        return self._asked
+        return self._asked is not None
 
     # What arrives
 
@@ -112,7 +138,8 @@ class FeedReader:
     def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
         """The source says how far it is; False if a greater incarnation of it has been met.
 
-        Its frames travel on the same subscription, before this.
+        Its frames travel on the same subscription, before this. `now` is when the heartbeat arrived, which
+        may be some time ago where much waits to be applied.
         """
         if incarnation < self._newest:
             return False
@@ -120,41 +147,57 @@ class FeedReader:
             self._meet(incarnation, seq, now)
         self.heard_at = now
         self.source_seq = seq
-        is_low = seq < self.seq <= self._live_seq  # and not for a replay that ran ahead of it
-        self._hear_seq(seq)
+        self._live_seq = max(self._live_seq, seq)
         self.counters.unsent += self._held.drop_unsent(seq, self._questions + 1)
-        if self.state is FeedState.LIVE:
-            self._compare_seq(seq, is_low, now)
+        if incarnation == self.incarnation and self.state in _FOLLOWED:
+            self._compare_seq(seq, now)
         return True
 
-    def _compare_seq(self, seq: int, is_low: bool, now: float) -> None:
-        if seq > self.seq:
-            self.counters.gaps += 1
-            self._recover(now)
-        elif self._trust.is_broken_by(is_low):
+    def _compare_seq(self, seq: int, now: float) -> None:
+        is_low = seq < self.seq and now > self._answered_at
+        if self._trust.is_broken_by(is_low):
             self.counters.unsent += 1
             self._doubt("more was applied than it says it has sent", now)
+        elif self.state is FeedState.LIVE and seq > self.seq:
+            self.counters.gaps += 1
+            self._recover(now)
 
     def answer(self, data: bytes, now: float) -> None:
         """What the source answered to the request that `due` returned."""
-        self._asked = False
+        asked, self._asked = self._asked, None
         if self.state is not FeedState.RECOVERING:
             return
         try:
             answer = decode_answer(data)
         except MalformedFrameError:
-            self._break("sent a malformed snapshot", now)
+            self._meet_bad_answer("sent a malformed answer", now)
             return
-        if isinstance(answer, ReplayFrames):
-            self._replay(answer, now)
-        else:
+        if isinstance(answer, SnapshotChunk):
             self._take_chunk(answer, now)
+        elif asked is not None and not asked.from_seq:
+            self._meet_bad_answer("sent frames where a snapshot was asked for", now)
+        else:
+            self._replay(answer, now)
+
+    def _meet_bad_answer(self, reason: str, now: float) -> None:
+        """Ask again after a pause: the first may be damage, or forged. The second breaks the source."""
+        self.counters.malformed += 1
+        self._bad_answers += 1
+        if self._bad_answers < BAD_ANSWERS:
+            self._backoff.begin(now)
+        else:
+            self._break(reason, now)
 
     def failed(self, now: float) -> None:
         """The request got no answer."""
-        self._asked = False
+        self._asked = None
         self.counters.failures += 1
         self._backoff.begin(now)
+
+    def break_down(self, now: float) -> None:
+        """A step on what the source sent has raised: this feed alone stops, and restarts after a pause."""
+        self.counters.errors += 1
+        self._break("an internal error met what it sent (see the log)", now)
 
     def close(self) -> None:
         """The source is gone: what was half loaded takes no room any longer."""
@@ -167,13 +210,18 @@ class FeedReader:
             self._recover(now, snapshot=True)
         if self.state is FeedState.LIVE and self._trust.wants_snapshot(now):
             self._recover(now, snapshot=True)
-        is_waiting = self._asked or self.is_loading or not self._backoff.is_over(now)
+        is_waiting = self.is_asking or self.is_loading or not self._backoff.is_over(now)
         if self.state is not FeedState.RECOVERING or is_waiting:
             return None
-        loading = self._loading
-        self._asked = True
+        if self._loading is None and not self._rate.allows(now):
+            return None
         self._questions += 1
-        self._told_seq = 0
+        self._live_seq = 0
+        self._asked = self._question()
+        return self._asked
+
+    def _question(self) -> ReplayRequest:
+        loading = self._loading
         if loading is not None:
             return ReplayRequest(VERSION, self._part, self._newest, 0, loading.id, loading.next_chunk)
         return ReplayRequest(VERSION, self._part, self._newest, 0 if self._want_snapshot else self.seq + 1)
@@ -186,9 +234,10 @@ class FeedReader:
         while loading.ops and hashes > 0:
             op = loading.ops.popleft()
             hashes -= cost(op)
-            if not self._sink.load(op, now):
+            if trouble := self._sink.load(op, now):
                 self.counters.contradictions += 1
-                self._break("sent a snapshot that contradicts itself", now)
+                self._give_up_load()
+                self._meet_bad_answer(f"sent a snapshot that contradicts itself: {trouble}", now)
                 return
         if not loading.ops and loading.is_complete:
             self._finish_load(loading, now)
@@ -204,7 +253,9 @@ class FeedReader:
         if decoded.incarnation > self._newest:
             self._meet(decoded.incarnation, decoded.seq - 1, now)
         self.source_seq = max(self.source_seq, decoded.seq)
-        self._hear_seq(decoded.seq)
+        self._live_seq = max(self._live_seq, decoded.seq)
+        if self.state is FeedState.BROKEN:
+            return True  # the snapshot to come has it
         if self.state is not FeedState.LIVE:
             self._hold(decoded, size, now)
         elif decoded.seq <= self.seq:
@@ -217,16 +268,11 @@ class FeedReader:
             self._apply(decoded, now)
         return True
 
-    def _hear_seq(self, seq: int) -> None:
-        """A number in the live traffic."""
-        self._live_seq = max(self._live_seq, seq)
-        self._told_seq = max(self._told_seq, seq)
-
     def _meet(self, incarnation: int, seq: int, now: float) -> None:
         """A greater incarnation: the source started anew. If it has sent nothing yet, so do we."""
         self.close()
         self.source_seq = self._live_seq = seq
-        self._malformed_seq = 0
+        self._malformed_seq = self._bad_answers = 0
         self._trust = Trust()
         if seq > 0:
             self._wanted_incarnation = incarnation
@@ -246,9 +292,9 @@ class FeedReader:
         for op in decoded.ops:
             if isinstance(op, Check):
                 self._compare(op, now)
-            elif not self._sink.apply(op, now):
+            elif trouble := self._sink.apply(op, now):
                 self.counters.contradictions += 1
-                self._recover(now, snapshot=True)
+                self._doubt(f"contradicts itself: {trouble}", now)
             if self.state is not FeedState.LIVE and self._want_snapshot:
                 return
         self.seq = decoded.seq
@@ -293,6 +339,7 @@ class FeedReader:
             self._held.clear()
             self._give_up_load()
             self._recover(now)
+            self._backoff.begin(now)
 
     # Recovery
 
@@ -305,8 +352,10 @@ class FeedReader:
 
     def _replay(self, answer: ReplayFrames, now: float) -> None:
         if self._want_snapshot:
-            return  # the answer to an older question
+            return  # meanwhile frames are not enough
         before = self.seq
+        self._bad_answers = 0
+        self._answered_at = now
         self.state = FeedState.LIVE
         for data in answer.frames:
             self._replay_frame(data, now)
@@ -320,8 +369,7 @@ class FeedReader:
     def _learn_end(self, seq: int) -> None:
         """The source had sent `seq` frames when it answered; what counts more and came before is damage."""
         self.counters.unsent += self._held.drop_unsent(seq, self._questions)
-        self._live_seq = min(self._live_seq, max(seq, self._told_seq))
-        self.source_seq = max(seq, self._told_seq)
+        self.source_seq = max(seq, self._live_seq)
 
     def _replay_frame(self, data: bytes, now: float) -> None:
         try:
@@ -372,15 +420,19 @@ class FeedReader:
                 return
             self._sink.begin_load()
             loading = self._loading = Loading.begin(chunk)
+        if isinstance(chunk, PartialChunk):
+            self.counters.unknown_ops += chunk.unknown_ops
         loading.take(chunk)
 
     def _finish_load(self, loading: Loading, now: float) -> None:
         self._loading = None
+        self._bad_answers = 0
         self._sink.finish_load()
         if loading.incarnation > self._newest:
-            self.source_seq = self._live_seq = 0  # it started anew meanwhile: the old numbers are void
+            self.source_seq = 0  # it started again meanwhile: the old numbers are void
         self.incarnation = self._wanted_incarnation = loading.incarnation
         self.seq = loading.as_of_seq
+        self._answered_at = now
         self.source_seq = max(self.source_seq, self.seq)
         self.counters.snapshots += 1
         self._trust.renew()
@@ -396,9 +448,10 @@ class FeedReader:
             self._sink.abandon_load()
 
     def _break(self, reason: str, now: float) -> None:
-        self.counters.malformed += 1
         self.flag = reason
-        self._give_up_load()
-        self._held.clear()
         self.state = FeedState.BROKEN
+        self._bad_answers = 0
         self._backoff.wait(BROKEN_RETRY_S, now)
+        self._held.clear()
+        self._give_up_load()
+        self._sink.reset()

@@ -11,7 +11,13 @@ BROKEN_RETRY_S = 30.0
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 5.0
 LOW_BEATS = 2
-"""So many heartbeats in a row that count less than was applied prove that a frame was not the source's."""
+"""This many heartbeats in a row that count less than was applied prove that what was applied was forged."""
+BAD_ANSWERS = 2
+"""This many answers in a row that cannot be used break a source."""
+ANSWERS_A_SECOND = 500
+"""Of one process: an answer may have a megabyte. Replicas that join ask for some 30 chunks a second each."""
+QUESTIONS_A_SECOND = 32
+"""Of one reader, chunks of a snapshot aside: a flood of damaged frames must not become one of questions."""
 
 
 class FeedState(Enum):
@@ -42,6 +48,8 @@ class FeedCounters:
     other_versions: int = 0
     held_overflows: int = 0
     failures: int = 0
+    errors: int = 0
+    """Steps that raised: each is a bug here."""
     recovery_s: float = 0.0
     """How long the last recovery took."""
 
@@ -75,6 +83,22 @@ class Backoff:
     def reset(self) -> None:
         """It helped: the next pause is the shortest."""
         self._attempts = 0
+
+
+class PerSecond:
+    """At most `most` of something in each second."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._began = 0.0
+        self._count = 0
+
+    def allows(self, now: float) -> bool:
+        """Whether one more may happen now; if so it is counted."""
+        if now - self._began >= 1.0:
+            self._began, self._count = now, 0
+        self._count += 1
+        return self._count <= self._most
 
 
 class Trust:

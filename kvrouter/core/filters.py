@@ -5,8 +5,7 @@
 
 What must hold comes first: a preferred worker that is full has left before the preference is asked.
 Who names its target (mode direct) is asked for no preference.
-Workers that drain, are down, have another block size or lack the adapter are no candidates from the
-start (core/pool.py).
+Workers that drain, are down or lack the adapter are no candidates from the start (core/pool.py).
 """
 
 from __future__ import annotations
@@ -57,8 +56,10 @@ class Busy:
         tokens, share = self.active_prefill_tokens, self.active_decode_blocks
         if tokens is not None and candidate.charged_tokens > tokens:
             return True
-        capacity = candidate.card.tiers.get("device", 0)
-        return share is not None and capacity > 0 and candidate.active_blocks > share * capacity
+        size = candidate.card.block_size
+        capacity_tokens = candidate.card.tiers.get("device", 0) * size
+        active_tokens = candidate.active_blocks * (candidate.block_size or size)
+        return share is not None and capacity_tokens > 0 and active_tokens > share * capacity_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import ParamSpec, TypeVar
 
 from kvrouter.core.events import ReplayRequest
 from kvrouter.core.feed import FeedReader
@@ -10,9 +12,20 @@ from kvrouter.core.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.lease import Leases
 from kvrouter.core.sources import Feed, KvSource, Source, SyncSource
 
+MOST_FEEDS = 65_536
+"""Followed at a time; more are ignored. A reader takes some 3 KB before it holds anything."""
+MOST_LOADING = 16
+"""Feeds that have a chunk of a snapshot in memory (512 KB and more), waiting to be loaded."""
+_MOST_FAILURES = 100
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 class Following:
     """Readers by feed. Each has a lease; `new_reader` makes one that knows nothing yet.
+
+    Each step of a reader is guarded: what raises is a bug here, met by something that a source sent. It
+    breaks that feed alone, and is kept for the shell to log.
 
     Invariant: every reader that is not at rest is in `_restless`: of thousands, those that have to be looked
     at many times a second.
@@ -25,6 +38,7 @@ class Following:
         self._cancelled: list[Feed] = []
         self._restless: dict[Feed, FeedReader] = {}
         self._ranks: dict[WorkerId, set[KvSource]] = {}
+        self._failures: deque[tuple[Feed, Exception]] = deque(maxlen=_MOST_FAILURES)
 
     # What arrives
 
@@ -34,9 +48,11 @@ class Following:
         """The source says how far it is; it is followed from now on."""
         reader = self.readers.get(source)
         if reader is None:
+            if len(self.readers) >= MOST_FEEDS:
+                return
             reader = self._begin(source, self._new_reader(source))
             self._leases.heard(source)
-        if reader.heartbeat(incarnation, seq, now):
+        if self._step(source, reader, now, reader.heartbeat, incarnation, seq, now):
             self._leases.heard(source, interval_ms)
         self._look_at(source, reader)
 
@@ -45,14 +61,18 @@ class Following:
         reader = self.readers.get(source)
         if reader is None:
             return False
-        reader.frame(data, now)
+        self._step(source, reader, now, reader.frame, data, now)
         self._look_at(source, reader)
         return True
 
     def sync_frame(self, source: SyncSource, data: bytes, now: float) -> bool:
         """A frame of a peer's bookings, maybe the first that is heard of it; False if it is no good."""
-        reader = self.readers.get(source) or self._new_reader(source)
-        is_good = reader.frame(data, now)
+        reader = self.readers.get(source)
+        if reader is None:
+            if len(self.readers) >= MOST_FEEDS:
+                return False
+            reader = self._new_reader(source)
+        is_good = bool(self._step(source, reader, now, reader.frame, data, now))
         if is_good:
             self._begin(source, reader)
             self._leases.heard(source)
@@ -65,10 +85,12 @@ class Following:
     def due(self, now: float, most: int) -> list[tuple[Feed, ReplayRequest]]:
         """The requests to send now, at most `most`."""
         requests: list[tuple[Feed, ReplayRequest]] = []
-        for source, reader in list(self._restless.items()):
-            if len(requests) == most:
+        restless = list(self._restless.items())
+        most = min(most, MOST_LOADING - sum(reader.is_loading for _, reader in restless))
+        for source, reader in restless:
+            if len(requests) >= most:
                 break
-            request = reader.due(now)
+            request = self._step(source, reader, now, reader.due, now)
             if request is not None:
                 requests.append((source, request))
             elif reader.is_at_rest:
@@ -77,11 +99,45 @@ class Following:
 
     def load(self, hashes: int, now: float) -> bool:
         """One slice of a snapshot, if one is being loaded."""
-        for reader in self._restless.values():
+        for source, reader in self._restless.items():
             if reader.is_loading:
-                reader.work(hashes, now)
+                self._step(source, reader, now, reader.work, hashes, now)
                 return True
         return False
+
+    def answered(self, source: Feed, data: bytes, now: float) -> None:
+        """A request was answered; the source may have left meanwhile."""
+        reader = self.readers.get(source)
+        if reader is not None:
+            self._step(source, reader, now, reader.answer, data, now)
+
+    def failed(self, source: Feed, now: float) -> None:
+        """A request was not answered."""
+        reader = self.readers.get(source)
+        if reader is not None:
+            reader.failed(now)
+
+    def take_failures(self) -> list[tuple[Feed, Exception]]:
+        """What has raised since the last call, the last hundred at most."""
+        failures = list(self._failures)
+        self._failures.clear()
+        return failures
+
+    def _step(  # a step is a callable and its arguments
+        self,
+        source: Feed,
+        reader: FeedReader,
+        now: float,
+        step: Callable[_P, _R],
+        *arguments: _P.args,
+        **named: _P.kwargs,
+    ) -> _R | None:
+        try:
+            return step(*arguments, **named)
+        except Exception as error:
+            self._failures.append((source, error))
+            reader.break_down(now)
+            return None
 
     # Who goes
 

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 
 from kvrouter.core.events import Decoded
 
 HELD_BYTES = 32 * 1024 * 1024
+"""Of one feed."""
+HELD_BYTES_OF_ALL = 256 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class HeldBudget:
+    """What all feeds of a replica hold together."""
+
+    used_bytes: int = 0
+    most_bytes: int = HELD_BYTES_OF_ALL
 
 
 class HeldFrames:
     """A bounded heap. `question` counts what the reader has asked, to tell what came before which.
 
     By number, not by arrival: one with a number far ahead must not stand before all others.
+
+    Invariant: `_bytes` is the sum of the held frames' sizes, and a part of the budget's `used_bytes`.
     """
 
-    def __init__(self) -> None:
-        self._frames: list[tuple[int, int, int, Decoded, int]] = []
+    def __init__(self, budget: HeldBudget) -> None:
+        self._budget = budget
+        self._frames: list[tuple[int, int, int, Decoded, int, int]] = []
         self._count = 0
         self._bytes = 0
 
@@ -25,21 +39,22 @@ class HeldFrames:
 
     @property
     def first(self) -> Decoded:
-        """The one with the lowest number, of the oldest life."""
+        """The one with the lowest number, of the oldest incarnation."""
         return self._frames[0][3]
 
     def hold(self, frame: Decoded, size: int, question: int) -> bool:
-        """Keep a frame; False if that is more than there is room for."""
+        """Keep a frame of `size` bytes; False, and it is not kept, if there is not room for it."""
+        if self._bytes + size > HELD_BYTES or self._budget.used_bytes + size > self._budget.most_bytes:
+            return False
         self._count += 1
-        heapq.heappush(self._frames, (frame.incarnation, frame.seq, self._count, frame, question))
-        self._bytes += size
-        return self._bytes <= HELD_BYTES
+        heapq.heappush(self._frames, (frame.incarnation, frame.seq, self._count, frame, question, size))
+        self._take_bytes(size)
+        return True
 
     def pop(self) -> Decoded:
         """Take the first."""
-        frame = heapq.heappop(self._frames)[3]
-        if not self._frames:
-            self._bytes = 0
+        *_, frame, _, size = heapq.heappop(self._frames)
+        self._take_bytes(-size)
         return frame
 
     def drop_unsent(self, seq: int, question: int) -> int:
@@ -52,9 +67,14 @@ class HeldFrames:
         if dropped:
             heapq.heapify(kept)
             self._frames = kept
+            self._take_bytes(sum(held[5] for held in kept) - self._bytes)
         return dropped
 
     def clear(self) -> None:
         """Keep none."""
         self._frames.clear()
-        self._bytes = 0
+        self._take_bytes(-self._bytes)
+
+    def _take_bytes(self, size: int) -> None:
+        self._bytes += size
+        self._budget.used_bytes += size

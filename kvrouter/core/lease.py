@@ -16,8 +16,9 @@ from typing import Generic, TypeVar
 SourceT = TypeVar("SourceT", bound=Hashable)
 
 DEFAULT_ROUNDS = 5
-MAX_INTERVAL_MS = 60_000
-"""Of a source's heartbeats, as it says itself: the most that --heartbeat-s takes."""
+MAX_INTERVAL_MS = 10_000
+"""Of a source's heartbeats, as it says itself: the most that --heartbeat-s takes. It bounds how long a forged
+heartbeat counts: five of these."""
 
 
 class Leases(Generic[SourceT]):
@@ -42,6 +43,10 @@ class Leases(Generic[SourceT]):
             self._longer[source] = rounds
         else:
             self._longer.pop(source, None)
+
+    def silent_rounds(self, source: SourceT) -> int:
+        """Rounds since the source was heard; 0 if it has no lease."""
+        return self._silent.get(source, 0)
 
     def forget(self, source: SourceT) -> None:
         """The source said goodbye."""

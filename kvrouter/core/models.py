@@ -36,6 +36,19 @@ def pool_serving(model: str | None, pools: Iterable[Pool]) -> Pool:
     raise UnknownModelError(f"The model `{model}` does not exist; served: {served}", param="model")
 
 
+def shared_addresses(pool: Pool) -> list[str]:
+    """Sentences about engines that several workers of the pool claim as theirs."""
+    workers: dict[str, list[str]] = {}
+    for worker_id, worker in pool.workers.items():
+        workers.setdefault(worker.card.url, []).append(worker_id)
+    return [
+        f"workers {', '.join(sorted(names))} have one address, {url}: the engine is counted once for each "
+        "of them; stop all of their agents but one"
+        for url, names in sorted(workers.items())
+        if url and len(names) > 1
+    ]
+
+
 def name_conflicts(pools: Iterable[Pool]) -> dict[str, list[str]]:
     """Sentences about names that several pools serve, by the pool whose clients do not reach it."""
     by_id = sorted((pool for pool in pools if pool.names), key=lambda pool: pool.id)

@@ -90,6 +90,8 @@ class Candidate(Struct, frozen=True, gc=False):
     """Adapters in use by requests in flight, as the engine reports them; None if it does not."""
     metrics: Mapping[str, float] = {}
     """Statistics of an operator's own, by name (`--metric` of the agent); absent if not reported."""
+    block_size: int = 0
+    """Of the pool, in which blocks are counted here; the card counts in blocks of its own. 0: the card's."""
 
     @property
     def charged_tokens(self) -> int:
@@ -104,7 +106,7 @@ class Candidate(Struct, frozen=True, gc=False):
     @property
     def overlap_tokens(self) -> int:
         """Prompt tokens that need not be computed."""
-        return self.overlap_blocks * self.card.block_size
+        return self.overlap_blocks * (self.block_size or self.card.block_size)
 
     @property
     def labels(self) -> Mapping[str, str]:

@@ -13,10 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from kvrouter.core.active import ActiveTable
 from kvrouter.core.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat
+from kvrouter.core.block_size import PoolBlockSize
 from kvrouter.core.candidates import Candidates, form_candidates, unnamed_blocks
+from kvrouter.core.cost import Prompt
 from kvrouter.core.events import TIERS
 from kvrouter.core.ids import PoolId, Target, WorkerId
 from kvrouter.core.index import BlockIndex, IndexBounds
@@ -57,8 +61,6 @@ class Worker:
     ranks: dict[int, RankBeat] = field(default_factory=dict)
     card_seen: tuple[int, int] = (0, 0)
     """Incarnation and version of the card."""
-    refused: str = ""
-    """Why it is no candidate although it is up; empty if it is one."""
     silent: bool = False
     """Its lease has ended, and it is kept because the pool has nobody else."""
 
@@ -93,9 +95,13 @@ class Pool:
         self.model = ""
         """The base model's name; empty until a card has told it."""
         self.settings = settings
-        self.block_size = settings.block_size or 0
+        self._size = PoolBlockSize(settings.block_size)
+        self.block_size = self._size.size
+        """What prompts are hashed with. An engine with another size has overlap 0."""
         self.workers: dict[WorkerId, Worker] = {}
         self.targets: dict[Target, Worker] = {}
+        self._is_stale = False
+        """Whether a worker has changed since `targets` was made."""
         self.changes = 0
         """How often `targets` has been made anew."""
         self.names: frozenset[str] = frozenset()
@@ -112,15 +118,18 @@ class Pool:
 
     # Workers
 
-    def update(self, worker_id: WorkerId, beat: WorkerBeat) -> bool:
-        """A heartbeat; returns whether the worker is known now (its card has been seen)."""
+    def update(self, worker_id: WorkerId, beat: WorkerBeat, *, settles: bool = True) -> bool:
+        """A heartbeat; returns whether the worker is known now (its card has been seen).
+
+        `settles` False: `targets` and what follows from them may be out of date until `settle`. That walks
+        all workers (3 ms for 1,000), too much for each of a thousand cards that arrive together.
+        """
         worker = self.workers.get(worker_id)
         changed = False
         if beat.card is not None and (worker is None or worker.card != beat.card):
             before = worker.targets() if worker is not None else []
             worker = self.workers[worker_id] = Worker(beat.card)
-            for target in set(before).difference(worker.targets()):
-                self.approx.drop(target)  # it has fewer ranks than before
+            self._forget_assumed(before, worker.targets())
             self.model = beat.card.model
             changed = True
         if worker is None:
@@ -130,11 +139,17 @@ class Pool:
         changed = changed or worker.state != beat.state or worker.silent
         worker.incarnation, worker.state, worker.silent = beat.incarnation, beat.state, False
         worker.ranks = {rank.rank: rank for rank in beat.ranks}
-        if changed:  # not at every heartbeat: this walks all workers
-            self._choose_targets()
-        else:
+        self._is_stale = self._is_stale or changed
+        if not changed:
             self._roster.hear(worker)
+        if settles:
+            self.settle()
         return True
+
+    def settle(self) -> None:
+        """Choose the targets again if a worker has changed since that was done."""
+        if self._is_stale:
+            self._choose_targets()
 
     def remove(self, worker_id: WorkerId) -> list[Target]:
         """The worker is gone, with all it held. Bookings stay: only their owner ends them."""
@@ -168,29 +183,51 @@ class Pool:
             self.remove(worker_id)
 
     def capacity_blocks(self, target: Target) -> int:
-        """Blocks the target is assumed to have room for; 0 if that is not known."""
+        """Blocks the target is assumed to have room for; 0 if that is not known.
+
+        Asked of targets with the pool's block size only (`may_assume`): a card counts in its engine's blocks.
+        """
         worker = self.workers.get(target.worker_id)
         return self.settings.approx_capacity_blocks or (worker.capacity_blocks() if worker else 0)
 
     def may_assume(self, target: Target) -> bool:
         """Whether the target can be taken to hold what was prefilled there; else only events tell."""
         worker = self.workers.get(target.worker_id)
-        return not self.settings.use_kv_events and (worker is None or worker.card.prefix_caching is not False)
+        if worker is None:
+            return not self.settings.use_kv_events
+        fits = not self.block_size or worker.card.block_size == self.block_size
+        return not self.settings.use_kv_events and fits and worker.card.prefix_caching is not False
+
+    def next_round(self, lease_rounds: int, elder_size: int = 0) -> None:
+        """A round of the leases has passed; see PoolBlockSize."""
+        self._size.next_round(lease_rounds, elder_size)
+        self._use_size()
+
+    def _use_size(self) -> None:
+        """Blocks in the index have the sizes of their engines; those assumed have the pool's former one."""
+        former, self.block_size = self.block_size, self._size.size
+        if former not in {0, self.block_size} and not self.settings.use_kv_events:
+            for worker in self.workers.values():
+                self._forget_blocks(worker)
+
+    def _forget_assumed(self, before: list[Target], now: list[Target]) -> None:
+        """A worker's card is new: it may have fewer ranks than before, or blocks of another size."""
+        gone = set(before).difference(now)
+        if not self.settings.use_kv_events:
+            gone.update(target for target in now if not self.may_assume(target))
+        for target in gone:
+            self.approx.drop(target)
 
     def _forget_blocks(self, worker: Worker) -> None:
         for target in worker.targets():
             self.approx.drop(target)
 
     def _choose_targets(self) -> None:
-        live = [worker for worker in self.workers.values() if worker.state != "down"]
-        if self.settings.block_size is None and live:
-            self.block_size = _block_size(live)
-        for worker in self.workers.values():
-            worker.refused = ""
-            if self.block_size and worker.card.block_size != self.block_size:  # 0: nobody has been live yet
-                worker.refused = f"block size {worker.card.block_size}, pool has {self.block_size}"
-        takers = [worker for worker in live if worker.state == "up" and not worker.refused]
+        self._is_stale = False
+        takers = [worker for worker in self.workers.values() if worker.state == "up"]
         eligible = [worker for worker in takers if not worker.silent] or takers
+        self._size.count([worker.card for worker in eligible])
+        self._use_size()
         pairs = [(target, worker) for worker in eligible for target in worker.targets()]
         self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
         self._roster = Roster(self.targets.items())
@@ -211,21 +248,42 @@ class Pool:
         """Whether nothing is left here: no worker, no booking, no block."""
         return not self.workers and self.active.is_empty and not len(self.index)
 
-    def why_no_target(self) -> str:
-        """Why there is nobody to send to, or only whom nobody has heard for long; empty if there is."""
-        if any(not worker.silent for worker in self.targets.values()):
+    @property
+    def has_live_target(self) -> bool:
+        """Whether there is a target to send to whose lease has not ended."""
+        return any(not worker.silent for worker in self.targets.values())
+
+    def size_note(self, worker: Worker) -> str:
+        """What follows from the worker's block size; empty if it is the pool's."""
+        size = worker.card.block_size
+        if size == self.block_size or not self.block_size:  # 0: no worker has taken requests yet
             return ""
-        refused = [
-            f"{worker.refused} ({worker_id})"
-            for worker_id, worker in self.workers.items()
-            if worker.refused and worker.state == "up" and not worker.silent
-        ]
-        if refused:
-            more = f" and {len(refused) - NAMED_MOST} more" if len(refused) > NAMED_MOST else ""
-            return f"all live workers are refused: {'; '.join(refused[:NAMED_MOST])}{more}"
-        return "no live worker"
+        return f"block size {size}, pool has {self.block_size}: no overlap is predicted"
+
+    def sizes_note(self) -> str:
+        """The same for all targets, in one sentence; empty if none has another size."""
+        sizes = {target.worker_id: worker.card.block_size for target, worker in self.targets.items()}
+        others = [f"{worker_id}: {size}" for worker_id, size in sizes.items() if size != self.block_size]
+        if not others:
+            return ""
+        named = ", ".join([*others[:NAMED_MOST], *(["…"] if len(others) > NAMED_MOST else [])])
+        return (
+            f"{len(others)} of {len(sizes)} workers have another block size than {self.block_size}: "
+            f"no overlap is predicted there ({named})"
+        )
 
     # Candidates
+
+    def in_present_size(self, request: RouteRequest) -> RouteRequest:
+        """The request without hashes of another block size: it has been hashed before the pool's changed.
+
+        Only its length is known then: it finds nothing, and loads its target as any other does.
+        """
+        sizes = {prompt.block_size for prompt in request.prompts}
+        if sizes <= {0, self.block_size}:
+            return request
+        prompts = tuple(Prompt((), prompt.isl, is_estimate=True) for prompt in request.prompts)
+        return replace(request, prompts=prompts)
 
     def candidates(self, request: RouteRequest, exclude: frozenset[Target] = frozenset()) -> Candidates:
         """Every target that may serve the request, with what it would find and cost there."""
@@ -265,16 +323,6 @@ class Pool:
         }
 
     def _why_refused(self, worker: Worker, request: RouteRequest) -> str:
-        if worker.refused:
-            return worker.refused
         if worker.state != "up":
             return worker.state
         return "silent" if worker.silent else f"has no adapter {request.lora_name!r}"
-
-
-def _block_size(live: list[Worker]) -> int:
-    """That of the worker started first. The silent have no say while others can be chosen."""
-    heard = [worker for worker in live if not worker.silent]
-    voters = heard if any(worker.state == "up" for worker in heard) else live
-    eldest = min(voters, key=lambda worker: (worker.card.started_at_us, worker.card.worker_id))
-    return eldest.card.block_size

@@ -17,8 +17,8 @@ from kvrouter.core.models import pool_serving
 from kvrouter.core.router import Router
 from kvrouter.errors import NoWorkersError, UnknownModelError
 
-POOLS_MOST = 1024
-"""At a time. What would begin another is passed over and counted."""
+POOLS_MOST = 256
+"""At a time. What would begin another is ignored and counted. An empty pool takes some 0.3 MB."""
 UNSERVED_MOST = 64
 """Of them without a worker: known by a peer's word only."""
 NAMES_KEPT_S = 600.0

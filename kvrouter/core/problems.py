@@ -67,10 +67,10 @@ def problems_of_pool(compared: Compared) -> list[Problem]:
 
 
 def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
-    if worker.refused:
+    if note := pool.size_note(worker):
         yield Problem(
-            "refused",
-            f"takes no requests: {worker.refused}. All engines of a model need one block size (vLLM: "
+            "block_size",
+            f"{note}, it gets requests by its load alone. Give all engines of a model one block size (vLLM: "
             "--block-size); --kv-cache-block-size of the frontends must be that one, or be left out",
         )
     elif not pool.settings.use_kv_events and worker.card.prefix_caching is False:

@@ -4,15 +4,18 @@ hello ──> answers of workers and replicas ──> first recoveries ──> r
                  │
                  └─ a replica's answer names the workers it hears; those are waited for too,
                     each until it is heard or as long as a lease lasts
+
+And whether it should get traffic that its peers can serve and it cannot: `ServedElsewhere`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
+from kvrouter.core.beats import RouterBeat
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.feed_state import FeedState
-from kvrouter.core.ids import RouterId, WorkerId
+from kvrouter.core.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.pool import NAMED_MOST
 from kvrouter.core.sources import Feed, name
 
@@ -70,6 +73,58 @@ class Readiness:
             yield f"worker {worker_id}, known to replica {router_id}, has not been heard"
         if len(self._awaited) > NAMED_MOST:
             yield f"nor have {len(self._awaited) - NAMED_MOST} other workers"
+
+
+class ServedElsewhere:
+    """Whether other replicas serve all pools that this one does, and more, for at least a lease.
+
+        this one  {a}
+        peer 1    {a, b}    clients of b are better off there: after a lease this one is not ready
+        peer 2    {b}       does not count: clients of a would lose as much as those of b gain
+
+    "Serves all and more" has no circles, so the replica that serves most stays ready: all of them are never
+    unready at once. A peer counts only while it takes clients' requests: up, and with an address. Rounds are
+    those of the leases: a replica that is cut off counts none, so stale heartbeats cannot make it unready.
+    """
+
+    def __init__(self) -> None:
+        self._rounds = 0
+
+    def next_round(self, own: Set[str], peers: Mapping[RouterId, RouterBeat]) -> None:
+        """A round of the leases has passed."""
+        self._rounds = self._rounds + 1 if any(_serve_more(own, peers)) else 0
+
+    def pools(
+        self, own: Set[str], peers: Mapping[RouterId, RouterBeat], lease_rounds: int
+    ) -> dict[PoolId, list[RouterId]]:
+        """The pools, and who serves them; none before it has been so for a lease."""
+        served: dict[PoolId, list[RouterId]] = {}
+        if self._rounds >= lease_rounds:
+            for router_id in _serve_more(own, peers):
+                for pool_id in sorted(peers[router_id].serves.keys() - own)[:NAMED_MOST]:
+                    served.setdefault(PoolId(pool_id), []).append(router_id)
+        return served
+
+
+def _serve_more(own: Set[str], peers: Mapping[RouterId, RouterBeat]) -> Iterator[RouterId]:
+    for router_id, beat in peers.items():
+        if beat.state == "up" and beat.address and beat.serves.keys() > own:
+            yield router_id
+
+
+def sizes_of_elders(
+    peers: Mapping[RouterId, RouterBeat], incarnation: int, router_id: RouterId
+) -> dict[str, int]:
+    """The block size of each pool at the eldest peer that serves it, of the peers older than this replica."""
+    older = [
+        (beat.incarnation, peer_id, beat.serves)
+        for peer_id, beat in peers.items()
+        if (beat.incarnation, peer_id) < (incarnation, router_id)
+    ]
+    sizes: dict[str, int] = {}
+    for _, _, serves in sorted(older, key=lambda peer: peer[:2], reverse=True):
+        sizes |= serves
+    return sizes
 
 
 def behind(readers: Mapping[Feed, FeedReader]) -> Iterator[str]:

@@ -11,19 +11,21 @@ Pure: bytes and the time go in, bytes and requests come out. The shell in `front
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvrouter.core.beats import RouterBeat, State, WorkerBeat, decode_router_beat, decode_worker_beat
 from kvrouter.core.events import VERSION, ReplayRequest
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.following import Following
+from kvrouter.core.held import HeldBudget
 from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId
 from kvrouter.core.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.policy import Policy, PolicyState
-from kvrouter.core.pool import Pool, PoolSettings, Worker
+from kvrouter.core.pool import NAMED_MOST, Pool, PoolSettings, Worker
 from kvrouter.core.pools import Pools
-from kvrouter.core.readiness import AWAITED_MOST, Readiness, behind
+from kvrouter.core.readiness import AWAITED_MOST, Readiness, ServedElsewhere, behind, sizes_of_elders
 from kvrouter.core.router import Router
 from kvrouter.core.sinks import KvSink
 from kvrouter.core.sources import (
@@ -40,6 +42,10 @@ from kvrouter.errors import MalformedFrameError
 
 SLICE_HASHES = 2048
 """Storing this many hashes of a snapshot takes about 0.7 ms."""
+WORKERS_MOST = 16_384
+TARGETS_MOST = 65_536
+PEERS_MOST = 1024
+"""What is one too many is ignored and counted."""
 SWEPT_SHARE = 4
 """Taking a dropped booking's hash off costs as much as storing so many."""
 
@@ -65,6 +71,8 @@ class ReplicaCounters:
     replicas_lost: int = 0
     pools_refused: int = 0
     """Messages about a pool that is one too many."""
+    members_refused: int = 0
+    """Heartbeats of a worker or replica that is one too many."""
 
 
 class Replica:
@@ -92,14 +100,16 @@ class Replica:
         self.peers: dict[RouterId, RouterBeat] = {}
         self._worker_pools: dict[WorkerId, PoolId] = {}
         self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
+        self._held = HeldBudget()
         self._feeds = Following(self._leases, self._new_reader)
         self.readers = self._feeds.readers
         self._readiness = Readiness()
+        self._served_elsewhere = ServedElsewhere()
         self._new_policy = new_policy
         self._chance = chance
         self._equip = equip
-        self._round = 0
-        self._lacks_card = False
+        self._round = self._returned_round = 0
+        self._lacks_card = self._is_in_batch = False
         self._hello_again_round = 0
 
     # Messages
@@ -107,10 +117,14 @@ class Replica:
     def worker_heard(self, worker_id: WorkerId, data: bytes, now: float) -> None:
         """A worker's heartbeat: its card, its load, and how far its feeds are."""
         try:
-            beat = decode_worker_beat(data)
+            beat = decode_worker_beat(data, worker_id)
         except MalformedFrameError:
             self.counters.malformed_heartbeats += 1
             return
+        self.take_worker_beat(worker_id, beat, now)
+
+    def take_worker_beat(self, worker_id: WorkerId, beat: WorkerBeat, now: float) -> None:
+        """A heartbeat that can be trusted to be well-formed."""
         pool_id = PoolId(beat.pool)
         known = self._worker(worker_id)
         if known is not None and not known.silent and beat.incarnation < known.incarnation:
@@ -127,13 +141,28 @@ class Replica:
             self._leases.heard(AwaitedSource(worker_id), beat.interval_ms)  # its card is asked for
         if beat.card is None and self._worker(worker_id) is None:
             return
-        if not self._has_room(pool_id, served=True) or not self.router(pool_id).pool.update(worker_id, beat):
+        if not self._has_room(pool_id, served=True) or not self._has_room_for(worker_id, beat):
+            return
+        if not self.router(pool_id).pool.update(worker_id, beat, settles=not self._is_in_batch):
             return
         self._worker_pools[worker_id] = pool_id
-        self.routers[pool_id].tell_workers()
+        if not self._is_in_batch:
+            self.routers[pool_id].tell_workers()
         self._meet_awaited(worker_id)
         self._leases.heard(WorkerSource(worker_id), beat.interval_ms)
         self._follow_worker(pool_id, worker_id, beat, now)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Messages that arrive together, in one plain call: pools choose their targets once, at its end."""
+        self._is_in_batch = True
+        try:
+            yield
+        finally:
+            self._is_in_batch = False
+            for router in self.routers.values():
+                router.pool.settle()
+                router.tell_workers()
 
     def kv_frame(self, source: KvSource, data: bytes, now: float) -> None:
         """A frame of a KV feed; ignored until the worker's card has been seen."""
@@ -153,6 +182,9 @@ class Replica:
         if beat.state == "leave":
             self._remove_router(router_id)
             return
+        if router_id not in self.peers and len(self.peers) >= PEERS_MOST:
+            self.counters.members_refused += 1
+            return
         self.peers[router_id] = beat
         self._leases.heard(RouterSource(router_id), beat.interval_ms)
         self._wait_for_workers(beat, router_id)
@@ -165,6 +197,16 @@ class Replica:
             self.counters.stale_heartbeats += 1
             return
         self._lose(self._leases.round(beat.round))
+        if beat.round > self._returned_round:
+            self._returned_round = beat.round
+            self._pass_round()
+
+    def _pass_round(self) -> None:
+        """A round of the leases: what has to be so for a lease has been so for one more."""
+        sizes = sizes_of_elders(self.peers, self.incarnation, self.router_id)
+        for pool_id, router in self.routers.items():
+            router.pool.next_round(self.settings.lease_rounds, sizes.get(pool_id, 0))
+        self._served_elsewhere.next_round(self._serves().keys(), self._heard_peers())
 
     def _hear_feed(self, source: SyncSource, beat: RouterBeat, seq: int, now: float) -> None:
         """A peer says how far its bookings' feed in one pool is; an empty one begins no pool here."""
@@ -203,15 +245,15 @@ class Replica:
 
     def answered(self, source: Feed, data: bytes, now: float) -> None:
         """A replay request was answered; the source may have left meanwhile."""
-        reader = self.readers.get(source)
-        if reader is not None:
-            reader.answer(data, now)
+        self._feeds.answered(source, data, now)
 
     def failed(self, source: Feed, now: float) -> None:
         """A replay request was not answered."""
-        reader = self.readers.get(source)
-        if reader is not None:
-            reader.failed(now)
+        self._feeds.failed(source, now)
+
+    def take_failures(self) -> list[tuple[Feed, Exception]]:
+        """Steps of a feed that raised since the last call: bugs, each of which has broken its feed."""
+        return self._feeds.take_failures()
 
     def work(self, now: float) -> bool:
         """One slice of loading and sweeping, about 1 ms; returns whether there is more."""
@@ -247,7 +289,13 @@ class Replica:
             self._round,
             round(self.settings.heartbeat_s * 1000),
             self._heard_workers() if names_workers else [],
+            self._serves() if state == "up" and self._readiness.is_ready else {},
         )
+
+    def _serves(self) -> dict[str, int]:
+        """The pools that have a live target here, with their block sizes."""
+        pools = [router.pool for router in self.routers.values()]
+        return {str(pool.id): pool.block_size for pool in pools if pool.has_live_target}
 
     def _heard_workers(self) -> list[str]:
         pools = [router.pool for router in self.routers.values()]
@@ -261,7 +309,7 @@ class Replica:
         """
         if not self._lacks_card or self._round < self._hello_again_round:
             return False
-        self._lacks_card = False
+        self._lacks_card = self._is_in_batch = False
         self._hello_again_round = self._round + self.settings.lease_rounds
         return True
 
@@ -296,6 +344,17 @@ class Replica:
         self.counters.pools_refused += not has_room
         return has_room
 
+    def _has_room_for(self, worker_id: WorkerId, beat: WorkerBeat) -> bool:
+        """Whether the worker is known, or it and its ranks may be added."""
+        known, card = self._worker(worker_id), beat.card
+        if card is None or (known is not None and known.card.ranks >= card.ranks):
+            return True
+        targets = sum(len(router.pool.targets) for router in self.routers.values())
+        has_room = targets + card.ranks <= TARGETS_MOST
+        has_room = has_room and (known is not None or len(self._worker_pools) < WORKERS_MOST)
+        self.counters.members_refused += not has_room
+        return has_room
+
     def not_ready(self, now: float) -> list[str]:
         """Why this replica should not get traffic yet; empty once it was ready, and for ever after."""
         return self._readiness.missing(bool(self._worker_pools), self.readers, now)
@@ -309,8 +368,31 @@ class Replica:
         reasons = [f"{name(source)}: {reader.flag}" for source, reader in self.readers.items() if reader.flag]
         reasons += behind(self.readers)
         pools = [router.pool for router in self.routers.values() if router.pool.workers]
-        reasons += [f"pool {pool.id}: {pool.why_no_target()}" for pool in pools if pool.why_no_target()]
+        reasons += [f"pool {pool.id}: no live worker" for pool in pools if not pool.has_live_target]
+        compared = [router.pool for router in self.routers.values() if router.needs_tokens]
+        reasons += [f"pool {pool.id}: {note}" for pool in compared if (note := pool.sizes_note())]
         return reasons or ([] if pools else ["no worker is known"])
+
+    def unserved(self) -> list[str]:
+        """Why this replica should get no traffic while its peers do: they serve pools that it cannot."""
+        lease, own = self.settings.lease_rounds, self._serves().keys()
+        served = self._served_elsewhere.pools(own, self._heard_peers(), lease)
+        return [
+            f"pool {pool_id}: peers serve it ({', '.join(sorted(router_ids)[:NAMED_MOST])}), "
+            f"no target here: {self._why_no_target(pool_id)}"
+            for pool_id, router_ids in served.items()
+        ]
+
+    def _heard_peers(self) -> dict[RouterId, RouterBeat]:
+        """Peers heard within the shortest lease: one forged message must not count for a longer one."""
+        lease, silent = self.settings.lease_rounds, self._leases.silent_rounds
+        return {one: beat for one, beat in self.peers.items() if silent(RouterSource(one)) < lease}
+
+    def _why_no_target(self, pool_id: PoolId) -> str:
+        router = self.routers.get(pool_id)
+        workers = router.pool.workers if router is not None else {}
+        states = [f"{name} {'silent' if one.silent else one.state}" for name, one in workers.items()]
+        return ", ".join(states[:NAMED_MOST]) or "no worker has been heard"
 
     # Members
 
@@ -320,14 +402,16 @@ class Replica:
             self._feeds.end_ranks(pool_id, worker_id, worker.card.ranks)
         if not (worker.card.publishes_events and self.settings.pool.use_kv_events):
             return
-        for rank in beat.ranks[: worker.card.ranks]:
+        for rank in beat.ranks:
+            if rank.rank >= worker.card.ranks:
+                continue
             source = KvSource(pool_id, worker_id, rank.rank)
             self._feeds.heartbeat(source, rank.incarnation, rank.seq, beat.interval_ms, now)
 
     def _new_reader(self, source: Feed) -> FeedReader:
         router = self.router(source.pool)
         if isinstance(source, SyncSource):
-            return FeedReader(source.pool, router.copy_sink(source.router_id), self._chance)
+            return FeedReader(source.pool, router.copy_sink(source.router_id), self._chance, self._held)
         pool, worker_id = router.pool, source.worker_id
         worker = pool.workers[worker_id]
 
@@ -335,7 +419,7 @@ class Replica:
             return pool.workers[worker_id].capacity_blocks()
 
         sink = KvSink(pool.index, source.target, worker.tier_sets(), capacity)
-        return FeedReader(source.rank, sink, self._chance)
+        return FeedReader(source.rank, sink, self._chance, self._held)
 
     def _lose(self, sources: list[Source]) -> None:
         """Leases have ended."""
@@ -346,7 +430,7 @@ class Replica:
                 self.counters.replicas_lost += 1
                 self._remove_router(source.router_id)
             elif isinstance(source, KvSource):
-                self._feeds.end(source)
+                self._unfollow_blocks(source)
             elif isinstance(source, SyncSource):
                 self._unfollow_bookings(source)
             elif isinstance(source, AwaitedSource):
@@ -377,6 +461,13 @@ class Replica:
     def _forget_targets(self, pool_id: PoolId, targets: list[Target]) -> None:
         self.routers[pool_id].forget(targets)
         self.routers[pool_id].tell_workers()
+
+    def _unfollow_blocks(self, source: KvSource) -> None:
+        """A rank that its worker's heartbeats no longer speak of, or of another incarnation than before."""
+        self._feeds.end(source)
+        router = self.routers.get(source.pool)
+        if router is not None:
+            router.pool.approx.drop(source.target)
 
     def _unfollow_bookings(self, source: SyncSource) -> None:
         """A feed of a peer that is silent, or of a life that is: its next heartbeat begins it anew."""

@@ -47,6 +47,8 @@ from kvrouter.errors import NoWorkersError
 
 MOST_SESSIONS_TOLD = 5_000
 """A snapshot tells of the sessions used last: so many take about 15 ms to encode."""
+QUIET_CHECK_S = 10.0
+"""Between two Checks of a feed on which nothing happens."""
 GIVEN_UP = 499
 """The status of a request that was freed before its worker answered, as nginx logs it."""
 
@@ -64,6 +66,8 @@ class Placement(Struct, frozen=True):
     """Whether the request shall ask for a report of the blocks it reuses (design §5, lost history)."""
     fallbacks: tuple[Target, ...]
     """Where the policy would have it tried next, should this target fail."""
+    block_size: int
+    """Of the pool: that of the blocks in `choice`."""
 
 
 class _Own(Struct):
@@ -77,6 +81,8 @@ class _Own(Struct):
     """On the target when it was booked, its own included."""
     sent_at: float
     streamed: bool
+    block_size: int
+    """Of the pool when it was booked: a booking counts in these blocks until it ends."""
     is_answered: bool = False
     """Whether the policy has been told how the worker answered."""
 
@@ -121,6 +127,7 @@ class Router:
         self._last_number = 0
         self._outbox: list[Op] = []
         self._checked_seq = seq
+        self._checked_at = float("-inf")
         self._told_changes = 0
         self._told_cards: list[Card] = []
 
@@ -147,6 +154,7 @@ class Router:
 
         `prefer`: the fall-backs of an earlier choice, when this is a retry: the first that is left is taken.
         """
+        request = self.pool.in_present_size(request)
         selection = self._selection(request, now)
         candidates = self.pool.candidates(request, exclude)
         eligible = selection.eligible(request, candidates)
@@ -161,16 +169,20 @@ class Router:
             self.decisions.append(Decided.of(request, selection, order, candidates, eligible, refused))
         choice, target = best[0], order[0]
         booking = self._book(request, choice)
-        own = _Own(booking, request, selection.policy, choice.prefill_tokens, now, streamed)
+        size = self.pool.block_size
+        own = _Own(booking, request, selection.policy, choice.prefill_tokens, now, streamed, size)
         self._remember(own, choice, selection)
         worker = self.pool.targets[target]
         card, wants_report = worker.card, worker.wants_report(target.rank)
-        return Placement(booking.key, target, choice, card.url, card.rank_header, wants_report, order[1:])
+        return Placement(
+            booking.key, target, choice, card.url, card.rank_header, wants_report, order[1:], size
+        )
 
     def decide(
         self, request: RouteRequest, now: float, *, exclude: frozenset[Target] = frozenset()
     ) -> Decision:
         """What `route` would choose, and why; nothing is booked."""
+        request = self.pool.in_present_size(request)
         selection = self._selection(request, now)
         candidates = self.pool.candidates(request, exclude)
         return selection.explain(request, candidates, self._refused(request, exclude))
@@ -222,8 +234,8 @@ class Router:
             )
         if exclude:
             return f"all workers of {self.pool.model!r} failed this request: {', '.join(map(str, exclude))}"
-        why = self.pool.why_no_target() or "no live worker"
-        return f"{why} for model {self.pool.model!r}; known: {', '.join(self.pool.workers) or 'none'}"
+        known = ", ".join(self.pool.workers) or "none"
+        return f"no live worker for model {self.pool.model!r}; known: {known}"
 
     def _book(self, request: RouteRequest, choice: Candidate) -> Booking:
         """The booking, and its AddRequest for the peers."""
@@ -296,18 +308,19 @@ class Router:
             return
         if self._synced:
             self._outbox.append(MarkPrefillCompleted(key.number))
-        self.assume(booking, now, own=True)
         own = self._own.get(key.number)
+        if own is not None and own.block_size == self.pool.block_size:
+            self.assume(booking, now, own=True)
         if own is not None and own.request.text and own.policy.remembers_text:
             self.selection.state.texts.insert(booking.target, own.request.text, now)
             self._tell(self._sent_texts.add(booking.target, own.request.text))
 
     def progress(self, key: BookingKey, output_tokens: int) -> None:
         """The answer has this many tokens so far (an estimate); blocks are booked as they fill."""
-        own, size = self._own.get(key.number), self.pool.block_size
-        if own is None or not own.booking.isl or not size:
+        own = self._own.get(key.number)
+        if own is None or not own.booking.isl:
             return
-        isl, booked_blocks = own.booking.isl, own.booking.output_blocks
+        size, isl, booked_blocks = own.block_size, own.booking.isl, own.booking.output_blocks
         output_blocks = (isl + output_tokens) // size - isl // size
         if output_blocks > booked_blocks:
             self.pool.active.progress(key, output_blocks)
@@ -336,10 +349,15 @@ class Router:
         ops, self._outbox = self._outbox, []
         return self.source.append(ops)
 
-    def check_frames(self) -> list[bytes]:
-        """Once a second: a Check if anything was sent since the last one."""
-        if self.source.seq == self._checked_seq and not self._outbox:
+    def check_frames(self, now: float) -> list[bytes]:
+        """Once a second: a Check if anything was sent since the last one, or if that was long ago.
+
+        Without the latter a peer that was misled while nothing happened here would not learn of it.
+        """
+        is_quiet = self.source.seq == self._checked_seq and not self._outbox
+        if is_quiet and (not self.source.seq or now - self._checked_at < QUIET_CHECK_S):
             return []
+        self._checked_at = now
         if self._synced:
             self._outbox.append(Check(*self.pool.active.digest(self.router_id)))
         frames = self.frames()

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from kvrouter.core.events import SentText
+from kvrouter.core.events import MAX_SENT_CHARS, SentText
 from kvrouter.core.ids import Target
 
-MOST_CHARS = 100_000
-"""Of one text; of a longer one the beginning is told. In UTF-8 it fits a frame, whatever it is written in."""
 KEPT_CHARS = 1_000_000
 """Of all texts kept for joiners, about two targets' worth at Ray's threshold for eviction."""
 
@@ -23,7 +21,7 @@ class SentTexts:
 
     def add(self, target: Target, text: str) -> SentText:
         """The target has computed this text; returns what the peers are to be told."""
-        told = SentText(target.worker_id, target.rank, _sendable(text[:MOST_CHARS]))
+        told = SentText(target.worker_id, target.rank, _sendable(text[:MAX_SENT_CHARS]))
         self._kept.append(told)
         self._chars += len(told.text)
         while self._chars > KEPT_CHARS:

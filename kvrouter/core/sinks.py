@@ -25,16 +25,17 @@ from kvrouter.core.events import (
 from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.core.index import BlockIndex, Holding
 from kvrouter.core.sessions import SessionTable
+from kvrouter.core.wire_values import MOST_ID_CHARACTERS
 
 CAPACITY_SLACK = 1.1
 """A target may announce this much more than its card says before it is disbelieved (design §5)."""
 
 
 class FeedSink(Protocol):
-    """The table a feed writes to. `False` means: this contradicts what is held here."""
+    """The table a feed writes to."""
 
-    def apply(self, op: Op, now: float) -> bool:
-        """Apply a live op."""
+    def apply(self, op: Op, now: float) -> str:
+        """Apply a live op. Returns why it cannot be true, given what is held here; empty if it can."""
         ...
 
     def agrees(self, check: Check) -> bool:
@@ -53,8 +54,8 @@ class FeedSink(Protocol):
         """A snapshot comes; an unfinished one is given up."""
         ...
 
-    def load(self, op: Op, now: float) -> bool:
-        """Take one op of the snapshot."""
+    def load(self, op: Op, now: float) -> str:
+        """Take one op of the snapshot. Returns what `apply` returns."""
         ...
 
     def finish_load(self) -> None:
@@ -81,8 +82,8 @@ class KvSink:
         self._capacity = capacity
         self._fresh: Holding | None = None
 
-    def apply(self, op: Op, now: float) -> bool:
-        """Apply a live op; False if its parent is missing here or the target would hold too much."""
+    def apply(self, op: Op, now: float) -> str:
+        """Apply a live op; a contradiction is a missing parent, or more blocks than the card has room for."""
         match op:
             case Stored():
                 return self._store(op)
@@ -90,14 +91,16 @@ class KvSink:
                 self._index.remove(self._target, op.hashes, TIERS[op.tier])
             case Cleared():
                 self._index.clear(self._target)
-        return True
+        return ""
 
-    def _store(self, op: Stored) -> bool:
-        tier = TIERS[op.tier]
+    def _store(self, op: Stored) -> str:
+        tier, before = TIERS[op.tier], self._index.blocks(self._target)
         if op.parent is not None and not self._index.holds(self._target, op.parent, tier):
-            return self._is_refused(self._index.holding(self._target), op)
+            return self._without_parent(self._index.holding(self._target), op)
+        if excess := self._excess(before):
+            return excess  # so that a target which ignores its bound cannot fill the index
         self._index.store(self._target, op.hashes, tier)
-        return self._has_room(self._index.blocks(self._target))
+        return self._excess(self._index.blocks(self._target))
 
     def agrees(self, check: Check) -> bool:
         """Compare one tier set; the index knows what it has refused itself."""
@@ -116,16 +119,16 @@ class KvSink:
         self.abandon_load()
         self._fresh = self._index.begin_load(self._tier_sets, self._target)
 
-    def load(self, op: Op, now: float) -> bool:
-        """Take one Stored of the snapshot; False if it hangs in the air."""
+    def load(self, op: Op, now: float) -> str:
+        """Take one Stored of the snapshot; contradictions are those of `apply`."""
         if not isinstance(op, Stored) or self._fresh is None:
-            return True
+            return ""
         tier = TIERS[op.tier]
         if op.parent is not None and not self._index.loaded_holds(self._fresh, op.parent, tier):
-            return self._is_refused(self._fresh, op)
+            return self._without_parent(self._fresh, op)
         self._index.widen_load(self._fresh, op.tier + 1)
         self._index.load(self._fresh, op.hashes, tier)
-        return self._has_room(self._fresh.sets[-1].count)
+        return self._excess(self._fresh.sets[-1].count)
 
     def finish_load(self) -> None:
         """The fresh slots are the target's from now on."""
@@ -139,16 +142,18 @@ class KvSink:
             self._index.abandon_load(self._fresh)
             self._fresh = None
 
-    def _is_refused(self, holding: Holding | None, op: Stored) -> bool:
-        """Whether the missing parent may have been refused here, and these blocks with it."""
+    def _without_parent(self, holding: Holding | None, op: Stored) -> str:
+        """No contradiction if the index's bounds may have cut the parent off: then these blocks go, too."""
         if holding is None or not holding.is_truncated:
-            return False
+            return "it stores blocks whose parent it does not hold"
         self._index.refuse(holding, len(op.hashes) // 8)
-        return True
+        return ""
 
-    def _has_room(self, blocks: int) -> bool:
+    def _excess(self, blocks: int) -> str:
         capacity = self._capacity()
-        return not capacity or blocks <= capacity * CAPACITY_SLACK
+        if not capacity or blocks <= capacity * CAPACITY_SLACK:
+            return ""
+        return f"it holds {blocks} blocks, and its card has room for {capacity}"
 
 
 class SyncSink:
@@ -178,8 +183,8 @@ class SyncSink:
         self._learn = learn
         self._named: set[int] = set()
 
-    def apply(self, op: Op, now: float) -> bool:
-        """Apply one of the three moments of a booking, or its progress."""
+    def apply(self, op: Op, now: float) -> str:
+        """Apply one of the three moments of a booking, or its progress; nothing contradicts."""
         match op:
             case AddRequest():
                 self._active.book(_booking(self._router_id, op))
@@ -197,7 +202,7 @@ class SyncSink:
             case Bind() if self._sessions is not None:
                 target = Target(WorkerId(op.worker_id), op.rank)
                 self._sessions.hear(op.session, target, now, op.ttl_ms / 1000, self._router_id)
-        return True
+        return ""
 
     def agrees(self, check: Check) -> bool:
         """Compare the copies of all its bookings."""
@@ -215,7 +220,7 @@ class SyncSink:
         """Nothing is named yet."""
         self._named = set()
 
-    def load(self, op: Op, now: float) -> bool:
+    def load(self, op: Op, now: float) -> str:
         """Take one op of the snapshot; bookings come as AddRequest with their later moments behind."""
         match op:
             case AddRequest():
@@ -230,7 +235,7 @@ class SyncSink:
                 self._sessions.recall(op.session, target, now, op.ttl_ms / 1000, self._router_id)
             case _:
                 return self.apply(op, now)
-        return True
+        return ""
 
     def finish_load(self) -> None:
         """What the owner did not name has ended."""
@@ -246,7 +251,7 @@ def add_request(booking: Booking, hashes: bytes) -> AddRequest:
     """The op that makes a copy of a new booking at a peer; `hashes` are the packed ones."""
     worker_id, rank = booking.target
     return AddRequest(
-        booking.key.number, booking.request_id, worker_id, rank, hashes,
+        booking.key.number, booking.request_id[:MOST_ID_CHARACTERS], worker_id, rank, hashes,
         booking.isl, booking.overlap_blocks, booking.prefill_tokens, booking.anonymous_blocks,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from kvrouter.core.feed_state import FeedState
 from kvrouter.core.ids import PoolId, Target, WorkerId
-from kvrouter.core.models import name_conflicts
+from kvrouter.core.models import name_conflicts, shared_addresses
 from kvrouter.core.pool import Pool
 from kvrouter.core.problems import NOT_COMPARED, Compared, Problem, problems_of, problems_of_pool
 from kvrouter.core.replica import Replica
@@ -113,6 +113,9 @@ class Watch:
         pools = [router.pool for router in self._replica.routers.values()]
         for pool_id, sentences in name_conflicts(pools).items():
             yield Told(pool_id, "", Problem("name", sentences[0]))
+        for pool in pools:
+            for sentence in shared_addresses(pool)[:1]:
+                yield Told(pool.id, "", Problem("address", sentence))
         for pool_id, known in compared.items():
             for problem in problems_of_pool(known):
                 yield Told(pool_id, "", problem)
@@ -124,7 +127,7 @@ class Watch:
             return  # gone since the look began
         record = router.truth.records.get(worker_id)
         for problem in problems_of(router.pool, worker, record, compared):
-            if router.needs_tokens or problem.kind == "refused":  # else nothing is foretold
+            if router.needs_tokens:  # else no overlap is predicted
                 yield Told(pool_id, worker_id, problem)
 
     def _holds(self, pool: Pool, target: Target, hash_: int) -> bool | None:

@@ -75,7 +75,10 @@ class Admin:
         return web.Response(text="ok\n")
 
     async def ready(self, request: web.Request) -> web.Response:
-        """503 until the first recovery is complete, and while draining; else 200, degraded or not."""
+        """503 until the first recovery is complete, while draining, and while only peers can serve a pool.
+
+        Else 200, degraded or not.
+        """
         status, body = self._readiness()
         return _json(body | self._feed_states("verbose" in request.query), status=status)
 
@@ -94,6 +97,8 @@ class Admin:
             return 503, {"status": "draining"}
         if missing and not timed_out:
             return 503, {"status": "starting", "reasons": missing}
+        if unserved := self._replica.unserved():
+            return 503, {"status": "unserved", "reasons": unserved}
         reasons = self._degraded()
         if timed_out or (self._gave_up_waiting and reasons):  # said until all is well
             limit = f"--ready-timeout {self._ready_timeout_s:g} s"
@@ -182,7 +187,7 @@ class Admin:
         return model_entries([router.pool for router in self._replica.routers.values()])
 
     def _degraded(self) -> list[str]:
-        reasons = [*self._nats_away(), *self._replica.degraded(), *self._refused()]
+        reasons = [*self._nats_away(), *self._replica.degraded()]
         more = len(reasons) - MOST_FEEDS
         return reasons if more <= 0 else [*reasons[:MOST_FEEDS], f"{more} more: see /workers"]
 
@@ -191,13 +196,6 @@ class Admin:
             return []
         why = f" ({self._bus.trouble})" if self._bus.trouble else ""
         return [f"NATS is away{why}: routing with the last known state"]
-
-    def _refused(self) -> Iterator[str]:
-        """Workers that are up and take no requests."""
-        for router in self._replica.routers.values():
-            for worker in router.pool.workers.values():
-                if worker.refused:
-                    yield f"worker {worker.card.worker_id}: refused: {worker.refused}"
 
     def _targets(self, pool: Pool, worker: Worker) -> Iterator[dict[str, Any]]:
         for target in worker.targets():
@@ -231,8 +229,9 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "url": worker.card.url,
         "engine": f"{worker.card.engine} {worker.card.engine_version}".strip(),
         "state": "silent" if worker.silent else worker.state,
-        "refused": worker.refused,
-        "notes": worker.card.notes,
+        "refused": "",  # never said any more; kept for programs that read it
+        "block_size": worker.card.block_size,
+        "notes": [*worker.card.notes, *filter(None, [pool.size_note(worker)])],
         "eligible": target in pool.targets,
         "blocks": pool.index.blocks(target),
         "device_blocks": count,

@@ -46,11 +46,12 @@ def compare(
     """A good answer has come: hold what it says against what was foretold at its booking."""
     pool, choice = router.pool, placement.choice
     is_firm = watch.is_firm(pool.id, choice.target) and traits.reads_cache
+    is_firm = is_firm and _names_blocks_of_engine(router, route, placement)
     prediction = Prediction(
         target=choice.target,
         kind=traits.kind,
         isl=route.isl,
-        block_size=pool.block_size,
+        block_size=placement.block_size,
         blocks=choice.widest_blocks,
         in_flight=choice.widest_blocks > choice.indexed_blocks,
         is_single=traits.is_single,
@@ -66,5 +67,15 @@ def expect_events(
     """A request was served: the engine's events must name its first block."""
     worker = router.pool.workers.get(placement.target.worker_id)
     announces = worker is not None and worker.card.publishes_events and router.pool.settings.use_kv_events
-    if announces and traits.kind is not None:
+    if announces and traits.kind is not None and _names_blocks_of_engine(router, route, placement):
         router.truth.expect(placement.target, traits.kind, route.prompts[0].hashes, now)
+
+
+def _names_blocks_of_engine(router: Router, route: RouteRequest, placement: Placement) -> bool:
+    """Whether the request was hashed, and booked, with the block size of its engine.
+
+    Else nothing was predicted, and no event names its blocks.
+    """
+    worker = router.pool.workers.get(placement.target.worker_id)
+    sizes = {placement.block_size, *(prompt.block_size for prompt in route.prompts)}
+    return worker is not None and sizes == {worker.card.block_size}

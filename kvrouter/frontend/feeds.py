@@ -16,11 +16,12 @@ from time import perf_counter
 
 import structlog
 
-from kvrouter.bus import Bus, BusError, Subjects
+from kvrouter.bus import Bus, Subjects
 from kvrouter.core.beats import State, decode_router_beat, decode_worker_beat
 from kvrouter.core.beats import encode as encode_beat
 from kvrouter.core.events import ReplayRequest, decode_answer, decode_frame, decode_request
 from kvrouter.core.events import encode as encode_request
+from kvrouter.core.feed_state import ANSWERS_A_SECOND, PerSecond
 from kvrouter.core.ids import PoolId, RouterId
 from kvrouter.core.replica import Replica
 from kvrouter.core.sources import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource, name
@@ -40,6 +41,8 @@ BEHIND_S, LONGEST_SLICE_BEHIND_S = 0.2, 0.05
 on a busy loop events get as much of the time as requests. If the oldest has waited for `BEHIND_S`, keeping up
 comes before keeping slices short: an inbox that overflows would cost far more."""
 TICK_S = 0.1
+HELLO_DELAY_S = 0.03
+"""Everyone answers a hello within 50 ms."""
 RECOVERIES = 16
 ANSWER_TIMEOUT_S = 2.0
 SUBJECTS_KEPT = 16_384
@@ -65,15 +68,17 @@ class Feeds:
         self._heartbeat_s = heartbeat_s
         self._inbox: deque[tuple[str, bytes, float]] = deque()
         self._inbox_bytes = 0
-        self._sources: dict[str, Source | None] = {}
+        self._sources: dict[str, Source] = {}
         self._loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._is_drain_due = self._has_more = False
         self._drained_at = self._say_full_at = 0.0
         self._recoveries: dict[Feed, asyncio.Task[None]] = {}
-        self._flush_is_due = False
+        self._flush_is_due = self._is_hello_due = False
         self.members = Members(replica)
         self._named: set[str] = set()
+        self._failed: set[str] = set()
+        self._answers = PerSecond(ANSWERS_A_SECOND)
 
     async def subscribe(self) -> None:
         """Listen; called once, before `run`."""
@@ -112,7 +117,7 @@ class Feeds:
         if self._inbox_bytes + len(data) > INBOX_BYTES or len(self._inbox) >= INBOX_MESSAGES:
             self._drop()
             return
-        self._inbox.append((subject, data, perf_counter()))
+        self._inbox.append((subject, data, self._loop.time()))
         self._inbox_bytes += len(data)
         self._drain_soon()
 
@@ -131,7 +136,7 @@ class Feeds:
     @property
     def inbox_age_s(self) -> float:
         """How long the oldest of it has waited."""
-        return perf_counter() - self._inbox[0][2] if self._inbox else 0.0
+        return self._loop.time() - self._inbox[0][2] if self._inbox else 0.0
 
     async def _drain_forever(self) -> None:
         """Wait for a failure: a bug in what follows ends the service, not just the draining."""
@@ -162,28 +167,30 @@ class Feeds:
         """Apply what has arrived, load and sweep, for about so long; returns whether there is more."""
         now, end = asyncio.get_running_loop().time(), perf_counter() + slice_s
         inbox = self._inbox
-        while inbox and perf_counter() < end:
-            subject, data, _ = inbox.popleft()
-            self._inbox_bytes -= len(data)
-            self._apply(subject, data, now)
+        with self._replica.batch():
+            while inbox and perf_counter() < end:
+                subject, data, arrived = inbox.popleft()
+                self._inbox_bytes -= len(data)
+                self._apply(subject, data, arrived, now)
         self._ask(now)
         has_work = self._replica.work(now)  # also where events alone fill every slice
         while has_work and perf_counter() < end:
             has_work = self._replica.work(now)
+        self._log_failures()
         if not has_work:
             self._ask(now)
         self.on_change()
         return bool(inbox) or has_work
 
-    def _apply(self, subject: str, data: bytes, now: float) -> None:
-        """Nothing that is received ends the replica (design §5). It counts what is malformed itself."""
+    def _apply(self, subject: str, data: bytes, arrived: float, now: float) -> None:
+        """Nothing that is received ends the replica. It counts what is malformed itself."""
         try:
-            self._dispatch(subject, data, now)
-        except Exception:
-            self.errors += 1
-            log.exception("feed.error", subject=subject)
+            self._dispatch(subject, data, arrived, now)
+        except Exception as error:
+            self._log_failure(subject, error)
+        self._log_failures()
 
-    def _dispatch(self, subject: str, data: bytes, now: float) -> None:
+    def _dispatch(self, subject: str, data: bytes, arrived: float, now: float) -> None:
         source = self._source_of(subject)
         malformed = self._malformed(source)
         match source:
@@ -192,26 +199,37 @@ class Feeds:
             case SyncSource():
                 self._replica.sync_frame(source, data, now)
             case WorkerSource(worker_id):
-                self._replica.worker_heard(worker_id, data, now)
+                self._replica.worker_heard(worker_id, data, arrived)
                 self.members.worker_heard(worker_id)
             case RouterSource(router_id):
-                self._router_heard(router_id, data, now)
+                self._router_heard(router_id, data, arrived)
             case None:
                 self._replica.counters.unknown_messages += 1
-                self._name_once(subject, "no subject of this version")
+                self._name_once(subject, "not a subject of this version")
         if self._malformed(source) > malformed:
-            decode = _DECODERS[type(source)]
-            self._name_once(subject, _why_malformed(decode, data))
+            self._name_once(subject, _why_malformed(source, data))
+
+    def _log_failures(self) -> None:
+        for source, error in self._replica.take_failures():
+            self._log_failure(name(source), error)
+
+    def _log_failure(self, about: str, error: Exception) -> None:
+        """A bug: with its place once for each subject or feed; counted every time."""
+        self.errors += 1
+        if about not in self._failed and len(self._failed) < MOST_NAMED:
+            self._failed.add(about)
+            log.error("feed.error", about=about, exc_info=error)
 
     def _source_of(self, subject: str) -> Source | None:
         """What a subject is about. The same ones come again and again: they are read once."""
-        try:
-            return self._sources[subject]
-        except KeyError:
+        source = self._sources.get(subject)
+        if source is None:
+            source = self._subjects.parse_live(subject)
             if len(self._sources) >= SUBJECTS_KEPT:
                 self._sources.clear()
-            source = self._sources[subject] = self._subjects.parse_live(subject)
-            return source
+            if source is not None:
+                self._sources[subject] = source
+        return source
 
     def _router_heard(self, router_id: RouterId, data: bytes, now: float) -> None:
         self._replica.router_heard(router_id, data, now)
@@ -254,19 +272,15 @@ class Feeds:
             data = await self._bus.request(
                 self._subjects.replay(source), encode_request(request), timeout_s=ANSWER_TIMEOUT_S
             )
-        except BusError as error:
+        except Exception as error:  # also of encoding it: the reader must hear of it, or it waits for ever
             log.info("feed.no_answer", source=name(source), error=str(error))
             self._replica.failed(source, loop.time())
             return
         malformed = self._malformed(source)
-        try:
-            self._replica.answered(source, data, loop.time())
-            if self._malformed(source) > malformed:
-                self._name_once(f"answer of {name(source)}", _why_malformed(decode_answer, data))
-        except Exception:  # a bug of ours; the reader asks again instead of waiting for ever
-            self.errors += 1
-            log.exception("feed.answer_failed", source=name(source))
-            self._replica.failed(source, loop.time())
+        self._replica.answered(source, data, loop.time())
+        self._log_failures()
+        if self._malformed(source) > malformed:
+            self._name_once(f"answer of {name(source)}", _why_bad_answer(data))
         self._drain_soon()
 
     def _answer_replay(self, _subject: str, data: bytes, reply: str) -> None:
@@ -274,13 +288,13 @@ class Feeds:
         try:
             request = decode_request(data)
         except MalformedFrameError as error:
-            log.warning("feed.bad_request", error=str(error))
+            self._name_once("a replay request", str(error))
             return
         router = self._replica.routers.get(PoolId(str(request.part)))
-        if router is None or not reply:
+        now = self._loop.time()
+        if router is None or not reply or not self._answers.allows(now):
             return
         self.flush()  # so that the answer is as of everything that has happened
-        now = asyncio.get_running_loop().time()
         self._bus.publish(reply, router.source.answer(request, self._bus.max_payload, now))
 
     # What is sent
@@ -307,14 +321,24 @@ class Feeds:
         self._publish_heartbeat()
 
     def _answer_hello(self, _subject: str, _data: bytes, _reply: str) -> None:
+        """One answer for the hellos that come together: it names every worker, so a flood would cost much."""
+        if not self._is_hello_due:
+            self._is_hello_due = True
+            self._loop.call_later(HELLO_DELAY_S, self._answer_hellos)
+
+    def _answer_hellos(self) -> None:
+        self._is_hello_due = False
+        if self.state == "leave":
+            return  # it has said so
         self.flush()
         self._publish_heartbeat(names_workers=True)
 
     async def _beat_forever(self) -> None:
         while True:
-            self._replica.next_round(asyncio.get_running_loop().time())
+            now = self._loop.time()
+            self._replica.next_round(now)
             for pool_id, router in self._replica.routers.items():
-                self._publish_frames(pool_id, router.check_frames())
+                self._publish_frames(pool_id, router.check_frames(now))
             if self._replica.wants_hello():
                 self._bus.publish(self._subjects.hello, b"")
             self._publish_heartbeat()
@@ -334,19 +358,24 @@ class Feeds:
             self._ask(now)
 
 
-_DECODERS: dict[type[Source] | type[None], Callable[[bytes], object]] = {
-    KvSource: decode_frame,
-    SyncSource: decode_frame,
-    WorkerSource: decode_worker_beat,
-    RouterSource: decode_router_beat,
-    type(None): bytes,
-}
-
-
-def _why_malformed(decode: Callable[[bytes], object], data: bytes) -> str:
+def _why_malformed(source: Source | None, data: bytes) -> str:
     """The reader only counts; read it once more for the reason."""
     try:
-        decode(data)
+        match source:
+            case WorkerSource(worker_id):
+                decode_worker_beat(data, worker_id)
+            case RouterSource():
+                decode_router_beat(data)
+            case _:
+                return decode_frame(data).trouble
     except MalformedFrameError as error:
         return str(error)
-    return "a frame in it cannot be read"
+    return ""
+
+
+def _why_bad_answer(data: bytes) -> str:
+    try:
+        decode_answer(data)
+    except MalformedFrameError as error:
+        return str(error)
+    return "a frame in it cannot be read, or it contradicts itself"

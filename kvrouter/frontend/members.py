@@ -1,5 +1,7 @@
 """Who is there: one line in the log when a worker or a replica joins, leaves or is lost.
 
+And when a pool's block size changes, as that of its engines does.
+
 Nothing else tells of it: with one of two workers gone, all that is left is well.
 """
 
@@ -34,6 +36,7 @@ class Members:
         self._workers: dict[WorkerId, _Seen] = {}
         self._replicas: dict[RouterId, int] = {}
         """Rounds since the replica was heard."""
+        self._sizes: dict[PoolId, int] = {}
         self._lines = 0
 
     def worker_heard(self, worker_id: WorkerId) -> None:
@@ -78,6 +81,15 @@ class Members:
             self._warn("replica.lost", replica=router_id, why=why)
         for router_id in self._replicas:
             self._replicas[router_id] += 1
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        sizes = {pool_id: router.pool.block_size for pool_id, router in self._replica.routers.items()}
+        for pool_id, size in sizes.items():
+            before = self._sizes.get(pool_id)
+            if before and before != size:
+                self._say("pool.block_size", pool=pool_id, before=before, now=size)
+        self._sizes = sizes
 
     def _check_worker(self, worker_id: WorkerId, seen: _Seen) -> None:
         found = self._find(worker_id)

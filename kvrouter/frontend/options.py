@@ -206,7 +206,7 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         "--kv-cache-block-size",
         type=positive_int,
         default=None,
-        help="tokens a block; default: the workers' own",
+        help="tokens a block of prompts' hashes; default: that of most workers",
     )
     group.add_argument(
         "--lease-s",

@@ -169,5 +169,5 @@ def _named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | Non
             hashes = seeded_prompt_hashes(ids, size, seed)
         else:
             hashes = known.of(ids, beginnings, size, seed)
-        prompts.append(HashedPrompt(hashes, isl, isl != len(ids)))
+        prompts.append(HashedPrompt(hashes, isl, isl != len(ids), size))
     return tuple(prompts)

@@ -75,7 +75,8 @@ class RunningFrontend:
     tokens: Tokens
 
     def drain(self) -> None:
-        """Say so in /ready, and let no connection stay."""
+        """Say so in /ready and to the peers, and let no connection stay."""
+        self.feeds.state = "draining"
         self.admin.is_draining = self.completions.is_draining = True
 
 

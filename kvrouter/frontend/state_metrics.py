@@ -24,6 +24,7 @@ _COUNTED = {
     "workers_lost": "Workers dropped because they were silent past their lease",
     "replicas_lost": "Replicas dropped because they were silent past their lease",
     "pools_refused": "Messages about a pool that is one too many",
+    "members_refused": "Heartbeats of a worker or replica that is one too many",
 }
 
 

@@ -7,6 +7,10 @@ refers to itself in a ring needs the collector. So:
     young objects   collected by Python, as ever (two young generations, a ms at most)
     every 2 s       what has been made since then and lives is collected once, and then set aside (gc.freeze)
     once an hour    everything: rings that died after they were set aside
+    every minute    what the C library keeps of freed memory goes back to the system (malloc_trim)
+
+Without the last, memory stays at its peak: 1,000 pools that came and went left 279 MB behind, 14 MB with it.
+It takes 0.2 ms, and 12 ms (60 for 279 MB) when there is something to give back.
 
 What was set aside is freed by its reference count like everything else.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import time
 from collections.abc import Iterator
@@ -25,7 +30,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from kvrouter.telemetry.loop_lag import Longest
 from kvrouter.telemetry.metrics import CountBy
 
-SET_ASIDE_S, EVERYTHING_S = 2.0, 3600.0
+SET_ASIDE_S, TRIM_S, EVERYTHING_S = 2.0, 60.0, 3600.0
 THRESHOLDS = (5_000, 10, 1_000_000)
 """New containers before the youngest are looked at; such looks before the next ones; the oldest are ours."""
 
@@ -75,7 +80,7 @@ def thresholds_raised() -> Iterator[None]:
 async def set_aside_for_ever() -> None:
     """What lives is set aside every few seconds, and all of it looked through once in a long while."""
     loop = asyncio.get_running_loop()
-    due = loop.time() + EVERYTHING_S
+    due, trim_due = loop.time() + EVERYTHING_S, loop.time() + TRIM_S
     while True:
         gc.freeze()
         await asyncio.sleep(SET_ASIDE_S)
@@ -83,3 +88,16 @@ async def set_aside_for_ever() -> None:
             due = loop.time() + EVERYTHING_S
             gc.unfreeze()
         gc.collect()
+        if loop.time() >= trim_due:
+            trim_due = loop.time() + TRIM_S
+            give_back()
+
+
+def give_back() -> bool:
+    """Give freed memory back to the system; False where the C library (not glibc) has no call for it."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return False
+    trim(0)
+    return True

@@ -42,7 +42,8 @@ def _hashed(text: str, block_size: int, seed: int) -> HashedPrompt:
     step = CHARACTERS_PER_TOKEN * block_size
     blocks = [text[start : start + step] for start in range(0, len(text) - step + 1, step)]
     hashes = [BlockHash(xxh3_64_intdigest(block.encode("utf-8", "surrogatepass"), seed)) for block in blocks]
-    return HashedPrompt(sequence_hashes(hashes), max(1, len(text) // CHARACTERS_PER_TOKEN), is_estimate=True)
+    isl = max(1, len(text) // CHARACTERS_PER_TOKEN)
+    return HashedPrompt(sequence_hashes(hashes), isl, is_estimate=True, block_size=block_size)
 
 
 def _chat_text(prompt: ChatPrompt) -> str:

@@ -19,6 +19,7 @@ from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.beats import Card, RankBeat, State
 from kvrouter.core.events import decode_request
+from kvrouter.core.feed_state import ANSWERS_A_SECOND, PerSecond
 from kvrouter.core.ids import WorkerId
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.announcer import Announcer
@@ -109,6 +110,7 @@ class Agent:
         self._ranks = [self._rank(number, former) for number in range(len(feeds))]
         self._is_answering = asyncio.Event()
         self._is_down = False
+        self._answers = PerSecond(ANSWERS_A_SECOND)
         self._duty = duty
         self._loads: Mapping[int, RankLoad] = facts.scrape.loads
         self._announcer = Announcer(bus, self._subjects, self._card(), self._incarnation, self._rank_beats)
@@ -217,7 +219,7 @@ class Agent:
         return build_card(
             self._options,
             self._facts,
-            block_size=publishers[0].block_size if publishers else None,
+            event_block_size=max((publisher.event_block_size for publisher in publishers), default=0),
             widest_tier=max((publisher.blocks.widest_tier for publisher in publishers), default=0),
             started_at_us=self._incarnation,
             repairs_by_report=any(rank.repairs for rank in self._ranks),
@@ -315,6 +317,7 @@ class Agent:
 
     def _restart_feeds(self, ranks: Sequence[EngineRank]) -> None:
         for rank in ranks:
+            rank.publisher.event_block_size = 0  # the card that follows has nothing of the process before
             self._feeds[rank.publisher.rank].restart()
 
     def _on_replay(self, subject: str, payload: bytes, reply: str) -> None:
@@ -325,4 +328,6 @@ class Agent:
             return
         if isinstance(request.part, int) and 0 <= request.part < len(self._ranks) and reply:
             publisher = self._ranks[request.part].publisher
-            self._bus.publish(reply, publisher.answer(request, self._bus.max_payload, time.monotonic()))
+            now = time.monotonic()
+            if self._answers.allows(now):
+                self._bus.publish(reply, publisher.answer(request, self._bus.max_payload, now))

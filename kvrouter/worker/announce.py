@@ -22,6 +22,7 @@ from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.beats import Card, RankBeat
 from kvrouter.core.events import decode_request
+from kvrouter.core.feed_state import ANSWERS_A_SECOND, PerSecond
 from kvrouter.core.ids import WorkerId, is_identifier
 from kvrouter.errors import ConfigError, MalformedFrameError
 from kvrouter.worker.announcer import Announcer
@@ -97,6 +98,7 @@ class Announcement:
         self._publishers = publishers
         self._loads: dict[int, RankLoad] = {}
         self._is_open = True
+        self._answers = PerSecond(ANSWERS_A_SECOND)
         incarnation = max(publisher.incarnation for publisher in publishers)
         self._announcer = Announcer(nats, subjects, card, incarnation, self._rank_beats)
 
@@ -157,7 +159,9 @@ class Announcement:
         if not self._is_open or not reply or request.part not in range(len(self._publishers)):
             return
         publisher = self._publishers[int(request.part)]
-        self._nats.publish(reply, publisher.answer(request, self._nats.max_payload, time.monotonic()))
+        now = time.monotonic()
+        if self._answers.allows(now):
+            self._nats.publish(reply, publisher.answer(request, self._nats.max_payload, now))
 
 
 def _check(publishers: Sequence[KvPublisher], url: str, namespace: str) -> None:

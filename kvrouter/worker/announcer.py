@@ -11,11 +11,19 @@ from typing import Protocol
 import structlog
 
 from kvrouter.bus.subjects import Subjects
-from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat, decode_worker_beat, encode
+from kvrouter.core.beats import (
+    Card,
+    RankBeat,
+    State,
+    WorkerBeat,
+    card_trouble,
+    decode_worker_beat,
+    encode,
+)
 from kvrouter.core.blocks import pool_token
 from kvrouter.core.events import VERSION
 from kvrouter.core.ids import WorkerId
-from kvrouter.errors import KvRouterError, MalformedFrameError
+from kvrouter.errors import ConfigError, KvRouterError, MalformedFrameError
 
 log = structlog.get_logger()
 
@@ -44,7 +52,11 @@ class Line(Protocol):
 
 
 class Announcer:
-    """One worker as others see it. `rank_beats` is asked for each heartbeat anew."""
+    """One worker as others see it. `rank_beats` is asked again for each heartbeat.
+
+    Nothing is sent that readers would refuse: to them the worker would be silent, and nobody would know
+    why. Raises ConfigError for a card of that kind.
+    """
 
     def __init__(
         self,
@@ -54,6 +66,8 @@ class Announcer:
         incarnation: int,
         rank_beats: Callable[[], list[RankBeat]],
     ) -> None:
+        if trouble := card_trouble(card):
+            raise ConfigError(f"worker {card.worker_id!r} cannot be announced: {trouble}")
         self.state: State = "up"
         self.incarnation = incarnation
         self.card = card
@@ -70,6 +84,7 @@ class Announcer:
         self._suspect = 0
         self._suspected_beat = 0
         self._beats = 0
+        self._trouble = ""
 
     async def subscribe(self) -> None:
         """Listen for hellos, and for another agent with the same worker id."""
@@ -78,8 +93,12 @@ class Announcer:
         self._bus.on_connect(self.hurry)
 
     def update(self, card: Card) -> None:
-        """Announce another card, if it is another."""
-        if card != self.card:
+        """Announce another card, if it is another. One that readers would refuse is not announced."""
+        if card == self.card:
+            return
+        if trouble := card_trouble(card):
+            self._warn_once("worker.card_refused", trouble)
+        else:
             self.card = card
             self.card_version += 1
             self.hurry()
@@ -127,22 +146,34 @@ class Announcer:
         )
 
     def _send(self, state: State, card: Card | None) -> bool:
+        ranks = self._rank_beats()
+        try:
+            payload = self._heartbeat(state, card, ranks)
+        except (MalformedFrameError, OverflowError, TypeError, ValueError) as error:
+            self._warn_once("worker.load_refused", str(error))
+            bare = [RankBeat(rank.rank, rank.incarnation, rank.seq, rank.partial) for rank in ranks]
+            payload = self._heartbeat(state, card, bare)
+        return self._bus.publish(self._subject, payload)
+
+    def _heartbeat(self, state: State, card: Card | None, ranks: list[RankBeat]) -> bytes:
+        """Encoded, and read once as readers will read it."""
+        pool = pool_token(self.card.model)
         beat = WorkerBeat(
-            VERSION,
-            self.incarnation,
-            state,
-            pool_token(self.card.model),
-            self._rank_beats(),
-            self.card_version,
-            card,
-            self._interval_ms,
+            VERSION, self.incarnation, state, pool, ranks, self.card_version, card, self._interval_ms
         )
-        return self._bus.publish(self._subject, encode(beat))
+        payload = encode(beat)
+        decode_worker_beat(payload, WorkerId(self.card.worker_id))
+        return payload
+
+    def _warn_once(self, event: str, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            log.warning(event, worker=self.card.worker_id, trouble=trouble)
 
     def _on_own_subject(self, subject: str, payload: bytes, reply: str) -> None:
         """Our own echo, or a stranger of our name: who started later stays."""
         with contextlib.suppress(MalformedFrameError):
-            incarnation = decode_worker_beat(payload).incarnation
+            incarnation = decode_worker_beat(payload, WorkerId(self.card.worker_id)).incarnation
             if incarnation > self.incarnation:
                 self._meet_later(incarnation)
 

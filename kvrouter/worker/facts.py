@@ -56,13 +56,13 @@ def build_card(
     options: AgentOptions,
     facts: EngineFacts,
     *,
-    block_size: int | None,
+    event_block_size: int,
     widest_tier: int,
     started_at_us: int,
     repairs_by_report: bool = False,
     notes: Sequence[str] = (),
 ) -> Card:
-    """The card of an engine; `block_size`, `widest_tier` and `notes` are what its events have shown."""
+    """The card of an engine; `event_block_size`, `widest_tier` and `notes` are what its events have shown."""
     models, scrape = facts.models, facts.scrape
     return Card(
         worker_id=options.worker_id,
@@ -71,7 +71,7 @@ def build_card(
         served_names=models.served_names,
         lora_names=models.lora_names,
         max_loras=scrape.max_loras,
-        block_size=block_size or options.block_size or scrape.block_size,
+        block_size=_block_size(options, scrape, event_block_size),
         ranks=options.ranks,
         rank_header=RANK_HEADER if options.ranks > 1 else "",
         tiers=_tiers(scrape, widest_tier),
@@ -87,6 +87,20 @@ def build_card(
         notes=tuple(notes),
         prefix_caching=scrape.has_prefix_caching,
     )
+
+
+def _block_size(options: AgentOptions, scrape: Scrape, event_block_size: int) -> int:
+    """The larger of what the engine says of itself and what its events have shown; 0 if neither does.
+
+    - The flag stands in for the metrics, which are those of the last look: another process of the engine is
+      believed at once.
+    - Events count from the beginning of the engine's process on (`KvPublisher.begin_life`), or those of the
+      process before would contradict the new metrics, and no request of that size come to correct them.
+    - They may show a larger size: vLLM's metrics name the blocks of one rank, its events those of a whole
+      context-parallel group. They never lower it: KV groups with smaller blocks are announced as well, and a
+      size that went to and fro with each event would change the card with it.
+    """
+    return max(options.block_size or scrape.block_size, event_block_size)
 
 
 def _tiers(scrape: Scrape, widest_tier: int) -> dict[str, int]:

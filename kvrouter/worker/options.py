@@ -105,7 +105,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=10.0,
         help="milliseconds: at most one frame per rank in this time",
     )
-    add("--kv-cache-block-size", type=positive_int, help="if neither metrics nor events tell it")
+    add("--kv-cache-block-size", type=positive_int, help="in place of the engine's metrics")
     add("--worker-id", type=identifier, help="survives restarts (default: host and port of the engine)")
     add("--model", help="name of the base model, and so of the pool (default: the engine's first)")
     add(

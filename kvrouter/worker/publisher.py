@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvrouter.bus.subjects import Subjects
 from kvrouter.core.blocks import pool_token
-from kvrouter.core.events import MAX_FRAME_HASHES, TIERS, Op, Removed, ReplayRequest, Stored
+from kvrouter.core.events import DEVICE, MAX_FRAME_HASHES, TIERS, Op, Removed, ReplayRequest, Stored
 from kvrouter.core.feed_source import FeedSource
 from kvrouter.core.ids import PoolId, WorkerId, is_identifier
 from kvrouter.errors import ConfigError
@@ -23,6 +23,8 @@ from kvrouter.worker.engine_blocks import (
 )
 
 CHECK_EVERY_S = 1.0
+QUIET_CHECK_S = 10.0
+"""The same for a feed on which nothing happens."""
 
 
 class Outlet(Protocol):
@@ -59,6 +61,8 @@ class KvPublisher:
         _check_arguments(nats, worker_id, block_size, rank)
         self.worker_id = worker_id
         self.block_size = block_size
+        self.event_block_size = 0
+        """The largest that stores on the device have had in this life of the engine; 0: none yet."""
         self.rank = rank
         self.blocks = EngineBlocks(max_held_blocks)
         self._bus = nats
@@ -104,16 +108,15 @@ class KvPublisher:
         Hashes are the engine's own names: any integers or bytes. `token_ids` are those of all blocks,
         one after the other; without any, only hashes that are known count (a copy in another tier).
         `lora_name` and `salt` matter at a root, and are handed down. `ids`: per block, the 64-bit ids of
-        the multimodal items that touch it; None for a block that cannot be named. `block_size`, if
-        given, is the engine's present one. Raises ValueError if these do not fit together.
+        the multimodal items that touch it; None for a block that cannot be named. `block_size`: that of
+        these blocks, where it may be another than the publisher's. Raises ValueError if these do not fit
+        together.
         """
-        if block_size is not None:
-            self.block_size = block_size
         self._collect(
             self.blocks.stored(
                 engine_hashes,
                 token_ids,
-                block_size=self.block_size,
+                block_size=self.block_size if block_size is None else block_size,
                 parent=parent,
                 lora_name=lora_name,
                 salt=salt,
@@ -121,6 +124,8 @@ class KvPublisher:
                 tier=_tier_number(tier),
             )
         )
+        if block_size is not None and tier == TIERS[DEVICE]:
+            self.event_block_size = max(self.event_block_size, block_size)
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
         """The engine dropped one copy of each of these blocks from a tier."""
@@ -130,6 +135,11 @@ class KvPublisher:
         """The engine dropped everything."""
         self._collect(self.blocks.cleared())
 
+    def begin_life(self) -> None:
+        """The engine is another process: nothing is left of what it held, nor known of its blocks' size."""
+        self.event_block_size = 0
+        self.cleared()
+
     def lose_history(self, incarnation: int) -> None:
         """Begin a new life with an empty table: what was published may no longer be there."""
         self.blocks.cleared()
@@ -138,14 +148,14 @@ class KvPublisher:
         if self.seq:  # else nobody has been told anything yet
             self._feed = self._new_feed(max(incarnation, self.incarnation + 1))
 
-    def restore(self, image: BlocksImage, block_size: int) -> None:
+    def restore(self, image: BlocksImage, event_block_size: int) -> None:
         """Go on with the table of the agent before, in this feed's own life.
 
         Not in the former life: its ring is gone, and frames sent after the table was kept have used
         its next numbers. The restored table counts as frame 1, which is nowhere to be had: readers
         take a snapshot, and keep what they hold of the former life until that is loaded.
         """
-        self.block_size = block_size
+        self.event_block_size = event_block_size
         self.blocks.restore(image)
         self._feed.seq = max(1, self._feed.seq)
         self._is_unchecked = True
@@ -157,12 +167,15 @@ class KvPublisher:
         return self._feed.answer(request, max_bytes, now)
 
     def flush(self, now: float) -> None:
-        """Send what is pending; with the digest once a second, and once before it gets quiet."""
+        """Send what is pending, and the digest: once a second, and every 10 s while nothing happens.
+
+        Without the latter a reader that was misled in quiet times would not learn of it.
+        """
         if self._subject is None:
             raise ConfigError(f"worker {self.worker_id}: announce it, or give the publisher a model")
         ops, self._pending = self._pending, []
         self._is_unchecked = self._is_unchecked or bool(ops)
-        if self._is_unchecked and now - self._checked_at >= CHECK_EVERY_S:
+        if self.seq + len(ops) and now - self._checked_at >= self._check_every_s:
             ops += self.blocks.check_ops()
             self._checked_at, self._is_unchecked = now, False
         for part in _frames_of(ops):
@@ -177,13 +190,17 @@ class KvPublisher:
             self.flush(time.monotonic())
             await asyncio.sleep(self._flush_s)
 
+    @property
+    def _check_every_s(self) -> float:
+        return CHECK_EVERY_S if self._is_unchecked else QUIET_CHECK_S
+
     async def _wait_until_due(self) -> None:
         """Until something is pending, or a digest is owed for what was sent."""
-        if not self._is_unchecked:
+        if not self.seq and not self._is_unchecked:
             await self._filled.wait()
             return
         try:
-            async with asyncio.timeout(max(0.0, self._checked_at + CHECK_EVERY_S - time.monotonic())):
+            async with asyncio.timeout(max(0.0, self._checked_at + self._check_every_s - time.monotonic())):
                 await self._filled.wait()
         except TimeoutError:
             return

@@ -123,7 +123,7 @@ class EngineRank:
             case Restarted():
                 self._is_down = False
                 self._begin()
-                self.publisher.cleared()
+                self.publisher.begin_life()
             case Continued():
                 self._continue()
             case Lost():
@@ -139,7 +139,7 @@ class EngineRank:
         """The engine is gone, and what it held with it."""
         self._is_down = True
         self._begin()
-        self.publisher.cleared()
+        self.publisher.begin_life()
 
     def is_older_than(self, engine_started_s: float) -> bool:
         """Whether the table has batches from before the engine process started."""
@@ -162,7 +162,7 @@ class EngineRank:
             blocks.device_removals - self._removals_before,
             self._adapter.group,
             self._first_ts,
-            self.publisher.block_size,
+            self.publisher.event_block_size,
         )
         return RankState(head, blocks.image())
 
@@ -247,7 +247,7 @@ class EngineRank:
         self._first_ts, self._position = head.first_ts, (head.seq, head.digest)
         self._removals_before -= head.removals
         self._adapter.group = head.group
-        self.publisher.restore(former.image, head.block_size)
+        self.publisher.restore(former.image, head.event_block_size)
         log.info("engine.history_continued", rank=head.rank, seq=head.seq, blocks=len(former.image.known))
 
     def _begin(self) -> None:

@@ -58,7 +58,7 @@ class RankHead(Struct, frozen=True, array_like=True, tag=1):
     removals: int
     group: int | None
     first_ts: float | None
-    block_size: int
+    event_block_size: int
 
 
 class KnownRows(Struct, frozen=True, array_like=True, tag=2):

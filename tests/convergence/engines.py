@@ -17,6 +17,7 @@ from kvrouter.core.events import TIERS, decode_request
 from kvrouter.core.feed_source import FeedSource
 from kvrouter.core.ids import PoolId, WorkerId
 from kvrouter.core.sources import KvSource
+from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.publisher import CHECK_EVERY_S, KvPublisher
 from tests.convergence.bus import Agenda, Line, Net, Process
@@ -280,7 +281,10 @@ class SimAgent(Process):
         self._flush()
 
     def _answer_replay(self, _subject: str, payload: bytes, reply: str) -> None:
-        request = decode_request(payload)
+        try:
+            request = decode_request(payload)
+        except MalformedFrameError:
+            return
         if isinstance(request.part, int) and 0 <= request.part < len(self.publishers):
             publisher = self.publishers[request.part]
             self.line.publish(reply, publisher.answer(request, self.line.max_payload, self.now()))

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 
-from kvrouter.core import pool as pool_module
 from kvrouter.core import replica as replica_module
 from kvrouter.core.beats import RouterBeat
+from kvrouter.core.block_size import PoolBlockSize
 from kvrouter.core.events import decode_frame
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.feed_state import FeedState
 from kvrouter.core.held import HeldFrames
 from kvrouter.core.lease import Leases
-from kvrouter.core.pool import Worker
 from kvrouter.core.sources import SyncSource
 from tests.convergence.plans import histories
 from tests.convergence.replicas import WatchedReplica
@@ -104,9 +103,9 @@ def test_leases_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_seen()
 
 
-def assert_seen_only_then(plan: list[Step], plant: Callable[[], None]) -> None:
+def assert_seen_only_then(plan: list[Step], plant: Callable[[], None], agents: int = 3) -> None:
     """The history shows the bug, and nothing without it. Two replicas in places 0 and 1, then agents."""
-    history = (Setup(agents=3, block_sizes=2), plan)
+    history = (Setup(agents=agents, block_sizes=2), plan)
     assert not is_seen(history)
 
     plant()
@@ -114,14 +113,25 @@ def assert_seen_only_then(plan: list[Step], plant: Callable[[], None]) -> None:
     assert is_seen(history)
 
 
-def test_the_silent_have_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Did a dead worker rule the block size, the live ones would stay refused."""
-
-    def eldest_of_all(live: list[Worker]) -> int:
-        return min(live, key=lambda worker: worker.card.started_at_us).card.block_size
-
+def test_the_block_size_must_follow_most_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both engines with smaller blocks die: the pool's size is that of the one that is left."""
     assert_seen_only_then(
-        [Step("die", who=2)], lambda: monkeypatch.setattr(pool_module, "_block_size", eldest_of_all)
+        [Step("calm", wait=7.0), Step("die", who=2), Step("die", who=4)],
+        lambda: monkeypatch.setattr(PoolBlockSize, "next_round", keep_first_size),
+    )
+
+
+def keep_first_size(self: PoolBlockSize, *_: int) -> None:
+    """The first size stays."""
+    self._is_settled = True
+
+
+def test_a_joiner_must_take_the_elders_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sizes have as many targets, and the pool keeps the larger: a replica that joins takes it, too."""
+    assert_seen_only_then(
+        [Step("crash", who=2, seconds=15.0, wait=16.0), Step("crash", who=1, seconds=0.3, wait=7.0)],
+        lambda: monkeypatch.setattr(replica_module, "sizes_of_elders", lambda *_: {}),
+        agents=4,
     )
 
 

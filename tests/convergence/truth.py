@@ -6,6 +6,7 @@ incarnation holds exactly what the owner held after frame n. Afterwards: everyth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -157,19 +158,26 @@ def _differences_of_workers(replica: Replica, world: World) -> Iterator[str]:
             if worker_id not in live and (has_any_up or not worker.silent):
                 yield f"{replica.router_id}: dead {worker_id} is kept"
         if has_any_up:
-            yield from _differences_of_block_size(replica, pool_id, list(live.values()))
+            yield from _differences_of_block_size(replica, pool_id, list(live.values()), world)
         if set(live) - set(router.pool.workers):
             yield f"{replica.router_id}: lacks {set(live) - set(router.pool.workers)}"
 
 
-def _differences_of_block_size(replica: Replica, pool_id: PoolId, agents: list[SimAgent]) -> Iterator[str]:
-    """The engine started first rules; whoever has another size is no target, all others are."""
+def _differences_of_block_size(
+    replica: Replica, pool_id: PoolId, agents: list[SimAgent], world: World
+) -> Iterator[str]:
+    """No other size has more targets, all replicas have the same, and every worker that is up is a target."""
     pool = replica.routers[pool_id].pool
-    cards = [agent.card for agent in agents if agent.state != "down"]
-    ruling = min(cards, key=lambda card: (card.started_at_us, card.worker_id)).block_size
-    fitting = {a.card.worker_id for a in agents if a.state == "up" and a.card.block_size == ruling}
-    if (pool.block_size, {target.worker_id for target in pool.targets}) != (ruling, fitting):
-        yield f"{replica.router_id}: {pool_id} has block size {pool.block_size}, targets {list(pool.targets)}"
+    cards = [agent.card for agent in agents if agent.state == "up"]
+    targets = Counter(card.block_size for card in cards)
+    if targets[pool.block_size] != max(targets.values()):
+        yield f"{replica.router_id}: {pool_id} has block size {pool.block_size}, engines {targets}"
+    everywhere = [sim.replica.routers.get(pool_id) for sim in world.replicas()]
+    sizes = {router.pool.block_size for router in everywhere if router is not None and router.pool.targets}
+    if len(sizes) > 1:
+        yield f"{pool_id} has the block sizes {sizes}"
+    if {target.worker_id for target in pool.targets} != {card.worker_id for card in cards}:
+        yield f"{replica.router_id}: {pool_id} has the targets {list(pool.targets)}"
 
 
 def _differences_of_reader(replica: Replica, source: Feed, incarnation: int) -> Iterator[str]:

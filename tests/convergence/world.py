@@ -23,11 +23,12 @@ from tests.convergence.poison import POISONS, poison
 from tests.convergence.replicas import SimReplica
 from tests.convergence.truth import Histories, check_tables, differences
 
-BOUND = 14
-"""Heartbeats within which all must agree. Two leases of 6 (more than 5 rounds) and one heartbeat each for
+BOUND = 20
+"""Heartbeats within which all must agree. Three leases of 6 (more than 5 rounds) and one heartbeat each for
 the phase and for repair: a worker whose older life had the greater incarnation is heard when that one's
-lease has ended, and the last of a pool, kept although silent, goes a lease after another has come. Cards
-(every 10 s, or on hello) and back-off (up to 7.5 s) run beside that."""
+lease has ended, the last of a pool, kept although silent, goes a lease after another has come, and the
+block size follows after one more. Cards (every 10 s, or on hello) and back-off (up to 7.5 s) run
+in parallel."""
 
 IN_THE_AIR = 4
 """For as many heartbeats late copies of what was sent before may arrive, and say what is over."""
@@ -49,7 +50,7 @@ class Setup:
     ranks: int = 1
     pools: int = 1
     block_sizes: int = 1
-    """With 2 the engine started first has another than the rest: where it is, they are refused."""
+    """With 2 every other engine has blocks of twice the size, the one started first has not."""
     tiers: int = 1
     ring_frames: int = 4096
     max_payload: int = 1 << 20
@@ -70,6 +71,9 @@ class Step(NamedTuple):
 
 class World:
     """The fleet. Replicas and agents live in places; a place is empty while nobody lives there."""
+
+    is_watched = True
+    """Whether every live copy must be exact at every moment."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -123,6 +127,7 @@ class World:
             return SimReplica(
                 self.agenda, self.net, self.rng, self._born,
                 incarnation=incarnation, histories=self.histories, ring=self.setup.ring_frames,
+                is_watched=self.is_watched,
             )  # fmt: skip
         return SimAgent(
             self.agenda, self.net, self.rng, self._born, self._card(place - self.setup.replicas),
@@ -136,7 +141,7 @@ class World:
             worker_id=f"w{number}",
             url=f"http://w{number}:8000",
             model=f"m{number % self.setup.pools}",
-            block_size=BLOCK_SIZE if number else BLOCK_SIZE * self.setup.block_sizes,
+            block_size=BLOCK_SIZE * (1 + number % self.setup.block_sizes),
             started_at_us=number,
             ranks=self.setup.ranks,
             tiers=dict.fromkeys(TIERS_OF_ENGINES[:known], 0),

@@ -20,6 +20,7 @@ ROUNDS = 5
 def new_replica(
     router_id: RouterId = ME,
     *,
+    incarnation: int = 1000,
     synced: bool = True,
     settings: PoolSettings | None = None,
     policy: Callable[[], Policy] = Kv,
@@ -30,7 +31,7 @@ def new_replica(
         return policy(), PolicyState(random.Random(1).random)
 
     replica = Replica(
-        ReplicaSettings(settings or PoolSettings(), synced=synced), router_id, 1000, new_policy,
+        ReplicaSettings(settings or PoolSettings(), synced=synced), router_id, incarnation, new_policy,
         chance=lambda: 0.5,
     )  # fmt: skip
     replica.said_hello(0.0)
@@ -53,11 +54,11 @@ def hear_worker(
     replica.worker_heard(WorkerId(worker if isinstance(worker, str) else worker.worker_id), encode(beat), 0.0)
 
 
-def rounds(replica: Replica, count: int, *others: Replica) -> None:
+def rounds(replica: Replica, count: int, *others: Replica, address: str = "") -> None:
     """Own heartbeats come back; `others` hear and are heard in each round."""
     for _ in range(count):
         for one in (replica, *others):
             one.next_round(0.0)
-            beat = encode(one.heartbeat("up", ""))
+            beat = encode(one.heartbeat("up", address))
             for listener in (replica, *others):
                 listener.router_heard(one.router_id, beat, 0.0)

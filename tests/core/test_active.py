@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from xxhash import xxh3_64_intdigest
 
 from kvrouter.core.active import ActiveTable, Booking
+from kvrouter.core.blocks import pack_hashes
 from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
 from tests.core.forest import Forest, walk
 
@@ -220,14 +221,18 @@ def test_hash_named_twice_in_one_booking(active: ActiveTable) -> None:
     active.check()
 
 
-def test_digest_is_that_of_the_design(active: ActiveTable) -> None:
-    """Count, and the sum of xxh3_64(msgpack [number, worker, rank, done, tokens, hashes, output])."""
+def test_digest_covers_all_that_a_copy_holds(active: ActiveTable) -> None:
+    """Count, and the sum of xxh3_64 over MessagePack of each booking; its hashes are hashed first."""
     active.book(booking(B1, T2, anonymous_blocks=2))
     active.book(booking(B2, T1))
     active.mark_prefill_completed(B1)
     active.progress(B1, 7)
 
-    facts = [(1, "w2", 3, True, 48, 4 + 2, 7), (2, "w1", 0, False, 48, 4, 0)]
+    hashes = xxh3_64_intdigest(pack_hashes(CHAIN))
+    facts = [
+        (1, "req", "w2", 3, hashes, 64, 1, 48, 2, True, 7),
+        (2, "req", "w1", 0, hashes, 64, 1, 48, 0, False, 0),
+    ]
     total = sum(xxh3_64_intdigest(msgpack.packb(fact)) for fact in facts)
     assert (2, total % 2**64) == active.digest(R1)
     assert (0, 0) == active.digest(R2)

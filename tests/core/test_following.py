@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.core.events import VERSION, Check, Frame, Op, SnapshotChunk, encode
+from kvrouter.core.events import VERSION, Check, Cleared, Frame, Op, SnapshotChunk, Stored, encode
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.feed_state import BROKEN_RETRY_S, FeedState
-from kvrouter.core.following import Following
+from kvrouter.core.following import MOST_LOADING, Following
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.lease import Leases
 from kvrouter.core.sources import Feed, KvSource
@@ -21,9 +21,9 @@ MOST = 16
 class Sink:
     """Holds something else than any source says."""
 
-    def apply(self, _op: Op, _now: float) -> bool:
+    def apply(self, op: Op, now: float) -> str:
         """Taken."""
-        return True
+        return ""
 
     def agrees(self, _check: Check) -> bool:
         """Never."""
@@ -38,9 +38,9 @@ class Sink:
 
     begin_load = finish_load = abandon_load = reset
 
-    def load(self, _op: Op, _now: float) -> bool:
+    def load(self, op: Op, now: float) -> str:
         """Taken."""
-        return True
+        return ""
 
 
 @pytest.fixture
@@ -105,3 +105,50 @@ def test_ranks_that_went() -> None:
     following.end_worker(W1)
     assert set(feeds[3:]) == set(following.readers)
     assert [WorkerId("w2")] == list(following._ranks)
+
+
+class BadSink(Sink):
+    """Has a bug that some op meets."""
+
+    def apply(self, op: Op, now: float) -> str:
+        """Raise."""
+        raise OverflowError("as native code would")
+
+
+def test_step_that_raises_breaks_one_feed() -> None:
+    """The failure is kept for the log; other feeds go on, and this one is asked again after 30 s."""
+    bad: Feed = FEED
+    good: Feed = KvSource(FEED.pool, WorkerId("other"), 0)
+
+    def new_reader(feed: Feed) -> FeedReader:
+        return FeedReader(0, BadSink() if feed == bad else Sink(), lambda: 0.0)
+
+    following = Following(Leases(), new_reader)
+    for feed in (bad, good):
+        following.heartbeat(feed, 1, 0, None, 0.0)
+        assert isinstance(feed, KvSource)
+        assert following.kv_frame(feed, encode(Frame(VERSION, 1, 1, [Cleared()])), 1.0)
+
+    ((failed, error),) = following.take_failures()
+    assert (bad, OverflowError) == (failed, type(error))
+    assert [] == following.take_failures()
+    assert [FeedState.BROKEN, FeedState.LIVE] == [following.readers[feed].state for feed in (bad, good)]
+    assert [] == following.due(2.0, 16)
+    ((asked, _),) = following.due(1.0 + BROKEN_RETRY_S, 16)
+    assert bad == asked
+
+
+def test_few_snapshots_are_in_memory_at_once() -> None:
+    """While this many chunks wait to be loaded, no more are asked for."""
+    feeds = [KvSource(FEED.pool, WorkerId(f"w{n}"), 0) for n in range(MOST_LOADING + 5)]
+    following = Following(Leases(), lambda _feed: FeedReader(0, Sink(), lambda: 0.0))
+    for feed in feeds:
+        following.heartbeat(feed, 1, 9, None, 0.0)
+    chunk = encode(SnapshotChunk(1, 9, 0, 2, [Stored(0, None, bytes(80))], 1))
+    for asked, _ in following.due(0.0, 1000):
+        following.answered(asked, chunk, 0.0)
+
+    assert MOST_LOADING == sum(reader.is_loading for reader in following.readers.values())
+    assert [] == following.due(0.1, 1000)
+    assert following.load(1000, 0.2)
+    assert 1 == len(following.due(0.3, 1000))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kvrouter.core.events import Decoded
-from kvrouter.core.held import HELD_BYTES, HeldFrames
+from kvrouter.core.held import HELD_BYTES, HeldBudget, HeldFrames
 
 
 def held(*frames: tuple[int, int]) -> HeldFrames:
     """Frames of life 5, given as (seq, question)."""
-    kept = HeldFrames()
+    kept = HeldFrames(HeldBudget())
     for seq, question in frames:
         kept.hold(Decoded(1, 5, seq, []), 100, question)
     return kept
@@ -46,14 +46,49 @@ def test_what_the_source_has_not_sent() -> None:
     assert [7, 8, 9] == numbers(kept)
 
 
-def test_bound() -> None:
-    """More than there is room for is said; empty again, there is room again."""
-    kept = HeldFrames()
-    assert kept.hold(Decoded(1, 5, 1, []), HELD_BYTES, 0)
-    assert not kept.hold(Decoded(1, 5, 2, []), 1, 0)
+def test_bound_of_one_feed() -> None:
+    """A frame that there is no room for is not kept; each one that goes makes room for as much."""
+    kept = HeldFrames(HeldBudget())
+    assert kept.hold(Decoded(1, 5, 1, []), HELD_BYTES - 10, 0)
+    assert kept.hold(Decoded(1, 5, 2, []), 10, 0)
+    assert not kept.hold(Decoded(1, 5, 3, []), 1, 0)
 
-    kept.clear()
-
-    assert kept.hold(Decoded(1, 5, 1, []), HELD_BYTES, 0)
     assert 1 == kept.pop().seq
-    assert kept.hold(Decoded(1, 5, 1, []), HELD_BYTES, 0)
+
+    assert kept.hold(Decoded(1, 5, 3, []), HELD_BYTES - 10, 0)
+    assert not kept.hold(Decoded(1, 5, 4, []), 1, 0)
+
+
+def test_frames_that_pass_through_leave_no_bytes() -> None:
+    """A heap that is never empty counts what it holds, not what it has held."""
+    kept = HeldFrames(HeldBudget())
+    kept.hold(Decoded(1, 5, 0, []), HELD_BYTES // 2, 0)
+    for seq in range(1, 100):
+        assert kept.hold(Decoded(1, 5, seq, []), HELD_BYTES // 2, 0)
+        kept.pop()
+
+
+def test_dropped_frames_make_room() -> None:
+    """What the source has not sent counts no longer, for the feed or for the budget."""
+    budget = HeldBudget()
+    kept = HeldFrames(budget)
+    kept.hold(Decoded(1, 5, 7, []), 100, 1)
+    kept.hold(Decoded(1, 5, 2**40, []), HELD_BYTES - 100, 1)
+
+    kept.drop_unsent(7, 2)
+
+    assert 100 == budget.used_bytes
+    assert kept.hold(Decoded(1, 5, 8, []), HELD_BYTES - 100, 1)
+
+
+def test_bound_of_all_feeds() -> None:
+    """One feed cannot take the room of the others beyond what all have together, and gives it back."""
+    budget = HeldBudget(most_bytes=100)
+    first, second = HeldFrames(budget), HeldFrames(budget)
+    assert first.hold(Decoded(1, 5, 1, []), 80, 0)
+    assert not second.hold(Decoded(1, 5, 1, []), 30, 0)
+
+    first.clear()
+
+    assert 0 == budget.used_bytes
+    assert second.hold(Decoded(1, 5, 1, []), 30, 0)

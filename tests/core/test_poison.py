@@ -6,15 +6,17 @@ import pytest
 
 from kvrouter.core.beats import RouterBeat, encode
 from kvrouter.core.blocks import pack_hashes
-from kvrouter.core.events import VERSION, AddRequest, Frame, Stored
+from kvrouter.core.events import VERSION, AddRequest, Frame, ReplayFrames, SnapshotChunk, Stored
 from kvrouter.core.events import encode as encode_frame
-from kvrouter.core.feed_state import BROKEN_RETRY_S, FeedState
+from kvrouter.core.feed_state import BROKEN_RETRY_S, LAST_RETRY_S, QUESTIONS_A_SECOND, FeedState
 from kvrouter.core.ids import PoolId
 from kvrouter.core.pools import UNSERVED_MOST
 from kvrouter.core.replica import Replica
 from kvrouter.core.sources import SyncSource
+from kvrouter.core.wire_values import MOST_NUMBER
 from tests.core.links import TARGET, Link, frame_of
 from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
+from tests.core.test_feed_trouble import break_source
 from tests.core.worlds import POOL, card, chain_from, prompt, request
 
 FAR = 2**40
@@ -39,6 +41,12 @@ def pair() -> tuple[Replica, Replica]:
     tell(second, first)
     rounds(first, 1, second)
     return first, second
+
+
+def lose_a_frame(link: Link) -> None:
+    """The source has sent a frame more than arrived, and its ring no longer has it."""
+    link.write(*link.owner.store(40))
+    link.heartbeat()
 
 
 def tell(sender: Replica, receiver: Replica) -> None:
@@ -179,8 +187,9 @@ def test_copy_that_stays_doubtful_is_fetched_every_30_s(link: Link) -> None:
     """Also if the source is quiet: no Check has to come to try again, and the flag goes with the snapshot."""
     for forged in (77, 78):
         link.deliver(frame_of(1000, 2, Stored(0, None, pack_hashes([forged]))))
-        link.heartbeat()
-        link.heartbeat()
+        for _ in range(2):
+            link.now += 1.0
+            link.heartbeat()
         link.exchange_all()
     assert link.reader.flag
     link.exchange_all()
@@ -192,6 +201,101 @@ def test_copy_that_stays_doubtful_is_fetched_every_30_s(link: Link) -> None:
     assert 2 == link.reader.counters.snapshots
     assert link.agrees()
     assert not link.reader.flag
+
+
+# An answer that the source did not give
+
+
+@pytest.mark.parametrize("as_of_seq", [3, 1000, 2**32, MOST_NUMBER])
+def test_forged_snapshot_of_a_number_far_ahead(link: Link, as_of_seq: int) -> None:
+    """Later heartbeats count less: the second of them has another snapshot asked for, and all is right."""
+    forged = SnapshotChunk(9, as_of_seq, 0, 1, [Stored(0, None, pack_hashes(range(900)))], 1000)
+    lose_a_frame(link)
+    assert link.ask()
+    link.reader.answer(encode_frame(forged), link.now)
+    link.reader.work(10_000, link.now)
+    assert (FeedState.LIVE, as_of_seq) == (link.reader.state, link.reader.seq)
+
+    for _ in range(2):
+        assert as_of_seq == link.reader.seq
+        link.now += 1.0
+        link.send([])
+        link.heartbeat()
+    link.exchange_all()
+
+    assert link.agrees()
+    assert (1, 2) == (link.reader.counters.unsent, link.reader.counters.snapshots)
+
+
+def test_forged_snapshot_of_a_busy_source(link: Link) -> None:
+    """Where the owner soon counts as much, its digest tells."""
+    forged = SnapshotChunk(9, link.source.seq + 3, 0, 1, [Stored(0, None, pack_hashes(range(900)))], 1000)
+    lose_a_frame(link)
+    assert link.ask()
+    link.reader.answer(encode_frame(forged), link.now)
+    link.reader.work(10_000, link.now)
+
+    for node in range(30, 36):
+        link.send(link.owner.store(node) or link.owner.check())
+    link.send(link.owner.check())
+    link.exchange_all()
+
+    assert link.agrees()
+
+
+def test_forged_snapshot_while_another_version_is_met(link: Link) -> None:
+    """The question for what follows an impossible number is answered by a snapshot."""
+    lose_a_frame(link)
+    assert link.ask()
+    link.reader.answer(encode_frame(SnapshotChunk(9, MOST_NUMBER, 0, 1, [], 1000)), link.now)
+    link.reader.work(10_000, link.now)
+    link.deliver(frame_of(1000, 2, version=2))
+
+    link.exchange_all()
+
+    assert link.agrees()
+
+
+def test_heartbeats_that_waited_prove_nothing(link: Link) -> None:
+    """They arrived before the snapshot, and are applied after it: however many, the snapshot stands."""
+    arrived = link.now
+    link.source._ring.clear()
+    for node in range(30, 36):
+        link.write(*link.owner.store(node) or link.owner.check())
+    link.source._ring.clear()
+    link.heartbeat()
+    link.now += 1.0
+    link.exchange_all()
+    assert 6 <= link.reader.seq
+
+    for seq in range(1, 5):
+        link.reader.heartbeat(1000, seq, arrived)
+
+    assert FeedState.LIVE is link.reader.state
+    assert 0 == link.reader.counters.unsent
+
+
+def test_frames_in_answer_to_a_snapshot_question(link: Link) -> None:
+    """No honest source does so: asked again after a pause, and the second time the source is broken."""
+    link.reader.heartbeat(2000, 5, link.now)
+    for _ in range(2):
+        assert link.ask()
+        link.reader.answer(encode_frame(ReplayFrames([], 5)), link.now)
+        assert link.ask() is None
+        link.now += LAST_RETRY_S
+
+    assert FeedState.BROKEN is link.reader.state
+    assert "frames" in link.reader.flag
+
+
+def test_flood_of_damaged_frames_is_no_flood_of_questions(link: Link) -> None:
+    """However many arrive in a second, the source is asked a few times."""
+    for _ in range(1000):
+        link.deliver(frame_of(1000, 2, version=2))
+        link.exchange_all()
+        link.now += 0.0009
+
+    assert len(link.requests) <= QUESTIONS_A_SECOND
 
 
 # Another version
@@ -227,8 +331,7 @@ def test_flag_of_a_malformed_snapshot_goes_while_the_source_is_quiet(link: Link)
     """The good snapshot after 30 s is enough."""
     link.write(*link.owner.store(30))
     link.heartbeat()
-    link.ask()
-    link.reader.answer(b"\xff", link.now)
+    break_source(link)
     assert link.reader.flag
 
     link.now += BROKEN_RETRY_S

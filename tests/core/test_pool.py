@@ -56,48 +56,6 @@ def test_draining_and_down_workers_get_nothing_new() -> None:
     assert [T1, T3] == list(pool.targets)
 
 
-def test_eldest_card_sets_the_block_size() -> None:
-    """The smallest (started_at, worker_id) decides, whoever was heard first; others are refused."""
-    pool = new_pool(card("w3", block_size=32, started_at_us=9), card("w2", started_at_us=5))
-    assert 16 == pool.block_size
-
-    pool.update(W1, worker_beat(card("w1", block_size=64, started_at_us=5)))
-
-    assert 64 == pool.block_size
-    assert [T1] == list(pool.targets)
-    assert "block size 32, pool has 64" == pool.workers[W3].refused
-    assert "block size 16, pool has 64" == pool.workers[W2].refused
-
-
-def test_nobody_live_has_no_block_size_to_differ_from() -> None:
-    """While all workers are down nobody is refused for a block size that no live one has set."""
-    pool = new_pool()
-    pool.update(W1, worker_beat(card("w1"), state="down"))
-
-    assert not pool.workers[W1].refused
-    pool.update(W1, worker_beat())
-    assert [T1] == list(pool.targets)
-
-
-def test_down_worker_does_not_set_the_block_size() -> None:
-    """Only live cards count."""
-    pool = new_pool(card("w1", block_size=32, started_at_us=1), card("w2", started_at_us=2))
-
-    pool.update(W1, worker_beat(state="down"))
-
-    assert 16 == pool.block_size
-    assert [T2] == list(pool.targets)
-    assert not pool.workers[W2].refused
-
-
-def test_operator_sets_the_block_size() -> None:
-    """`--kv-cache-block-size` wins over every card."""
-    pool = new_pool(card("w1", block_size=32, started_at_us=1), card("w2", started_at_us=2), block_size=16)
-
-    assert 16 == pool.block_size
-    assert [T2] == list(pool.targets)
-
-
 def test_changed_card_counts() -> None:
     """An agent that restarts with another card is taken at its new word, whatever its version number."""
     pool = new_pool(card("w1"))
@@ -148,20 +106,7 @@ def test_last_workers_are_kept_without_blocks() -> None:
     assert [T2] == list(pool.targets)
 
 
-def test_silent_worker_has_no_say_in_the_block_size() -> None:
-    """The one that ruled falls silent: the others, refused until then, serve at once, and it goes."""
-    pool = new_pool(card("w1", block_size=32, started_at_us=1), card("w2", started_at_us=2), card("w3"))
-    pool.update(W3, worker_beat(card("w3", started_at_us=3)))
-    assert "all live workers are refused" not in pool.why_no_target()
-    assert [T1] == list(pool.targets)
-
-    assert [W1] == pool.silence({W1})
-
-    assert (16, [T2, T3]) == (pool.block_size, list(pool.targets))
-    assert {""} == {worker.refused for worker in pool.workers.values()}
-
-
-def test_silent_ruler_is_kept_where_nobody_else_can_serve() -> None:
+def test_silent_worker_is_kept_where_no_other_can_serve() -> None:
     """Others that are down, or that drain, are no reason to give it up."""
     pool = new_pool(card("w1", block_size=32, started_at_us=1))
     pool.update(W2, worker_beat(card("w2", started_at_us=2), state="down"))
@@ -173,23 +118,24 @@ def test_silent_ruler_is_kept_where_nobody_else_can_serve() -> None:
     assert (16, [T2]) == (pool.block_size, list(pool.targets))
 
 
-def test_block_size_grows_while_a_request_is_on_its_way() -> None:
-    """Its prompt was hashed in smaller blocks: no negative number of blocks, which peers would refuse."""
+def test_live_targets() -> None:
+    """A worker that is up and heard is one; a silent one that is kept is not."""
+    pool = new_pool(card("w1"), card("w2", block_size=32))
+    has_live = [pool.has_live_target]
+
+    pool.silence({W1, W2})
+    assert [T1, T2] == list(pool.targets)
+    has_live.append(pool.has_live_target)
+    pool.update(W2, worker_beat("w2"))
+
+    assert [True, False, True] == [*has_live, pool.has_live_target]
+
+
+def test_more_hashes_than_blocks() -> None:
+    """A prompt hashed in smaller blocks, without saying so: no negative number, which peers would refuse."""
     pool = new_pool(card("w1", block_size=32))
 
     assert 0 == pool.unnamed_blocks(request(prompt(CHAIN)))
-
-
-def test_why_there_is_no_target() -> None:
-    """Nobody live, or only such as are refused, and why."""
-    pool = new_pool(card("w1"), block_size=32)
-    assert "all live workers are refused: block size 16, pool has 32 (w1)" == pool.why_no_target()
-
-    pool.update(W1, worker_beat(state="down"))
-    assert "no live worker" == pool.why_no_target()
-
-    pool.update(W2, worker_beat(card("w2", block_size=32)))
-    assert "" == pool.why_no_target()
 
 
 def test_silent_worker_that_refuses_goes() -> None:

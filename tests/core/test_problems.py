@@ -198,13 +198,13 @@ def test_partial_rank_knows_less(pool: Pool) -> None:
     assert [] == found(pool, answers(Usage(100, 64), 3))
 
 
-def test_refused_worker() -> None:
-    """A worker of another block size takes no requests; the sentence says which sizes, and what to set."""
+def test_worker_of_another_block_size() -> None:
+    """No overlap is predicted there; the sentence says which sizes, and what to set."""
     pool = new_pool(card("w1", block_size=32, started_at_us=2), card("w2", started_at_us=1))
 
     (problem,) = found(pool)
-    assert "refused" == problem.kind
-    assert "block size 32, pool has 16" in problem.text
+    assert "block_size" == problem.kind
+    assert problem.text.startswith("block size 32, pool has 16: no overlap is predicted")
     assert "--kv-cache-block-size" in problem.text
     assert [] == problems_of(pool, pool.workers[W2], None)
 

@@ -1,15 +1,18 @@
-"""Readiness: what a joiner waits for, once and never again."""
+"""Readiness: what a joiner waits for, once and never again; and what only peers can serve."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from kvrouter.core.beats import RouterBeat, encode
+from kvrouter.core.beats import RouterBeat, State, encode
 from kvrouter.core.events import VERSION
+from kvrouter.core.ids import PoolId, RouterId
 from kvrouter.core.readiness import HELLO_S
 from kvrouter.core.replica import Replica
-from tests.core.replicas import PEER, ROUNDS, hear_worker, new_replica, rounds
-from tests.core.worlds import card
+from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
+from tests.core.worlds import POOL, card
 
 
 @pytest.fixture
@@ -73,6 +76,161 @@ def test_joiner_does_not_wait_for_the_dead(replica: Replica) -> None:
         rounds(replica, 1)
 
     assert [] == replica.not_ready(HELLO_S)
+
+
+# Pools that only peers serve
+
+URL = "http://10.0.0.2:8000"
+OTHER = PoolId("qwen-0a1b2c3d")
+
+
+def ready(router_id: RouterId, *pools: PoolId) -> Replica:
+    """A replica that serves these pools, with a worker of its own for each, and was ready once."""
+    replica = new_replica(router_id)
+    for pool in pools:
+        serve(replica, pool)
+    replica.give_up_waiting()
+    return replica
+
+
+def serve(replica: Replica, pool: PoolId) -> None:
+    """A worker of the pool is heard."""
+    hear_worker(replica, card(f"{replica.router_id}-{pool[:4]}", model=pool[:4]), pool=pool)
+
+
+def pass_rounds(count: int, *replicas: Replica) -> None:
+    """Heartbeats of the replicas, and of their workers."""
+    for _ in range(count):
+        for replica in replicas:
+            for router in list(replica.routers.values()):
+                for worker_id in list(router.pool.workers):
+                    hear_worker(replica, worker_id, pool=router.pool.id)
+        rounds(replicas[0], 1, *replicas[1:], address=URL)
+
+
+def test_pool_that_peers_serve_and_this_replica_cannot(replica: Replica) -> None:
+    """After a lease it should get no traffic, with the reason; as soon as it has a target it should."""
+    replica.give_up_waiting()
+    peer = ready(PEER, POOL)
+    pass_rounds(ROUNDS - 1, peer, replica)
+    assert [] == replica.unserved()
+
+    pass_rounds(1, peer, replica)
+    reason = f"pool {POOL}: peers serve it (peer), no target here: "
+    assert [f"{reason}no worker has been heard"] == replica.unserved()
+    assert [] == peer.unserved()
+    hear_worker(replica, card("w1"), state="down")
+    assert [f"{reason}w1 down"] == replica.unserved()
+
+    hear_worker(replica, "w1")
+    assert [] == replica.unserved()
+
+
+def test_pool_that_no_peer_serves(replica: Replica) -> None:
+    """All replicas lack it: all stay ready."""
+    replica.give_up_waiting()
+    peer = ready(PEER)
+
+    pass_rounds(3 * ROUNDS, peer, replica)
+
+    assert [] == replica.unserved() == peer.unserved()
+
+
+def test_never_all_replicas_at_once() -> None:
+    """For every choice of what each of three replicas serves, one of them stays ready."""
+    pools = [POOL, OTHER, PoolId("phi-0a1b2c3d")]
+    for first, second, third in itertools.combinations_with_replacement(range(8), 3):
+        replicas = [
+            ready(RouterId(f"r{number}"), *[pool for bit, pool in enumerate(pools) if served >> bit & 1])
+            for number, served in enumerate((first, second, third))
+        ]
+        pass_rounds(ROUNDS, *replicas)
+
+        assert not all(replica.unserved() for replica in replicas)
+
+
+def test_each_serves_what_the_other_cannot() -> None:
+    """Clients of one pool would lose as much as those of the other gain: both stay."""
+    first, second = ready(ME, POOL), ready(PEER, OTHER)
+
+    pass_rounds(2 * ROUNDS, first, second)
+
+    assert [] == first.unserved() == second.unserved()
+
+
+def test_cut_off_replica_does_not_become_unready(replica: Replica) -> None:
+    """Without rounds of its own, what it last heard of its peers proves nothing."""
+    replica.give_up_waiting()
+    hear_worker(replica, card("w1"))
+    peer = ready(PEER, POOL)
+    pass_rounds(ROUNDS, peer, replica)
+    hear_worker(replica, state="leave")
+
+    for _ in range(3 * ROUNDS):
+        replica.next_round(0.0)
+
+    assert [] == replica.unserved()
+
+
+@pytest.mark.parametrize(
+    ("state", "address", "is_ready"), [("draining", URL, True), ("up", "", True), ("up", URL, False)]
+)
+def test_peers_that_take_no_requests(replica: Replica, state: State, address: str, is_ready: bool) -> None:
+    """One that drains, has no address (a library's), or has not been ready yet does not count."""
+    replica.give_up_waiting()
+    peer = new_replica(PEER)
+    hear_worker(peer, card("w1"))
+    if is_ready:
+        peer.give_up_waiting()
+
+    for _ in range(2 * ROUNDS):
+        replica.router_heard(PEER, encode(peer.heartbeat(state, address)), 0.0)
+        rounds(replica, 1)
+
+    assert [] == replica.unserved()
+
+
+def test_peer_that_leaves(replica: Replica) -> None:
+    """No peer serves the pool any more: this replica is ready again."""
+    replica.give_up_waiting()
+    peer = ready(PEER, POOL)
+    pass_rounds(ROUNDS, peer, replica)
+    assert replica.unserved()
+
+    replica.router_heard(PEER, encode(peer.heartbeat("leave", URL)), 0.0)
+
+    assert [] == replica.unserved()
+
+
+def test_one_odd_heartbeat(replica: Replica) -> None:
+    """One forged heartbeat, with an interval that makes for a long lease, does not make a replica unready."""
+    replica.give_up_waiting()
+    hear_worker(replica, card("w1"))
+    beat = RouterBeat(VERSION, 5, "up", URL, {}, 1, 60_000, [], {POOL: 16, OTHER: 16})
+    replica.router_heard(PEER, encode(beat), 0.0)
+
+    for _ in range(3 * ROUNDS):
+        hear_worker(replica, "w1")
+        rounds(replica, 1)
+        assert [] == replica.unserved()
+
+    assert [PEER] == list(replica.peers)
+
+
+def test_few_pools_are_named(replica: Replica) -> None:
+    """A peer may say anything: a bounded number of pools and replicas is named."""
+    replica.give_up_waiting()
+    serves = {f"p{number}": 16 for number in range(500)}
+    for _ in range(ROUNDS):
+        for number in range(50):
+            beat = RouterBeat(VERSION, 5, "up", URL, {}, 1, 1000, [], serves)
+            replica.router_heard(RouterId(f"r{number}"), encode(beat), 0.0)
+        rounds(replica, 1)
+
+    reasons = replica.unserved()
+
+    assert 5 == len(reasons)
+    assert all(len(reason) < 200 for reason in reasons)
 
 
 def test_not_connected_is_not_ready() -> None:

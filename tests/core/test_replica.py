@@ -14,7 +14,7 @@ from kvrouter.core.ids import PoolId, Target, WorkerId
 from kvrouter.core.pool import PoolSettings
 from kvrouter.core.replica import Replica
 from kvrouter.core.sources import KvSource
-from kvrouter.errors import NoWorkersError
+from kvrouter.policies.plain import Random
 from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
 from tests.core.worlds import POOL, T1, W1, W2, card, chain_from, prompt, request, worker_beat
 
@@ -224,15 +224,23 @@ def test_worker_without_events_has_no_feed() -> None:
     assert [T1] == targets(replica) == targets(without)
 
 
-def test_refused_workers_are_said_to_be_refused(replica: Replica) -> None:
-    """Live workers of another block size are not 'no live worker'."""
-    refusing = new_replica(settings=PoolSettings(block_size=32))
-    hear_worker(refusing, card())
+def test_workers_of_another_block_size_serve() -> None:
+    """Also where all of them have another size than the operator's; degraded() names them."""
+    replica = new_replica(settings=PoolSettings(block_size=32))
+    hear_worker(replica, card())
 
-    reason = "all live workers are refused: block size 16, pool has 32 (w1)"
-    assert [f"pool {POOL}: {reason}"] == refusing.degraded()
-    with pytest.raises(NoWorkersError, match="all live workers are refused"):
-        refusing.router_for("llama").route(request(prompt(CHAIN)), 0.0)
+    assert [
+        f"pool {POOL}: 1 of 1 workers have another block size than 32: no overlap is predicted there (w1: 16)"
+    ] == replica.degraded()
+    assert T1 == replica.router_for("llama").route(request(prompt(CHAIN)), 0.0).target
+
+
+def test_block_sizes_do_not_matter_without_tokens() -> None:
+    """In a mode that predicts no overlap anyway nothing is said of it."""
+    replica = new_replica(settings=PoolSettings(block_size=32), policy=Random)
+    hear_worker(replica, card())
+
+    assert [] == replica.degraded()
 
 
 def test_prefill_rates_of_lost_workers_go(replica: Replica) -> None:

@@ -7,13 +7,13 @@ import itertools
 import pytest
 
 from kvrouter.core.beats import encode
-from kvrouter.core.events import VERSION, AddRequest, Frame
+from kvrouter.core.events import MAX_SENT_CHARS, VERSION, AddRequest, Frame
 from kvrouter.core.filters import Session
 from kvrouter.core.ids import RouterId, Target
 from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Placement
-from kvrouter.core.sent_texts import MOST_CHARS, SentTexts
+from kvrouter.core.sent_texts import SentTexts
 from kvrouter.core.sources import SyncSource
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
@@ -268,7 +268,7 @@ def test_check_finds_what_went_wrong() -> None:
     carry(first, second)
     second.router(POOL).pool.active.free(placed.key)
 
-    for frame in first.router(POOL).check_frames():
+    for frame in first.router(POOL).check_frames(0.0):
         second.sync_frame(SyncSource(POOL, ME), frame, 0.0)
     recover(second, first)
 
@@ -342,7 +342,7 @@ def test_texts_are_shared() -> None:
 def test_joiner_gets_the_last_texts() -> None:
     """A snapshot ends with the texts that its source sent last; of one longer than is told, the beginning."""
     first, joiner = text_pair(ME, PEER)
-    long_text = "x" * (MOST_CHARS + 50)
+    long_text = "x" * (MAX_SENT_CHARS + 50)
     target = serve_text(first, long_text)
     carry(first, joiner, lost=True)
     joiner.sync_frame(SyncSource(POOL, ME), encode(Frame(VERSION, first.incarnation, 9, [])), 0.0)
@@ -350,7 +350,7 @@ def test_joiner_gets_the_last_texts() -> None:
     recover(joiner, first)
 
     assert len(long_text) == chars(first, target)
-    assert MOST_CHARS == chars(joiner, target)
+    assert MAX_SENT_CHARS == chars(joiner, target)
 
 
 def test_texts_of_unknown_targets_are_not_remembered() -> None:
@@ -380,6 +380,6 @@ def test_kept_texts_are_bounded() -> None:
     """The oldest go."""
     texts = SentTexts()
     for letter in "abcdefghijkl":
-        texts.add(T1, letter * MOST_CHARS)
+        texts.add(T1, letter * MAX_SENT_CHARS)
 
     assert "cdefghijkl" == "".join(sent.text[0] for sent in texts)

@@ -256,14 +256,14 @@ def test_check_is_sent_when_there_was_something_to_tell(router: Router, pool: Po
     """One Check behind the last frame, then silence until there is news."""
     router.route(request(prompt(CHAIN)), 0.0)
 
-    (frame,) = router.check_frames()
+    (frame,) = router.check_frames(0.0)
 
     assert Check(*pool.active.digest(ME)) == (decode_frame(frame).ops or [])[-1]
-    assert [] == router.check_frames()
+    assert [] == router.check_frames(0.0)
     router.route(request(), 0.0)
     assert 1 == len(router.frames())
-    assert 1 == len(router.check_frames())
-    assert [] == router.check_frames()
+    assert 1 == len(router.check_frames(0.0))
+    assert [] == router.check_frames(0.0)
 
 
 def test_unsynced_router_says_nothing(pool: Pool) -> None:
@@ -275,7 +275,7 @@ def test_unsynced_router_says_nothing(pool: Pool) -> None:
     router.mark_prefill_completed(key, 0.0)
     router.free(key)
 
-    assert [] == router.frames() == router.check_frames()
+    assert [] == router.frames() == router.check_frames(0.0)
     assert 0 == router.source.seq
 
 
@@ -296,7 +296,7 @@ def test_snapshot_ahead_of_the_outbox() -> None:
     reader.answer(router.source.answer(wanted, 10**6, 0.0), 0.0)
     reader.work(10**6, 0.0)
 
-    for frame in router.check_frames():
+    for frame in router.check_frames(0.0):
         reader.frame(frame, 0.0)
 
     assert (FeedState.LIVE, 0) == (reader.state, reader.counters.digest_mismatches)

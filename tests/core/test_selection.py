@@ -18,7 +18,7 @@ from kvrouter.policies.kv import Kv
 from kvrouter.policies.plain import RoundRobin
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from kvrouter.policies.scored import Scored
-from tests.core.worlds import T1, T2, T3, W1, W2, card, chain_from, new_pool, prompt, request, worker_beat
+from tests.core.worlds import T1, T2, T3, W1, W2, W3, card, chain_from, new_pool, prompt, request, worker_beat
 from tests.policies.tables import REQUEST, candidate, state, target
 
 CHAIN = chain_from(1000, 10)
@@ -114,13 +114,15 @@ def test_decide_books_nothing(pool: Pool) -> None:
 
 
 def test_why_the_pool_offers_no_candidate(pool: Pool) -> None:
-    """Down, another block size, no adapter: each says so."""
+    """Down, draining, no adapter: each says so. Another block size is not among the reasons."""
     pool.update(W1, worker_beat(state="down"))
-    pool.update(W2, worker_beat(card("w2", block_size=32, started_at_us=9)))
+    pool.update(W2, worker_beat("w2", state="draining"))
+    pool.update(W3, worker_beat(card("w3", block_size=32, started_at_us=9)))
 
     assert {
-        T1: "down", T2: "block size 32, pool has 16", T3: "has no adapter 'a'"
+        T1: "down", T2: "draining", T3: "has no adapter 'a'"
     } == pool.refusals(request(lora_name="a"))  # fmt: skip
+    assert {T1, T2} == pool.refusals(request()).keys()
 
 
 def test_fallbacks_are_tried_in_their_order(pool: Pool) -> None:

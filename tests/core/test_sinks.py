@@ -66,14 +66,14 @@ def sync(active: ActiveTable, prefilled: list[Booking]) -> SyncSink:
 
 def test_kv_ops_change_the_index(kv: KvSink, index: BlockIndex) -> None:
     """Stored, Removed and Cleared do what they say."""
-    assert kv.apply(Stored(0, None, pack_hashes(CHAIN[:1])), 0.0)
-    assert kv.apply(Stored(0, 11, pack_hashes(CHAIN[1:])), 0.0)
+    assert not kv.apply(Stored(0, None, pack_hashes(CHAIN[:1])), 0.0)
+    assert not kv.apply(Stored(0, 11, pack_hashes(CHAIN[1:])), 0.0)
     assert {T1: 3} == index.overlap(CHAIN)
 
-    assert kv.apply(Removed(0, pack_hashes([33])), 0.0)
+    assert not kv.apply(Removed(0, pack_hashes([33])), 0.0)
     assert {T1: 2} == index.overlap(CHAIN)
 
-    assert kv.apply(Cleared(), 0.0)
+    assert not kv.apply(Cleared(), 0.0)
     assert {} == index.overlap(CHAIN)
 
 
@@ -82,14 +82,22 @@ def test_parent_must_be_held_in_the_same_tier_set(index: BlockIndex) -> None:
     kv = KvSink(index, T1, 2, lambda: 0)
     kv.apply(Stored(1, None, pack_hashes(CHAIN[:1])), 0.0)
 
-    assert not kv.apply(Stored(0, 11, pack_hashes(CHAIN[1:])), 0.0)
-    assert kv.apply(Stored(1, 11, pack_hashes(CHAIN[1:])), 0.0)
+    assert "parent" in kv.apply(Stored(0, 11, pack_hashes(CHAIN[1:])), 0.0)
+    assert not kv.apply(Stored(1, 11, pack_hashes(CHAIN[1:])), 0.0)
 
 
 def test_capacity_has_some_slack(kv: KvSink) -> None:
     """Up to 1.1 × the card's capacity is believed."""
-    assert kv.apply(Stored(0, None, pack_hashes(range(11))), 0.0)
-    assert not kv.apply(Stored(0, None, pack_hashes([11])), 0.0)
+    assert not kv.apply(Stored(0, None, pack_hashes(range(11))), 0.0)
+    assert "12 blocks" in kv.apply(Stored(0, None, pack_hashes([11])), 0.0)
+
+
+def test_target_that_ignores_its_capacity_does_not_fill_the_index(kv: KvSink, index: BlockIndex) -> None:
+    """What comes after the excess is not stored, however often it comes."""
+    for start in range(0, 1000, 10):
+        kv.apply(Stored(0, None, pack_hashes(range(start, start + 10))), 0.0)
+
+    assert 20 == index.blocks(T1)
 
 
 def test_kv_check_compares_a_tier_set(kv: KvSink) -> None:
@@ -107,9 +115,9 @@ def test_snapshot_with_a_wider_tier_than_the_card(index: BlockIndex) -> None:
     live, loaded = KvSink(index, T1, 1, lambda: 0), KvSink(index, Target(WorkerId("w2")), 1, lambda: 0)
     op = Stored(1, None, pack_hashes(CHAIN))
 
-    assert live.apply(op, 0.0)
+    assert not live.apply(op, 0.0)
     loaded.begin_load()
-    assert loaded.load(op, 0.0)
+    assert not loaded.load(op, 0.0)
     loaded.finish_load()
 
     assert live.agrees(Check(3, 66, 1))
@@ -120,8 +128,8 @@ def test_ops_of_the_other_kind_are_passed_over(
     kv: KvSink, sync: SyncSink, index: BlockIndex, active: ActiveTable
 ) -> None:
     """A booking in a KV feed, or a block in a sync feed, changes nothing and is no contradiction."""
-    assert kv.apply(ADD, 0.0)
-    assert sync.apply(Stored(0, 99, b""), 0.0)
+    assert not kv.apply(ADD, 0.0)
+    assert not sync.apply(Stored(0, 99, b""), 0.0)
 
     assert 0 == len(index)
     assert {} == active.owners()
@@ -147,7 +155,7 @@ def test_three_moments_of_a_booking(sync: SyncSink, active: ActiveTable, prefill
 def test_moments_of_unknown_bookings_are_passed_over(sync: SyncSink, active: ActiveTable) -> None:
     """What was freed, or never booked here, does not come back."""
     for op in (MarkPrefillCompleted(1), Progress(1, 2), Free(1)):
-        assert sync.apply(op, 0.0)
+        assert not sync.apply(op, 0.0)
 
     assert {} == active.owners()
 

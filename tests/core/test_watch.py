@@ -125,10 +125,11 @@ def test_partial_rank(replica: Replica) -> None:
 def test_look_in_steps(workers: int, steps: int) -> None:
     """A look in steps finds what one at once does, in no more steps than asked for; then it is told once."""
     replica = new_replica()
-    for number in range(workers):
-        name = f"w{number}"
-        shown = replace(card(worker_id=name), block_size=32 if number % 2 else 16)
-        replica.worker_heard(WorkerId(name), encode(worker_beat(shown)), 0.0)
+    with replica.batch():
+        for number in range(workers):
+            name = f"w{number}"
+            shown = replace(card(worker_id=name), block_size=32 if number % 2 else 16)
+            replica.worker_heard(WorkerId(name), encode(worker_beat(shown)), 0.0)
     whole, stepped = Watch(replica), Watch(replica)
 
     begun, _ = whole.look()
@@ -144,9 +145,10 @@ def test_look_in_steps(workers: int, steps: int) -> None:
 def test_few_steps_while_idle(workers: int, steps: int) -> None:
     """A replica wakes up for many looks where workers are many, or while events are expected."""
     replica = new_replica()
-    for number in range(workers):
-        shown = card(worker_id=f"w{number}")
-        replica.worker_heard(WorkerId(shown.worker_id), encode(worker_beat(shown)), 0.0)
+    with replica.batch():
+        for number in range(workers):
+            shown = card(worker_id=f"w{number}")
+            replica.worker_heard(WorkerId(shown.worker_id), encode(worker_beat(shown)), 0.0)
 
     assert steps == Watch(replica).steps()
 
@@ -173,3 +175,15 @@ def test_worker_that_leaves_amid_a_look(replica: Replica) -> None:
     list(steps)
 
     assert ([], []) == watch.told()
+
+
+def test_two_workers_with_one_address(replica: Replica) -> None:
+    """Two ids for one engine: said of the pool, with both names, until one of them is gone."""
+    watch = Watch(replica)
+    twin = replace(card("w2"), url=card("w1").url)
+    replica.worker_heard(W2, encode(worker_beat(twin)), 0.0)
+
+    assert (["address"], []) == kinds(watch)
+    assert "workers w1, w2 have one address" in watch.problems(POOL, "")[0].text
+    replica.worker_heard(W2, encode(worker_beat("w2", state="leave")), 0.0)
+    assert ([], ["address"]) == kinds(watch)

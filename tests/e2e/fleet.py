@@ -65,12 +65,8 @@ async def running_fleet(
     engine: EngineConfig | None = None,
     host_blocks: int = 0,
     max_num_queued_reqs: int | None = None,
-    refused: bool = False,
 ) -> AsyncIterator[Fleet]:
-    """Start it all; yields when every frontend is ready and sees every worker and every peer.
-
-    `refused`: the frontends will not use the workers that they see.
-    """
+    """Start it all; yields when every frontend is ready and sees every worker and every peer."""
     async with contextlib.AsyncExitStack() as stack:
         engine = engine or EngineConfig(num_blocks=2048 + 1, host_blocks=host_blocks)
         config = MockerConfig(
@@ -91,8 +87,7 @@ async def running_fleet(
         ]
         http = await stack.enter_async_context(aiohttp.ClientSession())
         fleet = Fleet(replicas, engines, http)
-        eligible = 0 if refused else mockers
-        await until(lambda: all(_is_complete(frontend, eligible, frontends) for frontend in replicas))
+        await until(lambda: all(_is_complete(frontend, mockers, frontends) for frontend in replicas))
         yield fleet
 
 

@@ -176,16 +176,19 @@ async def test_wrong_salt(
 
 
 async def test_wrong_block_size(nats_url: str, model_path: Path) -> None:
-    """A block size that is not the engines' is named, in /workers and to the client."""
+    """A block size that is not the engines' is named once, and no other problem with it."""
     flags = ["--kv-cache-block-size", "32"]
-    async with fleet_of(nats_url, model_path, flags=flags, refused=True) as fleet:
-        (problem,) = await until_flagged(fleet)
-        async with fleet.http.post(f"{fleet.frontends[0].url}/v1/completions", json=tokens(1)) as response:
-            answer = await response.text()
+    async with fleet_of(nats_url, model_path, flags=flags) as fleet:
+        for number in range(REQUESTS):
+            await ask(fleet, text(number))
+        await until_judged(fleet)
+        (problem,) = await problems(fleet)
+        page = await scraped(fleet)
 
     assert "block size 16, pool has 32" in problem
     assert "--kv-cache-block-size" in problem
-    assert "refused: block size 16, pool has 32" in answer
+    assert 1 == metric(page, "kvrouter_worker_problem", 'problem="block_size"')
+    assert 0 == metric(page, "kvrouter_announced_requests_total")
 
 
 async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
 
 from kvrouter.core import twins
-from kvrouter.core.beats import RankBeat, WorkerBeat, encode
+from kvrouter.core.beats import RankBeat, RouterBeat, WorkerBeat, encode
 from kvrouter.core.events import VERSION
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.ids import RouterId, WorkerId
 from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import ReplicaCounters
 from kvrouter.frontend import admin
@@ -19,7 +20,7 @@ from kvrouter.frontend.serve import running_frontend
 from kvrouter.version import __version__
 from tests.conftest import NatsServer
 from tests.frontend.clients import Response, get
-from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf, no_trouble, running_fleet
+from tests.frontend.fleet import BODY, POOL, STREAM, Fleet, FleetOf, no_trouble, running_fleet
 from tests.frontend.workers import OK, SSE_HEAD, FakeWorker, chunk, event, says_and_stalls, until
 
 
@@ -179,18 +180,64 @@ async def test_workers(fleet_of: FleetOf) -> None:
         }
 
 
-async def test_refused_worker(fleet_of: FleetOf) -> None:
-    """A worker with another block size is no candidate; /workers, /ready and /health say why."""
-    async with fleet_of() as fleet:
+async def test_worker_of_another_block_size(fleet_of: FleetOf) -> None:
+    """It takes requests; /workers, /ready and /health say that no overlap is predicted there."""
+    async with fleet_of("--router-mode", "kv") as fleet:
         fleet.announce(FakeWorker("odd", OK, "http://127.0.0.1:1"), block_size=32, started_at_us=2)
         pool = fleet.frontend.replica.routers[POOL].pool
         await until(lambda: "odd" in pool.workers, "it is seen")
         rows = {each["worker_id"]: each for each in (await fleet.get("/workers")).json["targets"]}
         reasons = (await fleet.get("/health")).json["reasons"]
 
-        assert (False, "block size 32, pool has 16") == (rows["odd"]["eligible"], rows["odd"]["refused"])
-        assert (True, "") == (rows["w0"]["eligible"], rows["w0"]["refused"])
-        assert ["worker odd: refused: block size 32, pool has 16"] == reasons
+        facts = {
+            name: [row[key] for key in ("eligible", "refused", "block_size")] for name, row in rows.items()
+        }
+        assert {"odd": [True, "", 32], "w0": [True, "", 16]} == facts
+        note = "block size 32, pool has 16: no overlap is predicted"
+        assert {"odd": [note], "w0": []} == {name: row["notes"] for name, row in rows.items()}
+        sentence = "1 of 2 workers have another block size than 16: no overlap is predicted there (odd: 32)"
+        assert [f"pool {POOL}: {sentence}"] == reasons
+        ready = (await until_ready(fleet.url)).json
+        assert ("degraded", reasons) == (ready["status"], ready["reasons"])
+
+
+async def beating(fleet: Fleet) -> None:
+    """A peer that serves one pool more."""
+    peer = RouterBeat(VERSION, 1, "up", "http://peer", {}, 1, 50, [], {POOL: 16, "qwen-12345678": 16})
+    while True:
+        fleet.bus.publish(fleet.subjects.live_router(RouterId("peer")), encode(peer))
+        await asyncio.sleep(0.05)
+
+
+async def test_pool_that_only_peers_serve(fleet_of: FleetOf) -> None:
+    """After a lease /ready is 503 with the reason, and 200 again when no peer is better off."""
+    async with fleet_of("--heartbeat-s", "0.05", "--lease-s", "0.25") as fleet:
+        await until_ready(fleet.url)
+        slow = WorkerBeat(VERSION, 1, "up", POOL, [], 1, None, 60_000)  # a lease that lasts
+        fleet.bus.publish(fleet.subjects.live_worker(WorkerId("w0")), encode(slow))
+        beats = asyncio.create_task(beating(fleet))
+
+        response = await until_ready(fleet.url, 503)
+        assert (
+            "unserved",
+            ["pool qwen-12345678: peers serve it (peer), no target here: no worker has been heard"],
+        ) == (response.json["status"], response.json["reasons"])
+        assert 200 == (await fleet.ask()).status
+
+        beats.cancel()
+        assert "ready" == (await until_ready(fleet.url)).json["status"]
+
+
+async def test_draining_is_told_to_peers(fleet_of: FleetOf) -> None:
+    """A replica that drains serves nothing, as far as its peers are concerned."""
+    async with fleet_of() as fleet:
+        await until_ready(fleet.url)
+        replica, feeds = fleet.frontend.replica, fleet.frontend.feeds
+        before = replica.heartbeat(feeds.state, "").serves
+
+        fleet.frontend.drain()
+
+        assert ({POOL: 16}, {}) == (before, replica.heartbeat(feeds.state, "").serves)
 
 
 async def test_own_statistics(fleet_of: FleetOf) -> None:

@@ -97,15 +97,26 @@ async def test_refused_connection(fleet_of: FleetOf) -> None:
         assert fleet.logged("worker.failed_request")
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[", "http://" + "x" * 70 + ".example"])
-async def test_senseless_address(fleet_of: FleetOf, url: str) -> None:
-    """A card with an address that is none makes its worker one that cannot be reached."""
+async def test_name_that_cannot_be_looked_up(fleet_of: FleetOf) -> None:
+    """A host name that DNS does not allow makes its worker one that cannot be reached."""
     async with fleet_of(scripts=()) as fleet:
-        fleet.announce(FakeWorker("odd", OK, url))
+        fleet.announce(FakeWorker("odd", OK, "http://" + "x" * 70 + ".example"))
         while not fleet.targets(fleet.frontend):
             await fleet.get("/live")
 
         assert 502 == (await fleet.ask()).status
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[", "file:///etc/passwd"])
+async def test_senseless_address(fleet_of: FleetOf, url: str) -> None:
+    """A card with an address that is none is refused, and the log says why."""
+    async with fleet_of(scripts=()) as fleet:
+        fleet.announce(FakeWorker("odd", OK, url))
+        while not (logged := fleet.logged("feed.malformed")):
+            await fleet.get("/live")
+
+        assert "url" in logged[0]["error"]
+        assert not fleet.targets(fleet.frontend)
 
 
 async def test_all_fail(fleet_of: FleetOf) -> None:

@@ -166,7 +166,7 @@ async def first_reader(fleet: Fleet) -> FeedReader:
 async def test_hello_is_answered(fleet_of: FleetOf) -> None:
     """A hello is answered with a heartbeat, without waiting for the next one."""
     heard: list[RouterBeat] = []
-    async with fleet_of("--heartbeat-s", "60", "--lease-s", "600") as fleet:
+    async with fleet_of("--heartbeat-s", "10", "--lease-s", "600") as fleet:
         subject = fleet.subjects.live_router(fleet.frontend.replica.router_id)
         await fleet.bus.subscribe(subject, lambda _s, data, _r: heard.append(decode_router_beat(data)))
         fleet.bus.publish(fleet.subjects.hello, b"")
@@ -301,6 +301,81 @@ async def test_bug_behind_a_message(fleet_of: FleetOf, monkeypatch: pytest.Monke
         fleet.trouble.logs.clear()
 
 
+async def test_impossible_snapshot(fleet_of: FleetOf) -> None:
+    """A parent that no 64 bits can hold came from one answer and ended every replica: now it is refused.
+
+    The feed is asked again, and right with the first answer that can be true.
+    """
+    answers = [[1, 1, 10, 0, 1, [[1, 0, -1, bytes(8)]], 5]]
+    async with fleet_of(publishes_events=True) as fleet:
+        agent = Agent(fleet, answers=False)
+
+        def answer(_subject: str, data: bytes, reply: str) -> None:
+            if answers:
+                fleet.bus.publish(reply, encode(answers.pop()))
+            else:
+                agent._answer(_subject, data, reply)
+
+        agent._answers = True
+        await fleet.bus.subscribe(fleet.subjects.kv_replay(WorkerId("w0")), answer)
+        agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), lost=True)
+        agent.beat()
+        await until(lambda: blocks(fleet) == 3, "the snapshot is loaded")
+
+        assert not answers
+        (logged,) = fleet.logged("feed.malformed")
+        assert ">= 0" in logged["error"]
+        assert 0 == fleet.frontend.feeds.errors
+
+
+async def test_bug_behind_a_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a feed that raises is logged once with its place; the replica serves on."""
+    async with fleet_of(publishes_events=True) as fleet:
+        agent = Agent(fleet)
+        agent.beat()
+        reader = await first_reader(fleet)
+        monkeypatch.setattr(reader._sink, "apply", lambda *_: 1 / 0)
+        for _ in range(3):
+            agent.publish(Stored(0, None, pack_hashes(HASHES[:3])))
+        await until(lambda: fleet.frontend.feeds.errors, "it is counted")
+
+        assert FeedState.BROKEN is reader.state
+        (logged,) = fleet.logged("feed.error")
+        assert "kv w0/0" == logged["about"]
+        assert 200 == (await fleet.ask()).status
+        fleet.trouble.logs.clear()
+
+
+async def test_question_that_cannot_be_sent(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader hears that there is no answer, and asks again; it does not wait for ever."""
+    async with fleet_of(publishes_events=True) as fleet:
+        agent = Agent(fleet)
+        await agent.listen()
+        with monkeypatch.context() as patch:
+            patch.setattr("kvrouter.frontend.feeds.encode_request", lambda _request: 1 / 0)
+            agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), lost=True)
+            agent.beat()
+            reader = await first_reader(fleet)
+            await until(lambda: reader.counters.failures, "it is told")
+
+        await until(lambda: blocks(fleet) == 3, "it is asked again")
+
+
+async def test_flood_of_hellos(fleet_of: FleetOf) -> None:
+    """Hellos that come together get one answer: it names all workers, and would cost a lot each time."""
+    heard: list[RouterBeat] = []
+    async with fleet_of("--heartbeat-s", "10", "--lease-s", "600") as fleet:
+        subject = fleet.subjects.live_router(fleet.frontend.replica.router_id)
+        await fleet.bus.subscribe(subject, lambda _s, data, _r: heard.append(decode_router_beat(data)))
+        for _ in range(2000):
+            fleet.bus.publish(fleet.subjects.hello, b"")
+        await until(lambda: heard, "the answer")
+        fleet.announce(fleet.workers[0], state="leave")
+        await until(lambda: not fleet.targets(fleet.frontend), "everything before this has arrived")
+
+        assert len(heard) < 100
+
+
 async def test_full_inbox(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit into the inbox is dropped and counted; it holds no more than its bound."""
     monkeypatch.setattr("kvrouter.frontend.feeds.INBOX_BYTES", 1000)
@@ -317,7 +392,7 @@ async def test_full_inbox(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_backlog(fleet_of: FleetOf) -> None:
     """What is more than a slice is worked off although nothing else comes."""
-    async with fleet_of("--heartbeat-s", "60", "--lease-s", "300") as fleet:
+    async with fleet_of("--heartbeat-s", "10", "--lease-s", "300") as fleet:
         feeds = fleet.frontend.feeds
         for _ in range(20_000):
             feeds._receive("kvrouter.x.live.nothing", b"", "")

@@ -32,9 +32,9 @@ class Namespace:
     def _policy(self) -> tuple[Policy, PolicyState]:
         return POLICIES["kv"](), PolicyState(lambda: 0.5, 1.0, 0.0, 0)
 
-    def worker(self, worker_id: str, state: State = "up", incarnation: int = 1) -> None:
+    def worker(self, worker_id: str, state: State = "up", incarnation: int = 1, block_size: int = 16) -> None:
         """A heartbeat."""
-        card = Card(worker_id=worker_id, url=f"http://{worker_id}", model="m", block_size=16)
+        card = Card(worker_id=worker_id, url=f"http://{worker_id}", model="m", block_size=block_size)
         beat = WorkerBeat(VERSION, incarnation, state, POOL, [], 1, card)
         self.replica.worker_heard(WorkerId(worker_id), encode(beat), 0.0)
         self.members.worker_heard(WorkerId(worker_id))
@@ -64,6 +64,18 @@ def logs() -> Iterator[list[dict[str, Any]]]:
 def told(logs: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Event, and of whom."""
     return [(entry["event"], entry.get("worker", entry.get("replica", ""))) for entry in logs]
+
+
+def test_block_size_changes(logs: list[dict[str, Any]]) -> None:
+    """One line when a pool's size changes; none for its first."""
+    space = Namespace()
+    for size in (16, 32):
+        for _ in range(5):
+            space.worker("a", block_size=size)
+            space.rounds(1)
+
+    (line,) = [entry for entry in logs if entry["event"] == "pool.block_size"]
+    assert (POOL, 16, 32) == (line["pool"], line["before"], line["now"])
 
 
 def test_workers_come_and_go(logs: list[dict[str, Any]]) -> None:

@@ -81,7 +81,7 @@ def test_replay_is_a_snapshot() -> None:
     assert "inbox" == subject
     assert isinstance(answer, SnapshotChunk)
     ((_, beat), *_) = messages(mocks.answer(SUBJECTS.hello, b"", b""))
-    assert answer.as_of_seq == decode_worker_beat(beat).ranks[0].seq
+    assert answer.as_of_seq == decode_worker_beat(beat, WorkerId("w0000")).ranks[0].seq
 
 
 def test_quantiles() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
+import platform
 import weakref
 from collections.abc import AsyncIterator
 
@@ -12,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrouter.telemetry import garbage
-from kvrouter.telemetry.garbage import THRESHOLDS, Pauses, set_aside_for_ever, thresholds_raised
+from kvrouter.telemetry.garbage import THRESHOLDS, Pauses, give_back, set_aside_for_ever, thresholds_raised
 
 
 class Ring:
@@ -89,3 +91,22 @@ def test_pauses_are_measured() -> None:
     assert seconds is not None
     assert seconds == longest
     assert longest > 0
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_freed_memory_goes_back() -> None:
+    """What stays in use between freed pieces does not keep them."""
+    pieces = [bytes(60_000) for _ in range(2000)]
+    kept = pieces[::100]
+    peak = _resident_bytes()
+    del pieces
+
+    assert give_back()
+
+    assert _resident_bytes() < peak - 50_000_000
+    assert 20 == len(kept)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")

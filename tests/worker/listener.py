@@ -56,7 +56,7 @@ class Listener:
 
     def on_beat(self, subject: str, payload: bytes, reply: str) -> None:
         """A heartbeat: it tells how many frames there have been."""
-        beat = decode_worker_beat(payload)
+        beat = decode_worker_beat(payload, WorkerId(subject.rpartition(".")[2]))
         self.beats.put_nowait(beat)
         self._sent = max([self._sent, *((rank.incarnation, rank.seq) for rank in beat.ranks)])
         self._has_heard.set()

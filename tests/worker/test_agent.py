@@ -186,6 +186,72 @@ async def test_engine_restarted_unheard(scene: Scene) -> None:
         await scene.listener.until_held(set())
 
 
+METRICS_4 = (
+    'vllm:cache_config_info{block_size="4",engine="0",num_gpu_blocks="50"} 1.0\n'
+    "process_start_time_seconds 150.0\n"
+)
+
+
+def says(size: int) -> Callable[[WorkerBeat], bool]:
+    """Whether a heartbeat brings a card with this block size."""
+    return lambda beat: beat.card is not None and beat.card.block_size == size
+
+
+def of_another_size(scene: Scene) -> None:
+    """The engine is another process, whose blocks have 4 tokens."""
+    scene.events.restart()
+    scene.engine.metrics = METRICS_4
+
+
+async def test_engine_comes_back_with_another_block_size(scene: Scene) -> None:
+    """What the events of the process before showed does not count: the first card says the new size."""
+    async with scene.agent():
+        await scene.listener.until_held({A})
+        scene.engine.is_healthy = False
+        await scene.listener.beat(lambda beat: beat.state == "down")
+        of_another_size(scene)
+        scene.engine.is_healthy = True
+
+        beat = await scene.listener.beat(lambda beat: beat.state == "up" and beat.card is not None)
+
+    assert beat.card is not None
+    assert (4, {"device": 50}) == (beat.card.block_size, beat.card.tiers)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (8, 4)])
+async def test_engine_restarted_unheard_with_another_block_size(
+    scene: Scene, before: int, after: int
+) -> None:
+    """Another process in the metrics has its own block size, larger or smaller, before its first event."""
+    tokens = [7] * before
+    await scene.events.send(pack({**store(9), "token_ids": tokens, "block_size": before}))
+    async with scene.agent():
+        await scene.listener.beat(says(before))
+        of_another_size(scene)
+
+        await scene.listener.beat(says(after))
+        await scene.listener.until_held(set())
+        await scene.events.send(pack({**store(9), "token_ids": [1, 1, 2, 2], "block_size": 4}))
+        await scene.listener.until_held(set(sequence_hashes(block_hashes([1, 1, 2, 2], 4))))
+
+
+async def test_events_do_not_lower_the_block_size(scene: Scene) -> None:
+    """Blocks of another KV group may be smaller; the card keeps the largest of the engine's life."""
+    async with scene.agent():
+        await scene.events.send(pack({**store(9), "token_ids": [7] * 8, "block_size": 8}))
+        await scene.listener.beat(says(8))
+        await scene.events.send(pack(store(5)))
+        small, large = block_hashes([5, 5], 2), block_hashes([7] * 8, 8)
+        await scene.listener.until_held({A, *sequence_hashes(small), *sequence_hashes(large)})
+        await scene.engine.scraped(scene.engine.scrapes + 2)
+        while not scene.listener.beats.empty():
+            scene.listener.beats.get_nowait()
+
+        beat = await scene.listener.beat(lambda _: True)
+
+    assert 2 == beat.card_version, "once larger, and not smaller again"
+
+
 async def test_another_model(scene: Scene) -> None:
     """An engine that comes back with another model ends the agent: the pool is another."""
     task = asyncio.create_task(serve(scene.options, asyncio.Event()))

@@ -12,6 +12,7 @@ from kvrouter.core.beats import Card, RankBeat, WorkerBeat, decode_worker_beat, 
 from kvrouter.core.blocks import pool_token
 from kvrouter.core.events import VERSION
 from kvrouter.core.ids import WorkerId
+from kvrouter.errors import ConfigError
 from kvrouter.worker.announcer import SUSPECTED_BEATS, Announcer, TakenOverError
 from tests.worker.fakes import FakeBus
 
@@ -35,7 +36,7 @@ def announcer(bus: FakeBus) -> Announcer:
 
 def beats(bus: FakeBus) -> list[WorkerBeat]:
     """The heartbeats sent since the last time."""
-    return [decode_worker_beat(payload) for _, payload in bus.take()]
+    return [decode_worker_beat(payload, WorkerId(CARD.worker_id)) for _, payload in bus.take()]
 
 
 def test_beat(bus: FakeBus, announcer: Announcer) -> None:
@@ -114,6 +115,35 @@ async def test_state(bus: FakeBus, announcer: Announcer) -> None:
     task.cancel()
 
     assert ["up", "down"] == [beat.state for beat in beats(bus)]
+
+
+def test_card_that_readers_would_refuse(bus: FakeBus, announcer: Announcer) -> None:
+    """At the start it is an error; later the former card goes on, and the log says why, once."""
+    bad = Card(worker_id="w", url="http://e:99999", model="m", block_size=16)
+    with pytest.raises(ConfigError, match="'w' cannot be announced"):
+        Announcer(bus, SUBJECTS, bad, 7, list)
+
+    with capture_logs() as logs:
+        for _ in range(3):
+            announcer.update(bad)
+            announcer.beat(0.0)
+
+    assert [CARD, None, None] == [beat.card for beat in beats(bus)]
+    assert 1 == [entry["event"] for entry in logs].count("worker.card_refused")
+
+
+@pytest.mark.parametrize("running", [2**70, -1, 1e300])
+def test_load_that_readers_would_refuse(bus: FakeBus, running: int) -> None:
+    """The heartbeat goes out without it: a worker must not fall silent for an odd number of its engine."""
+    odd = RankBeat(0, 5, 7, True, running, 3)
+    announcer = Announcer(bus, SUBJECTS, CARD, 7, lambda: [odd])
+
+    with capture_logs() as logs:
+        announcer.beat(0.0)
+        announcer.beat(1.0)
+
+    assert [[RankBeat(0, 5, 7, True)]] * 2 == [beat.ranks for beat in beats(bus)]
+    assert 1 == [entry["event"] for entry in logs].count("worker.load_refused")
 
 
 def hear(bus: FakeBus, incarnation: int) -> None:

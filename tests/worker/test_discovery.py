@@ -120,9 +120,22 @@ async def test_vllm_without_events(vllm: Recorded) -> None:
     facts = await vllm.learn()
 
     assert (vllm_facts.CACHING_OFF, vllm_facts.EVENTS_OFF) == facts.lacks
-    card = build_card(vllm.options, facts, block_size=None, widest_tier=0, started_at_us=1)
+    card = build_card(vllm.options, facts, event_block_size=0, widest_tier=0, started_at_us=1)
     assert card.prefix_caching is False
     assert not with_discovered(vllm.options, facts).feeds
+
+
+@pytest.mark.parametrize(
+    ("flag", "events", "size"), [(None, 0, 32), (None, 64, 64), (None, 16, 32), (16, 0, 16), (16, 32, 32)]
+)
+async def test_block_size(vllm: Recorded, flag: int | None, events: int, size: int) -> None:
+    """The metrics' 32, or the flag's in its place; events show larger blocks, and never smaller ones."""
+    facts = await vllm.learn()
+    options = replace(vllm.options, block_size=flag)
+
+    card = build_card(options, facts, event_block_size=events, widest_tier=0, started_at_us=1)
+
+    assert size == card.block_size
 
 
 async def test_old_vllm(vllm: Recorded) -> None:
@@ -221,7 +234,7 @@ async def test_sglang_card(sglang: Recorded) -> None:
     facts = await sglang.learn()
 
     card = build_card(
-        with_discovered(sglang.options, facts), facts, block_size=None, widest_tier=0, started_at_us=1
+        with_discovered(sglang.options, facts), facts, event_block_size=0, widest_tier=0, started_at_us=1
     )
 
     assert ("sglang", 2, "X-data-parallel-rank", 16) == (

@@ -177,10 +177,20 @@ def test_restore(bus: FakeBus, publisher: KvPublisher) -> None:
 
 
 def test_block_size_of_events(bus: FakeBus, publisher: KvPublisher) -> None:
-    """The block size that events show replaces the one given."""
+    """Stores are named by their own block size; the largest on the device is remembered for one life."""
     publisher.stored([10], [1, 2, 3, 4], block_size=4)
+    publisher.stored([11], [5, 6])
+    publisher.stored([12, 13], [1, 2, 3, 4, 5, 6, 7, 8], tier="host", block_size=4)
+    publisher.stored([14], [1, 2, 3, 4, 5, 6, 7, 8], tier="host", block_size=8)
+    with pytest.raises(ValueError, match="1 blocks of 16"):
+        publisher.stored([15], [1], block_size=16)
+    assert (4, 2) == (publisher.event_block_size, publisher.block_size)
+    assert 2 == publisher.blocks.count()
 
-    assert 4 == publisher.block_size
+    publisher.cleared()
+    assert 4 == publisher.event_block_size, "the same life of the engine"
+    publisher.begin_life()
+    assert 0 == publisher.event_block_size
 
 
 def test_frames_are_bounded(bus: FakeBus, publisher: KvPublisher) -> None:

@@ -245,6 +245,23 @@ def test_shape_tells_whether_it_repairs(as_arrays: bool) -> None:
     assert not scene.rank.repairs
 
 
+def test_block_size_of_a_life(scene: Scene) -> None:
+    """What events showed counts until the engine is another process, also after lost history."""
+    publisher = scene.rank.publisher
+    assert 1 == publisher.event_block_size
+    scene.apply({**store(2, 3), "block_hashes": [7], "block_size": 2})
+    scene.apply(store(4))
+    scene.rank.on_action(Lost())
+    assert 2 == publisher.event_block_size
+
+    scene.rank.on_action(Restarted())
+    assert 0 == publisher.event_block_size
+
+    scene.apply(store(1))
+    scene.rank.go_down()
+    assert 0 == publisher.event_block_size
+
+
 def test_down(scene: Scene) -> None:
     """While the engine is down it holds nothing, and nothing is kept for the next agent."""
     scene.rank.go_down()

@@ -86,8 +86,8 @@ class WatchedFeeds(Feeds):
         self.latencies_ms: list[float] = []
         self._last_number = 0
 
-    def _apply(self, subject: str, data: bytes, now: float) -> None:
-        super()._apply(subject, data, now)
+    def _apply(self, subject: str, data: bytes, arrived: float, now: float) -> None:
+        super()._apply(subject, data, arrived, now)
         now_ns = time.monotonic_ns()
         active = self._replica.router(POOL).pool.active
         for owner in active.owners():

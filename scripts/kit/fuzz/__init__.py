@@ -1,0 +1,1 @@
+"""Damaged and forged messages, thrown at real processes: `python -m scripts.kit.fuzz WHAT`."""
