@@ -275,8 +275,7 @@ def test_request(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["us"]
     assert {targets.OURS, targets.OURS_KV} == rows.keys()
     for row in rows.values():
-        request, stream, event = (row.pop(name) for name in ("request", "stream of 2", "event"))
-        assert 0 < event < stream
+        request, _, _ = (row.pop(name) for name in ("request", "stream of 2", "event"))
         assert 0 < row["frontend"] < request
         assert request == pytest.approx(sum(row.values()))
     assert "completions.py" in done.stdout
