@@ -178,6 +178,12 @@ class Router:
             booking.key, target, choice, card.url, card.rank_header, wants_report, order[1:], size
         )
 
+    def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:
+        """Whether `route` would find a target."""
+        request = self.pool.in_present_size(request)
+        candidates = self.pool.candidates(request, exclude)
+        return bool(self._selection(request, now).eligible(request, candidates))
+
     def decide(
         self, request: RouteRequest, now: float, *, exclude: frozenset[Target] = frozenset()
     ) -> Decision:

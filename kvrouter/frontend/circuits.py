@@ -8,7 +8,7 @@ import structlog
 
 from kvrouter.core.breaker import CircuitBreakers
 from kvrouter.core.ids import Target
-from kvrouter.frontend.relay import Done, Lost, Outcome, Rejected, TimedOut
+from kvrouter.frontend.relay import Done, Lost, Outcome, Rejected, Retried, TimedOut
 
 log = structlog.get_logger()
 
@@ -18,7 +18,7 @@ def tell(circuits: CircuitBreakers, target: Target, outcome: Outcome | None) -> 
     match outcome:
         case None | Done(spares_worker=True):
             circuits.abandoned(target)
-        case Lost() | TimedOut():
+        case Lost() | Retried() | TimedOut():
             _failed(circuits, target)
         case Rejected(status=status) if status >= 500:
             _failed(circuits, target)

@@ -9,9 +9,9 @@ from functools import partial
 
 import structlog
 
-from kvrouter.core.ids import BookingKey, Target
+from kvrouter.core.ids import Target
 from kvrouter.core.replica import Replica
-from kvrouter.core.router import Placement, Router
+from kvrouter.core.router import Placement
 from kvrouter.core.watch import Watch
 from kvrouter.errors import KvRouterError, NoWorkersError, WorkerDiedError, WorkerSilentError
 from kvrouter.frontend import circuits, openai, passthrough
@@ -20,6 +20,7 @@ from kvrouter.frontend.answer import Answer, Served, error_answer, held_answer, 
 from kvrouter.frontend.compare import compare, expect_events
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.feeds import Feeds
+from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
 from kvrouter.frontend.in_flight import InFlight, cut_off_error
 from kvrouter.frontend.incoming import request_id_of
 from kvrouter.frontend.queue import WaitingRoom
@@ -30,6 +31,7 @@ from kvrouter.frontend.relay import (
     Lost,
     Outcome,
     Rejected,
+    Retried,
     TimedOut,
 )
 from kvrouter.frontend.request import Request, Serve
@@ -56,6 +58,7 @@ class Completions:
         decisions: DecisionViews,
         *,
         upstream: Upstream,
+        probe: Probe,
         waiting_room: WaitingRoom,
         metrics: RequestMetrics,
         limits: Limits,
@@ -68,7 +71,8 @@ class Completions:
         """Set: answers close their connections, so that clients come back to another replica."""
         self._loop = asyncio.get_running_loop()
         self._now = self._loop.time
-        self._running: dict[Attempt, tuple[Router, BookingKey, Request]] = {}
+        self._running: dict[Attempt, Running] = {}
+        self.hung_engines = HungEngines(self._running, probe, self._now)
         self._replica = replica
         self._feeds = feeds
         self._watch = watch
@@ -151,11 +155,12 @@ class Completions:
                 break  # nobody is left to try: the last worker's own answer says most
             outcome = None
             try:
-                outcome = await self._exchange(work, placement)
+                running = Running(work, placement, failed if tries < self._retries else None)
+                outcome = await self._exchange(running)
                 if isinstance(outcome, Lost) and outcome.was_idle:
                     # the worker closed an idle connection just as the request went out: that is no failure
                     outcome = None
-                    outcome = await self._exchange(work, placement, fresh=True)
+                    outcome = await self._exchange(running, fresh=True)
             finally:
                 self._end(work, placement, outcome)
             if isinstance(outcome, (Done, TimedOut)):
@@ -188,8 +193,9 @@ class Completions:
         router.free(placement.key)
         self._feeds.flush_soon()
 
-    async def _exchange(self, work: Work, placement: Placement, *, fresh: bool = False) -> Outcome:
+    async def _exchange(self, running: Running, *, fresh: bool = False) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
+        work, placement = running.work, running.placement
         asks_report = placement.wants_report and work.may_report
         body = with_report_mode(work.body) if asks_report else work.body
         is_direct = work.route.wanted is not None
@@ -211,7 +217,7 @@ class Completions:
             request.head.wants_keep_alive and not self.is_draining,
             self._loop,
         )
-        self._running[attempt] = (work.router, placement.key, request)
+        self._running[attempt] = running
         try:
             attempt.send(head + body)
             outcome = await attempt.outcome
@@ -240,8 +246,9 @@ class Completions:
         """Book the output blocks that running answers have filled; called once a second."""
         running = list(self._running.items())
         for start in range(0, len(running), PROGRESS_SLICE):
-            for attempt, (router, key, _) in running[start : start + PROGRESS_SLICE]:
-                router.progress(key, attempt.events)  # one that has ended meanwhile is passed over
+            for attempt, one in running[start : start + PROGRESS_SLICE]:
+                # one that has ended meanwhile is passed over
+                one.work.router.progress(one.placement.key, attempt.events)
             self._feeds.flush_soon()
             await asyncio.sleep(0)
 
@@ -252,17 +259,20 @@ class Completions:
 
     def cut_off(self) -> None:
         """End what runs: answers that have begun with an error event, all other requests with 503."""
-        begun = {
-            attempt: request for attempt, (_, _, request) in self._running.items() if attempt.is_committed
-        }
+        begun = {attempt: one.work.request for attempt, one in self._running.items() if attempt.is_committed}
         self._in_flight.refuse_waiting(set(begun.values()))
         for attempt in begun:
             attempt.cut_off(cut_off_error())
 
-    def _note_failure(self, work: Work, placement: Placement, failure: Rejected | Lost) -> None:
-        reason = str(failure.status) if isinstance(failure, Rejected) else "lost"
+    def _note_failure(self, work: Work, placement: Placement, failure: Rejected | Lost | Retried) -> None:
+        match failure:
+            case Rejected(status, body=body):
+                reason, said = str(status), body[:200]
+            case Lost(said):
+                reason = "lost"
+            case Retried(said):
+                reason = "retried"
         self._metrics.failed_attempts.inc(reason)
-        said = failure.body[:200] if isinstance(failure, Rejected) else failure.reason
         log.warning("worker.failed_request", worker=str(placement.target), reason=reason, said=said)
 
     def _tell(self, work: Work, outcome: Outcome | None) -> Served:
@@ -277,7 +287,7 @@ class Completions:
                 return self._say(work.request, held_answer(work.id, outcome))
             case TimedOut(silent_s):
                 raise WorkerSilentError(f"the worker said nothing for {silent_s:g} s")
-            case Lost(reason):
+            case Lost(reason) | Retried(reason):
                 raise WorkerDiedError(reason)
             case None:
                 raise NoWorkersError("no worker was tried")
@@ -296,7 +306,7 @@ def _status_of(outcome: Outcome) -> int:
             return status
         case TimedOut():
             return WorkerSilentError.status
-        case Lost():
+        case Lost() | Retried():
             return WorkerDiedError.status
 
 

@@ -4,6 +4,7 @@
        │ 5xx, 408, 429, error event     │ worker dies: error event, or a torn connection
        └──> Rejected                    └──> Done
        │ connection lost, or aborted ──> Lost
+       │ its engine hangs ──> Retried
        │ silent for too long         ──> TimedOut (either state)
 
 While holding nothing has reached the client, so another worker can be tried. A stream is good from
@@ -71,13 +72,19 @@ class Lost(Struct, frozen=True):
     """The connection had served before, and broke before a byte of this answer arrived."""
 
 
+class Retried(Struct, frozen=True):
+    """Another worker is to be tried, because the engine hangs. Nothing has reached the client."""
+
+    reason: str
+
+
 class TimedOut(Struct, frozen=True):
     """The worker was silent for too long. Nothing has reached the client."""
 
     silent_s: float
 
 
-Outcome: TypeAlias = Done | Rejected | Lost | TimedOut
+Outcome: TypeAlias = Done | Rejected | Lost | Retried | TimedOut
 
 
 class Client(Protocol):
@@ -174,6 +181,11 @@ class Attempt:
         """End an answer of which the client has seen a part: nobody will be there to relay the rest."""
         if not self.outcome.done():
             self._break_off(str(error), error, spares_worker=True)
+
+    def move(self, reason: str) -> None:
+        """Give up an answer of which the client has seen nothing."""
+        if self._is_holding:
+            self._finish(Retried(reason))
 
     def cancel(self) -> None:
         """The client has left: so does the request."""

@@ -34,6 +34,7 @@ from kvrouter.frontend.descriptors import raise_limit, streams_within
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.http_server import application, http_server, wait_for_any
+from kvrouter.frontend.hung_engines import probing
 from kvrouter.frontend.index_metrics import index_maker, index_samples
 from kvrouter.frontend.listening import open_doors
 from kvrouter.frontend.options import FrontendOptions
@@ -137,6 +138,7 @@ async def running_frontend(
             accept,
             views,
             upstream=upstream,
+            probe=await stack.enter_async_context(probing(tls)),
             waiting_room=waiting_room,
             metrics=metrics,
             limits=options.limits,
@@ -282,6 +284,7 @@ async def _background(
             tasks.create_task(_keep_watch(watch), name="watch"),
             tasks.create_task(tokens.run(), name="tokens"),
             tasks.create_task(upkeep.run(), name="policies"),
+            tasks.create_task(completions.hung_engines.run(), name="hung engines"),
         ]
         if certificate is not None:
             running.append(tasks.create_task(certificate.run(), name="certificate"))

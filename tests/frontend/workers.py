@@ -96,7 +96,7 @@ class Wire:
         """The next request; raises EOFError if the router closes instead."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         received = Received(head, b"")
-        length = int(received.headers("content-length")[0])
+        length = int((received.headers("content-length") or ["0"])[0])
         return Received(head, await self.reader.readexactly(length))
 
     async def send(self, *pieces: bytes) -> None:
@@ -188,7 +188,10 @@ class FakeWorker:
     script: Script
     url: str = ""
     tls: ssl.SSLContext | None = None
+    hangs: bool = False
+    """Whether it does not answer /health."""
     requests: list[Received] = field(default_factory=list)
+    """Those to its script: all but /health."""
     wires: list[Wire] = field(default_factory=list)
 
     @property
@@ -202,6 +205,9 @@ class FakeWorker:
         try:
             while not writer.is_closing():
                 received = await wire.next_request()
+                if received.head.startswith(b"GET /health "):
+                    await (wire.until_left() if self.hangs else wire.send(answer(b"")))
+                    continue
                 wire.requests += 1
                 self.requests.append(received)
                 await self.script(received, wire)

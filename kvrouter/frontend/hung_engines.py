@@ -1,0 +1,147 @@
+"""Moves requests away from engines that hang, as long as their clients have not seen a byte.
+
+Once a second, for each worker that requests wait for:
+
+    its agent says `down` ────────────────────────> streamed requests move
+    the agent says `down`, is silent past its lease
+    or has left, and a GET of the engine's /health,
+    sent from here, gets no answer ───────────────> all requests move
+
+An agent that dies beside a healthy engine moves nothing. The answer to a request that is not streamed
+begins when it is whole, so what an agent says is not enough for it. A request moves as long as `--retries`
+allows, and only if another worker could take it now. In a second one of ten requests in flight moves, and at
+least one: an engine that hangs must not become a burst of prefills on the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from typing import TypeAlias
+
+import aiohttp
+import structlog
+from msgspec import Struct
+
+from kvrouter.core.ids import Target
+from kvrouter.core.router import Placement
+from kvrouter.frontend.accept import Work
+from kvrouter.frontend.relay import Attempt
+from kvrouter.tls import trusting
+
+log = structlog.get_logger()
+
+LOOK_EVERY_S = 1.0
+MOVED_SHARE = 10
+"""One of so many requests in flight moves in a second."""
+PROBE_TIMEOUT_S = 5.0
+"""As long as connecting to a worker may take."""
+MOST_PROBES = 32
+"""At once; other engines wait for their turn."""
+
+
+class Running(Struct):
+    """A request at a worker."""
+
+    work: Work
+    placement: Placement
+    excluded: frozenset[Target] | None
+    """Where it may not go if it moves; None: it stays, as no retry is left."""
+
+
+Probe: TypeAlias = Callable[[str], Awaitable[bool]]
+"""Whether the engine at a URL answers."""
+
+
+class HungEngines:
+    """Looks after the attempts in `running`, which others fill and empty."""
+
+    def __init__(self, running: Mapping[Attempt, Running], probe: Probe, now: Callable[[], float]) -> None:
+        """`now`: the clock that decisions are made by, in seconds."""
+        self._running = running
+        self._probe = probe
+        self._now = now
+        self._probes: dict[str, asyncio.Future[bool]] = {}
+        """By URL, of engines in doubt only: the probe under way, or the last one."""
+        self._hung: set[str] = set()
+        """Those of them that did not answer their last probe."""
+
+    async def run(self) -> None:
+        """Look once a second, for ever."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK_EVERY_S)
+                self.look()
+        finally:
+            self._keep_probing(set())
+
+    def look(self) -> int:
+        """Probe the engines in doubt, and move what waits for those that hang; returns how many moved."""
+        doubts = {attempt: doubt for attempt, one in self._running.items() if (doubt := _doubt(attempt, one))}
+        self._keep_probing({self._running[attempt].placement.url for attempt in doubts})
+        moved, most = 0, max(1, len(self._running) // MOVED_SHARE)
+        for attempt, reason in self._hanging(doubts):
+            if moved == most:
+                break
+            if self._has_alternative(self._running[attempt]):
+                attempt.move(reason)
+                moved += 1
+        return moved
+
+    def _hanging(self, doubts: Mapping[Attempt, str]) -> Iterator[tuple[Attempt, str]]:
+        """The attempts that should move, the oldest first, and why."""
+        for attempt, doubt in doubts.items():
+            one = self._running[attempt]
+            if one.placement.url in self._hung:
+                yield attempt, f"its agent is {doubt}, and the engine does not answer /health"
+            elif doubt == "down" and one.work.stream:
+                yield attempt, "its agent says that the engine is down"
+
+    def _keep_probing(self, urls: set[str]) -> None:
+        """Probe these engines again and again, and no others."""
+        for url in self._probes.keys() - urls:
+            self._probes.pop(url).cancel()
+            self._hung.discard(url)
+        for url in [url for url, probe in self._probes.items() if probe.done()]:
+            (self._hung.discard if self._probes.pop(url).result() else self._hung.add)(url)
+        for url in sorted(urls - self._probes.keys())[: MOST_PROBES - len(self._probes)]:
+            self._probes[url] = asyncio.ensure_future(self._probe(url))
+
+    def _has_alternative(self, one: Running) -> bool:
+        """Whether another worker could take it now."""
+        if one.excluded is None or one.work.route.wanted is not None:
+            return False
+        router, worker_id = one.work.router, one.placement.target.worker_id
+        own = {target for target in router.pool.targets if target.worker_id == worker_id}
+        return router.has_eligible(one.work.route, self._now(), exclude=one.excluded | own)
+
+
+def _doubt(attempt: Attempt, one: Running) -> str:
+    """What speaks against the engine that an attempt waits for; empty: nothing, or it does not wait."""
+    if attempt.is_committed:
+        return ""
+    worker = one.work.router.pool.workers.get(one.placement.target.worker_id)
+    if worker is None or worker.silent or worker.card.url != one.placement.url:
+        return "gone"
+    return "down" if worker.state == "down" else ""
+
+
+@contextlib.asynccontextmanager
+async def probing(tls: ssl.SSLContext | None) -> AsyncIterator[Probe]:
+    """Asks engines over HTTP. `tls`: whom to trust behind https:// URLs; None: the system's authorities."""
+    timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=MOST_PROBES, force_close=True, ssl=tls or trusting(None))
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        yield partial(_answers, http)
+
+
+async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
+    """Whether it says anything but that it is broken: behind a key, or without this route, it is well."""
+    try:
+        async with http.get(f"{url}/health", allow_redirects=False) as response:
+            return response.status < 500
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        return False

@@ -1,0 +1,149 @@
+"""Requests that wait for an engine that hangs go to another one; those of healthy engines stay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvrouter.core.beats import State
+from kvrouter.core.ids import WorkerId
+from kvrouter.frontend import hung_engines
+from tests.frontend.clients import Response
+from tests.frontend.fleet import BODY, POOL, STREAM, Fleet, FleetOf
+from tests.frontend.workers import SSE_HEAD, FakeWorker, chunk, event, says, says_and_stalls, stream, until
+
+STALLS = says_and_stalls()
+FAST = says(stream("hi"))
+
+
+@pytest.fixture(autouse=True)
+def _looks_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hung_engines, "LOOK_EVERY_S", 1e6)
+    monkeypatch.setattr(hung_engines, "PROBE_TIMEOUT_S", 0.2)
+
+
+def look(fleet: Fleet) -> int:
+    """What happens once a second; returns how many requests moved."""
+    return fleet.frontend.completions.hung_engines.look()
+
+
+async def look_often(fleet: Fleet) -> int:
+    """The same until several probes are over, answered or not."""
+    moved = 0
+    for _ in range(10):
+        moved += look(fleet)
+        await asyncio.sleep(0.05)
+    return moved
+
+
+@asynccontextmanager
+async def waiting(
+    fleet: Fleet, body: dict[str, Any] = STREAM, count: int = 1
+) -> AsyncIterator[list[asyncio.Task[Response]]]:
+    """Requests that wait at the only worker, then a fast one beside it; who waits at the end is let go."""
+    tasks = [asyncio.create_task(fleet.ask(body)) for _ in range(count)]
+    try:
+        await until(lambda: len(fleet.workers[0].requests) == count, "all requests wait")
+        async with FakeWorker("w1", FAST).serving() as other:
+            fleet.workers.append(other)
+            fleet.announce(other)
+            await until(lambda: len(fleet.targets(fleet.frontend)) == 2, "the other worker is seen")
+            yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def hear(fleet: Fleet, state: State) -> None:
+    """The first worker's agent says so, and has been heard."""
+    fleet.announce(fleet.workers[0], state)
+    pool = fleet.frontend.replica.routers[POOL].pool
+    await until(lambda: WorkerId("w0") not in {target.worker_id for target in pool.targets}, "it was heard")
+
+
+async def retried(fleet: Fleet) -> str:
+    """The line of the metric."""
+    metrics = (await fleet.get("/metrics")).body.decode()
+    return next((line for line in metrics.splitlines() if '{reason="retried"}' in line), "none").split()[-1]
+
+
+@pytest.mark.parametrize(("body", "moves"), [(STREAM, 1), (BODY, 0)], ids=["streamed", "not streamed"])
+async def test_engine_said_to_be_down(fleet_of: FleetOf, body: dict[str, Any], moves: int) -> None:
+    """The agent's word is enough for a stream; what is not streamed may be halfway: the engine answers."""
+    async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet, body) as (task,):
+        assert 0 == look(fleet)  # nothing speaks against it
+        await hear(fleet, "down")
+
+        assert moves == await look_often(fleet)
+        if moves:
+            assert "w1" == (await task).header("x-kvrouter-worker")
+            assert "1.0" == await retried(fleet)
+
+
+@pytest.mark.parametrize("state", ["down", "leave"])
+@pytest.mark.parametrize("body", [STREAM, BODY], ids=["streamed", "not streamed"])
+async def test_engine_without_an_answer(fleet_of: FleetOf, body: dict[str, Any], state: State) -> None:
+    """An engine that does not answer a probe loses all its requests, whatever became of its agent."""
+    async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet, body) as (task,):
+        fleet.workers[0].hangs = True
+        await hear(fleet, state)
+
+        assert 1 == await look_often(fleet)
+        assert "w1" == (await task).header("x-kvrouter-worker")
+
+
+async def test_dead_agent_before_a_healthy_engine(fleet_of: FleetOf) -> None:
+    """Nothing moves as long as the engine answers; if that ends, everything does."""
+    async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet) as (task,):
+        await hear(fleet, "leave")
+        assert 0 == await look_often(fleet)
+
+        fleet.workers[0].hangs = True
+        assert 1 == await look_often(fleet)
+        assert "w1" == (await task).header("x-kvrouter-worker")
+
+
+async def test_answers_that_have_begun_stay(fleet_of: FleetOf) -> None:
+    """A client that has seen a part of its answer cannot have another one."""
+    begun = says_and_stalls(SSE_HEAD + chunk(event("a")))
+    async with fleet_of(scripts=(begun,)) as fleet, waiting(fleet):
+        fleet.workers[0].hangs = True
+        await hear(fleet, "down")
+
+        assert 0 == await look_often(fleet)
+
+
+async def test_without_an_alternative(fleet_of: FleetOf) -> None:
+    """A request waits on where no other worker could take it: its engine may come back."""
+    async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet):
+        await hear(fleet, "down")
+        fleet.announce(fleet.workers[1], "draining")
+        await until(lambda: not fleet.targets(fleet.frontend), "nobody takes requests")
+
+        assert 0 == await look_often(fleet)
+
+
+async def test_without_retries(fleet_of: FleetOf) -> None:
+    """`--retries` bounds how often a request moves."""
+    async with fleet_of("--retries", "0", scripts=(STALLS,)) as fleet, waiting(fleet):
+        await hear(fleet, "down")
+
+        assert 0 == await look_often(fleet)
+
+
+async def test_a_tenth_moves_at_once(fleet_of: FleetOf) -> None:
+    """Of 25 requests in flight two move in a second, the oldest first, until none is left."""
+    async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet, count=25) as tasks:
+        await hear(fleet, "down")
+
+        assert 2 == look(fleet)
+        await until(lambda: sum(task.done() for task in tasks) == 2, "two were answered elsewhere")
+        while not all(task.done() for task in tasks):
+            assert look(fleet) <= 2
+            await asyncio.sleep(0.01)
+        assert "25.0" == await retried(fleet)
