@@ -3,23 +3,41 @@
     insert(target, chain, now)  →  every block of the chain lives until now + ttl
                                    (again from the start whenever it is used again)
 
+    [1 2 3 4], then [1 2 5]:    ┌───┐     ┌───┐
+                                │1 2│─┬──>│3 4│      runs: blocks in a row that were last used together;
+                                └───┘ │   └───┘      renewing one is one step, however long it is
+                                      │   ┌───┐
+                                      └──>│ 5 │
+                                          └───┘
+
 A chain's blocks are always renewed together with all their parents, so a parent never expires
 before its child; of those due at the same time the deepest goes first. Chains of one instant are
-told apart by a tick: whichever came last keeps the parents they share. The index so stays
-prefix-closed. The 120 s default is that of Dynamo's ApproxKvIndexer.
+told apart by a tick: the last one keeps the parents they share. The index so stays prefix-closed.
+The 120 s default is that of Dynamo's ApproxKvIndexer.
 
-A time to live of 0 means for ever: then only `capacity` ends an assumption.
+With a time to live of 0 only `capacity` ends an assumption: a target is assumed to hold no more
+than `capacity` blocks, and the least recently used chains go first.
 
-What is kept is bounded: a target is assumed to hold no more than `capacity` blocks, the entries
-least recently used going first; and entries that renewal has emptied are dropped when they make up
-more than half of what is listed.
+Amortized cost of an insert: one step for each new block, one for each run on the chain's path, and
+O(log runs). A run ends only where a chain ended or branched off. Cutting a run relabels its shorter
+half, so a block is relabelled at most log2(length of its run) times. Renewing a run leaves its place
+in the heap; when that place comes up, the run is put back, once for all renewals since.
+
+Memory: every live block is listed once, there are at most as many runs as live blocks, and the heap
+has one entry for each run. Nothing grows with the number of renewals.
+
+Invariants: each block is in one run; no run is empty; what is before a run expires no earlier than
+the run; the heap names each run once, by its last block, at its place or an earlier one.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import deque
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,8 +47,6 @@ from kvrouter.core.index import BlockIndex
 DEFAULT_TTL_S = 120.0
 DEFAULT_CAPACITY_BLOCKS = 1_000_000
 """Of a target whose card tells no capacity."""
-_FEW_HASHES = 4096
-"""Below this nothing is worth tidying."""
 
 
 class _Stamp(NamedTuple):
@@ -40,27 +56,133 @@ class _Stamp(NamedTuple):
     tick: int
 
 
-class _Entry(NamedTuple):
+_NEVER = _Stamp(-math.inf, 0)
+
+
+class _Turn(NamedTuple):
+    """A run's place in the order in which runs go; of one chain's runs the deepest goes first."""
+
     stamp: _Stamp
-    hashes: Sequence[int]
-    own: bool
+    minus_end: int
+    last: int
+    """Its last block: cutting a run changes its beginning or makes a new one, but no end."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Blocks in a row, parent first, that were last used together."""
+
+    hashes: array[int]
+    stamp: _Stamp = _NEVER
+    end: int = 0
+    """How many blocks the chain that used it last has up to its last one."""
+    before: int | None = None
+    """The block before its first, in that chain."""
+    own: bool = False
 
     @property
-    def expires(self) -> float:
-        return self.stamp.expires
-
-
-_NEVER = _Stamp(0.0, 0)
+    def turn(self) -> _Turn:
+        return _Turn(self.stamp, -self.end, self.hashes[-1])
 
 
 @dataclass(slots=True)
 class _Assumed:
-    """What one target is assumed to hold: when each block expires, and the entries in that order."""
+    """What one target is assumed to hold."""
 
-    expiry: dict[int, _Stamp] = field(default_factory=dict)
-    entries: deque[_Entry] = field(default_factory=deque)
-    listed: int = 0
-    """Hashes in all entries, those renewed since included."""
+    runs: dict[int, _Run] = field(default_factory=dict)
+    """By block."""
+    turns: list[_Turn] = field(default_factory=list)
+    """A heap."""
+    newest: _Stamp = _NEVER
+
+    def use(self, chain: array[int], stamp: _Stamp, *, own: bool) -> int:
+        """The chain's blocks live as long as the stamp says, or longer; returns how many were known.
+
+        Those are the blocks before the first new one.
+        """
+        self.newest = max(self.newest, stamp)
+        place, known, before = 0, len(chain), None
+        while place < len(chain):
+            run = self.runs.get(chain[place])
+            is_new = run is None
+            run = self._begin(chain, place) if run is None else self._part(run, chain, place)
+            known = min(known, place) if is_new else known
+            place += len(run.hashes)
+            if run.stamp < stamp:
+                run.stamp, run.end, run.before, run.own = stamp, place, before, own
+            if is_new:
+                heapq.heappush(self.turns, run.turn)
+            before = run.hashes[-1]
+        return known
+
+    def oldest(self) -> _Run | None:
+        """The run that goes first."""
+        while self.turns:
+            turn = self.turns[0]
+            run = self.runs[turn.last]
+            if turn.stamp == run.stamp:
+                return run
+            heapq.heapreplace(self.turns, run.turn)  # renewed since it was listed
+        return None
+
+    def pop(self) -> array[int]:
+        """Take out `oldest`, which was just looked at; returns its blocks."""
+        run = self.runs[heapq.heappop(self.turns).last]
+        for hash_ in run.hashes:
+            del self.runs[hash_]
+        return run.hashes
+
+    def path(self, run: _Run) -> Iterator[_Run]:
+        """The run, and what is before it, up to the first."""
+        while True:
+            yield run
+            if run.before is None:
+                return
+            run = self.runs[run.before]
+
+    def _begin(self, chain: array[int], place: int) -> _Run:
+        """A run of the unknown blocks that the chain has here."""
+        run, end = _Run(chain), place
+        while end < len(chain) and chain[end] not in self.runs:
+            self.runs[chain[end]] = run
+            end += 1
+        run.hashes = chain[place:end]
+        return run
+
+    def _part(self, run: _Run, chain: array[int], place: int) -> _Run:
+        """What this run and the chain from here on have in common, cut out of the run if need be."""
+        start = run.hashes.index(chain[place])  # 0, unless several prompts were booked as one
+        if start:
+            _, run = self._cut(run, start)
+        shared = _shared_blocks(run.hashes, chain, place)
+        return run if shared == len(run.hashes) else self._cut(run, shared)[0]
+
+    def _cut(self, run: _Run, length: int) -> tuple[_Run, _Run]:
+        """Two runs, the upper with so many blocks. The longer one is the same object as before."""
+        upper, lower = (run, copy(run)) if length * 2 > len(run.hashes) else (copy(run), run)
+        upper.hashes, lower.hashes = run.hashes[:length], run.hashes[length:]
+        upper.end -= len(lower.hashes)
+        lower.before = upper.hashes[-1]
+        shorter = lower if upper is run else upper
+        self.runs.update(dict.fromkeys(shorter.hashes, shorter))
+        heapq.heappush(self.turns, upper.turn)
+        return upper, lower
+
+    def check(self) -> None:
+        """Raise if an invariant is broken. Tests call this after every step."""
+        runs = {id(run): run for run in self.runs.values()}.values()
+        if self.runs != {hash_: run for run in runs for hash_ in run.hashes}:
+            raise AssertionError(f"a block is in no run, or in two: {self.runs}")
+        if sum(len(run.hashes) for run in runs) != len(self.runs):
+            raise AssertionError(f"a run has a block twice: {self.runs}")
+        if sorted(turn.last for turn in self.turns) != sorted(run.hashes[-1] for run in runs):
+            raise AssertionError(f"the heap does not name each run once: {self.turns}")
+        if any(turn > self.runs[turn.last].turn for turn in self.turns):
+            raise AssertionError(f"a run stands too late in the heap: {self.turns}")
+        for run in runs:
+            stamps = [one.stamp for one in self.path(run)]
+            if stamps != sorted(stamps) or stamps[-1] > self.newest:
+                raise AssertionError(f"something before {run} goes earlier: {stamps}")
 
 
 class ApproxIndex:
@@ -71,6 +193,11 @@ class ApproxIndex:
         self._index = index
         self._targets: dict[Target, _Assumed] = {}
         self._tick = 0
+
+    def listed(self) -> tuple[int, int]:
+        """Blocks that are listed, and runs, over all targets. Runs are no more than blocks."""
+        assumed = self._targets.values()
+        return sum(len(one.runs) for one in assumed), sum(len(one.turns) for one in assumed)
 
     def insert(
         self,
@@ -91,20 +218,19 @@ class ApproxIndex:
             return
         self._tick += 1
         stamp = _Stamp(now + (ttl_s or self.ttl_s or math.inf), self._tick)
+        chain = hashes if isinstance(hashes, array) else array("Q", hashes)
         assumed = self._targets.setdefault(target, _Assumed())
-        expiry = assumed.expiry
-        expiry.update({hash_: stamp for hash_ in hashes if expiry.get(hash_, _NEVER) < stamp})
-        self._index.store(target, hashes)
-        _remember(assumed, _Entry(stamp, hashes, own))
-        while len(expiry) > (capacity or DEFAULT_CAPACITY_BLOCKS) and len(assumed.entries) > 1:
-            self._take_back_oldest(target, assumed)
-        if assumed.listed > _FEW_HASHES + 2 * len(expiry):
-            _tidy(assumed)
+        known = assumed.use(chain, stamp, own=own)
+        if self._index.is_truncated(target):
+            self._index.store(target, chain)  # what was refused before may have room now
+        elif known < len(chain):
+            self._index.store(target, chain[known:])
+        self._make_room(target, assumed, capacity or DEFAULT_CAPACITY_BLOCKS)
 
     def expire(self, now: float) -> None:
-        """Take back what is due. A renewed block is due again later and is passed over here."""
+        """Take back what is due."""
         for target, assumed in self._targets.items():
-            while assumed.entries and assumed.entries[0].expires <= now:
+            while (run := assumed.oldest()) is not None and run.stamp.expires <= now:
                 self._take_back_oldest(target, assumed)
 
     def drop(self, target: Target) -> None:
@@ -118,34 +244,40 @@ class ApproxIndex:
         An entry without an end has 0 seconds left: as long as whoever takes it keeps such things.
         """
         for target, assumed in self._targets.items():
-            for entry in assumed.entries:
-                if entry.own and entry.expires > now:
-                    yield target, entry.hashes, entry.expires - now if entry.expires < math.inf else 0.0
+            told: set[int] = set()
+            for run in sorted((assumed.runs[turn.last] for turn in assumed.turns), key=_turn):
+                if not run.own or run.stamp.expires <= now or run.hashes[-1] in told:
+                    continue
+                path = list(assumed.path(run))
+                told.update(one.hashes[-1] for one in path if one.stamp == run.stamp)
+                chain = [hash_ for one in reversed(path) for hash_ in one.hashes]
+                yield target, chain, run.stamp.expires - now if run.stamp.expires < math.inf else 0.0
+
+    def check(self) -> None:
+        """Raise if an invariant is broken. Tests call this after every step."""
+        for assumed in self._targets.values():
+            assumed.check()
+
+    def _make_room(self, target: Target, assumed: _Assumed, capacity: int) -> None:
+        """The chains used least recently go, each with all that no later one shares; the newest stays."""
+        going: _Stamp | None = None
+        while (run := assumed.oldest()) is not None and run.stamp != assumed.newest:
+            if len(assumed.runs) <= capacity and run.stamp != going:
+                return
+            going = run.stamp
+            self._take_back_oldest(target, assumed)
 
     def _take_back_oldest(self, target: Target, assumed: _Assumed) -> None:
-        entry = assumed.entries.popleft()
-        assumed.listed -= len(entry.hashes)
-        over = [hash_ for hash_ in reversed(entry.hashes) if assumed.expiry.get(hash_) == entry.stamp]
-        for hash_ in over:
-            del assumed.expiry[hash_]
-        self._index.remove(target, over)
+        self._index.remove(target, list(reversed(assumed.pop())))
 
 
-def _remember(assumed: _Assumed, entry: _Entry) -> None:
-    """Keep entries ordered by time: those of a snapshot have less time left than new ones."""
-    late: list[_Entry] = []
-    while assumed.entries and assumed.entries[-1].stamp > entry.stamp:
-        late.append(assumed.entries.pop())
-    assumed.entries.append(entry)
-    assumed.entries.extend(reversed(late))
-    assumed.listed += len(entry.hashes)
+def _turn(run: _Run) -> _Turn:
+    return run.turn
 
 
-def _tidy(assumed: _Assumed) -> None:
-    """Drop the entries of which every block has been renewed since: they would take nothing back."""
-    expiry = assumed.expiry
-    kept = [
-        entry for entry in assumed.entries if any(expiry.get(hash_) == entry.stamp for hash_ in entry.hashes)
-    ]
-    assumed.entries = deque(kept)
-    assumed.listed = sum(len(entry.hashes) for entry in kept)
+def _shared_blocks(run: array[int], chain: array[int], start: int) -> int:
+    """How many blocks the run shares with the chain from `start` on: at least the first."""
+    most = min(len(run), len(chain) - start)
+    if run[:most] == chain[start : start + most]:
+        return most
+    return bisect_left(range(1, most), True, key=lambda length: run[:length] != chain[start : start + length])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from kvrouter.core.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.ids import Target, WorkerId
 from kvrouter.core.index import BlockIndex
+from scripts.kit.bench.instructions import instructions
 from tests.core.forest import Forest
 
 pytestmark = pytest.mark.usefixtures("core")
@@ -180,19 +183,66 @@ def test_a_target_is_assumed_to_hold_no_more_than_it_can() -> None:
     index.check()
 
 
-def test_one_prompt_repeated_takes_no_more_room() -> None:
-    """Entries that renewal has emptied are dropped by and by; what is due is due at its last use."""
-    index = BlockIndex()
-    approx = ApproxIndex(index, ttl_s=10.0)
+def test_one_prompt_repeated_takes_no_more_room(approx: ApproxIndex, index: BlockIndex) -> None:
+    """However often a chain is renewed, its blocks are listed once; it is due at its last use."""
     chain = list(range(500))
     for second in range(1000):
         approx.insert(T1, chain, now=float(second))
 
-    assert approx._targets[T1].listed <= 4096 + 3 * len(chain)
+    assert (500, 1) == approx.listed()
     approx.expire(1008.0)
     assert {T1: 500} == index.overlap(chain)
     approx.expire(1009.0)
     assert {} == index.overlap(chain)
+
+
+@pytest.mark.parametrize("is_timed", [True, False], ids=["by time", "by capacity"])
+def test_cost_of_an_insert_does_not_grow(is_timed: bool) -> None:
+    """Prompts that share 75 %, at steady load: with 150 of them live an insert costs what it does with 10.
+
+    Counted in instructions. What is listed are the blocks that live, each once.
+    """
+    costs = []
+    for live in (10, 150):
+        index = BlockIndex()
+        approx = ApproxIndex(index, ttl_s=float(live) if is_timed else 0.0)
+
+        def book(number: int, approx: ApproxIndex = approx, capacity: int = 300 + 100 * live) -> None:
+            approx.expire(float(number))
+            own = range(1000 + 100 * number, 1100 + 100 * number)
+            approx.insert(T1, [*range(300), *own], now=float(number), capacity=capacity)
+
+        for number in range(2 * live):
+            book(number)
+        sample = range(2 * live, 2 * live + 20)
+        costs.append(statistics.fmean(instructions(book, number) for number in sample))
+
+        assert (300 + 100 * live, 1 + live) == approx.listed()
+        assert 300 + 100 * live == index.blocks(T1)
+    assert costs[1] <= 1.3 * costs[0]
+
+
+def test_cost_of_a_renewal_does_not_grow_with_its_blocks(approx: ApproxIndex) -> None:
+    """A chain that is known as a whole: one step, however long it is."""
+    short, long = range(10), range(1000, 3000)
+    for chain in (short, long):
+        approx.insert(T1, chain, now=0.0)
+
+    first, second = (instructions(approx.insert, T1, chain, 1.0) for chain in (short, long))
+
+    assert first == second
+
+
+def test_old_news_is_no_walk_past_the_new() -> None:
+    """A snapshot's entry has less time left than the new ones; how many those are costs nothing."""
+    costs = []
+    for known in (10, 1000):
+        approx = ApproxIndex(BlockIndex())
+        for number in range(known):
+            approx.insert(T1, [number], now=float(number))
+        costs.append(instructions(approx.insert, T1, [9999], 0.0, ttl_s=1.0))
+
+    assert costs[1] <= 1.3 * costs[0]
 
 
 def test_chains_of_one_instant_share_their_parents(approx: ApproxIndex, index: BlockIndex) -> None:
@@ -236,3 +286,65 @@ def test_entry_without_an_end_takes_the_readers_ttl(approx: ApproxIndex, index: 
     assert index.overlap(CHAIN)
     approx.expire(10.0)
     assert not index.overlap(CHAIN)
+
+
+class NaiveApprox:
+    """The specification: when each block expires, and all blocks looked at every time."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self.ttl_s = ttl_s
+        self.stamps: dict[int, tuple[float, int]] = {}
+        self.tick = 0
+
+    def insert(self, hashes: Sequence[int], now: float, ttl_s: float | None, capacity: int) -> None:
+        """Each block has the latest stamp; beyond the capacity all blocks of the oldest stamps go."""
+        self.tick += 1
+        stamp = now + (ttl_s or self.ttl_s or math.inf), self.tick
+        for hash_ in hashes:
+            self.stamps[hash_] = max(stamp, self.stamps.get(hash_, stamp))
+        while len(self.stamps) > capacity and len(set(self.stamps.values())) > 1:
+            oldest = min(self.stamps.values())
+            self.stamps = {hash_: one for hash_, one in self.stamps.items() if one != oldest}
+
+    def expire(self, now: float) -> None:
+        """Blocks that are due go."""
+        self.stamps = {hash_: one for hash_, one in self.stamps.items() if one[0] > now}
+
+
+prompts = st.lists(st.integers(0, 23), min_size=1, max_size=3)
+uses = st.tuples(prompts, st.sampled_from([None, None, None, 0.5, 3.0]), st.booleans())
+
+
+@pytest.mark.parametrize("ttl_s", [10.0, 0.0], ids=["by time", "by capacity"])
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    history=st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 4.0]), uses), min_size=5, max_size=40),
+    capacity=st.sampled_from([5, 10, 1000]),
+)
+def test_any_history_is_as_specified(
+    ttl_s: float, seed: int, history: list[tuple[float, tuple[list[int], float | None, bool]]], capacity: int
+) -> None:
+    """Chains, and several prompts booked as one; each block goes when the specification says.
+
+    An own entry names nothing that is not held, and no time that its blocks do not have.
+    """
+    forest, index, now = Forest(seed, 24), BlockIndex(), 0.0
+    approx, naive = ApproxIndex(index, ttl_s), NaiveApprox(ttl_s)
+    for seconds, (nodes, left_s, own) in history:
+        now += seconds
+        approx.expire(now)
+        naive.expire(now)
+        chain = list(dict.fromkeys(hash_ for node in nodes for hash_ in forest.chain(node)))
+        approx.insert(T1, chain, now, ttl_s=left_s, own=own, capacity=capacity)
+        naive.insert(chain, now, left_s, capacity)
+
+        held = {hash_ for hash_ in forest.hashes if index.holds(T1, hash_)}
+        assert held == set(naive.stamps)
+        assert forest.is_closed(held)
+        blocks, runs = approx.listed()
+        assert len(held) == blocks >= runs
+        approx.check()
+        for _, entry, seconds_left in approx.own_entries(now):
+            assert set(entry) <= held
+            assert all(naive.stamps[hash_][0] >= now + (seconds_left or math.inf) - 1e-9 for hash_ in entry)
