@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -120,7 +121,7 @@ class ApproxKvIndexer:
             raise ConfigError(f"ttl_s {ttl_s:g}: use seconds, above 0")
         self.block_size = check_block_size(block_size)
         self._clock = clock
-        self._index = BlockIndex()
+        self._index = BlockIndex(placement_secret=secrets.randbits(64))
         self._approx = ApproxIndex(self._index, ttl_s)
 
     def process_routing_decision_for_request(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 
 import structlog
 
@@ -50,6 +52,7 @@ def new_replica(
         return new_policy(), PolicyState(random.random, overlap_weight, temperature, turn)
 
     router_id = RouterId(uuid.uuid4().hex[:12])
+    settings = replace(settings, pool=replace(settings.pool, placement_secret=secrets.randbits(64)))
     return Replica(settings, router_id, time.time_ns() // 1000, with_state, chance=random.random)
 
 

@@ -129,10 +129,10 @@ class _Owner:
 
 
 class ActiveTable:
-    """The bookings of every replica, and the load they add up to."""
+    """The bookings of every replica, and the load they add up to. `placement_secret`: see `new_table`."""
 
-    def __init__(self) -> None:
-        self._table = new_table()
+    def __init__(self, placement_secret: int = 0) -> None:
+        self._table = new_table(placement_secret)
         self._slots = Slots(self._table)
         self._loads: dict[Target, _Load] = {}
         self._owners: dict[RouterId, _Owner] = {}

@@ -88,14 +88,15 @@ class Holding:
 class BlockIndex:
     """`sequence hash -> targets`, for one pool.
 
-    `tier` is "device", "host" or "disk". Hashes that are stored come parent first.
+    `tier` is "device", "host" or "disk". Hashes that are stored come parent first. `placement_secret` is a
+    random 64-bit number that keeps clients from slowing the native version down with chosen prompts.
     """
 
-    def __init__(self, bounds: IndexBounds | None = None) -> None:
+    def __init__(self, bounds: IndexBounds | None = None, placement_secret: int = 0) -> None:
         self.bounds = bounds or IndexBounds()
         self.counters = IndexCounters()
         self._widest = 0
-        self._table = new_table()
+        self._table = new_table(placement_secret)
         self._slots = Slots(self._table)
         self._holdings: dict[Target, Holding] = {}
         self._owners: dict[int, Target | Wider] = {}

@@ -29,7 +29,8 @@ from kvrouter.core.roster import Roster
 
 NAMED_MOST = 5
 """Of many with the same trouble so many are named."""
-NewIndex: TypeAlias = Callable[[IndexBounds], BlockIndex]
+NewIndex: TypeAlias = Callable[[IndexBounds, int], BlockIndex]
+"""Makes an index from its bounds and placement secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class PoolSettings:
     index_bounds: IndexBounds = field(default_factory=IndexBounds)
     new_index: NewIndex = BlockIndex
     """Makes a pool's index; another kind may measure itself."""
+    placement_secret: int = 0
+    """Random 64 bits, drawn by the process: where native tables place hashes (core/table.py)."""
 
 
 @dataclass(slots=True)
@@ -110,9 +113,9 @@ class Pool:
         """The longest prompt that any worker takes, in tokens; 0 if none says."""
         self.lora_names: frozenset[str] = frozenset()
         """Those of them that are LoRA adapters."""
-        self.index = settings.new_index(settings.index_bounds)
+        self.index = settings.new_index(settings.index_bounds, settings.placement_secret)
         self.approx = ApproxIndex(self.index, settings.ttl_s)
-        self.active = ActiveTable()
+        self.active = ActiveTable(settings.placement_secret)
         self._roster = Roster()
         """`targets` in columns."""
 

@@ -29,17 +29,26 @@ _MASK64 = (1 << 64) - 1
 _MAX_SHARED_MASKS = 4096
 
 
-def new_table() -> FlatTable:
-    """A table of the version that this process uses."""
-    return FlatTable() if twins.table is None else cast("FlatTable", twins.table.FlatTable())
+def new_table(placement_secret: int = 0) -> FlatTable:
+    """A table of the version that this process uses.
+
+    `placement_secret` (64 bits) decides where the native version places hashes. A table of hashes that
+    clients can choose needs one that they do not know; no answer depends on it.
+    """
+    if twins.table is None:
+        return FlatTable(placement_secret)
+    return cast("FlatTable", twins.table.FlatTable(placement_secret))
 
 
 class FlatTable:
-    """Sets of slots by hash. Slots are small numbers that the caller hands out."""
+    """Sets of slots by hash. Slots are small numbers that the caller hands out.
+
+    `placement_secret` is for the native version: here dicts place hashes.
+    """
 
     shards = _SHARDS
 
-    def __init__(self) -> None:
+    def __init__(self, placement_secret: int = 0) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         self._labels: list[Any] = []
         self._visible = 0

@@ -21,8 +21,8 @@ LOOKUP_SECONDS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 0.
 class MeasuredIndex(BlockIndex):
     """A block index that tells how long each look-up took."""
 
-    def __init__(self, bounds: IndexBounds, observe: Callable[[float], None]) -> None:
-        super().__init__(bounds)
+    def __init__(self, bounds: IndexBounds, placement_secret: int, observe: Callable[[float], None]) -> None:
+        super().__init__(bounds, placement_secret)
         self._observe = observe
 
     def depths(self, hashes: Hashes) -> dict[Target | Wider, int]:
@@ -40,7 +40,7 @@ def index_maker(registry: CollectorRegistry, *, is_on: bool) -> NewIndex:
     seconds = Spread(
         "kvrouter_index_lookup_seconds", "Looking up one prompt's blocks", registry, bounds=LOOKUP_SECONDS
     )
-    return lambda bounds: MeasuredIndex(bounds, seconds.observe)
+    return lambda bounds, secret: MeasuredIndex(bounds, secret, seconds.observe)
 
 
 def index_samples(replica: Replica) -> Iterator[Sample]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 import signal
 import time
 import uuid
@@ -221,7 +222,7 @@ def new_replica(
     if options.policy.own is not None:
         options.policy.own.begin()
     rules = rules or new_rules(options)
-    pool = replace(options.replica.pool, new_index=new_index)
+    pool = replace(options.replica.pool, new_index=new_index, placement_secret=secrets.randbits(64))
 
     def new_policy() -> tuple[Policy, PolicyState]:
         policy = policy_of(options.router_mode, options.policy)

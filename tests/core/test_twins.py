@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from array import array
@@ -18,6 +19,7 @@ from kvrouter.core.blocks import block_hashes, pack_hashes, prompt_hashes, seque
 from kvrouter.core.index import BlockIndex
 from kvrouter.core.table import CountedSet, FlatTable, SlotSet, new_table
 from kvrouter.errors import ConfigError
+from tests.core.aimed import SECRET, aimed
 from tests.core.forest import Forest
 
 SIZE, SLOTS = 40, 70
@@ -213,12 +215,6 @@ def test_look_up_amid_a_look_up(core: str) -> None:
     index.check()
 
 
-def crowded(hash_: int) -> int:
-    """One of the hashes that all belong into the first bucket of the native table (rows.pxi, `mixed`)."""
-    unmixed = (hash_ % 2**40) * pow(0x9E3779B97F4A7C15, -1, 2**64) % 2**64
-    return unmixed ^ unmixed >> 32
-
-
 class TwinHistory(RuleBasedStateMachine):
     """Two tables are told the same and asked the same."""
 
@@ -229,17 +225,17 @@ class TwinHistory(RuleBasedStateMachine):
         self.counted: list[dict[int, CountedSet]] = []
         for core in twins.CORES:
             twins.choose(core)
-            table = new_table()
+            table = new_table(SECRET)
             self.tables.append(table)
             self.sets.append({slot: table.slot_set(slot) for slot in range(SLOTS - 10)})
             self.counted.append({slot: table.counted_set(slot) for slot in range(SLOTS - 10, SLOTS)})
 
     @initialize(seed=st.integers(0, 2**32), is_crowded=st.booleans())
     def grow(self, seed: int, is_crowded: bool) -> None:
-        """Another forest each time."""
+        """Another forest each time; its hashes are all placed in one shard, or as they come."""
         self.forest = Forest(seed, SIZE)
         if is_crowded:
-            self.forest.hashes = [crowded(hash_) for hash_ in self.forest.hashes]
+            self.forest.hashes = random.Random(seed).sample(aimed(SECRET), SIZE)
 
     @rule(slot=st.integers(0, SLOTS - 11), nodes=st.lists(st.integers(0, SIZE - 1), max_size=4))
     def add(self, slot: int, nodes: list[int]) -> None:

@@ -76,7 +76,7 @@ cdef class CountedSet:
         return {self.places[i].hash: self.places[i].count for i in range(self.size) if self.places[i].count}
 
     cdef inline Py_ssize_t home(self, uint64_t hash_) noexcept:
-        return <Py_ssize_t> (mixed(hash_) >> 24) & (self.size - 1)
+        return <Py_ssize_t> (mixed(&self.table.rows.keys, hash_) >> 24) & (self.size - 1)
 
     cdef inline void fetch(self, uint64_t hash_) noexcept:
         """Have the hash's place on its way from memory."""

@@ -3,12 +3,16 @@
 #     shard ── bucket, bucket, …     a bucket is one cache line: five hashes, their ids, and `state`:
 #                                     rows here (three bits), rows that went past (all other bits)
 #
-# A row lives in its home bucket or, if that was full when it came, in the next with room; every bucket
-# it went past counts it, so a search ends at the first bucket that nobody went past.
+# A row lives in its home bucket or, if that was full when it came, in the next with room (after the last
+# comes the first); every bucket it went past counts it. A search ends at the first bucket that no row went
+# past, or when it is home again: rows may have gone past every bucket of a small shard, and still do after
+# the full ones have lost rows.
 # Nothing is ever marked as deleted. A shard holds at most three rows a bucket (21 bytes a row), and
 # grows by half: 32 bytes a row right after. One of 10,000,000 / 2,048 rows does so in less than 0.1 ms.
 #
-# Invariants: a row's id is not 0; rows stand at the front of their bucket; `state` is right.
+# Invariants: a row's id is not 0; rows stand at the front of their bucket; `state` is right; a shard holds
+# at most three rows a bucket. So there is always a bucket with room, a new row finds it before it is home
+# again, and a search of one round has seen every place where its row can be.
 
 cdef enum:
     ROWS = 5
@@ -36,9 +40,30 @@ cdef struct Place:
     uint32_t row
 
 
-cdef inline uint64_t mixed(uint64_t hash_) noexcept:
-    """The top bits choose the shard, those below the bucket. Tests have small numbers as hashes."""
-    return (hash_ ^ (hash_ >> 32)) * <uint64_t> 0x9E3779B97F4A7C15
+cdef struct Keys:
+    # Where hashes are placed depends on these. They come from the table's secret.
+    uint64_t added[2]
+    uint64_t times[2]
+
+
+cdef inline Keys keys_of(uint64_t secret) noexcept:
+    cdef Keys keys
+    cdef int i
+    for i in range(2):
+        keys.added[i] = scattered(secret + <uint64_t> (2 * i))
+        keys.times[i] = scattered(secret + <uint64_t> (2 * i + 1)) | 1
+    return keys
+
+
+cdef inline uint64_t mixed(const Keys *keys, uint64_t hash_) noexcept:
+    """The top bits choose the shard, those below the bucket.
+
+    Sequence hashes are public, so a client could choose prompts whose rows all crowd into one bucket if it
+    knew where rows are placed. It does not: no answer, digest or message shows it, so hashes can only be
+    chosen blindly, and both factors of both products are unknown. Two rounds, because after one
+    multiplication evenly spaced hashes still have evenly spaced places, which some factors let coincide.
+    """
+    return folded(folded(hash_ ^ keys.added[0], keys.times[0]) ^ keys.added[1], keys.times[1])
 
 
 cdef inline uint32_t home_of(const Shard *shard, uint64_t mix) noexcept:
@@ -48,8 +73,12 @@ cdef inline uint32_t home_of(const Shard *shard, uint64_t mix) noexcept:
 @cython.final
 cdef class Rows:
     cdef Shard shards[SHARD_COUNT]
+    cdef Keys keys
     cdef Py_ssize_t count
     cdef size_t buckets
+
+    def __cinit__(self, uint64_t secret):
+        self.keys = keys_of(secret)
 
     def __dealloc__(self):
         cdef int i
@@ -58,23 +87,23 @@ cdef class Rows:
 
     cdef inline void fetch(self, uint64_t hash_) noexcept:
         """Have the hash's bucket on its way from memory, and the next: up to one search in ten goes on there."""
-        cdef uint64_t mix = mixed(hash_)
+        cdef uint64_t mix = mixed(&self.keys, hash_)
         cdef Shard *shard = &self.shards[mix >> (64 - SHARD_BITS)]
-        cdef Bucket *home = &shard.buckets[home_of(shard, mix)]
-        prefetch(home)
-        prefetch(home + 1)
+        cdef Bucket *home
+        if shard.size:
+            home = &shard.buckets[home_of(shard, mix)]
+            prefetch(home)
+            prefetch(home + 1)
 
     cdef inline bint seek(self, uint64_t hash_, Place *place) noexcept:
         """Find the hash's row; if there is none, `place` still knows its shard and home."""
-        cdef uint64_t mix = mixed(hash_)
+        cdef uint64_t mix = mixed(&self.keys, hash_)
         cdef Shard *shard = &self.shards[mix >> (64 - SHARD_BITS)]
-        cdef uint32_t at, same
+        cdef uint32_t at, same, step
         cdef Bucket *bucket
         place.shard = shard
-        if not shard.size:
-            return False
         place.home = at = home_of(shard, mix)
-        while True:
+        for step in range(shard.size):
             bucket = &shard.buckets[at]
             same = same_hashes(bucket, hash_) & ((<uint32_t> 1 << (bucket.state & (PAST - 1))) - 1)
             if same:
@@ -83,6 +112,7 @@ cdef class Rows:
             if bucket.state < PAST:
                 return False
             at = at + 1 if at + 1 < shard.size else 0
+        return False
 
     cdef inline uint32_t find(self, uint64_t hash_) noexcept:
         """The id of the hash's set; 0 if there is none."""
@@ -97,7 +127,7 @@ cdef class Rows:
         cdef Shard *shard = place.shard
         if shard.rows >= shard.size * MOST and not self.resized(shard, shard.size + (shard.size >> 1) + 1):
             taken(NULL)
-        put(shard, hash_, number)
+        self.put(shard, hash_, number)
         shard.rows += 1
         self.count += 1
         return 0
@@ -115,6 +145,21 @@ cdef class Rows:
         place.shard.rows -= 1
         self.count -= 1
 
+    cdef inline void put(self, Shard *shard, uint64_t hash_, uint32_t number) noexcept:
+        """Into the first bucket with room, from the home on; there is one."""
+        cdef uint32_t at = home_of(shard, mixed(&self.keys, hash_))
+        cdef uint32_t row
+        cdef Bucket *bucket
+        while True:
+            bucket = &shard.buckets[at]
+            row = bucket.state & (PAST - 1)
+            if row < ROWS:
+                bucket.hashes[row], bucket.sets[row] = hash_, number
+                bucket.state += 1
+                return
+            bucket.state += PAST
+            at = at + 1 if at + 1 < shard.size else 0
+
     cdef inline void thin(self, Shard *shard) noexcept:
         """Give memory back when less than one row a bucket is left; without memory to do it with, later."""
         if shard.rows < shard.size and shard.size > SMALL:
@@ -130,7 +175,7 @@ cdef class Rows:
         shard.buckets, shard.size = buckets, size
         for i in range(old_size):
             for row in range(old[i].state & (PAST - 1)):
-                put(shard, old[i].hashes[row], old[i].sets[row])
+                self.put(shard, old[i].hashes[row], old[i].sets[row])
         free_buckets(old, old_size)
         self.buckets += size - <size_t> old_size
         return True
@@ -160,6 +205,8 @@ cdef class Rows:
                     states[at] += 1
                     rows[set_] = rows.get(set_, 0) + 1
                     count += 1
+            if count > shard.size * MOST:
+                raise AssertionError(f"{count} rows in the {shard.size} buckets of shard {number}")
             if [shard.buckets[at].state for at in range(shard.size)] != states or count != shard.rows:
                 raise AssertionError(f"shard {number} counts wrongly: {count} rows, {shard.rows} noted")
             total += count
@@ -197,19 +244,3 @@ cdef inline uint32_t same_hashes(const Bucket *bucket, uint64_t hash_) noexcept:
         | <uint32_t> (hashes[3] == hash_) << 3
         | <uint32_t> (hashes[4] == hash_) << 4
     )
-
-
-cdef inline void put(Shard *shard, uint64_t hash_, uint32_t number) noexcept:
-    """Into the first bucket with room, from the home on; there is one."""
-    cdef uint32_t at = home_of(shard, mixed(hash_))
-    cdef uint32_t row
-    cdef Bucket *bucket
-    while True:
-        bucket = &shard.buckets[at]
-        row = bucket.state & (PAST - 1)
-        if row < ROWS:
-            bucket.hashes[row], bucket.sets[row] = hash_, number
-            bucket.state += 1
-            return
-        bucket.state += PAST
-        at = at + 1 if at + 1 < shard.size else 0

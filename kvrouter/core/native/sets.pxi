@@ -1,6 +1,6 @@
 # Distinct sets of slots, each kept once however many rows point to it.
 #
-#     id ──> HolderSet(name, rows, members)        name = xor over the members of a scattered slot number
+#     id ──> HolderSet(name, rows, members)        name = xor over the members of a secret number for each slot
 #     name ──> bucket ──> chain of ids             so the name of "one slot more" is known without a look
 #
 # A set is a list of slots or, where that is shorter, a bitset. Id 0 is the empty set, which no row has.
@@ -19,7 +19,7 @@ cdef struct HolderSet:
     uint32_t count
     uint32_t words  # of the bitset; 0: a list
     uint32_t next  # in its bucket's chain, or in the free list
-    uint32_t born  # ids are used again: with this it is known whether one still means the same set
+    uint64_t born  # ids are used again: with this it is known whether one still means the same set
     void *members
 
 
@@ -32,10 +32,12 @@ cdef class HolderSets:
     cdef uint32_t level, split
     cdef uint32_t width  # words of a bitset that any slot fits into
     cdef uint64_t *scratch  # all zero but within a call
-    cdef uint32_t births
+    cdef uint64_t births
+    cdef uint64_t secret
     cdef size_t bytes
 
-    def __cinit__(self):
+    def __cinit__(self, uint64_t secret):
+        self.secret = secret
         self.used = 1
         self.grow_width(1)
         self.add_page()
@@ -58,7 +60,7 @@ cdef class HolderSets:
     cdef inline HolderSet *at(self, uint32_t number) noexcept:
         return &self.pages[number >> PAGE_BITS][number & (PAGE - 1)]
 
-    cdef inline uint32_t birth(self, uint32_t number) noexcept:
+    cdef inline uint64_t birth(self, uint32_t number) noexcept:
         """Another number than before if the set has ended since; that of the empty set is always 0."""
         return self.at(number).born
 
@@ -67,6 +69,10 @@ cdef class HolderSets:
         if bucket < self.split:
             bucket = name & ((<uint64_t> 2 << self.level) - 1)
         return &self.heads[bucket >> PAGE_BITS][bucket & (PAGE - 1)]
+
+    cdef inline uint64_t part(self, uint32_t slot) noexcept:
+        """The slot's part of a set's name. With the secret, so that nobody can choose sets of equal names."""
+        return scattered(self.secret ^ slot)
 
     cdef int grow_width(self, uint32_t words) except -1:
         """Let slots up to 64 * words fit."""
@@ -148,7 +154,7 @@ cdef class HolderSets:
 
     cdef int64_t toggled(self, uint32_t number, uint32_t slot, int change) except -1:
         """The id of the set with (change 1) or without (-1) this slot, which it has not, or has."""
-        cdef uint64_t name = scattered(slot)
+        cdef uint64_t name = self.part(slot)
         cdef uint32_t count = 1
         if number:
             name ^= self.at(number).name
@@ -169,7 +175,7 @@ cdef class HolderSets:
             gone = self.scratch[i] & mask[i]
             self.scratch[i] ^= gone
             while gone:
-                name ^= scattered((i << 6) + ctz(gone))
+                name ^= self.part((i << 6) + ctz(gone))
                 count -= 1
                 gone &= gone - 1
         return self.interned(name, count) if count else 0
@@ -296,7 +302,7 @@ cdef class HolderSets:
             self.spread(number, self.scratch)
             self.scratch[copy >> 6] |= <uint64_t> 1 << (copy & 63)
             try:
-                fresh = self.made(one.name ^ scattered(copy), one.count + 1)
+                fresh = self.made(one.name ^ self.part(copy), one.count + 1)
             except MemoryError:
                 self.link(number)
                 raise
@@ -346,9 +352,9 @@ cdef inline size_t members_bytes(HolderSet *one) noexcept:
     return 16 + (one.words * 8 if one.words else one.count * 4)
 
 
-cdef inline uint64_t scattered(uint32_t slot) noexcept:
+cdef inline uint64_t scattered(uint64_t x) noexcept:
     """A number that looks random (splitmix64)."""
-    cdef uint64_t x = (<uint64_t> slot + 1) * <uint64_t> 0x9E3779B97F4A7C15
+    x = (x + 1) * <uint64_t> 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * <uint64_t> 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * <uint64_t> 0x94D049BB133111EB
     return x ^ (x >> 31)

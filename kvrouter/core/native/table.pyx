@@ -29,10 +29,16 @@ cdef extern from *:
         __builtin_prefetch(at);
         __asm__ volatile (""); /* or gcc takes a function that does no more than this for pure, and drops its calls */
     }
+    static inline uint64_t folded(uint64_t a, uint64_t b)
+    {
+        unsigned __int128 product = (unsigned __int128) a * b;
+        return (uint64_t) product ^ (uint64_t) (product >> 64);
+    }
     """
     unsigned int ctz(uint64_t) noexcept
     unsigned int popcount(uint64_t) noexcept
     void prefetch(const void *) noexcept
+    uint64_t folded(uint64_t, uint64_t) noexcept
     int posix_memalign(void **, size_t, size_t) noexcept
     void *mmap(void *, size_t, int, int, int, long) noexcept
     int munmap(void *, size_t) noexcept
@@ -41,7 +47,8 @@ cdef extern from *:
 
 cdef struct Turn:
     # Where a set leads by one slot more or less. Neighbours on a chain mostly take the same turn.
-    uint32_t slot, old, old_born, to, to_born
+    uint32_t slot, old, to
+    uint64_t old_born, to_born
     bint is_known
 
 cdef struct Ended:
@@ -74,8 +81,8 @@ cdef class FlatTable:
 
     shards = SHARD_COUNT
 
-    def __cinit__(self):
-        self.sets, self.rows, self.labels = HolderSets(), Rows(), []
+    def __cinit__(self, uint64_t placement_secret=0):
+        self.sets, self.rows, self.labels = HolderSets(placement_secret), Rows(placement_secret), []
         self.widen(0)
 
     def __dealloc__(self):
@@ -224,6 +231,14 @@ cdef class FlatTable:
         finally:
             free(doomed)
 
+    def homes(self, hashes):
+        """Of each hash the shard, and its home there as a share of 2^32. For tests."""
+        cdef const uint64_t *data
+        cdef Py_ssize_t count, i
+        held = viewed(hashes, &data, &count)
+        mixes = [mixed(&self.rows.keys, data[i]) for i in range(count)]
+        return [(mix >> 64 - SHARD_BITS, mix >> 32 - SHARD_BITS & 0xFFFFFFFF) for mix in mixes]
+
     def check(self):
         """Raise if an invariant is broken. Tests call this after every step."""
         self.sets.check(self.rows.check())
@@ -340,7 +355,7 @@ cdef class FlatTable:
                 if not self.sets.shared(number, doomed):
                     row += 1
                     continue
-                place.home, place.bucket, place.row = home_of(shard, mixed(bucket.hashes[row])), at, row
+                place.home, place.bucket, place.row = home_of(shard, mixed(&self.rows.keys, bucket.hashes[row])), at, row
                 number = <uint32_t> self.sets.without(number, doomed)
                 if number:
                     self.sets.at(number).rows += 1
