@@ -128,9 +128,8 @@ class MalformedFrameError(KvRouterError):
     """Bytes from the bus or an engine that do not decode as what they claim to be."""
 
 
-def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+def leaves(error: BaseException) -> list[BaseException]:
     """The errors themselves, without the groups that task groups put around them."""
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)]

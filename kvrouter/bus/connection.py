@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import nats.errors
@@ -68,7 +68,9 @@ class Bus:
         self._client: Client | None = None
         self._client_closed = asyncio.Event()
         self._discovered: list[str] = []
-        self._subscriptions: list[tuple[str, OnMessage]] = []
+        self._subjects: list[str] = []
+        self._receivers: dict[str, list[OnMessage]] = {}
+        """By subject. A subject stays subscribed when its last receiver has gone: a process has few."""
         self._connect_callbacks: list[Callable[[], None]] = []
         self._outbox: deque[tuple[str, bytes]] = deque()
         self._outbox_bytes = 0
@@ -116,15 +118,30 @@ class Bus:
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> None:
         """Call `on_message` for each message, also after reconnects."""
-        self._subscriptions.append((subject, on_message))
-        if self._client is not None and not self._client.is_closed:
-            await self._subscribe_client(self._client, subject, on_message)
+        is_new = subject not in self._receivers
+        self._receivers.setdefault(subject, []).append(on_message)
+        if is_new:
+            self._subjects.append(subject)
+            if self._client is not None and not self._client.is_closed:
+                await self._subscribe_client(self._client, subject)
 
     def on_connect(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every (re)connection, and now if connected."""
         self._connect_callbacks.append(callback)
         if self.connected:
             callback()
+
+    @contextlib.contextmanager
+    def part(self) -> Iterator[BusPart]:
+        """The same connection for a part of the process: what it subscribes to ends with the block."""
+        part = BusPart(self)
+        try:
+            yield part
+        finally:
+            for subject, on_message in part.subscriptions:
+                self._receivers[subject].remove(on_message)
+            for callback in part.callbacks:
+                self._connect_callbacks.remove(callback)
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         """Ask and return the first answer. Raises BusError: away, nobody there, or too late."""
@@ -186,8 +203,8 @@ class Bus:
         self._client_closed.clear()
         try:
             await self._connect(client)
-            for subject, on_message in self._subscriptions:  # grows if somebody subscribes meanwhile
-                await self._subscribe_client(client, subject, on_message)
+            for subject in self._subjects:  # grows if somebody subscribes meanwhile
+                await self._subscribe_client(client, subject)
             self._client = client
             await client.flush()
         except BaseException:
@@ -212,13 +229,14 @@ class Bus:
             max_reconnect_attempts=-1,
         )
 
-    async def _subscribe_client(self, client: Client, subject: str, on_message: OnMessage) -> None:
-        counters = self.counters
+    async def _subscribe_client(self, client: Client, subject: str) -> None:
+        counters, receivers = self.counters, self._receivers[subject]
 
         def deliver(subject: str, data: bytes, reply: str) -> None:
             counters.received += 1
             counters.received_bytes += len(data)
-            on_message(subject, data, reply)
+            for on_message in receivers:
+                on_message(subject, data, reply)
 
         await client.subscribe_plain(
             subject, deliver, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
@@ -287,6 +305,34 @@ class Bus:
 
     async def _on_reconnected(self) -> None:
         self._connected()
+
+
+class BusPart:
+    """See `Bus.part`."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.subscriptions: list[tuple[str, OnMessage]] = []
+        self.callbacks: list[Callable[[], None]] = []
+        self._bus = bus
+
+    @property
+    def max_payload(self) -> int:
+        """The server's limit for one message, in bytes."""
+        return self._bus.max_payload
+
+    def publish(self, subject: str, payload: bytes) -> bool:
+        """See Bus."""
+        return self._bus.publish(subject, payload)
+
+    async def subscribe(self, subject: str, on_message: OnMessage) -> None:
+        """See Bus."""
+        self.subscriptions.append((subject, on_message))
+        await self._bus.subscribe(subject, on_message)
+
+    def on_connect(self, callback: Callable[[], None]) -> None:
+        """See Bus."""
+        self.callbacks.append(callback)
+        self._bus.on_connect(callback)
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from kvrouter.core.events import UNREADABLE, VERSION
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.wire_values import (
+    MOST_NAMES,
     Amount,
     BlockSize,
     Finite,
@@ -28,8 +29,8 @@ from kvrouter.errors import MalformedFrameError
 
 State = Literal["up", "down", "draining", "leave"]
 
-_Names = Annotated[tuple[Line, ...], Meta(max_length=4096)]
-_Texts = Annotated[tuple[Text, ...], Meta(max_length=4096)]
+_Names = Annotated[tuple[Line, ...], Meta(max_length=MOST_NAMES)]
+_Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_NAMES)]
 
 
 class Card(Struct, frozen=True, kw_only=True):

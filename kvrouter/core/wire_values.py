@@ -18,6 +18,11 @@ from msgspec import Meta
 MOST_NUMBER = 1 << 62
 MOST_AMOUNT = 1 << 48
 MOST_RANKS = 1024
+MOST_SHARE = 16
+MOST_FINITE = 1e300
+MOST_NAMES = 4096
+"""Of models, adapters or notes in one message."""
+MOST_TEXT_CHARACTERS = 4096
 MOST_ID_CHARACTERS = 256
 """Of a request's id on the wire: it is only shown, so a longer one is cut by the sender."""
 MOST_BLOCK_SIZE = 1 << 20
@@ -25,6 +30,8 @@ MOST_BLOCK_SIZE = 1 << 20
 
 U64 = Annotated[int, Meta(ge=0)]
 """A hash or a digest; MessagePack carries no more than 64 bits."""
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+"""Block hashes take token ids as 32 bits."""
 Number = Annotated[int, Meta(ge=0, le=MOST_NUMBER)]
 """A frame's seq, an incarnation, a booking's number, a round."""
 Amount = Annotated[int, Meta(ge=0, le=MOST_AMOUNT)]
@@ -33,16 +40,16 @@ Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
 Ranks = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 BlockSize = Annotated[int, Meta(ge=1, le=MOST_BLOCK_SIZE)]
 Tier = Annotated[int, Meta(ge=0, le=2)]
-Share = Annotated[float, Meta(ge=0, le=16)]
+Share = Annotated[float, Meta(ge=0, le=MOST_SHARE)]
 """A fraction 0..1 of KV blocks; engines that count what they swap out report more."""
-Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
+Finite = Annotated[float, Meta(ge=-MOST_FINITE, le=MOST_FINITE)]
 
 Identifier = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
 """May stand in a NATS subject: worker ids, router ids, pools."""
 ShortText = Annotated[str, Meta(max_length=64)]
 Line = Annotated[str, Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 """A name that clients use, and logs quote: no control characters, so it cannot forge a log line."""
-Text = Annotated[str, Meta(max_length=4096)]
+Text = Annotated[str, Meta(max_length=MOST_TEXT_CHARACTERS)]
 """For people, and shown only where it is escaped."""
 RequestId = Annotated[str, Meta(max_length=MOST_ID_CHARACTERS)]
 Session = Annotated[str, Meta(max_length=1024)]

@@ -13,13 +13,12 @@ from typing import Annotated, Any, TypeGuard, TypeVar
 
 import msgspec
 
+from kvrouter.core.wire_values import TokenId
 from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
-_TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-"""Block hashes take token ids as 32 bits."""
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-_RawPrompt = str | list[_TokenId | str | list[_TokenId]]
+_RawPrompt = str | list[TokenId | str | list[TokenId]]
 
 _Body = TypeVar("_Body")
 

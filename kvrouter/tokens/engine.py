@@ -11,6 +11,9 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
+from kvrouter.core.events import UNREADABLE
+from kvrouter.core.wire_values import TokenId
+from kvrouter.engine_answers import UNPACKED, read_answer
 from kvrouter.errors import KvRouterError
 from kvrouter.tls import tls_trouble, trusting
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, TokenIds
@@ -30,7 +33,7 @@ class RefusedError(EngineTokenizerError):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
@@ -54,10 +57,12 @@ class EngineTokenizer:
 
         `tls`: whom to trust behind https:// URLs; None: the system's authorities.
         """
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {**UNPACKED, "authorization": f"Bearer {api_key}"} if api_key else UNPACKED
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=MOST_CALLS, ssl=tls or trusting(None))
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
+        async with aiohttp.ClientSession(
+            headers=headers, timeout=timeout, connector=connector, auto_decompress=False
+        ) as session:
             yield cls(session)
 
     async def tokenize(self, url: str, model: str | None, prompt: ChatPrompt | TextPrompt) -> list[TokenIds]:
@@ -82,7 +87,7 @@ class EngineTokenizer:
             async with self._session.post(
                 f"{url.rstrip('/')}/tokenize", data=body, headers=headers
             ) as response:
-                answer = await response.read()
+                answer = await read_answer(response)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             reason = tls_trouble(error.__cause__) or str(error) or type(error).__name__
             raise EngineTokenizerError(f"{url}/tokenize: {reason}") from None
@@ -92,7 +97,7 @@ class EngineTokenizer:
             raise kind(f"{url}/tokenize answered {response.status}: {said}")
         try:
             return _decode(answer).tokens
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise EngineTokenizerError(f"{url}/tokenize answered no tokens: {error}") from None
 
 

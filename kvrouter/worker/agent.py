@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import structlog
 
-from kvrouter.bus import Bus, Subjects
+from kvrouter.bus import Bus, BusPart, Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.beats import Card, RankBeat, State
 from kvrouter.core.events import decode_request
@@ -41,6 +41,8 @@ from kvrouter.worker.zmq_feed import ZmqFeed
 log = structlog.get_logger()
 
 MISSES_UNTIL_DOWN = 3
+FEED_PAUSE_S = 5.0
+"""Between an error in a rank's events and the next look at them."""
 SETTLE_S = 2.0
 """How long the first heartbeat waits until it is known what of the engine's history there is."""
 
@@ -74,7 +76,8 @@ async def serve_engine(options: AgentOptions, bus: Bus, feeds: Sequence[ZmqFeed]
             owner = f"{options.namespace}/{options.worker_id}"
             file = stack.enter_context(StateFile.open(options.state_file, owner))
         former = file.load() if file is not None else None
-        agent = Agent(options, bus, engine, facts, feeds, duty=duty, started_us=started_us, former=former)
+        part = stack.enter_context(bus.part())
+        agent = Agent(options, part, engine, facts, feeds, duty=duty, started_us=started_us, former=former)
         await agent.run(file)
 
 
@@ -84,7 +87,7 @@ class Agent:
     def __init__(
         self,
         options: AgentOptions,
-        bus: Bus,
+        bus: BusPart,
         engine: EngineHttp,
         facts: EngineFacts,
         feeds: Sequence[ZmqFeed],
@@ -123,7 +126,7 @@ class Agent:
         async with asyncio.TaskGroup() as group:
             loops = [self._announce(), self._watch_health(), self._watch_load(), self._keep_state(file)]
             for feed, rank in zip(self._feeds, self._ranks, strict=True):
-                loops += [feed.run(rank.on_action), self._publish(rank)]
+                loops += [_follow(feed, rank), self._publish(rank)]
             tasks = [group.create_task(loop) for loop in loops]
             reason = await self._duty.until_done(self._serve_out())
             log.info("worker.leaving", worker=self._options.worker_id, reason=reason)
@@ -331,3 +334,15 @@ class Agent:
             now = time.monotonic()
             if self._answers.allows(now):
                 self._bus.publish(reply, publisher.answer(request, self._bus.max_payload, now))
+
+
+async def _follow(feed: ZmqFeed, rank: EngineRank) -> None:
+    """Apply a rank's events. An error in them breaks this feed alone, which begins again after a pause."""
+    while True:
+        try:
+            await feed.run(rank.on_action)
+        except Exception as error:
+            log.error("engine.feed_failed", rank=rank.publisher.rank, retry_s=FEED_PAUSE_S, exc_info=error)
+            rank.give_up()
+            await asyncio.sleep(FEED_PAUSE_S)
+            feed.restart()

@@ -39,7 +39,7 @@ BlockIds: TypeAlias = Sequence[int] | None
 
 MAX_HELD_BLOCKS = 100_000
 MAX_KNOWN_BLOCKS = 2_000_000
-"""About 1 GB. The device's own capacity bounds it; a disk that tells no removals would not."""
+"""About 1 GB. An engine that tells no removals, or blocks that cannot be named, would fill it without end."""
 _NO_REFS = (0, 0, 0)
 
 
@@ -115,7 +115,7 @@ class EngineBlocks:
         self.max_held_blocks = max_held_blocks
         self.max_known_blocks = max_known_blocks
         self.refused_stores = 0
-        """Stores in wider tiers that were not counted because the table is full."""
+        """Stores that were not counted because the table is full."""
         self.ignored_removals = 0
         self.doubtful_removals = 0
         """Blocks withdrawn although one of their stores was not counted: the engine may have a copy."""
@@ -167,7 +167,7 @@ class EngineBlocks:
         `ids` has one entry per block, or none at all. Without tokens (vLLM's offload tiers) only
         hashes known already count. Raises ValueError if tokens and hashes do not fit together.
         """
-        if tier > DEVICE and len(self._known) >= self.max_known_blocks:
+        if len(self._known) >= self.max_known_blocks:
             self.refused_stores += 1
             return []
         if not token_ids:

@@ -7,12 +7,15 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from kvrouter.core.events import UNREADABLE
+from kvrouter.core.wire_values import MOST_NAMES, Amount, Line, Text
+from kvrouter.engine_answers import UNPACKED, read_answer
 from kvrouter.errors import KvRouterError
 from kvrouter.tls import tls_trouble, trusting
 from kvrouter.worker.load import Scrape, read_metrics
@@ -44,19 +47,19 @@ class Models:
 
 
 class _Model(Struct, frozen=True):
-    id: str
+    id: Line
     parent: str | None = None
-    max_model_len: int | None = None
-    root: str | None = None
-    owned_by: str | None = None
+    max_model_len: Amount | None = None
+    root: Text | None = None
+    owned_by: Text | None = None
 
 
 class _ModelList(Struct, frozen=True):
-    data: list[_Model]
+    data: Annotated[list[_Model], Meta(max_length=MOST_NAMES)]
 
 
 class _Version(Struct, frozen=True):
-    version: str = ""
+    version: Text = ""
 
 
 class _Usage(Struct, frozen=True):
@@ -76,7 +79,7 @@ def read_models(body: bytes) -> Models:
     """Read /v1/models: an entry with a parent is a LoRA adapter. Raises EngineError."""
     try:
         entries = _decode_models(body).data
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise EngineError(f"/v1/models is not what an OpenAI server answers: {error}") from None
     base = [entry for entry in entries if entry.parent is None]
     if not base:
@@ -109,11 +112,13 @@ class EngineHttp:
 
         `tls_ca`: authorities to trust behind an https:// URL, beside the system's.
         """
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        connector = aiohttp.TCPConnector(ssl=trusting(tls_ca))
+        headers = {**UNPACKED, "Authorization": f"Bearer {api_key}"} if api_key else UNPACKED
         async with aiohttp.ClientSession(
-            url.rstrip("/") + "/", headers=headers, timeout=timeout, connector=connector
+            url.rstrip("/") + "/",
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            connector=aiohttp.TCPConnector(ssl=trusting(tls_ca)),
+            auto_decompress=False,
         ) as session:
             yield cls(session)
 
@@ -125,7 +130,7 @@ class EngineHttp:
         """The engine's version; empty if it does not tell."""
         try:
             return _decode_version(await self._get("version")).version
-        except (EngineError, msgspec.DecodeError):
+        except (EngineError, *UNREADABLE):
             return ""
 
     async def scrape(self) -> Scrape:
@@ -165,7 +170,7 @@ class EngineHttp:
             if status != 200:
                 return None
             return _decode_completion(answer).usage.prompt_tokens_details is not None
-        except (EngineError, msgspec.DecodeError):
+        except (EngineError, *UNREADABLE):
             return None
 
     async def _get(self, path: str) -> bytes:
@@ -177,7 +182,7 @@ class EngineHttp:
     async def _answer(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
         try:
             async with self._session.request(method, path, json=body) as response:
-                return response.status, await response.read()
+                return response.status, await read_answer(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             is_gone = isinstance(error, aiohttp.ClientConnectorError) and not tls_trouble(error.__cause__)
             raise (EngineGoneError if is_gone else EngineError)(f"/{path}: {_reason(error)}") from None

@@ -10,15 +10,22 @@ endpoint (0.0.0.0 too) they connect, and the subscriber has to bind that port:
 
 from __future__ import annotations
 
-import msgspec
-from msgspec import Struct
+import re
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta, Struct
+
+from kvrouter.core.events import UNREADABLE
+from kvrouter.core.wire_values import MOST_RANKS, Line
+from kvrouter.errors import ConfigError
 from kvrouter.worker.engine_http import EngineError
 from kvrouter.worker.options import offset_port
 from kvrouter.worker.zmq_feed import FeedOptions
 
 _EVERY_ADDRESS = {"*", "0.0.0.0", "[::]", "::", "[::0]"}
 _MAPPED = "[::ffff:"
+_ENDPOINT = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}|(?:ipc|inproc)://[^\s]+")
 
 
 class EventsConfig(Struct, frozen=True):
@@ -26,21 +33,28 @@ class EventsConfig(Struct, frozen=True):
 
     enable_kv_cache_events: bool = True
     publisher: str | None = None
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
-    topic: str = ""
+    endpoint: Line = "tcp://*:5557"
+    replay_endpoint: Line | None = None
+    topic: Line = ""
 
     def feed(self, host: str, *, binds: bool = False) -> FeedOptions | None:
-        """The feed of an engine at `host`; None if it publishes nothing. `binds`: it always does."""
+        """The feed of an engine at `host`; None if it publishes nothing. `binds`: it always does.
+
+        Raises EngineError.
+        """
         if not (self.enable_kv_cache_events and self.publisher == "zmq" and self.endpoint):
             return None
+        for endpoint in filter(None, (self.endpoint, self.replay_endpoint)):
+            if not _ENDPOINT.fullmatch(endpoint):
+                raise EngineError(f"the engine's event endpoint {endpoint[:200]!r} is not tcp://HOST:PORT")
         events = self.endpoint
         events = _reach(events, host) if binds or _is_bound(events) else _meet(events)
         replay = _reach(self.replay_endpoint, host) if self.replay_endpoint else None
         return FeedOptions(events, replay, self.topic)
 
 
-_decode_sources = msgspec.json.Decoder(dict[str, EventsConfig]).decode
+_Sources = Annotated[dict[str, EventsConfig], Meta(max_length=MOST_RANKS)]
+_decode_sources = msgspec.json.Decoder(_Sources).decode
 _decode_config = msgspec.json.Decoder(EventsConfig).decode
 
 
@@ -49,19 +63,19 @@ def read_sources(body: bytes, host: str, *, binds: bool = False) -> tuple[FeedOp
     try:
         sources = _decode_sources(body)
         ranks = [sources[number] for number in sorted(sources, key=int)]
-    except (msgspec.DecodeError, ValueError) as error:
+    except (*UNREADABLE, ValueError) as error:
         raise EngineError(f"/kv_event_sources is not what vLLM answers: {error}") from None
     feeds = [rank.feed(host, binds=binds) for rank in ranks]
     return tuple(feed for feed in feeds if feed is not None) if None not in feeds else ()
 
 
 def read_config(text: str, host: str, ranks: int) -> tuple[FeedOptions, ...]:
-    """Read SGLang's --kv-events-config, whose ports are those of rank 0. Raises EngineError, ConfigError."""
+    """Read SGLang's --kv-events-config, whose ports are those of rank 0. Raises EngineError."""
     try:
         first = _decode_config(text)
-    except msgspec.DecodeError as error:
-        raise EngineError(f"kv_events_config {text!r} is not what SGLang takes: {error}") from None
-    feeds = [_of_rank(first, rank).feed(host) for rank in range(ranks)]
+        feeds = [_of_rank(first, rank).feed(host) for rank in range(ranks)]
+    except (*UNREADABLE, ConfigError) as error:
+        raise EngineError(f"kv_events_config {text[:200]!r} is not what SGLang takes: {error}") from None
     return tuple(feed for feed in feeds if feed is not None)
 
 

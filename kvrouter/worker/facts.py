@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvrouter.core.beats import Card
 from kvrouter.core.events import TIERS
+from kvrouter.core.wire_values import MOST_NAMES, MOST_TEXT_CHARACTERS
 from kvrouter.worker.engine_http import Models
 from kvrouter.worker.load import Scrape
 from kvrouter.worker.options import AgentOptions
@@ -84,7 +85,7 @@ def build_card(
         started_at_us=started_at_us,
         publishes_events=bool(options.feeds),
         repairs_by_report=repairs_by_report,
-        notes=tuple(notes),
+        notes=tuple(note[:MOST_TEXT_CHARACTERS] for note in notes)[:MOST_NAMES],
         prefix_caching=scrape.has_prefix_caching,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,23 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvrouter.core.beats import RankBeat
+from kvrouter.core.wire_values import (
+    MOST_AMOUNT,
+    MOST_BLOCK_SIZE,
+    MOST_FINITE,
+    MOST_NAMES,
+    MOST_NUMBER,
+    MOST_RANKS,
+    MOST_SHARE,
+    MOST_TEXT_CHARACTERS,
+)
+
+MOST_LINES = 200_000
+"""Of an exposition. 64 data-parallel ranks of vLLM are about 40,000."""
+MOST_LINE_CHARACTERS = 32 * 1024
+"""Of a line that is parsed: a line's labels cost the parser the square of their length."""
+MOST_PARSED_CHARACTERS = 512 * 1024
+"""Of all lines that are parsed: about 0.1 s."""
 
 _LOADS = {
     "vllm:num_requests_running": "running",
@@ -41,6 +57,10 @@ _LORAS = "vllm:lora_requests_info"
 """Adapters as labels; its value is the time, and the newest sample counts."""
 
 _WANTED = (*_LOADS, *_GAUGES, *_LABELS, _LORAS)
+
+_MOST = {"kv_usage": MOST_SHARE, "block_size": MOST_BLOCK_SIZE}
+"""The largest value of what is no amount. What is out of its range is taken as not reported."""
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +123,29 @@ class Scrape:
 
 
 def read_metrics(text: str, own: Mapping[str, str] | None = None) -> Scrape:
-    """Read an exposition in Prometheus' text format. Raises ValueError if it is none.
+    """Read an exposition in Prometheus' text format. Raises ValueError if it is none, or far too long.
 
     `own` names further series to read. Only lines of what is wanted are parsed: the rest, histograms
     mostly, is a thousand lines.
     """
     own = own or {}
-    starts = (*_WANTED, *own.values())
-    wanted = "".join(f"{line}\n" for line in text.split("\n") if line.startswith(starts))
     reading = _Reading(own)
-    for family in text_string_to_metric_families(wanted):
+    for family in text_string_to_metric_families(_wanted(text, (*_WANTED, *own.values()))):
         for sample in family.samples:
-            if math.isfinite(sample.value):
+            if (_rank_named(sample) or 0) < MOST_RANKS:
                 reading.take(sample)
     return reading.scrape()
+
+
+def _wanted(text: str, starts: tuple[str, ...]) -> str:
+    if text.count("\n") > MOST_LINES:
+        raise ValueError(f"more than {MOST_LINES} lines")
+    lines = [f"{line}\n" for line in text.split("\n") if line.startswith(starts)]
+    if max(map(len, lines), default=0) > MOST_LINE_CHARACTERS:
+        raise ValueError(f"a line of more than {MOST_LINE_CHARACTERS} characters")
+    if sum(map(len, lines)) > MOST_PARSED_CHARACTERS:
+        raise ValueError(f"more than {MOST_PARSED_CHARACTERS} characters about load and capacity")
+    return "".join(lines)
 
 
 class _Reading:
@@ -135,17 +164,18 @@ class _Reading:
         """One more."""
         for name, series in self._own.items():
             if sample.name == series:
-                _raise_to(self._metrics[_rank_named(sample)], name, sample.value)
+                of_rank = self._metrics[_rank_named(sample)]
+                _raise_to(of_rank, name, sample.value, least=-MOST_FINITE, most=MOST_FINITE)
         if sample.labels.get("priority"):
             return  # SGLang's share of one priority: the sample without one is the sum
         if sample.name in _LOADS:
-            _raise_to(self._loads[_rank_named(sample) or 0], _LOADS[sample.name], sample.value)
+            _raise_within(self._loads[_rank_named(sample) or 0], _LOADS[sample.name], sample.value)
         elif sample.name in _GAUGES:
-            _raise_to(self._values, _GAUGES[sample.name], sample.value)
+            _raise_within(self._values, _GAUGES[sample.name], sample.value)
         elif sample.name in _LABELS:
             self._has_prefix_caching = _PREFIX_CACHING.get(sample.labels.get("enable_prefix_caching", ""))
             for label, name in _LABELS[sample.name].items():
-                _raise_to(self._values, name, _number(sample.labels.get(label)))
+                _raise_within(self._values, name, _number(sample.labels.get(label)))
         elif sample.name == _LORAS:
             self._take_loras(sample)
 
@@ -153,7 +183,7 @@ class _Reading:
         rank = _rank_named(sample)
         if rank not in self._loras or self._loras[rank].value <= sample.value:
             self._loras[rank] = sample
-        _raise_to(self._values, "max_loras", _number(sample.labels.get("max_lora")))
+        _raise_within(self._values, "max_loras", _number(sample.labels.get("max_lora")))
 
     def scrape(self) -> Scrape:
         """All of it."""
@@ -177,9 +207,17 @@ class _Reading:
 _PREFIX_CACHING = {"True": True, "False": False}
 
 
-def _raise_to(values: dict[str, float], name: str, value: float) -> None:
-    """Keep the largest: the ranks' for a card, which has one number for all, and that of equal TP ranks."""
-    values[name] = max(values.get(name, value), value)
+def _raise_within(values: dict[str, float], name: str, value: float) -> None:
+    _raise_to(values, name, value, least=0, most=_MOST.get(name, MOST_AMOUNT))
+
+
+def _raise_to(values: dict[str, float], name: str, value: float, *, least: float, most: float) -> None:
+    """Keep the largest: the ranks' for a card, which has one number for all, and that of equal TP ranks.
+
+    A value out of range is ignored, NaN and infinity included: a heartbeat could not carry it.
+    """
+    if least <= value <= most:
+        values[name] = max(values.get(name, value), value)
 
 
 def _rank_named(sample: Sample) -> int | None:
@@ -189,7 +227,8 @@ def _rank_named(sample: Sample) -> int | None:
 
 
 def _names(sample: Sample, label: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in sample.labels.get(label, "").split(",") if name.strip())
+    names = (name.strip() for name in sample.labels.get(label, "").split(","))
+    return tuple(name for name in names if 0 < len(name) <= MOST_TEXT_CHARACTERS)[:MOST_NAMES]
 
 
 def _scrape(
@@ -209,5 +248,7 @@ def _scrape(
 
 
 def _number(text: str | None) -> int:
-    """A label's number; 0 for what is none (vLLM writes "None")."""
-    return int(text) if text is not None and text.isdecimal() else 0
+    """A label's number; 0 for what is none (vLLM writes "None"), beyond every range if it is very long."""
+    if text is None or not text.isdecimal():
+        return 0
+    return int(text) if len(text) <= _MOST_DIGITS else MOST_NUMBER

@@ -40,7 +40,7 @@ from kvrouter.worker.vllm import VllmAdapter
 log = structlog.get_logger()
 
 TURNOVERS_UNTIL_MENDED = 2
-TABLE_FULL = "the agent's table is full: what host and disk hold beyond it is not indexed"
+TABLE_FULL = "the agent's table is full: blocks beyond it are not indexed"
 
 
 class EngineRank:
@@ -140,6 +140,10 @@ class EngineRank:
         self._is_down = True
         self._begin()
         self.publisher.begin_life()
+
+    def give_up(self) -> None:
+        """An event has broken something: what the table says is in doubt."""
+        self._lose("failed")
 
     def is_older_than(self, engine_started_s: float) -> bool:
         """Whether the table has batches from before the engine process started."""

@@ -1,7 +1,7 @@
 """Agents for several engines in one process: one bus, one socket per shared endpoint.
 
-An agent that ends with an error is started again after a while and does not disturb the others; one that
-was taken over (another agent has its worker id) stays away.
+An agent that ends with an error, whatever it is, does not disturb the others and is started again after a
+pause. One that was taken over (another agent has its worker id) is started again once that one is silent.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import structlog
 
-from kvrouter.bus import Bus
+from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
+from kvrouter.core.ids import WorkerId
 from kvrouter.errors import KvRouterError, leaves
 from kvrouter.worker.agent import serve_engine
 from kvrouter.worker.announcer import TakenOverError
@@ -26,10 +27,11 @@ from kvrouter.worker.zmq_feed import ZmqFeed
 log = structlog.get_logger()
 
 RETRY_S = 10.0
+_SILENT_BEATS = 5
 
 
 async def serve_all(engines: EngineList, duties: Sequence[Duty], *, retry_s: float = RETRY_S) -> None:
-    """Run the agents until their duties are done, or the last of them was taken over. Raises ConfigError."""
+    """Run the agents until their duties are done. Raises ConfigError."""
     async with contextlib.AsyncExitStack() as stack:
         bus = await stack.enter_async_context(open_bus(engines.agents[0].nats, name="workers"))
         sockets = {
@@ -48,8 +50,6 @@ async def serve_all(engines: EngineList, duties: Sequence[Duty], *, retry_s: flo
             await asyncio.wait(agents)
             for reader in readers:
                 reader.cancel()
-    if not any(duty.retired.is_set() or duty.leave.is_set() for duty in duties):
-        raise KvRouterError("no agent is left: each worker id is used by an agent that started later")
 
 
 async def _keep(
@@ -64,18 +64,45 @@ async def _keep(
         try:
             async with _feeds(options, sockets) as feeds:
                 await serve_engine(options, bus, feeds, duty)
-        except* KvRouterError as group:
-            errors = leaves(group)
-        else:
             return
+        except Exception as error:  # whatever one engine has brought about: the others' agents go on
+            errors = leaves(error)
         duty.dismiss()
-        for error in errors:
-            log.error("worker.failed", worker=options.worker_id, error=str(error), kind=type(error).__name__)
-        if any(isinstance(error, TakenOverError) for error in errors):
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(retry_s):
-                await duty.leave.wait()
+        for each in errors:
+            _say(options, each)
+        if any(isinstance(each, TakenOverError) for each in errors):
+            await _until_silent(options, bus, duty, retry_s)
+        else:
+            await _pause(duty, retry_s)
+
+
+def _say(options: AgentOptions, error: BaseException) -> None:
+    trace = None if isinstance(error, KvRouterError) else error
+    log.error(
+        "worker.failed",
+        worker=options.worker_id,
+        error=str(error),
+        kind=type(error).__name__,
+        exc_info=trace,
+    )
+
+
+async def _pause(duty: Duty, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await duty.leave.wait()
+
+
+async def _until_silent(options: AgentOptions, bus: Bus, duty: Duty, retry_s: float) -> None:
+    """Return when the agent that has taken over has said nothing for `retry_s` and five heartbeats."""
+    heard = asyncio.Event()
+    subject = Subjects(options.namespace).live_worker(WorkerId(options.worker_id))
+    with bus.part() as part:
+        await part.subscribe(subject, lambda *_: heard.set())
+        heard.set()
+        while not duty.leave.is_set() and (heard.is_set() or not bus.connected):
+            heard.clear()
+            await _pause(duty, max(retry_s, _SILENT_BEATS * options.heartbeat_s))
 
 
 @contextlib.asynccontextmanager

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
+from kvrouter.core.events import UNREADABLE
+from kvrouter.core.wire_values import MOST_AMOUNT, Amount, BlockSize, Ranks, Text
 from kvrouter.worker.engine_http import EngineError, EngineHttp, Models
 from kvrouter.worker.event_sources import read_config
 from kvrouter.worker.facts import EngineFacts
@@ -41,15 +43,15 @@ HEALTH_PATH = "v1/models"
 class ServerInfo(Struct, frozen=True):
     """The settings that matter here, of several hundred."""
 
-    version: str = ""
-    model_path: str = ""
-    tokenizer_path: str | None = None
-    page_size: int | None = None
-    max_total_num_tokens: int | None = None
-    max_running_requests: int | None = None
+    version: Text = ""
+    model_path: Text = ""
+    tokenizer_path: Text | None = None
+    page_size: BlockSize | None = None
+    max_total_num_tokens: Amount | None = None
+    max_running_requests: Amount | None = None
     chunked_prefill_size: int | None = None
-    max_prefill_tokens: int | None = None
-    dp_size: int = 1
+    max_prefill_tokens: Amount | None = None
+    dp_size: Ranks = 1
     disable_radix_cache: bool = False
     enable_metrics: bool = False
     enable_cache_report: bool = False
@@ -59,7 +61,7 @@ class ServerInfo(Struct, frozen=True):
     def max_batched_tokens(self) -> int:
         """Prompt tokens in one step; a chunk of -1 means that prompts are not cut."""
         chunk = self.chunked_prefill_size or 0
-        return chunk if chunk > 0 else self.max_prefill_tokens or 0
+        return chunk if 0 < chunk <= MOST_AMOUNT else self.max_prefill_tokens or 0
 
 
 _decode_info = msgspec.json.Decoder(ServerInfo).decode
@@ -69,7 +71,7 @@ def read_server_info(body: bytes) -> ServerInfo:
     """Read /server_info. Raises EngineError."""
     try:
         return _decode_info(body)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise EngineError(f"/server_info is not what SGLang answers: {error}") from None
 
 

@@ -24,12 +24,14 @@ from msgspec import Meta, Raw, Struct
 
 from kvrouter.core.blocks import multimodal_id
 from kvrouter.core.events import UNREADABLE
+from kvrouter.core.wire_values import MOST_BLOCK_SIZE, TokenId
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.adapter import Batch, Reasons, Sink
-from kvrouter.worker.engine_blocks import BlockIds, EngineHash
+from kvrouter.worker.engine_blocks import BlockIds
 
-Token = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
-Size = Annotated[int, Meta(ge=0)]
+Hash: TypeAlias = int | Annotated[bytes, Meta(max_length=64)]
+"""An EngineHash; vLLM's are 8 or 32 bytes."""
+Size = Annotated[int, Meta(ge=0, le=MOST_BLOCK_SIZE)]
 """0 where an offload tier names blocks without their tokens."""
 ExtraKeys: TypeAlias = list[list[Any] | None] | None
 """One entry per block: nil, or untagged values: LoRA name, [item, offset], salt, digest bytes."""
@@ -49,9 +51,9 @@ _MAX_REASON = 160
 class BlockStored(Struct, frozen=True, tag="BlockStored", tag_field="type"):
     """Physical blocks now hold these tokens; `token_ids` is empty for blocks named before."""
 
-    block_hashes: list[EngineHash]
-    parent_block_hash: EngineHash | None
-    token_ids: list[Token]
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[TokenId]
     block_size: Size
     lora_id: int | str | None = None
     medium: str | None = None
@@ -66,7 +68,7 @@ class BlockStored(Struct, frozen=True, tag="BlockStored", tag_field="type"):
 class BlockRemoved(Struct, frozen=True, tag="BlockRemoved", tag_field="type"):
     """Physical blocks no longer hold these hashes."""
 
-    block_hashes: list[EngineHash]
+    block_hashes: list[Hash]
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None

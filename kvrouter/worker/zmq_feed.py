@@ -38,6 +38,11 @@ _INBOX_BATCHES = 64
 MAX_QUEUED_BATCHES = 20_000
 """Of a feed on a shared socket, where one that does not keep up must not hold up the others."""
 _RECEIVE_HIGH_WATER_MARK = 100_000
+MOST_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Of one batch: 3 M token ids. libzmq closes the connection of a peer that sends more, and connects again."""
+MOST_REPLAY_BYTES = 256 * 1024 * 1024
+MOST_REPLAY_BATCHES = 100_000
+"""Of one replay. vLLM and SGLang keep 10,000 batches by default."""
 _MAX_SHOWN_TOPIC = 200
 _END_OF_REPLAY = b"\xff" * 8
 
@@ -208,12 +213,14 @@ class ZmqFeed:
     async def _ask(self, from_seq: int) -> list[Numbered] | None:
         assert self._options.replay is not None
         dealer = self._context.socket(zmq.DEALER)
-        dealer.set(zmq.RCVHWM, 0)  # the engine's buffer bounds the answer
+        dealer.set(zmq.RCVHWM, 0)  # a ROUTER drops what there is no room for
+        dealer.set(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
         batches: list[Numbered] = []
+        left_bytes, left = MOST_REPLAY_BYTES, MOST_REPLAY_BATCHES
         try:
             dealer.connect(self._options.replay)
             await dealer.send_multipart([b"", from_seq.to_bytes(8, "big")])
-            while True:
+            while left > 0 and left_bytes > 0:
                 async with asyncio.timeout(self._options.replay_timeout_s):
                     frames = await dealer.recv_multipart()
                 if frames[-2] == _END_OF_REPLAY:
@@ -221,9 +228,11 @@ class ZmqFeed:
                 batch = _numbered(frames[-2:])
                 if batch is not None:
                     batches.append(batch)
-                if len(batches) % _INBOX_BATCHES == 0:
+                left, left_bytes = left - 1, left_bytes - sum(map(len, frames))
+                if left % _INBOX_BATCHES == 0:
                     await asyncio.sleep(0)
-        except (TimeoutError, IndexError):
+            return None
+        except (TimeoutError, IndexError, zmq.ZMQError):
             return None
         finally:
             dealer.close(linger=0)
@@ -267,6 +276,7 @@ def open_sub(endpoint: str, topic: str) -> Iterator[tuple[zmq.asyncio.Context, z
     sub = context.socket(zmq.SUB)
     try:
         sub.set(zmq.RCVHWM, _RECEIVE_HIGH_WATER_MARK)
+        sub.set(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
         sub.set(zmq.IPV6, int("[" in endpoint))
         sub.subscribe(topic)
         _attach(sub, endpoint)

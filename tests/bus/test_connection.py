@@ -79,6 +79,20 @@ async def test_request_that_nobody_answers(bus: Bus, subject: str) -> None:
         await bus.request(subject, b"", timeout_s=0.05)
 
 
+async def test_part(bus: Bus, subject: str) -> None:
+    """What a part of the process has subscribed to ends with it; others hear the subject on."""
+    inbox, left = Inbox(), Inbox()
+    await bus.subscribe(subject, inbox)
+    with bus.part() as part:
+        await part.subscribe(subject, left)
+        part.publish(subject, b"1")
+        await left.holds(1)
+
+    bus.publish(subject, b"2")
+    await inbox.holds(2)
+    assert [b"1"] == left.payloads
+
+
 async def test_too_large_a_message_harms_nobody(bus: Bus, subject: str) -> None:
     """What exceeds max_payload is not sent, and the connection lives on."""
     inbox = Inbox()

@@ -17,10 +17,13 @@ from kvrouter.core.blocks import block_hashes, sequence_hashes
 from kvrouter.core.events import VERSION, Cleared, ReplayRequest
 from kvrouter.core.events import encode as encode_op
 from kvrouter.core.ids import WorkerId
+from kvrouter.worker import agent
+from kvrouter.worker.adapter import Batch, Sink
 from kvrouter.worker.agent import serve
 from kvrouter.worker.announcer import TakenOverError
 from kvrouter.worker.engine_http import EngineError
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.vllm import Event, VllmAdapter
 from kvrouter.worker.zmq_feed import FeedOptions
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fake_engine import EngineServer, EventSockets, pack, store
@@ -135,6 +138,34 @@ async def test_bridges_events(scene: Scene) -> None:
         await scene.listener.until_held({A})
         await scene.events.send(pack(store(2, parent=1)))
 
+        await scene.listener.until_held({A, B})
+
+
+async def test_events_break_something(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event that nobody foresaw breaks its feed for a pause; then the history is read anew."""
+    monkeypatch.setattr(agent, "FEED_PAUSE_S", 0.05)
+    is_sound = asyncio.Event()
+    tell = VllmAdapter.tell
+
+    def broken(adapter: VllmAdapter, batch: Batch[Event], sink: Sink) -> None:
+        tell(adapter, batch, sink)
+        if not is_sound.is_set():
+            is_sound.set()
+            raise IndexError("an event that nobody foresaw")
+
+    monkeypatch.setattr(VllmAdapter, "tell", broken)
+    async with scene.agent():
+        await is_sound.wait()
+        await scene.listener.until_held({A})
+
+
+async def test_odd_replay_endpoint(scene: Scene) -> None:
+    """Where no replay can be asked for, events are followed all the same."""
+    feed = FeedOptions(scene.events.events, "tcp://nowhere", replay_timeout_s=0.05)
+    options = replace(scene.options, feeds=[feed])
+    async with scene.agent(options):
+        await scene.events.until_subscribed()
+        await scene.events.send(pack(store(1, 2)))
         await scene.listener.until_held({A, B})
 
 

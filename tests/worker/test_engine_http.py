@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvrouter.engine_answers import MOST_BYTES
 from kvrouter.worker.engine_http import EngineError, EngineGoneError, EngineHttp, Models, read_models
 from tests.certificates import Authority
 from tests.worker.fake_engine import EngineServer
@@ -20,9 +24,29 @@ def test_models() -> None:
     assert Models(("a", "b"), ("l",), 8) == read_models(body)
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"data": []}', b'{"data": [{"id": 1}]}', b"\xff"])
+HUGE = b'{"data": [' + b",".join([b'{"id": "a"}'] * 5000) + b"]}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'{"data": []}',
+        b'{"data": [{"id": 1}]}',
+        b"\xff",
+        b'{"data": [{"id": "\xff"}]}',
+        b"[" * 100_000,
+        HUGE,
+        b'{"data": [{"id": "' + b"a" * 2000 + b'"}]}',
+        b'{"data": [{"id": "two\\nlines"}]}',
+        b'{"data": [{"id": "a", "max_model_len": -1}]}',
+        b'{"data": [{"id": "a", "max_model_len": 1' + b"0" * 30 + b"}]}",
+    ],
+    ids=lambda body: body[:40],
+)
 def test_no_models(body: bytes) -> None:
-    """An answer without a base model is an error that says so."""
+    """An answer without a base model, or that no card could carry, is an error that says so."""
     with pytest.raises(EngineError, match="/v1/models"):
         read_models(body)
 
@@ -38,6 +62,51 @@ async def test_engine(free_port: Callable[[], int]) -> None:
         server.metrics = "vllm:num_requests_running{engine=\n"
         with pytest.raises(EngineError, match="/metrics is not in Prometheus"):
             await engine.scrape()
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [b"content-length: 1" + b"0" * 15, b"transfer-encoding: chunked", b"connection: close"],
+    ids=["length", "chunked", "until close"],
+)
+async def test_endless_answer(framing: bytes) -> None:
+    """An answer without end is given up at a limit, and the connection closed."""
+    is_closed = asyncio.Event()
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n%b\r\n\r\n" % framing)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+                await writer.drain()
+        is_closed.set()
+        writer.close()
+
+    async with await asyncio.start_server(flood, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        async with EngineHttp.open(f"http://{host}:{port}") as engine:
+            with pytest.raises(EngineError, match=f"/metrics: answers more than {MOST_BYTES} bytes"):
+                await engine.scrape()
+            async with asyncio.timeout(10):
+                await is_closed.wait()
+
+
+async def test_packed_answer() -> None:
+    """A packed answer, which nobody asked for, is not unpacked: a few bytes may be a gigabyte."""
+    bomb = gzip.compress(b"#" * 1_000_000)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        assert b"accept-encoding: identity" in asked.lower()
+        head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(bomb)
+        writer.write(head + bomb)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        async with EngineHttp.open(f"http://{host}:{port}") as engine:
+            assert bomb == await engine.find("metrics")
 
 
 async def test_no_engine(free_port: Callable[[], int]) -> None:

@@ -92,3 +92,23 @@ def test_sglang_nonsense(text: str) -> None:
     """A config that cannot be read, or has no port to count ranks from, is an error."""
     with pytest.raises(KvRouterError):
         read_config(text, "e", 2)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://*", "tcp://*:http", "tcp://*:123456", "tcp://a b:1", "x\\u0000", "*"]
+)
+def test_odd_endpoints(endpoint: str) -> None:
+    """An endpoint that no socket can use is an error that shows it, not one of the agent's own flags."""
+    config = f'{{"publisher": "zmq", "endpoint": "{endpoint}"}}'
+    with pytest.raises(EngineError, match="event"):
+        read_sources(f'{{"0": {config}}}'.encode(), "h")
+    with pytest.raises(EngineError, match="event"):
+        read_config(config, "h", 2)
+
+
+def test_endless_ranks() -> None:
+    """There are at most 1,024 ranks."""
+    body = ",".join(f'"{rank}": {{}}' for rank in range(1025))
+
+    with pytest.raises(EngineError, match="/kv_event_sources"):
+        read_sources(f"{{{body}}}".encode(), "h")

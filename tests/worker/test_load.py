@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.worker.load import RankLoad, Scrape, read_metrics
+from kvrouter.core.wire_values import MOST_AMOUNT, MOST_NAMES
+from kvrouter.worker.load import (
+    MOST_LINE_CHARACTERS,
+    MOST_LINES,
+    MOST_PARSED_CHARACTERS,
+    RankLoad,
+    Scrape,
+    read_metrics,
+)
 
 TEXT = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -100,3 +108,66 @@ def test_adapters_by_rank() -> None:
     assert {0: ("a",), 1: ("b",)} == {
         rank: load.running_loras for rank, load in read_metrics(text).loads.items()
     }
+
+
+RUNNING = 'vllm:num_requests_running{engine="0"}'
+CONFIG = 'vllm:cache_config_info{block_size="%s",num_gpu_blocks="%s"} 1\n'
+
+
+@pytest.mark.parametrize("number", ["1e300", "NaN", "+Inf", "-1", "9" * 400, str(2 * MOST_AMOUNT)])
+def test_odd_number(number: str) -> None:
+    """A number that no heartbeat can carry is taken as not reported; the others count."""
+    text = f"{RUNNING} {number}\nvllm:num_requests_waiting 2\nprocess_start_time_seconds {number}\n"
+
+    assert Scrape({0: RankLoad(None, 2)}) == read_metrics(text)
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, "1" + "0" * 20, "-1", "1e3", "\u0663" * 30])
+def test_odd_label(number: str) -> None:
+    """The same for a number in a label: size and capacity are unknown then."""
+    assert Scrape() == read_metrics(CONFIG % (number, number))
+
+
+def test_odd_rank() -> None:
+    """A rank beyond those that there can be is none; it is not taken for rank 0."""
+    text = "".join(f'vllm:num_requests_running{{engine="{rank}"}} 1\n' for rank in (0, 1024, 10**30))
+
+    assert {0: RankLoad(1)} == read_metrics(text).loads
+
+
+def test_own_series_out_of_range() -> None:
+    """Series of an operator's choice may be negative, but neither NaN nor infinite."""
+    text = 'a{engine="0"} -1\nb{engine="0"} NaN\nc{engine="0"} -Inf\n'
+
+    (load,) = read_metrics(text, {name: name for name in "abc"}).loads.values()
+    assert {"a": -1.0} == load.metrics
+
+
+def test_duplicated_families() -> None:
+    """Of one sample that comes often the largest counts, also if its family begins again."""
+    text = f"# TYPE vllm:num_requests_running gauge\n{RUNNING} 3\nvllm:num_requests_waiting 1\n"
+
+    assert {0: RankLoad(3, 1)} == read_metrics(text * 3 + f"{RUNNING} 2\n").loads
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n" * (MOST_LINES + 1),
+        RUNNING[:-1] + ',a="' + "x" * MOST_LINE_CHARACTERS + '"} 1\n',
+        f"{RUNNING} 1\n" * (MOST_PARSED_CHARACTERS // len(RUNNING)),
+    ],
+    ids=["lines", "a line", "all lines"],
+)
+def test_endless(text: str) -> None:
+    """An exposition that would take long to read is refused before it is parsed."""
+    with pytest.raises(ValueError, match="more than"):
+        read_metrics(text)
+
+
+def test_endless_adapters() -> None:
+    """Of adapters no more are told than a heartbeat may name."""
+    names = ",".join(str(number) for number in range(MOST_NAMES + 1))
+
+    (load,) = read_metrics(f'vllm:lora_requests_info{{waiting_lora_adapters="{names}"}} 1\n').loads.values()
+    assert MOST_NAMES == len(load.waiting_loras)
