@@ -18,16 +18,18 @@ The 120 s default is that of Dynamo's ApproxKvIndexer.
 With a time to live of 0 only `capacity` ends an assumption: a target is assumed to hold no more
 than `capacity` blocks, and the least recently used chains go first.
 
-Amortized cost of an insert: one step for each new block, one for each run on the chain's path, and
-O(log runs). A run ends only where a chain ended or branched off. Cutting a run relabels its shorter
-half, so a block is relabelled at most log2(length of its run) times. Renewing a run leaves its place
-in the heap; when that place comes up, the run is put back, once for all renewals since.
+Amortized cost of an insert: one step for each new block, one for each run on the chain's path, one
+cut and one join, and O(log runs). Runs that nothing branches off between any longer are joined when
+they are next used together, so a path has as many runs as live chains branch off it. A cut or join
+relabels the shorter part, in C. Renewing a run leaves its place in the heap; when that place comes
+up, the run is put back, once for all renewals since.
 
-Memory: every live block is listed once, there are at most as many runs as live blocks, and the heap
-has one entry for each run. Nothing grows with the number of renewals.
+Memory: every live block is listed once; there are at most as many runs as live blocks, and heap
+entries as well. Nothing grows with the number of renewals.
 
-Invariants: each block is in one run; no run is empty; what is before a run expires no earlier than
-the run; the heap names each run once, by its last block, at its place or an earlier one.
+Invariants: each block is in one run; no run is empty; what is before a run is the end of another,
+which expires no earlier and counts its branches; the heap names a block once at most, and the last
+block of each run at the run's place or an earlier one.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ import heapq
 import math
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvrouter.core.ids import Target
@@ -79,6 +83,8 @@ class _Run:
     before: int | None = None
     """The block before its first, in that chain."""
     own: bool = False
+    branches: int = 0
+    """Runs that this one is before."""
 
     @property
     def turn(self) -> _Turn:
@@ -93,6 +99,8 @@ class _Assumed:
     """By block."""
     turns: list[_Turn] = field(default_factory=list)
     """A heap."""
+    listed: set[int] = field(default_factory=set)
+    """The blocks that the heap names: ends of runs, or of what are parts of runs now."""
     newest: _Stamp = _NEVER
 
     def use(self, chain: array[int], stamp: _Stamp, *, own: bool) -> int:
@@ -101,36 +109,56 @@ class _Assumed:
         Those are the blocks before the first new one.
         """
         self.newest = max(self.newest, stamp)
-        place, known, before = 0, len(chain), None
+        place, end, known = 0, 0, len(chain)
+        before: _Run | None = None
         while place < len(chain):
             run = self.runs.get(chain[place])
-            is_new = run is None
-            run = self._begin(chain, place) if run is None else self._part(run, chain, place)
-            known = min(known, place) if is_new else known
+            if run is None:
+                known = min(known, place)
+                run = self._begin(chain, place)
+            elif run.stamp == stamp:
+                place += 1  # named twice, by a peer that is not sound
+                continue
+            else:
+                run = self._part(run, chain, place)
             place += len(run.hashes)
+            end += len(run.hashes)
             if run.stamp < stamp:
-                run.stamp, run.end, run.before, run.own = stamp, place, before, own
-            if is_new:
-                heapq.heappush(self.turns, run.turn)
-            before = run.hashes[-1]
+                run.stamp, run.end, run.own = stamp, end, own
+                self._put_behind(run, before)
+            if before is not None and _are_one(before, run):
+                run = self._join(before, run)
+            self._list(run)
+            before = run
         return known
 
     def oldest(self) -> _Run | None:
         """The run that goes first."""
         while self.turns:
             turn = self.turns[0]
-            run = self.runs[turn.last]
-            if turn.stamp == run.stamp:
+            run = self.runs.get(turn.last)
+            if run is None or run.hashes[-1] != turn.last:
+                self.listed.remove(heapq.heappop(self.turns).last)  # joined since it was listed
+            elif turn.stamp == run.stamp:
                 return run
-            heapq.heapreplace(self.turns, run.turn)  # renewed since it was listed
+            else:
+                heapq.heapreplace(self.turns, run.turn)  # renewed since it was listed
         return None
 
     def pop(self) -> array[int]:
         """Take out `oldest`, which was just looked at; returns its blocks."""
-        run = self.runs[heapq.heappop(self.turns).last]
+        last = heapq.heappop(self.turns).last
+        self.listed.remove(last)
+        run = self.runs[last]
+        self._put_behind(run, None)
         for hash_ in run.hashes:
             del self.runs[hash_]
         return run.hashes
+
+    def all_runs(self) -> list[_Run]:
+        """In no order."""
+        ends = [(self.runs.get(turn.last), turn.last) for turn in self.turns]
+        return [run for run, last in ends if run is not None and run.hashes[-1] == last]
 
     def path(self, run: _Run) -> Iterator[_Run]:
         """The run, and what is before it, up to the first."""
@@ -149,6 +177,16 @@ class _Assumed:
         run.hashes = chain[place:end]
         return run
 
+    def _put_behind(self, run: _Run, before: _Run | None) -> None:
+        last = before.hashes[-1] if before is not None else None
+        if run.before == last:
+            return
+        if run.before is not None:
+            self.runs[run.before].branches -= 1
+        if before is not None:
+            before.branches += 1
+        run.before = last
+
     def _part(self, run: _Run, chain: array[int], place: int) -> _Run:
         """What this run and the chain from here on have in common, cut out of the run if need be."""
         start = run.hashes.index(chain[place])  # 0, unless several prompts were booked as one
@@ -162,11 +200,25 @@ class _Assumed:
         upper, lower = (run, copy(run)) if length * 2 > len(run.hashes) else (copy(run), run)
         upper.hashes, lower.hashes = run.hashes[:length], run.hashes[length:]
         upper.end -= len(lower.hashes)
-        lower.before = upper.hashes[-1]
+        upper.branches, lower.before = 1, upper.hashes[-1]
         shorter = lower if upper is run else upper
         self.runs.update(dict.fromkeys(shorter.hashes, shorter))
-        heapq.heappush(self.turns, upper.turn)
+        self._list(upper)
         return upper, lower
+
+    def _join(self, upper: _Run, lower: _Run) -> _Run:
+        """One run of two. It is the longer one of them."""
+        hashes = upper.hashes + lower.hashes
+        end, before, branches = lower.end, upper.before, lower.branches
+        run, shorter = (upper, lower) if len(upper.hashes) > len(lower.hashes) else (lower, upper)
+        self.runs.update(dict.fromkeys(shorter.hashes, run))
+        run.hashes, run.end, run.before, run.branches = hashes, end, before, branches
+        return run
+
+    def _list(self, run: _Run) -> None:
+        if run.hashes[-1] not in self.listed:
+            self.listed.add(run.hashes[-1])
+            heapq.heappush(self.turns, run.turn)
 
     def check(self) -> None:
         """Raise if an invariant is broken. Tests call this after every step."""
@@ -175,14 +227,23 @@ class _Assumed:
             raise AssertionError(f"a block is in no run, or in two: {self.runs}")
         if sum(len(run.hashes) for run in runs) != len(self.runs):
             raise AssertionError(f"a run has a block twice: {self.runs}")
-        if sorted(turn.last for turn in self.turns) != sorted(run.hashes[-1] for run in runs):
-            raise AssertionError(f"the heap does not name each run once: {self.turns}")
-        if any(turn > self.runs[turn.last].turn for turn in self.turns):
+        if sorted(turn.last for turn in self.turns) != sorted(self.listed):
+            raise AssertionError(f"the heap names a block twice: {self.turns}")
+        if len(self.all_runs()) != len(runs) or not self.listed <= self.runs.keys():
+            raise AssertionError(f"the heap lacks a run, or names a block that is gone: {self.turns}")
+        turns = {turn.last: turn for turn in self.turns}
+        if any(turns[run.hashes[-1]] > run.turn for run in runs):
             raise AssertionError(f"a run stands too late in the heap: {self.turns}")
+        branches = Counter(run.before for run in runs)
         for run in runs:
-            stamps = [one.stamp for one in self.path(run)]
+            path = list(self.path(run))
+            if any(upper.hashes[-1] != lower.before for lower, upper in pairwise(path)):
+                raise AssertionError(f"what is before {run} is not the end of a run")
+            stamps = [one.stamp for one in path]
             if stamps != sorted(stamps) or stamps[-1] > self.newest:
                 raise AssertionError(f"something before {run} goes earlier: {stamps}")
+            if run.branches != branches[run.hashes[-1]]:
+                raise AssertionError(f"{branches[run.hashes[-1]]} runs are behind {run}")
 
 
 class ApproxIndex:
@@ -195,7 +256,7 @@ class ApproxIndex:
         self._tick = 0
 
     def listed(self) -> tuple[int, int]:
-        """Blocks that are listed, and runs, over all targets. Runs are no more than blocks."""
+        """Blocks that are listed, and heap entries, over all targets. The latter are no more than blocks."""
         assumed = self._targets.values()
         return sum(len(one.runs) for one in assumed), sum(len(one.turns) for one in assumed)
 
@@ -245,7 +306,7 @@ class ApproxIndex:
         """
         for target, assumed in self._targets.items():
             told: set[int] = set()
-            for run in sorted((assumed.runs[turn.last] for turn in assumed.turns), key=_turn):
+            for run in sorted(assumed.all_runs(), key=_turn):
                 if not run.own or run.stamp.expires <= now or run.hashes[-1] in told:
                     continue
                 path = list(assumed.path(run))
@@ -273,6 +334,11 @@ class ApproxIndex:
 
 def _turn(run: _Run) -> _Turn:
     return run.turn
+
+
+def _are_one(before: _Run, run: _Run) -> bool:
+    """Whether they were last used together, and nothing else branches off between them."""
+    return before.branches == 1 and run.before == before.hashes[-1] and run.stamp == before.stamp
 
 
 def _shared_blocks(run: array[int], chain: array[int], start: int) -> int:

@@ -233,6 +233,23 @@ def test_cost_of_a_renewal_does_not_grow_with_its_blocks(approx: ApproxIndex) ->
     assert first == second
 
 
+def test_branches_that_went_leave_no_trace(approx: ApproxIndex) -> None:
+    """Prompts that end, or go elsewhere, at every block of a shared prefix do not divide it for good."""
+    chain = list(range(500))
+    approx.insert(T1, chain, now=0.0)
+    whole = instructions(approx.insert, T1, chain, 0.0)
+    for place in range(1, 500):
+        approx.insert(T1, chain[:place], now=1.0)
+        approx.insert(T1, [*chain[:place], 1000 + place], now=1.0)
+
+    approx.insert(T1, chain, now=2.0)
+    approx.expire(11.0)
+    approx.insert(T1, chain, now=11.0)
+
+    assert whole == instructions(approx.insert, T1, chain, 11.0)
+    approx.check()
+
+
 def test_old_news_is_no_walk_past_the_new() -> None:
     """A snapshot's entry has less time left than the new ones; how many those are costs nothing."""
     costs = []
@@ -348,3 +365,28 @@ def test_any_history_is_as_specified(
         for _, entry, seconds_left in approx.own_entries(now):
             assert set(entry) <= held
             assert all(naive.stamps[hash_][0] >= now + (seconds_left or math.inf) - 1e-9 for hash_ in entry)
+
+
+odd_chains = st.lists(st.integers(0, 9), min_size=1, max_size=9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(odd_chains, st.sampled_from([0.0, 0.5, 2.0]), st.sampled_from([None, 0.5])), min_size=5
+    )
+)
+def test_odd_chains_do_no_harm(history: list[tuple[list[int], float, float | None]]) -> None:
+    """A peer names blocks twice, or in any order: each still goes when the specification says."""
+    index, now = BlockIndex(), 0.0
+    approx, naive = ApproxIndex(index, 5.0), NaiveApprox(5.0)
+    for chain, seconds, left_s in history:
+        now += seconds
+        approx.expire(now)
+        naive.expire(now)
+        approx.insert(T1, chain, now, ttl_s=left_s, own=True, capacity=6)
+        naive.insert(chain, now, left_s, 6)
+
+        assert set(naive.stamps) == {hash_ for hash_ in range(10) if index.holds(T1, hash_)}
+        assert all(entry for _, entry, _ in approx.own_entries(now))
+        approx.check()
