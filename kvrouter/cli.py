@@ -20,7 +20,7 @@ usage: kvrouter COMMAND [flags]
   mocker     a simulated engine with vLLM's HTTP surface and KV-event wire
   simulate   a trace through simulated engines, each routing mode in turn, in virtual time
   nats       the embedded NATS server on 127.0.0.1, until stopped
-  verify     compares what live replicas hold: the same blocks, the same bookings?
+  verify     compares what live replicas hold: the same blocks, the same bookings, and their owners'?
 
 `kvrouter COMMAND --help` lists a command's flags. `kvrouter --version` prints the version.
 """
@@ -90,8 +90,10 @@ def _nats(arguments: Sequence[str]) -> int:
 
 
 def _verify(arguments: Sequence[str]) -> int:
+    from kvrouter.telemetry.logs import set_up_logs
     from kvrouter.verify import main as run
 
+    set_up_logs("error")  # the result says it
     return run(arguments)
 
 

@@ -102,8 +102,8 @@ def _number(text: str) -> float:
     return value
 
 
-def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """--nats and who to be there, --namespace, --heartbeat-s, --core, --log-level, --log-format."""
+def add_nats_flags(parser: argparse.ArgumentParser) -> None:
+    """--nats and who to be there, --namespace."""
     nats = parser.add_argument_group("NATS")
     nats.add_argument(
         "--nats",
@@ -118,6 +118,11 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--namespace", type=identifier, default="default", help="keeps fleets on one NATS apart"
     )
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of `add_nats_flags`, --heartbeat-s, --core, --log-level, --log-format."""
+    add_nats_flags(parser)
     parser.add_argument(
         "--heartbeat-s",
         type=heartbeat,
@@ -149,7 +154,7 @@ def use_core(core: str | None) -> None:
 
 
 def nats_options(flags: argparse.Namespace) -> NatsOptions:
-    """What the flags of `add_common_flags` say about NATS. Raises ConfigError."""
+    """What the flags of `add_nats_flags` say about NATS. Raises ConfigError."""
     options = NatsOptions(
         servers=tuple(url.strip() for url in flags.nats.split(",") if url.strip()),
         user=flags.nats_user,

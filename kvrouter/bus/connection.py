@@ -72,7 +72,7 @@ class Bus:
         self._receivers: dict[str, list[OnMessage]] = {}
         """By subject. A subject stays subscribed when its last receiver has gone: a process has few."""
         self._connect_callbacks: list[Callable[[], None]] = []
-        self._outbox: deque[tuple[str, bytes]] = deque()
+        self._outbox: deque[tuple[str, bytes, str]] = deque()
         self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
         self._closing = False
@@ -106,12 +106,15 @@ class Bus:
         """The server's limit for one message, in bytes."""
         return self._client.max_payload if self._client is not None else 1024 * 1024
 
-    def publish(self, subject: str, payload: bytes) -> bool:
-        """Queue a message, in order. False, and nothing is sent, while NATS is away."""
+    def publish(self, subject: str, payload: bytes, reply: str = "") -> bool:
+        """Queue a message, in order. False, and nothing is sent, while NATS is away.
+
+        `reply`: a subject for answers, where more than the first one is to be seen (else see `request`).
+        """
         if not self.connected or self._outbox_bytes + len(payload) > OUTBOX_BYTES:
             self.counters.unsent += 1
             return False
-        self._outbox.append((subject, payload))
+        self._outbox.append((subject, payload, reply))
         self._outbox_bytes += len(payload)
         self._outbox_filled.set()
         return True
@@ -249,16 +252,16 @@ class Bus:
 
     async def _send_outbox(self) -> None:
         while self._outbox:
-            subject, payload = self._outbox.popleft()
+            subject, payload, reply = self._outbox.popleft()
             self._outbox_bytes -= len(payload)
-            await self._send(subject, payload)
+            await self._send(subject, payload, reply)
 
-    async def _send(self, subject: str, payload: bytes) -> None:
+    async def _send(self, subject: str, payload: bytes, reply: str) -> None:
         if self._client is None or not self.connected or len(payload) > self.max_payload:
             self.counters.unsent += 1
             return  # whoever misses it asks for a replay
         try:
-            await self._client.publish(subject, payload)
+            await self._client.publish(subject, payload, reply)
             self.counters.published += 1
             self.counters.published_bytes += len(payload)
         except (Exception, asyncio.CancelledError) as error:

@@ -162,7 +162,7 @@ def read_options(arguments: argparse.Namespace) -> AgentOptions:
         max_sequences=arguments.max_num_seqs,
         labels=dict(_read_label(text) for text in arguments.label),
         metrics=read_metric_flags(arguments.metric),
-        api_key=_read_key(arguments.engine_api_key_file),
+        api_key=read_key(arguments.engine_api_key_file),
         tls_ca=_read_tls_ca(arguments.worker_tls_ca),
         flush_s=arguments.kv_flush_ms / 1000,
         heartbeat_s=arguments.heartbeat_s,
@@ -240,7 +240,8 @@ def _read_tls_ca(path: Path | None) -> Path | None:
     return path
 
 
-def _read_key(path: Path | None) -> str | None:
+def read_key(path: Path | None) -> str | None:
+    """The key in the file of --engine-api-key-file. Raises ConfigError."""
     if path is None:
         return None
     try:

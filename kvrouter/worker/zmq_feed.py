@@ -195,7 +195,9 @@ class ZmqFeed:
 
     async def _replay(self, from_seq: int) -> None:
         """Ask once and report the whole answer, or that there was none."""
-        batches = await self._ask(from_seq)
+        assert self._options.replay is not None
+        endpoint, timeout_s = self._options.replay, self._options.replay_timeout_s
+        batches = await ask_replay(self._context, endpoint, from_seq, timeout_s)
         self._tell_outage(batches is not None, from_seq)
         if batches is None:
             await self._inbox.put(partial(EngineStream.replay_failed, asked=from_seq))
@@ -210,33 +212,6 @@ class ZmqFeed:
             log.info("engine.replays_again", endpoint=self._options.replay)
         self._has_replays = is_answered
 
-    async def _ask(self, from_seq: int) -> list[Numbered] | None:
-        assert self._options.replay is not None
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.set(zmq.RCVHWM, 0)  # a ROUTER drops what there is no room for
-        dealer.set(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
-        batches: list[Numbered] = []
-        left_bytes, left = MOST_REPLAY_BYTES, MOST_REPLAY_BATCHES
-        try:
-            dealer.connect(self._options.replay)
-            await dealer.send_multipart([b"", from_seq.to_bytes(8, "big")])
-            while left > 0 and left_bytes > 0:
-                async with asyncio.timeout(self._options.replay_timeout_s):
-                    frames = await dealer.recv_multipart()
-                if frames[-2] == _END_OF_REPLAY:
-                    return batches
-                batch = _numbered(frames[-2:])
-                if batch is not None:
-                    batches.append(batch)
-                left, left_bytes = left - 1, left_bytes - sum(map(len, frames))
-                if left % _INBOX_BATCHES == 0:
-                    await asyncio.sleep(0)
-            return None
-        except (TimeoutError, IndexError, zmq.ZMQError):
-            return None
-        finally:
-            dealer.close(linger=0)
-
     def _count_malformed(self, frames: int) -> None:
         self.malformed += 1
         if self.malformed == 1:
@@ -247,6 +222,36 @@ async def _watch(reader: asyncio.Task[None]) -> None:
     """End as the reader does."""
     await asyncio.wait([reader])
     reader.result()
+
+
+async def ask_replay(
+    context: zmq.asyncio.Context, endpoint: str, from_seq: int, timeout_s: float
+) -> list[Numbered] | None:
+    """All batches that an engine still has from a number on; None if it pauses longer, or does not end."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.set(zmq.RCVHWM, 0)  # a ROUTER drops what there is no room for
+    dealer.set(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
+    batches: list[Numbered] = []
+    left_bytes, left = MOST_REPLAY_BYTES, MOST_REPLAY_BATCHES
+    try:
+        dealer.connect(endpoint)
+        await dealer.send_multipart([b"", from_seq.to_bytes(8, "big")])
+        while left > 0 and left_bytes > 0:
+            async with asyncio.timeout(timeout_s):
+                frames = await dealer.recv_multipart()
+            if frames[-2] == _END_OF_REPLAY:
+                return batches
+            batch = _numbered(frames[-2:])
+            if batch is not None:
+                batches.append(batch)
+            left, left_bytes = left - 1, left_bytes - sum(map(len, frames))
+            if left % _INBOX_BATCHES == 0:
+                await asyncio.sleep(0)
+        return None
+    except (TimeoutError, IndexError, zmq.ZMQError):
+        return None
+    finally:
+        dealer.close(linger=0)
 
 
 def _nothing(stream: EngineStream) -> Step:

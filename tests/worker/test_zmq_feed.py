@@ -13,8 +13,9 @@ import zmq.asyncio
 from structlog.testing import capture_logs
 
 from kvrouter.errors import ConfigError
+from kvrouter.worker import zmq_feed
 from kvrouter.worker.stream import Action, Apply, Numbered
-from kvrouter.worker.zmq_feed import FeedOptions, ZmqFeed
+from kvrouter.worker.zmq_feed import FeedOptions, ZmqFeed, ask_replay
 from tests.worker.fake_engine import EventSockets
 
 
@@ -114,16 +115,18 @@ async def test_no_replay_answer(engine: EventSockets, free_port: Callable[[], in
 
 async def test_outage_of_replays_is_told_once(engine: EventSockets, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that restarts answers no replay until its first event: one line, and one when it does."""
-    ask, asked, enough = ZmqFeed._ask, 0, asyncio.Event()
+    ask, asked, enough = ask_replay, 0, asyncio.Event()
 
-    async def ask_in_vain_at_times(feed: ZmqFeed, from_seq: int) -> list[Numbered] | None:
+    async def ask_in_vain_at_times(
+        context: zmq.asyncio.Context, endpoint: str, from_seq: int, timeout_s: float
+    ) -> list[Numbered] | None:
         nonlocal asked
         asked += 1
         if asked == 10:
             enough.set()
-        return None if 2 <= asked <= 8 else await ask(feed, from_seq)
+        return None if 2 <= asked <= 8 else await ask(context, endpoint, from_seq, timeout_s)
 
-    monkeypatch.setattr(ZmqFeed, "_ask", ask_in_vain_at_times)
+    monkeypatch.setattr(zmq_feed, "ask_replay", ask_in_vain_at_times)
     with capture_logs() as logs:
         async with running(replace(options(engine), verify_after_s=0.01)), asyncio.timeout(5):
             await enough.wait()

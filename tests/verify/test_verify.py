@@ -17,6 +17,7 @@ from kvrouter.core.beats import RouterBeat, encode
 from kvrouter.core.events import VERSION
 from kvrouter.core.ids import RouterId
 from kvrouter.verify import Comparison, Report, VerifyError, compare, main, read_view
+from kvrouter.verify.comparison import Copy, EngineCheck, FeedKey, OwnersView
 from tests.frontend.fleet import running_fleet
 
 Json = dict[str, Any]
@@ -220,6 +221,97 @@ def test_another_version() -> None:
     """A /workers without what is compared is refused, not found equal."""
     with pytest.raises(VerifyError, match=r"u/workers is not what this version of kvrouter says"):
         read_view("u", {"router_id": "r0"})
+
+
+# --- the owners of blocks ---
+
+
+def owned(
+    *frames: tuple[int, str], engine: EngineCheck | None = None, errors: tuple[str, ...] = ()
+) -> OwnersView:
+    """What w1's agent held at these frames of incarnation 1: 5 blocks each, of this digest."""
+    key = FeedKey("kv", "p", "w1/0")
+    copies = [(key, Copy(1, seq, (("device", 5, digest),))) for seq, digest in frames]
+    return OwnersView(copies, {key: engine} if engine else {}, errors)
+
+
+def with_owners(view: OwnersView, *bodies: Json) -> Report:
+    """One look at replicas, then at owners."""
+    said = Said(bodies)
+    said.comparison.add_owners(view)
+    return said.report
+
+
+def test_equal_to_its_agent() -> None:
+    """The agent is met at whatever frame a replica stands; one replica is enough."""
+    view = owned((9, "a"), (10, AGREED), (11, "b"), engine=EngineCheck("equal"))
+    report = with_owners(view, body("r0"))
+
+    assert report.is_equal
+    (row,) = [row for row in report.rows if row.feed == KV]
+    assert (10, 2, "equal", "equal") == (row.seq, row.parties, row.agent, row.engine)
+    assert 2 == len([note for note in report.notes if "their owner was not asked" in note])
+
+
+def test_wrong_alike() -> None:
+    """Replicas that agree and hold something else than their agent."""
+    report = with_owners(owned((10, "a")), body("r0"), body("r1"))
+
+    assert (
+        f"{KV}, as of frame 1:10: u0 holds device 5 ({AGREED}), its agent device 5 (a)" in report.differences
+    )
+    (row,) = [row for row in report.rows if row.feed == KV]
+    assert (False, "different", None) == (row.is_equal, row.agent, row.engine)
+
+
+def test_frames_that_were_never_published() -> None:
+    """A forged snapshot's number: both replicas stand where their agent has not been."""
+    report = with_owners(owned((10, AGREED)), body("r0", seq=1000), body("r1", seq=1000))
+
+    at = "is at frame 1:1000, which its agent has not published: that is at 1:10"
+    assert [f"{KV}: u0 {at}", f"{KV}: u1 {at}"] == report.differences
+
+
+def test_wider_tier_that_adds_nothing() -> None:
+    """Whether it is named makes no difference."""
+    host = body("r0")
+    host["targets"][0]["tiers"].append({"tier": "host", "blocks": 5, "digest": AGREED})
+
+    assert with_owners(owned((10, AGREED)), host, body("r1")).is_equal
+
+
+def test_worker_without_agent() -> None:
+    """A target that nobody announces, an agent that does not answer, one that no replica follows."""
+    nobody = OwnersView([], {}, ())
+    key = FeedKey("kv", "p", "w1/0")
+    mute = OwnersView([(key, Copy(0, 0, (), trouble="it does not answer"))], {}, ())
+    other = OwnersView([*owned((10, AGREED)).copies, (FeedKey("kv", "p", "w2/0"), Copy(1, 1, ()))], {}, ())
+
+    assert [f"{KV}: no agent announces them"] == with_owners(nobody, body("r0")).differences
+    assert [f"{KV}: its agent: it does not answer"] == with_owners(mute, body("r0")).differences
+    assert ["blocks of w2/0 in p: u0 does not follow them"] == with_owners(other, body("r0")).differences
+
+
+def test_engine_says_otherwise() -> None:
+    """What differs is a difference; what was not compared is a note."""
+    differs = EngineCheck("different", ("its agent publishes 1 block",))
+    unchecked = EngineCheck("not checked", ("no replay",))
+
+    assert [f"{KV}: its agent publishes 1 block"] == with_owners(
+        owned((10, AGREED), engine=differs), body("r0")
+    ).differences
+    report = with_owners(owned((10, AGREED), engine=unchecked), body("r0"))
+    assert report.is_equal
+    assert f"{KV}: no replay" in report.notes
+
+
+def test_error_of_an_agent() -> None:
+    """It is certain, and said once."""
+    said = Said((body("r0"),))
+    for _ in range(2):
+        said.comparison.add_owners(owned((10, AGREED), errors=("two answers",)))
+
+    assert ["two answers"] == said.differences
 
 
 # --- over HTTP ---

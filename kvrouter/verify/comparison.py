@@ -7,36 +7,29 @@ compared is what two replicas hold as of the same frame of the same feed: (incar
 live traffic two readers stand at the same frame often, if only for moments, so one looks until each
 replica has been met at a common frame. A replica that is never met there, or stays behind, is
 reported when the time is up; different contents at the same frame are reported at once.
+
+With `--owners` the agents are one more party (see agents.py), which says what it held at every frame; and
+each agent is compared with its engine (see engines.py).
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import os
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-import aiohttp
-import msgspec
-from rich.console import Console
-from rich.table import Table
-
-from kvrouter.config import up_to_a_day
 from kvrouter.errors import KvRouterError
-from kvrouter.tls import trusting
 
-EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
-_LOOK_EVERY_S = 0.02
-_ANSWER_TIMEOUT_S = 5.0
 _SILENT_ROUNDS = 2
 """A replica that is heard in every round is silent for 0 or 1 of them."""
-_PIPE_WIDTH = 160
-"""Columns where no terminal says how many it has: 80 would break digests."""
+AGENT = "its agent"
+"""The party that publishes a target's blocks."""
+
+Verdict: TypeAlias = Literal["equal", "different", "equal in part", "not checked"]
+EQUAL: Verdict = "equal"
+DIFFERENT: Verdict = "different"
+IN_PART: Verdict = "equal in part"
+NOT_CHECKED: Verdict = "not checked"
 
 Content: TypeAlias = tuple[tuple[str, int, str], ...]
 """(what, count, digest) of every set that a feed fills."""
@@ -132,14 +125,44 @@ def _contents(body: Mapping[str, Any]) -> Iterator[tuple[FeedKey, Content]]:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineCheck:
+    """What an agent's engine, by its own events, says of what the agent publishes."""
+
+    verdict: Verdict
+    texts: Sequence[str] = ()
+    """What differs, or what was not compared and why."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another look is not needed: what differs may pass, because an agent needs its time."""
+        return self.verdict != DIFFERENT
+
+
+@dataclass(frozen=True, slots=True)
+class OwnersView:
+    """One look at the owners of blocks."""
+
+    copies: Sequence[tuple[FeedKey, Copy]]
+    """What agents held, at each frame since the look before; the last of a feed is as of now."""
+    engines: Mapping[FeedKey, EngineCheck]
+    errors: Sequence[str]
+    """What no agent that is well would do."""
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One feed in the result. `seq` is the newest frame at which two replicas were compared; 0: none."""
+    """One feed in the result. `seq` is the newest frame at which two parties were compared; 0: none."""
 
     feed: str
     incarnation: int
     seq: int
     content: Content
     is_equal: bool
+    parties: int
+    """How many hold the same: replicas, and the agent if it was asked."""
+    agent: Verdict | None = None
+    engine: Verdict | None = None
+    """None: not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +207,8 @@ class _Track:
         if not copy.lag:
             self.in_step.add(url)
         here = self.seen.setdefault(copy.seq, {})
-        different = [other for other, content in here.items() if content != copy.content]
+        held = _distinct(copy.content)
+        different = [other for other, content in here.items() if _distinct(content) != held]
         for other in here.keys() - {url, *different}:
             self._unite(url, other)
             self.last = max(self.last, (copy.seq, copy.content), key=lambda last: last[0])
@@ -198,6 +222,13 @@ class _Track:
             self.met[url] = together
 
 
+def _distinct(content: Content) -> Content:
+    """Without wide tier sets that hold no more than the one before: not everybody has been told of them."""
+    if len(content) > 1 and content[-1][1:] == content[-2][1:]:
+        return _distinct(content[:-1])
+    return content
+
+
 class Comparison:
     """What is known of the replicas so far. Pure: views go in, words come out."""
 
@@ -206,6 +237,9 @@ class Comparison:
         """Certain: other contents at the same frame, or settings that exclude agreement."""
         self._tracks: dict[FeedKey, _Track] = {}
         self._latest: dict[str, View] = {}
+        self._owned: dict[FeedKey, Copy] | None = None
+        """What agents hold now; None: they are not asked."""
+        self._engines: Mapping[FeedKey, EngineCheck] = {}
 
     def add(self, views: Sequence[View]) -> None:
         """One look at all replicas. Raises VerifyError if they are not the different ones they should be."""
@@ -220,26 +254,51 @@ class Comparison:
         if len({view.router_id for view in views}) < len(views):
             raise VerifyError(f"the same replica under two URLs: {', '.join(view.url for view in views)}")
         for view in views:
-            self._note(view)
+            for key, copy in view.copies.items():
+                self._note(key, view.url, copy)
 
-    def _note(self, view: View) -> None:
-        for key, copy in view.copies.items():
-            for other in self._tracks.setdefault(key, _Track()).note(view.url, copy):
-                held = self._tracks[key].seen[copy.seq]
-                text = (
-                    f"{key}, as of frame {copy.incarnation}:{copy.seq}: {other} holds"
-                    f" {_shown(held[other])}, {view.url} {_shown(copy.content)}"
-                )
-                self.differences.append(text)
+    def add_owners(self, view: OwnersView) -> None:
+        """One look at agents and engines, taken after the look at the replicas."""
+        self._owned = dict(view.copies)
+        self._engines = view.engines
+        for key, copy in view.copies:
+            self._note(key, AGENT, copy)
+        self.differences += [error for error in view.errors if error not in self.differences]
+
+    def _note(self, key: FeedKey, party: str, copy: Copy) -> None:
+        for other in self._tracks.setdefault(key, _Track()).note(party, copy):
+            held = self._tracks[key].seen[copy.seq]
+            text = (
+                f"{key}, as of frame {copy.incarnation}:{copy.seq}: {other} holds"
+                f" {_shown(held[other])}, {party} {_shown(copy.content)}"
+            )
+            self.differences.append(text)
 
     def pending(self) -> list[str]:
         """What keeps the replicas from being found equal now; under traffic it may pass."""
-        views = list(self._latest.values())
-        keys = sorted({key for view in views for key in view.copies})
-        return [*_strangers(views), *(text for key in keys for text in self._pending(key, views))]
+        views, keys = list(self._latest.values()), self._keys()
+        engines = [
+            f"{key}: {text}"
+            for key, check in sorted(self._engines.items())
+            for text in check.texts
+            if check.verdict == DIFFERENT
+        ]
+        return [*_strangers(views), *(text for key in keys for text in self._pending(key, views)), *engines]
+
+    def _keys(self) -> list[FeedKey]:
+        followed = {key for view in self._latest.values() for key in view.copies}
+        return sorted(followed.union(self._owned or ()))
 
     def _pending(self, key: FeedKey, views: Sequence[View]) -> Iterator[str]:
         track, standing = self._tracks[key], dict[str, Copy]()
+        if self._owned is not None and key.kind == "kv":
+            owned = self._owned.get(key)
+            if owned is None:
+                yield f"{key}: no agent announces them"
+            elif owned.trouble:
+                yield f"{key}: {AGENT}: {owned.trouble}"
+            else:
+                standing[AGENT] = owned
         for view in views:
             copy = view.copies.get(key)
             if key.kind == "sync" and not view.is_synced:
@@ -258,15 +317,30 @@ class Comparison:
     def report(self, looks: int, seconds: float) -> Report:
         """The result, as of now."""
         views = list(self._latest.values())
-        unsettled = {key for key in self._tracks if any(self._pending(key, views))}
-        rows = []
-        for key in sorted({key for view in views for key in view.copies}):
-            track = self._tracks[key]
-            is_equal = not track.differs and key not in unsettled
-            rows.append(Row(str(key), track.incarnation, *track.last, is_equal))
+        rows = [self._row(key, views) for key in self._keys()]
         differences = [*self.differences, *self.pending()]
         replicas = {view.url: view.router_id for view in views}
-        return Report(replicas, rows, differences, list(_silences(views)), looks, seconds)
+        notes = [*_silences(views), *self._not_compared()]
+        return Report(replicas, rows, differences, notes, looks, seconds)
+
+    def _row(self, key: FeedKey, views: Sequence[View]) -> Row:
+        track, check = self._tracks[key], self._engines.get(key)
+        is_equal = not track.differs and not any(self._pending(key, views))
+        together = max(track.met.values(), key=len, default=set[str]())
+        agent = None
+        if self._owned is not None and key.kind == "kv":
+            agent = EQUAL if AGENT in track.met and not track.differs else DIFFERENT
+        engine = check.verdict if check is not None else None
+        return Row(str(key), track.incarnation, *track.last, is_equal, len(together), agent, engine)
+
+    def _not_compared(self) -> Iterator[str]:
+        for key, check in sorted(self._engines.items()):
+            for text in check.texts if check.is_final else ():
+                yield f"{key}: {text}"
+        asked = {view.router_id for view in self._latest.values()}
+        for key in self._keys() if self._owned is not None else ():
+            if key.kind == "sync" and key.owner not in asked:
+                yield f"{key}: their owner was not asked: give it as a --replica, too"
 
 
 def _strangers(views: Sequence[View]) -> Iterator[str]:
@@ -305,94 +379,3 @@ def _apart(key: FeedKey, track: _Track, standing: Mapping[str, Copy]) -> Iterato
 
 def _shown(content: Content) -> str:
     return ", ".join(f"{what} {count} ({digest})" for what, count, digest in content) or "nothing"
-
-
-async def compare(
-    urls: Sequence[str], *, timeout_s: float, tls_ca: Path | None = None, tls_name: str | None = None
-) -> Report:
-    """Look at the replicas until they are found equal or different. Raises VerifyError."""
-    comparison, looks, started = Comparison(), 0, time.monotonic()
-    timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(ssl=trusting(tls_ca, "--tls-ca"))
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-        while True:
-            comparison.add(await asyncio.gather(*(_look(http, url, tls_name) for url in urls)))
-            looks += 1
-            seconds = time.monotonic() - started
-            if comparison.differences or seconds >= timeout_s or not comparison.pending():
-                return comparison.report(looks, seconds)
-            await asyncio.sleep(_LOOK_EVERY_S)
-
-
-async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> View:
-    try:
-        async with http.get(f"{url}/workers", server_hostname=tls_name) as response:
-            body = await response.read()
-            if response.status != 200:
-                raise VerifyError(f"{url}/workers answers {response.status}")
-        return read_view(url, msgspec.json.decode(body, type=dict[str, Any]))
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise VerifyError(f"{url} cannot be reached: {error or type(error).__name__}") from None
-    except msgspec.DecodeError as error:
-        raise VerifyError(f"{url}/workers is not JSON: {error}") from None
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, print, and say it in the exit code."""
-    flags = _parser().parse_args(arguments)
-    urls = [_url(text) for text in flags.replica]
-    try:
-        if len(set(urls)) < max(2, len(urls)):
-            raise VerifyError("give two different replicas or more: --replica URL --replica URL")
-        report = asyncio.run(
-            compare(urls, timeout_s=flags.timeout, tls_ca=flags.tls_ca, tls_name=flags.tls_name)
-        )
-        if flags.json is not None:
-            flags.json.write_text(as_json(report))
-    except (KvRouterError, OSError) as error:
-        print(f"kvrouter verify: {error}", file=sys.stderr)  # noqa: T201
-        return UNUSABLE
-    is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
-    show(Console(width=None if is_wide else _PIPE_WIDTH), report)
-    return EQUAL if report.is_equal else DIFFERENT
-
-
-def show(console: Console, report: Report) -> None:
-    """The table, then the differences or the verdict."""
-    table = Table("feed", "frame", "held", "")
-    for row in report.rows:
-        held = "\n".join(f"{what} {count:,} {digest}" for what, count, digest in row.content)
-        table.add_row(row.feed, str(row.seq), held, "equal" if row.is_equal else "[bold red]different[/]")
-    console.print(table)
-    for text in report.differences:
-        console.print(f"different: {text}", markup=False, highlight=False, soft_wrap=True)
-    for text in report.notes:
-        console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
-    looked = f"{len(report.replicas)} replicas, {report.looks} looks in {report.seconds:.2f} s"
-    console.print(f"{'equal' if report.is_equal else 'different'}: {looked}", highlight=False)
-
-
-def as_json(report: Report) -> str:
-    """The same for machines."""
-    return msgspec.json.format(
-        msgspec.json.encode({"equal": report.is_equal, **asdict(report)}), indent=2
-    ).decode()
-
-
-def _url(text: str) -> str:
-    return (text if "://" in text else f"http://{text}").rstrip("/")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvrouter verify",
-        description="Compare the blocks and bookings that live replicas hold, also under traffic.",
-        epilog="Exit code 0: equal; 1: different; 2: a replica cannot be reached, or wrong flags.",
-    )
-    add = parser.add_argument
-    add("--replica", action="append", default=[], metavar="URL", help="a frontend; at least two")
-    add("--timeout", type=up_to_a_day, default=15.0, metavar="S", help="how long to look (%(default)s)")
-    add("--tls-ca", type=Path, metavar="FILE", help="authorities trusted beside the system's, for https://")
-    add("--tls-name", metavar="NAME", help="name in the certificates, where it is not the URLs'")
-    add("--json", type=Path, metavar="FILE", help="write the result there, too")
-    return parser

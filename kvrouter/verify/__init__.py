@@ -1,0 +1,6 @@
+"""`kvrouter verify`: whether replicas, agents and engines hold the same."""
+
+from kvrouter.verify.command import compare, main
+from kvrouter.verify.comparison import Comparison, Report, VerifyError, read_view
+
+__all__ = ["Comparison", "Report", "VerifyError", "compare", "main", "read_view"]

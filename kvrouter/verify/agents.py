@@ -1,0 +1,232 @@
+"""What agents publish, asked of each of them over NATS.
+
+    hello ──> heartbeats, each with the card ──> the ranks there are
+    question to an agent ──> a snapshot, then all frames after it ──> one Copy per frame
+
+Replicas follow live frames; this asks for each frame by its number. So it meets every replica at the frame
+where that stands, however fast frames come, and what was only said on a live subject does not reach it.
+
+In core NATS whoever may subscribe may answer a question, and a reader takes the first answer. Here every
+answer is counted: more than one to any question is an error of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvrouter.bus import Bus, Subjects
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat, decode_worker_beat
+from kvrouter.core.events import (
+    VERSION,
+    Check,
+    Decoded,
+    ReplayRequest,
+    SnapshotChunk,
+    decode_answer,
+    decode_frame,
+    encode,
+)
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.sources import WorkerSource
+from kvrouter.errors import MalformedFrameError
+from kvrouter.verify.comparison import Copy, FeedKey, VerifyError
+from kvrouter.verify.tier_sets import TierSets
+
+ANSWER_TIMEOUT_S = 2.0
+LOOK_TIMEOUT_S = 20.0
+"""For all questions to one rank in a look; a large snapshot takes several."""
+AT_ONCE = 64
+
+Ask: TypeAlias = Callable[[ReplayRequest], Awaitable[bytes]]
+
+
+class AgentError(VerifyError):
+    """An agent does not answer, or not as an agent would."""
+
+
+@dataclass(slots=True)
+class _Question:
+    subject: str
+    answer: asyncio.Future[bytes]
+    answers: int = 0
+
+
+class Questions:
+    """Questions over NATS, of which every answer is counted."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.answered_twice: set[str] = set()
+        """Subjects on which a question had more than one answer."""
+        self._bus = bus
+        self._inbox = f"_INBOX.{uuid.uuid4().hex}"
+        self._asked: dict[str, _Question] = {}
+
+    async def begin(self) -> None:
+        """Listen for answers, until the bus is closed."""
+        await self._bus.subscribe(f"{self._inbox}.*", self._take)
+
+    async def ask(self, subject: str, payload: bytes) -> bytes:
+        """The first answer. Raises AgentError if there is none."""
+        reply = f"{self._inbox}.{len(self._asked)}"
+        question = self._asked[reply] = _Question(subject, asyncio.get_running_loop().create_future())
+        self._bus.publish(subject, payload, reply)
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                answer = await question.answer
+        except TimeoutError:
+            raise AgentError("it does not answer") from None
+        if not answer:  # the server's own: there are no responders
+            raise AgentError("nobody answers for it")
+        return answer
+
+    def _take(self, subject: str, data: bytes, _reply: str) -> None:
+        question = self._asked.get(subject)
+        if question is None:
+            return
+        question.answers += 1
+        if question.answers > 1:
+            self.answered_twice.add(question.subject)
+        if not question.answer.done():
+            question.answer.set_result(data)
+
+
+class RankFeed:
+    """One rank's feed as its agent answers for it."""
+
+    def __init__(self, rank: int) -> None:
+        self.blocks = TierSets()
+        self.bad_digest = ""
+        """Where the agent's own digest is not that of its frames; empty if that was never so."""
+        self._rank = rank
+        self._incarnation = self._seq = 0
+        self._loading: TierSets | None = None
+        self._next = ReplayRequest(VERSION, rank, 0, 0)
+
+    async def look(self, ask: Ask, tiers: int) -> list[Copy]:
+        """What it held at each frame since the look before; the last says what is wrong if anything is."""
+        copies: list[Copy] = []
+        trouble, is_last = "", False
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                while not is_last:
+                    is_last = self._take(await ask(self._next), tiers, copies)
+        except (AgentError, MalformedFrameError, TimeoutError) as error:
+            trouble = str(error) or "its answers do not end"
+            self._next = ReplayRequest(VERSION, self._rank, 0, 0)
+        return [*copies, self._copy(tiers, trouble)]
+
+    def _take(self, data: bytes, tiers: int, copies: list[Copy]) -> bool:
+        """One answer. Returns whether it was the last: everything published so far has come."""
+        answer = decode_answer(data)
+        if isinstance(answer, SnapshotChunk):
+            self._take_chunk(answer)
+            return False
+        for frame in map(decode_frame, answer.frames):
+            self._take_frame(frame)
+            copies.append(self._copy(tiers))
+        return not answer.frames or self._seq == answer.seq
+
+    def _take_chunk(self, chunk: SnapshotChunk) -> None:
+        if chunk.chunk == 0:
+            self._loading = TierSets()
+        place = (self._next.snapshot_id, self._next.chunk)
+        if self._loading is None or (chunk.chunk and (chunk.snapshot_id, chunk.chunk) != place):
+            raise AgentError(f"it sent chunk {chunk.chunk} of a snapshot where another was asked for")
+        for op in chunk.ops:
+            self._loading.apply(op)
+        part, following = (VERSION, self._rank, chunk.incarnation), chunk.chunk + 1
+        self._next = ReplayRequest(*part, 0, chunk.snapshot_id, following)
+        if following == chunk.chunks:
+            self.blocks, self._loading = self._loading, None
+            self._incarnation, self._seq = chunk.incarnation, chunk.as_of_seq
+            self._next = ReplayRequest(*part, self._seq + 1)
+
+    def _take_frame(self, frame: Decoded) -> None:
+        if frame.ops is None or (frame.incarnation, frame.seq) != (self._incarnation, self._seq + 1):
+            raise AgentError(f"it sent frame {frame.incarnation}:{frame.seq} where another was asked for")
+        for op in frame.ops:
+            if not self.blocks.apply(op) and isinstance(op, Check):
+                self.bad_digest = f"as of frame {frame.incarnation}:{frame.seq}"
+        self._seq = frame.seq
+        self._next = ReplayRequest(VERSION, self._rank, self._incarnation, self._seq + 1)
+
+    def _copy(self, tiers: int, trouble: str = "") -> Copy:
+        return Copy(self._incarnation, self._seq, self.blocks.content(tiers), trouble=trouble)
+
+
+class Agents:
+    """All agents of a namespace. Nothing is announced here: replicas do not see who asks."""
+
+    def __init__(self, bus: Bus, subjects: Subjects) -> None:
+        self.feeds: dict[FeedKey, RankFeed] = {}
+        self._bus = bus
+        self._subjects = subjects
+        self._questions = Questions(bus)
+        self._beats: dict[WorkerId, WorkerBeat] = {}
+        self._cards: dict[WorkerId, Card] = {}
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    async def begin(self) -> None:
+        """Listen, and have all agents announce themselves at each connection."""
+        await self._questions.begin()
+        await self._bus.subscribe(self._subjects.live_worker(WorkerId("*")), self._hear)
+        self._bus.on_connect(self._say_hello)
+
+    async def look(self) -> list[tuple[FeedKey, Copy]]:
+        """What every rank held at each frame since the look before."""
+        known = {key: (card, rank.rank) for key, card, _, rank in self.ranks()}
+        self.feeds = {key: self.feeds.get(key) or RankFeed(rank) for key, (_, rank) in known.items()}
+        looks = [self._look(key, card) for key, (card, _) in known.items()]
+        return [found for look in await asyncio.gather(*looks) for found in look]
+
+    def ranks(self) -> Iterator[tuple[FeedKey, Card, WorkerBeat, RankBeat]]:
+        """Every rank that publishes events, as heartbeats and cards have it."""
+        for worker_id, card in self._cards.items():
+            beat = self._beats[worker_id]
+            for rank in beat.ranks if card.publishes_events else ():
+                if rank.rank < card.ranks:
+                    yield FeedKey("kv", beat.pool, f"{worker_id}/{rank.rank}"), card, beat, rank
+
+    def errors(self) -> Iterator[str]:
+        """What no agent that is well would do."""
+        for subject in sorted(self._questions.answered_twice):
+            worker_id = subject.rpartition(".")[2]
+            yield (
+                f"agent {worker_id}: a question to it had two answers: another process answers in its name,"
+                " or its id is used twice"
+            )
+        for key, feed in self.feeds.items():
+            if feed.bad_digest:
+                yield f"{key}, {feed.bad_digest}: its agent's digest is not that of what it has published"
+
+    async def _look(self, key: FeedKey, card: Card) -> list[tuple[FeedKey, Copy]]:
+        subject = self._subjects.kv_replay(WorkerId(card.worker_id))
+
+        async def ask(request: ReplayRequest) -> bytes:
+            return await self._questions.ask(subject, encode(request))
+
+        async with self._turns:
+            return [(key, copy) for copy in await self.feeds[key].look(ask, len(card.tiers))]
+
+    def _say_hello(self) -> None:
+        self._bus.publish(self._subjects.hello, b"")
+
+    def _hear(self, subject: str, data: bytes, _reply: str) -> None:
+        source = self._subjects.parse_live(subject)
+        if not isinstance(source, WorkerSource):
+            return
+        try:
+            beat = decode_worker_beat(data, source.worker_id)
+        except MalformedFrameError:
+            return
+        if beat.state == "leave":
+            self._beats.pop(source.worker_id, None)
+            self._cards.pop(source.worker_id, None)
+            return
+        self._beats[source.worker_id] = beat
+        if beat.card is not None:
+            self._cards[source.worker_id] = beat.card

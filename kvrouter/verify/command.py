@@ -1,0 +1,188 @@
+"""`kvrouter verify` on the command line: looks until all is equal or different, prints it, exits with it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvrouter.config import add_nats_flags, nats_options, up_to_a_day
+from kvrouter.errors import KvRouterError
+from kvrouter.tls import trusting
+from kvrouter.verify.comparison import Comparison, Report, Row, VerifyError, View, read_view
+from kvrouter.verify.engines import EngineAccess
+from kvrouter.verify.owners import Owners
+from kvrouter.worker.options import read_key
+
+EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
+_LOOK_EVERY_S, _LOOK_AT_OWNERS_EVERY_S = 0.02, 0.1
+_ANSWER_TIMEOUT_S = 5.0
+_PIPE_WIDTH = 160
+"""Columns where no terminal says how many it has: 80 would break digests."""
+
+
+async def compare(
+    urls: Sequence[str],
+    *,
+    timeout_s: float,
+    tls_ca: Path | None = None,
+    tls_name: str | None = None,
+    owners: Owners | None = None,
+) -> Report:
+    """Look at the replicas until they are found equal or different. Raises VerifyError.
+
+    With `owners`: equal to those, too.
+    """
+    comparison, looks, started = Comparison(), 0, time.monotonic()
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(ssl=trusting(tls_ca, "--tls-ca"))
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        while True:
+            comparison.add(await asyncio.gather(*(_look(http, url, tls_name) for url in urls)))
+            if owners is not None:
+                comparison.add_owners(await owners.look())
+            looks += 1
+            seconds = time.monotonic() - started
+            if comparison.differences or seconds >= timeout_s or not comparison.pending():
+                return comparison.report(looks, seconds)
+            await asyncio.sleep(_LOOK_EVERY_S if owners is None else _LOOK_AT_OWNERS_EVERY_S)
+
+
+async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> View:
+    try:
+        async with http.get(f"{url}/workers", server_hostname=tls_name) as response:
+            body = await response.read()
+            if response.status != 200:
+                raise VerifyError(f"{url}/workers answers {response.status}")
+        return read_view(url, msgspec.json.decode(body, type=dict[str, Any]))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise VerifyError(f"{url} cannot be reached: {error or type(error).__name__}") from None
+    except msgspec.DecodeError as error:
+        raise VerifyError(f"{url}/workers is not JSON: {error}") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, print, and say it in the exit code."""
+    flags = _parser().parse_args(arguments)
+    urls = [_url(text) for text in flags.replica]
+    try:
+        if len(set(urls)) < max(1 if flags.owners else 2, len(urls)):
+            raise VerifyError("give two different replicas or more: --replica URL --replica URL")
+        report = asyncio.run(_compare(flags, urls))
+        if flags.json is not None:
+            flags.json.write_text(as_json(report))
+    except (KvRouterError, OSError) as error:
+        print(f"kvrouter verify: {error}", file=sys.stderr)  # noqa: T201
+        return UNUSABLE
+    is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
+    show(Console(width=None if is_wide else _PIPE_WIDTH), report)
+    return EQUAL if report.is_equal else DIFFERENT
+
+
+async def _compare(flags: argparse.Namespace, urls: Sequence[str]) -> Report:
+    async with contextlib.AsyncExitStack() as stack:
+        owners = None
+        if flags.owners:
+            access = EngineAccess(
+                dict(map(_read_replays, flags.kv_replay)),
+                read_key(flags.engine_api_key_file),
+                flags.worker_tls_ca,
+            )
+            opening = Owners.open(nats_options(flags), flags.namespace, access)
+            owners = await stack.enter_async_context(opening)
+        return await compare(
+            urls, timeout_s=flags.timeout, tls_ca=flags.tls_ca, tls_name=flags.tls_name, owners=owners
+        )
+
+
+def show(console: Console, report: Report) -> None:
+    """The table, then the differences or the verdict."""
+    table = Table("feed", "frame", "held", "replicas")
+    asks_owners = any(row.agent for row in report.rows)
+    for name in ("agent", "engine") if asks_owners else ():
+        table.add_column(name)
+    for row in report.rows:
+        held = "\n".join(f"{what} {count:,} {digest}" for what, count, digest in row.content)
+        verdicts = [_verdict(row), row.agent, row.engine] if asks_owners else [_verdict(row)]
+        table.add_row(row.feed, str(row.seq), held, *map(_coloured, verdicts))
+    console.print(table)
+    for text in report.differences:
+        console.print(f"different: {text}", markup=False, highlight=False, soft_wrap=True)
+    for text in report.notes:
+        console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+    looked = f"{len(report.replicas)} replicas, {report.looks} looks in {report.seconds:.2f} s"
+    console.print(f"{'equal' if report.is_equal else 'different'}: {looked}", highlight=False)
+
+
+def _verdict(row: Row) -> str:
+    if not row.is_equal:
+        return "different"
+    return "equal" if row.parties > 1 else "only one"
+
+
+def _coloured(verdict: str | None) -> str:
+    return "[bold red]different[/]" if verdict == "different" else verdict or ""
+
+
+def as_json(report: Report) -> str:
+    """The same for machines."""
+    return msgspec.json.format(
+        msgspec.json.encode({"equal": report.is_equal, **asdict(report)}), indent=2
+    ).decode()
+
+
+def _url(text: str) -> str:
+    return (text if "://" in text else f"http://{text}").rstrip("/")
+
+
+def _read_replays(text: str) -> tuple[str, list[str]]:
+    worker_id, _, endpoints = text.partition("=")
+    if not (worker_id and endpoints):
+        raise VerifyError(f"--kv-replay {text!r}: use WORKER=tcp://HOST:PORT, and a comma between ranks")
+    return worker_id, endpoints.split(",")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvrouter verify",
+        description="Compare the blocks and bookings that live replicas hold, also under traffic.",
+        epilog="Exit code 0: equal; 1: different; 2: a replica or NATS cannot be reached, or wrong flags.",
+    )
+    add = parser.add_argument
+    several = "a frontend; at least two, or one with --owners"
+    add("--replica", action="append", default=[], metavar="URL", help=several)
+    add("--timeout", type=up_to_a_day, default=15.0, metavar="S", help="how long to look (%(default)s)")
+    add("--tls-ca", type=Path, metavar="FILE", help="authorities trusted beside the system's, for https://")
+    add("--tls-name", metavar="NAME", help="name in the certificates, where it is not the URLs'")
+    add("--json", type=Path, metavar="FILE", help="write the result there, too")
+    owners = parser.add_argument_group("owners")
+    owners.add_argument(
+        "--owners",
+        action="store_true",
+        help="compare with what the agents publish, too, and the agents with their engines' own events",
+    )
+    owners.add_argument(
+        "--kv-replay",
+        action="append",
+        default=[],
+        metavar="WORKER=ENDPOINT[,…]",
+        help="ZMQ endpoint of an engine's replay, one per rank, where the engine does not tell; repeatable",
+    )
+    owners.add_argument("--engine-api-key-file", type=Path, metavar="FILE", help="bearer token for engines")
+    owners.add_argument(
+        "--worker-tls-ca", type=Path, metavar="FILE", help="authorities of the engines' certificates"
+    )
+    add_nats_flags(parser)
+    return parser

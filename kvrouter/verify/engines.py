@@ -1,0 +1,274 @@
+"""Agents against their engines: what an engine holds by the replay of its own events.
+
+    replay ──> EngineStream ──> adapter ──> EngineBlocks ──> TierSets      as the agent does it
+
+    look 1        agent asked        look 2
+    ──┴───────────────┴─────────────────┴──>  time
+      └─ ever: held at any moment between; always: held at every one
+
+A block that is published and was not held at any moment between the looks is one too many; one that was held
+at every moment and is not published is missing. The agent is asked some time after the first look, because
+it needs a moment for each event: while something differs the time is doubled.
+
+A replay that does not begin with the engine's first batch proves less. What it names is held; what it does
+not name may be held from before; what it stored and removed may have had a second copy: that is a note.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+
+from kvrouter.core.beats import Card, WorkerBeat
+from kvrouter.core.events import TIERS, Op, Stored
+from kvrouter.errors import KvRouterError, MalformedFrameError
+from kvrouter.verify.agents import Agents
+from kvrouter.verify.comparison import DIFFERENT, EQUAL, IN_PART, NOT_CHECKED, EngineCheck, FeedKey
+from kvrouter.verify.tier_sets import TierSets
+from kvrouter.worker.adapter import Adapter
+from kvrouter.worker.discovery import learn
+from kvrouter.worker.engine_blocks import BlockIds, EngineBlocks, EngineHash
+from kvrouter.worker.engine_http import EngineHttp
+from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.sglang import SglangAdapter
+from kvrouter.worker.stream import Action, Apply, EngineStream, Restarted, Step
+from kvrouter.worker.vllm import VllmAdapter
+from kvrouter.worker.zmq_feed import ask_replay
+
+REPLAY_TIMEOUT_S = 5.0
+FIRST_GAP_S, LONGEST_GAP_S = 0.5, 4.0
+"""Between two looks at an engine: an agent publishes within some 20 ms unless it is very busy."""
+_BATCHES_A_TURN = 64
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAccess:
+    """How to reach engines: `replays` by worker id and rank, where they do not tell."""
+
+    replays: Mapping[str, Sequence[str]]
+    api_key: str | None = None
+    tls_ca: Path | None = None
+
+
+class EngineHistory:
+    """One rank of an engine by its replay."""
+
+    def __init__(self, endpoint: str, card: Card, rank: int) -> None:
+        self.endpoint = endpoint
+        self.is_complete = False
+        """Whether all that the engine holds is known: nothing is missing before what the replay has."""
+        self.seen = TierSets()
+        """What it has stored since that beginning, gone or not."""
+        self.ever, self.always = TierSets(), TierSets()
+        """Held at any, and at every moment since the look before."""
+        self._held = TierSets()
+        self._rank = rank if card.ranks > 1 else None
+        self._block_size = card.block_size
+        self._adapter: Adapter[Any] = SglangAdapter() if card.engine == "sglang" else VllmAdapter()
+        self._blocks = EngineBlocks()
+        self._stream = EngineStream(can_replay=True)
+
+    async def look(self, context: zmq.asyncio.Context) -> bool:
+        """Read what has come since; False, and nothing has changed, if the engine does not answer."""
+        self.ever, self.always = self._held.copy(), self._held.copy()
+        step = self._stream.begin() if self._stream.next_seq is None else self._stream.verify()
+        while True:
+            await self._perform(step)
+            if step.replay_from is None:
+                return True
+            batches = await ask_replay(context, self.endpoint, step.replay_from, REPLAY_TIMEOUT_S)
+            if batches is None:
+                self._stream = EngineStream(can_replay=True)
+                return False
+            step = self._stream.replayed(step.replay_from, batches)
+
+    async def _perform(self, step: Step) -> None:
+        for number, action in enumerate(step.actions):
+            self._take(action)
+            if number % _BATCHES_A_TURN == 0:
+                await asyncio.sleep(0)
+
+    def _take(self, action: Action) -> None:
+        if isinstance(action, Apply):
+            self._apply(action.payload)
+        else:
+            self._begin(is_complete=isinstance(action, Restarted))
+
+    def _begin(self, *, is_complete: bool) -> None:
+        """With nothing known of it. What is not complete counts no store that may be a mere report."""
+        self.cleared()
+        self._adapter.forget()
+        self.seen = TierSets()
+        self.is_complete, self._blocks.hears_reports = is_complete, not is_complete
+
+    def _apply(self, payload: bytes) -> None:
+        try:
+            batch = self._adapter.decode(payload)
+        except MalformedFrameError:
+            self._begin(is_complete=False)
+            return
+        if self._rank is not None and batch.rank not in {None, self._rank}:
+            self.is_complete = False
+            return
+        self._adapter.tell(batch, self)
+        if batch.clears:
+            self.is_complete, self._blocks.hears_reports = True, False
+
+    # What the adapter says: see its Sink
+
+    def stored(  # noqa: PLR0917  # KvPublisher's
+        self,
+        engine_hashes: Sequence[EngineHash],
+        token_ids: Sequence[int],
+        parent: EngineHash | None = None,
+        lora_name: str | None = None,
+        salt: str | None = None,
+        tier: str = "device",
+        *,
+        ids: Sequence[BlockIds] = (),
+        block_size: int | None = None,
+    ) -> None:
+        """Blocks were stored."""
+        self._note(
+            self._blocks.stored(
+                engine_hashes,
+                token_ids,
+                block_size=block_size or self._block_size,
+                parent=parent,
+                lora_name=lora_name,
+                salt=salt,
+                ids=ids,
+                tier=TIERS.index(tier),
+            )
+        )
+
+    def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
+        """Blocks were removed."""
+        self._note(self._blocks.removed(engine_hashes, TIERS.index(tier)))
+
+    def cleared(self) -> None:
+        """Everything was removed."""
+        self._note(self._blocks.cleared())
+
+    def _note(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            self._held.apply(op)
+            for gained in (self.ever, self.seen) if isinstance(op, Stored) else ():
+                gained.apply(op)
+            if not isinstance(op, Stored):
+                self.always.apply(op)
+
+    # What it says of its agent
+
+    def differences(self, published: TierSets, *, is_partial: bool) -> Iterator[str]:
+        """What the agent publishes and the engine has not, and the other way round, since the look before."""
+        for tier, name in enumerate(TIERS):
+            beyond = published.of(tier) - self.ever.of(tier) if self.is_complete else set[int]()
+            missing = set[int]() if is_partial else self.always.of(tier) - published.of(tier)
+            if beyond:
+                yield f"its agent publishes {_shown(beyond)} on {name} that its engine does not hold"
+            if missing:
+                yield f"its engine holds {_shown(missing)} on {name} that its agent does not publish"
+            if beyond or missing:
+                return  # wider tiers repeat it
+
+    def doubts(self, published: TierSets, *, is_partial: bool) -> Iterator[str]:
+        """What could not be compared."""
+        if is_partial:
+            yield "its agent is partial: blocks that it may lack are not looked for"
+        if self.is_complete:
+            return
+        yield "its engine does not replay its beginning: only blocks that the replay names are compared"
+        gone = published.of(0) & (self.seen.of(0) - self.ever.of(0))
+        if gone:
+            yield (
+                f"its agent publishes {_shown(gone)} that its engine stored and removed in what it replays:"
+                " gone, unless it has a copy from before"
+            )
+
+
+class _Rank:
+    """One rank that is being checked."""
+
+    def __init__(self, history: EngineHistory) -> None:
+        self.check = EngineCheck(DIFFERENT, ("its engine was looked at once only in the time given",))
+        self._history = history
+        self._looked_at: float | None = None
+        self._gap_s = FIRST_GAP_S
+
+    async def look(
+        self, context: zmq.asyncio.Context, published: TierSets, asked_at: float, *, is_partial: bool
+    ) -> None:
+        """Look at the engine, and compare if the agent was asked long enough after the look before."""
+        loop, since = asyncio.get_running_loop(), self._looked_at
+        if self.check.is_final or (since is not None and asked_at - since < self._gap_s):
+            return
+        is_answered = await self._history.look(context)
+        self._looked_at = loop.time()
+        if not is_answered:
+            self.check = EngineCheck(NOT_CHECKED, (f"no replay from {self._history.endpoint}",))
+        elif since is not None:
+            self._gap_s = min(2 * self._gap_s, LONGEST_GAP_S)
+            self.check = self._compare(published, is_partial=is_partial)
+
+    def _compare(self, published: TierSets, *, is_partial: bool) -> EngineCheck:
+        if differences := tuple(self._history.differences(published, is_partial=is_partial)):
+            return EngineCheck(DIFFERENT, differences)
+        doubts = tuple(self._history.doubts(published, is_partial=is_partial))
+        return EngineCheck(IN_PART if doubts else EQUAL, doubts)
+
+
+class Engines:
+    """The engines behind agents."""
+
+    def __init__(self, access: EngineAccess, context: zmq.asyncio.Context) -> None:
+        self._access = access
+        self._context = context
+        self._ranks: dict[FeedKey, _Rank | EngineCheck] = {}
+        """What is checked, or why it is not."""
+
+    async def look(self, agents: Agents, asked_at: float) -> dict[FeedKey, EngineCheck]:
+        """The result for each rank so far. The agents were asked at `asked_at`."""
+        found = {key: (card, beat, rank) for key, card, beat, rank in agents.ranks() if key in agents.feeds}
+        for key, (card, beat, rank) in found.items():
+            if key not in self._ranks:
+                self._ranks[key] = await self._meet(card, beat, rank.rank)
+        looks = [
+            one.look(self._context, agents.feeds[key].blocks, asked_at, is_partial=rank.partial)
+            for key, (_, _, rank) in found.items()
+            if isinstance(one := self._ranks[key], _Rank)
+        ]
+        await asyncio.gather(*looks)
+        ranks = {key: self._ranks[key] for key in found}
+        return {key: one.check if isinstance(one, _Rank) else one for key, one in ranks.items()}
+
+    async def _meet(self, card: Card, beat: WorkerBeat, rank: int) -> _Rank | EngineCheck:
+        if beat.state == "down":
+            return EngineCheck(NOT_CHECKED, ("its agent says that its engine is down",))
+        try:
+            replays = self._access.replays.get(card.worker_id) or await self._learn(card)
+        except KvRouterError as error:
+            return EngineCheck(NOT_CHECKED, (f"{card.url}: {error}",))
+        if rank >= len(replays) or not replays[rank]:
+            reason = f"{card.url} tells of no replay: give --kv-replay {card.worker_id}=tcp://HOST:PORT"
+            return EngineCheck(NOT_CHECKED, (reason,))
+        return _Rank(EngineHistory(replays[rank], card, rank))
+
+    async def _learn(self, card: Card) -> list[str]:
+        """Where the engine says that its replays are, by rank. Raises KvRouterError."""
+        options = AgentOptions(card.url, card.worker_id, block_size=card.block_size)
+        async with EngineHttp.open(card.url, self._access.api_key, self._access.tls_ca) as http:
+            return [feed.replay or "" for feed in (await learn(http, options)).feeds]
+
+
+def _shown(hashes: set[int]) -> str:
+    """How many blocks, and a few of them."""
+    few = ", ".join(f"{hash_:016x}" for hash_ in sorted(hashes)[:_SHOWN])
+    more = ", …" if len(hashes) > _SHOWN else ""
+    return f"{len(hashes):,} block{'s'[: len(hashes) > 1]} ({few}{more})"

@@ -1,0 +1,73 @@
+"""The blocks of one rank as plain Python sets: what KV ops make of them.
+
+    sets[0]  device                narrower sets are contained in wider ones; a wider set exists
+    sets[1]  device ∪ host         only once an op has named its tier
+    sets[2]  device ∪ host ∪ disk
+
+It shares nothing with a replica's index: a bug there does not hide itself here.
+"""
+
+from __future__ import annotations
+
+from kvrouter.core.blocks import hashes_of
+from kvrouter.core.events import TIERS, Check, Cleared, Op, Removed, Stored
+from kvrouter.verify.comparison import Content
+
+_MASK64 = (1 << 64) - 1
+
+
+class TierSets:
+    """Sequence hashes per tier set. Invariant: `_sums` are those of the sets."""
+
+    def __init__(self) -> None:
+        self._sets: list[set[int]] = [set()]
+        self._sums = [0]
+
+    def of(self, tier: int) -> set[int]:
+        """The blocks in a tier or a narrower one. Not a copy."""
+        return self._sets[self._index(tier)]
+
+    def copy(self) -> TierSets:
+        """The same at this moment."""
+        copied = TierSets()
+        copied._sets, copied._sums = [set(each) for each in self._sets], list(self._sums)
+        return copied
+
+    def apply(self, op: Op) -> bool:
+        """Apply a KV op. Returns False for a Check that does not agree with what is here."""
+        match op:
+            case Stored():
+                self._store(op)
+            case Removed():
+                self._remove(op)
+            case Cleared():
+                self._sets, self._sums = [set() for _ in self._sets], [0] * len(self._sums)
+            case Check():
+                return (op.count, op.digest) == (len(self.of(op.tier)), self._digest(op.tier))
+        return True
+
+    def content(self, tiers: int = 1) -> Content:
+        """Count and digest of at least this many tier sets, as /workers shows them."""
+        return tuple(
+            (TIERS[tier], len(self.of(tier)), f"{self._digest(tier):016x}")
+            for tier in range(min(max(tiers, len(self._sets)), len(TIERS)))
+        )
+
+    def _store(self, op: Stored) -> None:
+        while len(self._sets) <= op.tier:
+            self._sets.append(set(self._sets[-1]))
+            self._sums.append(self._sums[-1])
+        for tier, each in enumerate(self._sets[op.tier :], op.tier):
+            self._sums[tier] += sum(set(hashes_of(op.hashes)) - each)
+            each.update(hashes_of(op.hashes))
+
+    def _remove(self, op: Removed) -> None:
+        for tier, each in enumerate(self._sets[: op.tier + 1]):
+            self._sums[tier] -= sum(each.intersection(hashes_of(op.hashes)))
+            each.difference_update(hashes_of(op.hashes))
+
+    def _digest(self, tier: int) -> int:
+        return self._sums[self._index(tier)] & _MASK64
+
+    def _index(self, tier: int) -> int:
+        return min(tier, len(self._sets) - 1)

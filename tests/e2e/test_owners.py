@@ -1,0 +1,183 @@
+"""`kvrouter verify --owners`: replicas that are wrong alike, agents that are wrong about their engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from kvrouter import KvPublisher, announce, connect
+from kvrouter.bus import Bus, NatsOptions, Subjects
+from kvrouter.core.events import SnapshotChunk, Stored, encode
+from kvrouter.core.ids import WorkerId
+from kvrouter.mocker.config import MockerConfig
+from kvrouter.mocker.server import Mocker, running_mocker
+from kvrouter.verify import engines, owners
+from kvrouter.verify.command import main
+from kvrouter.verify.comparison import OwnersView
+from kvrouter.verify.engines import EngineAccess
+from kvrouter.verify.owners import Owners
+from tests.e2e.fleet import running_fleet
+
+TOKENS = list(range(64))
+PATIENCE_S = 30.0
+Json = dict[str, Any]
+
+
+@contextlib.asynccontextmanager
+async def saying(body: Json) -> AsyncIterator[str]:
+    """A replica that says this at /workers."""
+    app = web.Application()
+
+    async def workers(_: web.Request) -> web.Response:
+        return web.json_response(body)
+
+    app.router.add_get("/workers", workers)
+    async with TestServer(app) as server:
+        yield str(server.make_url("")).rstrip("/")
+
+
+def with_invented_block(body: Json) -> Json:
+    """The same from a replica that holds one block more of every target."""
+    for target in body["targets"]:
+        for tier in target["tiers"]:
+            tier["blocks"] += 1
+            tier["digest"] = f"{(int(tier['digest'], 16) + 12345) % (1 << 64):016x}"
+    return body
+
+
+async def verify(*flags: str) -> int:
+    """The command, beside the fleet's loop."""
+    return await asyncio.to_thread(main, flags)
+
+
+async def test_replicas(nats_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal to their owners; and two that agree and are both wrong are found out."""
+    namespace, file = uuid.uuid4().hex, tmp_path / "verify.json"
+    asked = ("--owners", "--nats", nats_url, "--namespace", namespace, "--timeout", "60")
+    async with running_fleet(nats_url, namespace, mockers=2) as fleet:
+        urls = [frontend.url for frontend in fleet.frontends]
+        for url in urls:
+            body = {"model": "tiny", "prompt": TOKENS, "max_tokens": 2}
+            async with fleet.http.post(f"{url}/v1/completions", json=body) as response:
+                assert 200 == response.status
+        assert 0 == await verify("--replica", urls[0], "--replica", urls[1], *asked, "--json", str(file))
+        rows = [row for row in json.loads(file.read_text())["rows"] if row["agent"]]
+        assert [("equal", "equal", 3)] * 2 == [(row["agent"], row["engine"], row["parties"]) for row in rows]
+        assert 0 == await verify("--replica", urls[0], *asked)
+        assert "their owner was not asked" in capsys.readouterr().out
+
+        wrong = [with_invented_block(view) for view in await fleet.views()]
+        async with saying(wrong[0]) as one, saying(wrong[1]) as two:
+            replicas = ("--replica", one, "--replica", two)
+            assert 0 == await verify(*replicas)
+            assert 1 == await verify(*replicas, *asked, "--json", str(file))
+
+    differences = json.loads(file.read_text())["differences"]
+    assert any("its agent" in text and one in text for text in differences), differences
+
+
+async def test_no_nats(
+    free_port: Callable[[], int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2, and what is away."""
+    monkeypatch.setattr(owners, "CONNECT_TIMEOUT_S", 0.1)
+    nats = f"nats://127.0.0.1:{free_port()}"
+    assert 2 == await verify("--replica", "u", "--owners", "--nats", nats)
+
+    assert f"--nats {nats}" in capsys.readouterr().err
+
+
+class Worker:
+    """An engine, and an agent for it that publishes what the test wants."""
+
+    def __init__(self, mocker: Mocker, publisher: KvPublisher, owners: Owners, http: aiohttp.ClientSession):
+        self.mocker = mocker
+        self.publisher = publisher
+        self.owners = owners
+        self._http = http
+
+    async def until(self, is_so: Callable[[OwnersView], bool]) -> OwnersView:
+        """Look until a look shows this."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_so(view := await self.owners.look()):  # noqa: ASYNC110  # as `compare` does
+                await asyncio.sleep(0.05)
+        return view
+
+    async def ask_engine(self) -> None:
+        """A request straight to it, so that it holds blocks."""
+        body = {"model": "m", "prompt": TOKENS, "max_tokens": 1}
+        async with self._http.post(f"{self.mocker.url}/v1/completions", json=body) as response:
+            assert 200 == response.status
+
+
+@contextlib.asynccontextmanager
+async def running_worker(nats_url: str, namespace: str) -> AsyncIterator[Worker]:
+    """Announced, and met by `Owners`."""
+    async with contextlib.AsyncExitStack() as stack:
+        config = MockerConfig(model_name="m", speedup=100.0)
+        mocker = await stack.enter_async_context(running_mocker(config))
+        nats = await stack.enter_async_context(connect(nats_url))
+        publisher = KvPublisher(nats, "w", 16)
+        announcing = announce(nats, [publisher], url=mocker.url, model="m", namespace=namespace)
+        await stack.enter_async_context(announcing)
+        opening = Owners.open(NatsOptions((nats_url,)), namespace, EngineAccess({}))
+        owners = await stack.enter_async_context(opening)
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        yield Worker(mocker, publisher, owners, http)
+
+
+def says(*words: str) -> Callable[[OwnersView], bool]:
+    """Whether the engine's check says all of this."""
+
+    def is_said(view: OwnersView) -> bool:
+        texts = [text for check in view.engines.values() for text in check.texts]
+        return all(any(word in text for text in texts) for word in words)
+
+    return is_said
+
+
+async def test_agent_and_engine(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that the engine has not, blocks that the agent lacks, then neither."""
+    monkeypatch.setattr(engines, "FIRST_GAP_S", 0.05)
+    monkeypatch.setattr(engines, "LONGEST_GAP_S", 0.05)
+    async with running_worker(nats_url, uuid.uuid4().hex) as worker:
+        worker.publisher.stored([1], [1] * 16)
+        await worker.until(says("publishes 1 block ("))
+        await worker.ask_engine()
+        await worker.until(says("publishes 1 block (", "holds 4 blocks ("))
+        worker.publisher.removed([1])
+        worker.publisher.stored([2, 3, 4, 5], TOKENS)
+        view = await worker.until(lambda view: all(check.is_final for check in view.engines.values()))
+
+    assert ["equal"] == [check.verdict for check in view.engines.values()]
+    assert () == view.errors
+
+
+async def test_forged_answer(nats_url: str) -> None:
+    """Whoever answers in an agent's name is noticed, even if the first answer is believed."""
+    namespace = uuid.uuid4().hex
+    subject = Subjects(namespace).kv_replay(WorkerId("w"))
+    async with (
+        running_worker(nats_url, namespace) as worker,
+        Bus.open(NatsOptions((nats_url,)), name="forger") as forger,
+    ):
+
+        def answer(_subject: str, _data: bytes, reply: str) -> None:
+            blocks = Stored(0, None, bytes(range(8)))
+            forged = SnapshotChunk(1, 10**9, 0, 1, [blocks], worker.publisher.incarnation)
+            forger.publish(reply, encode(forged))
+
+        await forger.subscribe(subject, answer)
+        view = await worker.until(lambda view: bool(view.errors))
+
+    assert view.errors[0].startswith("agent w: a question to it had two answers")

@@ -1,0 +1,157 @@
+"""What an agent publishes, question by question, from a real publisher or from one that lies."""
+
+from __future__ import annotations
+
+from kvrouter.core.events import VERSION, Check, Frame, ReplayFrames, ReplayRequest, Stored, encode
+from kvrouter.core.events import decode_answer as decode
+from kvrouter.verify.agents import RankFeed
+from kvrouter.verify.comparison import Content, Copy
+from kvrouter.worker.publisher import KvPublisher
+from tests.worker.fakes import FakeBus
+
+BLOCK_SIZE = 4
+
+
+class Agent:
+    """One rank's publisher, which answers as its agent would; or with what is put in `lies` first."""
+
+    def __init__(self, max_bytes: int = 1 << 20) -> None:
+        self.publisher = KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="m", incarnation=7)
+        self.lies: list[bytes] = []
+        self.asked: list[ReplayRequest] = []
+        self._max_bytes = max_bytes
+        self._now = 0.0
+
+    async def ask(self, request: ReplayRequest) -> bytes:
+        """One answer."""
+        self.asked.append(request)
+        return self.lies.pop() if self.lies else self.publisher.answer(request, self._max_bytes, self._now)
+
+    def store(self, *engine_hashes: int, tier: str = "device", parent: int | None = None) -> None:
+        """A chain, as a frame of its own."""
+        tokens = [token for each in engine_hashes for token in [each] * BLOCK_SIZE]
+        self.publisher.stored(engine_hashes, tokens, parent, tier=tier)
+        self.flush()
+
+    def remove(self, *engine_hashes: int, tier: str = "device") -> None:
+        """A frame of its own."""
+        self.publisher.removed(engine_hashes, tier)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send, with a digest each time."""
+        self._now += 100.0
+        self.publisher.flush(self._now)
+
+    @property
+    def content(self) -> Content:
+        """What it publishes now, by its own reckoning."""
+        names = ("device", "host", "disk")
+        checks = self.publisher.blocks.check_ops()
+        return tuple(
+            (names[op.tier], op.count, f"{op.digest:016x}") for op in checks if isinstance(op, Check)
+        )
+
+
+async def look(feed: RankFeed, agent: Agent) -> list[Copy]:
+    """One look."""
+    return await feed.look(agent.ask, 1)
+
+
+async def test_every_frame() -> None:
+    """From the first snapshot on it is known what was held at each frame."""
+    agent, feed = Agent(), RankFeed(0)
+    agent.store(1, 2)
+    assert [Copy(7, 1, agent.content)] == await look(feed, agent)
+
+    held = []
+    for step in (3, 4):
+        agent.store(step)
+        held.append(Copy(7, agent.publisher.seq, agent.content))
+    agent.remove(1)
+    held.append(Copy(7, agent.publisher.seq, agent.content))
+
+    assert [*held, held[-1]] == await look(feed, agent)
+    assert [held[-1]] == await look(feed, agent)
+    assert not feed.bad_digest
+
+
+async def test_nothing_yet() -> None:
+    """A feed without a frame is known as such."""
+    agent = Agent()
+
+    assert [Copy(7, 0, agent.content)] == await look(RankFeed(0), agent)
+
+
+async def test_tiers() -> None:
+    """Each tier set is the agent's own, and a wider one that adds nothing is shown if the card has it."""
+    agent, feed = Agent(), RankFeed(0)
+    agent.store(1, 2, 3)
+    assert 2 == len((await feed.look(agent.ask, 2))[-1].content)
+
+    agent.store(1, 2, tier="host")
+    agent.remove(2, 3)
+    assert 2 == len(agent.content)
+    assert agent.content == (await look(feed, agent))[-1].content
+    assert agent.content == (await look(RankFeed(0), agent))[-1].content
+    agent.remove(2, 1, tier="host")
+    agent.publisher.cleared()
+    agent.flush()
+    assert 0 == (await look(feed, agent))[-1].content[-1][1]
+    assert not feed.bad_digest
+
+
+async def test_snapshot_in_chunks() -> None:
+    """As many questions as there are chunks."""
+    agent = Agent(max_bytes=200)
+    for number in range(40):
+        agent.store(number)
+
+    (copy,) = await look(RankFeed(0), agent)
+
+    assert agent.content == copy.content
+    assert len(agent.asked) > 3
+
+
+async def test_new_life() -> None:
+    """An agent that begins anew is read anew."""
+    agent, feed = Agent(), RankFeed(0)
+    agent.store(1)
+    await look(feed, agent)
+    agent.publisher.lose_history(9)
+    agent.store(2)
+
+    assert Copy(9, agent.publisher.seq, agent.content) == (await look(feed, agent))[-1]
+
+
+async def test_digest_of_its_own() -> None:
+    """An agent whose digest is not that of its frames contradicts itself, or another has answered for it."""
+    agent, feed = Agent(), RankFeed(0)
+    agent.store(1)
+    await look(feed, agent)
+    agent.lies = [encode(ReplayFrames([encode(Frame(VERSION, 7, 2, [Check(900, 0)]))], 2))]
+    await look(feed, agent)
+
+    assert "as of frame 7:2" == feed.bad_digest
+
+
+async def test_other_frames_than_asked_for() -> None:
+    """That is said, and the next look begins with a snapshot."""
+    agent, feed = Agent(), RankFeed(0)
+    agent.store(1)
+    await look(feed, agent)
+    hashes = (5).to_bytes(8, "little")
+    agent.lies = [encode(ReplayFrames([encode(Frame(VERSION, 7, 9, [Stored(0, None, hashes)]))], 9))]
+
+    assert "it sent frame 7:9 where another was asked for" == (await look(feed, agent))[-1].trouble
+    assert [Copy(7, 1, agent.content)] == await look(feed, agent)
+
+
+async def test_malformed_answer() -> None:
+    """It is said, and nothing ends."""
+    agent, feed = Agent(), RankFeed(0)
+    agent.lies = [b"?"]
+
+    assert (await look(feed, agent))[-1].trouble.startswith("not a replay answer")
+    assert not (await look(feed, agent))[-1].trouble
+    assert decode(await agent.ask(ReplayRequest(VERSION, 0, 7, 1)))

@@ -1,0 +1,239 @@
+"""What an engine holds, by the batches that a scripted one still replays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pytest
+import zmq.asyncio
+
+from kvrouter.core.beats import Card
+from kvrouter.core.blocks import block_hashes, pack_hashes, sequence_hashes
+from kvrouter.core.events import DEVICE, Stored
+from kvrouter.core.ids import SequenceHash
+from kvrouter.verify import engines
+from kvrouter.verify.engines import EngineHistory
+from kvrouter.verify.tier_sets import TierSets
+from kvrouter.worker.stream import Numbered
+
+BLOCK_SIZE = 16
+TOKENS = list(range(4 * BLOCK_SIZE))
+A, B, C, D = sequence_hashes(block_hashes(TOKENS, BLOCK_SIZE))
+CARD = Card(worker_id="w", url="http://w", model="m", block_size=BLOCK_SIZE, engine="vllm")
+Event = list[Any]
+
+
+def store(first: int, count: int = 1) -> Event:
+    """Blocks of one chain, which the engine calls 100, 101 and so on."""
+    tokens = TOKENS[BLOCK_SIZE * first : BLOCK_SIZE * (first + count)]
+    parent = 99 + first if first else None
+    return ["BlockStored", [*range(100 + first, 100 + first + count)], parent, tokens, BLOCK_SIZE]
+
+
+def remove(*blocks: int) -> Event:
+    """They leave the device."""
+    return ["BlockRemoved", [100 + block for block in blocks]]
+
+
+CLEAR: Event = ["AllBlocksCleared"]
+
+
+class Engine:
+    """Batches by number, of which the oldest may be gone."""
+
+    def __init__(self) -> None:
+        self.batches: list[bytes] = []
+        self.oldest = 0
+        self.answers = True
+
+    def say(self, *events: Event) -> None:
+        """One batch."""
+        self.batches.append(msgspec.msgpack.encode([time.time(), list(events)]))
+
+    def forget(self) -> None:
+        """What it has said so far is replayed no longer."""
+        self.oldest = len(self.batches)
+
+    async def replay(
+        self, _context: object, _endpoint: str, from_seq: int, _timeout_s: float
+    ) -> list[Numbered] | None:
+        """As `ask_replay`."""
+        numbered = list(enumerate(self.batches))
+        return numbered[max(from_seq, self.oldest) :] if self.answers else None
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The engine behind every endpoint."""
+    scripted = Engine()
+    monkeypatch.setattr(engines, "ask_replay", scripted.replay)
+    return scripted
+
+
+class Checked:
+    """An engine's history, and what it says of an agent that publishes some blocks."""
+
+    def __init__(self) -> None:
+        self.history = EngineHistory("tcp://e", CARD, 0)
+
+    async def look(self) -> bool:
+        """One more."""
+        with zmq.asyncio.Context() as context:
+            return await self.history.look(context)
+
+    def differences(self, *blocks: SequenceHash, is_partial: bool = False) -> list[str]:
+        """What is wrong with publishing these."""
+        return list(self.history.differences(published(blocks), is_partial=is_partial))
+
+    def doubts(self, *blocks: SequenceHash, is_partial: bool = False) -> list[str]:
+        """What is not known of these."""
+        return list(self.history.doubts(published(blocks), is_partial=is_partial))
+
+
+def published(blocks: Iterable[SequenceHash]) -> TierSets:
+    """On the device."""
+    sets = TierSets()
+    sets.apply(Stored(DEVICE, None, pack_hashes(list(blocks))))
+    return sets
+
+
+async def test_equal(engine: Engine) -> None:
+    """What it has stored and not removed, each as often as it has stored it."""
+    checked = Checked()
+    engine.say(store(0, 3), store(0))
+    engine.say(remove(2), remove(0))
+    await checked.look()
+    await checked.look()
+
+    assert [] == checked.differences(A, B)
+    assert [] == checked.doubts(A, B)
+
+
+async def test_published_and_gone(engine: Engine) -> None:
+    """A block that the engine has removed is one too many; so is one that it never had."""
+    checked = Checked()
+    engine.say(store(0, 3))
+    engine.say(remove(2))
+    await checked.look()
+    await checked.look()
+
+    (said,) = checked.differences(A, B, C)
+    assert f"its agent publishes 1 block ({C:016x}) on device that its engine does not hold" == said
+    assert 1 == len(checked.differences(A, B, D))
+    assert 1 == len(checked.differences(A, B, C, is_partial=True))
+
+
+async def test_held_and_not_published(engine: Engine) -> None:
+    """It is missing, unless the agent says itself that it may lack some."""
+    checked = Checked()
+    engine.say(store(0, 3))
+    await checked.look()
+    await checked.look()
+
+    (said,) = checked.differences(A)
+    assert said.startswith("its engine holds 2 blocks (")
+    assert [] == checked.differences(A, is_partial=True)
+    assert ["its agent is partial: blocks that it may lack are not looked for"] == checked.doubts(
+        A, is_partial=True
+    )
+
+
+async def test_between_two_looks(engine: Engine) -> None:
+    """What has come or gone since the look before may be published or not; afterwards it counts."""
+    checked = Checked()
+    engine.say(store(0, 2))
+    await checked.look()
+    engine.say(remove(1), store(2))
+    engine.say(store(1), remove(2))
+    await checked.look()
+
+    for blocks in ((A,), (A, B), (A, B, C)):
+        assert [] == checked.differences(*blocks)
+    await checked.look()
+    assert [1, 0, 1] == [len(checked.differences(*blocks)) for blocks in ((A,), (A, B), (A, B, C))]
+
+
+async def test_replay_that_does_not_reach_back(engine: Engine) -> None:
+    """Blocks from before are unknown; those that the replay names as held must be published."""
+    checked = Checked()
+    engine.say(store(0))
+    engine.forget()
+    engine.say(remove(0))
+    engine.say(store(0, 3), remove(2))
+    await checked.look()
+    await checked.look()
+
+    assert [] == checked.differences(A, B, D)
+    assert 1 == len(checked.differences(B))
+    assert 1 == len(checked.doubts(A, B, D))
+    (_, gone) = checked.doubts(A, B, C)
+    assert f"its agent publishes 1 block ({C:016x}) that its engine stored and removed" in gone
+
+
+async def test_reports_are_no_stores(engine: Engine) -> None:
+    """While the beginning is not known a store at the root may be a report: one copy is believed."""
+    checked = Checked()
+    engine.say(store(0))
+    engine.forget()
+    engine.say(store(0), store(0))
+    engine.say(remove(0))
+    await checked.look()
+    await checked.look()
+
+    assert [] == checked.differences()
+
+
+async def test_emptied_cache(engine: Engine) -> None:
+    """From then on all is known, whatever the replay lacks."""
+    checked = Checked()
+    engine.say(store(3))
+    engine.forget()
+    engine.say(store(0), CLEAR, store(0))
+    await checked.look()
+    await checked.look()
+
+    assert [] == checked.doubts(A)
+    assert 1 == len(checked.differences(A, B))
+
+
+async def test_engine_that_restarts(engine: Engine) -> None:
+    """Its batches begin with 0 again, and it has nothing from before."""
+    checked = Checked()
+    engine.say(store(0, 2))
+    await checked.look()
+    engine.batches.clear()
+    engine.say(store(2))
+    engine.say(store(0))
+    await checked.look()
+    await checked.look()
+
+    assert [] == checked.differences(A)
+    assert 1 == len(checked.differences(A, B))
+
+
+async def test_malformed_removal(engine: Engine) -> None:
+    """After it nothing is known to be gone."""
+    checked = Checked()
+    engine.say(store(0, 2))
+    engine.say(["BlockRemoved", "?"])
+    await checked.look()
+    await checked.look()
+
+    assert [] == checked.differences(A, B, C)
+    assert 1 == len(checked.doubts(A, B, C))
+
+
+async def test_no_answer(engine: Engine) -> None:
+    """It is said; the next look begins anew."""
+    checked = Checked()
+    engine.say(store(0))
+    engine.answers = False
+    assert not await checked.look()
+
+    engine.answers = True
+    assert await checked.look()
+    await checked.look()
+    assert [] == checked.differences(A)
