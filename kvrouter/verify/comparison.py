@@ -372,9 +372,13 @@ def _apart(key: FeedKey, track: _Track, standing: Mapping[str, Copy]) -> Iterato
     """Those that were never met at a frame where the first one was, not even through others."""
     first, *others = standing or [""]
     for url in others:
-        if url not in track.met.get(first, ()):
-            places = [f"{standing[each].incarnation}:{standing[each].seq}" for each in (first, url)]
-            yield f"{key}: {first} and {url} were never at the same frame (now {' and '.join(places)})"
+        if url in track.met.get(first, ()):
+            continue
+        here, there = (f"{standing[each].incarnation}:{standing[each].seq}" for each in (first, url))
+        if first == AGENT and standing[url].seq > standing[first].seq:
+            yield f"{key}: {url} is at frame {there}, which {AGENT} has not published: that is at {here}"
+        else:
+            yield f"{key}: {first} and {url} were never at the same frame (now {here} and {there})"
 
 
 def _shown(content: Content) -> str:
