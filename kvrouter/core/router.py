@@ -49,6 +49,8 @@ MOST_SESSIONS_TOLD = 5_000
 """A snapshot tells of the sessions used last: so many take about 15 ms to encode."""
 QUIET_CHECK_S = 10.0
 """Between two Checks of a feed on which nothing happens."""
+_FEW_PREDICTED = 64
+"""Below this nothing is worth tidying."""
 GIVEN_UP = 499
 """The status of a request that was freed before its worker answered, as nginx logs it."""
 
@@ -279,7 +281,14 @@ class Router:
         if not own.streamed:
             seconds = self.rates.seconds(target, own.charged_tokens)
             if seconds is not None:
-                heapq.heappush(self._predicted, (now + seconds, number))
+                self._predict(now + seconds, number)
+
+    def _predict(self, at: float, number: int) -> None:
+        """Of requests that ended before their time no more are kept than of those in flight."""
+        heapq.heappush(self._predicted, (at, number))
+        if len(self._predicted) > _FEW_PREDICTED + 2 * len(self._own):
+            self._predicted = [one for one in self._predicted if one[1] in self._own]
+            heapq.heapify(self._predicted)
 
     def due(self, now: float) -> list[BookingKey]:
         """Own bookings, not streamed, whose predicted prefill time has passed."""

@@ -12,6 +12,9 @@ walking characters: a 36,000-character prompt costs about as much as a short one
 Eviction is per target, least recently inserted text first; nodes of one insert go together.
 Source: Ray Serve, PrefixCacheAffinityRouter.
 
+An insert takes a step for each edge on the text's path: as many as texts that are still held branch
+off it. Nothing grows with the number of inserts.
+
 Invariants: a target that holds a node holds its parent, and used the parent no earlier; a node but
 the root has text and a holder; a target's characters are the sum over the nodes it holds.
 """
@@ -28,7 +31,9 @@ from kvrouter.errors import ConfigError
 STEP_NODES = 500
 """Letting go of so many nodes takes less than a millisecond."""
 CEILING_CHARS = 16_000_000
-"""A target's texts above this are evicted even without `do_eviction` (Ray's grow without bound)."""
+"""A target's texts above this are evicted by the insert itself, which may take a second."""
+TRIM_CHARS = CEILING_CHARS * 3 // 4
+"""Above this they are evicted in steps, even without `do_eviction` (Ray's grow without bound)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class TextIndex:
             if target not in node.used:
                 added += len(node.text)
             node.used[target] = max(now, node.used.get(target, now))
+            _join(node)
         self._chars[target] = self._chars.get(target, 0) + added
         if self._chars[target] > CEILING_CHARS:
             self.evict(target, self._chars[target] - CEILING_CHARS * 9 // 10)
@@ -135,10 +141,12 @@ class TextIndex:
         """Every `eviction_interval_secs`: bring each target above the threshold down to its aim.
 
         In steps, each of which returns the characters it took; between two of them anything may be
-        inserted or removed.
+        inserted or removed. Without `do_eviction`, at every call: bring those above `TRIM_CHARS` 10 % below.
         """
         wanted = self.settings
         if not wanted.do_eviction:
+            for target in [target for target, size in self._chars.items() if size > TRIM_CHARS]:
+                yield from self._eviction(target, self.chars(target) - TRIM_CHARS * 9 // 10)
             return
         if self._evicted_at is not None and now - self._evicted_at < wanted.eviction_interval_secs:
             return
@@ -151,10 +159,10 @@ class TextIndex:
         """Steps of `STEP_NODES`; a node that was used or let go since they began is passed over."""
         entries: list[tuple[float, int, _Node]] = []
         for node in self._walk(target):
-            entries.append((node.used.get(target, 0.0), -len(entries), node))
+            entry = node.used.get(target, 0.0), -len(entries), node
+            heapq.heappush(entries, entry)  # least recently used first, children before parents
             if len(entries) % STEP_NODES == 0:
                 yield 0
-        heapq.heapify(entries)  # least recently used first, children before parents
         removed = told = 0
         last: float | None = None
         while entries:
@@ -234,6 +242,19 @@ def _split(node: _Node, length: int) -> _Node:
     node.text, node.parent = node.text[length:], upper
     upper.children[node.text[0]] = node
     return upper
+
+
+def _join(node: _Node) -> None:
+    """Take the parent's text too, if no other text divides them and each target used them together.
+
+    Otherwise a shared beginning would stay cut wherever a text that has been evicted left it.
+    """
+    upper = node.parent
+    if upper is None or upper.parent is None or len(upper.children) > 1 or upper.used != node.used:
+        return
+    node.text, node.parent = upper.text + node.text, upper.parent
+    node.parent.children[node.text[0]] = node
+    upper.used = {}  # an eviction that has it listed passes it over
 
 
 def _shared_chars(edge: str, text: str, start: int) -> int:

@@ -196,6 +196,18 @@ def test_unstreamed_request_that_ended_is_not_due(router: Router) -> None:
     assert [] == router.due(1e9)
 
 
+def test_predictions_of_requests_that_ended_do_not_pile_up(router: Router) -> None:
+    """A worker that was slow once: an hour is predicted, and every request ends at once."""
+    router.first_byte(router.route(request(prompt(CHAIN)), 0.0).key, 3600.0)
+    waiting = [router.route(request(prompt(CHAIN)), 3600.0, streamed=False).key for _ in range(3)]
+
+    for _ in range(300):
+        router.free(router.route(request(prompt(CHAIN)), 3600.0, streamed=False).key)
+
+    assert len(router._predicted) <= 100
+    assert set(waiting) == set(router.due(1e9)), "those in flight are still due"
+
+
 def test_output_blocks(router: Router, pool: Pool) -> None:
     """(isl + tokens) // size − isl // size, told when a boundary is crossed and not before."""
     placed = router.route(request(prompt(CHAIN, 165)), 0.0)

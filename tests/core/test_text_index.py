@@ -10,6 +10,7 @@ from kvrouter.core import text_index
 from kvrouter.core.ids import Target, WorkerId
 from kvrouter.core.text_index import TextIndex, TextIndexSettings
 from kvrouter.errors import ConfigError
+from scripts.kit.bench.instructions import instructions
 
 A, B, C = (Target(WorkerId(name)) for name in "abc")
 ALL = (A, B, C)
@@ -259,6 +260,19 @@ def test_eviction_is_off_by_default(index: TextIndex) -> None:
     assert 0 == index.evict_due(1e9)
 
 
+def test_trim_before_the_ceiling(index: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer cuts in steps what an insert would have to cut at once; without waiting for an interval."""
+    monkeypatch.setattr(text_index, "TRIM_CHARS", 100)
+    for number in range(11):
+        index.insert(A, chr(0x4E00 + number) * 10, float(number))
+
+    assert 20 == index.evict_due(0.0)
+    assert 0 == index.evict_due(0.0)
+    index.insert(A, "-" * 20, 11.0)
+    assert 20 == index.evict_due(0.0)
+    index.check()
+
+
 def test_ceiling(index: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even so a target is not taken to hold texts without end."""
     monkeypatch.setattr(text_index, "CEILING_CHARS", 100)
@@ -268,6 +282,23 @@ def test_ceiling(index: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
         assert index.chars(A) <= 100
     index.check()
     assert (10, {A}) == index.match(chr(0x4E00 + 49) * 10, [A])
+
+
+def test_texts_that_went_leave_no_trace(index: TextIndex) -> None:
+    """Texts that ended, or went elsewhere, at every character of a shared one do not divide it for good."""
+    text = "ab" * 100
+    index.insert(A, text, 0.0)
+    whole = instructions(index.insert, A, text, 0.0)
+    for place in range(1, 200):
+        index.insert(A, text[:place] + "-", 1.0)
+        index.insert(A, text[:place], 1.0)
+    index.insert(A, text, 2.0)
+    assert 199 == index.evict(A, 1)
+
+    index.insert(A, text, 3.0)
+
+    assert whole == instructions(index.insert, A, text, 3.0)
+    index.check()
 
 
 @settings(deadline=None)
