@@ -18,6 +18,7 @@ from kvrouter.bus.options import NatsOptions
 from kvrouter.core import twins
 from kvrouter.core.ids import is_identifier
 from kvrouter.core.lease import MAX_INTERVAL_MS
+from kvrouter.errors import ConfigError
 
 log = structlog.get_logger()
 
@@ -144,6 +145,18 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-format", choices=["console", "json"], default="console", help="json: one object a line"
     )
+
+
+def read_key(flag: str, path: Path | None) -> str | None:
+    """The bearer key in the file of a flag; None if nothing is in it. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip() or None
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag} {path}: it is not text") from None
 
 
 def use_core(core: str | None) -> None:

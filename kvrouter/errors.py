@@ -71,6 +71,17 @@ class NoRouteError(KvRouterError):
     type = "NotFoundError"
 
 
+class OperatorsOnlyError(NoRouteError):
+    """What is asked for is on the admin listener, not on the clients' port."""
+
+
+class WrongAdminKeyError(KvRouterError):
+    """What is asked for takes the operators' key, and the request does not have it."""
+
+    status = 401
+    type = "AuthenticationError"
+
+
 class WrongMethodError(KvRouterError):
     """What is at this path is asked for with another method."""
 

@@ -15,6 +15,7 @@ import uvloop
 
 from kvrouter.bus.embedded import server_binary
 from kvrouter.core import twins
+from scripts.kit.ports import free_ports
 
 _START_TIMEOUT_S = 10.0
 
@@ -77,10 +78,8 @@ def _answers(port: int) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    (port,) = free_ports(1)
+    return port
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What operators and load balancers ask: /live, /ready, /health, /metrics, /workers, /v1/models."""
+"""What is said of a replica: /live, /ready, /health, /metrics, /v1/models; to operators /workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_FEEDS = 100
 
 NOT_HERE = """\
 Several processes share this port, and each counts for itself: scrape their admin ports.
-This answer came from {url}; /workers names the others under `peers`.
+This answer came from the one at {url}; its /workers names the others under `peers`.
 """
 
 
@@ -130,10 +130,14 @@ class Admin:
             }
         )
 
+    async def clients_metrics(self, request: web.Request) -> web.Response:
+        """Prometheus; but not from a port where the next scrape would get another process's counters."""
+        if self._doors.is_shared:
+            return web.Response(status=421, text=NOT_HERE.format(url=self._doors.admin_url))
+        return await self.metrics(request)
+
     async def metrics(self, request: web.Request) -> web.Response:
-        """Prometheus. Not where the next scrape would get another process's counters."""
-        if self._doors.is_shared and self._doors.is_main(request.get_extra_info("sockname")):
-            return web.Response(status=421, text=NOT_HERE.format(url=self._doors.url))
+        """Prometheus."""
         body = await exposition(self._registry, names=request.query.getall("name[]", []))
         return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 

@@ -56,6 +56,8 @@ def error_answer(error: KvRouterError, request_id: str) -> Answer:
     headers = {"x-request-id": request_id}
     if error.status == 503:
         headers["retry-after"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     return Answer(error.status, openai.error_body(error), headers)
 
 

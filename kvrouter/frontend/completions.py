@@ -23,6 +23,7 @@ from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
 from kvrouter.frontend.in_flight import InFlight, cut_off_error
 from kvrouter.frontend.incoming import request_id_of
+from kvrouter.frontend.operators import Gate
 from kvrouter.frontend.queue import WaitingRoom
 from kvrouter.frontend.relay import (
     Attempt,
@@ -84,15 +85,15 @@ class Completions:
         self._limits = limits
         self._retries = retries
 
-    def routes(self) -> dict[str, Serve]:
-        """What is served here, by path; all of it is sent with POST."""
+    def routes(self, gate: Gate) -> dict[str, Serve]:
+        """What is served here, by path; all of it is sent with POST. `gate` is asked about dry runs."""
         return {
-            "/v1/chat/completions": partial(self.serve, openai.parse_chat),
-            "/v1/completions": partial(self.serve, openai.parse_completion),
-            **dict.fromkeys(passthrough.POST_ROUTES, partial(self.serve, None)),
+            "/v1/chat/completions": partial(self.serve, openai.parse_chat, gate),
+            "/v1/completions": partial(self.serve, openai.parse_completion, gate),
+            **dict.fromkeys(passthrough.POST_ROUTES, partial(self.serve, None, gate)),
         }
 
-    async def serve(self, parse: Parse | None, request: Request) -> Served:
+    async def serve(self, parse: Parse | None, gate: Gate, request: Request) -> Served:
         """Serve one request; every error becomes an OpenAI body, a client that leaves frees everything.
 
         Without a way to parse it is a route of passthrough.py: nothing is known of its tokens, so it goes by
@@ -104,6 +105,7 @@ class Completions:
             self._in_flight.begin(request)
             work = await self._accept.work(request, parse, request_id, received_at)
             if work.is_dry_run:
+                gate("a dry run", request.headers)
                 served = self._say(request, self._decisions.foretold(work))
             else:
                 served = self._tell(work, await self._try_workers(work))

@@ -1,7 +1,9 @@
-"""The HTTP side of a replica: its routes, its server, and how that ends.
+"""The HTTP side of a replica: its routes, its two listeners, and how that ends.
 
 connection ──plain request──> Completions.serve
 └──anything else──> aiohttp: the same routes, and all others
+
+Both listeners have all routes; the gate of each (operators.py) says who may ask what is for operators.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self, cast
 
 import structlog
 from aiohttp import web
@@ -19,10 +23,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.admin import Admin
-from kvrouter.frontend.client import openai_errors, route
+from kvrouter.frontend.client import HttpRoute, openai_errors, route
 from kvrouter.frontend.client_connection import ClientConnection, invite_body
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.listening import BACKLOG, Doors
+from kvrouter.frontend.operators import Gate, everyone, gate_of
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.plain_connection import Connections
 from kvrouter.frontend.unsent import is_unsent
@@ -45,91 +50,142 @@ CUT_OFF_S = 0.1
 """What requests that outlived the draining get to end in: once from us, twice from aiohttp (0: for ever)."""
 
 
-def application(completions: Completions, admin: Admin, options: FrontendOptions) -> web.Application:
-    """Everything that a replica answers, but for the routes about routing."""
-    app = web.Application(client_max_size=options.max_body_bytes, middlewares=[openai_errors])
-    app.add_routes(
-        [
-            *(
-                web.post(path, route(serve), expect_handler=invite_body)
-                for path, serve in completions.routes().items()
-            ),
-            *(  # without HEAD: a worker's answer would have a length and no body, and be waited for
-                web.get(path, route(partial(completions.serve, None)), allow_head=False)
-                for path in passthrough.GET_ROUTES
-            ),
-            web.get("/v1/models", admin.models),
-            web.get("/v1/models/{name:.+}", admin.model),
-            web.get("/live", admin.live),
-            web.get("/ready", admin.ready),
-            web.get("/health", admin.health),
-            web.get("/metrics", admin.metrics),
-            web.get("/workers", admin.workers),
-        ]
-    )
-    return app
+class Site:
+    """What a replica answers. `for_operators` are the routes that only they may ask."""
+
+    def __init__(
+        self,
+        completions: Completions,
+        admin: Admin,
+        for_operators: Sequence[web.RouteDef],
+        options: FrontendOptions,
+    ) -> None:
+        self.completions = completions
+        self.admin = admin
+        self._for_operators = for_operators
+        self._max_body_bytes = options.max_body_bytes
+
+    def application(self, gate: Gate, metrics: HttpRoute) -> web.Application:
+        """All routes behind a gate."""
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[openai_errors])
+        completions, admin = self.completions, self.admin
+        app.add_routes(
+            [
+                *(
+                    web.post(path, route(serve), expect_handler=invite_body)
+                    for path, serve in completions.routes(gate).items()
+                ),
+                *(  # without HEAD: a worker's answer would have a length and no body, and be waited for
+                    web.get(path, route(partial(completions.serve, None, gate)), allow_head=False)
+                    for path in passthrough.GET_ROUTES
+                ),
+                web.get("/v1/models", admin.models),
+                web.get("/v1/models/{name:.+}", admin.model),
+                web.get("/live", admin.live),
+                web.get("/ready", admin.ready),
+                web.get("/health", admin.health),
+                web.get("/metrics", metrics),
+                *(_behind(gate, one) for one in self._for_operators),
+            ]
+        )
+        return app
 
 
-@contextlib.asynccontextmanager
-async def http_server(
-    app: web.Application,
-    doors: Doors,
-    admin: Admin,
-    completions: Completions,
-    *,
-    hurried: asyncio.Event | None,
-    options: FrontendOptions,
-) -> AsyncIterator[None]:
-    """Serve at the doors; on the way out stop accepting, let what runs finish, cut off the rest."""
-    logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CUT_OFF_S)
-    await runner.setup()
-    loop = asyncio.get_running_loop()
+def _behind(gate: Gate, definition: web.RouteDef) -> web.RouteDef:
+    """The same route for those whom the gate lets pass."""
 
-    def connection() -> ClientConnection:  # for what is not plain
-        assert runner.server is not None
+    async def serve(http: web.Request) -> web.StreamResponse:
+        gate(f"{http.method} {http.path}", http.headers)
+        return await cast(HttpRoute, definition.handler)(http)
+
+    return web.route(definition.method, definition.path, serve, **definition.kwargs)
+
+
+class _Listener:
+    """The connections of one port: plain ones, and those handed over to aiohttp."""
+
+    def __init__(self, site: Site, gate: Gate, metrics: HttpRoute, options: FrontendOptions) -> None:
+        self._runner = web.AppRunner(
+            site.application(gate, metrics), handler_cancellation=True, shutdown_timeout=CUT_OFF_S
+        )
+        self._loop = asyncio.get_running_loop()
+        self._connections = Connections(
+            site.completions.routes(gate),
+            self._not_plain,
+            max_body_bytes=options.max_body_bytes,
+            keep_alive_s=KEEP_ALIVE_S,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._connections.close()
+        await self._runner.cleanup()
+
+    async def listen(
+        self, sock: socket.socket, tls: ssl.SSLContext | None, *, start_serving: bool
+    ) -> asyncio.Server:
+        """A server whose clients are ours."""
+        return await self._loop.create_server(
+            self._connections.new,
+            sock=sock,
+            backlog=BACKLOG,
+            start_serving=start_serving,
+            ssl=tls,
+            ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+            ssl_shutdown_timeout=KEEP_ALIVE_S if tls else None,  # also what a client gets to read the rest
+        )
+
+    @property
+    def unread(self) -> int:
+        """Connections whose clients have not read all of their answers."""
+        handed_over = self._runner.server.connections if self._runner.server is not None else []
+        return self._connections.unread + sum(is_unsent(one.transport) for one in handed_over)
+
+    def _not_plain(self) -> ClientConnection:
+        assert self._runner.server is not None
         return ClientConnection(
-            runner.server,
-            loop=loop,
+            self._runner.server,
+            loop=self._loop,
             access_log=None,  # AppRunner's own way to have none
             keepalive_timeout=KEEP_ALIVE_S,
         )
 
-    connections = Connections(
-        completions.routes(), connection, max_body_bytes=options.max_body_bytes, keep_alive_s=KEEP_ALIVE_S
-    )
 
-    def unread() -> int:
-        handed_over = runner.server.connections if runner.server is not None else []
-        return connections.unread + sum(is_unsent(one.transport) for one in handed_over)
-
-    tls = doors.certificate and doors.certificate.context
-    listen = partial(
-        loop.create_server,
-        connections.new,
-        backlog=BACKLOG,
-        ssl=tls,
-        ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-        ssl_shutdown_timeout=KEEP_ALIVE_S if tls else None,  # it is also what a client gets to read the rest
-    )
-    own = doors.admin and await listen(sock=doors.admin)
-    server = await listen(sock=doors.main, start_serving=False)
-    opening = asyncio.create_task(_open(server, admin, waits=options.process.waits_until_ready))
-    try:
-        if not options.process.waits_until_ready:
-            await opening
-        yield
-        opening.cancel()
-        server.close()
-        await asyncio.sleep(0)  # connections accepted just now begin
-        await _drain(completions, unread, hurried, timeout_s=options.drain_timeout_s)
-    finally:
-        opening.cancel()
-        server.close()  # also after an error inside
-        if own is not None:
+@contextlib.asynccontextmanager
+async def http_server(
+    site: Site, doors: Doors, *, hurried: asyncio.Event | None, options: FrontendOptions
+) -> AsyncIterator[None]:
+    """Serve at the doors; on the way out stop accepting, let what runs finish, cut off the rest."""
+    logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
+    gate, admin = gate_of(options.process.admin_key), site.admin
+    tls = doors.certificate.context if doors.certificate is not None else None
+    async with (
+        _Listener(site, everyone, admin.metrics, options) as operators,
+        _Listener(site, gate, admin.clients_metrics, options) as clients,
+    ):
+        own = await operators.listen(doors.admin, tls, start_serving=True)
+        server = await clients.listen(doors.main, tls, start_serving=False)
+        opening = asyncio.create_task(_open(server, admin, waits=options.process.waits_until_ready))
+        try:
+            if not options.process.waits_until_ready:
+                await opening
+            yield
+            opening.cancel()
+            server.close()
+            await asyncio.sleep(0)  # connections accepted just now begin
+            await _drain(
+                site.completions,
+                lambda: operators.unread + clients.unread,
+                hurried,
+                timeout_s=options.drain_timeout_s,
+            )
+        finally:
+            opening.cancel()
+            server.close()  # also after an error inside
             own.close()
-        connections.close()
-        await runner.cleanup()
 
 
 async def _open(server: asyncio.Server, admin: Admin, *, waits: bool) -> None:

@@ -1,4 +1,4 @@
-"""The sockets a replica listens on: the port that clients use, and maybe a port of its own."""
+"""The sockets a replica listens on: the port that clients use, and the admin listener."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Doors:
     """Where one replica can be reached."""
 
     main: socket.socket
-    admin: socket.socket | None
+    admin: socket.socket
+    """Of this very replica, and no other."""
     is_shared: bool
     """Whether other processes accept from `main`, too."""
     certificate: DoorCertificate | None
@@ -30,14 +31,13 @@ class Doors:
 
     @property
     def url(self) -> str:
-        """Where this very replica answers, and no other."""
-        listener = self.main if self.admin is None or not self.is_shared else self.admin
-        return url(listener, is_tls=self.certificate is not None)
+        """Where clients ask."""
+        return url(self.main, is_tls=self.certificate is not None)
 
-    def is_main(self, address: object) -> bool:
-        """Whether a connection with this address on our side came through the port that clients use."""
-        port = address[1] if isinstance(address, tuple) else None
-        return bool(port == self.main.getsockname()[1])
+    @property
+    def admin_url(self) -> str:
+        """Where operators ask."""
+        return url(self.admin, is_tls=self.certificate is not None)
 
 
 @contextlib.contextmanager
@@ -49,23 +49,21 @@ def open_doors(host: str, port: int, process: ProcessOptions, tls: TlsOptions) -
             main = stack.enter_context(listen(host, port))
         else:
             main = stack.enter_context(_inherited(process.listen_fd))
-        admin = None
-        if process.own_port is not None:
-            admin = stack.enter_context(listen(process.admin_host, process.own_port))
+        admin = stack.enter_context(listen(process.admin_host, process.own_admin_port, "--admin-port"))
         yield Doors(main, admin, process.listen_fd is not None, certificate)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that connections queue at from now on. Raises ConfigError."""
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A socket that connections queue at from now on. Raises ConfigError, naming the port's flag."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    listener.listen(BACKLOG)
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} ({flag})") from error
     return listener
 
 

@@ -16,7 +16,14 @@ from kvrouter.core.replica import ReplicaSettings
 from kvrouter.core.text_index import TextIndexSettings
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.policy_flags import SERVED_MODES, add_policy_flags, policy_settings, text_settings
-from kvrouter.frontend.process_flags import ProcessOptions, add_process_flags, process_options, syncs
+from kvrouter.frontend.process_flags import (
+    ProcessOptions,
+    add_admin_flags,
+    add_process_flags,
+    port_number,
+    process_options,
+    syncs,
+)
 from kvrouter.frontend.queue_flags import add_queue_flags, admission_settings
 from kvrouter.frontend.relay import Limits
 from kvrouter.frontend.rule_flags import RuleOptions, add_rule_flags, rule_options
@@ -133,8 +140,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that only a frontend has."""
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
-    parser.add_argument("--port", "--http-port", type=_port, default=8000, help="port; 0 picks a free one")
+    add = parser.add_argument
+    add("--host", default="0.0.0.0", help="address to listen on")
+    add("--port", "--http-port", type=port_number, default=8000, help="port; 0 picks a free one")
     _add_router_flags(parser.add_argument_group("routing"))
     add_token_flags(parser.add_argument_group("tokens"))
     _add_index_flags(parser.add_argument_group("block index"))
@@ -142,6 +150,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_rule_flags(parser.add_argument_group("which workers may be chosen"))
     add_queue_flags(parser.add_argument_group("waiting for a worker"))
     _add_http_flags(parser.add_argument_group("requests"))
+    add_admin_flags(parser.add_argument_group("operators"))
     add_tls_flags(parser.add_argument_group("TLS"))
 
 
@@ -273,12 +282,6 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
         default=300.0,
         help="seconds that running requests have to finish after that; then they are cut off",
     )
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r}: a port is a number from 0 to 65535")
-    return int(text)
 
 
 def _whole(text: str) -> int:

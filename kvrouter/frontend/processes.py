@@ -2,7 +2,7 @@
 
     parent: binds and listens, never accepts ── the socket ──> process-1 … process-N accept from one queue
        │  embedded NATS, if asked for                            │
-       └─ starts again whoever ends; one signal drains all       └─ an admin port each
+       └─ starts again whoever ends; one signal drains all       └─ an admin listener each
 
 Connections wait in the queue of the socket, which lives as long as anybody holds it: whoever ends, what it
 has not accepted goes to the others. With SO_REUSEPORT each process would have a queue of its own, and the

@@ -34,10 +34,10 @@ from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.descriptors import raise_limit, streams_within
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.feeds import Feeds
-from kvrouter.frontend.http_server import application, http_server, wait_for_any
+from kvrouter.frontend.http_server import Site, http_server, wait_for_any
 from kvrouter.frontend.hung_engines import probing
 from kvrouter.frontend.index_metrics import index_maker, index_samples
-from kvrouter.frontend.listening import open_doors
+from kvrouter.frontend.listening import Doors, open_doors
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.policy_flags import SERVED_MODES, bucket_header
@@ -68,6 +68,7 @@ class RunningFrontend:
     """A replica that serves."""
 
     url: str
+    admin_url: str
     replica: Replica
     feeds: Feeds
     watch: Watch
@@ -121,7 +122,7 @@ async def running_frontend(
         doors = stack.enter_context(open_doors(options.host, options.port, options.process, options.tls))
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
         feeds = Feeds(replica, bus, Subjects(options.namespace), heartbeat_s=options.heartbeat_s)
-        feeds.address = doors.url
+        feeds.address = doors.admin_url
         upstream = Upstream(tls)
         stack.callback(upstream.close)
         metrics = RequestMetrics(registry)
@@ -169,13 +170,12 @@ async def running_frontend(
         stack.enter_context(Pauses(registry).watched())
         stack.enter_context(thresholds_raised())
         stack.callback(feeds.leave)
-        app = application(completions, admin, options)
-        app.add_routes(_routing_routes(replica, rules, accept, views))
-        server = http_server(app, doors, admin, completions, hurried=hurried, options=options)
-        await stack.enter_async_context(server)
-        _tell(options, tokens, feeds.address, replica.router_id)
+        for_operators = _operators_routes(replica, rules, accept, views, admin)
+        site = Site(completions, admin, for_operators, options)
+        await stack.enter_async_context(http_server(site, doors, hurried=hurried, options=options))
+        _tell(options, tokens, doors, replica.router_id)
         frontend = RunningFrontend(
-            feeds.address, replica, feeds, watch, admin, completions, waiting_room, tokens
+            doors.url, doors.admin_url, replica, feeds, watch, admin, completions, waiting_room, tokens
         )
         try:
             yield frontend
@@ -199,7 +199,7 @@ def _register_state(
         registry.register(StateCollector(lambda: index_samples(replica)))
 
 
-def _tell(options: FrontendOptions, tokens: Tokens, address: str, router_id: RouterId) -> None:
+def _tell(options: FrontendOptions, tokens: Tokens, doors: Doors, router_id: RouterId) -> None:
     """What a person should know of a replica that has begun to listen."""
     for model, encoder in (tokens.encoders.by_name or {"": tokens.encoders.default}).items():
         path = options.tokens.model_paths.get(model, options.tokens.model_path)
@@ -207,7 +207,7 @@ def _tell(options: FrontendOptions, tokens: Tokens, address: str, router_id: Rou
     for note in options.policy_notes:
         log.info("frontend.router_config", note=note)
     mode = options.policy.own.name if options.policy.own is not None else options.router_mode
-    log.info("frontend.listening", url=address, mode=mode, id=router_id)
+    log.info("frontend.listening", url=doors.url, admin=doors.admin_url, mode=mode, id=router_id)
 
 
 def new_rules(options: FrontendOptions) -> Rules:
@@ -253,12 +253,13 @@ def _dialect(options: FrontendOptions) -> Dialect:
     return Dialect(SERVED_MODES, options.router_mode, header, bucket.lower())
 
 
-def _routing_routes(
-    replica: Replica, rules: Rules, accept: Accept, views: DecisionViews
+def _operators_routes(
+    replica: Replica, rules: Rules, accept: Accept, views: DecisionViews, admin: Admin
 ) -> list[web.RouteDef]:
-    """What people ask about routing, and may change of it."""
+    """What operators ask about workers and routing, and may change of it."""
     busy = BusyThresholds(replica, rules)
     return [
+        web.get("/workers", admin.workers),
         web.post("/v1/route", DryRoute(accept, views).route, expect_handler=invite_body),
         web.get("/decisions", views.last),
         web.get("/decisions/{request_id:.+}", views.one),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvrouter.config import positive_int
+from kvrouter.config import positive_int, read_key
 from kvrouter.errors import ConfigError
 from kvrouter.tokens.prefix_tokens import CacheSettings
 
@@ -102,7 +102,7 @@ def token_options(flags: argparse.Namespace) -> TokenOptions:
         threads=flags.tokenizer_workers,
         prefix_cache=cache if cache.max_parts else None,
         compare=flags.token_comparison,
-        engine_api_key=_read_key(flags.engine_api_key_file),
+        engine_api_key=read_key("--engine-api-key-file", flags.engine_api_key_file),
     )
 
 
@@ -119,15 +119,6 @@ def _model_path(text: str) -> tuple[str, str]:
 def _default_path(paths: Sequence[tuple[str, str]]) -> str | None:
     """The last one without a model's name."""
     return next((path for name, path in reversed(paths) if not name), None)
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text().strip() or None
-    except OSError as error:
-        raise ConfigError(f"--engine-api-key-file {path}: {error.strerror}") from None
 
 
 def _share(text: str) -> float:

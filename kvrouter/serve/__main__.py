@@ -47,8 +47,10 @@ def _serve(options: ServeOptions, output: Output) -> int:
 
 
 async def _run(options: ServeOptions, output: Output) -> int:
-    for port in options.ports():  # before an agent of ours takes over the engine from another deployment's
-        listen(options.frontend.host, port).close()
+    frontend = options.frontend
+    for port, admin_port in options.ports():  # before an agent of ours takes over another deployment's engine
+        listen(frontend.host, port).close()
+        listen(frontend.process.admin_host, admin_port, "--admin-port").close()
     stopped, hurried = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:

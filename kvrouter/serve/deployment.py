@@ -120,8 +120,8 @@ class Deployment:
                 await self._all_known.wait()
         flags = self._discovered_flags()
         self._frontends = [
-            Child(f"frontend-{number}", [*self._frontend_command(port), *flags], self._output)
-            for number, port in enumerate(self._options.ports(), 1)
+            Child(f"frontend-{number}", [*self._frontend_command(*ports), *flags], self._output)
+            for number, ports in enumerate(self._options.ports(), 1)
         ]
         async with asyncio.TaskGroup() as tasks:
             for child in self._frontends:
@@ -136,12 +136,12 @@ class Deployment:
         await child.pause()
         await child.keep_running()
 
-    def _frontend_command(self, port: int) -> list[str]:
+    def _frontend_command(self, port: int, admin_port: int) -> list[str]:
         sync = ["--router-replica-sync"] if self._options.replicas > 1 else []
         options = self._options
         return [
             *_python("frontend"), *sync, *options.common, *options.frontend_flags,
-            f"--port={port}", f"--nats={self._nats}",
+            f"--port={port}", f"--admin-port={admin_port}", f"--nats={self._nats}",
         ]  # fmt: skip
 
     def _discovered_flags(self) -> list[str]:

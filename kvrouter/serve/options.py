@@ -19,7 +19,7 @@ from kvrouter.worker.options import AgentOptions
 
 _EPILOG = (
     "Flags of `kvrouter frontend` may be given too and go to each replica; this list has them. "
-    "Only --processes, --admin-port and --admin-host may not: use --replicas."
+    "Only --processes may not: use --replicas."
 )
 
 
@@ -42,10 +42,10 @@ class ServeOptions:
     frontend_flags: tuple[str, ...]
     frontend: FrontendOptions
 
-    def ports(self) -> list[int]:
-        """Of each replica; 0 stays 0."""
-        first = self.frontend.port
-        return [first + number if first else 0 for number in range(self.replicas)]
+    def ports(self) -> list[tuple[int, int]]:
+        """Of each replica: the port for clients and the admin port; 0 stays 0."""
+        first, admin = self.frontend.port, self.frontend.process.admin_port
+        return [(first and first + number, admin and admin + number) for number in range(self.replicas)]
 
     def agent_flags(self, engine: EngineSpec) -> list[str]:
         """The flags of an engine's agent but for --nats. It ends when the frontends have drained: at once."""
@@ -93,8 +93,10 @@ def parse_options(arguments: Sequence[str]) -> ServeOptions:
     )
     for engine in options.engines:
         options.agent(engine)
-    if options.ports()[-1] > 65535:
-        raise ConfigError(f"--port {options.frontend.port}: {own.replicas} replicas go beyond port 65535")
+    for flag, port in zip(("--port", "--admin-port"), options.ports()[-1], strict=True):
+        if port > 65535:
+            first = port - own.replicas + 1
+            raise ConfigError(f"{flag} {first}: {own.replicas} replicas go beyond port 65535")
     return options
 
 

@@ -18,17 +18,21 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.config import add_nats_flags, nats_options, up_to_a_day
+from kvrouter.config import add_nats_flags, nats_options, read_key, up_to_a_day
 from kvrouter.errors import KvRouterError
 from kvrouter.tls import trusting
 from kvrouter.verify.comparison import Comparison, Report, Row, VerifyError, View, read_view
 from kvrouter.verify.engines import EngineAccess
 from kvrouter.verify.owners import Owners
-from kvrouter.worker.options import read_key
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 _LOOK_EVERY_S, _LOOK_AT_OWNERS_EVERY_S = 0.02, 0.1
 _ANSWER_TIMEOUT_S = 5.0
+_NOT_FOR_CLIENTS = (401, 404)
+_WHERE_TO_ASK = (
+    "give the URL of the replica's admin listener (--admin-port, by default its --port + 100), "
+    "or the operators' key with --admin-key-file"
+)
 _PIPE_WIDTH = 160
 """Columns where no terminal says how many it has: 80 would break digests."""
 
@@ -39,6 +43,7 @@ async def compare(
     timeout_s: float,
     tls_ca: Path | None = None,
     tls_name: str | None = None,
+    admin_key: str | None = None,
     owners: Owners | None = None,
 ) -> Report:
     """Look at the replicas until they are found equal or different. Raises VerifyError.
@@ -48,7 +53,8 @@ async def compare(
     comparison, looks, started = Comparison(), 0, time.monotonic()
     timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
     connector = aiohttp.TCPConnector(ssl=trusting(tls_ca, "--tls-ca"))
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as http:
         while True:
             comparison.add(await asyncio.gather(*(_look(http, url, tls_name) for url in urls)))
             if owners is not None:
@@ -64,6 +70,8 @@ async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> 
     try:
         async with http.get(f"{url}/workers", server_hostname=tls_name) as response:
             body = await response.read()
+            if response.status in _NOT_FOR_CLIENTS:
+                raise VerifyError(f"{url}/workers answers {response.status}: {_WHERE_TO_ASK}")
             if response.status != 200:
                 raise VerifyError(f"{url}/workers answers {response.status}")
         return read_view(url, msgspec.json.decode(body, type=dict[str, Any]))
@@ -97,13 +105,18 @@ async def _compare(flags: argparse.Namespace, urls: Sequence[str]) -> Report:
         if flags.owners:
             access = EngineAccess(
                 dict(map(_read_replays, flags.kv_replay)),
-                read_key(flags.engine_api_key_file),
+                read_key("--engine-api-key-file", flags.engine_api_key_file),
                 flags.worker_tls_ca,
             )
             opening = Owners.open(nats_options(flags), flags.namespace, access)
             owners = await stack.enter_async_context(opening)
         return await compare(
-            urls, timeout_s=flags.timeout, tls_ca=flags.tls_ca, tls_name=flags.tls_name, owners=owners
+            urls,
+            timeout_s=flags.timeout,
+            tls_ca=flags.tls_ca,
+            tls_name=flags.tls_name,
+            admin_key=read_key("--admin-key-file", flags.admin_key_file),
+            owners=owners,
         )
 
 
@@ -161,8 +174,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code 0: equal; 1: different; 2: a replica or NATS cannot be reached, or wrong flags.",
     )
     add = parser.add_argument
-    several = "a frontend; at least two, or one with --owners"
+    several = "admin listener of a frontend; at least two, or one with --owners"
     add("--replica", action="append", default=[], metavar="URL", help=several)
+    add("--admin-key-file", type=Path, metavar="FILE", help="the key, to ask on the clients' ports instead")
     add("--timeout", type=up_to_a_day, default=15.0, metavar="S", help="how long to look (%(default)s)")
     add("--tls-ca", type=Path, metavar="FILE", help="authorities trusted beside the system's, for https://")
     add("--tls-name", metavar="NAME", help="name in the certificates, where it is not the URLs'")

@@ -17,6 +17,7 @@ from kvrouter.config import (
     not_negative,
     positive,
     positive_int,
+    read_key,
 )
 from kvrouter.errors import ConfigError
 from kvrouter.tls import trusting
@@ -162,7 +163,7 @@ def read_options(arguments: argparse.Namespace) -> AgentOptions:
         max_sequences=arguments.max_num_seqs,
         labels=dict(_read_label(text) for text in arguments.label),
         metrics=read_metric_flags(arguments.metric),
-        api_key=read_key(arguments.engine_api_key_file),
+        api_key=read_key("--engine-api-key-file", arguments.engine_api_key_file),
         tls_ca=_read_tls_ca(arguments.worker_tls_ca),
         flush_s=arguments.kv_flush_ms / 1000,
         heartbeat_s=arguments.heartbeat_s,
@@ -238,13 +239,3 @@ def _read_tls_ca(path: Path | None) -> Path | None:
     if path is not None:
         trusting(path)
     return path
-
-
-def read_key(path: Path | None) -> str | None:
-    """The key in the file of --engine-api-key-file. Raises ConfigError."""
-    if path is None:
-        return None
-    try:
-        return path.read_text().strip() or None
-    except OSError as error:
-        raise ConfigError(f"--engine-api-key-file {path}: {error.strerror}") from None

@@ -181,7 +181,8 @@ async def _keep(console: Console, fleet: Fleet, deployed: Deployment) -> None:
     replicas, engines = deployed.replicas, deployed.engines
     lines = ["", "still running, until Ctrl-C:"]
     lines += [
-        f"  replica {n}  {replica.url}  (/workers /metrics /ready)" for n, replica in enumerate(replicas)
+        f"  replica {n}  {replica.url}  (/metrics /ready), {replica.admin_url}  (/workers /decisions)"
+        for n, replica in enumerate(replicas)
     ]
     lines += [f"  engine {n}   {engine.url}" for n, engine in enumerate(engines)]
     lines += [f"  NATS       {deployed.nats_url}", f"  logs       {fleet.directory}"]

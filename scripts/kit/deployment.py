@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrouter.bus.embedded import server_binary
-from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
+from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
 from scripts.kit.http_client import Client
+from scripts.kit.ports import free_ports
 from scripts.kit.replicas import Replica
 
 SETTLE_TIMEOUT_S = 20.0
@@ -69,9 +70,9 @@ async def deploy(fleet: Fleet, client: Client, plan: Plan, nats_url: str) -> Dep
     engines = [await start_engine(fleet, plan, nats_url, number) for number in range(plan.engines)]
     frontends, replicas = [], []
     for number in range(plan.replicas):
-        process, url = await start_frontend(fleet, plan, nats_url, number)
+        process, replica = await start_frontend(fleet, client, plan, nats_url, number)
         frontends.append(process)
-        replicas.append(Replica(url, client))
+        replicas.append(replica)
     for engine in engines:
         await wait_until_ok(client, engine.mocker, f"{engine.url}/health")
     for process, replica in zip(frontends, replicas, strict=True):
@@ -102,19 +103,21 @@ async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> 
     return Engine(url, f"tcp://127.0.0.1:{events}", mocker, agent)
 
 
-async def start_frontend(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> tuple[Process, str]:
-    """Start one replica; returns it and its URL."""
-    (port,) = free_ports(1)
+async def start_frontend(
+    fleet: Fleet, client: Client, plan: Plan, nats_url: str, number: int
+) -> tuple[Process, Replica]:
+    """Start one replica."""
+    port, admin_port = free_ports(2)
     process = await fleet.start(
         f"frontend-{number}",
         [
-            *_python("kvrouter.frontend"), "--host=127.0.0.1", f"--port={port}",
+            *_python("kvrouter.frontend"), "--host=127.0.0.1", f"--port={port}", f"--admin-port={admin_port}",
             f"--router-mode={plan.router_mode}", "--router-replica-sync",
             f"--nats={nats_url}", f"--namespace={plan.namespace}", f"--model-path={plan.model_path}",
             "--drain-grace=0", *plan.frontend_flags,
         ],
     )  # fmt: skip
-    return process, f"http://127.0.0.1:{port}"
+    return process, Replica(port, admin_port, client)
 
 
 async def stop(fleet: Fleet, deployment: Deployment) -> None:

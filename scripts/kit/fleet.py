@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import random
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +21,6 @@ from scripts.kit.http_client import Client, HttpError
 STOP_GRACE_S = 10.0
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
-_PORTS = range(20_000, 32_000)
-"""Below Linux's ephemeral ports: no outgoing connection takes one between our look and the bind."""
 
 
 class FleetError(Exception):
@@ -162,18 +158,6 @@ async def wait_until_ok(client: Client, process: Process, url: str, timeout_s: f
         raise FleetError(
             f"{process.name} is not ready after {timeout_s:g} s: {url} says {answer}; log:\n{process.tail()}"
         ) from None
-
-
-def free_ports(count: int) -> list[int]:
-    """Different TCP ports of 127.0.0.1 that nobody listens on now."""
-    return [port for port, _ in zip(_bindable(), range(count), strict=False)]
-
-
-def _bindable() -> Iterator[int]:
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            yield port
 
 
 def _die_with_parent() -> None:

@@ -41,13 +41,14 @@ class View:
 class Replica:
     """One frontend, as seen by an operator."""
 
-    def __init__(self, url: str, client: Client) -> None:
-        self.url = url
+    def __init__(self, port: int, admin_port: int, client: Client) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.admin_url = f"http://127.0.0.1:{admin_port}"
         self._client = client
 
     async def view(self) -> View:
         """What it says now."""
-        return _view(await self._client.get_json(f"{self.url}/workers"))
+        return _view(await self._client.get_json(f"{self.admin_url}/workers"))
 
 
 def _view(body: dict[str, Any]) -> View:

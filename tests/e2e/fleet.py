@@ -33,7 +33,7 @@ class Fleet:
 
     async def workers(self, frontend: int) -> dict[str, Any]:
         """What one frontend shows at /workers."""
-        async with self.http.get(f"{self.frontends[frontend].url}/workers") as response:
+        async with self.http.get(f"{self.frontends[frontend].admin_url}/workers") as response:
             shown: dict[str, Any] = await response.json()
         return shown
 

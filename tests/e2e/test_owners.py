@@ -65,7 +65,7 @@ async def test_replicas(nats_url: str, tmp_path: Path, capsys: pytest.CaptureFix
     namespace, file = uuid.uuid4().hex, tmp_path / "verify.json"
     asked = ("--owners", "--nats", nats_url, "--namespace", namespace, "--timeout", "60")
     async with running_fleet(nats_url, namespace, mockers=2) as fleet:
-        urls = [frontend.url for frontend in fleet.frontends]
+        urls = [frontend.admin_url for frontend in fleet.frontends]
         for url in urls:
             body = {"model": "tiny", "prompt": TOKENS, "max_tokens": 2}
             async with fleet.http.post(f"{url}/v1/completions", json=body) as response:

@@ -26,6 +26,8 @@ from tests.frontend.workers import OK, FakeWorker, Script, until
 POOL = PoolId("m-12345678")
 BODY = {"model": "m", "prompt": list(range(64)), "max_tokens": 4}
 STREAM = {**BODY, "stream": True}
+FOR_OPERATORS = ("/workers", "/decisions", "/busy_threshold", "/v1/route")
+"""Paths that are asked for on the admin listener."""
 
 
 class Trouble:
@@ -77,8 +79,12 @@ class Fleet:
 
     @property
     def url(self) -> str:
-        """The first frontend's address."""
+        """The first frontend's address, for clients."""
         return self.frontend.url
+
+    def url_of(self, path: str) -> str:
+        """Where the first frontend is asked for this."""
+        return self.frontend.admin_url if path.startswith(FOR_OPERATORS) else self.url
 
     @property
     def requests(self) -> list[str]:
@@ -110,11 +116,11 @@ class Fleet:
 
     async def ask(self, body: Any = None, *headers: str, path: str = "/v1/completions") -> Response:
         """One request on a connection of its own."""
-        return await ask(self.url, BODY if body is None else body, *headers, path=path)
+        return await ask(self.url_of(path), BODY if body is None else body, *headers, path=path)
 
     async def get(self, path: str) -> Response:
         """One GET on a connection of its own."""
-        return await get(self.url, path)
+        return await get(self.url_of(path), path)
 
     def connected(self) -> contextlib.AbstractAsyncContextManager[Client]:
         """A connection to the first frontend."""

@@ -52,13 +52,14 @@ async def test_frontend_with_creds(server: NatsServer, tmp_path: Path, free_port
     """Refused it says so, and waits, not ready; when the file is right it connects and finds the worker."""
     file = write(tmp_path / "router.creds", creds(account("stranger"), user("router")))
     agents_file = write(tmp_path / "agent.creds", creds(OURS, user("agent")))
-    port = free_port()
+    port, admin_port = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     async with (
         EngineServer.open(free_port()) as engine,
         agent(engine, "--nats", server.url, "--nats-creds", str(agents_file)),
     ):
-        process = await start("--port", str(port), "--nats", server.url, "--nats-creds", str(file))
+        ports = (f"--port={port}", f"--admin-port={admin_port}")
+        process = await start(*ports, "--nats", server.url, "--nats-creds", str(file))
         try:
             assert process.stderr is not None
             async with asyncio.timeout(SOON_S):
@@ -69,7 +70,7 @@ async def test_frontend_with_creds(server: NatsServer, tmp_path: Path, free_port
                 write(file, creds(OURS, user("router")))
                 while not await is_ready(url):
                     pass
-            workers = (await get(url, "/workers")).json["targets"]
+            workers = (await get(f"http://127.0.0.1:{admin_port}", "/workers")).json["targets"]
         finally:
             kill(process)
             await process.communicate()

@@ -6,6 +6,7 @@ import pytest
 
 from kvrouter.core.cost import Prompt
 from kvrouter.core.policy import RouteRequest
+from tests.frontend.clients import ask
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.workers import OK, SSE_HEAD, answer, chunk, event, in_turn, says, says_and_stalls
 
@@ -75,8 +76,9 @@ def _terms(body: dict, worker: str) -> dict[str, float]:  # type: ignore[type-ar
 async def test_dry_run_of_an_ordinary_request(fleet_of: FleetOf) -> None:
     """By header or in the body: the same answer as /v1/route."""
     async with fleet_of(*KV, scripts=THREE) as fleet:
-        by_header = (await fleet.ask(STREAM, "x-kvrouter-dry-run: true")).json
-        in_body = (await fleet.ask({**BODY, "kvrouter": {"dry_run": True, "overlap_weight": 3}})).json
+        door = fleet.frontend.admin_url
+        by_header = (await ask(door, STREAM, "x-kvrouter-dry-run: true")).json
+        in_body = (await ask(door, {**BODY, "kvrouter": {"dry_run": True, "overlap_weight": 3}})).json
         not_dry = await fleet.ask(None, "x-kvrouter-dry-run: false")
 
         assert by_header["dry_run"] is in_body["dry_run"] is True

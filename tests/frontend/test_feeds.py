@@ -172,7 +172,7 @@ async def test_hello_is_answered(fleet_of: FleetOf) -> None:
         fleet.bus.publish(fleet.subjects.hello, b"")
         await until(lambda: heard, "the answer")
 
-        assert ("up", fleet.url) == (heard[0].state, heard[0].address)
+        assert ("up", fleet.frontend.admin_url) == (heard[0].state, heard[0].address)
 
 
 async def test_leave(fleet_of: FleetOf) -> None:

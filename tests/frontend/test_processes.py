@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import re
 import signal
 import socket
@@ -22,6 +21,7 @@ from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.options import parse_options
 from kvrouter.verify import compare
+from scripts.kit.ports import free_ports
 from tests.frontend.clients import Client, Response, ask, connected, get
 from tests.frontend.fleet import BODY, STREAM, Fleet, Trouble
 from tests.frontend.workers import (
@@ -91,7 +91,7 @@ class Parent:
 @contextlib.asynccontextmanager
 async def running(nats: str, script: Script, *flags: str) -> AsyncIterator[Parent]:
     """A parent whose processes are both ready."""
-    namespace, port, admin_port = uuid.uuid4().hex, free_ports(1), free_ports(3)
+    namespace, (port, admin_port, *_) = uuid.uuid4().hex, free_ports(4)
     async with contextlib.AsyncExitStack() as stack:
         bus = await stack.enter_async_context(Bus.open(NatsOptions((nats,)), name="test"))
         worker = FakeWorker("w0", script)
@@ -120,19 +120,6 @@ async def kill(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.communicate()
-
-
-def free_ports(count: int) -> int:
-    """The first of some free ports in a row.
-
-    Not one that the kernel hands out: who polls that may get it for its own side, and meet itself.
-    """
-    while True:
-        first = random.randrange(20_000, 32_000)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for number in range(count):
-                stack.enter_context(bound(first + number))
-            return first
 
 
 async def is_ready(url: str) -> bool:
@@ -338,7 +325,8 @@ async def test_parent_killed(nats_url: str) -> None:
 async def test_cannot_start(nats_url: str, tmp_path: Path) -> None:
     """What none of them can start with ends all, with its message and code 2."""
     flags = ("--nats", nats_url, "--drain-grace", "60", "--model-path", str(tmp_path))
-    process = await start(free_ports(1), free_ports(3), *flags)
+    port, admin_port, *_ = free_ports(4)
+    process = await start(port, admin_port, *flags)
     async with asyncio.timeout(START_S):
         _, said = await process.communicate()
 
@@ -349,10 +337,10 @@ async def test_cannot_start(nats_url: str, tmp_path: Path) -> None:
 
 async def test_admin_port_taken(nats_url: str) -> None:
     """One that cannot start ends the others, too."""
-    admin_port = free_ports(3)
+    port, admin_port, *_ = free_ports(4)
     with bound(admin_port + 2) as taken:
         taken.listen()
-        process = await start(free_ports(1), admin_port, "--nats", nats_url)
+        process = await start(port, admin_port, "--nats", nats_url)
         async with asyncio.timeout(START_S):
             _, said = await process.communicate()
 
@@ -365,7 +353,7 @@ async def test_port_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = await start(taken.getsockname()[1], free_ports(3))
+        process = await start(taken.getsockname()[1], free_ports(3)[0])
         _, said = await process.communicate()
 
     assert 2 == process.returncode
@@ -376,25 +364,39 @@ async def test_port_taken() -> None:
 @pytest.mark.parametrize(
     ("flags", "port"),
     [
-        (["--port", "8000", "--processes", "2"], 8101),
-        (["--port", "0", "--processes", "2"], 0),
-        (["--processes", "2", "--admin-port", "9000"], 9001),
+        ([], 8100),
+        (["--port", "9000"], 9100),
+        (["--port", "0"], 0),
+        (["--admin-port", "9000"], 9000),
         (["--admin-port", "0"], 0),
-        ([], None),
+        (["--port", "8000", "--process-number", "1"], 8101),
+        (["--admin-port", "9000", "--process-number", "2"], 9002),
+        (["--admin-port", "0", "--process-number", "2"], 0),
     ],
 )
-def test_admin_ports(flags: list[str], port: int | None) -> None:
-    """Process i has the base plus i, the base is 100 above --port; a single process has none unasked."""
-    assert port == parse_options(flags).process.own_port
+def test_admin_ports(flags: list[str], port: int) -> None:
+    """It is 100 above --port, and process i of several has that plus i; 0 is a free one."""
+    assert port == parse_options(flags).process.own_admin_port
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--port", "65500"], "--port [+] 100 by default: there is no port 65600; give a lower one, or 0"),
+        (["--admin-port", "65534", "--processes", "2"], "--admin-port 65534: there is no port 65536"),
+    ],
+)
+def test_admin_ports_beyond_the_last(flags: list[str], said: str) -> None:
+    """Ports that do not exist are refused, also where they come from a default."""
+    with pytest.raises(ConfigError, match=said):
+        parse_options(flags)
 
 
 def test_sync_comes_with_processes() -> None:
-    """Several processes share their bookings; to forbid it is refused, as are ports that do not exist."""
+    """Several processes share their bookings; to forbid it is refused."""
     assert parse_options(["--processes", "2"]).replica.synced
     assert not parse_options(["--processes", "1"]).replica.synced
     with pytest.raises(ConfigError, match="leave one of the two out"):
         parse_options(["--processes", "2", "--no-router-replica-sync"])
-    with pytest.raises(ConfigError, match="beyond port 65535"):
-        parse_options(["--processes", "2", "--admin-port", "65534"])
     with pytest.raises(SystemExit):
         parse_options(["--processes", "0"])

@@ -64,7 +64,7 @@ class Process:
 
 async def start(*flags: str) -> asyncio.subprocess.Process:
     """Start a frontend."""
-    command = [sys.executable, "-m", "kvrouter.frontend", "--host", "127.0.0.1", *flags]
+    command = [sys.executable, "-m", "kvrouter.frontend", "--host=127.0.0.1", "--admin-port=0", *flags]
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     return await asyncio.create_subprocess_exec(*command, stdin=null, stdout=null, stderr=pipe)
 

@@ -18,10 +18,11 @@ import pytest
 from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.frontend.relay import HELD_BYTES
 from kvrouter.verify import compare
+from scripts.kit.ports import free_ports
 from tests.certificates import Authority
 from tests.frontend.clients import connected
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf, Trouble
-from tests.frontend.test_processes import free_ports, kill, start
+from tests.frontend.test_processes import kill, start
 from tests.frontend.workers import (
     OK,
     OK_BODY,
@@ -107,9 +108,13 @@ async def until_end(url: str, tls: ssl.SSLContext, request: bytes) -> tuple[byte
 
 async def test_answers(https: Https, authority: Authority) -> None:
     """Request after request on one connection; the replica says that its address is https://."""
-    async with https() as fleet, connected(fleet.url, authority.trusted()) as client:
+    async with (
+        https() as fleet,
+        connected(fleet.url, authority.trusted()) as client,
+        connected(fleet.frontend.admin_url, authority.trusted()) as operator,
+    ):
         answers = [await client.ask(BODY) for _ in range(3)]
-        workers = await client.get("/workers")
+        workers = await operator.get("/workers")
         health = await client.get("/health")
 
     assert fleet.url.startswith("https://127.0.0.1:")
@@ -305,7 +310,7 @@ async def test_cut_off(https: Https, authority: Authority) -> None:
 async def test_processes(nats_url: str, authority: Authority) -> None:
     """Each of several processes has the certificate, on the common port and on its own."""
     files, namespace = authority.sign("kvrouter.test"), uuid.uuid4().hex
-    port, admin_port = free_ports(1), free_ports(3)
+    port, admin_port, *_ = free_ports(4)
     tls = authority.trusted()
     tls.check_hostname = False
     own = [f"https://127.0.0.1:{admin_port + number}" for number in (1, 2)]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kit.fleet import Fleet, FleetError, free_ports, wait_until_ok
+from scripts.kit.fleet import Fleet, FleetError, wait_until_ok
 from scripts.kit.http_client import Client, HttpError
 
 WAIT = "import signal; print('here', flush=True); signal.pause()"
@@ -237,11 +237,3 @@ async def test_silent_process(fleet: Fleet) -> None:
     await process.wait()
 
     assert "(it said nothing)" == process.tail()
-
-
-def test_free_ports() -> None:
-    """All different, and none that the system gives to outgoing connections."""
-    ports = free_ports(20)
-
-    assert 20 == len(set(ports))
-    assert all(20_000 <= port < 32_000 for port in ports)

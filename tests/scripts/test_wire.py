@@ -13,8 +13,9 @@ from aiohttp.test_utils import TestServer
 
 from scripts.kit.bench.wire.build import binary
 from scripts.kit.bench.wire.load import Load, run_load
-from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
+from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
 from scripts.kit.http_client import Client
+from scripts.kit.ports import free_ports
 
 PACE_MS = 5
 

@@ -78,7 +78,8 @@ class Serving:
 async def serving(*flags: str) -> AsyncIterator[Serving]:
     """Run it; it is killed at the end if it still runs."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvrouter", "serve", "--host", "127.0.0.1", "--drain-grace", "0", *flags,
+        sys.executable, "-m", "kvrouter", "serve", "--host=127.0.0.1", "--admin-port=0", "--drain-grace=0",
+        *flags,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     running = Serving(process)
@@ -120,17 +121,6 @@ async def until_ready(served: Serving, http: aiohttp.ClientSession, urls: Sequen
                     await asyncio.sleep(0.05)
     except TimeoutError:
         pytest.fail(f"not ready; it said:\n{served.text()}")
-
-
-def consecutive_ports(count: int) -> int:
-    """The first of some free ports in a row."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(bound(0)).getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                for number in range(1, count):
-                    stack.enter_context(bound(first + number))
-                return int(first)
 
 
 def bound(port: int) -> socket.socket:

@@ -24,7 +24,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
     options = parse()
 
-    assert ([8000], True, ()) == (options.ports(), options.nats.is_embedded, options.frontend_flags)
+    assert ([(8000, 8100)], True, ()) == (options.ports(), options.nats.is_embedded, options.frontend_flags)
 
 
 def test_nats_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_who_gets_which_flag(tmp_path: Path) -> None:
     )  # fmt: skip
     agent = options.agent(options.engines[0])
 
-    assert [9000, 9001, 9002] == options.ports()
+    assert [(9000, 9100), (9001, 9101), (9002, 9102)] == options.ports()
     assert ("n", tmp_path / "127-0-0-1-25100.state") == (agent.namespace, agent.state_file)
     assert {"preempted": "vllm:num_preemptions_total"} == agent.metrics
     assert "--namespace=n" in options.common
@@ -71,7 +71,7 @@ def test_no_events(flags: list[str], why: str) -> None:
 
 def test_any_port() -> None:
     """Port 0 lets every replica pick one."""
-    assert [0, 0] == parse("--port", "0", "--replicas", "2").ports()
+    assert [(0, 0), (0, 0)] == parse("--port", "0", "--replicas", "2").ports()
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,10 @@ def test_wrong_flags(flags: list[str], said: str, capsys: pytest.CaptureFixture[
 
 def test_what_does_not_fit() -> None:
     """What only shows when flags are seen together is refused too."""
-    with pytest.raises(ConfigError, match="beyond port 65535"):
-        parse("--port", "65535", "--replicas", "2")
+    with pytest.raises(ConfigError, match="--port 65535: 2 replicas go beyond port 65535"):
+        parse("--port", "65535", "--admin-port", "0", "--replicas", "2")
+    with pytest.raises(ConfigError, match="--admin-port 65535: 2 replicas go beyond port 65535"):
+        parse("--port", "65435", "--replicas", "2")
     with pytest.raises(ConfigError, match="--kv-replay without --kv-events"):
         parse("--engine", "http://e:1,replay=tcp://e:2")
     with pytest.raises(ConfigError, match="use nats://HOST:PORT"):

@@ -17,11 +17,11 @@ from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.mocker.server import Mocker, running_mocker
 from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit.ports import free_ports
 from tests.serve.serving import (
     PATIENCE_S,
     all_gone,
     bound,
-    consecutive_ports,
     is_alive,
     serving,
     until_known,
@@ -67,16 +67,17 @@ async def test_the_one_command(
     mockers: list[Mocker], model_path: Path, http: aiohttp.ClientSession, free_port: Callable[[], int]
 ) -> None:
     """Two engines, two replicas, a NATS of its own: a killed agent comes back, SIGTERM leaves nothing."""
-    first = consecutive_ports(2)
-    urls = [f"http://127.0.0.1:{first + number}" for number in range(2)]
+    ports = free_ports(4)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
     engines = [f"--engine={mocker.url}" for mocker in mockers]
-    async with serving(*engines, "--replicas=2", f"--port={first}", f"--nats-port={free_port()}") as served:
+    flags = ["--replicas=2", f"--port={ports[0]}", f"--admin-port={ports[2]}", f"--nats-port={free_port()}"]
+    async with serving(*engines, *flags) as served:
         await until_ready(served, http, urls)
 
         prompt = "the same words again and again " * 20
         warm = await ask(http, urls[0], prompt)
         chosen = warm.headers["x-kvrouter-worker"]
-        await until_known(served, http, urls[1], chosen)
+        await until_known(served, http, urls[3], chosen)
         found = await ask(http, urls[1], prompt)
 
         (victim, *_) = before = served.agents()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,8 +16,9 @@ from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.mocker.server import running_mocker
 from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit.ports import free_ports
 from tests.certificates import Authority
-from tests.serve.serving import consecutive_ports, serving, until_known, until_ready
+from tests.serve.serving import serving, until_known, until_ready
 
 
 @contextlib.asynccontextmanager
@@ -49,31 +50,32 @@ async def behind_tls(url: str, door: ssl.SSLContext) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("tokenizer", ["local", "remote"])
-async def test_everywhere(free_port: Callable[[], int], tmp_path: Path, tokenizer: str) -> None:
+async def test_everywhere(tmp_path: Path, tokenizer: str) -> None:
     """The engine is learnt, announced, asked for its tokens and sent requests, all behind its certificate."""
     build_tiny_model(tmp_path / "tiny")
     config = MockerConfig(
         engine=EngineConfig(num_blocks=2049), model_name="tiny", model_path=tmp_path / "tiny", speedup=50.0
     )
-    authority, port = Authority(tmp_path), consecutive_ports(1)
+    authority, (port, admin_port, nats_port) = Authority(tmp_path), free_ports(3)
     files = authority.sign()
     async with contextlib.AsyncExitStack() as stack:
         mocker = await stack.enter_async_context(running_mocker(config))
         engine = await stack.enter_async_context(behind_tls(mocker.url, authority.door()))
         connector = aiohttp.TCPConnector(ssl=authority.trusted())
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        flags = (f"--engine={engine},id=w", f"--port={port}", f"--nats-port={free_port()}")
+        ports = (f"--port={port}", f"--admin-port={admin_port}", f"--nats-port={nats_port}")
         tls = (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--worker-tls-ca={authority.file}")
-        served = await stack.enter_async_context(serving(*flags, *tls, f"--tokenizer={tokenizer}"))
-        url = f"https://127.0.0.1:{port}"
+        flags = (f"--engine={engine},id=w", *ports, *tls, f"--tokenizer={tokenizer}")
+        served = await stack.enter_async_context(serving(*flags))
+        url, admin_url = f"https://127.0.0.1:{port}", f"https://127.0.0.1:{admin_port}"
         await until_ready(served, http, [url])
 
         for _ in range(2):
             body = {"model": "tiny", "prompt": "the same words again and again " * 20, "max_tokens": 2}
             async with http.post(f"{url}/v1/completions", json=body) as response:
                 await response.read()
-            await until_known(served, http, url, "w")
-        async with http.get(f"{url}/workers") as view:
+            await until_known(served, http, admin_url, "w")
+        async with http.get(f"{admin_url}/workers") as view:
             (target,) = (await view.json())["targets"]
 
     assert (200, "w") == (response.status, response.headers["x-kvrouter-worker"])

@@ -377,7 +377,14 @@ async def test_unreachable(free_port: Callable[[], int], capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"), [(503, "answers 503"), ("<html>", "is not JSON"), ({}, "is not what this version")]
+    ("answer", "says"),
+    [
+        (503, "answers 503"),
+        (404, "by default its --port + 100"),
+        (401, "--admin-key-file"),
+        ("<html>", "is not JSON"),
+        ({}, "is not what this version"),
+    ],
 )
 async def test_something_else_answers(
     answer: Json | int | str, says: str, capsys: pytest.CaptureFixture[str]
@@ -425,7 +432,7 @@ async def test_silence_is_counted(nats_url: str) -> None:
 async def test_real_replicas(nats_url: str) -> None:
     """Two frontends: what they say is what is read here, and they agree."""
     async with running_fleet(nats_url, "--router-replica-sync", replicas=2) as fleet:
-        urls = [frontend.url for frontend in fleet.frontends]
+        urls = [frontend.admin_url for frontend in fleet.frontends]
         await fleet.ask()
         report = await compare(urls, timeout_s=20.0)
 

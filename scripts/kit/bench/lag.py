@@ -31,9 +31,10 @@ from scripts.kit.bench.meter import cpu_ns
 from scripts.kit.bench.mock_engine import mock_engine
 from scripts.kit.bench.mock_fleet import BLOCK_SIZE, MODEL, PREFIX_BLOCKS, PREFIXES, prefix_tokens
 from scripts.kit.figures import MachineTime
-from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
+from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.load import LoadRequest, Outcome
+from scripts.kit.ports import free_ports
 from scripts.kit.script import log_directory, new_console, until_signalled
 from scripts.kit.steady import SteadyLoad
 
@@ -141,7 +142,7 @@ class Bench:
             f"frontend-{namespace}",
             [
                 *(sys.executable, "-m", "kvrouter.frontend", "--host=127.0.0.1", f"--port={port}"),
-                *(f"--nats={self.nats_url}", f"--namespace={namespace}", "--drain-grace=0"),
+                *("--admin-port=0", f"--nats={self.nats_url}", f"--namespace={namespace}", "--drain-grace=0"),
                 *self.options.frontend_flags,
             ],
         )

@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from scripts.kit.fleet import Fleet, free_ports, wait_until_ok
+from scripts.kit.fleet import Fleet, wait_until_ok
 from scripts.kit.http_client import Client
+from scripts.kit.ports import free_ports
 
 HOW_TO_GET = "HAProxy is not installed: apt-get install haproxy (only this row needs it)"
 CHECK_S = 0.5

@@ -142,7 +142,7 @@ async def _run_row(
     console.print(f"[bold]{row.name}[/]: {row.what}", highlight=False)
     async with SteadyLoad(requests, urls, rate=rate) as load:
         await asyncio.sleep(LEAD_S)
-        before = await compare(stage.urls, timeout_s=10.0)
+        before = await compare(stage.admin_urls, timeout_s=10.0)
         repairs = await stage.repairs()
         damage = await row.fault(stage, load)
         clean_after_s, unclean = await stage.until_clean(damage)

@@ -38,8 +38,13 @@ class Stage:
 
     @property
     def urls(self) -> list[str]:
-        """The replicas."""
+        """The replicas, for clients."""
         return [replica.url for replica in self.deployed.replicas]
+
+    @property
+    def admin_urls(self) -> list[str]:
+        """The replicas, for operators."""
+        return [replica.admin_url for replica in self.deployed.replicas]
 
     def frontend(self, number: int) -> Process:
         """The process of a replica, as of its last start."""
@@ -64,7 +69,7 @@ class Stage:
     async def _unnoticed(self, damage: Damage) -> list[str]:
         """Replicas that agree on what was before the fault have not recovered from it."""
         found = []
-        for url in self.urls:
+        for url in self.admin_urls:
             try:
                 targets = (await self.client.get_json(f"{url}/workers"))["targets"]
             except HttpError as error:
@@ -78,7 +83,7 @@ class Stage:
 
     async def _differences(self) -> list[str]:
         try:
-            return (await compare(self.urls, timeout_s=_LOOK_S)).differences
+            return (await compare(self.admin_urls, timeout_s=_LOOK_S)).differences
         except VerifyError as error:
             return [str(error)]
 
@@ -95,7 +100,7 @@ class Stage:
         return left
 
     async def _phantom_index_blocks(self) -> int:
-        rows = [await self.client.get_json(f"{url}/workers") for url in self.urls]
+        rows = [await self.client.get_json(f"{url}/workers") for url in self.admin_urls]
         count = 0
         for target in (target for row in rows for target in row["targets"]):
             agent = await agent_blocks(self.bus, self.plan.namespace, target["worker_id"])
@@ -105,7 +110,7 @@ class Stage:
     async def repairs(self) -> Counter[str]:
         """What the replicas' feeds have gone through so far, summed over all of them."""
         total: Counter[str] = Counter()
-        for url in self.urls:
+        for url in self.admin_urls:
             for feed in (await self.client.get_json(f"{url}/workers"))["feeds"]:
                 total.update({name: feed["counters"][name] for name in REPAIRS})
         return total
@@ -119,7 +124,7 @@ class Stage:
     async def index_share(self, engine: int) -> str:
         """How much of what an engine holds its agent can name."""
         url = self.deployed.engines[engine].url
-        row = await self.client.get_json(f"{self.urls[0]}/workers")
+        row = await self.client.get_json(f"{self.admin_urls[0]}/workers")
         target = next(target for target in row["targets"] if target["url"] == url)
         held = len(self.watches[url].held())
         partial = ", partial" if target["partial"] else ""

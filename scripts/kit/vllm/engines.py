@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
+from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
 from scripts.kit.http_client import Client
+from scripts.kit.ports import free_ports
 from scripts.kit.vllm.adapters import RANK
 
 BLOCK_SIZE = 32

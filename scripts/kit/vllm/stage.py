@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvrouter.tokens.tiny import build_tiny_model
-from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
+from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
 from scripts.kit.http_client import Client
+from scripts.kit.ports import free_ports
 from scripts.kit.replicas import Replica
 from scripts.kit.vllm.adapters import write_adapter
 from scripts.kit.vllm.engines import EngineTest, Vllm, start_engine, wait_until_up
@@ -79,9 +80,9 @@ async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
     engines = [await start_engine(fleet, test, number) for number in range(ENGINES)]
     for engine in engines:
         await wait_until_up(client, fleet.processes[engine.name], engine)
-    port = _ports_in_a_row(REPLICAS)
-    serve = await fleet.start("serve", _serve_command(engines, test, port))
-    replicas = [Replica(f"http://127.0.0.1:{port + number}", client) for number in range(REPLICAS)]
+    ports, admin_ports = free_ports(REPLICAS), free_ports(REPLICAS)
+    serve = await fleet.start("serve", _serve_command(engines, test, ports[0], admin_ports[0]))
+    replicas = [Replica(*pair, client) for pair in zip(ports, admin_ports, strict=True)]
     for replica in replicas:
         await wait_until_ok(client, serve, f"{replica.url}/ready")
     stage = Stage(fleet, client, engines, serve, replicas)
@@ -89,22 +90,13 @@ async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
     return stage
 
 
-def _serve_command(engines: Sequence[Vllm], test: EngineTest, port: int) -> list[str]:
+def _serve_command(engines: Sequence[Vllm], test: EngineTest, port: int, admin_port: int) -> list[str]:
     """The first engine's event sockets are named, those of the others `serve` finds."""
     first, *others = engines
     named = [f"{first.url},kv={first.events},replay={first.replay}", *(engine.url for engine in others)]
     return [
         sys.executable, "-m", "kvrouter", "serve",
         *(word for engine in named for word in ("--engine", engine)),
-        f"--replicas={REPLICAS}", "--host=127.0.0.1", f"--port={port}",
+        f"--replicas={REPLICAS}", "--host=127.0.0.1", f"--port={port}", f"--admin-port={admin_port}",
         f"--nats-port={free_ports(1)[0]}", f"--model-path={test.model_path}", "--drain-grace=0",
     ]  # fmt: skip
-
-
-def _ports_in_a_row(count: int) -> int:
-    """The first of `count` free ports in a row."""
-    while True:
-        ports = set(free_ports(500))
-        for first in ports:
-            if all(first + number in ports for number in range(count)):
-                return first

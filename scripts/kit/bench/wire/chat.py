@@ -20,7 +20,7 @@ from scripts.kit.bench.wire.routers import answering
 from scripts.kit.bench.wire.stage import Stage
 from scripts.kit.bench.wire.targets import DYNAMO, OURS_KV
 from scripts.kit.bench.wire.works import MODEL, Work
-from scripts.kit.fleet import free_ports
+from scripts.kit.ports import free_ports
 
 PROMPT_TOKENS, SHARED_TOKENS, OUTPUT_TOKENS = 4000, 3600, 64
 GROUPS, CONCURRENCY, ENGINES = 8, 16, 2

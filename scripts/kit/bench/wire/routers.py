@@ -14,9 +14,9 @@ from pathlib import Path
 from scripts.kit.bench.wire.build import binary
 from scripts.kit.bench.wire.load import Load, run_load
 from scripts.kit.bench.wire.works import MODEL, SHORT_BODIES
-from scripts.kit.fleet import Fleet, FleetError, Process, free_ports, wait_until_ok
+from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
 from scripts.kit.http_client import Client
-from scripts.kit.replicas import Replica
+from scripts.kit.ports import free_ports
 
 READY_TIMEOUT_S = 60.0
 SEES_TIMEOUT_S = 20.0
@@ -89,22 +89,28 @@ async def start_kvrouter(
         f"{name}-{port}".replace(" ", "-"),
         [
             str(python if python.exists() else sys.executable), "-P", "-m", "kvrouter.frontend",
-            "--host=127.0.0.1", f"--port={port}", "--drain-grace=0", *flags,
+            "--host=127.0.0.1", f"--port={port}", "--admin-port=0", "--drain-grace=0", *flags,
         ],
         env={"PYTHONPATH": str(checkout)} if checkout else None,
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     await wait_until_ok(client, process, f"{url}/ready")
-    replica = Replica(url, client)
-    seen = 0
+    seen = 0.0
     try:
         async with asyncio.timeout(SEES_TIMEOUT_S):
-            while (seen := (await replica.view()).live_targets) < count:
+            while (seen := await _workers_seen(client, url)) < count:
                 process.check()
                 await asyncio.sleep(0.05)
     except TimeoutError:
-        raise FleetError(f"{name} sees {seen} of {count} workers: {process.tail()}") from None
+        raise FleetError(f"{name} sees {seen:g} of {count} workers: {process.tail()}") from None
     return Router(name, port, process)
+
+
+async def _workers_seen(client: Client, url: str) -> float:
+    """By the metrics, which every version has on this port."""
+    _, body = await client.get(f"{url}/metrics")
+    lines = [line for line in body.decode().splitlines() if line.startswith("kvrouter_workers{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 async def start_nginx(fleet: Fleet, program: Path, workers: Workers) -> Router:

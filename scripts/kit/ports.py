@@ -1,0 +1,47 @@
+"""TCP ports of 127.0.0.1 for processes that are still to start. No two draws agree, wherever they are made.
+
+A port that is looked at and let go may be drawn again before its process listens on it. So a drawn port
+stays marked until the process that drew it ends: by a UDP socket bound to the same number, which keeps nobody
+from listening there with TCP, today or after a restart, and which the kernel closes whatever happens.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+
+_PORTS = range(20_000, 32_000)
+"""Below Linux's ephemeral ports, so that the kernel gives none of them to an outgoing connection."""
+_ATTEMPTS = 10_000
+
+
+def free_ports(count: int) -> list[int]:
+    """So many in a row that nobody has drawn or listens on."""
+    for _ in range(_ATTEMPTS):
+        first = random.randrange(_PORTS.start, _PORTS.stop - count + 1)
+        marks: list[socket.socket] = []
+        try:
+            for port in range(first, first + count):
+                marks.append(_mark(port))  # those before a port that is taken are closed
+        except OSError:
+            for mark in marks:
+                mark.close()
+            continue
+        for mark in marks:
+            mark.detach()  # open until this process ends
+        return list(range(first, first + count))
+    raise RuntimeError(f"no {count} free ports in a row in {_PORTS}")
+
+
+def _mark(port: int) -> socket.socket:
+    """Raises OSError if the port has been drawn, or something listens there."""
+    mark = socket.socket(type=socket.SOCK_DGRAM)
+    try:
+        mark.bind(("127.0.0.1", port))
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # in nobody's way meanwhile
+            listener.bind(("127.0.0.1", port))
+    except OSError:
+        mark.close()
+        raise
+    return mark

@@ -1,0 +1,144 @@
+"""What is for operators is on the admin listener, and on the clients' port for whoever has the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrouter.errors import ConfigError
+from kvrouter.frontend.options import parse_options
+from kvrouter.frontend.serve import running_frontend
+from kvrouter.verify import VerifyError, compare
+from tests.frontend.clients import Client, Response, connected
+from tests.frontend.fleet import BODY, STREAM, FleetOf
+
+DRY = "x-kvrouter-dry-run: true"
+BUSY = {"model": "m", "active_decode_blocks_threshold": 0.9}
+KEY = "s3cret"
+ALLOWED = [200, 200, 404, 200, 200, 200, 200, 200, 200]
+"""Answers to `all_for_operators`; nothing is known of the decision that it asks for."""
+
+
+async def all_for_operators(client: Client, *headers: str) -> list[Response]:
+    """Every way to ask for what is theirs."""
+    lines = "".join(f"{line}\r\n" for line in headers)
+    answers = []
+    for path in ("/workers", "/decisions", "/decisions/x", "/busy_threshold"):
+        client.writer.write(f"GET {path} HTTP/1.1\r\nhost: t\r\n{lines}\r\n".encode("latin-1"))
+        answers.append(await client.response())
+    answers.append(await client.ask(BUSY, *headers, path="/busy_threshold"))
+    answers.append(await client.ask(BODY, *headers, path="/v1/route"))
+    answers.append(await client.ask(BODY, *headers, DRY))
+    answers.append(await client.ask({**STREAM, "kvrouter": {"dry_run": True}}, *headers))
+    answers.append(await client.ask({"model": "m", "input": "x"}, *headers, DRY, path="/v1/embeddings"))
+    return answers
+
+
+async def test_not_on_the_clients_port(fleet_of: FleetOf) -> None:
+    """Each is a 404 that says where it is, nothing changes, and the client's own requests go on."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        before = (await fleet.get("/busy_threshold")).json
+        answers = await all_for_operators(client)
+        served = [await client.ask(BODY), await client.ask(BODY, "x-kvrouter-dry-run: false")]
+
+        assert [404] * 9 == [answer.status for answer in answers]
+        errors = [answer.json["error"] for answer in answers]
+        assert {"NotFoundError"} == {error["type"] for error in errors}
+        assert all("--admin-port" in error["message"] for error in errors)
+        assert errors[4]["message"].startswith("POST /busy_threshold is for operators")
+        assert errors[6]["message"].startswith("a dry run is for operators")
+        assert before == (await fleet.get("/busy_threshold")).json
+        assert ([200, 200], 2) == ([answer.status for answer in served], len(fleet.requests))
+
+
+async def test_what_clients_may_ask(fleet_of: FleetOf) -> None:
+    """The APIs, and what load balancers and Prometheus look at."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        for path in ("/live", "/ready", "/health", "/metrics", "/v1/models", "/v1/models/m", "/version"):
+            assert (await client.get(path)).status in {200, 503}, path
+        assert 200 == (await client.ask({"prompt": "x"}, path="/tokenize")).status
+
+
+async def test_admin_listener(fleet_of: FleetOf) -> None:
+    """It has everything without a key, what clients may ask included; its address is said at the start."""
+    async with fleet_of() as fleet, connected(fleet.frontend.admin_url) as client:
+        answers = await all_for_operators(client)
+        (said,) = fleet.logged("frontend.listening")
+
+        assert ALLOWED == [answer.status for answer in answers]
+        assert "no decision about 'x'" in answers[2].json["error"]["message"]
+        assert not fleet.requests
+        assert 200 == (await client.ask(BODY)).status
+        assert fleet.frontend.admin_url.startswith("http://127.0.0.1:")
+        assert (fleet.frontend.url, fleet.frontend.admin_url) == (said["url"], said["admin"])
+
+
+async def test_key(fleet_of: FleetOf, tmp_path: Path) -> None:
+    """With the key all of it is on the clients' port, too; without, or with another, it is a 401."""
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    wrong = [
+        "x-a: b",
+        "authorization: Bearer s3cre",
+        f"authorization: Basic {KEY}",
+        "authorization: Bearer \xe9",
+    ]
+    async with fleet_of("--admin-key-file", str(file)) as fleet, fleet.connected() as client:
+        given = await all_for_operators(client, f"authorization: bearer {KEY}")
+        refused = [answer for line in wrong for answer in await all_for_operators(client, line)]
+
+        assert ALLOWED == [answer.status for answer in given]
+        assert {(401, "Bearer")} == {(one.status, one.header("www-authenticate")) for one in refused}
+        errors = [answer.json["error"] for answer in refused]
+        assert {"AuthenticationError"} == {error["type"] for error in errors}
+        assert all("Authorization: Bearer KEY" in error["message"] for error in errors)
+        assert KEY not in json.dumps(errors)
+        assert 200 == (await fleet.get("/workers")).status
+        assert 200 == (await client.ask(BODY)).status
+
+
+async def test_verify_with_the_key(fleet_of: FleetOf, tmp_path: Path) -> None:
+    """`kvrouter verify` may ask on the clients' ports if it has the key."""
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    flags = ("--router-replica-sync", "--admin-key-file", str(file))
+    async with fleet_of(*flags, replicas=2) as fleet:
+        urls = [frontend.url for frontend in fleet.frontends]
+        report = await compare(urls, timeout_s=20.0, admin_key=KEY)
+        with pytest.raises(VerifyError, match=r"answers 401.*--admin-key-file"):
+            await compare(urls, timeout_s=20.0)
+
+        assert report.is_equal, report.differences
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "No such file"), (b" \n", "it is empty"), (b"\xff\xfe", "it is not text")],
+)
+def test_key_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, said: str) -> None:
+    """It does not start without the key that it was to have."""
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=f"--admin-key-file {file}: {said}"):
+        parse_options(["--admin-key-file", str(file)])
+
+
+def test_key_is_not_shown(tmp_path: Path) -> None:
+    """Options may end in a log; the key does not."""
+    file = tmp_path / "key"
+    file.write_text(KEY)
+
+    assert KEY not in repr(parse_options(["--admin-key-file", str(file)]))
+
+
+async def test_admin_port_taken(fleet_of: FleetOf) -> None:
+    """It does not start, and says which flag it is."""
+    async with fleet_of() as fleet:
+        port = fleet.frontend.admin_url.rpartition(":")[2]
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: .* \(--admin-port\)"):
+            async with running_frontend(parse_options(["--port", "0", "--admin-port", port])):
+                pass
