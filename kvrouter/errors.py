@@ -89,6 +89,13 @@ class WrongMethodError(KvRouterError):
     type = "MethodNotAllowedError"
 
 
+class HttpVersionError(KvRouterError):
+    """The request is in a major version of HTTP that is not spoken here."""
+
+    status = 505
+    type = "HTTPVersionNotSupportedError"
+
+
 class NoWorkersError(KvRouterError):
     """No live worker serves the model now; the client may try again."""
 

@@ -15,11 +15,11 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion10
 
-from kvrouter.errors import KvRouterError, NoRouteError, WrongMethodError
+from kvrouter.errors import BadRequestError, HttpVersionError, KvRouterError, NoRouteError, WrongMethodError
 from kvrouter.frontend.answer import Served, error_answer, internal_error
 from kvrouter.frontend.client_connection import ClientConnection
 from kvrouter.frontend.incoming import read_body, request_id_of
-from kvrouter.frontend.request import Head, Request, Serve
+from kvrouter.frontend.request import Head, Request, Serve, host_error
 from kvrouter.frontend.tearing import tear
 
 log = structlog.get_logger()
@@ -109,9 +109,21 @@ def route(serve: Serve) -> HttpRoute:
     return serve_http
 
 
+def _head_error(request: web.Request) -> KvRouterError | None:
+    """Why the request is refused, whatever it asks for; aiohttp looks neither at hosts nor at the version."""
+    if request.version.major != 1:
+        return HttpVersionError("HTTP/1.1 is spoken here")
+    trouble = host_error(request.headers.getall("host", []), is_http_10=request.version <= HttpVersion10)
+    return BadRequestError(trouble) if trouble else None
+
+
 @web.middleware
 async def openai_errors(request: web.Request, handler: HttpRoute) -> web.StreamResponse:
     """Unknown routes and our own bugs are answered in OpenAI's form too."""
+    if refusal := _head_error(request):
+        answer = error_answer(refusal, request_id_of(request.headers))
+        AiohttpClient(request).write(answer.encode(keeps_alive=False))  # aiohttp would answer as HTTP/2.0
+        return AlreadyWritten(Served(refusal.status, keeps_alive=False))
     try:
         return await handler(request)
     except web.HTTPMethodNotAllowed as error:
@@ -122,10 +134,10 @@ async def openai_errors(request: web.Request, handler: HttpRoute) -> web.StreamR
         return response
     except web.HTTPException as error:
         kind = NoRouteError if error.status == 404 else KvRouterError
-        answer = kind(f"{request.method} {request.path}: {error.reason}")
+        trouble = kind(f"{request.method} {request.path}: {error.reason}")
     except KvRouterError as error:
-        answer = error
+        trouble = error
     except Exception:
         log.exception("request.failed", path=request.path)
-        answer = internal_error()
-    return error_answer(answer, request_id_of(request.headers)).for_aiohttp()
+        trouble = internal_error()
+    return error_answer(trouble, request_id_of(request.headers)).for_aiohttp()

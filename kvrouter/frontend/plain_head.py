@@ -1,14 +1,14 @@
 """Heads of plain requests: what we read ourselves, and what is better left to aiohttp. Pure.
 
-Plain is a POST of HTTP/1.1 with a length, and nothing that changes how its body is to be read. httptools
-(llhttp, the parser of Node and of aiohttp) reads the head, whole; whatever it objects to is not plain.
+Plain is a POST of HTTP/1.1 with a host and a length, and nothing that changes how its body is to be read.
+httptools (llhttp, the parser of Node and of aiohttp) reads the whole head; what it objects to is not plain.
 """
 
 from __future__ import annotations
 
 import httptools
 
-from kvrouter.frontend.request import Field, Head
+from kvrouter.frontend.request import Field, Head, host_error
 
 START = b"POST /"
 END = b"\r\n\r\n"
@@ -87,7 +87,8 @@ def parse_plain(head: bytes) -> tuple[Head, int] | None:
     if not is_post or not reader.url.startswith(b"/") or not _CHANGES_BODY.isdisjoint(names):
         return None
     length = names.get("content-length", "")
-    if not length:
+    hosts = [value for name, value in reader.fields if name == "host"]
+    if not length or host_error(hosts, is_http_10=False):
         return None
     fields = [field for field in reader.fields if field[0] != "content-length"]
     path = reader.url.decode("ascii")

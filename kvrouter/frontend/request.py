@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 from urllib.parse import parse_qs
@@ -11,6 +12,19 @@ from kvrouter.frontend.relay import Client
 
 Field: TypeAlias = tuple[str, str]
 """Name in lower case, and value; bytes that are no UTF-8 stand in them as lone surrogates."""
+
+
+_HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::[0-9]*)?", re.ASCII)
+"""RFC 3986: uri-host [ ":" port ], which may be empty."""
+
+
+def host_error(hosts: Sequence[str], *, is_http_10: bool) -> str:
+    """What is wrong with a request's `host` headers (RFC 9112, 3.2); empty if nothing is."""
+    if len(hosts) > 1:
+        return "more than one host header"
+    if not hosts:
+        return "" if is_http_10 else "HTTP/1.1 without a host header"
+    return "" if _HOST.fullmatch(hosts[0]) else f"host {hosts[0][:100]!r} is not HOST or HOST:PORT"
 
 
 class Head:

@@ -36,6 +36,9 @@ from kvrouter.tls import tls_trouble, trusting
 IDLE_S = 4.0
 """Idle connections are closed after this long: uvicorn, vLLM's server, closes its side after 5 s."""
 CONNECT_TIMEOUT_S = 5.0
+MOST_INTERIM_HEADS = 16
+"""Heads with a status of 1xx before the answer's own; engines send one at most."""
+_END = b"\r\n\r\n"
 _TIMER_S = 0.001
 """The loop's clock ticks in ms: a timer may come this much too early."""
 
@@ -83,8 +86,8 @@ class Connection(asyncio.Protocol):
     """One connection to one worker."""
 
     __slots__ = (
-        "_body", "_has_answered", "_has_served", "_head", "_idle_since", "_keeps_alive", "_loop", "_pool",
-        "_receiver", "_timer", "_timer_ends_at", "_transport", "_was_told_end",
+        "_body", "_has_answered", "_has_served", "_head", "_idle_since", "_interim_heads", "_keeps_alive",
+        "_loop", "_pool", "_receiver", "_timer", "_timer_ends_at", "_transport", "_was_told_end",
     )  # fmt: skip
 
     def __init__(self, pool: deque[Connection]) -> None:
@@ -95,6 +98,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
         self._head = b""
+        self._interim_heads = 0
         self._body: Body | None = None
         self._keeps_alive = True
         self._loop = asyncio.get_running_loop()
@@ -115,6 +119,7 @@ class Connection(asyncio.Protocol):
     def send(self, data: bytes, receiver: Receiver, ask_by: float) -> None:
         """Send a request; the receiver is told what happens from now on, and asked by then if it waits."""
         self._receiver, self._body, self._head, self._has_answered = receiver, None, b"", False
+        self._interim_heads = 0
         if self._transport is None:
             self._lose("the connection was closed")
             return
@@ -188,10 +193,14 @@ class Connection(asyncio.Protocol):
     def _begin(self, receiver: Receiver, data: bytes) -> None:
         """Collect the head; what comes after it belongs to the body."""
         self._has_answered = True
+        begin = max(0, len(self._head) - len(_END))  # before it no head ends
         self._head += data
-        head = self._next_head()
+        head = self._next_head(begin)
         while head is not None and head.status < 200:
-            head = self._next_head()  # 1xx: the answer itself is still to come
+            self._interim_heads += 1  # the answer itself is still to come
+            if self._interim_heads > MOST_INTERIM_HEADS:
+                raise FramingError(f"more than {MOST_INTERIM_HEADS} heads of 1xx before the answer")
+            head = self._next_head(0)
         if head is None:
             return
         rest, self._head = self._head, b""
@@ -205,11 +214,11 @@ class Connection(asyncio.Protocol):
         if rest or self._body.is_over:
             self._read_body(self._body, receiver, rest)
 
-    def _next_head(self) -> Head | None:
-        end = self._head.find(b"\r\n\r\n")
+    def _next_head(self, begin: int) -> Head | None:
+        end = self._head.find(_END, begin)
+        if (end if end >= 0 else len(self._head)) > MAX_HEAD_BYTES:
+            raise FramingError(f"the response head exceeds {MAX_HEAD_BYTES} bytes")
         if end < 0:
-            if len(self._head) > MAX_HEAD_BYTES:
-                raise FramingError(f"the response head exceeds {MAX_HEAD_BYTES} bytes")
             return None
         head, self._head = parse_head(self._head[:end]), self._head[end + 4 :]
         return head

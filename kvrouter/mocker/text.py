@@ -61,7 +61,11 @@ class Text:
 
 
 def spoken_words(tokenizer: Tokenizer) -> dict[int, str]:
-    """The tokens that are one word after a space, and their text, if they survive a round trip."""
+    """The tokens that are one word after a space, and their text, if they survive a round trip.
+
+    A tokenizer that has none (of characters, of bytes, of another script) speaks with what it has: every
+    token with a text, though that text may be encoded otherwise; or token 0, which says nothing.
+    """
     anchor = tokenizer.encode_now(_ANCHOR, add_special_tokens=False)
     start = len(tokenizer.decode(anchor))
     texts = {
@@ -70,11 +74,12 @@ def spoken_words(tokenizer: Tokenizer) -> dict[int, str]:
     }
     words = {token: text for token, text in texts.items() if _WORD.fullmatch(text)}
     again = tokenizer.encode_all_now([_ANCHOR + text for text in words.values()], add_special_tokens=False)
-    return {
+    spoken = {
         token: text
         for (token, text), ids in zip(words.items(), again, strict=True)
         if ids == [*anchor, token]
     }
+    return spoken or {token: text for token, text in texts.items() if text} or {0: ""}
 
 
 def _end_token(model_path: Path) -> int:

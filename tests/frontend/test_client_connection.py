@@ -32,6 +32,44 @@ async def test_broken_http(fleet_of: FleetOf, request_bytes: bytes) -> None:
         assert await client.is_closed()
 
 
+@pytest.mark.parametrize("path", ["POST /v1/completions", "GET /live", "GET /nowhere"])
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [
+        ("1.1", [], 400),
+        ("1.1", ["a", "a"], 400),
+        ("1.0", ["a", "b"], 400),
+        ("1.1", ["a b"], 400),
+        ("1.1", ["[::1"], 400),
+        ("2.0", ["a"], 505),
+        ("0.9", ["a"], 505),
+    ],
+)
+async def test_host_and_version(
+    fleet_of: FleetOf, path: str, version: str, hosts: list[str], status: int
+) -> None:
+    """A request without one valid host, or of another major version, is refused whatever it asks for."""
+    body = json.dumps(BODY)
+    lines = [f"{path} HTTP/{version}", *(f"host: {host}" for host in hosts), f"content-length: {len(body)}"]
+    async with fleet_of() as fleet, fleet.connected() as client:
+        client.writer.write("\r\n".join([*lines, "", body]).encode())
+        response = await client.response()
+
+        assert status == response.status == response.json["error"]["code"]
+        assert response.head.startswith(b"HTTP/1.")
+        assert await client.is_closed()
+        assert not fleet.requests
+
+
+@pytest.mark.parametrize("host", ["", "a_b.c:80", "[::1]:8000", "127.0.0.1", "xn--bcher-kva.example."])
+async def test_valid_hosts(fleet_of: FleetOf, host: str) -> None:
+    """Every form of host that RFC 3986 knows is accepted, an empty one included."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        client.writer.write(f"GET /live HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
+
+        assert 200 == (await client.response()).status
+
+
 @pytest.mark.parametrize("packing", ["br", "zstd"])
 async def test_unknown_packing(fleet_of: FleetOf, packing: str) -> None:
     """A body that cannot be unpacked is a 400 in OpenAI's form."""

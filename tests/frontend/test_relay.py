@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvrouter.frontend.upstream import MOST_INTERIM_HEADS
 from tests.frontend.fleet import BODY, STREAM, FleetOf
 from tests.frontend.workers import (
     LAST_CHUNK,
@@ -74,13 +75,13 @@ async def test_byte_by_byte(fleet_of: FleetOf) -> None:
     "whole",
     [
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\nx: 1\r\n\r\n" + answer(),
-        b"HTTP/1.1 103 Early\r\n\r\n" * 5000 + answer(),
+        b"HTTP/1.1 103 Early\r\n\r\n" * MOST_INTERIM_HEADS + answer(),
         b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(OK_BODY), OK_BODY),
         b"HTTP/1.1 200\r\ncontent-length: %d\r\n\r\n%s" % (len(OK_BODY), OK_BODY),
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\nContent-Length: 3\r\n\r\n"
         + b"%x;name=value\r\n%s\r\n0\r\nx-trailer: 1\r\n\r\n" % (len(OK_BODY), OK_BODY),
     ],
-    ids=["1xx", "thousands of 1xx", "HTTP/1.0", "no reason", "chunk extension and trailer"],
+    ids=["1xx", "many 1xx", "HTTP/1.0", "no reason", "chunk extension and trailer"],
 )
 async def test_forms_of_answers(fleet_of: FleetOf, whole: bytes) -> None:
     """Every form that HTTP allows is understood, and the connection used again where it can be."""

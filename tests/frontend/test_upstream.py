@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrouter.frontend.framing import MAX_HEAD_BYTES
 from kvrouter.frontend.relay import Done, Limits, Lost, Rejected
 from kvrouter.frontend.upstream import IDLE_S, Upstream, WorkerUnreachableError
 from tests.frontend.fleet import no_trouble
@@ -113,6 +114,25 @@ def test_any_garbage(pieces: list[bytes], error: Exception | None, is_http_10: b
         assert rig.client.got == b"" or isinstance(rig.outcome(), Done)
 
     run_in_loop(check)
+
+
+@pytest.mark.parametrize("size", [20, 250, 256 * 1024])
+async def test_endless_1xx(size: int) -> None:
+    """Heads of 1xx without end are given up after a few, however they are cut into reads."""
+    rig = Rig()
+    heads = b"HTTP/1.1 100 Continue\r\n\r\n" * (256 * 1024 // 25)
+    for read in range(1 + 17 * 25 // size):
+        rig.read(heads[read * size :][:size])
+
+    assert rig.outcome() == Lost("more than 16 heads of 1xx before the answer")
+
+
+async def test_endless_head() -> None:
+    """So is a head that does not end, or is very long."""
+    for rest in (b"a", b"a\r\n\r\n"):
+        rig = Rig()
+        rig.read(b"HTTP/1.1 200 OK\r\nx: " + b"a" * MAX_HEAD_BYTES + rest)
+        assert rig.outcome() == Lost(f"the response head exceeds {MAX_HEAD_BYTES} bytes")
 
 
 async def test_error_event_of_garbage() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from tokenizers import Tokenizer as Tokenizers
+from tokenizers import models, pre_tokenizers
 
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.server import Mocker, running_mocker
@@ -119,3 +121,21 @@ def test_spoken_words_survive_a_round_trip(model_path: Path) -> None:
 
         assert len(words) > 100
         assert [*words] == tokenizer.encode_now("".join(words.values()), add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "vocabulary", [{"a": 0, "b": 1, "?": 2}, {"\u6f22": 0, "\u5b57": 1, "?": 2}, {"?": 0}]
+)
+async def test_no_words(tmp_path: Path, vocabulary: dict[str, int]) -> None:
+    """A tokenizer without a word after a space answers with the tokens that it has."""
+    tokenizer = Tokenizers(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    body = {"model": "mock", "prompt": [0, 0, 0], "max_tokens": 5}
+    async with (
+        running_mocker(MockerConfig(model_path=tmp_path, speedup=10_000)) as mocker,
+        aiohttp.ClientSession(mocker.url) as client,
+        client.post("/v1/completions", json=body) as response,
+    ):
+        assert 200 == response.status
+        assert 5 == (await response.json())["usage"]["completion_tokens"]
