@@ -50,7 +50,9 @@ class Stage:
         """The process of a replica, as of its last start."""
         return self.fleet.processes[f"frontend-{number}"]
 
-    async def until_clean(self, damage: Damage) -> tuple[float | None, list[str]]:
+    async def until_clean(
+        self, damage: Damage, within_s: float = CLEAN_LIMIT_S
+    ) -> tuple[float | None, list[str]]:
         """Seconds from the fault's end until verify is clean and stays so; or None, and why it is not."""
         clean_at_s, since_s = None, damage.ended_at_s
         while True:
@@ -62,7 +64,7 @@ class Stage:
                 clean_at_s = now
             elif now - clean_at_s > CONFIRMED_S:
                 return max(0.0, clean_at_s - since_s), []
-            if now - since_s > CLEAN_LIMIT_S:
+            if now - since_s > within_s:
                 return None, reasons or ["it was never clean for long"]
             await asyncio.sleep(0.05)
 

@@ -1,0 +1,250 @@
+"""Mutated frames, heartbeats, cards and answers against real replicas and agents, then honest traffic.
+
+The attacker hears everything that is published on a namespace, answers to questions included. It sends
+mutants of that on the subjects where it was heard, or on others of the kind, and answers questions falsely
+before their owners do. Load goes on meanwhile. Agents that end because somebody else uses their name are
+started again, as a supervisor would. Afterwards every replica must hold what its workers' agents publish, and
+they what their engines hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import nats
+from nats.aio.client import Client as NatsClient
+from nats.aio.msg import Msg
+from rich.console import Console
+from rich.table import Table
+
+from kvrouter.config import open_bus
+from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit import deployment
+from scripts.kit.chaos.judge import Damage
+from scripts.kit.chaos.stage import Stage
+from scripts.kit.chaos.truth import watching
+from scripts.kit.demo import load_requests
+from scripts.kit.deployment import Plan
+from scripts.kit.fleet import Fleet, Process
+from scripts.kit.fuzz.mutate import Mutator
+from scripts.kit.http_client import Client
+from scripts.kit.script import log_directory, new_console
+from scripts.kit.steady import SteadyLoad
+
+NAMESPACE = "fuzz"
+REPLICAS, ENGINES = 2, 3
+LOAD_RATE = 4.0
+"""Requests a second, before, during and after the attack."""
+WARM_S = 20.0
+HEAL_LIMIT_S = 60.0
+SETTLE_S = 75.0
+"""A forged heartbeat may claim the longest interval: what it invented has a lease of 50 s."""
+BURST = 100
+_KEPT = 200
+"""Messages of each kind that the attacker remembers."""
+
+
+class Attacker:
+    """One client of the NATS server, with a memory."""
+
+    def __init__(self, client: NatsClient, seed: int) -> None:
+        self.sent: Counter[str] = Counter()
+        """Messages sent, by kind."""
+        self.is_answering = False
+        self._client = client
+        self._rng = random.Random(seed)
+        self._mutator = Mutator(self._rng)
+        self._heard: dict[str, deque[tuple[str, bytes]]] = {}
+
+    async def listen(self) -> None:
+        """Hear what is said from now on."""
+        for subject in (f"kvrouter.{NAMESPACE}.>", "_INBOX.>"):
+            await self._client.subscribe(subject, cb=self._hear)
+        await self._client.flush()
+
+    async def attack(self, messages: int, rate: float) -> None:
+        """Send so many mutants, at most `rate` a second; false answers count."""
+        self.is_answering = True
+        started = time.monotonic()
+        while (sent := self.sent.total()) < messages:
+            for _ in range(min(BURST, messages - sent)):
+                await self._strike()
+            await self._client.flush(timeout=60)
+            ahead_s = self.sent.total() / rate - (time.monotonic() - started)
+            await asyncio.sleep(max(0.0, ahead_s))
+        self.is_answering = False
+
+    async def _hear(self, message: Msg) -> None:
+        kind = "answer" if message.subject.startswith("_INBOX") else message.subject.split(".")[2]
+        if kind == "live":
+            kind = message.subject.split(".")[3]
+        self._heard.setdefault(kind, deque(maxlen=_KEPT)).append((message.subject, message.data))
+        if self.is_answering and message.reply and self._rng.random() < 0.5 and "answer" in self._heard:
+            _, answer = self._rng.choice(self._heard["answer"])
+            await self._send("answer", message.reply, self._mutant(answer))
+
+    async def _strike(self) -> None:
+        rng = self._rng
+        kind = rng.choice([kind for kind in self._heard if kind != "answer"])
+        subject, payload = rng.choice(self._heard[kind])
+        if rng.random() < 0.1:
+            subject, _ = rng.choice(self._heard[kind])
+        if rng.random() < 0.05:
+            subject = f"{subject}{rng.choice(('x', '.0', '9', '-'))}"
+        await self._send(kind, subject, self._mutant(payload))
+
+    def _mutant(self, payload: bytes) -> bytes:
+        return payload if self._rng.random() < 0.1 else self._mutator.mutate(payload)
+
+    async def _send(self, kind: str, subject: str, payload: bytes) -> None:
+        self.sent[kind] += 1
+        await self._client.publish(subject, payload)
+
+
+class Memory:
+    """The resident memory of processes, in MiB, at moments that have a name."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, dict[str, float]] = {}
+
+    def note(self, moment: str, processes: Sequence[Process]) -> None:
+        """As of now; of a moment noted again the most."""
+        column = self.columns.setdefault(moment, {})
+        for process in processes:
+            if process.returncode is None:
+                text = Path(f"/proc/{process.pid}/status").read_text()
+                resident = int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024  # type: ignore[index]
+                column[process.name] = max(resident, column.get(process.name, 0.0))
+
+    def table(self) -> Table:
+        """A row for each process."""
+        table = Table("MiB resident", *self.columns, title="memory")
+        for name in dict.fromkeys(name for column in self.columns.values() for name in column):
+            table.add_row(name, *(f"{column.get(name, 0):.0f}" for column in self.columns.values()))
+        return table
+
+
+async def run(messages: int, rate: float, seed: int, flags: Sequence[str]) -> int:
+    """The whole thing; 0 if everything held."""
+    console = new_console()
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(Fleet(stack.enter_context(log_directory("fuzz"))))
+        stage = await _set_up(stack, fleet, flags)
+        client = await nats.connect(stage.deployed.nats_url, no_echo=True, pending_size=64 * 2**20)
+        stack.push_async_callback(client.close)
+        attacker = Attacker(client, seed)
+        await attacker.listen()
+        memory = Memory()
+        async with SteadyLoad(load_requests(100, output_divisor=2), stage.urls, rate=LOAD_RATE):
+            await asyncio.sleep(WARM_S)
+            memory.note("before", _watched(stage))
+            started = time.monotonic()
+            guard = asyncio.create_task(_guard(stage, memory))
+            await attacker.attack(messages, rate)
+            guard.cancel()
+            restarted, slowest_s = await guard
+            seconds = time.monotonic() - started
+            console.print(
+                f"{attacker.sent.total():,} messages in {seconds:.0f} s: {dict(attacker.sent)};"
+                f" {restarted} agents started again; slowest /live {slowest_s:.2f} s",
+                highlight=False,
+            )
+            healed_s, reasons = await stage.until_clean(Damage(time.perf_counter()), HEAL_LIMIT_S)
+        return await _judge(console, stage, memory, healed_s, reasons)
+
+
+async def _set_up(stack: AsyncExitStack, fleet: Fleet, flags: Sequence[str]) -> Stage:
+    client = Client()
+    stack.callback(client.close)
+    build_tiny_model(fleet.directory / "model")
+    nats_url = await deployment.start_nats(fleet, client)
+    plan = Plan(
+        "kv",
+        fleet.directory / "model",
+        engines=ENGINES,
+        replicas=REPLICAS,
+        num_blocks=2048,
+        namespace=NAMESPACE,
+        frontend_flags=tuple(flags),
+    )
+    deployed = await deployment.deploy(fleet, client, plan, nats_url)
+    watches = {
+        engine.url: await stack.enter_async_context(watching(engine.kv_events)) for engine in deployed.engines
+    }
+    bus = await stack.enter_async_context(open_bus(nats_url, name="fuzz"))
+    return Stage(fleet, client, plan, deployed, bus, watches)
+
+
+def _watched(stage: Stage) -> list[Process]:
+    return [one for name, one in stage.fleet.processes.items() if name.startswith(("frontend", "agent"))]
+
+
+async def _guard(stage: Stage, memory: Memory) -> tuple[int, float]:
+    """Until cancelled: start agents again, ask for /live. Returns how many, and the slowest answer, in s."""
+    restarted, slowest_s = 0, 0.0
+    try:
+        while True:
+            await asyncio.sleep(1.0)
+            memory.note("at most", _watched(stage))
+            for process in _watched(stage):
+                if process.name.startswith("frontend"):
+                    process.check()
+                elif process.returncode is not None:
+                    await stage.fleet.start_again(process.name)
+                    restarted += 1
+            for url in stage.urls:
+                asked = time.monotonic()
+                await stage.client.get(f"{url}/live")
+                slowest_s = max(slowest_s, time.monotonic() - asked)
+    except asyncio.CancelledError:
+        return restarted, slowest_s
+
+
+async def _judge(
+    console: Console, stage: Stage, memory: Memory, healed_s: float | None, reasons: Sequence[str]
+) -> int:
+    """Print what is left, and whether that is nothing."""
+    leftovers = await stage.leftovers()
+    await asyncio.sleep(SETTLE_S)
+    memory.note("after", _watched(stage))
+    errors, dropped = 0.0, 0.0
+    for url in stage.urls:
+        text = (await stage.client.get(f"{url}/metrics"))[1].decode()
+        errors += _metric(text, "kvrouter_bus_errors_total")
+        dropped += _metric(text, "kvrouter_bus_dropped_total")
+    logs = [process.log.read_text(errors="replace") for process in stage.fleet.processes.values()]
+    tracebacks = sum(log.count("Traceback") for log in logs)
+    console.print(memory.table())
+    healed = "never: " + "; ".join(reasons) if healed_s is None else f"after {healed_s:.1f} s"
+    console.print(
+        f"equal to the owners {healed}; left over: {leftovers}; exceptions: {errors:g};"
+        f" tracebacks in logs: {tracebacks}; messages the replicas dropped: {dropped:g}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return int(healed_s is None or bool(leftovers.total) or bool(errors) or bool(tracebacks))
+
+
+def _metric(text: str, name: str) -> float:
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of `fuzz nats`."""
+    parser.add_argument("--messages", type=int, default=1_000_000, help="how many (%(default)s)")
+    parser.add_argument("--rate", type=float, default=4000.0, help="at most, per second (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="repeats what is made of what is heard")
+    parser.add_argument("--core", choices=("native", "python"), default="native", help="of the replicas")
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Run it; the exit code says whether everything held."""
+    return asyncio.run(run(flags.messages, flags.rate, flags.seed, [f"--core={flags.core}"]))
