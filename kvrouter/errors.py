@@ -118,6 +118,13 @@ class QueueTimeoutError(NoWorkersError):
     """The request has waited for a worker as long as it may; the client may try again."""
 
 
+class OutOfResourcesError(KvRouterError):
+    """The replica cannot open another connection; the client may try again, best at another one."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+
 class WorkerDiedError(KvRouterError):
     """The worker broke off in the middle of its answer."""
 

@@ -14,12 +14,14 @@ long he goes on waiting. A timer of each request's own would cost it more than i
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import ssl
 from collections import deque
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
-from kvrouter.errors import KvRouterError
+from kvrouter.errors import KvRouterError, OutOfResourcesError
 from kvrouter.frontend.framing import (
     CHUNK_START_BYTES,
     MAX_HEAD_BYTES,
@@ -39,6 +41,8 @@ CONNECT_TIMEOUT_S = 5.0
 MOST_INTERIM_HEADS = 16
 """Heads with a status of 1xx before the answer's own; engines send one at most."""
 _END = b"\r\n\r\n"
+_OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Why connecting fails here, whatever the worker does: no descriptor, no memory or no port is left."""
 _TIMER_S = 0.001
 """The loop's clock ticks in ms: a timer may come this much too early."""
 
@@ -311,10 +315,19 @@ class Upstream:
         return self._pools.setdefault(url, deque())
 
     async def connect(self, url: str) -> Connection:
-        """A new connection to the worker, idle here after its request. Raises WorkerUnreachableError."""
+        """A new connection to the worker, idle here after its request.
+
+        Raises WorkerUnreachableError, or OutOfResourcesError where it is not the worker's fault.
+        """
         try:
             return await self._open(url, self.pool(url))
         except (OSError, TimeoutError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in _OWN_FAULTS:
+                why = os.strerror(error.errno)
+                raise OutOfResourcesError(
+                    f"this replica cannot connect to a worker: {why}; raise its limit of file descriptors"
+                    " (ulimit -n), or run more replicas"
+                ) from error
             raise WorkerUnreachableError(f"worker at {url} cannot be reached: {_reason(error)}") from error
 
     async def _open(self, url: str, pool: deque[Connection]) -> Connection:

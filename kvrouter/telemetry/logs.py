@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
+
+from kvrouter.telemetry.log_stream import LogStream
 
 
 def set_up_logs(level: str = "info", form: str = "console") -> None:
     """Send this process's logs to stderr. `form` json: one object a line."""
+    stream = cast(TextIO, LogStream(sys.stderr) if _is_file(sys.stderr) else sys.stderr)
     renderers: list[structlog.types.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if form == "json"
@@ -23,8 +27,16 @@ def set_up_logs(level: str = "info", form: str = "console") -> None:
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(stream),
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, stream=stream, format="%(name)s: %(message)s")
     logging.getLogger("nats").setLevel(logging.CRITICAL)  # our bus says the same, once and shorter
+
+
+def _is_file(stream: TextIO) -> bool:
+    """Whether writing may fail or block; where several processes share an output, it does neither."""
+    try:
+        return stream.fileno() >= 0
+    except (OSError, ValueError):
+        return False

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
+from kvrouter.frontend.upstream import Upstream
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf
 from tests.frontend.workers import (
@@ -377,3 +380,17 @@ async def test_texts_that_no_model_takes_are_not_tokenized(fleet_of: FleetOf, tm
             await fleet.ask({"model": "m", "prompt": text})
 
         assert b"kvrouter_tokenize_seconds_count 1.0" in (await fleet.get("/metrics")).body
+
+
+async def test_no_descriptor_left(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this replica lacks is not the worker's fault: 503, come again, and the worker stays as it was."""
+    flags = ("--circuit-breaker", "--circuit-breaker-failures", "1")
+    async with fleet_of(*flags) as fleet, fleet.connected() as client:
+        with monkeypatch.context() as patch:
+            full = OSError(errno.EMFILE, "Too many open files")
+            patch.setattr(Upstream, "_open", AsyncMock(side_effect=full))
+            refused = await client.ask(BODY)
+
+        assert (503, "1") == (refused.status, refused.header("retry-after"))
+        assert "Too many open files" in refused.json["error"]["message"]
+        assert 200 == (await client.ask(BODY)).status

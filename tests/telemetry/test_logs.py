@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from kvrouter.telemetry.log_stream import MAX_LINES
+
 SPEAK = """
 import logging, structlog
 from kvrouter.telemetry.logs import set_up_logs
@@ -71,3 +73,36 @@ def test_libraries() -> None:
 
     assert "some.library: library says" in lines
     assert not any("whispers" in line or "noise" in line for line in lines)
+
+
+FLOOD = """
+import structlog
+from kvrouter.telemetry.logs import set_up_logs
+set_up_logs("info", "json")
+for number in range({count}):
+    structlog.get_logger().info("worker.joined", number=number, pad="x" * 500)
+print("done")
+"""
+
+
+def test_full_disk() -> None:
+    """Lines that cannot be written are lost; nothing else happens."""
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-c", FLOOD.format(count=100)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, check=True)
+
+    assert "done\n" == done.stdout
+
+
+def test_reader_that_stands_still() -> None:
+    """A pipe that nobody reads holds up no caller; once it is read, it says how many lines were lost."""
+    count = MAX_LINES + 5_000
+    command = [sys.executable, "-c", FLOOD.format(count=count)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "done\n" == process.stdout.readline()
+        lines = process.stderr.read().splitlines()
+
+    lost = [int(line.split()[-1]) for line in lines if line.startswith("log lines lost: ")]
+    assert count == len(lines) - len(lost) + sum(lost)

@@ -1,0 +1,57 @@
+"""Where log lines go: a thread writes them, so that what takes them cannot hold up or end the process.
+
+    log.info(…) ──> bounded queue ──> thread ──> stderr: a file on a disk that is full, a pipe nobody reads
+
+A line that cannot be queued or written is lost. The next one that can be tells how many were.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import threading
+from typing import TextIO
+
+MAX_LINES = 10_000
+_CLOSE_S = 2.0
+
+
+class LogStream:
+    """What logging needs of a text stream. What waits at the exit is still written, for 2 s at most."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
+        self._lost = 0
+        self._thread = threading.Thread(target=self._write_all, name="logs", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def write(self, text: str) -> int:
+        """Take in whole lines."""
+        try:
+            self._lines.put_nowait(text)
+        except queue.Full:
+            self._lost += 1
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is to be waited for."""
+
+    def close(self) -> None:
+        """Write what waits, for a short time at most."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+
+    def _write_all(self) -> None:
+        while (text := self._lines.get()) is not None:
+            try:
+                if lost := self._lost:
+                    self._stream.write(f"log lines lost: {lost}\n")
+                    self._lost -= lost
+                self._stream.write(text)
+                self._stream.flush()
+            except (OSError, ValueError):  # ValueError: it has been closed
+                self._lost += 1
