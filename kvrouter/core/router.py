@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
@@ -107,7 +108,8 @@ class Router:
         """`seq`: how far the feed had come when this pool was given up before."""
         self.pool = pool
         self.router_id = router_id
-        self.source = FeedSource(incarnation, self._state_ops)
+        state_ops = weakref.WeakMethod(self._state_ops)  # in a ring it would outlive its pool by an hour
+        self.source = FeedSource(incarnation, lambda now: ops(now) if (ops := state_ops()) else ())
         self.truth = Truth()
         self.selection = Selection(policy, state, filters)
         """That of the router's own mode."""

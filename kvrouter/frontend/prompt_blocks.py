@@ -25,6 +25,7 @@ from kvrouter.tokens.engine import BusyError, EngineTokenizer, EngineTokenizerEr
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import Prompt, PromptEncoder, TokenPrompt
+from kvrouter.tokens.template_limits import TemplateLimitError
 from kvrouter.tokens.text_blocks import text_blocks
 
 log = structlog.get_logger()
@@ -66,15 +67,26 @@ class LocalBlocks:
         self._encoders = encoders
         self._seen = seen
         self._known = known
+        self._has_warned = False
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
         """See PromptBlocks."""
-        encoded = await self._encoders.of(naming.pool).encode_known(prompt)
+        try:
+            encoded = await self._encoders.of(naming.pool).encode_known(prompt)
+        except TemplateLimitError as error:
+            self._warn_once(naming, error)
+            return ()
         if encoded is None:
             return ()
         if not isinstance(prompt, TokenPrompt):
             self._seen(prompt, encoded, naming)
         return _named(encoded, naming, self._known)
+
+    def _warn_once(self, naming: Naming, error: TemplateLimitError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            effect = "such chats go where the least load is; correct the template, or give --chat-template"
+            log.warning("template.limit", model=naming.model, reason=str(error), effect=effect)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ import jinja2
 import jinja2.ext
 import jinja2.parser
 from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvrouter.errors import BadRequestError, ConfigError
 from kvrouter.tokens.content_format import wants_parts
@@ -26,6 +25,7 @@ from kvrouter.tokens.messages import (
     developer_as_system,
     tool_definition,
 )
+from kvrouter.tokens.template_limits import LimitedEnvironment, TemplateLimitError
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put behind the text to continue, and found again in the prompt. Its space shows if the template trims."""
@@ -71,7 +71,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. Raises BadRequestError if the messages are malformed or the template refuses them."""
+        """The prompt.
+
+        Raises BadRequestError if the messages are malformed or the template refuses them, and
+        TemplateLimitError if it does too much with them.
+        """
         compiled = self._tool_use if tools else self._default
         chat = conversation(messages, compiled.content_format)
         if not compiled.knows_developer:
@@ -90,21 +94,26 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
+    environment: LimitedEnvironment
     template: jinja2.Template
     content_format: ContentFormat
     knows_developer: bool
 
     @classmethod
-    def compile(cls, environment: jinja2.Environment, text: str) -> Self:
+    def compile(cls, environment: LimitedEnvironment, text: str) -> Self:
         return cls(
-            template=environment.from_string(text),
+            environment=environment,
+            template=environment.limited(text),
             content_format=as_parts if wants_parts(environment.parse(text)) else as_string,
             knows_developer='"developer"' in text or "'developer'" in text,
         )
 
     def render(self, chat: list[Message], variables: Mapping[str, Any]) -> str:
+        self.environment.begin()
         try:
             return self.template.render({**variables, "messages": chat})
+        except TemplateLimitError:
+            raise
         except (
             Exception
         ) as error:  # raise_exception(), but also TypeError and whatever else a template runs into
@@ -123,11 +132,11 @@ class _GenerationBlock(jinja2.ext.Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment

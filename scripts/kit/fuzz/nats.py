@@ -119,10 +119,8 @@ class Memory:
         """As of now; of a moment noted again the most."""
         column = self.columns.setdefault(moment, {})
         for process in processes:
-            if process.returncode is None:
-                text = Path(f"/proc/{process.pid}/status").read_text()
-                resident = int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024  # type: ignore[index]
-                column[process.name] = max(resident, column.get(process.name, 0.0))
+            resident = _resident_mib(process.pid)
+            column[process.name] = max(resident, column.get(process.name, 0.0))
 
     def table(self) -> Table:
         """A row for each process."""
@@ -130,6 +128,15 @@ class Memory:
         for name in dict.fromkeys(name for column in self.columns.values() for name in column):
             table.add_row(name, *(f"{column.get(name, 0):.0f}" for column in self.columns.values()))
         return table
+
+
+def _resident_mib(pid: int) -> float:
+    """0 if the process has ended."""
+    try:
+        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return 0.0
+    return int(found[1]) / 1024 if found else 0.0
 
 
 async def run(messages: int, rate: float, seed: int, flags: Sequence[str]) -> int:
@@ -149,15 +156,16 @@ async def run(messages: int, rate: float, seed: int, flags: Sequence[str]) -> in
             started = time.monotonic()
             guard = asyncio.create_task(_guard(stage, memory))
             await attacker.attack(messages, rate)
+            seconds = time.monotonic() - started
+            healed_s, reasons = await stage.until_clean(Damage(time.perf_counter()), HEAL_LIMIT_S)
             guard.cancel()
             restarted, slowest_s = await guard
-            seconds = time.monotonic() - started
             console.print(
                 f"{attacker.sent.total():,} messages in {seconds:.0f} s: {dict(attacker.sent)};"
                 f" {restarted} agents started again; slowest /live {slowest_s:.2f} s",
                 highlight=False,
+                soft_wrap=True,
             )
-            healed_s, reasons = await stage.until_clean(Damage(time.perf_counter()), HEAL_LIMIT_S)
         return await _judge(console, stage, memory, healed_s, reasons)
 
 

@@ -1,0 +1,173 @@
+"""The sandbox in which chat templates are rendered: none runs for long, or takes much memory.
+
+A template file comes from wherever its model comes from, and it runs inside the replica. jinja2's sandbox
+keeps it from the system; this one counts what it does as well. Each turn of a loop, call, filter and piece of
+text is charged to the rendering's budget, and what would make one huge value at once is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from kvrouter.errors import KvRouterError
+
+MOST_STEPS = 200_000
+"""Of one rendering, about a second: turns of loops, calls, texts, items given to filters."""
+MOST_CHARACTERS = 16 * 1024 * 1024
+"""In one text; also the items in one list."""
+_CHARACTERS_A_STEP = 1024
+_ITEMS_A_STEP = 64
+_STEPS_A_CALL = 4
+_BIT_COST = 64
+"""A bit of a number counts like so many characters: long numbers take long to multiply and to print."""
+_WIDE = re.compile(r"\d{7,}|\*")
+"""A width in a format."""
+_PADDING = frozenset(
+    {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson"}
+)
+"""Filters, and methods of texts, that make as much as a number says."""
+
+
+class TemplateLimitError(KvRouterError):
+    """A rendering took too many steps, or would have made too large a value."""
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox with a budget. Call `begin` before each rendering, in the thread that renders."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **settings: Any) -> None:
+        self._budget = threading.local()
+        super().__init__(finalize=self._printed, **settings)
+        for name, filter_ in list(self.filters.items()):
+            self.add_filter(name, filter_)
+        self.filters |= {"_turns": self._turns, "_joined": self._joined}
+
+    def begin(self) -> None:
+        """A rendering begins."""
+        self._budget.left = MOST_STEPS
+
+    def add_filter(self, name: str, filter_: Callable[..., Any]) -> None:
+        """One filter more, or in the place of another."""
+        self.filters[name] = self._counting(name, filter_)
+
+    def limited(self, text: str) -> jinja2.Template:
+        """The compiled template. Raises jinja2.TemplateError."""
+        return self.from_string(_Counted().visit(self.parse(text)))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """A call in a template, of a method, a macro or a global."""
+        __self._take(_STEPS_A_CALL)
+        text = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(text, str):
+            __self._check(__obj.__name__, text, args)
+        return __self._charged(super().call(__context, __obj, *args, **kwargs))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """An operator in a template."""
+        if operator in {"*", "**"}:
+            _check_product(operator, left, right)
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left)
+        elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
+            _check_size(len(left) + len(right))
+            self._take(len(left) // _ITEMS_A_STEP)
+        return self._charged(super().call_binop(context, operator, left, right))
+
+    def _take(self, steps: int) -> None:
+        left = self._budget.left = getattr(self._budget, "left", MOST_STEPS) - steps
+        if left < 0:
+            raise TemplateLimitError(f"the chat template takes more than {MOST_STEPS:,} steps")
+
+    def _charged(self, value: Any) -> Any:
+        """A value that the template has made or prints."""
+        if isinstance(value, str):
+            self._take(1 + len(value) // _CHARACTERS_A_STEP)
+        return value
+
+    def _printed(self, value: Any) -> Any:
+        self._take(1)
+        return self._charged(value)
+
+    def _turns(self, items: Iterable[Any]) -> Iterable[Any]:
+        """What a loop goes through."""
+        if not isinstance(items, Sized):
+            return self._one_by_one(items)
+        self._take(len(items))
+        return items
+
+    def _one_by_one(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self._take(1)
+            yield item
+
+    def _joined(self, *parts: Any) -> Any:
+        """`a ~ b`."""
+        texts = [str(part) for part in parts]
+        _check_size(sum(map(len, texts)))
+        return self._charged("".join(texts))
+
+    def _counting(self, name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+        """The filter, charged for what it is given and what it makes."""
+
+        @functools.wraps(filter_)  # which also tells jinja2 what it wants as its first argument
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            value = next((one for one in args if isinstance(one, str | list | tuple | dict | range)), "")
+            self._take(1 + (len(value) // _CHARACTERS_A_STEP if isinstance(value, str) else len(value)))
+            self._check(name, value if isinstance(value, str) else "", (*args, *kwargs.values()))
+            return self._charged(filter_(*args, **kwargs))
+
+        return counting
+
+    def _check(self, name: str, text: str, args: Iterable[Any]) -> None:
+        """Before a filter or a method of a text runs: what it makes must not be huge."""
+        if name in _PADDING:
+            _check_size(max((abs(one) for one in args if isinstance(one, int)), default=0))
+        elif name.startswith("format"):
+            _check_format(text)
+        elif name in {"replace", "join"}:
+            sizes = [len(one) for one in args if isinstance(one, Sized)]
+            _check_size(max(1, len(text)) * max(sizes, default=0))
+
+
+class _Counted(NodeTransformer):
+    """Has loops and `~` go through the environment's filters."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, "_turns", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        first, *others = node.nodes
+        return nodes.Filter(first, "_joined", others, [], None, None, lineno=node.lineno)
+
+
+def _check_product(operator: str, left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        _check_size(bits * _BIT_COST)
+    for value, times in ((left, right), (right, left)):
+        if isinstance(times, int) and isinstance(value, str | list | tuple):
+            _check_size(len(value) * times)
+
+
+def _check_format(text: str) -> None:
+    if _WIDE.search(text):
+        raise TemplateLimitError("the chat template formats with a width that is too large")
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_CHARACTERS:
+        raise TemplateLimitError(f"the chat template makes a text or list of {size:,} characters or items")

@@ -1,0 +1,91 @@
+"""Templates that mean harm: each ends soon, with what is wrong, and takes little memory."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from kvrouter.tokens.template import ChatTemplate
+from kvrouter.tokens.template_limits import TemplateLimitError
+
+CHAT = [{"role": "user", "content": "hello"}]
+
+GROWS = "{%% set s = namespace(t=%s) %%}{%% for a in range(60) %%}{%% set s.t = s.t %s s.t %%}{%% endfor %%}"
+HOSTILE = {
+    "loops in loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+    "many prints": "{% for a in range(99999) %}{{ a }}{{ a }}{{ a }}{% endfor %}",
+    "calls that double": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
+    "filters in loops": "{% for a in range(99999) %}{% set b = range(99999)|list %}{% endfor %}",
+    "generators": "{% for a in range(999) %}{% for b in range(9999)|map('string') %}{% endfor %}{% endfor %}",
+    "times": "{{ 'x' * 10**10 }}",
+    "times, the other way round": "{% set n = 10**10 %}{{ n * 'x' }}{{ n * [1] }}",
+    "joined again and again": GROWS % ("'x'", "~"),
+    "added again and again": GROWS % ("'x'", "+"),
+    "lists added": GROWS % ("[1]", "+"),
+    "squares": GROWS % ("99", "*"),
+    "powers": "{{ 10 ** (10 ** 10) }}",
+    "padding by filter": "{% set n = 10**10 %}{{ messages[0].content|center(n) }}",
+    "padding by method": "{% set n = 10**10 %}{{ messages[0].content.ljust(n) }}",
+    "a wide format": "{{ '%10000000000d' % 1 }}",
+    "a wide format by filter": "{{ '%10000000000d'|format(messages|length) }}",
+    "a wide format by method": "{{ '{:10000000000}'.format(messages|length) }}",
+    "replaced by much": "{% set s = 'x' * 10**6 %}{{ s.replace('x', s) }}",
+    "replaced by much by filter": "{% set s = 'x' * 10**6 %}{{ s|replace('x', s) }}",
+    "joined with much": "{% set s = 'x' * 10**6 %}{{ s.join(s) }}",
+    "joined with much by filter": "{% set s = 'x' * 10**6 %}{{ s|join(s) }}",
+    "indented JSON": "{% set n = 10**10 %}{{ messages|tojson(indent=n) }}",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile(name: str) -> None:
+    """It ends with what it does too much of."""
+    template = ChatTemplate(HOSTILE[name])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    with pytest.raises(TemplateLimitError, match="the chat template"):
+        template.render(CHAT)
+
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 * 1024  # KiB
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{% for a in range(10**9) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_sandbox(text: str) -> None:
+    """What jinja2's own sandbox refuses is a refusal of the request."""
+    with pytest.raises(Exception, match="the chat template"):
+        ChatTemplate(text).render(CHAT)
+
+
+def test_budget_is_of_one_rendering() -> None:
+    """A template may be rendered for ever; long chats and many of their parts are no trouble."""
+    template = ChatTemplate(
+        "{% for m in messages %}{% for n in messages[:20] %}{{ n.role ~ '-' ~ loop.index }}{% endfor %}"
+        "{{ m.content|trim ~ loop.length }}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "a" * 1000} for _ in range(1000)]
+
+    assert len(template.render(chat)) == len(template.render(chat)) > 1_000_000
+
+
+def test_loops_keep_what_they_know() -> None:
+    """Loops over lists, dictionaries and generators, with what a loop knows of itself."""
+    text = (
+        "{% for a in [3, 4] %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% endfor %}"
+        "{% for k, v in {'a': 1}.items() %}{{ k ~ v }} {% endfor %}"
+        "{% for a in [1, 2, 3]|select('odd') %}{{ a }}{{ loop.last }} {% else %}none{% endfor %}"
+        "{% for a in [] %}{% else %}none{% endfor %}"
+    )
+    assert "1/2False 2/2True a1 1False 3True none" == ChatTemplate(text).render(CHAT)
