@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvrouter.bus import Bus, Subjects
@@ -48,13 +47,6 @@ class AgentError(VerifyError):
     """An agent does not answer, or not as an agent would."""
 
 
-@dataclass(slots=True)
-class _Question:
-    subject: str
-    answer: asyncio.Future[bytes]
-    answers: int = 0
-
-
 class Questions:
     """Questions over NATS, of which every answer is counted."""
 
@@ -63,7 +55,10 @@ class Questions:
         """Subjects on which a question had more than one answer."""
         self._bus = bus
         self._inbox = f"_INBOX.{uuid.uuid4().hex}"
-        self._asked: dict[str, _Question] = {}
+        self._asked: dict[str, str] = {}
+        """Where the answers to a question go -> where it was asked."""
+        self._answered: set[str] = set()
+        self._waiting: dict[str, asyncio.Future[bytes]] = {}
 
     async def begin(self) -> None:
         """Listen for answers, until the bus is closed."""
@@ -72,26 +67,29 @@ class Questions:
     async def ask(self, subject: str, payload: bytes) -> bytes:
         """The first answer. Raises AgentError if there is none."""
         reply = f"{self._inbox}.{len(self._asked)}"
-        question = self._asked[reply] = _Question(subject, asyncio.get_running_loop().create_future())
+        self._asked[reply] = subject
+        waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[reply] = waiting
         self._bus.publish(subject, payload, reply)
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                answer = await question.answer
+                answer = await waiting
         except TimeoutError:
             raise AgentError("it does not answer") from None
+        finally:
+            del self._waiting[reply]
         if not answer:  # the server's own: there are no responders
             raise AgentError("nobody answers for it")
         return answer
 
-    def _take(self, subject: str, data: bytes, _reply: str) -> None:
-        question = self._asked.get(subject)
-        if question is None:
-            return
-        question.answers += 1
-        if question.answers > 1:
-            self.answered_twice.add(question.subject)
-        if not question.answer.done():
-            question.answer.set_result(data)
+    def _take(self, reply: str, data: bytes, _reply: str) -> None:
+        if reply in self._answered:
+            self.answered_twice.add(self._asked[reply])
+        elif reply in self._asked:
+            self._answered.add(reply)
+        waiting = self._waiting.get(reply)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(data)
 
 
 class RankFeed:
@@ -106,8 +104,11 @@ class RankFeed:
         self._loading: TierSets | None = None
         self._next = ReplayRequest(VERSION, rank, 0, 0)
 
-    async def look(self, ask: Ask, tiers: int) -> list[Copy]:
-        """What it held at each frame since the look before; the last says what is wrong if anything is."""
+    async def look(self, ask: Ask, tiers: int = 1) -> list[Copy]:
+        """What it held at each frame since the look before; the last says what is wrong if anything is.
+
+        `tiers`: how many of them to name, also where wider ones add nothing.
+        """
         copies: list[Copy] = []
         trouble, is_last = "", False
         try:

@@ -12,27 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from kvrouter.bus import Bus, Subjects
-from kvrouter.core.blocks import block_hashes, sequence_hashes, unpack_hashes
-from kvrouter.core.events import (
-    VERSION,
-    Cleared,
-    Op,
-    Removed,
-    ReplayRequest,
-    SnapshotChunk,
-    Stored,
-    decode_answer,
-    decode_frame,
-    encode,
-)
+from kvrouter.core.blocks import block_hashes, sequence_hashes
+from kvrouter.core.events import DISK, ReplayRequest, encode
 from kvrouter.core.ids import SequenceHash, WorkerId
+from kvrouter.verify.agents import RankFeed
 from kvrouter.worker.engine_blocks import EngineHash
 from kvrouter.worker.vllm import BlockRemoved, BlockStored, decode_batch
 
@@ -112,32 +102,15 @@ async def _watch(socket: zmq.asyncio.Socket, watch: EngineWatch) -> None:
 async def agent_blocks(bus: Bus, namespace: str, worker_id: str) -> set[int]:
     """The sequence hashes that a worker's agent publishes now: a snapshot of it, and what came after."""
     subject = Subjects(namespace).kv_replay(WorkerId(worker_id))
-    hashes: set[int] = set()
-    request = ReplayRequest(VERSION, 0, 0, 0)
-    while True:
-        answer = decode_answer(await bus.request(subject, encode(request), timeout_s=_ANSWER_TIMEOUT_S))
-        if isinstance(answer, SnapshotChunk):
-            _apply(hashes, answer.ops)
-            is_last = answer.chunk + 1 == answer.chunks
-            place = (0, answer.snapshot_id, answer.chunk + 1) if not is_last else (answer.as_of_seq + 1, 0, 0)
-            request = ReplayRequest(VERSION, 0, answer.incarnation, *place)
-            continue
-        if not answer.frames:
-            return hashes
-        for frame in map(decode_frame, answer.frames):
-            _apply(hashes, frame.ops or [])
-        request = ReplayRequest(VERSION, 0, request.incarnation, request.from_seq + len(answer.frames))
 
+    async def ask(request: ReplayRequest) -> bytes:
+        return await bus.request(subject, encode(request), timeout_s=_ANSWER_TIMEOUT_S)
 
-def _apply(hashes: set[int], ops: Sequence[Op]) -> None:
-    """What the ops make of the widest tier set."""
-    for op in ops:
-        if isinstance(op, Stored):
-            hashes.update(unpack_hashes(op.hashes))
-        elif isinstance(op, Removed):
-            hashes.difference_update(unpack_hashes(op.hashes))
-        elif isinstance(op, Cleared):
-            hashes.clear()
+    feed = RankFeed(0)
+    *_, last = await feed.look(ask)
+    if last.trouble:
+        raise RuntimeError(f"agent {worker_id}: {last.trouble}")
+    return feed.blocks.of(DISK)
 
 
 def phantom_blocks(target: dict[str, Any], agent: set[int], engine: EngineWatch) -> int:
