@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvrouter.bus import Bus, Subjects
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat, decode_worker_beat
+from kvrouter.core.beats import Card, WorkerBeat, decode_worker_beat
 from kvrouter.core.events import (
     VERSION,
     Check,
@@ -159,6 +159,16 @@ class RankFeed:
         return Copy(self._incarnation, self._seq, self.blocks.content(tiers), trouble=trouble)
 
 
+class AgentRank(NamedTuple):
+    """A rank as its agent announces it."""
+
+    key: FeedKey
+    card: Card
+    number: int
+    is_down: bool
+    is_partial: bool
+
+
 class Agents:
     """All agents of a namespace. Nothing is announced here: replicas do not see who asks."""
 
@@ -179,18 +189,19 @@ class Agents:
 
     async def look(self) -> list[tuple[FeedKey, Copy]]:
         """What every rank held at each frame since the look before."""
-        known = {key: (card, rank.rank) for key, card, _, rank in self.ranks()}
-        self.feeds = {key: self.feeds.get(key) or RankFeed(rank) for key, (_, rank) in known.items()}
-        looks = [self._look(key, card) for key, (card, _) in known.items()]
-        return [found for look in await asyncio.gather(*looks) for found in look]
+        ranks = list(self.ranks())
+        self.feeds = {rank.key: self.feeds.get(rank.key) or RankFeed(rank.number) for rank in ranks}
+        looks = await asyncio.gather(*map(self._look, ranks))
+        return [(rank.key, copy) for rank, copies in zip(ranks, looks, strict=True) for copy in copies]
 
-    def ranks(self) -> Iterator[tuple[FeedKey, Card, WorkerBeat, RankBeat]]:
+    def ranks(self) -> Iterator[AgentRank]:
         """Every rank that publishes events, as heartbeats and cards have it."""
         for worker_id, card in self._cards.items():
             beat = self._beats[worker_id]
             for rank in beat.ranks if card.publishes_events else ():
                 if rank.rank < card.ranks:
-                    yield FeedKey("kv", beat.pool, f"{worker_id}/{rank.rank}"), card, beat, rank
+                    key = FeedKey("kv", beat.pool, f"{worker_id}/{rank.rank}")
+                    yield AgentRank(key, card, rank.rank, beat.state == "down", rank.partial)
 
     def errors(self) -> Iterator[str]:
         """What no agent that is well would do."""
@@ -204,14 +215,14 @@ class Agents:
             if feed.bad_digest:
                 yield f"{key}, {feed.bad_digest}: its agent's digest is not that of what it has published"
 
-    async def _look(self, key: FeedKey, card: Card) -> list[tuple[FeedKey, Copy]]:
-        subject = self._subjects.kv_replay(WorkerId(card.worker_id))
+    async def _look(self, rank: AgentRank) -> list[Copy]:
+        subject = self._subjects.kv_replay(WorkerId(rank.card.worker_id))
 
         async def ask(request: ReplayRequest) -> bytes:
             return await self._questions.ask(subject, encode(request))
 
         async with self._turns:
-            return [(key, copy) for copy in await self.feeds[key].look(ask, len(card.tiers))]
+            return await self.feeds[rank.key].look(ask, len(rank.card.tiers))
 
     def _say_hello(self) -> None:
         self._bus.publish(self._subjects.hello, b"")

@@ -287,7 +287,8 @@ class Comparison:
 
     def _keys(self) -> list[FeedKey]:
         followed = {key for view in self._latest.values() for key in view.copies}
-        return sorted(followed.union(self._owned or ()))
+        published = {key for key, copy in (self._owned or {}).items() if not copy.trouble}
+        return sorted(followed | published)
 
     def _pending(self, key: FeedKey, views: Sequence[View]) -> Iterator[str]:
         track, standing = self._tracks[key], dict[str, Copy]()

@@ -24,10 +24,10 @@ from typing import Any
 
 import zmq.asyncio
 
-from kvrouter.core.beats import Card, WorkerBeat
+from kvrouter.core.beats import Card
 from kvrouter.core.events import TIERS, Op, Stored
 from kvrouter.errors import KvRouterError, MalformedFrameError
-from kvrouter.verify.agents import Agents
+from kvrouter.verify.agents import AgentRank, Agents
 from kvrouter.verify.comparison import DIFFERENT, EQUAL, IN_PART, NOT_CHECKED, EngineCheck, FeedKey
 from kvrouter.verify.tier_sets import TierSets
 from kvrouter.worker.adapter import Adapter
@@ -43,6 +43,8 @@ from kvrouter.worker.zmq_feed import ask_replay
 REPLAY_TIMEOUT_S = 5.0
 FIRST_GAP_S, LONGEST_GAP_S = 0.5, 4.0
 """Between two looks at an engine: an agent publishes within some 20 ms unless it is very busy."""
+AT_ONCE = 16
+"""Replays that are read together: each may take 100 MB until it has been worked through."""
 _BATCHES_A_TURN = 64
 _SHOWN = 3
 
@@ -110,13 +112,13 @@ class EngineHistory:
     def _apply(self, payload: bytes) -> None:
         try:
             batch = self._adapter.decode(payload)
-        except MalformedFrameError:
+            if self._rank is not None and batch.rank not in {None, self._rank}:
+                self.is_complete = False
+                return
+            self._adapter.tell(batch, self)
+        except (MalformedFrameError, ValueError):  # the agent loses its history by it, too
             self._begin(is_complete=False)
             return
-        if self._rank is not None and batch.rank not in {None, self._rank}:
-            self.is_complete = False
-            return
-        self._adapter.tell(batch, self)
         if batch.clears:
             self.is_complete, self._blocks.hears_reports = True, False
 
@@ -207,7 +209,7 @@ class _Rank:
     ) -> None:
         """Look at the engine, and compare if the agent was asked long enough after the look before."""
         loop, since = asyncio.get_running_loop(), self._looked_at
-        if self.check.is_final or (since is not None and asked_at - since < self._gap_s):
+        if since is not None and asked_at - since < self._gap_s:
             return
         is_answered = await self._history.look(context)
         self._looked_at = loop.time()
@@ -231,34 +233,37 @@ class Engines:
         self._access = access
         self._context = context
         self._ranks: dict[FeedKey, _Rank | EngineCheck] = {}
-        """What is checked, or why it is not."""
+        """What is being checked, or the result."""
+        self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def look(self, agents: Agents, asked_at: float) -> dict[FeedKey, EngineCheck]:
         """The result for each rank so far. The agents were asked at `asked_at`."""
-        found = {key: (card, beat, rank) for key, card, beat, rank in agents.ranks() if key in agents.feeds}
-        for key, (card, beat, rank) in found.items():
-            if key not in self._ranks:
-                self._ranks[key] = await self._meet(card, beat, rank.rank)
-        looks = [
-            one.look(self._context, agents.feeds[key].blocks, asked_at, is_partial=rank.partial)
-            for key, (_, _, rank) in found.items()
-            if isinstance(one := self._ranks[key], _Rank)
-        ]
-        await asyncio.gather(*looks)
-        ranks = {key: self._ranks[key] for key in found}
-        return {key: one.check if isinstance(one, _Rank) else one for key, one in ranks.items()}
+        ranks = [rank for rank in agents.ranks() if rank.key in agents.feeds]
+        looks = [self._look(rank, agents.feeds[rank.key].blocks, asked_at) for rank in ranks]
+        checks = await asyncio.gather(*looks)
+        return {rank.key: check for rank, check in zip(ranks, checks, strict=True)}
 
-    async def _meet(self, card: Card, beat: WorkerBeat, rank: int) -> _Rank | EngineCheck:
-        if beat.state == "down":
+    async def _look(self, rank: AgentRank, published: TierSets, asked_at: float) -> EngineCheck:
+        async with self._turns:
+            one = self._ranks.get(rank.key) or await self._meet(rank)
+            if isinstance(one, _Rank):
+                await one.look(self._context, published, asked_at, is_partial=rank.is_partial)
+        check = one.check if isinstance(one, _Rank) else one
+        self._ranks[rank.key] = check if check.is_final else one  # its history goes
+        return check
+
+    async def _meet(self, rank: AgentRank) -> _Rank | EngineCheck:
+        card = rank.card
+        if rank.is_down:
             return EngineCheck(NOT_CHECKED, ("its agent says that its engine is down",))
         try:
             replays = self._access.replays.get(card.worker_id) or await self._learn(card)
         except KvRouterError as error:
             return EngineCheck(NOT_CHECKED, (f"{card.url}: {error}",))
-        if rank >= len(replays) or not replays[rank]:
+        if rank.number >= len(replays) or not replays[rank.number]:
             reason = f"{card.url} tells of no replay: give --kv-replay {card.worker_id}=tcp://HOST:PORT"
             return EngineCheck(NOT_CHECKED, (reason,))
-        return _Rank(EngineHistory(replays[rank], card, rank))
+        return _Rank(EngineHistory(replays[rank.number], card, rank.number))
 
     async def _learn(self, card: Card) -> list[str]:
         """Where the engine says that its replays are, by rank. Raises KvRouterError."""

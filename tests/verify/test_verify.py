@@ -287,9 +287,12 @@ def test_worker_without_agent() -> None:
     mute = OwnersView([(key, Copy(0, 0, (), trouble="it does not answer"))], {}, ())
     other = OwnersView([*owned((10, AGREED)).copies, (FeedKey("kv", "p", "w2/0"), Copy(1, 1, ()))], {}, ())
 
+    gone = OwnersView([(FeedKey("kv", "p", "w2/0"), Copy(0, 0, (), trouble="nobody answers"))], {}, ())
+
     assert [f"{KV}: no agent announces them"] == with_owners(nobody, body("r0")).differences
     assert [f"{KV}: its agent: it does not answer"] == with_owners(mute, body("r0")).differences
     assert ["blocks of w2/0 in p: u0 does not follow them"] == with_owners(other, body("r0")).differences
+    assert [f"{KV}: no agent announces them"] == with_owners(gone, body("r0")).differences
 
 
 def test_engine_says_otherwise() -> None:
