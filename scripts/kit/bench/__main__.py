@@ -20,6 +20,7 @@ usage: scripts/bench SUBCOMMAND [flags]
   growth     how hashes, index and decisions grow with targets, tokens and blocks: plots in docs/plots
   request    what a short request and a streamed event cost our own code: sockets faked, profile if wanted
   relay      what a request and a streamed event cost at one frontend
+  overload   what is answered, and how the rest is refused, at twice the load that the engines carry
   peers      the same work beside nginx, vllm-router, sglang-router and Dynamo's frontend
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
@@ -27,7 +28,7 @@ usage: scripts/bench SUBCOMMAND [flags]
 
 _COMMANDS = (
     "policies", "sync", "herding", "lag", "tokens", "hashes", "index", "growth", "request", "relay",
-    "peers",
+    "overload", "peers",
 )  # fmt: skip
 
 
