@@ -237,16 +237,25 @@ class Client:
 
     async def get_json(self, url: str) -> Any:
         """The JSON that a GET answers with 200; raises HttpError."""
-        status, body = await self.get(url)
-        if status != 200:
-            raise HttpError(f"{url} answers {status}: {body[:200].decode(errors='replace')}")
-        return json.loads(body)
+        return _json(url, *await self.get(url))
+
+    async def post_json(self, url: str, body: bytes) -> Any:
+        """The JSON that a POST answers with 200; raises HttpError."""
+        answer = bytearray()
+        head = await self.send(url, request_bytes("POST", url, body), answer.extend)
+        return _json(url, head.status, bytes(answer))
 
     def close(self) -> None:
         """Close what is idle."""
         for idle in self._idle.values():
             while idle:
                 idle.pop().abort()
+
+
+def _json(url: str, status: int, body: bytes) -> Any:
+    if status != 200:
+        raise HttpError(f"{url} answers {status}: {body[:200].decode(errors='replace')}")
+    return json.loads(body)
 
 
 def request_bytes(

@@ -24,6 +24,7 @@ class SteadyLoad:
     ) -> None:
         self.outcomes: list[Outcome] = []
         self._requests = itertools.cycle(requests)
+        self._numbers = itertools.count()
         self._urls = urls
         self._rate = rate
         self._timeout_s = timeout_s
@@ -53,6 +54,16 @@ class SteadyLoad:
         """Whether an answer of this replica has begun and is not over."""
         return any(outcome.url == url and outcome.ttft_s is not None for outcome in self.in_flight)
 
+    def send(self, request: LoadRequest, url: str, *others: str) -> Outcome:
+        """One request now, whatever the rate; its answer counts like the others."""
+        outcome = Outcome(next(self._numbers), url)
+        self.outcomes.append(outcome)
+        sending = send(self._client, request, outcome, timeout_s=self._timeout_s, other_urls=others)
+        task = asyncio.create_task(sending)
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+        return outcome
+
     async def stop(self) -> None:
         """Send no more; returns when all is answered or timed out."""
         if self._pacer is not None:
@@ -65,10 +76,4 @@ class SteadyLoad:
         for number, request in enumerate(self._requests):
             await asyncio.sleep(start + number / self._rate - time.perf_counter())
             turn = number % len(self._urls)
-            first, *others = *self._urls[turn:], *self._urls[:turn]
-            outcome = Outcome(number, first)
-            self.outcomes.append(outcome)
-            sending = send(self._client, request, outcome, timeout_s=self._timeout_s, other_urls=others)
-            task = asyncio.create_task(sending)
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+            self.send(request, *self._urls[turn:], *self._urls[:turn])

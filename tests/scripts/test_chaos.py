@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 from rich.console import Console
 
 from kvrouter.core.blocks import block_hashes, sequence_hashes
-from scripts.kit.chaos import haproxy
+from scripts.kit.chaos import faults, haproxy
 from scripts.kit.chaos.faults import ROWS
 from scripts.kit.chaos.judge import Excuse, Leftovers, RowResult, judge, table
 from scripts.kit.chaos.script import main
+from scripts.kit.chaos.stage import Stage
 from scripts.kit.chaos.truth import EngineWatch, phantom_blocks
-from scripts.kit.load import Outcome
+from scripts.kit.http_client import HttpError
+from scripts.kit.load import LoadRequest, Outcome
 
 
 def outcome(number: int, sent_at_s: float, ended_at_s: float | None, **more: Any) -> Outcome:
@@ -187,6 +190,64 @@ def test_phantoms() -> None:
 
 
 # --- HAProxy, and the command line ---
+
+
+# --- the moment at which a worker is killed, and what is left afterwards ---
+
+
+class Replicas:
+    """Two replicas that place every request at `w`, the first one only when asked for the third time."""
+
+    urls, admin_urls = ("a", "b"), ("a-admin", "b-admin")
+
+    def __init__(self) -> None:
+        self.client = self
+        self.asked: list[str] = []
+        self.sent: list[LoadRequest] = []
+
+    async def post_json(self, url: str, _body: bytes) -> Any:
+        """POST /v1/route."""
+        self.asked.append(url)
+        return {"winner": "other/0" if self.asked.count("a-admin/v1/route") < 3 else "w/0"}
+
+    async def get_json(self, url: str) -> Any:
+        """GET /decisions/ID: not made yet when first asked."""
+        self.asked.append(url)
+        if self.asked.count(url) == 1:
+            raise HttpError("404")
+        return {"decisions": [{"winner": "other/0"}, {"winner": "w/0"}]}
+
+    def send(self, request: LoadRequest, url: str) -> Outcome:
+        """A request of the load; that in mode direct is answered at once."""
+        self.sent.append(request)
+        return Outcome(len(self.sent), url, ended_at_s=1.0 if b"direct" in request.body else None)
+
+
+async def test_requests_wait_at_the_worker() -> None:
+    """Every replica knows its prompt first; then each has placed a request there before the kill."""
+    replicas: Any = Replicas()
+
+    await faults._make_known(replicas, replicas, "w")
+    known = list(replicas.asked)
+    waiting = await faults._waiting_at(replicas, replicas, "w")
+
+    assert ["a-admin/v1/route"] * 3 + ["b-admin/v1/route"] == known
+    assert 2 == waiting
+    prompts = {json.dumps(json.loads(request.body)["prompt"]) for request in replicas.sent}
+    assert (3, 1) == (len(replicas.sent), len(prompts))
+
+
+async def test_leftovers_are_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events may be on their way when the load has ended; what stays is what is left."""
+    found = iter([Leftovers(index_blocks=3), Leftovers()])
+
+    async def looked(_self: Stage) -> Leftovers:
+        return next(found)
+
+    monkeypatch.setattr(Stage, "_leftovers", looked)
+
+    nothing: Any = None
+    assert Leftovers() == await Stage(nothing, nothing, nothing, nothing, nothing, {}).leftovers()
 
 
 def test_haproxy_config() -> None:

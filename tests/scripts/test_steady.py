@@ -94,6 +94,20 @@ async def test_refused_connections_go_elsewhere(free_port: Callable[[], int]) ->
     assert "cannot connect" in (load.outcomes[0].error or "")
 
 
+async def test_one_more() -> None:
+    """A request sent by hand is one of the load's, with a number of its own."""
+    async with serving() as server, SteadyLoad(REQUESTS, [server.url], rate=1000.0) as load:
+        server.may_end.set()
+        await server.has_begun.wait()
+        more = load.send(LoadRequest(0.0, b"more"), server.url)
+        await load.stop()
+
+    assert more in load.outcomes
+    assert None is more.error
+    assert len(load.outcomes) == len({outcome.number for outcome in load.outcomes})
+    assert 1 == server.bodies.count(b"more")
+
+
 async def test_error_ends_it() -> None:
     """Nobody waits for answers when the script has failed."""
     async with serving() as server:

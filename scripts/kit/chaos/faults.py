@@ -7,22 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvrouter.tokens.tiny import VOCABULARY_SIZE
+from kvrouter.worker.options import worker_id_of
 from scripts.kit.chaos.judge import Damage, Excuse
 from scripts.kit.chaos.stage import Stage
+from scripts.kit.demo import MODEL
 from scripts.kit.fleet import wait_until_ok
-from scripts.kit.load import Outcome
+from scripts.kit.http_client import HttpError
+from scripts.kit.load import LoadRequest
 from scripts.kit.steady import SteadyLoad
 
 STOPPED_S = 10.0
 DOWN_S = 2.0
 DRAIN_LIMIT_S = 60.0
-WAITING = 3
+HELD_TOKENS = 16_384
+"""Of a prompt that only the worker to be killed has: a quarter of its cache, 0.7 s for another one."""
+HELD_WEIGHT = 1000.0
+"""Of the overlap, so that no load of its worker outweighs it."""
 FIRST, KEPT, LATE = 0, 2, 3
 """Engines by number: one that replays everything, one whose agent keeps a state, one that replays little."""
 SHORT_REPLAY_BUFFER = 25
@@ -142,24 +151,19 @@ async def _kill_agent(stage: Stage, number: int) -> Damage:
 
 
 async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
-    """It first stands still for a moment, so that requests wait for their first byte there."""
+    """It stands still meanwhile, and requests that every replica sends there wait for their first byte."""
     engine = stage.deployed.engines[0]
     mocker = stage.fleet.processes["mocker-0"]
+    await _make_known(stage, load, worker_id_of(engine.url))
     with mocker.paused():
-        before = {outcome.number for outcome in load.outcomes}
         begun = frozenset(outcome.number for outcome in load.in_flight if outcome.ttft_s is not None)
-        waiting: list[Outcome] = []
-        for _ in range(30):
-            await asyncio.sleep(0.1)
-            waiting = [each for each in load.in_flight if each.ttft_s is None and each.number not in before]
-            if len(waiting) >= WAITING:
-                break
+        waiting = await _waiting_at(stage, load, worker_id_of(engine.url))
         at_s = time.perf_counter()
         await mocker.kill()
     await asyncio.sleep(DOWN_S)
     process = await stage.fleet.start_again("mocker-0")
     await wait_until_ok(stage.client, process, f"{engine.url}/health")
-    notes = [f"{len(waiting)} requests were waiting for their first byte when it was killed"]
+    notes = [f"{waiting} requests were waiting for their first byte when it was killed"]
     problems = [] if waiting else ["no request was waiting for its first byte: nothing was shown"]
     excuse = Excuse("were streaming from the killed worker", at_s, request_numbers=begun)
 
@@ -168,6 +172,46 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
         return bool(target["url"] != engine.url or target["device_blocks"] <= held + IN_TRANSIT_BLOCKS)
 
     return Damage(time.perf_counter(), [excuse], notes, problems, is_noticed)
+
+
+async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str) -> None:
+    """Let one worker compute the held prompt; returns when every replica would send it there again."""
+    computed = load.send(_held_request(mode="direct", target=worker_id), stage.urls[0])
+    await _until(lambda: computed.ended_at_s is not None)
+    body = _held_request(overlap_weight=HELD_WEIGHT).body
+    async with asyncio.timeout(_PATIENCE_S):
+        for url in stage.admin_urls:
+            route = f"{url}/v1/route"
+            while (await stage.client.post_json(route, body))["winner"] != f"{worker_id}/0":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+async def _waiting_at(stage: Stage, load: SteadyLoad, worker_id: str) -> int:
+    """Send the held prompt through every replica; returns how many wait for the worker then."""
+    request, placed_there = _held_request(overlap_weight=HELD_WEIGHT), 0
+    for url, admin_url in zip(stage.urls, stage.admin_urls, strict=True):
+        request_id = uuid.uuid4().hex
+        outcome = load.send(replace(request, headers={"x-request-id": request_id}), url)
+        decision = await _decision(stage, f"{admin_url}/decisions/{request_id}")
+        placed_there += decision["winner"] == f"{worker_id}/0" and outcome.ttft_s is None
+    return placed_there
+
+
+async def _decision(stage: Stage, url: str) -> dict[str, Any]:
+    """The last one about a request, once there is one."""
+    async with asyncio.timeout(_PATIENCE_S):
+        while True:
+            with contextlib.suppress(HttpError):
+                last: dict[str, Any] = (await stage.client.get_json(url))["decisions"][-1]
+                return last
+            await asyncio.sleep(0.002)
+
+
+def _held_request(**kvrouter: object) -> LoadRequest:
+    """A prompt that no other request of the load begins like."""
+    prompt = [1 + number % (VOCABULARY_SIZE - 1) for number in range(HELD_TOKENS)]
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "stream": True, "kvrouter": kvrouter}
+    return LoadRequest(0.0, json.dumps(body, separators=(",", ":")).encode())
 
 
 async def restart_all(stage: Stage, load: SteadyLoad) -> Damage:

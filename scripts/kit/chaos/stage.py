@@ -22,6 +22,8 @@ CONFIRMED_S = 2.5
 """Clean means that it stays so for two heartbeats: a lost tail is noticed by then."""
 REPAIRS = ("gaps", "replayed", "snapshots", "contradictions", "digest_mismatches", "malformed")
 _LOOK_S = 1.0
+LEFT_S = 5.0
+"""What is left after that stays: five heartbeats with their digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,17 @@ class Stage:
             return [str(error)]
 
     async def leftovers(self) -> Leftovers:
-        """What is left once nothing is in flight; asked until it is nothing, for some seconds."""
-        views = await settled(self.deployed.replicas, timeout_s=5.0)
+        """What is left once nothing is in flight; asked until it is nothing, for some seconds.
+
+        The last events of the engines may still be on their way to agents, replicas and our own watches.
+        """
+        until_s = time.perf_counter() + LEFT_S
+        while (left := await self._leftovers()).total and time.perf_counter() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        return left
+
+    async def _leftovers(self) -> Leftovers:
+        views = await settled(self.deployed.replicas, timeout_s=LEFT_S)
         left = Leftovers(
             bookings=max(view.bookings_left for view in views),
             active_blocks=max(view.active_blocks for view in views),

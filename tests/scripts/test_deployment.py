@@ -1,0 +1,32 @@
+"""The demo's deployment starts every time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit import deployment
+from scripts.kit.deployment import Plan
+from scripts.kit.fleet import Fleet
+from scripts.kit.http_client import Client
+
+STARTS = 50
+
+
+@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="minutes: KVROUTER_TEST_LONG=1")
+@pytest.mark.timeout(3600)
+async def test_starts_and_stops(tmp_path: Path) -> None:
+    """NATS, four engines with their agents and two replicas: all are up and seen, again and again."""
+    build_tiny_model(tmp_path / "model")
+    client = Client()
+    for number in range(STARTS):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        async with Fleet(directory) as fleet:
+            nats_url = await deployment.start_nats(fleet, client)
+            deployed = await deployment.deploy(fleet, client, Plan("kv", tmp_path / "model"), nats_url)
+            await deployment.stop(fleet, deployed)
+    client.close()
