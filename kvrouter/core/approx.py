@@ -311,7 +311,9 @@ class ApproxIndex:
                     continue
                 path = list(assumed.path(run))
                 told.update(one.hashes[-1] for one in path if one.stamp == run.stamp)
-                chain = [hash_ for one in reversed(path) for hash_ in one.hashes]
+                chain = array("Q")
+                for one in reversed(path):
+                    chain.extend(one.hashes)
                 yield target, chain, run.stamp.expires - now if run.stamp.expires < math.inf else 0.0
 
     def check(self) -> None:
