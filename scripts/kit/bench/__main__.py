@@ -18,6 +18,7 @@ usage: scripts/bench SUBCOMMAND [flags]
   hashes     what naming a prompt's blocks costs, in Python and in C
   index      what the block index costs: look-ups, events, memory, a decision; in Python and in C
   growth     how hashes, index and decisions grow with targets, tokens and blocks: plots in docs/plots
+  long       whether a booking costs the same after a long time: each mode and index, in virtual time
   request    what a short request and a streamed event cost our own code: sockets faked, profile if wanted
   relay      what a request and a streamed event cost at one frontend
   overload   what is answered, and how the rest is refused, at twice the load that the engines carry
@@ -27,8 +28,8 @@ usage: scripts/bench SUBCOMMAND [flags]
 """
 
 _COMMANDS = (
-    "policies", "sync", "herding", "lag", "tokens", "hashes", "index", "growth", "request", "relay",
-    "overload", "peers",
+    "policies", "sync", "herding", "lag", "tokens", "hashes", "index", "growth", "long", "request",
+    "relay", "overload", "peers",
 )  # fmt: skip
 
 

@@ -1,0 +1,320 @@
+"""Two replicas and their engines in virtual time, at steady load: what `scripts/bench long` measures.
+
+    prompts that share beginnings ──> route ──> first byte ──> end        at one replica, then at the other
+                                        │           │
+                                      frames      engines: what they hold, least recently used goes
+
+Only calls of the core are measured, those of the peer and of the timers included. Sockets, tokens and the
+engines' own work are not.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec, Protocol, TypeVar
+
+from kvrouter.core.beats import Card, RankBeat, WorkerBeat
+from kvrouter.core.cost import Prompt
+from kvrouter.core.decisions import DecisionRing
+from kvrouter.core.events import VERSION, decode_frame
+from kvrouter.core.filters import FilterSettings, new_filters
+from kvrouter.core.ids import BookingKey, PoolId, RouterId, Target, WorkerId
+from kvrouter.core.policy import PolicyState, RouteRequest, Wanted
+from kvrouter.core.pool import Pool, PoolSettings
+from kvrouter.core.router import Router
+from kvrouter.core.sessions import SessionTable
+from kvrouter.core.text_index import TRIM_CHARS, TextIndex, TextIndexSettings
+from kvrouter.policies import PolicySettings, new_policy
+from scripts.kit.bench.instructions import instructions
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+POOL = PoolId("bench")
+BLOCK_SIZE = 16
+CHARS_A_BLOCK = 64
+MODES_OF_BLOCKS = ("kv", "kv-score", "scored", "sticky", "two-stage")
+"""The modes that look at an index; the others are measured without."""
+INDEXES = ("exact", "assumed by time", "assumed by capacity")
+TEXTS = ("texts", "texts, evicted")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What comes, and what may be remembered. Blocks of 16 tokens, times in virtual seconds."""
+
+    targets: int = 8
+    rate: int = 100
+    """Bookings a second, over both replicas."""
+    groups: int = 64
+    shared_blocks: int = 192
+    own_blocks: int = 64
+    """Of a first turn; one booking in four is a next turn, and has as many more than the last."""
+    turns: int = 4
+    ttl_s: float = 120.0
+    capacity_blocks: int = 50_000
+    eviction_chars: int = 400_000
+    eviction_s: float = 10.0
+    warm_up_s: int = 300
+    seconds: int = 600
+
+
+class Meter(Protocol):
+    """Makes a call of the core and adds up what it cost."""
+
+    cost: float
+
+    def __call__(self, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The call's answer."""
+        ...
+
+
+class CpuMeter:
+    """Microseconds of this thread's CPU time."""
+
+    cost = 0.0
+
+    def __call__(self, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The call's answer."""
+        began = time.thread_time_ns()
+        answer = act(*args, **kwargs)
+        self.cost += (time.thread_time_ns() - began) / 1000
+        return answer
+
+
+class InstructionMeter:
+    """Bytecode instructions. Counting is slow: `is_on` False leaves it out."""
+
+    cost = 0.0
+    is_on = True
+
+    def __call__(self, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The call's answer."""
+        if not self.is_on:
+            return act(*args, **kwargs)
+        answers: list[R] = []
+        self.cost += instructions(lambda: answers.append(act(*args, **kwargs)))
+        return answers[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How many entries the table of this row has, and at most may have."""
+
+    what: str
+    entries: int
+    bound: int
+
+
+class Engine:
+    """What one target really holds: least recently used blocks go, the deepest first."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._capacity = capacity_blocks
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def compute(self, chain: array[int]) -> tuple[array[int], list[int]]:
+        """A prompt; returns the blocks that it stored, parent first, and those that had to go."""
+        new = array("Q", [hash_ for hash_ in chain if hash_ not in self._held])
+        for hash_ in reversed(chain):
+            self._held[hash_] = None
+            self._held.move_to_end(hash_)
+        excess = len(self._held) - self._capacity
+        return new, [self._held.popitem(last=False)[0] for _ in range(max(0, excess))]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt as it was sent, for the next one of its conversation."""
+
+    chain: array[int]
+    text: str
+    session: str
+    number: int = 1
+
+
+class World:
+    """One mode with one index."""
+
+    def __init__(self, mode: str, index: str, load: Load, meter: Meter) -> None:
+        self.load = load
+        self.meter = meter
+        self._index = index
+        self._rng = random.Random(f"{mode} {index}")
+        self._second = 0
+        self._bookings = 0
+        self._waiting: list[tuple[float, int, Callable[[float], None]]] = []
+        self._groups = [self._first_turn(load.shared_blocks) for _ in range(load.groups)]
+        self._turns: deque[Turn] = deque(maxlen=1000)
+        self._routers = [self._new_router(mode, number) for number in range(2)]
+        self._sinks = [
+            peer.copy_sink(owner.router_id)
+            for owner, peer in zip(self._routers, reversed(self._routers), strict=True)
+        ]
+        self._engines = {target: Engine(load.capacity_blocks) for target in self._routers[0].pool.targets}
+
+    def run_second(self) -> float:
+        """A second of load, and what the timers do in it; returns what a booking cost."""
+        self.meter.cost = 0.0
+        for number in range(self.load.rate):
+            now = self._second + number / self.load.rate
+            while self._waiting and self._waiting[0][0] <= now:
+                at, _, act = heapq.heappop(self._waiting)
+                act(at)
+            self._book(now)
+        self._second += 1
+        for place in (0, 1):
+            self.meter(self._upkeep, place, float(self._second))
+        return self.meter.cost / self.load.rate
+
+    def memory(self) -> Memory:
+        """The first replica's."""
+        pool, load = self._routers[0].pool, self.load
+        room = load.targets * load.capacity_blocks
+        if self._index == "exact":
+            return Memory("blocks held", pool.index.holders(), room)
+        if self._index in INDEXES:
+            most = room if self._index == "assumed by capacity" else pool.index.holders()
+            return Memory("blocks and heap", sum(pool.approx.listed()), 2 * most)
+        if self._index in TEXTS:
+            chars = sum(self._routers[0].selection.state.texts.chars(target) for target in pool.targets)
+            most = TRIM_CHARS if self._index == "texts" else load.eviction_chars
+            new = (
+                load.rate * max(1.0, load.eviction_s) * (load.own_blocks + load.shared_blocks) * CHARS_A_BLOCK
+            )
+            return Memory("characters", chars, load.targets * most + int(new))
+        bookings = sum(pool.active.owners().values())
+        return Memory("bookings", bookings, load.rate * 10)
+
+    # What happens
+
+    def _book(self, now: float) -> None:
+        self._bookings += 1
+        place = self._bookings % 2
+        turn = self._next_turn()
+        router, rng = self._routers[place], self._rng
+        request = RouteRequest(
+            f"r{self._bookings}",
+            (Prompt(turn.chain, len(turn.chain) * BLOCK_SIZE + 8),) if router.selection.needs_tokens else (),
+            text=turn.text if router.selection.policy.needs_text else "",
+            session=turn.session if turn.number > 1 else "",
+            wanted=Wanted(WorkerId(f"w{rng.randrange(self.load.targets)}")),
+        )
+        is_streamed = rng.random() < 0.5
+        placed = self.meter(router.route, request, now, streamed=is_streamed)
+        self._exchange(place, now)
+        first = now + rng.uniform(0.05, 0.5)
+        if is_streamed:
+            self._later(first, partial(self._first_byte, place, placed.key))
+        self._later(first, partial(self._compute, placed.target, turn.chain))
+        self._later(now + rng.uniform(2.0, 8.0), partial(self._end, place, placed.key))
+
+    def _first_byte(self, place: int, key: BookingKey, now: float) -> None:
+        self.meter(self._routers[place].first_byte, key, now)
+        self._exchange(place, now)
+
+    def _compute(self, target: Target, chain: array[int], now: float) -> None:
+        """The engine's events reach both replicas."""
+        if self._index != "exact":
+            return
+        stored, removed = self._engines[target].compute(chain)
+        for router in self._routers:
+            self.meter(router.pool.index.store, target, stored)
+            self.meter(router.pool.index.remove, target, removed)
+
+    def _end(self, place: int, key: BookingKey, now: float) -> None:
+        self.meter(self._routers[place].free, key)
+        self._exchange(place, now)
+
+    def _upkeep(self, place: int, now: float) -> None:
+        """What a replica's timers do once a second."""
+        router = self._routers[place]
+        for key in router.due(now):
+            router.mark_prefill_completed(key, now)
+        router.pool.approx.expire(now)
+        for _ in router.selection.state.texts.eviction(now):
+            pass
+        for data in router.check_frames(now):
+            self._hear(place, data, now)
+        while router.pool.sweep(512):
+            pass
+
+    def _exchange(self, place: int, now: float) -> None:
+        for data in self.meter(self._routers[place].frames):
+            self.meter(self._hear, place, data, now)
+
+    def _hear(self, place: int, data: bytes, now: float) -> None:
+        """The peer applies a frame."""
+        for op in decode_frame(data).ops or ():
+            self._sinks[place].apply(op, now)
+
+    def _later(self, at: float, act: Callable[[float], None]) -> None:
+        heapq.heappush(self._waiting, (at, len(self._waiting) + self._bookings * 1000, act))
+
+    # What is sent
+
+    def _next_turn(self) -> Turn:
+        """The next turn of a late conversation, or the first of a new one; some share less of their group."""
+        rng, load = self._rng, self.load
+        last = rng.choice(self._turns) if self._turns and rng.random() < 0.25 else None
+        own = self._first_turn(load.own_blocks)
+        if last is None or last.number == load.turns:
+            group = rng.choice(self._groups)
+            blocks = rng.randrange(1, load.shared_blocks) if rng.random() < 0.1 else load.shared_blocks
+            chain, text = group.chain[:blocks] + own.chain, group.text[: blocks * CHARS_A_BLOCK] + own.text
+            turn = Turn(chain, text, own.session)
+        else:
+            turn = Turn(last.chain + own.chain, last.text + own.text, last.session, last.number + 1)
+        self._turns.append(turn)
+        return turn
+
+    def _first_turn(self, blocks: int) -> Turn:
+        rng = self._rng
+        chain = array("Q", rng.randbytes(8 * blocks))
+        text = rng.randbytes(blocks * CHARS_A_BLOCK // 2).hex() if self._index in TEXTS else ""
+        return Turn(chain, text, f"{chain[0]:x}")
+
+    # What there is
+
+    def _new_router(self, mode: str, number: int) -> Router:
+        load, index = self.load, self._index
+        settings = PoolSettings(
+            use_kv_events=index not in INDEXES[1:],
+            ttl_s=0.0 if index == "assumed by capacity" else load.ttl_s,
+            approx_capacity_blocks=0 if index == "assumed by capacity" else 1_000_000,
+            placement_secret=number + 1,
+        )
+        pool = Pool(POOL, settings)
+        for name in (f"w{one}" for one in range(load.targets)):
+            card = Card(
+                worker_id=name,
+                url="http://127.0.0.1:1",
+                model="bench",
+                block_size=BLOCK_SIZE,
+                tiers={"device": load.capacity_blocks},
+                labels={"group": name[-1:]},
+            )
+            pool.update(WorkerId(name), WorkerBeat(VERSION, 1, "up", str(POOL), [RankBeat(0, 1, 0)], 1, card))
+        state = PolicyState(
+            self._rng.random, texts=TextIndex(self._text_settings()), sessions=SessionTable(load.ttl_s)
+        )
+        router = Router(
+            pool, new_policy(mode, PolicySettings()), state,
+            router_id=RouterId(f"r{number}"), incarnation=1, synced=True,
+            filters=new_filters(FilterSettings(session_affinity="soft")),
+        )  # fmt: skip
+        router.decisions = DecisionRing(1000)
+        return router
+
+    def _text_settings(self) -> TextIndexSettings:
+        most = self.load.eviction_chars
+        return TextIndexSettings(
+            1, self._index == "texts, evicted", most, most * 9 // 10, self.load.eviction_s
+        )
