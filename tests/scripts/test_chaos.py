@@ -232,7 +232,7 @@ async def test_requests_wait_at_the_worker() -> None:
     waiting = await faults._waiting_at(replicas, replicas, "w")
 
     assert ["a-admin/v1/route"] * 3 + ["b-admin/v1/route"] == known
-    assert 2 == waiting
+    assert 2 == len(waiting)
     prompts = {json.dumps(json.loads(request.body)["prompt"]) for request in replicas.sent}
     assert (3, 1) == (len(replicas.sent), len(prompts))
 

@@ -22,10 +22,12 @@ from scripts.kit.chaos.stage import Stage
 from scripts.kit.demo import MODEL
 from scripts.kit.fleet import wait_until_ok
 from scripts.kit.http_client import HttpError
-from scripts.kit.load import LoadRequest
+from scripts.kit.load import LoadRequest, Outcome
 from scripts.kit.steady import SteadyLoad
 
 STOPPED_S = 10.0
+WORKER_STOPPED_S = 20.0
+"""Its agent calls it down after three probes, and requests move one a second."""
 DOWN_S = 2.0
 DRAIN_LIMIT_S = 60.0
 HELD_TOKENS = 16_384
@@ -163,7 +165,7 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
     await asyncio.sleep(DOWN_S)
     process = await stage.fleet.start_again("mocker-0")
     await wait_until_ok(stage.client, process, f"{engine.url}/health")
-    notes = [f"{waiting} requests were waiting for their first byte when it was killed"]
+    notes = [f"{len(waiting)} requests were waiting for their first byte when it was killed"]
     problems = [] if waiting else ["no request was waiting for its first byte: nothing was shown"]
     excuse = Excuse("were streaming from the killed worker", at_s, request_numbers=begun)
 
@@ -172,6 +174,23 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
         return bool(target["url"] != engine.url or target["device_blocks"] <= held + IN_TRANSIT_BLOCKS)
 
     return Damage(time.perf_counter(), [excuse], notes, problems, is_noticed)
+
+
+async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
+    """Requests that wait for it go to others; streams from it wait, and go on."""
+    worker_id = worker_id_of(stage.deployed.engines[0].url)
+    await _make_known(stage, load, worker_id)
+    with stage.fleet.processes["mocker-0"].paused():
+        waiting = await _waiting_at(stage, load, worker_id)
+        await asyncio.sleep(WORKER_STOPPED_S)
+        moved = [one.ttft_s for one in waiting if one.ended_at_s is not None and one.error is None]
+    note = f"{len(moved)} of {len(waiting)} requests that waited for it were answered by others meanwhile"
+    ttft = f"{note}, TTFT {max(filter(None, moved), default=0.0):.1f} s at most"
+    return Damage(
+        time.perf_counter(),
+        notes=[ttft],
+        problems=[] if waiting and len(moved) == len(waiting) else [note],
+    )
 
 
 async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str) -> None:
@@ -186,15 +205,16 @@ async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str) -> None:
                 await asyncio.sleep(0.02)
 
 
-async def _waiting_at(stage: Stage, load: SteadyLoad, worker_id: str) -> int:
-    """Send the held prompt through every replica; returns how many wait for the worker then."""
-    request, placed_there = _held_request(overlap_weight=HELD_WEIGHT), 0
+async def _waiting_at(stage: Stage, load: SteadyLoad, worker_id: str) -> list[Outcome]:
+    """Send the held prompt through every replica; returns the requests that wait for the worker then."""
+    request, waiting = _held_request(overlap_weight=HELD_WEIGHT), []
     for url, admin_url in zip(stage.urls, stage.admin_urls, strict=True):
         request_id = uuid.uuid4().hex
         outcome = load.send(replace(request, headers={"x-request-id": request_id}), url)
         decision = await _decision(stage, f"{admin_url}/decisions/{request_id}")
-        placed_there += decision["winner"] == f"{worker_id}/0" and outcome.ttft_s is None
-    return placed_there
+        if decision["winner"] == f"{worker_id}/0" and outcome.ttft_s is None:
+            waiting.append(outcome)
+    return waiting
 
 
 async def _decision(stage: Stage, url: str) -> dict[str, Any]:
@@ -256,6 +276,7 @@ ROWS = (
         loses_nothing=True,
     ),
     Row("worker-kill", "kill -9 a worker before first bytes, start it again", kill_worker),
+    Row("worker-stop", f"SIGSTOP a worker before first bytes for {WORKER_STOPPED_S:g} s", stop_worker),
     Row(
         "rolling-restart", "rolling restart of all replicas behind HAProxy", restart_all, behind_haproxy=True
     ),
