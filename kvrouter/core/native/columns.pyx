@@ -2,7 +2,6 @@
 """Twin of what core/candidates.py does for each target: overlap where somebody holds something, and costs."""
 
 from cpython cimport array
-from cpython.dict cimport PyDict_GetItem
 from cpython.float cimport PyFloat_FromDouble
 from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.object cimport PyObject
@@ -11,8 +10,29 @@ from libc.stdint cimport int64_t
 
 import array
 
+cdef extern from *:
+    """
+    /* at += times * amount; whether that has no place in 64 bits, and at stays */
+    static inline int overflows(int64_t *at, int64_t times, int64_t amount)
+    {
+        int64_t product, sum;
+        if (__builtin_mul_overflow(times, amount, &product) || __builtin_add_overflow(*at, product, &sum)) return 1;
+        *at = sum;
+        return 0;
+    }
+    /* rounded once, as Python does it */
+    static inline double sum_of(int64_t a, int64_t b)
+    {
+        int64_t sum;
+        return __builtin_add_overflow(a, b, &sum) ? (double) ((__int128) a + b) : (double) sum;
+    }
+    """
+    bint overflows(int64_t *, int64_t, int64_t) noexcept
+    double sum_of(int64_t, int64_t) noexcept
+
 cdef extern from "Python.h":
     int PyDict_Next(object dictionary, Py_ssize_t *at, PyObject **key, PyObject **value)
+    PyObject *PyDict_GetItemWithError(object dictionary, object key) except? NULL
 
 
 def reckon_overlap(
@@ -27,44 +47,68 @@ def reckon_overlap(
     array.array indexed,
 ):
     """See `_reckon_device` of core/candidates.py."""
-    cdef PyObject *target
+    cdef Py_ssize_t count = len(own_tokens), i, at = 0
+    cdef int64_t *tokens = column(own_tokens, count)
+    cdef int64_t *columns[3]
+    cdef PyObject *borrowed
     cdef PyObject *depth
-    cdef PyObject *place
     cdef PyObject *known
-    cdef Py_ssize_t at = 0, i, count = len(own_tokens)
-    cdef int64_t blocks, held, own
-    while PyDict_Next(cached, &at, &target, &depth):
-        place = PyDict_GetItem(places, <object> target)
-        if place == NULL:
+    cdef object target, own_depth  # held: a target's own __eq__ may be any code
+    cdef int64_t blocks, held
+    columns[0], columns[1], columns[2] = column(overlap, count), column(widest, count), column(indexed, count)
+    while PyDict_Next(cached, &at, &borrowed, &depth):
+        target, own_depth = <object> borrowed, <object> depth
+        i = place_of(places, target, count)
+        if i < 0:
             continue
-        i = <object> place
-        if not 0 <= i < count:
-            raise IndexError("a place that no column has")
-        blocks = held = <object> depth
-        if in_flight:
-            known = PyDict_GetItem(in_flight, <object> target)
-            if known != NULL:
-                held = max(held, <int64_t> <object> known)
-        own = min(held, most_blocks)
-        blocks = min(blocks, own)
-        own_tokens.data.as_longlongs[i] -= own * block_size
-        overlap.data.as_longlongs[i] += own
-        widest.data.as_longlongs[i] += own
-        indexed.data.as_longlongs[i] += blocks
+        blocks = held = own_depth
+        known = PyDict_GetItemWithError(in_flight, target) if in_flight else NULL
+        if known != NULL:
+            held = max(held, <int64_t> <object> known)
+        held = min(held, most_blocks)
+        reuse(tokens, columns, i, held, min(blocks, held), block_size)
     at = 0
-    while PyDict_Next(in_flight, &at, &target, &depth):
-        if PyDict_GetItem(cached, <object> target) != NULL:
+    while PyDict_Next(in_flight, &at, &borrowed, &depth):
+        target, own_depth = <object> borrowed, <object> depth
+        if PyDict_GetItemWithError(cached, target) != NULL:
             continue
-        place = PyDict_GetItem(places, <object> target)
-        if place == NULL:
-            continue
-        i = <object> place
-        if not 0 <= i < count:
-            raise IndexError("a place that no column has")
-        own = min(<int64_t> <object> depth, most_blocks)
-        own_tokens.data.as_longlongs[i] -= own * block_size
-        overlap.data.as_longlongs[i] += own
-        widest.data.as_longlongs[i] += own
+        i = place_of(places, target, count)
+        if i >= 0:
+            held = own_depth
+            reuse(tokens, columns, i, min(held, most_blocks), 0, block_size)
+
+
+cdef inline Py_ssize_t place_of(dict places, object target, Py_ssize_t count) except -2:
+    """Where the target's numbers are; -1: nowhere."""
+    cdef PyObject *place = PyDict_GetItemWithError(places, target)
+    cdef Py_ssize_t i
+    if place == NULL:
+        return -1
+    i = <object> place
+    if not 0 <= i < count:
+        raise IndexError("a place that no column has")
+    return i
+
+
+cdef inline int reuse(
+    int64_t *tokens, int64_t **columns, Py_ssize_t i, int64_t own, int64_t indexed, int64_t block_size
+) except -1:
+    """The target reuses `own` blocks of the prompt."""
+    if (
+        overflows(&tokens[i], own, -block_size)
+        or overflows(&columns[0][i], own, 1)
+        or overflows(&columns[1][i], own, 1)
+        or overflows(&columns[2][i], indexed, 1)
+    ):
+        raise OverflowError("a number of tokens or blocks beyond 64 bits")
+    return 0
+
+
+cdef int64_t *column(array.array one, Py_ssize_t count) except? NULL:
+    """Its numbers, of which there must be so many."""
+    if type(one) is not array.array or one.typecode != "q" or len(one) != count:
+        raise ValueError(f"a column must be an array('q') of {count} numbers")
+    return <int64_t *> one.data.as_longlongs
 
 
 def costs(
@@ -78,13 +122,14 @@ def costs(
     """See `Candidates.costs` of core/candidates.py."""
     cdef Py_ssize_t i, count = len(charged_tokens)
     cdef list found = PyList_New(count)
-    cdef double prefill_blocks, decode_blocks
-    if not count == len(own_tokens) == len(active_blocks) == len(own_blocks):
-        raise ValueError("columns of different lengths")
+    cdef int64_t *charged = column(charged_tokens, count)
+    cdef int64_t *own = column(own_tokens, count)
+    cdef int64_t *active = column(active_blocks, count)
+    cdef int64_t *blocks = column(own_blocks, count)
     for i in range(count):
-        prefill_blocks = <double> (charged_tokens.data.as_longlongs[i] + own_tokens.data.as_longlongs[i]) / block_size
-        decode_blocks = <double> (active_blocks.data.as_longlongs[i] + own_blocks.data.as_longlongs[i])
-        value = PyFloat_FromDouble(overlap_weight * prefill_blocks + decode_blocks)
+        value = PyFloat_FromDouble(
+            overlap_weight * (sum_of(charged[i], own[i]) / block_size) + sum_of(active[i], blocks[i])
+        )
         Py_INCREF(value)
         PyList_SET_ITEM(found, i, value)
     return found

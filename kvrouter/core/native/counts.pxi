@@ -12,14 +12,15 @@ cdef class CountedSet:
     """Hashes that are held several times in one slot, and once in the table; see core/table.py."""
 
     cdef FlatTable table
+    cdef Keys keys
     cdef Turn adding, discarding
     cdef readonly uint32_t slot
     cdef readonly Py_ssize_t count
     cdef Counted *places
     cdef Py_ssize_t size
 
-    def __cinit__(self, FlatTable table, uint32_t slot):
-        self.table, self.slot, self.size = table, slot, 16
+    def __cinit__(self, FlatTable table not None, uint32_t slot):
+        self.table, self.keys, self.slot, self.size = table, table.rows.keys, slot, 16
         self.places = <Counted *> taken(calloc(self.size, sizeof(Counted)))
 
     def __dealloc__(self):
@@ -76,7 +77,7 @@ cdef class CountedSet:
         return {self.places[i].hash: self.places[i].count for i in range(self.size) if self.places[i].count}
 
     cdef inline Py_ssize_t home(self, uint64_t hash_) noexcept:
-        return <Py_ssize_t> (mixed(&self.table.rows.keys, hash_) >> 24) & (self.size - 1)
+        return <Py_ssize_t> (mixed(&self.keys, hash_) >> 24) & (self.size - 1)
 
     cdef inline void fetch(self, uint64_t hash_) noexcept:
         """Have the hash's place on its way from memory."""

@@ -29,7 +29,7 @@ cdef object viewed(object hashes, const uint64_t **data, Py_ssize_t *count):
             raise ValueError("bytes length not a multiple of 8: hashes are packed u64")
         data[0], count[0] = <const uint64_t *> PyBytes_AS_STRING(hashes), PyBytes_GET_SIZE(hashes) >> 3
         return hashes
-    if isinstance(hashes, array.array) and (<array.array> hashes).typecode == "Q":
+    if type(hashes) is array.array and (<array.array> hashes).typecode == "Q":  # a subclass may lie about its length
         made = hashes
     elif type(hashes) is list:
         made = array.clone(_HASHES, PyList_GET_SIZE(hashes), zero=False)

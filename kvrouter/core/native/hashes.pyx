@@ -34,7 +34,7 @@ cdef array.array _HASHES = array.array("Q")
 
 def block_hashes(tokens, Py_ssize_t block_size, uint64_t seed):
     """The hash of each full block, as a list."""
-    cdef array.array held = _tokens(tokens)
+    cdef array.array held = _tokens(tokens, block_size)
     cdef Py_ssize_t count = len(held) // block_size
     cdef list hashes = PyList_New(count)
     cdef const uint32_t *at = held.data.as_uints
@@ -68,9 +68,9 @@ def sequence_hashes(hashes, parent):
 
 def prompt_hashes(tokens, Py_ssize_t block_size, uint64_t seed, array.array known not None):
     """The sequence hashes of a whole prompt, as an array('Q'); those of its first blocks are `known`."""
-    cdef array.array held = _tokens(tokens)
+    cdef array.array held = _tokens(tokens, block_size)
     cdef Py_ssize_t count = len(held) // block_size, done = len(known)
-    if known.typecode != "Q" or done > count:
+    if type(known) is not array.array or known.typecode != "Q" or done > count:
         raise ValueError("known must be an array('Q'): the hashes of the prompt's first blocks")
     cdef array.array chain = array.clone(_HASHES, count, zero=False)
     cdef const uint32_t *at = held.data.as_uints + done * block_size
@@ -88,9 +88,11 @@ def prompt_hashes(tokens, Py_ssize_t block_size, uint64_t seed, array.array know
     return chain
 
 
-cdef array.array _tokens(object tokens):
-    """As C numbers. Raises what array('I', …) raises for what is none."""
-    if isinstance(tokens, array.array) and (<array.array> tokens).typecode == "I":
+cdef array.array _tokens(object tokens, Py_ssize_t block_size):
+    """As C numbers, to be cut into blocks. Raises what array('I', …) raises for what is none."""
+    if block_size < 1:
+        raise ValueError(f"block size {block_size}: use 1 or more")  # a division by 0 would end the process
+    if type(tokens) is array.array and (<array.array> tokens).typecode == "I":
         return tokens
     if type(tokens) is not list:
         return array.array("I", tokens)

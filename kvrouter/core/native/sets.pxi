@@ -296,7 +296,7 @@ cdef class HolderSets:
         cdef HolderSet *other
         for number in range(1, self.used):
             one = self.at(number)
-            if not one.count or not self.has(number, source):
+            if not one.count or not self.has(number, source) or self.has(number, copy):
                 continue
             self.unlink(number)
             self.spread(number, self.scratch)
@@ -329,6 +329,15 @@ cdef class HolderSets:
                 found.append(i)
         return found
 
+    cdef list chain(self, uint64_t name):
+        """The sets in the name's bucket; no more than there are, even if they lead in a circle."""
+        cdef uint32_t number = self.head(name)[0]
+        cdef list found = []
+        while number and <uint32_t> len(found) < self.live:
+            found.append(number)
+            number = self.at(number).next
+        return found
+
     cdef check(self, dict rows):
         """Raise if an invariant is broken; `rows`: how many there are of each id."""
         seen = set()
@@ -341,8 +350,8 @@ cdef class HolderSets:
             seen.add(members)
             if self.at(number).rows != rows.get(number, 0) or not self.at(number).rows:
                 raise AssertionError(f"set {number} counts {self.at(number).rows} rows, not {rows.get(number)}")
-            self.unlink(number)  # ends only if it is in its bucket's chain
-            self.link(number)
+            if number not in self.chain(self.at(number).name):
+                raise AssertionError(f"set {number} is not in its bucket's chain")
         if len(seen) != self.live or rows.keys() - set(range(1, self.used)):
             raise AssertionError(f"{len(seen)} sets, counted {self.live}")
 

@@ -130,10 +130,10 @@ cdef class FlatTable:
         cdef uint32_t number
         cdef object all_slots = 1  # a Python number: it has more than 64 bits
         cdef bytes mask
-        held = viewed(hashes, &data, &count)
         self.widen(slot)
         all_slots = (all_slots << 64 * self.width) - 1
         mask = (others & all_slots).to_bytes(8 * self.width, "little")
+        held = viewed(hashes, &data, &count)
         for place in range(count):
             if place == ahead:
                 ahead = self.fetch(data, place, count)
@@ -217,17 +217,19 @@ cdef class FlatTable:
         self.sets.copy_slot(source, copy)
 
     def sweep(self, slots, uint32_t shard_number):
-        cdef Shard *shard = &self.rows.shards[shard_number]
+        cdef array.array listed = array.array("I", slots)
         cdef uint32_t slot
         cdef uint64_t *doomed
-        for slot in slots:
+        if shard_number >= SHARD_COUNT:
+            raise IndexError(f"no shard {shard_number}")
+        for slot in listed.data.as_uints[:len(listed)]:
             self.widen(slot)
         doomed = <uint64_t *> taken(calloc(self.width, 8))
         try:
-            for slot in slots:
+            for slot in listed.data.as_uints[:len(listed)]:
                 doomed[slot >> 6] |= <uint64_t> 1 << (slot & 63)
-            self.sweep_shard(shard, doomed)
-            self.rows.thin(shard)
+            self.sweep_shard(&self.rows.shards[shard_number], doomed)
+            self.rows.thin(&self.rows.shards[shard_number])
         finally:
             free(doomed)
 
@@ -246,14 +248,10 @@ cdef class FlatTable:
     cdef int widen(self, uint32_t slot) except -1:
         """Let the slot fit into every bitset."""
         cdef uint32_t words = max((slot >> 6) + 1, self.width)
-        cdef uint64_t *visible
         if words > self.width:
             words += words >> 2
-            visible = <uint64_t *> taken(calloc(words, 8))
-            memcpy(visible, self.visible, self.width * 8)
-            free(self.visible)
-            free(self.alive)
-            self.visible, self.alive = visible, <uint64_t *> taken(calloc(words, 8))
+            self.visible = longer(self.visible, self.width, words)
+            self.alive = longer(self.alive, self.width, words)
             self.sets.grow_width(words)
             self.width = words
         return 0
@@ -394,6 +392,13 @@ cdef class FlatTable:
         return count
 
 
+cdef uint64_t *longer(uint64_t *words, uint32_t count, uint32_t wanted) except NULL:
+    """The words with zeros behind them; if there is no memory for that, the old ones stay."""
+    words = <uint64_t *> taken(realloc(words, wanted * sizeof(uint64_t)))
+    memset(&words[count], 0, (wanted - count) * sizeof(uint64_t))
+    return words
+
+
 @cython.final
 cdef class SlotSet:
     """What one slot holds, counted; see core/table.py."""
@@ -404,7 +409,7 @@ cdef class SlotSet:
     cdef public Py_ssize_t count
     cdef public uint64_t digest
 
-    def __cinit__(self, FlatTable table, uint32_t slot):
+    def __cinit__(self, FlatTable table not None, uint32_t slot):
         self.table, self.slot = table, slot
 
     def add(self, hashes):

@@ -17,6 +17,7 @@ usage: scripts/bench SUBCOMMAND [flags]
   tokens     what a prompt costs to tokenize when its beginning is known
   hashes     what naming a prompt's blocks costs, in Python and in C
   index      what the block index costs: look-ups, events, memory, a decision; in Python and in C
+  churn      a long random history of one table, checked against a simple model
   growth     how hashes, index and decisions grow with targets, tokens and blocks: plots in docs/plots
   long       whether a booking costs the same after a long time: each mode and index, in virtual time
   request    what a short request and a streamed event cost our own code: sockets faked, profile if wanted
@@ -28,8 +29,8 @@ usage: scripts/bench SUBCOMMAND [flags]
 """
 
 _COMMANDS = (
-    "policies", "sync", "herding", "lag", "tokens", "hashes", "index", "growth", "long", "request",
-    "relay", "overload", "peers",
+    "policies", "sync", "herding", "lag", "tokens", "hashes", "index", "churn", "growth", "long",
+    "request", "relay", "overload", "peers",
 )  # fmt: skip
 
 

@@ -1,0 +1,166 @@
+"""A long random history of one table: blocks come, go and are looked up, checked against a simple model.
+
+A block operation is one block stored, removed or looked up. The number of rows wanders between 2 and
+1,000,000, so that shards of every size grow, shrink and are swept. The model knows how deep each slot holds
+each chain, which is all that a prefix-closed set is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import time
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+
+from kvrouter.core import twins
+from kvrouter.core.table import new_table
+
+MOST_ROWS = 1_000_000
+CHAIN_BLOCKS = 512
+PHASE_OPERATIONS, PHASE_CALLS = 20_000_000, 100_000
+"""What comes first ends a phase: calls for a few rows at a time take long."""
+SLOTS = (1, 3, 70)
+BOOKINGS = 50
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the history; returns the exit code. A wrong answer raises AssertionError."""
+    parser = argparse.ArgumentParser(prog="scripts/bench churn", description=__doc__.partition("\n")[0])
+    parser.add_argument("--operations", type=int, default=100_000_000, metavar="N", help="(%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="the same history again (%(default)s)"
+    )
+    parser.add_argument("--core", choices=twins.CORES, help="(native where it is built)")
+    flags = parser.parse_args(arguments)
+    print(f"core {twins.choose(flags.core)}, seed {flags.seed}", flush=True)
+    churn = Churn(flags.seed)
+    began = time.perf_counter()
+    for number in itertools.count(1):
+        churn.phase(flags.operations)
+        if number % 20 == 0 or churn.operations >= flags.operations:
+            print(f"{time.perf_counter() - began:,.0f} s: {number} sizes, {churn.told()}", flush=True)
+        if churn.operations >= flags.operations:
+            return 0
+    return 1
+
+
+class Churn:
+    """One table, and what it must hold. Invariant: `depths[slot][chain]` blocks of a chain are in a slot."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._table = new_table(self._rng.getrandbits(64))
+        self.done: Counter[str] = Counter()
+        """Blocks stored, removed, looked up; checks."""
+        self.sizes: list[int] = []
+        """Rows at each check."""
+
+    @property
+    def operations(self) -> int:
+        """Block operations so far."""
+        return self.done["stored"] + self.done["removed"] + self.done["looked up"]
+
+    def told(self) -> str:
+        """What was done so far."""
+        counts = ", ".join(f"{count:,} {name}" for name, count in sorted(self.done.items()))
+        rows = f"{min(self.sizes):,} to {max(self.sizes):,} rows"
+        return f"{self.operations:,} block operations ({counts}; {rows})"
+
+    def phase(self, most_operations: int) -> None:
+        """Fill the table to a random size, let blocks come and go there, check, and empty it again."""
+        self._begin()
+        stop = min(self.operations + PHASE_OPERATIONS, most_operations)
+        for _ in range(PHASE_CALLS):
+            if self.operations >= stop:
+                break
+            self._rng.choice(
+                (self._store, self._store, self._remove, self._remove, self._look_up, self._book)
+            )()
+        self._check()
+        self._empty()
+        self._check()
+
+    def _begin(self) -> None:
+        rng = self._rng
+        rows = round(2 * (MOST_ROWS / 2) ** rng.random())
+        length = rng.randint(1, min(CHAIN_BLOCKS, rows))
+        hashes = array("Q", rng.randbytes(8 * length * (rows // length)))
+        self._chains = [hashes[at : at + length] for at in range(0, len(hashes), length)]
+        self._sets = [self._table.slot_set(slot) for slot in range(rng.choice(SLOTS))]
+        self._depths = [[0] * len(self._chains) for _ in self._sets]
+        self._booked = self._table.counted_set(len(self._sets))
+        self._bookings: list[tuple[int, int]] = []
+        for slot in range(len(self._sets) + 1):
+            self._table.label(slot, slot)
+
+    def _pick(self) -> tuple[int, int, array[int], int]:
+        slot, number = self._rng.randrange(len(self._sets)), self._rng.randrange(len(self._chains))
+        return slot, number, self._chains[number], self._depths[slot][number]
+
+    def _store(self) -> None:
+        slot, number, chain, depth = self._pick()
+        deeper = self._rng.randint(depth, len(chain))
+        assert deeper - depth == self._sets[slot].add(chain[depth:deeper])
+        self._depths[slot][number] = deeper
+        self.done["stored"] += deeper - depth
+
+    def _remove(self) -> None:
+        slot, number, chain, depth = self._pick()
+        left = self._rng.randint(0, depth)
+        assert depth - left == self._sets[slot].discard(chain[left:depth])
+        self._depths[slot][number] = left
+        self.done["removed"] += depth - left
+
+    def _look_up(self) -> None:
+        """Every block of a chain, held by some slot or by none."""
+        _, number, chain, _ = self._pick()
+        deepest, room = self._deepest(number), self._rng.randint(0, len(chain))
+        assert min(len(chain), deepest + room) == self._table.accepted(0, chain, room, 0, 0)
+        held = {slot: depths[number] for slot, depths in enumerate(self._depths)}
+        held[self._booked.slot] = max((depth for one, depth in self._bookings if one == number), default=0)
+        assert {slot: depth for slot, depth in held.items() if depth} == self._table.depths(chain)
+        self.done["looked up"] += min(len(chain), deepest + room)
+
+    def _book(self) -> None:
+        """One booking more, or one less."""
+        if len(self._bookings) < self._rng.randint(0, BOOKINGS):
+            _, number, chain, _ = self._pick()
+            depth = self._rng.randint(0, len(chain))
+            self._booked.add(chain[:depth])
+            self._bookings.append((number, depth))
+            self.done["stored"] += depth
+        elif self._bookings:
+            number, depth = self._bookings.pop(self._rng.randrange(len(self._bookings)))
+            self._booked.discard(self._chains[number][:depth])
+            self.done["removed"] += depth
+
+    def _deepest(self, number: int) -> int:
+        booked = (depth for one, depth in self._bookings if one == number)
+        return max(*(depths[number] for depths in self._depths), *booked, 0)
+
+    def _empty(self) -> None:
+        """By sweeps, as for a worker that is gone; bookings are freed."""
+        slots = list(range(len(self._sets)))
+        for shard in range(self._table.shards):
+            self._table.sweep(slots, shard)
+        self._sets = [self._table.slot_set(slot) for slot in slots]
+        self._depths = [[0] * len(self._chains) for _ in slots]
+        while self._bookings:
+            number, depth = self._bookings.pop()
+            self._booked.discard(self._chains[number][:depth])
+
+    def _check(self) -> None:
+        """The table's invariants, its size, and count and digest of every slot."""
+        self._table.check()
+        rows = sum(map(self._deepest, range(len(self._chains))))
+        assert rows == len(self._table)
+        for held, depths in zip(self._sets, self._depths, strict=True):
+            total = sum(sum(chain[:depth]) for chain, depth in zip(self._chains, depths, strict=True))
+            assert (sum(depths), total % 2**64) == (held.count, held.digest)
+        booked = Counter(hash_ for one, depth in self._bookings for hash_ in self._chains[one][:depth])
+        assert booked == self._booked.counts()
+        self.done["checks"] += 1
+        self.sizes.append(rows)

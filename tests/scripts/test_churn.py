@@ -1,0 +1,59 @@
+"""`scripts/bench churn` and the sanitizers: histories of the tables, and that a wrong table is noticed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvrouter.core import twins
+from kvrouter.core.table import FlatTable
+from scripts.kit import sanitize
+from scripts.kit.bench import churn
+from scripts.kit.bench.__main__ import main
+from scripts.kit.bench.hashes import built
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A few small sizes. And the version in use stays."""
+    before = twins.in_use()
+    monkeypatch.setattr(churn, "MOST_ROWS", 3000)
+    monkeypatch.setattr(churn, "PHASE_OPERATIONS", 5000)
+    yield
+    twins.choose(before)
+
+
+@pytest.mark.parametrize("core", built())
+def test_churn(core: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many operations as were asked for, of every kind, with both versions."""
+    assert 0 == main(["churn", "--operations", "20000", "--core", core])
+
+    said = capsys.readouterr().out
+    assert all(word in said for word in (f"core {core}", "looked up", "removed", "stored", "checks", "rows"))
+
+
+class Forgetful(FlatTable):
+    """It forgets to sweep one shard."""
+
+    def sweep(self, slots: Sequence[int], shard_number: int) -> None:
+        if shard_number != 5:
+            super().sweep(slots, shard_number)
+
+
+def test_wrong_table_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few blocks too many end the history."""
+    monkeypatch.setattr(churn, "new_table", Forgetful)
+
+    with pytest.raises(AssertionError):
+        main(["churn", "--operations", "200000", "--core", "python"])
+
+
+@pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="it builds, and takes minutes")
+@pytest.mark.skipif(bool(twins.why_not_built) or not shutil.which("gcc"), reason="gcc is needed")
+@pytest.mark.timeout(3600)
+def test_native_modules_under_sanitizers() -> None:
+    """Nothing out of bounds, used after it was freed, misaligned or beyond its type."""
+    assert 0 == sanitize.main([])
