@@ -25,6 +25,7 @@ from kvrouter.frontend.in_flight import InFlight, cut_off_error
 from kvrouter.frontend.incoming import request_id_of
 from kvrouter.frontend.operators import Gate
 from kvrouter.frontend.queue import WaitingRoom
+from kvrouter.frontend.refusals import UNKNOWN_MODEL
 from kvrouter.frontend.relay import (
     Attempt,
     Done,
@@ -217,6 +218,7 @@ class Completions:
             _response_headers(work, placement, self._replica.router_id),
             partial(self._first_data, work, placement),
             request.head.wants_keep_alive and not self.is_draining,
+            work.may_report,  # only then the path is one that every engine of the model has
             self._loop,
         )
         self._running[attempt] = running
@@ -269,7 +271,7 @@ class Completions:
     def _note_failure(self, work: Work, placement: Placement, failure: Rejected | Lost | Retried) -> None:
         match failure:
             case Rejected(status, body=body):
-                reason, said = str(status), body[:200]
+                reason, said = "retried" if status == UNKNOWN_MODEL else str(status), body[:200]
             case Lost(said):
                 reason = "lost"
             case Retried(said):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import msgspec
 
 _RETRIABLE = frozenset({408, 429})
+UNKNOWN_MODEL = 404
 
 
-def is_refusal(status: int) -> bool:
-    """Whether another worker may do better; every other 4xx is the client's own fault."""
-    return status >= 500 or status in _RETRIABLE
+def is_refusal(status: int, *, serves_model: bool = False) -> bool:
+    """Whether another worker may do better; every other 4xx is the client's own fault.
+
+    `serves_model`: the worker has announced the model, so a 404 is its own fault. It serves another one now.
+    """
+    return status >= 500 or status in _RETRIABLE or (serves_model and status == UNKNOWN_MODEL)
 
 
 def first_line(text: bytes) -> tuple[bytes, bool]:

@@ -122,7 +122,7 @@ class Attempt:
     __slots__ = (
         "_added_headers", "_body", "_client", "_connection", "_content", "_head", "_heard_at", "_held",
         "_is_flowing", "_is_holding", "_is_paused", "_keeps_alive", "_last_bytes", "_last_reads", "_limits",
-        "_loop", "_on_first_data", "_was_at_boundary", "events", "outcome",
+        "_loop", "_on_first_data", "_serves_model", "_was_at_boundary", "events", "outcome",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917  (by keyword they would cost each request 0.4 µs)
@@ -133,9 +133,13 @@ class Attempt:
         added_headers: bytes,
         on_first_data: Callable[[], None],
         may_stay: bool,
+        serves_model: bool,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """`may_stay`: whether the client's connection may serve another request."""
+        """`may_stay`: whether the client's connection may serve another request.
+
+        `serves_model`: see is_refusal.
+        """
         self.outcome: asyncio.Future[Outcome] = loop.create_future()
         self.events = 0
         """Server-sent events relayed so far: an estimate of the tokens produced."""
@@ -157,6 +161,7 @@ class Attempt:
         """The end of what was relayed, so that a line is found across two reads; None: data has been seen."""
         self._was_at_boundary = True
         self._keeps_alive = may_stay
+        self._serves_model = serves_model
         self._heard_at = 0.0
         self._is_paused = False
         self._last_reads: deque[bytes] = deque((), TAIL_READS)  # noqa: RUF037  (by keyword it takes twice as long)
@@ -256,7 +261,7 @@ class Attempt:
         head = self._head
         assert head is not None
         is_much = len(self._held) > HELD_BYTES
-        if is_refusal(head.status):
+        if is_refusal(head.status, serves_model=self._serves_model):
             if is_much:
                 self._reject(head.status, _content(head, bytes(self._held)))
         elif is_much or head.status >= 300 or head.is_media:
@@ -274,7 +279,7 @@ class Attempt:
 
     def _judge_whole(self, head: Head, held: bytes) -> None:
         text = _content(head, held)
-        if is_refusal(head.status):
+        if is_refusal(head.status, serves_model=self._serves_model):
             self._reject(head.status, text)
             return
         if head.status < 300 and self._is_bad(first_line(text)[0] if head.is_event_stream else b"", text):
@@ -285,7 +290,7 @@ class Attempt:
     def _is_bad(self, event: bytes, text: bytes) -> bool:
         """Whether a 200 is none; the attempt is over then."""
         error_status = error_status_in(event) if event else 0
-        if error_status and is_refusal(error_status):
+        if error_status and is_refusal(error_status, serves_model=self._serves_model):
             self._reject(error_status, event.removeprefix(b"data:").strip())
         elif _has_aborted(text):
             self._finish(Lost(_ABORTED_REASON))

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -26,7 +27,7 @@ from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.discovery import learn, learn_patiently
 from kvrouter.worker.drain import Duty, until_drained
 from kvrouter.worker.engine_blocks import MAX_HELD_BLOCKS
-from kvrouter.worker.engine_http import EngineError, EngineHttp
+from kvrouter.worker.engine_http import EngineError, EngineHttp, Models
 from kvrouter.worker.facts import EngineFacts, build_card, can_report, with_discovered
 from kvrouter.worker.load import RankLoad, Scrape
 from kvrouter.worker.options import AgentOptions
@@ -41,8 +42,11 @@ from kvrouter.worker.zmq_feed import ZmqFeed
 log = structlog.get_logger()
 
 MISSES_UNTIL_DOWN = 3
-FEED_PAUSE_S = 5.0
-"""Between an error in a rank's events and the next look at them."""
+MODELS_EVERY_S = 5.0
+"""Between two looks at what the engine serves: adapters come and go, a new process may have another model."""
+READ_AGAIN_S = 5.0
+"""Between events that cannot be followed and the next attempt to read a rank's history."""
+MOST_READ_AGAIN_S = 40.0
 SETTLE_S = 2.0
 """How long the first heartbeat waits until it is known what of the engine's history there is."""
 
@@ -124,9 +128,15 @@ class Agent:
         self._show_state()
         await self._announcer.subscribe()
         async with asyncio.TaskGroup() as group:
-            loops = [self._announce(), self._watch_health(), self._watch_load(), self._keep_state(file)]
+            loops = [
+                self._announce(),
+                self._watch_health(),
+                self._watch_load(),
+                self._watch_models(),
+                self._keep_state(file),
+            ]
             for feed, rank in zip(self._feeds, self._ranks, strict=True):
-                loops += [_follow(feed, rank), self._publish(rank)]
+                loops += [_follow(feed, rank), _read_again(feed, rank), self._publish(rank)]
             tasks = [group.create_task(loop) for loop in loops]
             reason = await self._duty.until_done(self._serve_out())
             log.info("worker.leaving", worker=self._options.worker_id, reason=reason)
@@ -277,11 +287,7 @@ class Agent:
             facts = await learn(self._engine, self._options)
         except EngineError:
             return  # the next probe tries again
-        if self._options.model is None and facts.models.served_names[0] != self._pool_model:
-            raise EngineError(
-                f"the engine served {self._pool_model!r} and now serves {facts.models.served_names[0]!r}: "
-                "start the agent again"
-            )
+        self._check_model(facts.models)
         if facts.feeds != self._facts.feeds:
             raise EngineError(
                 "the engine publishes its KV events elsewhere than before: start the agent again"
@@ -292,6 +298,27 @@ class Agent:
         self._announcer.update(self._card())
         self._is_down = False
         self._show_state()
+
+    async def _watch_models(self) -> None:
+        """Announce what the engine serves now, without its health having failed. Raises EngineError."""
+        while True:
+            await asyncio.sleep(MODELS_EVERY_S)
+            if self._is_down:
+                continue
+            try:
+                models = await self._engine.models()
+            except EngineError:
+                continue
+            self._check_model(models)
+            self._facts = replace(self._facts, models=models)
+            self._announcer.update(self._card())
+
+    def _check_model(self, models: Models) -> None:
+        if self._options.model is None and models.served_names[0] != self._pool_model:
+            raise EngineError(
+                f"the engine served {self._pool_model!r} and now serves {models.served_names[0]!r}: "
+                "start the agent again"
+            )
 
     async def _watch_load(self) -> None:
         """Look at the metrics once per heartbeat; what they say is in the next one."""
@@ -337,12 +364,24 @@ class Agent:
 
 
 async def _follow(feed: ZmqFeed, rank: EngineRank) -> None:
-    """Apply a rank's events. An error in them breaks this feed alone, which begins again after a pause."""
+    """Apply a rank's events. An error in them breaks this feed alone, which goes on after a pause."""
     while True:
         try:
             await feed.run(rank.on_action)
         except Exception as error:
-            log.error("engine.feed_failed", rank=rank.publisher.rank, retry_s=FEED_PAUSE_S, exc_info=error)
+            log.error("engine.feed_failed", rank=rank.publisher.rank, retry_s=READ_AGAIN_S, exc_info=error)
             rank.give_up()
-            await asyncio.sleep(FEED_PAUSE_S)
-            feed.restart()
+            await asyncio.sleep(READ_AGAIN_S)
+
+
+async def _read_again(feed: ZmqFeed, rank: EngineRank) -> None:
+    """Read the history anew after events that could not be followed: less and less often while they recur."""
+    clock, pause_s, read_at = asyncio.get_running_loop().time, READ_AGAIN_S, float("-inf")
+    while True:
+        await rank.lost_track.wait()
+        is_new = clock() - read_at > 2 * MOST_READ_AGAIN_S
+        pause_s = READ_AGAIN_S if is_new else min(2 * pause_s, MOST_READ_AGAIN_S)
+        await asyncio.sleep(pause_s)
+        rank.lost_track.clear()
+        feed.restart()
+        read_at = clock()

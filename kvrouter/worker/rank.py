@@ -23,6 +23,7 @@ On a busy engine mending takes minutes, on a quiet one for ever; until then the 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from typing import Any
@@ -68,6 +69,8 @@ class EngineRank:
         self.capacity_blocks = capacity_blocks
         self.repairs = repairs
         self.losses: Counter[str] = Counter()
+        self.lost_track = asyncio.Event()
+        """Set where the engine's history may be had, but what was read of it could not be followed."""
         self._stream = stream
         self._former = former
         self._adapter: Adapter[Any] = VllmAdapter() if adapter is None else adapter
@@ -143,7 +146,7 @@ class EngineRank:
 
     def give_up(self) -> None:
         """An event has broken something: what the table says is in doubt."""
-        self._lose("failed")
+        self._lose_track("failed")
 
     def is_older_than(self, engine_started_s: float) -> bool:
         """Whether the table has batches from before the engine process started."""
@@ -178,7 +181,7 @@ class EngineRank:
         try:
             batch = self._adapter.decode(action.payload)
         except MalformedFrameError as error:
-            self._lose("malformed", error=str(error))
+            self._lose_track("malformed", error=str(error))
             return
         if self._has_siblings and batch.rank not in {None, self.publisher.rank}:
             self._refuse(batch)
@@ -195,7 +198,7 @@ class EngineRank:
         elif self.publisher.blocks.doubtful_removals > doubts_before:
             self._doubt()
         if 0 < self.capacity_blocks < self.publisher.blocks.count(DEVICE):
-            self._lose("overfull", capacity_blocks=self.capacity_blocks)
+            self._lose_track("overfull", capacity_blocks=self.capacity_blocks)
 
     def _refuse(self, batch: Batch[Any]) -> None:
         """Another rank's events: what they name is not here, and what is here they do not name."""
@@ -262,6 +265,10 @@ class EngineRank:
         self._first_ts = None
         self._position = None
         self._removals_before = self.publisher.blocks.device_removals
+
+    def _lose_track(self, reason: str, **facts: object) -> None:
+        self._lose(reason, **facts)
+        self.lost_track.set()
 
     def _lose(self, reason: str, **facts: object) -> None:
         """Undercount is allowed, overcount never: begin again with an empty table."""

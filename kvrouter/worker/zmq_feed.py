@@ -210,6 +210,8 @@ class ZmqFeed:
             log.warning("engine.no_replay", endpoint=self._options.replay, from_seq=from_seq)
         elif is_answered and not self._has_replays:
             log.info("engine.replays_again", endpoint=self._options.replay)
+            if not self.stream.is_complete:
+                self.restart()
         self._has_replays = is_answered
 
     def _count_malformed(self, frames: int) -> None:

@@ -62,7 +62,7 @@ def attempt_on(
     connection: Connection, client: FakeClient, headers: bytes = b"", mark: Callable[[], None] = lambda: None
 ) -> Attempt:
     """One whose client's connection may stay."""
-    return Attempt(client, connection, Limits(), headers, mark, True, asyncio.get_running_loop())
+    return Attempt(client, connection, Limits(), headers, mark, True, False, asyncio.get_running_loop())
 
 
 class Rig:

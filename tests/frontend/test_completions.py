@@ -161,7 +161,29 @@ async def test_another_worker_not_another_rank(fleet_of: FleetOf) -> None:
         assert ["w0", "w1"] == fleet.requests
 
 
-@pytest.mark.parametrize("status", [301, 400, 401, 404, 422])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_another_model(fleet_of: FleetOf, stream: bool) -> None:
+    """A worker that no longer has the model it has announced: the request is tried at another one."""
+    gone = b'{"error":{"message":"The model `m` does not exist.","param":"model","code":404}}'
+    body = STREAM if stream else BODY
+    turns = in_turn(says(answer(gone, 404)), OK)
+    async with fleet_of(scripts=(turns, turns)) as fleet:
+        assert 200 == (await fleet.ask(body)).status
+        assert ["w0", "w1"] == fleet.requests
+        (failed,) = fleet.logged("worker.failed_request")
+        assert "retried" == failed["reason"]
+
+
+async def test_another_model_everywhere(fleet_of: FleetOf) -> None:
+    """If no worker has it the client gets the last one's own answer."""
+    async with fleet_of(scripts=(says(answer(b'{"detail":"no"}', 404)),) * 2) as fleet:
+        response = await fleet.ask()
+
+        assert (404, b'{"detail":"no"}') == (response.status, response.body)
+        assert ["w0", "w1"] == fleet.requests
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 422])
 async def test_other_statuses_pass(fleet_of: FleetOf, status: int) -> None:
     """What is the client's own fault passes through, and is not tried again."""
     async with fleet_of(scripts=(says(answer(b'{"detail":"no"}', status)),) * 2) as fleet:

@@ -86,6 +86,7 @@ class EngineServer:
         self.url = url
         self.is_healthy = True
         self.model = "tiny"
+        self.adapters = ["adapter"]
         self.sources: dict[str, object] | None = None
         self.scrapes = 0
         self.metrics = (
@@ -120,8 +121,11 @@ class EngineServer:
         match request.path:
             case "/v1/models":
                 base = {"id": self.model, "root": "/m", "parent": None, "max_model_len": 512}
-                lora = {"id": "adapter", "root": "/l", "parent": self.model, "max_model_len": None}
-                return web.json_response({"object": "list", "data": [base, lora]})
+                loras = [
+                    {"id": adapter, "root": "/l", "parent": self.model, "max_model_len": None}
+                    for adapter in self.adapters
+                ]
+                return web.json_response({"object": "list", "data": [base, *loras]})
             case "/metrics":
                 self.scrapes += 1
                 return web.Response(text=self.metrics)

@@ -143,7 +143,7 @@ async def test_bridges_events(scene: Scene) -> None:
 
 async def test_events_break_something(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """An event that nobody foresaw breaks its feed for a pause; then the history is read anew."""
-    monkeypatch.setattr(agent, "FEED_PAUSE_S", 0.05)
+    monkeypatch.setattr(agent, "READ_AGAIN_S", 0.05)
     is_sound = asyncio.Event()
     tell = VllmAdapter.tell
 
@@ -296,6 +296,28 @@ async def test_another_model(scene: Scene) -> None:
         await task
 
     assert raised.group_contains(EngineError, match="now serves 'other'")
+
+
+async def test_adapters_come(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that the engine has loaded since is announced."""
+    monkeypatch.setattr(agent, "MODELS_EVERY_S", 0.02)
+    async with scene.agent():
+        await scene.listener.beat(lambda beat: bool(beat.card and beat.card.lora_names == ("adapter",)))
+        scene.engine.adapters = ["adapter", "other"]
+
+        await scene.listener.beat(
+            lambda beat: bool(beat.card and beat.card.lora_names == ("adapter", "other"))
+        )
+
+
+async def test_another_model_unheard(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that serves another model without having been down ends its agent, with the reason."""
+    monkeypatch.setattr(agent, "MODELS_EVERY_S", 0.02)
+    with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match="'tiny' and now serves 'other'")):
+        async with scene.agent() as task:
+            await scene.listener.beat(lambda beat: beat.state == "up")
+            scene.engine.model = "other"
+            await asyncio.wait([task])
 
 
 async def test_namesake(scene: Scene) -> None:

@@ -1,0 +1,168 @@
+"""KV events that no engine sends, over real sockets, to the agents of two engines in one real process.
+
+One engine speaks vLLM's events, one SGLang's. In each round both publish honest batches among hostile
+ones, answer replays and scrapes badly, and are honest again. The agent has to live, to publish what the
+engines hold, and to need no more memory than after the first round; its log may show no error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from kvrouter.bus import Bus, BusError
+from kvrouter.config import open_bus
+from scripts.kit.bench.meter import resident_bytes
+from scripts.kit.chaos.truth import agent_blocks
+from scripts.kit.deployment import start_nats
+from scripts.kit.fleet import Fleet, FleetError, Process
+from scripts.kit.fuzz.engine import ServedEngine
+from scripts.kit.http_client import Client
+from scripts.kit.script import log_directory, new_console, until_signalled
+
+ROUNDS = 10
+HONEST_ONE_IN = 50
+BURST, PAUSE_S = 100, 0.04
+"""So fast that the agent keeps up, and asks for replays while they are hostile."""
+EQUAL_WITHIN_S = 60.0
+MORE_BYTES = 32 * 1024 * 1024
+"""Beyond the memory after the first round: what the allocator keeps of a burst differs that much."""
+NAMESPACE = "fuzz"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What came of one."""
+
+    frames: int
+    sent_s: float
+    equal_s: float
+    resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The agent's process and what it hears."""
+
+    agent: Process
+    engines: Sequence[ServedEngine]
+    bus: Bus
+
+    async def round(self, frames: int) -> Round:
+        """One. Raises FleetError if the agent ends, or is not equal in time."""
+        started = time.monotonic()
+        await asyncio.gather(*(hostile(engine, frames // len(self.engines)) for engine in self.engines))
+        sent = time.monotonic()
+        await asyncio.gather(*(honest(engine) for engine in self.engines))
+        for worker_id, engine in zip(_WORKERS, self.engines, strict=True):
+            await self._until_equal(worker_id, engine)
+        self.agent.check()
+        return Round(frames, sent - started, time.monotonic() - sent, resident_bytes(self.agent.pid))
+
+    async def _until_equal(self, worker_id: str, engine: ServedEngine) -> None:
+        published: set[int] = set()
+        try:
+            async with asyncio.timeout(EQUAL_WITHIN_S):
+                while True:
+                    self.agent.check()
+                    with contextlib.suppress(BusError, RuntimeError):  # no answer, or none that makes sense
+                        published = await agent_blocks(self.bus, NAMESPACE, worker_id)
+                        if published == engine.engine.held():
+                            return
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            held = engine.engine.held()
+            raise FleetError(
+                f"worker {worker_id} lacks {len(held - published)} blocks and has {len(published - held)} "
+                f"too many, {EQUAL_WITHIN_S:g} s after the attack; it said:\n{self.agent.tail()}"
+            ) from None
+
+
+_WORKERS = ("vllm", "sglang")
+
+
+async def hostile(engine: ServedEngine, frames: int) -> None:
+    """So many hostile messages, honest ones among them."""
+    engine.is_hostile = True
+    for number in range(frames):
+        if number % HONEST_ONE_IN == 0:
+            await engine.publish_honest()
+        await engine.publish_hostile()
+        if number % BURST == 0:
+            await asyncio.sleep(PAUSE_S)
+    engine.is_hostile = False
+
+
+async def honest(engine: ServedEngine, batches: int = 20) -> None:
+    """What an engine sends in a second."""
+    for _ in range(batches):
+        await engine.publish_honest()
+        await asyncio.sleep(0.05)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of `fuzz zmq`."""
+    parser.add_argument("--frames", type=int, default=200_000, help="hostile messages in all (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="repeats what is sent")
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Run it; the exit code says whether everything held."""
+    return uvloop.run(until_signalled("fuzz", _run(flags.frames, flags.seed, new_console())))
+
+
+async def _run(frames: int, seed: int, console: Console) -> int:
+    with log_directory("fuzz") as directory:
+        async with Fleet(directory) as fleet, _scene(fleet, seed) as scene:
+            rounds = [await scene.round(frames // ROUNDS) for _ in range(ROUNDS)]
+            said = scene.agent.log.read_text(errors="replace")
+    return _report(rounds, said, console)
+
+
+@contextlib.asynccontextmanager
+async def _scene(fleet: Fleet, seed: int) -> AsyncIterator[Scene]:
+    async with contextlib.AsyncExitStack() as stack:
+        nats_url = await start_nats(fleet, Client())
+        vllm = await stack.enter_async_context(ServedEngine.open("vllm", seed))
+        sglang = await stack.enter_async_context(ServedEngine.open("sglang", seed + 1))
+        engines = fleet.directory / "engines.toml"
+        engines.write_text(
+            "".join(
+                f"[[engine]]\nengine-url = '{engine.url}'\nworker-id = '{worker_id}'\n"
+                for worker_id, engine in zip(_WORKERS, (vllm, sglang), strict=True)
+            )
+        )
+        agent = await fleet.start(
+            "agent",
+            [sys.executable, "-m", "kvrouter.worker", f"--engines={engines}", f"--nats={nats_url}",
+             f"--namespace={NAMESPACE}"],
+        )  # fmt: skip
+        async with asyncio.timeout(EQUAL_WITHIN_S):
+            await asyncio.gather(vllm.until_subscribed(), sglang.until_subscribed())
+        bus = await stack.enter_async_context(open_bus(nats_url, name="fuzz"))
+        yield Scene(agent, (vllm, sglang), bus)
+
+
+def _report(rounds: Sequence[Round], said: str, console: Console) -> int:
+    table = Table("round", "frames", "sent in", "equal after", "resident")
+    for number, one in enumerate(rounds, 1):
+        mib = one.resident_bytes / 2**20
+        table.add_row(
+            str(number), f"{one.frames:,}", f"{one.sent_s:.1f} s", f"{one.equal_s:.1f} s", f"{mib:.0f} MiB"
+        )
+    console.print(table)
+    faults = [word for word in ("Traceback", "engine.feed_failed", "worker.failed") if word in said]
+    grown = rounds[-1].resident_bytes - rounds[0].resident_bytes
+    if grown > MORE_BYTES:
+        faults.append(f"{grown / 2**20:.0f} MiB more than after the first round")
+    console.print("the agent's log and memory: " + (", ".join(faults) or "nothing to say"))
+    return 1 if faults else 0

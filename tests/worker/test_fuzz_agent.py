@@ -1,0 +1,62 @@
+"""A whole agent whose engine says anything, over real sockets: a small form of `scripts.kit.fuzz zmq`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvrouter.bus import Bus, BusError, NatsOptions
+from kvrouter.worker import agent
+from kvrouter.worker.agent import serve
+from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.zmq_feed import FeedOptions
+from scripts.kit.chaos.truth import agent_blocks
+from scripts.kit.fuzz.engine import CAPACITY_BLOCKS, HonestEngine, Kind, ServedEngine
+from scripts.kit.fuzz.zmq import hostile
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_agent_outlives_its_engine(
+    kind: Kind, nats_url: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After hostile events, replays and metrics it publishes what the engine holds."""
+    monkeypatch.setattr(agent, "READ_AGAIN_S", 0.02)
+    monkeypatch.setattr(agent, "MOST_READ_AGAIN_S", 0.1)
+    namespace = f"fuzz-{kind}-{free_port()}"
+    stop = asyncio.Event()
+    async with ServedEngine.open(kind, seed=7) as engine, Bus.open(NatsOptions((nats_url,)), name="t") as bus:
+        feed = FeedOptions(engine.events, engine.replay, replay_timeout_s=0.2, verify_after_s=0.1)
+        options = AgentOptions(engine.url, "w", nats_url, namespace, [feed], heartbeat_s=0.05, probe_s=0.5)
+        task = asyncio.create_task(serve(options, stop))
+        await engine.until_subscribed()
+        await hostile(engine, 300)
+        await engine.publish_honest()
+        async with asyncio.timeout(30):
+            while not await equal(bus, namespace, engine.engine):
+                assert not task.done(), task
+                await asyncio.sleep(0.02)
+        stop.set()
+        await task
+
+
+async def equal(bus: Bus, namespace: str, engine: HonestEngine) -> bool:
+    """Whether the agent publishes what the engine holds; not while it does not answer."""
+    try:
+        return await agent_blocks(bus, namespace, "w") == engine.held()
+    except (BusError, RuntimeError):
+        return False
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_honest_engine(kind: Kind) -> None:
+    """What the fuzz holds for the truth: a full cache that evicts leaves, and repeats by its seed."""
+    engines = [HonestEngine(random.Random(3), kind) for _ in range(2)]
+    for _ in range(400):
+        for engine in engines:
+            engine.step()
+
+    assert engines[0].batches == engines[1].batches
+    assert CAPACITY_BLOCKS - 16 <= len(engines[0].held()) <= CAPACITY_BLOCKS
