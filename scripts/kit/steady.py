@@ -23,6 +23,8 @@ class SteadyLoad:
         self, requests: Sequence[LoadRequest], urls: Sequence[str], *, rate: float, timeout_s: float = 60.0
     ) -> None:
         self.outcomes: list[Outcome] = []
+        self.left_out: set[str] = set()
+        """Replicas that get no request: those whose /ready is not 200, if somebody asks it."""
         self._requests = itertools.cycle(requests)
         self._numbers = itertools.count()
         self._urls = urls
@@ -76,4 +78,5 @@ class SteadyLoad:
         for number, request in enumerate(self._requests):
             await asyncio.sleep(start + number / self._rate - time.perf_counter())
             turn = number % len(self._urls)
-            self.send(request, *self._urls[turn:], *self._urls[:turn])
+            in_turn = (*self._urls[turn:], *self._urls[:turn])
+            self.send(request, *(url for url in in_turn if url not in self.left_out))

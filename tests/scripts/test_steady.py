@@ -94,6 +94,20 @@ async def test_refused_connections_go_elsewhere(free_port: Callable[[], int]) ->
     assert "cannot connect" in (load.outcomes[0].error or "")
 
 
+async def test_left_out() -> None:
+    """A replica that is left out gets nothing, and then its turn again."""
+    async with serving() as one, serving() as two:
+        one.may_end.set()
+        two.may_end.set()
+        async with SteadyLoad(REQUESTS, [one.url, two.url], rate=1000.0) as load:
+            load.left_out.add(two.url)
+            while len(one.bodies) < 4:  # noqa: ASYNC110  # no event tells
+                await asyncio.sleep(0)
+            assert not two.bodies
+            load.left_out.discard(two.url)
+            await two.has_begun.wait()
+
+
 async def test_one_more() -> None:
     """A request sent by hand is one of the load's, with a number of its own."""
     async with serving() as server, SteadyLoad(REQUESTS, [server.url], rate=1000.0) as load:

@@ -70,9 +70,11 @@ async def kill_replica(stage: Stage, load: SteadyLoad) -> Damage:
     at_s = time.perf_counter()
     await stage.frontend(1).kill()
     await asyncio.sleep(DOWN_S)
+    load.left_out.add(url)  # until it is ready, as a balancer does
     process = await stage.fleet.start_again("frontend-1")
     ended_at_s = time.perf_counter()
     await wait_until_ok(stage.client, process, f"{url}/ready")
+    load.left_out.discard(url)
     ready_s = time.perf_counter() - ended_at_s
     return Damage(
         ended_at_s,
