@@ -159,6 +159,23 @@ async def test_events_break_something(scene: Scene, monkeypatch: pytest.MonkeyPa
         await scene.listener.until_held({A})
 
 
+async def test_history_is_read_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that says for a while that it has less room than it uses is whole again afterwards."""
+    monkeypatch.setattr(agent, "READ_AGAIN_S", 0.02)
+    monkeypatch.setattr(agent, "MOST_READ_AGAIN_S", 0.05)
+    sound = scene.engine.metrics
+    async with scene.agent():
+        await scene.listener.until_held({A})
+        scene.engine.metrics = sound.replace('num_gpu_blocks="100"', 'num_gpu_blocks="1"')
+        await scene.engine.scraped(scene.engine.scrapes + 2)
+        await scene.events.send(pack(store(2, parent=1)))
+        await scene.listener.beat(lambda beat: beat.ranks[0].partial)
+        scene.engine.metrics = sound
+
+        await scene.listener.until_held({A, B})
+        await scene.listener.beat(lambda beat: not beat.ranks[0].partial)
+
+
 async def test_odd_replay_endpoint(scene: Scene) -> None:
     """Where no replay can be asked for, events are followed all the same."""
     feed = FeedOptions(scene.events.events, "tcp://nowhere", replay_timeout_s=0.05)
