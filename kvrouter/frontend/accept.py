@@ -13,11 +13,13 @@ from msgspec import Struct
 
 from kvrouter.core.cost import Prompt
 from kvrouter.core.policy import RouteRequest
+from kvrouter.core.pool import Pool
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Router
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.compare import Traits
 from kvrouter.frontend.incoming import priority_of
+from kvrouter.frontend.large_bodies import LargeBody
 from kvrouter.frontend.overrides import Dialect, find_wanted, read_overrides, without_overrides
 from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
 from kvrouter.frontend.request import Request
@@ -66,8 +68,11 @@ class Accept:
     async def work(self, request: Request, parse: Parse | None, request_id: str, received_at: float) -> Work:
         """Read the request, as far as routing must understand it; without a way to parse, hardly at all."""
         body = await request.read() if request.body is None else request.body
-        asked = passthrough.parse(request, body) if parse is None else parse(body)
+        large = await LargeBody.read(body)
+        asked = passthrough.parse(request, large.rest) if parse is None else parse(large.rest)
         router = self._replica.router_for(asked.model)
+        if large.runs and parse is not None:
+            asked = await large.with_ids(asked, parse, _longest_context(router.pool))
         said = read_overrides(request.headers, asked.kvrouter, asked.session_id, self._dialect)
         wanted = find_wanted(said.target, request.headers, router.pool)
         policy = router.modes.of(said.mode).policy
@@ -88,10 +93,9 @@ class Accept:
             priority=priority_of(request.headers, asked.priority),
             mode=said.mode,
         )
-        if asked.kvrouter is not None:
-            body = without_overrides(body)
-        if asked.engine_arguments:
-            body = without_report_mode(body)
+        edits = [without_overrides] if asked.kvrouter is not None else []
+        edits += [without_report_mode] if asked.engine_arguments else []
+        body = large.edited(*edits)
         traits = Traits.of(asked, lora_name, len(prompts)) if prompts else None
         return Work(
             request_id,
@@ -119,6 +123,12 @@ class Accept:
             return await self._blocks.hashes(prompt, naming)
         finally:
             self._metrics.tokenize.observe(time.perf_counter() - began)
+
+
+def _longest_context(pool: Pool) -> int:
+    """The tokens that the worker with the longest context can take; 0 if one of them does not tell."""
+    lengths = [worker.card.max_model_len for worker in pool.workers.values()]
+    return max(lengths) if lengths and all(lengths) else 0
 
 
 def _lora_name(router: Router, asked: openai.CompletionRequest) -> str | None:

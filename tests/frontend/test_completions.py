@@ -161,6 +161,16 @@ async def test_another_worker_not_another_rank(fleet_of: FleetOf) -> None:
         assert ["w0", "w1"] == fleet.requests
 
 
+async def test_more_ids_than_any_context(fleet_of: FleetOf) -> None:
+    """A prompt of more token ids than any worker takes is refused here."""
+    async with fleet_of(scripts=(OK, OK), max_model_len=4096) as fleet:
+        response = await fleet.ask({**BODY, "prompt": [7] * 100_000})
+
+        assert (400, "prompt") == (response.status, response.json["error"]["param"])
+        assert "100000 token ids" in response.json["error"]["message"]
+        assert not fleet.requests
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_another_model(fleet_of: FleetOf, stream: bool) -> None:
     """A worker that no longer has the model it has announced: the request is tried at another one."""
