@@ -305,12 +305,13 @@ class ApproxIndex:
         An entry without an end has 0 seconds left: as long as whoever takes it keeps such things.
         """
         for target, assumed in self._targets.items():
-            told: set[int] = set()
-            for run in sorted(assumed.all_runs(), key=_turn):
-                if not run.own or run.stamp.expires <= now or run.hashes[-1] in told:
+            covered: set[int] = set()
+            live = [run for run in assumed.all_runs() if run.own and run.stamp.expires > now]
+            for run in sorted(live, key=_turn):
+                if run.hashes[-1] in covered:
                     continue
                 path = list(assumed.path(run))
-                told.update(one.hashes[-1] for one in path if one.stamp == run.stamp)
+                covered.update(one.hashes[-1] for one in path if one.stamp == run.stamp)
                 chain = array("Q")
                 for one in reversed(path):
                     chain.extend(one.hashes)
