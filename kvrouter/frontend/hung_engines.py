@@ -28,6 +28,7 @@ from msgspec import Struct
 
 from kvrouter.core.ids import Target
 from kvrouter.core.router import Placement
+from kvrouter.engine_answers import engine_connector
 from kvrouter.frontend.accept import Work
 from kvrouter.frontend.relay import Attempt
 from kvrouter.tls import trusting
@@ -133,7 +134,7 @@ def _doubt(attempt: Attempt, one: Running) -> str:
 async def probing(tls: ssl.SSLContext | None) -> AsyncIterator[Probe]:
     """Asks engines over HTTP. `tls`: whom to trust behind https:// URLs; None: the system's authorities."""
     timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=MOST_PROBES, force_close=True, ssl=tls or trusting(None))
+    connector = engine_connector(tls or trusting(None), limit=MOST_PROBES, force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         yield partial(_answers, http)
 

@@ -33,6 +33,10 @@ from kvrouter.frontend.usage import TAIL_BYTES, TAIL_READS
 
 HELD_BYTES = 1024 * 1024
 """More of an answer than this is never held back or kept for later."""
+STREAM_HELD_BYTES = 64 * 1024
+"""The same for the first event of a stream: every read is looked at together with all before it."""
+MOST_LOOKS = 64
+"""At a first event that does not end; it is passed on then, as it is."""
 _ABORT = b'"abort"'
 """Looked for with `find`: `in` first makes an exception of bytes being no number, and takes twice as long."""
 _ABORTED = re.compile(rb'"finish_reason": ?"abort"')
@@ -122,7 +126,7 @@ class Attempt:
     __slots__ = (
         "_added_headers", "_body", "_client", "_connection", "_content", "_head", "_heard_at", "_held",
         "_is_flowing", "_is_holding", "_is_paused", "_keeps_alive", "_last_bytes", "_last_reads", "_limits",
-        "_loop", "_on_first_data", "_serves_model", "_was_at_boundary", "events", "outcome",
+        "_looks", "_loop", "_on_first_data", "_serves_model", "_was_at_boundary", "events", "outcome",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917  (by keyword they would cost each request 0.4 µs)
@@ -162,6 +166,7 @@ class Attempt:
         self._was_at_boundary = True
         self._keeps_alive = may_stay
         self._serves_model = serves_model
+        self._looks = 0
         self._heard_at = 0.0
         self._is_paused = False
         self._last_reads: deque[bytes] = deque((), TAIL_READS)  # noqa: RUF037  (by keyword it takes twice as long)
@@ -260,7 +265,7 @@ class Attempt:
         """Decide, as soon as what has come allows it, whether a client should see the answer."""
         head = self._head
         assert head is not None
-        is_much = len(self._held) > HELD_BYTES
+        is_much = len(self._held) > (STREAM_HELD_BYTES if head.is_event_stream else HELD_BYTES)
         if is_refusal(head.status, serves_model=self._serves_model):
             if is_much:
                 self._reject(head.status, _content(head, bytes(self._held)))
@@ -272,7 +277,12 @@ class Attempt:
     def _judge_stream(self, head: Head, held: bytes) -> None:
         text = _content(head, held)
         event, is_whole = first_line(text)
-        if not is_whole and any(name.startswith(event[: len(name)]) for name in (b"data:", b"event:")):
+        self._looks += 1
+        if (
+            not is_whole
+            and self._looks < MOST_LOOKS
+            and any(name.startswith(event[: len(name)]) for name in (b"data:", b"event:"))
+        ):
             return  # the first event, or nothing of it, has come
         if not self._is_bad(event, text):
             self._commit(head, held)

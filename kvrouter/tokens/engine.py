@@ -13,7 +13,7 @@ import msgspec
 
 from kvrouter.core.events import UNREADABLE
 from kvrouter.core.wire_values import TokenId
-from kvrouter.engine_answers import UNPACKED, read_answer
+from kvrouter.engine_answers import UNPACKED, engine_connector, read_answer
 from kvrouter.errors import KvRouterError
 from kvrouter.tls import tls_trouble, trusting
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, TokenIds
@@ -59,7 +59,7 @@ class EngineTokenizer:
         """
         headers = {**UNPACKED, "authorization": f"Bearer {api_key}"} if api_key else UNPACKED
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=MOST_CALLS, ssl=tls or trusting(None))
+        connector = engine_connector(tls or trusting(None), limit=MOST_CALLS)
         async with aiohttp.ClientSession(
             headers=headers, timeout=timeout, connector=connector, auto_decompress=False
         ) as session:

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from kvrouter.core.events import UNREADABLE
 from kvrouter.core.wire_values import MOST_NAMES, Amount, Line, Text
-from kvrouter.engine_answers import UNPACKED, read_answer
+from kvrouter.engine_answers import UNPACKED, engine_connector, read_answer
 from kvrouter.errors import KvRouterError
 from kvrouter.tls import tls_trouble, trusting
 from kvrouter.worker.load import Scrape, read_metrics
@@ -117,7 +117,7 @@ class EngineHttp:
             url.rstrip("/") + "/",
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-            connector=aiohttp.TCPConnector(ssl=trusting(tls_ca)),
+            connector=engine_connector(trusting(tls_ca)),
             auto_decompress=False,
         ) as session:
             yield cls(session)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.frontend.framing import MAX_HEAD_BYTES
-from kvrouter.frontend.relay import Done, Limits, Lost, Rejected
+from kvrouter.frontend.relay import MOST_LOOKS, STREAM_HELD_BYTES, Done, Limits, Lost, Rejected
 from kvrouter.frontend.upstream import IDLE_S, Upstream, WorkerUnreachableError
 from tests.frontend.fleet import no_trouble
 from tests.frontend.rig import FakeClient, Rig, attempt_on
@@ -125,6 +125,20 @@ async def test_endless_1xx(size: int) -> None:
         rig.read(heads[read * size :][:size])
 
     assert rig.outcome() == Lost("more than 16 heads of 1xx before the answer")
+
+
+@pytest.mark.parametrize("size", [1, 100, 4096])
+async def test_first_event_without_end(size: int) -> None:
+    """It is held for a few reads and bytes only: each look at it costs as much as all that is held."""
+    rig = Rig()
+    rig.read(SSE_HEAD)
+    reads = 0
+    while not rig.client.got and reads < 1000:
+        rig.read(chunk(b"data: "[reads : reads + 1] or b"x" * size))
+        reads += 1
+
+    assert reads <= MOST_LOOKS
+    assert len(rig.client.got) <= STREAM_HELD_BYTES + 2 * size
 
 
 async def test_endless_head() -> None:

@@ -92,6 +92,25 @@ async def test_endless_answer(framing: bytes) -> None:
                 await is_closed.wait()
 
 
+async def test_endless_interim_answers() -> None:
+    """An engine that sends 1xx without end is given up at once, and the health path with it."""
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
+                await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(flood, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        async with EngineHttp.open(f"http://{host}:{port}") as engine:
+            with pytest.raises(EngineError, match="interim answers"):
+                await engine.scrape()
+            assert not await engine.is_healthy()
+
+
 async def test_packed_answer() -> None:
     """A packed answer, which nobody asked for, is not unpacked: a few bytes may be a gigabyte."""
     bomb = gzip.compress(b"#" * 1_000_000)
