@@ -1,4 +1,4 @@
-"""Hashes chosen by somebody who knows a native table's placement secret."""
+"""Hashes that a client could choose that knew a native table's placement secret."""
 
 from __future__ import annotations
 

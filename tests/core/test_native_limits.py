@@ -1,4 +1,4 @@
-"""What the native modules check themselves: whatever they are given, they stay within their memory."""
+"""Native modules check their arguments: no call reads or writes outside its memory, or ends the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where native tables place hashes: every search ends, and nobody without the secret can aim."""
+"""Where native tables place hashes: every search ends, and no client without the secret can aim."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_search_ends_where_rows_went_past_every_bucket() -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32), st.sampled_from([6, 12, 30]))
 def test_all_rows_in_one_shard(seed: int, most: int) -> None:
-    """Whatever comes and goes between two crowded buckets: both versions hold the same, and find it."""
+    """Rows come and go between two crowded buckets: both versions hold the same, and find it."""
     rng, held = random.Random(seed), set[int]()
     ends = rng.sample(aimed(SECRET)[:AT_ONE_END], most), rng.sample(aimed(SECRET)[AT_ONE_END:], most)
     tables = twin_tables()
@@ -114,7 +114,7 @@ def test_each_process_draws_a_secret() -> None:
 
 
 def test_answers_do_not_depend_on_the_secret() -> None:
-    """The same answers in the same order, whatever the secret; a secret has 64 bits."""
+    """The same answers in the same order with any secret; a secret has 64 bits."""
     new = native_table().FlatTable
 
     assert answers(FlatTable(1), 5) == answers(new(0), 5) == answers(new(2**64 - 1), 5)

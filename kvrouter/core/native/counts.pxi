@@ -28,19 +28,20 @@ cdef class CountedSet:
 
     def add(self, hashes):
         cdef const uint64_t *data
-        cdef Py_ssize_t count, i, first = 0
+        cdef Py_ssize_t count, i, ahead = 0, first = 0
+        cdef uint64_t mixes[AHEAD]
         cdef Counted *place
         cdef uint64_t total = 0
         held = viewed(hashes, &data, &count)
         cdef array.array fresh = array.clone(_HASHES, count, zero=False)
         for i in range(count):
-            if i + AHEAD < count:
-                self.fetch(data[i + AHEAD])
-            place = self.place(data[i])
+            if i == ahead:
+                ahead = self.fetch(data, i, count, mixes)
+            place = self.place(data[i], mixes[i & (AHEAD - 1)])
             if not place.count:
                 if 2 * (self.count + 1) > self.size:
                     self.resize(2 * self.size)
-                    place = self.place(data[i])
+                    place = self.place(data[i], mixes[i & (AHEAD - 1)])
                 place.hash = data[i]
                 self.count += 1
                 fresh.data.as_ulonglongs[first] = data[i]
@@ -50,15 +51,16 @@ cdef class CountedSet:
 
     def discard(self, hashes):
         cdef const uint64_t *data
-        cdef Py_ssize_t count, i, gone = 0
+        cdef Py_ssize_t count, i, ahead = 0, gone = 0
+        cdef uint64_t mixes[AHEAD]
         cdef Counted *place
         cdef uint64_t total = 0
         held = viewed(hashes, &data, &count)
         cdef array.array last = array.clone(_HASHES, count, zero=False)
         for i in range(count):
-            if i + AHEAD < count:
-                self.fetch(data[i + AHEAD])
-            place = self.place(data[i])
+            if i == ahead:
+                ahead = self.fetch(data, i, count, mixes)
+            place = self.place(data[i], mixes[i & (AHEAD - 1)])
             if not place.count:
                 raise KeyError(data[i])
             place.count -= 1
@@ -76,15 +78,21 @@ cdef class CountedSet:
         cdef Py_ssize_t i
         return {self.places[i].hash: self.places[i].count for i in range(self.size) if self.places[i].count}
 
-    cdef inline Py_ssize_t home(self, uint64_t hash_) noexcept:
-        return <Py_ssize_t> (mixed(&self.keys, hash_) >> 24) & (self.size - 1)
+    cdef inline Py_ssize_t home(self, uint64_t mix) noexcept:
+        return <Py_ssize_t> (mix >> 24) & (self.size - 1)
 
-    cdef inline void fetch(self, uint64_t hash_) noexcept:
-        """Have the hash's place on its way from memory."""
-        prefetch(&self.places[self.home(hash_)])
+    cdef inline Py_ssize_t fetch(
+        self, const uint64_t *data, Py_ssize_t start, Py_ssize_t count, uint64_t *mixes
+    ) noexcept:
+        """Have the next hashes' places come from memory all at the same time; see FlatTable.fetch."""
+        cdef Py_ssize_t stop = start + AHEAD if start + AHEAD < count else count, i
+        for i in range(start, stop):
+            mixes[i - start] = mixed(&self.keys, data[i])
+            prefetch(&self.places[self.home(mixes[i - start])])
+        return stop
 
-    cdef inline Counted *place(self, uint64_t hash_) noexcept:
-        cdef Py_ssize_t at = self.home(hash_)
+    cdef inline Counted *place(self, uint64_t hash_, uint64_t mix) noexcept:
+        cdef Py_ssize_t at = self.home(mix)
         while self.places[at].count and self.places[at].hash != hash_:
             at = (at + 1) & (self.size - 1)
         return &self.places[at]
@@ -96,7 +104,7 @@ cdef class CountedSet:
             at = (at + 1) & mask
             if not self.places[at].count:
                 return
-            if ((at - self.home(self.places[at].hash)) & mask) >= ((at - hole) & mask):
+            if ((at - self.home(mixed(&self.keys, self.places[at].hash))) & mask) >= ((at - hole) & mask):
                 self.places[hole] = self.places[at]
                 self.places[at].count = 0
                 hole = at
@@ -108,6 +116,6 @@ cdef class CountedSet:
         self.size = size
         for i in range(old_size):
             if old[i].count:
-                self.place(old[i].hash)[0] = old[i]
+                self.place(old[i].hash, mixed(&self.keys, old[i].hash))[0] = old[i]
         free(old)
         return 0

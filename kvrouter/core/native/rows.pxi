@@ -35,6 +35,7 @@ cdef struct Shard:
 
 cdef struct Place:
     Shard *shard
+    uint64_t mix
     uint32_t home
     uint32_t bucket
     uint32_t row
@@ -85,8 +86,11 @@ cdef class Rows:
         for i in range(SHARD_COUNT):
             free_buckets(self.shards[i].buckets, self.shards[i].size)
 
-    cdef inline void fetch(self, uint64_t hash_) noexcept:
-        """Have the hash's bucket on its way from memory, and the next: up to one search in ten goes on there."""
+    cdef inline uint64_t fetch(self, uint64_t hash_) noexcept:
+        """Have the hash's bucket on its way from memory, and the next: up to one search in ten goes on there.
+
+        Returns what `seek` needs.
+        """
         cdef uint64_t mix = mixed(&self.keys, hash_)
         cdef Shard *shard = &self.shards[mix >> (64 - SHARD_BITS)]
         cdef Bucket *home
@@ -94,14 +98,14 @@ cdef class Rows:
             home = &shard.buckets[home_of(shard, mix)]
             prefetch(home)
             prefetch(home + 1)
+        return mix
 
-    cdef inline bint seek(self, uint64_t hash_, Place *place) noexcept:
-        """Find the hash's row; if there is none, `place` still knows its shard and home."""
-        cdef uint64_t mix = mixed(&self.keys, hash_)
+    cdef inline bint seek(self, uint64_t hash_, uint64_t mix, Place *place) noexcept:
+        """Find the hash's row; if there is none, `place` still knows its shard and home. `mix`: see `mixed`."""
         cdef Shard *shard = &self.shards[mix >> (64 - SHARD_BITS)]
         cdef uint32_t at, same, step
         cdef Bucket *bucket
-        place.shard = shard
+        place.shard, place.mix = shard, mix
         place.home = at = home_of(shard, mix)
         for step in range(shard.size):
             bucket = &shard.buckets[at]
@@ -117,7 +121,7 @@ cdef class Rows:
     cdef inline uint32_t find(self, uint64_t hash_) noexcept:
         """The id of the hash's set; 0 if there is none."""
         cdef Place place
-        return self.set_at(&place)[0] if self.seek(hash_, &place) else 0
+        return self.set_at(&place)[0] if self.seek(hash_, mixed(&self.keys, hash_), &place) else 0
 
     cdef inline uint32_t *set_at(self, Place *place) noexcept:
         return &place.shard.buckets[place.bucket].sets[place.row]
@@ -127,7 +131,7 @@ cdef class Rows:
         cdef Shard *shard = place.shard
         if shard.rows >= shard.size * MOST and not self.resized(shard, shard.size + (shard.size >> 1) + 1):
             taken(NULL)
-        self.put(shard, hash_, number)
+        put(shard, place.mix, hash_, number)
         shard.rows += 1
         self.count += 1
         return 0
@@ -145,21 +149,6 @@ cdef class Rows:
         place.shard.rows -= 1
         self.count -= 1
 
-    cdef inline void put(self, Shard *shard, uint64_t hash_, uint32_t number) noexcept:
-        """Into the first bucket with room, from the home on; there is one."""
-        cdef uint32_t at = home_of(shard, mixed(&self.keys, hash_))
-        cdef uint32_t row
-        cdef Bucket *bucket
-        while True:
-            bucket = &shard.buckets[at]
-            row = bucket.state & (PAST - 1)
-            if row < ROWS:
-                bucket.hashes[row], bucket.sets[row] = hash_, number
-                bucket.state += 1
-                return
-            bucket.state += PAST
-            at = at + 1 if at + 1 < shard.size else 0
-
     cdef inline void thin(self, Shard *shard) noexcept:
         """Give memory back when less than one row a bucket is left; without memory to do it with, later."""
         if shard.rows < shard.size and shard.size > SMALL:
@@ -175,7 +164,7 @@ cdef class Rows:
         shard.buckets, shard.size = buckets, size
         for i in range(old_size):
             for row in range(old[i].state & (PAST - 1)):
-                self.put(shard, old[i].hashes[row], old[i].sets[row])
+                put(shard, mixed(&self.keys, old[i].hashes[row]), old[i].hashes[row], old[i].sets[row])
         free_buckets(old, old_size)
         self.buckets += size - <size_t> old_size
         return True
@@ -198,7 +187,7 @@ cdef class Rows:
                     hash_, set_ = shard.buckets[at].hashes[row], shard.buckets[at].sets[row]
                     if row and not shard.buckets[at].sets[row - 1]:
                         raise AssertionError(f"a gap before row {hash_}")
-                    if not self.seek(hash_, &place) or (place.bucket, place.row) != (at, row):
+                    if not self.seek(hash_, mixed(&self.keys, hash_), &place) or (place.bucket, place.row) != (at, row):
                         raise AssertionError(f"row {hash_} is not found where it is")
                     for step in range((at + shard.size - place.home) % shard.size):
                         states[(place.home + step) % shard.size] += PAST
@@ -244,3 +233,19 @@ cdef inline uint32_t same_hashes(const Bucket *bucket, uint64_t hash_) noexcept:
         | <uint32_t> (hashes[3] == hash_) << 3
         | <uint32_t> (hashes[4] == hash_) << 4
     )
+
+
+cdef inline void put(Shard *shard, uint64_t mix, uint64_t hash_, uint32_t number) noexcept:
+    """Into the first bucket with room, from the home on; there is one."""
+    cdef uint32_t at = home_of(shard, mix)
+    cdef uint32_t row
+    cdef Bucket *bucket
+    while True:
+        bucket = &shard.buckets[at]
+        row = bucket.state & (PAST - 1)
+        if row < ROWS:
+            bucket.hashes[row], bucket.sets[row] = hash_, number
+            bucket.state += 1
+            return
+        bucket.state += PAST
+        at = at + 1 if at + 1 < shard.size else 0

@@ -71,7 +71,7 @@ cdef class HolderSets:
         return &self.heads[bucket >> PAGE_BITS][bucket & (PAGE - 1)]
 
     cdef inline uint64_t part(self, uint32_t slot) noexcept:
-        """The slot's part of a set's name. With the secret, so that nobody can choose sets of equal names."""
+        """The slot's part of a set's name. With the secret, so that sets of equal names cannot be chosen."""
         return scattered(self.secret ^ slot)
 
     cdef int grow_width(self, uint32_t words) except -1:

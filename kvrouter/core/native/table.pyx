@@ -61,7 +61,7 @@ include "rows.pxi"
 include "counts.pxi"
 
 cdef enum:
-    AHEAD = 16  # hashes whose rows are fetched from memory at once
+    AHEAD = 16  # hashes whose rows are fetched from memory at once; a power of two
     AHEAD_BUCKETS = 4
 
 cdef array.array _HASHES = array.array("Q")
@@ -126,7 +126,9 @@ cdef class FlatTable:
 
     def accepted(self, uint32_t slot, hashes, Py_ssize_t room, others, uint32_t max_holders):
         cdef const uint64_t *data
-        cdef Py_ssize_t count, place, ahead = 0
+        cdef Py_ssize_t count, i, ahead = 0
+        cdef uint64_t mixes[AHEAD]
+        cdef Place place
         cdef uint32_t number
         cdef object all_slots = 1  # a Python number: it has more than 64 bits
         cdef bytes mask
@@ -134,18 +136,18 @@ cdef class FlatTable:
         all_slots = (all_slots << 64 * self.width) - 1
         mask = (others & all_slots).to_bytes(8 * self.width, "little")
         held = viewed(hashes, &data, &count)
-        for place in range(count):
-            if place == ahead:
-                ahead = self.fetch(data, place, count)
-            number = self.rows.find(data[place])
+        for i in range(count):
+            if i == ahead:
+                ahead = self.fetch(data, i, count, mixes)
+            number = self.rows.set_at(&place)[0] if self.rows.seek(data[i], mixes[i & (AHEAD - 1)], &place) else 0
             if not number:
                 if room <= 0:
-                    return place
+                    return i
                 room -= 1
             elif self.sets.has(number, slot):
                 continue
             elif max_holders and self.sets.shared(number, <const uint64_t *> PyBytes_AS_STRING(mask)) >= max_holders:
-                return place
+                return i
         return count
 
     def size_bytes(self):
@@ -260,14 +262,15 @@ cdef class FlatTable:
         self, uint32_t slot, Turn *turn, const uint64_t *data, Py_ssize_t count, uint64_t *total
     ) except -1:
         cdef Py_ssize_t i, ahead = 0, added = 0
+        cdef uint64_t mixes[AHEAD]
         cdef Place place
         cdef uint32_t old
         cdef bint found
         self.widen(slot)
         for i in range(count):
             if i == ahead:
-                ahead = self.fetch(data, i, count)
-            found = self.rows.seek(data[i], &place)
+                ahead = self.fetch(data, i, count, mixes)
+            found = self.rows.seek(data[i], mixes[i & (AHEAD - 1)], &place)
             old = self.rows.set_at(&place)[0] if found else 0
             if not self.is_known(turn, slot, old):
                 if old and self.sets.has(old, slot):
@@ -288,13 +291,14 @@ cdef class FlatTable:
         self, uint32_t slot, Turn *turn, const uint64_t *data, Py_ssize_t count, uint64_t *total
     ) except -1:
         cdef Py_ssize_t i, ahead = 0, removed = 0
+        cdef uint64_t mixes[AHEAD]
         cdef Place place
         cdef uint32_t old
         self.widen(slot)
         for i in range(count):
             if i == ahead:
-                ahead = self.fetch(data, i, count)
-            if not self.rows.seek(data[i], &place):
+                ahead = self.fetch(data, i, count, mixes)
+            if not self.rows.seek(data[i], mixes[i & (AHEAD - 1)], &place):
                 continue
             old = self.rows.set_at(&place)[0]
             if not self.is_known(turn, slot, old):
@@ -306,11 +310,16 @@ cdef class FlatTable:
             total[0] += data[i]
         return removed
 
-    cdef inline Py_ssize_t fetch(self, const uint64_t *data, Py_ssize_t start, Py_ssize_t count) noexcept:
-        """Have the next rows come from memory all at the same time; returns where those end."""
+    cdef inline Py_ssize_t fetch(
+        self, const uint64_t *data, Py_ssize_t start, Py_ssize_t count, uint64_t *mixes
+    ) noexcept:
+        """Have the next rows come from memory all at the same time; returns where those end.
+
+        `start` is a multiple of AHEAD: what `seek` needs of the hash at i is in `mixes[i & (AHEAD - 1)]`.
+        """
         cdef Py_ssize_t stop = start + AHEAD if start + AHEAD < count else count, i
         for i in range(start, stop):
-            self.rows.fetch(data[i])
+            mixes[i - start] = self.rows.fetch(data[i])
         return stop
 
     cdef inline int replace(self, Place *place, uint32_t number) except -1:
