@@ -68,7 +68,7 @@ class Accept:
     async def work(self, request: Request, parse: Parse | None, request_id: str, received_at: float) -> Work:
         """Read the request, as far as routing must understand it; without a way to parse, hardly at all."""
         body = await request.read() if request.body is None else request.body
-        large = await LargeBody.read(body)
+        large = await LargeBody.read(body) if parse is not None else LargeBody(body)
         asked = passthrough.parse(request, large.rest) if parse is None else parse(large.rest)
         router = self._replica.router_for(asked.model)
         if large.runs and parse is not None:

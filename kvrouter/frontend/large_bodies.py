@@ -1,4 +1,4 @@
-"""Large bodies: long lists of token ids in them are counted and read in slices, other requests between.
+"""Large bodies: what is in them is counted, and token ids are read, in slices, other requests between.
 
     body ──a slice at a time──> runs of ids, and the rest: the body with MARK in place of each run
     rest ──parsed──> the prompt is one run ──longer than any context──> 400
@@ -6,8 +6,9 @@
                          ├─ many prompts, or of unknown use ──> not read: the request goes by load
                          └─ a text, a chat ──> the runs stand in it: parsed as a whole
 
-JSON is decoded in one step that nothing can interrupt, 70 ns for each id: 6 M ids held the loop for 0.4 s.
-The engine gets the client's own bytes, and judges what is not looked at here.
+JSON is decoded in one step that nothing can interrupt, 70 ns for each id: 6 M ids held the loop for 0.4 s,
+and 20 M empty lists in a chat for seconds, with a gigabyte of memory. So values are counted before. The
+engine gets the client's own bytes, and judges what is not looked at here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ MOST_UNREAD_TOKENS = 131_072
 MARK = 2**32 - 1
 """The largest token id; no model has it. A client that sends it is served, by load at worst."""
 
+MOST_VALUES = 200_000
+"""JSON values in a large body, lists of ids aside: decoding them takes 50 ms. A message has about 8."""
+STRING_SLICE_BYTES = 1024 * 1024
+"""Of the inside of a string, which is passed over much faster than other JSON."""
+
 _LEAST_CHARACTERS = 1000
+_VALUE_COST_BYTES = 64
+"""Finding a string's end costs as much as passing over so many bytes."""
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _START = re.compile(rb"\[\s*+\d[\d\s,]{%d}" % _LEAST_CHARACTERS)
 _IDS = re.compile(rb"[\d\s,]*+")
 _MARKED = b"[%d]" % MARK
@@ -52,8 +61,12 @@ class LargeBody:
 
     @classmethod
     async def read(cls, body: bytes) -> LargeBody:
-        """Look for lists of ids."""
-        return cls(body, await _runs(body)) if len(body) > LARGE_BYTES else cls(body)
+        """Look for lists of ids. Raises BadRequestError if there are far too many other values."""
+        if len(body) <= LARGE_BYTES:
+            return cls(body)
+        large = cls(body, await _runs(body))
+        await _count_values(large.rest)
+        return large
 
     async def with_ids(
         self, asked: CompletionRequest, parse: Parse, longest_context: int
@@ -66,11 +79,11 @@ class LargeBody:
         if prompt is None:
             return asked
         if not isinstance(prompt, TokenPrompt):
-            return parse(self.body)
+            return await self._parsed(parse)
         counts = [self.body.count(b",", *run) + 1 for run in self.runs]
         is_one = len(self.runs) == 1 and list(prompt.token_ids) == [[MARK]]
         if not is_one and sum(counts) <= MOST_UNREAD_TOKENS:
-            return parse(self.body)
+            return await self._parsed(parse)
         if is_one and counts[0] <= (longest_context or MOST_UNREAD_TOKENS):
             ids = await _ids(self.body, self.runs[0])
             return msgspec.structs.replace(asked, prompt=TokenPrompt([ids], prompt.kept_tokens))
@@ -81,6 +94,10 @@ class LargeBody:
                 param="prompt",
             )
         return msgspec.structs.replace(asked, prompt=None)
+
+    async def _parsed(self, parse: Parse) -> CompletionRequest:
+        await _count_values(self.body)
+        return parse(self.body)
 
     def edited(self, *edits: Callable[[bytes], bytes]) -> bytes:
         """The body after edits of what is not a long list of ids."""
@@ -132,6 +149,35 @@ async def _runs(body: bytes) -> list[Run]:
 def _end_of_ids(body: bytes, at: int) -> int:
     found = _IDS.match(body, at, at + SLICE_BYTES)
     return found.end() if found is not None else at
+
+
+async def _count_values(body: bytes) -> None:
+    """Pass over JSON, well-formed or not. Raises BadRequestError if it has more than MOST_VALUES."""
+    values = at = 0
+    left = SLICE_BYTES
+    while at < len(body):
+        stop = min(at + SLICE_BYTES, len(body))
+        quote = body.find(b'"', at, stop)
+        end = stop if quote < 0 else quote
+        values += sum(body.count(mark, at, end) for mark in (b"[", b"{", b",")) + (quote >= 0)
+        if values > MOST_VALUES:
+            raise BadRequestError(f"the body has more than {MOST_VALUES} JSON values")
+        left -= end - at + _VALUE_COST_BYTES
+        at = end if quote < 0 else await _end_of_string(body, quote + 1)
+        if left < 0:
+            left = SLICE_BYTES
+            await asyncio.sleep(0)
+
+
+async def _end_of_string(body: bytes, at: int) -> int:
+    """Behind the quote that closes it; the end of the body if none does."""
+    while True:
+        found = _IN_STRING.match(body, at, at + STRING_SLICE_BYTES)
+        end = found.end() if found is not None else at
+        if end < at + STRING_SLICE_BYTES - 1 or end >= len(body):  # a backslash may be the slice's last byte
+            return end + 1
+        at = end
+        await asyncio.sleep(0)
 
 
 async def _ids(body: bytes, run: Run) -> list[int]:

@@ -14,10 +14,12 @@ from kvrouter.frontend.large_bodies import (
     LARGE_BYTES,
     MARK,
     MOST_UNREAD_TOKENS,
+    MOST_VALUES,
     SLICE_BYTES,
+    STRING_SLICE_BYTES,
     LargeBody,
 )
-from kvrouter.frontend.openai import CompletionRequest, parse_completion
+from kvrouter.frontend.openai import CompletionRequest, parse_chat, parse_completion
 from kvrouter.frontend.overrides import without_overrides
 from kvrouter.tokens.prompt import TextPrompt, TokenPrompt
 
@@ -132,3 +134,35 @@ async def test_odd_ids(odd: str) -> None:
     ids = ",".join(map(str, IDS))
     with pytest.raises(BadRequestError):
         await read(f'{{"prompt": [{ids},{odd},{ids}]}}'.encode(), 10**6)
+
+
+async def read_chat(body: bytes) -> CompletionRequest:
+    """The request of a chat."""
+    large = await LargeBody.read(body)
+    return await large.with_ids(parse_chat(large.rest), parse_chat, 0)
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", "1", '""', '{"a":[1]}', '"\\\\"', "null"])
+async def test_too_many_values(value: str) -> None:
+    """Values in such numbers that decoding them would hold up all others are refused before."""
+    content = ",".join([value] * (MOST_VALUES + LARGE_BYTES))
+    body = f'{{"messages": [{{"role": "user", "content": [{content}]}}]}}'.encode()
+    with pytest.raises(BadRequestError, match="more than 200000 JSON values"):
+        await read_chat(body)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{,"' * STRING_SLICE_BYTES,
+        "\\" * (STRING_SLICE_BYTES + 1),
+        "x" * (STRING_SLICE_BYTES - 1) + '\\"' * 9,
+        "x" * (2 * STRING_SLICE_BYTES),
+    ],
+    ids=["marks", "backslashes", "backslash at the end of a slice", "whole slices"],
+)
+async def test_values_in_texts(text: str) -> None:
+    """What stands in a text is no value, wherever slices end."""
+    body = encoded(messages=[{"role": "user", "content": text}])
+
+    assert [{"role": "user", "content": text}] == getattr((await read_chat(body)).prompt, "messages", None)
