@@ -83,8 +83,9 @@ def resident_bytes(pid: int) -> int:
 async def running(nats: str, port: int) -> AsyncIterator[int]:
     """A frontend in a process of its own, which knows one slow worker; gives its pid."""
     namespace, url = uuid.uuid4().hex, f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "kvrouter.frontend", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "kvrouter.frontend", "--host=127.0.0.1", f"--port={port}"]
     command += [
+        "--admin-port=0",
         "--nats",
         nats,
         "--namespace",

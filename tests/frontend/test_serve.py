@@ -358,7 +358,7 @@ def test_port_taken(capsys: pytest.CaptureFixture[str], quiet_logs: None) -> Non
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code = main(["--host", "127.0.0.1", "--port", str(port)])
+        code = main(["--host", "127.0.0.1", "--port", str(port), "--admin-port", "0"])
 
     assert 2 == code
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
@@ -376,8 +376,9 @@ async def test_port_taken_in_process(fleet_of: FleetOf) -> None:
     """Inside a program the same is a ConfigError, and nothing stays open."""
     async with fleet_of() as fleet:
         port = fleet.url.rpartition(":")[2]
-        with pytest.raises(ConfigError, match=port):
-            async with running_frontend(parse_options(["--host", "127.0.0.1", "--port", port])):
+        flags = ["--host", "127.0.0.1", "--port", port, "--admin-port", "0"]
+        with pytest.raises(ConfigError, match=rf"{port}: .* \(--port\)"):
+            async with running_frontend(parse_options(flags)):
                 pass
 
 

@@ -199,17 +199,18 @@ async def test_killed(nats_url: str, http: aiohttp.ClientSession, free_port: Cal
     assert len(pids) == 2
 
 
-async def test_port_taken(nats_url: str) -> None:
+@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
+async def test_port_taken(nats_url: str, flag: str) -> None:
     """A frontend could not have its port: nothing is begun, and whoever has it is left in peace."""
     with bound(0) as taken:
         port = taken.getsockname()[1]
         async with running_mocker(FAST) as mocker:
-            flags = [f"--engine={mocker.url}", f"--port={port}", f"--nats={nats_url}"]
+            flags = [f"--engine={mocker.url}", "--port=0", f"{flag}={port}", f"--nats={nats_url}"]
             async with serving(*flags, f"--namespace=taken-{port}") as served, asyncio.timeout(PATIENCE_S):
                 code = await served.process.wait()
 
     assert 2 == code
-    assert f"cannot listen on 127.0.0.1:{port}" in served.text()
+    assert re.search(rf"cannot listen on 127.0.0.1:{port}: .* \({flag}\)", served.text())
     assert "agent-1" not in served.text()
 
 
