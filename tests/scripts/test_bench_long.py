@@ -41,6 +41,7 @@ def test_a_booking_costs_the_same_after_a_long_time(case: tuple[str, str]) -> No
 
 def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One row for each mode and index, with all tenths; the same in the file."""
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(long, "SMALL", replace(long.SMALL, rate=2, warm_up_s=10, seconds=10))
 
     main(["long", "--count", "--modes", "kv", "--json", str(tmp_path / "figures.json")])
