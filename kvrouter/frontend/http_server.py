@@ -27,7 +27,7 @@ from kvrouter.frontend.client import HttpRoute, openai_errors, route
 from kvrouter.frontend.client_connection import ClientConnection, invite_body
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.listening import BACKLOG, Doors
-from kvrouter.frontend.operators import Gate, everyone, gate_of
+from kvrouter.frontend.operators import Gate, gate_of, open_gate
 from kvrouter.frontend.options import FrontendOptions
 from kvrouter.frontend.plain_connection import Connections
 from kvrouter.frontend.unsent import is_unsent
@@ -92,7 +92,7 @@ class Site:
 
 
 def _behind(gate: Gate, definition: web.RouteDef) -> web.RouteDef:
-    """The same route for those whom the gate lets pass."""
+    """The same route, behind the gate."""
 
     async def serve(http: web.Request) -> web.StreamResponse:
         gate(f"{http.method} {http.path}", http.headers)
@@ -163,7 +163,7 @@ async def http_server(
     gate, admin = gate_of(options.process.admin_key), site.admin
     tls = doors.certificate.context if doors.certificate is not None else None
     async with (
-        _Listener(site, everyone, admin.metrics, options) as operators,
+        _Listener(site, open_gate, admin.metrics, options) as operators,
         _Listener(site, gate, admin.clients_metrics, options) as clients,
     ):
         own = await operators.listen(doors.admin, tls, start_serving=True)

@@ -1,7 +1,7 @@
 """Who may ask what is for operators.
 
-    admin listener    everyone who reaches it: --admin-host says who can
-    clients' port     nobody; with --admin-key-file whoever sends `Authorization: Bearer KEY`
+    admin listener    every client: --admin-host limits who can connect
+    clients' port     none; with --admin-key-file those that send `Authorization: Bearer KEY`
 
 For operators are the views of a replica's state, what changes it, and dry runs.
 """
@@ -18,17 +18,17 @@ Gate: TypeAlias = Callable[[str, Mapping[str, str]], None]
 """Called with what is asked for and the request's headers. Raises KvRouterError if this client may not."""
 
 
-def everyone(_asked: str, _headers: Mapping[str, str]) -> None:
-    """The gate of the admin listener."""
+def open_gate(_asked: str, _headers: Mapping[str, str]) -> None:
+    """The gate of the admin listener: every client may."""
 
 
 def gate_of(key: str | None) -> Gate:
     """The gate of the clients' port; without a key it is closed."""
     if key is None:
-        return _nobody
+        return _closed_gate
     expected = key.encode()
 
-    def whoever_has_the_key(asked: str, headers: Mapping[str, str]) -> None:
+    def keyed_gate(asked: str, headers: Mapping[str, str]) -> None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), expected)
         if scheme.lower() != "bearer" or not is_right:
@@ -37,10 +37,10 @@ def gate_of(key: str | None) -> Gate:
                 "--admin-key-file, or ask on the admin listener (--admin-port)"
             )
 
-    return whoever_has_the_key
+    return keyed_gate
 
 
-def _nobody(asked: str, _headers: Mapping[str, str]) -> None:
+def _closed_gate(asked: str, _headers: Mapping[str, str]) -> None:
     raise OperatorsOnlyError(
         f"{asked} is for operators and not served on this port: ask on the replica's admin listener "
         "(--admin-port, by default --port + 100 on 127.0.0.1; logged at start as frontend.listening)"

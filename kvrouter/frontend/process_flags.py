@@ -20,7 +20,7 @@ class ProcessOptions:
 
     processes: int
     number: int
-    """From 1; 0: it is the only one, and nobody's child."""
+    """From 1; 0: the only process."""
     admin_host: str
     admin_port: int
     """Process i listens on this plus i, one alone on this; 0: on a free one."""

@@ -1,8 +1,8 @@
 """TCP ports of 127.0.0.1 for processes that are still to start. No two draws agree, wherever they are made.
 
 A port that is looked at and let go may be drawn again before its process listens on it. So a drawn port
-stays marked until the process that drew it ends: by a UDP socket bound to the same number, which keeps nobody
-from listening there with TCP, today or after a restart, and which the kernel closes whatever happens.
+stays marked until the process that drew it ends: by a UDP socket bound to the same number. TCP listeners do not
+notice it, also when they start again, and the kernel closes it however the process ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ATTEMPTS = 10_000
 
 
 def free_ports(count: int) -> list[int]:
-    """So many in a row that nobody has drawn or listens on."""
+    """Consecutive ports that no process has drawn or listens on."""
     for _ in range(_ATTEMPTS):
         first = random.randrange(_PORTS.start, _PORTS.stop - count + 1)
         marks: list[socket.socket] = []
@@ -39,7 +39,9 @@ def _mark(port: int) -> socket.socket:
     try:
         mark.bind(("127.0.0.1", port))
         with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # in nobody's way meanwhile
+            listener.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # else another bind at this moment would fail
             listener.bind(("127.0.0.1", port))
     except OSError:
         mark.close()

@@ -24,7 +24,7 @@ class SteadyLoad:
     ) -> None:
         self.outcomes: list[Outcome] = []
         self.left_out: set[str] = set()
-        """Replicas that get no request: those whose /ready is not 200, if somebody asks it."""
+        """Replicas that get no request, as a balancer does with those whose /ready is not 200."""
         self._requests = itertools.cycle(requests)
         self._numbers = itertools.count()
         self._urls = urls
