@@ -1,7 +1,7 @@
 """TCP ports of 127.0.0.1 for processes that are still to start. No two draws agree, wherever they are made.
 
-A port that is looked at and let go may be drawn again before its process listens on it. So a drawn port
-stays marked until the process that drew it ends: by a UDP socket bound to the same number. TCP listeners do not
+A port that is looked at and let go may be drawn again before its process listens on it. So a drawn port stays
+marked until the process that drew it ends: by a UDP socket bound to the same number. TCP listeners do not
 notice it, also when they start again, and the kernel closes it however the process ends.
 """
 
