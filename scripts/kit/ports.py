@@ -39,9 +39,8 @@ def _mark(port: int) -> socket.socket:
     try:
         mark.bind(("127.0.0.1", port))
         with socket.socket() as listener:
-            listener.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # else another bind at this moment would fail
+            # or a program that binds it at this very moment would fail
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", port))
     except OSError:
         mark.close()
