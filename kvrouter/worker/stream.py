@@ -28,6 +28,8 @@ from xxhash import xxh3_128_digest
 REMEMBERED_BATCHES = 10_000
 """vLLM's own replay buffer: what is older cannot come again."""
 HELD_BATCHES = 20_000
+HELD_BYTES = 64 * 1024 * 1024
+"""Live batches that wait for a replay; beyond either the oldest go, and are a gap."""
 MAX_ATTEMPTS = 3
 
 
@@ -77,7 +79,8 @@ class EngineStream:
         self._asked: int | None = None
         self._heard_before = 0
         self._attempts = 0
-        self._held: deque[Numbered] = deque(maxlen=HELD_BATCHES)
+        self._held: deque[Numbered] = deque()
+        self._held_bytes = 0
         self._digests: dict[int, bytes] = {}
         self._is_unproven = False
         self._was_complete = False
@@ -95,7 +98,7 @@ class EngineStream:
     def begin(self) -> Step:
         """Start, or start over with an empty table, at the engine's first batch."""
         self._start_over()
-        self._held.clear()
+        self._drop_held()
         self.next_seq = 0 if self._can_replay else None
         self._ask(self.next_seq)
         return Step([Restarted()], self._asked)
@@ -105,7 +108,7 @@ class EngineStream:
         if not self._can_replay:
             return self.begin()  # nothing can be proven
         self._start_over()
-        self._held.clear()
+        self._drop_held()
         self.next_seq = seq + 1
         self._digests[seq] = digest
         self._is_unproven, self._was_complete = True, was_complete
@@ -122,7 +125,7 @@ class EngineStream:
     def receive(self, seq: int, payload: bytes) -> Step:
         """A live batch."""
         if self.is_recovering:
-            self._held.append((seq, payload))
+            self._hold(seq, payload)
             return Step()
         return self._advance([], [(seq, payload)])
 
@@ -183,7 +186,7 @@ class EngineStream:
             if self._is_due(seq, actions):
                 actions.append(self._apply(seq, payload))
             else:
-                self._held.append((seq, payload))
+                self._hold(seq, payload)
         self._ask(self._asked)  # now, after all that was heard before
         return Step(actions, self._asked)
 
@@ -241,10 +244,21 @@ class EngineStream:
         self._attempts = 0
         self._digests.clear()
 
+    def _hold(self, seq: int, payload: bytes) -> None:
+        self._held.append((seq, payload))
+        self._held_bytes += len(payload)
+        while len(self._held) > HELD_BATCHES or self._held_bytes > HELD_BYTES:
+            self._held_bytes -= len(self._held.popleft()[1])
+            self._heard_before = max(0, self._heard_before - 1)
+
     def _take_held(self) -> list[Numbered]:
         held = list(self._held)
-        self._held.clear()
+        self._drop_held()
         return held
+
+    def _drop_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
 
 
 def digest_of(payload: bytes) -> bytes:

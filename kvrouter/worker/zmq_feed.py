@@ -39,7 +39,7 @@ MAX_QUEUED_BATCHES = 20_000
 """Of a feed on a shared socket, where one that does not keep up must not hold up the others."""
 _RECEIVE_HIGH_WATER_MARK = 100_000
 MOST_MESSAGE_BYTES = 16 * 1024 * 1024
-"""Of one batch: 3 M token ids. libzmq closes the connection of a peer that sends more, and connects again."""
+"""Of one batch: 3 M token ids. libzmq closes the connection of a peer that sends more, for good."""
 MOST_REPLAY_BYTES = 256 * 1024 * 1024
 MOST_REPLAY_BATCHES = 100_000
 """Of one replay. vLLM and SGLang keep 10,000 batches by default."""
@@ -76,6 +76,9 @@ class ZmqFeed:
         self._turn_ends = 0.0
         self._options = options
         self._context = context
+        self._sub = sub
+        self._is_quiet = False
+        """Nothing has been heard since the engine was asked whether it still is the same."""
         self._reader: asyncio.Task[None] | None = None
         self.settled = asyncio.Event()
         """Set once it is known from where the history can be had, and that part has been passed on."""
@@ -155,6 +158,7 @@ class ZmqFeed:
             async with asyncio.timeout(self._options.verify_after_s):
                 heard = await self._inbox.get()
         except TimeoutError:
+            self._is_quiet = True
             return self.stream.verify()
         return heard(self.stream)
 
@@ -174,6 +178,7 @@ class ZmqFeed:
     async def _read(self, sub: zmq.asyncio.Socket) -> None:
         while True:
             frames = await sub.recv_multipart()
+            self._is_quiet = False
             batch = _numbered(frames[1:]) if len(frames) == 3 else None
             if batch is None:
                 self._count_malformed(len(frames))
@@ -199,10 +204,20 @@ class ZmqFeed:
         endpoint, timeout_s = self._options.replay, self._options.replay_timeout_s
         batches = await ask_replay(self._context, endpoint, from_seq, timeout_s)
         self._tell_outage(batches is not None, from_seq)
+        if self._is_quiet and batches and batches[-1][0] > from_seq:
+            self._connect_again()
         if batches is None:
             await self._inbox.put(partial(EngineStream.replay_failed, asked=from_seq))
         else:
             await self._inbox.put(partial(EngineStream.replayed, asked=from_seq, batches=batches))
+
+    def _connect_again(self) -> None:
+        """The engine has published, and nothing came: after too long a message libzmq does not come back."""
+        if self._sub is not None and not is_bound(self._options.events):
+            with contextlib.suppress(zmq.ZMQError):
+                self._sub.disconnect(self._options.events)
+            self._sub.connect(self._options.events)
+            log.warning("engine.connected_again", endpoint=self._options.events)
 
     def _tell_outage(self, is_answered: bool, from_seq: int) -> None:
         """Once when replays are not answered any more: who restarts answers none before its first event."""

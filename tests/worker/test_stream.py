@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrouter.worker import stream as engine_stream
 from kvrouter.worker.stream import (
     HELD_BATCHES,
     MAX_ATTEMPTS,
@@ -248,6 +249,21 @@ def test_held_batches_are_bounded() -> None:
         stream.receive(*batch(number))
 
     assert 0 == stream.replayed(0, []).replay_from
+
+
+def test_held_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of live batches that wait only the newest stay, as many as there is room for; the rest is a gap."""
+    monkeypatch.setattr(engine_stream, "HELD_BYTES", 100)
+    stream = EngineStream(can_replay=True)
+    stream.begin()
+    for number in range(1000):
+        stream.receive(number, b"%010d" % number)
+
+    step = stream.replayed(0, [(0, b"%010d" % 0)])
+    assert 0 == step.replay_from
+    assert [f"{0:010d}"] == applied(step)
+    step = stream.replayed(0, [(number, b"%010d" % number) for number in range(1000)])
+    assert [f"{number:010d}" for number in range(1, 1000)] == applied(step)
 
 
 def resumed(*, was_complete: bool = True) -> EngineStream:

@@ -163,6 +163,23 @@ async def test_malformed_messages(engine: EventSockets) -> None:
         assert 2 == feed.malformed
 
 
+async def test_too_long_a_message(engine: EventSockets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the connection; what was missed is replayed, and the feed hears the engine again."""
+    monkeypatch.setattr(zmq_feed, "MOST_MESSAGE_BYTES", 1000)
+    feed_options = replace(options(engine), verify_after_s=0.05)
+    async with running(feed_options) as (_, heard):
+        assert ["Restarted", "a0"] == await heard.next(2)
+        await engine.until_subscribed()
+        await engine.send_raw([b"topic", bytes(8), bytes(2000)])
+        await engine.until_subscribed()  # that it has left
+        await engine.send(b"a1", is_lost=True)
+        assert ["a1"] == await heard.next(1)
+
+        await engine.until_subscribed()  # again
+        await engine.send(b"a2")
+        assert ["a2"] == await heard.next(1)
+
+
 async def test_bad_endpoint() -> None:
     """An endpoint that is none is refused at once, naming the flag."""
     with pytest.raises(ConfigError, match="--kv-events nonsense"):
