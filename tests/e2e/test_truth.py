@@ -231,7 +231,7 @@ def mixed(chance: random.Random, number: int) -> dict[str, Any]:
 
 async def test_no_false_alarm(nats_url: str, model_path: Path) -> None:
     """Mixed traffic, at once and one by one, over two replicas, small caches that evict, siblings, salts."""
-    small = EngineConfig(num_blocks=256, max_model_len=2048)
+    small = EngineConfig(num_blocks=512, max_model_len=2048)
     chance = random.Random(7)
     with structlog.testing.capture_logs() as logs:
         async with fleet_of(nats_url, model_path, frontends=2, mockers=2, engine=small) as fleet:
