@@ -6,7 +6,7 @@ import msgpack
 import pytest
 
 from kvrouter.core.blocks import pack_hashes
-from kvrouter.core.events import VERSION, Check, ReplayRequest, SnapshotChunk, Stored, encode
+from kvrouter.core.events import VERSION, Check, ReplayFrames, ReplayRequest, SnapshotChunk, Stored, encode
 from kvrouter.core.feed_state import BROKEN_RETRY_S, LAST_RETRY_S, FeedState
 from kvrouter.core.held import HELD_BYTES
 from tests.core.links import TARGET, Link, frame_of, malformed
@@ -66,10 +66,12 @@ def test_second_malformed_copy_asks_for_a_snapshot(link: Link, unreadable: bool)
     [
         b"\xff\xff",
         encode(SnapshotChunk(1, 9, 0, 1, [Stored(0, 12345, pack_hashes([1]))], 2000)),
+        encode(ReplayFrames([])),
     ],
+    ids=["bytes", "contradiction", "frames"],
 )
 def test_second_malformed_snapshot_breaks_the_source(link: Link, answer: bytes) -> None:
-    """One that is damaged or contradicts itself is asked again after a pause; the second breaks the source.
+    """One that is damaged, contradicts itself or is no snapshot is asked again after a pause; the second breaks the source.
 
     Then it counts for nothing, is flagged, and asked again after 30 s.
     """
