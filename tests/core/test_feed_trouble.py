@@ -66,12 +66,10 @@ def test_second_malformed_copy_asks_for_a_snapshot(link: Link, unreadable: bool)
     [
         b"\xff\xff",
         encode(SnapshotChunk(1, 9, 0, 1, [Stored(0, 12345, pack_hashes([1]))], 2000)),
-        encode(ReplayFrames([])),
     ],
-    ids=["bytes", "contradiction", "frames"],
 )
 def test_second_malformed_snapshot_breaks_the_source(link: Link, answer: bytes) -> None:
-    """One that is damaged, contradicts itself or is no snapshot is asked again after a pause; the second breaks the source.
+    """One that is damaged or contradicts itself is asked again after a pause; the second breaks the source.
 
     Then it counts for nothing, is flagged, and asked again after 30 s.
     """
@@ -98,6 +96,22 @@ def test_second_malformed_snapshot_breaks_the_source(link: Link, answer: bytes) 
 
     assert link.reader.state is FeedState.LIVE
     assert link.agrees()
+
+
+def test_frames_in_answer_to_a_snapshot_question() -> None:
+    """They are no answer: the question comes again after a pause; the second breaks the source."""
+    link = Link()
+    link.write(*link.owner.store(3))
+    link.heartbeat()
+    for _ in range(2):
+        assert link.ask()
+        assert 0 == link.requests[-1].from_seq
+        link.reader.answer(encode(ReplayFrames([])), link.now)
+        assert link.ask() is None
+        link.now += LAST_RETRY_S
+
+    assert "broken" == link.reader.state.value
+    assert "sent frames where a snapshot was asked for" in link.reader.flag
 
 
 def test_snapshot_of_a_newer_source(link: Link) -> None:
