@@ -37,7 +37,7 @@ MOST_VALUES = 200_000
 STRING_SLICE_BYTES = 1024 * 1024
 """Of the inside of a string, which is passed over much faster than other JSON."""
 
-_LEAST_CHARACTERS = 1000
+_LEAST_CHARACTERS = 200
 _VALUE_COST_BYTES = 64
 """Finding a string's end costs as much as passing over so many bytes."""
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
@@ -128,9 +128,9 @@ def _apply(edits: Sequence[Callable[[bytes], bytes]], body: bytes) -> bytes:
 
 async def _runs(body: bytes) -> list[Run]:
     runs: list[Run] = []
-    at = 0
+    at, left = 0, SLICE_BYTES
     while at < len(body):
-        stop = at + SLICE_BYTES
+        begin, stop = at, at + SLICE_BYTES
         start = _START.search(body, at, stop + 2 * _LEAST_CHARACTERS)  # one may begin at the slice's end
         if start is None:
             at = stop
@@ -142,7 +142,10 @@ async def _runs(body: bytes) -> list[Run]:
             if body[end : end + 1] == b"]":  # else other values stand in the list, too
                 runs.append((start.start() + 1, end))
             at = end
-        await asyncio.sleep(0)
+        left -= at - begin + _VALUE_COST_BYTES
+        if left < 0:
+            left = SLICE_BYTES
+            await asyncio.sleep(0)
     return runs
 
 

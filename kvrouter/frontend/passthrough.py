@@ -7,6 +7,7 @@ Only what is listed here is passed. An engine's /metrics, /health and its admini
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -42,14 +43,23 @@ _NAME = re.compile(rb';\s*name="?([^";\r\n]*)', re.IGNORECASE)
 _BOUNDARY = re.compile(r';\s*boundary="?([^";]+)', re.IGNORECASE)
 
 
+_MOST_OVERRIDES_BYTES = 64 * 1024
+_NULL = msgspec.Raw(b"null")
+
+
 class _Body(msgspec.Struct):
+    """Nothing that may be large is made objects of: a body here has no other bound than its bytes."""
+
     model: str | None = None
     stream: bool | None = None
-    kvrouter: dict[str, Any] | None = None
-    vllm_xargs: Any = None
+    kvrouter: msgspec.Raw = _NULL
+    vllm_xargs: msgspec.Raw = _NULL
 
 
 _BODY = msgspec.json.Decoder(_Body)
+_decode_overrides: Callable[[msgspec.Raw], dict[str, Any] | None] = msgspec.json.Decoder(
+    dict[str, Any] | None
+).decode
 
 
 def is_json(request: Request) -> bool:
@@ -75,8 +85,8 @@ def parse(request: Request, body: bytes) -> CompletionRequest:
         cache_salt=None,
         session_id=None,
         n=1,
-        kvrouter=fields.kvrouter,
-        engine_arguments=fields.vllm_xargs,
+        kvrouter=_overrides(fields.kvrouter),
+        engine_arguments=bytes(fields.vllm_xargs) != b"null",
     )
 
 
@@ -89,6 +99,15 @@ def _of_json(body: bytes) -> _Body:
         raise BadRequestError(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise BadRequestError("the body is nested too deeply") from error
+
+
+def _overrides(raw: msgspec.Raw) -> dict[str, Any] | None:
+    if len(bytes(raw)) > _MOST_OVERRIDES_BYTES:
+        raise BadRequestError(f"`kvrouter` has more than {_MOST_OVERRIDES_BYTES} bytes", param="kvrouter")
+    try:
+        return _decode_overrides(raw)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(f"{error} - at `$.kvrouter`", param="kvrouter") from error
 
 
 def _of_form(body: bytes, boundary: re.Match[str] | None) -> _Body:

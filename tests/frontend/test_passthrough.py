@@ -301,3 +301,14 @@ async def test_head(fleet_of: FleetOf) -> None:
 
         assert b" 405 " in await client.read_until(b"\r\n\r\n")
         assert not fleet.requests
+
+
+@pytest.mark.parametrize("kvrouter", [{"mode": [[]] * 50_000}, [], 5])
+async def test_odd_overrides(fleet_of: FleetOf, kvrouter: Any) -> None:
+    """What is no object for the router is refused, a large one before it is decoded."""
+    async with fleet_of() as fleet:
+        body = {"model": "m", "input": "x", "kvrouter": kvrouter}
+        response = await fleet.ask(body, path="/v1/embeddings")
+
+        assert (400, "kvrouter") == (response.status, response.json["error"]["param"])
+        assert not fleet.requests
