@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
 import threading
-from typing import TextIO
 
 MAX_LINES = 10_000
 _CLOSE_S = 2.0
 
 
 class LogStream:
-    """What logging needs of a text stream. What waits at the exit is still written, for 2 s at most."""
+    """What logging needs of a text stream. What waits at the exit is still written, for 2 s at most.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    It writes to the file descriptor itself: Python's own streams keep what could not be written, and their
+    locks, until the interpreter ends, which then fails or hangs.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
         self._lost = 0
         self._thread = threading.Thread(target=self._write_all, name="logs", daemon=True)
@@ -49,9 +53,13 @@ class LogStream:
         while (text := self._lines.get()) is not None:
             try:
                 if lost := self._lost:
-                    self._stream.write(f"log lines lost: {lost}\n")
+                    self._write(f"log lines lost: {lost}\n")
                     self._lost -= lost
-                self._stream.write(text)
-                self._stream.flush()
-            except (OSError, ValueError):  # ValueError: it has been closed
+                self._write(text)
+            except OSError:
                 self._lost += 1
+
+    def _write(self, text: str) -> None:
+        left = memoryview(text.encode(errors="backslashreplace"))
+        while left:
+            left = left[os.write(self._descriptor, left) :]

@@ -13,7 +13,7 @@ from kvrouter.telemetry.log_stream import LogStream
 
 def set_up_logs(level: str = "info", form: str = "console") -> None:
     """Send this process's logs to stderr. `form` json: one object a line."""
-    stream = cast(TextIO, LogStream(sys.stderr) if _is_file(sys.stderr) else sys.stderr)
+    stream = _stream_to(sys.stderr)
     renderers: list[structlog.types.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if form == "json"
@@ -34,9 +34,9 @@ def set_up_logs(level: str = "info", form: str = "console") -> None:
     logging.getLogger("nats").setLevel(logging.CRITICAL)  # our bus says the same, once and shorter
 
 
-def _is_file(stream: TextIO) -> bool:
-    """Whether writing may fail or block; where several processes share an output, it does neither."""
+def _stream_to(stderr: TextIO) -> TextIO:
+    """One that neither fails nor blocks. Where several processes share an output, stderr is one itself."""
     try:
-        return stream.fileno() >= 0
+        return cast(TextIO, LogStream(stderr.fileno()))
     except (OSError, ValueError):
-        return False
+        return stderr

@@ -76,12 +76,14 @@ def test_libraries() -> None:
 
 
 FLOOD = """
-import structlog
+import sys, structlog
 from kvrouter.telemetry.logs import set_up_logs
 set_up_logs("info", "json")
 for number in range({count}):
     structlog.get_logger().info("worker.joined", number=number, pad="x" * 500)
-print("done")
+print("done", flush=True)
+sys.stdin.readline()
+structlog.get_logger().info("worker.lost")
 """
 
 
@@ -89,7 +91,9 @@ def test_full_disk() -> None:
     """Lines that cannot be written are lost; nothing else happens."""
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-c", FLOOD.format(count=100)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, check=True)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=full, text=True, check=True
+        )
 
     assert "done\n" == done.stdout
 
@@ -98,11 +102,17 @@ def test_reader_that_stands_still() -> None:
     """A pipe that nobody reads holds up no caller; once it is read, it says how many lines were lost."""
     count = MAX_LINES + 5_000
     command = [sys.executable, "-c", FLOOD.format(count=count)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
         assert "done\n" == process.stdout.readline()
-        lines = process.stderr.read().splitlines()
+        lines = [process.stderr.readline() for _ in range(MAX_LINES)]
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        lines += process.stderr.readlines()
 
     lost = [int(line.split()[-1]) for line in lines if line.startswith("log lines lost: ")]
-    assert count == len(lines) - len(lost) + sum(lost)
+    assert "worker.lost" in lines[-1]
+    assert (0, count + 1) == (process.returncode, len(lines) - len(lost) + sum(lost))
