@@ -102,6 +102,8 @@ class Pool:
         self.block_size = self._size.size
         """What prompts are hashed with. An engine with another size has overlap 0."""
         self.workers: dict[WorkerId, Worker] = {}
+        self.ranks = 0
+        """Of all workers, whatever their state."""
         self.targets: dict[Target, Worker] = {}
         self._is_stale = False
         """Whether a worker has changed since `targets` was made."""
@@ -132,6 +134,7 @@ class Pool:
         if beat.card is not None and (worker is None or worker.card != beat.card):
             before = worker.targets() if worker is not None else []
             worker = self.workers[worker_id] = Worker(beat.card)
+            self.ranks += beat.card.ranks - len(before)
             self._forget_assumed(before, worker.targets())
             self.model = beat.card.model
             changed = True
@@ -159,6 +162,7 @@ class Pool:
         worker = self.workers.pop(worker_id, None)
         if worker is None:
             return []
+        self.ranks -= worker.card.ranks
         self._forget_blocks(worker)
         self._choose_targets()
         return worker.targets()

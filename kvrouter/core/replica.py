@@ -45,7 +45,7 @@ SLICE_HASHES = 2048
 WORKERS_MOST = 16_384
 TARGETS_MOST = 65_536
 PEERS_MOST = 1024
-"""What is one too many is ignored and counted."""
+"""What is one too many is ignored and counted. Targets: those that do not take requests included."""
 SWEPT_SHARE = 4
 """Taking a dropped booking's hash off costs as much as storing so many."""
 
@@ -309,7 +309,7 @@ class Replica:
         """
         if not self._lacks_card or self._round < self._hello_again_round:
             return False
-        self._lacks_card = self._is_in_batch = False
+        self._lacks_card = False
         self._hello_again_round = self._round + self.settings.lease_rounds
         return True
 
@@ -349,8 +349,8 @@ class Replica:
         known, card = self._worker(worker_id), beat.card
         if card is None or (known is not None and known.card.ranks >= card.ranks):
             return True
-        targets = sum(len(router.pool.targets) for router in self.routers.values())
-        has_room = targets + card.ranks <= TARGETS_MOST
+        ranks = sum(router.pool.ranks for router in self.routers.values())
+        has_room = ranks + card.ranks - (known.card.ranks if known is not None else 0) <= TARGETS_MOST
         has_room = has_room and (known is not None or len(self._worker_pools) < WORKERS_MOST)
         self.counters.members_refused += not has_room
         return has_room

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from unittest import mock
 
-from kvrouter.core.beats import encode
+import pytest
+
+from kvrouter.core import replica as core_replica
+from kvrouter.core.beats import State, encode
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.pool import Pool
 from tests.core.replicas import new_replica
@@ -49,3 +52,19 @@ def test_batch_that_fails() -> None:
         pass
 
     assert [T1] == list(replica.router(POOL).pool.targets)
+
+
+@pytest.mark.parametrize("state", ["up", "draining"])
+def test_targets_that_are_too_many(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound of targets holds within a batch, and for workers that take no requests yet."""
+    monkeypatch.setattr(core_replica, "TARGETS_MOST", 10)
+    replica = new_replica()
+
+    with replica.batch():
+        for one in [card(f"w{n}", ranks=4) for n in range(5)]:
+            replica.worker_heard(WorkerId(one.worker_id), encode(worker_beat(one, state=state)), 0.0)
+
+    assert (2, 3) == (len(replica.router(POOL).pool.workers), replica.counters.members_refused)
+    replica.worker_heard(WorkerId("w1"), encode(worker_beat("w1", state="leave")), 0.0)
+    replica.worker_heard(WorkerId("w2"), encode(worker_beat(card("w2", ranks=4))), 0.0)
+    assert {"w0", "w2"} == set(replica.router(POOL).pool.workers)
