@@ -66,7 +66,7 @@ class HungEngines:
         self._probe = probe
         self._now = now
         self._probes: dict[str, asyncio.Future[bool]] = {}
-        """By URL, of engines in doubt only: the probe under way, or the last one."""
+        """By URL, of engines in doubt only: the probe under way, or the last one. The oldest come first."""
         self._hung: set[str] = set()
         """Those of them that did not answer their last probe."""
 
@@ -106,9 +106,12 @@ class HungEngines:
         for url in self._probes.keys() - urls:
             self._probes.pop(url).cancel()
             self._hung.discard(url)
-        for url in [url for url, probe in self._probes.items() if probe.done()]:
-            (self._hung.discard if self._probes.pop(url).result() else self._hung.add)(url)
-        for url in sorted(urls - self._probes.keys())[: MOST_PROBES - len(self._probes)]:
+        over = [url for url, probe in self._probes.items() if probe.done()]
+        for url in over:
+            (self._hung.discard if self._probes[url].result() else self._hung.add)(url)
+        free = MOST_PROBES - len(self._probes) + len(over)
+        for url in [*sorted(urls - self._probes.keys()), *over][:free]:  # oldest first
+            self._probes.pop(url, None)
             self._probes[url] = asyncio.ensure_future(self._probe(url))
 
     def _has_alternative(self, one: Running) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from kvrouter.core.beats import State
 from kvrouter.core.ids import WorkerId
 from kvrouter.frontend import hung_engines
+from kvrouter.frontend.hung_engines import MOST_PROBES, HungEngines
 from tests.frontend.clients import Response
 from tests.frontend.fleet import BODY, POOL, STREAM, Fleet, FleetOf
 from tests.frontend.workers import SSE_HEAD, FakeWorker, chunk, event, says, says_and_stalls, stream, until
@@ -23,7 +24,7 @@ FAST = says(stream("hi"))
 @pytest.fixture(autouse=True)
 def _looks_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hung_engines, "LOOK_EVERY_S", 1e6)
-    monkeypatch.setattr(hung_engines, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(hung_engines, "PROBE_TIMEOUT_S", 1.0)
 
 
 def look(fleet: Fleet) -> int:
@@ -32,12 +33,13 @@ def look(fleet: Fleet) -> int:
 
 
 async def look_often(fleet: Fleet) -> int:
-    """The same until several probes are over, answered or not."""
-    moved = 0
-    for _ in range(10):
-        moved += look(fleet)
-        await asyncio.sleep(0.05)
-    return moved
+    """The same until something moves; else until several probes are over, answered or not."""
+    for _ in range(4):
+        if moved := look(fleet):
+            return moved
+        if probes := fleet.frontend.completions.hung_engines._probes.values():
+            await asyncio.wait(probes)
+    return 0
 
 
 @asynccontextmanager
@@ -147,3 +149,21 @@ async def test_a_tenth_moves_at_once(fleet_of: FleetOf) -> None:
             assert look(fleet) <= 2
             await asyncio.sleep(0.01)
         assert "25.0" == await retried(fleet)
+
+
+async def test_many_engines_in_doubt() -> None:
+    """Where more are in doubt than are probed at once, each gets its turn."""
+    asked: set[str] = set()
+
+    async def probe(url: str) -> bool:
+        asked.add(url)
+        return False
+
+    engines = HungEngines({}, probe, asyncio.get_running_loop().time)
+    urls = {f"http://engine-{number}:8000" for number in range(2 * MOST_PROBES)}
+
+    for _ in range(2):
+        engines._keep_probing(urls)
+        await asyncio.wait(engines._probes.values())
+
+    assert urls == asked
