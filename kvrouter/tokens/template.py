@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Annotated, Any, NoReturn, Self, TypeAlias
 
 import jinja2
 import jinja2.ext
 import jinja2.parser
+import msgspec
 from jinja2 import nodes
 
 from kvrouter.errors import BadRequestError, ConfigError
@@ -27,8 +28,21 @@ from kvrouter.tokens.messages import (
 )
 from kvrouter.tokens.template_limits import LimitedEnvironment, TemplateLimitError
 
+MOST_TEMPLATE_BYTES = 256 * 1024
+"""Of a template's file; the longest of known models have 30 KB. One of 2 MB takes 20 s to compile."""
+_Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MOST_TEMPLATE_BYTES)]
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put behind the text to continue, and found again in the prompt. Its space shows if the template trims."""
+
+
+class _Named(msgspec.Struct):
+    """One of several templates in a JSON file."""
+
+    name: str
+    template: _Text
+
+
+_Stated: TypeAlias = _Text | list[_Named]
 
 
 class ChatTemplate:
@@ -57,7 +71,7 @@ class ChatTemplate:
         special_tokens = _special_tokens(_read_json(model_path / "special_tokens_map.json") | config)
         try:
             return cls(texts["default"], tool_use=texts.get("tool_use"), special_tokens=special_tokens)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # jinja2's own errors, and Python's: nested too deeply, for one
             raise ConfigError(
                 f"the chat template of {file or model_path} does not compile: {error}"
             ) from error
@@ -187,22 +201,26 @@ def _cut_at_tag(prompt: str) -> str:
 def _template_texts(model_path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Name to text; the name of the only one is "default"."""
     more = (model_path / "additional_chat_templates").glob("*.jinja")
-    texts = {file.stem: file.read_text("utf-8") for file in more}
+    texts = {file.stem: _read_text(file) for file in more}
     if (file := model_path / "chat_template.jinja").is_file():
-        texts["default"] = file.read_text("utf-8")
+        texts["default"] = _read_text(file)
     if texts:
         return texts
     stated = config.get("chat_template") or _read_json(model_path / "chat_template.json").get("chat_template")
-    if isinstance(stated, str):
-        return {"default": stated}
-    return {named["name"]: named["template"] for named in stated or []}  # [{"name": ..., "template": ...}]
+    try:
+        found = msgspec.convert(stated or [], _Stated)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the chat_template in a JSON file of {model_path}: {error}") from None
+    return {"default": found} if isinstance(found, str) else {named.name: named.template for named in found}
 
 
 def _read_text(file: Path) -> str:
     try:
+        if file.stat().st_size > MOST_TEMPLATE_BYTES:
+            raise ConfigError(f"{file} has more than {MOST_TEMPLATE_BYTES} bytes: that is no chat template")
         return file.read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--chat-template {file}: {error}") from error
+        raise ConfigError(f"the chat template {file} cannot be read: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -218,7 +236,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file} must hold a JSON object")

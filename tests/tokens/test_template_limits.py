@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 
 import pytest
 
-from kvrouter.tokens.template import ChatTemplate
+from kvrouter.errors import ConfigError
+from kvrouter.tokens.template import MOST_TEMPLATE_BYTES, ChatTemplate
 from kvrouter.tokens.template_limits import TemplateLimitError
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -89,3 +91,25 @@ def test_loops_keep_what_they_know() -> None:
         "{% for a in [] %}{% else %}none{% endfor %}"
     )
     assert "1/2False 2/2True a1 1False 3True none" == ChatTemplate(text).render(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", b"\xff\xfe{{ 1 }}"),
+        ("chat_template.jinja", b"{{ 1 }}" * MOST_TEMPLATE_BYTES),
+        ("chat_template.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}"),
+        ("chat_template.jinja", b"{% for a in b %}" * 200 + b"{% endfor %}" * 200),
+        ("tokenizer_config.json", b'{"chat_template": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": [1]}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 5}]}'),
+        ("chat_template.json", b'{"chat_template": [{"name": "default"}]}'),
+    ],
+)
+def test_files(tmp_path: Path, name: str, content: bytes) -> None:
+    """A file that is no template ends the start with an error that names it or its folder."""
+    (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        ChatTemplate.load(tmp_path)
