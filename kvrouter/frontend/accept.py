@@ -19,7 +19,7 @@ from kvrouter.core.router import Router
 from kvrouter.frontend import openai, passthrough
 from kvrouter.frontend.compare import Traits
 from kvrouter.frontend.incoming import priority_of
-from kvrouter.frontend.large_bodies import LargeBody
+from kvrouter.frontend.large_bodies import LARGE_BYTES, LargeBody
 from kvrouter.frontend.overrides import Dialect, find_wanted, read_overrides, without_overrides
 from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
 from kvrouter.frontend.request import Request
@@ -68,7 +68,8 @@ class Accept:
     async def work(self, request: Request, parse: Parse | None, request_id: str, received_at: float) -> Work:
         """Read the request, as far as routing must understand it; without a way to parse, hardly at all."""
         body = await request.read() if request.body is None else request.body
-        large = await LargeBody.read(body) if parse is not None else LargeBody(body)
+        is_large = parse is not None and len(body) > LARGE_BYTES
+        large = await LargeBody.read(body) if is_large else LargeBody(body)
         asked = passthrough.parse(request, large.rest) if parse is None else parse(large.rest)
         router = self._replica.router_for(asked.model)
         if large.runs and parse is not None:

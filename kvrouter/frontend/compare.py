@@ -77,5 +77,6 @@ def _names_blocks_of_engine(router: Router, route: RouteRequest, placement: Plac
     Else nothing was predicted, and no event names its blocks.
     """
     worker = router.pool.workers.get(placement.target.worker_id)
-    sizes = {placement.block_size, *(prompt.block_size for prompt in route.prompts)}
-    return worker is not None and sizes == {worker.card.block_size}
+    if worker is None or placement.block_size != worker.card.block_size:
+        return False
+    return all(prompt.block_size == placement.block_size for prompt in route.prompts)

@@ -26,6 +26,7 @@ from kvrouter.frontend.openai import CompletionRequest
 from kvrouter.tokens.prompt import TokenPrompt
 
 LARGE_BYTES = 256 * 1024
+"""Bodies of no more are parsed in one step."""
 SLICE_BYTES = 64 * 1024
 MOST_UNREAD_TOKENS = 131_072
 """Ids that are parsed in one step where they are in several lists; and of a prompt if no context is known."""
@@ -62,8 +63,6 @@ class LargeBody:
     @classmethod
     async def read(cls, body: bytes) -> LargeBody:
         """Look for lists of ids. Raises BadRequestError if there are far too many other values."""
-        if len(body) <= LARGE_BYTES:
-            return cls(body)
         large = cls(body, await _runs(body))
         await _count_values(large.rest)
         return large
