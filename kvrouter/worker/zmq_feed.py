@@ -138,6 +138,8 @@ class ZmqFeed:
 
     async def run(self, on_action: Callable[[Action], None]) -> None:
         """Feed `on_action` for ever; it is plain, and sees a Restarted or Lost before what follows."""
+        if self._sub is not None and self._reader is not None and self._reader.done():  # by an error
+            self._reader = asyncio.create_task(self._read(self._sub), name="zmq_feed.read")
         async with asyncio.TaskGroup() as tasks:
             if self._reader is not None:
                 tasks.create_task(_watch(self._reader), name="zmq_feed.watch")

@@ -24,7 +24,7 @@ from kvrouter.worker.announcer import TakenOverError
 from kvrouter.worker.engine_http import EngineError
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.vllm import Event, VllmAdapter
-from kvrouter.worker.zmq_feed import FeedOptions
+from kvrouter.worker.zmq_feed import FeedOptions, ZmqFeed
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fake_engine import EngineServer, EventSockets, pack, store
 from tests.worker.listener import Listener
@@ -157,6 +157,26 @@ async def test_events_break_something(scene: Scene, monkeypatch: pytest.MonkeyPa
     async with scene.agent():
         await is_sound.wait()
         await scene.listener.until_held({A})
+
+
+async def test_reading_breaks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error before a batch is even queued is over after a pause, too."""
+    monkeypatch.setattr(agent, "READ_AGAIN_S", 0.05)
+    async with scene.agent():
+        await scene.listener.until_held({A})
+        await scene.events.until_subscribed()
+        with monkeypatch.context() as patch:
+            is_read = asyncio.Event()
+
+            def broken(_feed: ZmqFeed, _topic: bytes) -> bool:
+                is_read.set()
+                raise IndexError("a topic that nobody foresaw")
+
+            patch.setattr(ZmqFeed, "_is_ours", broken)
+            await scene.events.send(pack(store(2, parent=1)))
+            await is_read.wait()
+
+        await scene.listener.until_held({A, B})
 
 
 async def test_history_is_read_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
