@@ -63,7 +63,9 @@ class AttackedWorld(World):
         raise AssertionError(f"after {HEAL_BEATS} heartbeats: {differences(self)}")
 
     def leftovers(self) -> list[str]:
-        """What the attack has left in memory, once the leases of what it invented have ended."""
+        """What the attack has left in memory, once requests and the leases of what it invented have ended."""
+        for sim in self.replicas():
+            sim.run(sim.drain_requests)
         for _ in range(LEASES_BEATS):
             self._beat()
         pools = {agent.pool_id for agent in self.agents()}
