@@ -118,7 +118,8 @@ class RequestMetrics:
         self.requests = CountBy("kvrouter_requests", "Requests answered, by status", "status", registry)
         self.failed_attempts = CountBy(
             "kvrouter_failed_attempts",
-            "Attempts that failed before their first byte, by status, `lost` or `retried` (the engine hangs)",
+            "Attempts that failed before their first byte, by status, `lost`, or `retried` (the engine "
+            "hangs, or no longer has the model)",
             "reason",
             registry,
         )
