@@ -189,6 +189,11 @@ class Pool:
         if worker is not None and worker.silent:
             self.remove(worker_id)
 
+    def targets_of(self, worker_id: WorkerId) -> list[Target]:
+        """All ranks of a worker, also those that take no requests now; none if it is not known."""
+        worker = self.workers.get(worker_id)
+        return worker.targets() if worker is not None else []
+
     def capacity_blocks(self, target: Target) -> int:
         """Blocks the target is assumed to have room for; 0 if that is not known.
 

@@ -168,7 +168,8 @@ class Completions:
                 self._end(work, placement, outcome)
             if isinstance(outcome, (Done, TimedOut)):
                 break
-            failed = failed.union(_targets_of(work, placement))
+            # all ranks of the worker: they share its server
+            failed = failed.union(work.router.pool.targets_of(placement.target.worker_id))
             fallbacks = placement.fallbacks
             self._note_failure(work, placement, outcome)
         return outcome
@@ -295,12 +296,6 @@ class Completions:
                 raise WorkerDiedError(reason)
             case None:
                 raise NoWorkersError("no worker was tried")
-
-
-def _targets_of(work: Work, placement: Placement) -> list[Target]:
-    """All ranks of the worker: they share its server, so another worker is tried."""
-    worker_id = placement.target.worker_id
-    return [target for target in work.router.pool.targets if target.worker_id == worker_id]
 
 
 def _status_of(outcome: Outcome) -> int:

@@ -118,9 +118,9 @@ class HungEngines:
         """Whether another worker could take it now."""
         if one.excluded is None or one.work.route.wanted is not None:
             return False
-        router, worker_id = one.work.router, one.placement.target.worker_id
-        own = {target for target in router.pool.targets if target.worker_id == worker_id}
-        return router.has_eligible(one.work.route, self._now(), exclude=one.excluded | own)
+        router = one.work.router
+        own = router.pool.targets_of(one.placement.target.worker_id)
+        return router.has_eligible(one.work.route, self._now(), exclude=one.excluded.union(own))
 
 
 def _doubt(attempt: Attempt, one: Running) -> str:
