@@ -42,6 +42,9 @@ PROBE_TIMEOUT_S = 5.0
 """As long as connecting to a worker may take."""
 MOST_PROBES = 32
 """At once; other engines wait for their turn."""
+MOST_MISSES = 50
+"""So many requests a second are asked in vain whether another worker could take them; others wait for their
+turn. Where a thousand targets are full, each costs 0.7 ms."""
 
 
 class Running(Struct):
@@ -69,28 +72,45 @@ class HungEngines:
         """By URL, of engines in doubt only: the probe under way, or the last one. The oldest come first."""
         self._hung: set[str] = set()
         """Those of them that did not answer their last probe."""
+        self._missed: set[Attempt] = set()
+        """Those for which no other worker was found, until all others have been looked at."""
 
     async def run(self) -> None:
         """Look once a second, for ever."""
         try:
             while True:
                 await asyncio.sleep(LOOK_EVERY_S)
-                self.look()
+                await self.look()
         finally:
             self._keep_probing(set())
 
-    def look(self) -> int:
+    async def look(self) -> int:
         """Probe the engines in doubt, and move what waits for those that hang; returns how many moved."""
         doubts = {attempt: doubt for attempt, one in self._running.items() if (doubt := _doubt(attempt, one))}
         self._keep_probing({self._running[attempt].placement.url for attempt in doubts})
         moved, most = 0, max(1, len(self._running) // MOVED_SHARE)
-        for attempt, reason in self._hanging(doubts):
-            if moved == most:
+        misses = 0
+        for attempt, reason in self._in_turn(dict(self._hanging(doubts))):
+            one = self._running.get(attempt)
+            if moved == most or misses == MOST_MISSES:
                 break
-            if self._has_alternative(self._running[attempt]):
+            if one is None or attempt.is_committed:
+                continue  # meanwhile
+            if self._has_alternative(one):
                 attempt.move(reason)
                 moved += 1
+            else:
+                self._missed.add(attempt)
+                misses += 1
+            await asyncio.sleep(0)
         return moved
+
+    def _in_turn(self, hanging: Mapping[Attempt, str]) -> list[tuple[Attempt, str]]:
+        """The oldest first, but those that were missed after all others."""
+        self._missed &= hanging.keys()
+        if len(self._missed) == len(hanging):
+            self._missed.clear()
+        return sorted(hanging.items(), key=lambda one: one[0] in self._missed)
 
     def _hanging(self, doubts: Mapping[Attempt, str]) -> Iterator[tuple[Attempt, str]]:
         """The attempts that should move, the oldest first, and why."""
@@ -116,16 +136,14 @@ class HungEngines:
 
     def _has_alternative(self, one: Running) -> bool:
         """Whether another worker could take it now."""
-        if one.excluded is None or one.work.route.wanted is not None:
-            return False
-        router = one.work.router
+        router, excluded = one.work.router, one.excluded or frozenset()
         own = router.pool.targets_of(one.placement.target.worker_id)
-        return router.has_eligible(one.work.route, self._now(), exclude=one.excluded.union(own))
+        return router.has_eligible(one.work.route, self._now(), exclude=excluded.union(own))
 
 
 def _doubt(attempt: Attempt, one: Running) -> str:
-    """What speaks against the engine that an attempt waits for; empty: nothing, or it does not wait."""
-    if attempt.is_committed:
+    """What speaks against the engine; empty: nothing, or the attempt does not wait for it, or may not move."""
+    if attempt.is_committed or one.excluded is None or one.work.route.wanted is not None:
         return ""
     worker = one.work.router.pool.workers.get(one.placement.target.worker_id)
     if worker is None or worker.silent or worker.card.url != one.placement.url:

@@ -11,6 +11,8 @@ import pytest
 
 from kvrouter.core.beats import State
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.policy import RouteRequest
+from kvrouter.core.router import Router
 from kvrouter.frontend import hung_engines
 from kvrouter.frontend.hung_engines import MOST_PROBES, HungEngines
 from tests.frontend.clients import Response
@@ -27,15 +29,15 @@ def _looks_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hung_engines, "PROBE_TIMEOUT_S", 1.0)
 
 
-def look(fleet: Fleet) -> int:
+async def look(fleet: Fleet) -> int:
     """What happens once a second; returns how many requests moved."""
-    return fleet.frontend.completions.hung_engines.look()
+    return await fleet.frontend.completions.hung_engines.look()
 
 
 async def look_often(fleet: Fleet) -> int:
     """The same until something moves; else until several probes are over, answered or not."""
     for _ in range(4):
-        if moved := look(fleet):
+        if moved := await look(fleet):
             return moved
         if probes := fleet.frontend.completions.hung_engines._probes.values():
             await asyncio.wait(probes)
@@ -78,7 +80,7 @@ async def retried(fleet: Fleet) -> str:
 async def test_engine_said_to_be_down(fleet_of: FleetOf, body: dict[str, Any], moves: int) -> None:
     """The agent's word is enough for a stream; what is not streamed may be halfway: the engine answers."""
     async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet, body) as (task,):
-        assert 0 == look(fleet)  # nothing speaks against it
+        assert 0 == await look(fleet)  # nothing speaks against it
         await hear(fleet, "down")
 
         assert moves == await look_often(fleet)
@@ -130,6 +132,25 @@ async def test_without_an_alternative(fleet_of: FleetOf) -> None:
         assert 0 == await look_often(fleet)
 
 
+async def test_many_without_an_alternative(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few of them are looked at in a second, as it costs as much as routing them; all get their turn."""
+    monkeypatch.setattr(hung_engines, "MOST_MISSES", 4)
+    asked: list[str] = []
+
+    def nobody(_router: Router, request: RouteRequest, *_: object, **__: object) -> bool:
+        asked.append(request.request_id)
+        return False
+
+    monkeypatch.setattr(Router, "has_eligible", nobody)
+    async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet, count=10):
+        await hear(fleet, "down")
+        for looks in range(1, 4):
+            assert 0 == await look(fleet)
+            assert 4 * looks == len(asked)
+
+        assert 10 == len(set(asked))
+
+
 async def test_without_retries(fleet_of: FleetOf) -> None:
     """`--retries` bounds how often a request moves."""
     async with fleet_of("--retries", "0", scripts=(STALLS,)) as fleet, waiting(fleet):
@@ -143,10 +164,10 @@ async def test_a_tenth_moves_at_once(fleet_of: FleetOf) -> None:
     async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet, count=25) as tasks:
         await hear(fleet, "down")
 
-        assert 2 == look(fleet)
+        assert 2 == await look(fleet)
         await until(lambda: sum(task.done() for task in tasks) == 2, "two were answered elsewhere")
         while not all(task.done() for task in tasks):
-            assert look(fleet) <= 2
+            assert await look(fleet) <= 2
             await asyncio.sleep(0.01)
         assert "25.0" == await retried(fleet)
 
