@@ -142,7 +142,7 @@ class HungEngines:
 
 
 def _doubt(attempt: Attempt, one: Running) -> str:
-    """What speaks against the engine; empty: nothing, or the attempt does not wait for it, or may not move."""
+    """What speaks against the engine; empty: nothing, or the attempt does not wait, or it may not move."""
     if attempt.is_committed or one.excluded is None or one.work.route.wanted is not None:
         return ""
     worker = one.work.router.pool.workers.get(one.placement.target.worker_id)
