@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from pathlib import Path
 from typing import TextIO, cast
 
 import structlog
@@ -13,11 +15,12 @@ from kvrouter.telemetry.log_stream import LogStream
 
 def set_up_logs(level: str = "info", form: str = "console") -> None:
     """Send this process's logs to stderr. `form` json: one object a line."""
-    stream = _stream_to(sys.stderr)
+    stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115  # started with 2>&-
+    stream = _stream_to(stderr)
     renderers: list[structlog.types.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if form == "json"
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False)]
+        else [structlog.dev.ConsoleRenderer(colors=stderr.isatty(), sort_keys=False)]
     )
     structlog.configure(
         processors=[

@@ -227,9 +227,9 @@ async def test_requests_wait_at_the_worker() -> None:
     """Every replica knows its prompt first; then each has placed a request there before the kill."""
     replicas: Any = Replicas()
 
-    await faults._make_known(replicas, replicas, "w")
+    await faults._make_known(replicas, replicas, "w", 0)
     known = list(replicas.asked)
-    waiting = await faults._waiting_at(replicas, replicas, "w")
+    waiting = await faults._waiting_at(replicas, replicas, "w", 0)
 
     assert ["a-admin/v1/route"] * 3 + ["b-admin/v1/route"] == known
     assert 2 == len(waiting)

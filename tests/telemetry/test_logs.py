@@ -98,6 +98,13 @@ def test_full_disk() -> None:
     assert "done\n" == done.stdout
 
 
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_no_stderr(form: str) -> None:
+    """A process that was started without one logs nowhere."""
+    command = ["sh", "-c", '"$0" -c "$1" 2>&-', sys.executable, SPEAK.format(level="info", form=form)]
+    subprocess.run(command, check=True)
+
+
 def test_reader_that_stands_still() -> None:
     """A pipe that nobody reads holds up no caller; once it is read, it says how many lines were lost."""
     count = MAX_LINES + 5_000

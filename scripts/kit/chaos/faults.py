@@ -34,6 +34,8 @@ HELD_TOKENS = 16_384
 """Of a prompt that only the worker to be killed has: a quarter of its cache, 0.7 s for another one."""
 HELD_WEIGHT = 1000.0
 """Of the overlap, so that no load of its worker outweighs it."""
+KILLED, STOPPED = 0, 7
+"""What the held prompts begin with, one for each row: one that was tried elsewhere is known there, too."""
 FIRST, KEPT, LATE = 0, 2, 3
 """Engines by number: one that replays everything, one whose agent keeps a state, one that replays little."""
 SHORT_REPLAY_BUFFER = 25
@@ -158,10 +160,10 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
     """It stands still meanwhile, and requests that every replica sends there wait for their first byte."""
     engine = stage.deployed.engines[0]
     mocker = stage.fleet.processes["mocker-0"]
-    await _make_known(stage, load, worker_id_of(engine.url))
+    await _make_known(stage, load, worker_id_of(engine.url), KILLED)
     with mocker.paused():
         begun = frozenset(outcome.number for outcome in load.in_flight if outcome.ttft_s is not None)
-        waiting = await _waiting_at(stage, load, worker_id_of(engine.url))
+        waiting = await _waiting_at(stage, load, worker_id_of(engine.url), KILLED)
         at_s = time.perf_counter()
         await mocker.kill()
     await asyncio.sleep(DOWN_S)
@@ -181,9 +183,9 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
 async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
     """Requests that wait for it go to others; streams from it wait, and go on."""
     worker_id = worker_id_of(stage.deployed.engines[0].url)
-    await _make_known(stage, load, worker_id)
+    await _make_known(stage, load, worker_id, STOPPED)
     with stage.fleet.processes["mocker-0"].paused():
-        waiting = await _waiting_at(stage, load, worker_id)
+        waiting = await _waiting_at(stage, load, worker_id, STOPPED)
         await asyncio.sleep(WORKER_STOPPED_S)
         moved = [one.ttft_s for one in waiting if one.ended_at_s is not None and one.error is None]
     note = f"{len(moved)} of {len(waiting)} requests that waited for it were answered by others meanwhile"
@@ -195,11 +197,11 @@ async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
     )
 
 
-async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str) -> None:
+async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> None:
     """Let one worker compute the held prompt; returns when every replica would send it there again."""
-    computed = load.send(_held_request(mode="direct", target=worker_id), stage.urls[0])
+    computed = load.send(_held_request(begins_with, mode="direct", target=worker_id), stage.urls[0])
     await _until(lambda: computed.ended_at_s is not None)
-    body = _held_request(overlap_weight=HELD_WEIGHT).body
+    body = _held_request(begins_with, overlap_weight=HELD_WEIGHT).body
     async with asyncio.timeout(_PATIENCE_S):
         for url in stage.admin_urls:
             route = f"{url}/v1/route"
@@ -207,9 +209,9 @@ async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str) -> None:
                 await asyncio.sleep(0.02)
 
 
-async def _waiting_at(stage: Stage, load: SteadyLoad, worker_id: str) -> list[Outcome]:
+async def _waiting_at(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> list[Outcome]:
     """Send the held prompt through every replica; returns the requests that wait for the worker then."""
-    request, waiting = _held_request(overlap_weight=HELD_WEIGHT), []
+    request, waiting = _held_request(begins_with, overlap_weight=HELD_WEIGHT), []
     for url, admin_url in zip(stage.urls, stage.admin_urls, strict=True):
         request_id = uuid.uuid4().hex
         outcome = load.send(replace(request, headers={"x-request-id": request_id}), url)
@@ -229,9 +231,10 @@ async def _decision(stage: Stage, url: str) -> dict[str, Any]:
             await asyncio.sleep(0.002)
 
 
-def _held_request(**kvrouter: object) -> LoadRequest:
+def _held_request(begins_with: int, **kvrouter: object) -> LoadRequest:
     """A prompt that no other request of the load begins like."""
-    prompt = [1 + number % (VOCABULARY_SIZE - 1) for number in range(HELD_TOKENS)]
+    numbers = range(begins_with, begins_with + HELD_TOKENS)
+    prompt = [1 + number % (VOCABULARY_SIZE - 1) for number in numbers]
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "stream": True, "kvrouter": kvrouter}
     return LoadRequest(0.0, json.dumps(body, separators=(",", ":")).encode())
 
