@@ -128,7 +128,9 @@ class HungEngines:
             self._hung.discard(url)
         over = [url for url, probe in self._probes.items() if probe.done()]
         for url in over:
-            (self._hung.discard if self._probes[url].result() else self._hung.add)(url)
+            probe = self._probes[url]
+            has_answered = probe.exception() is None and probe.result()
+            (self._hung.discard if has_answered else self._hung.add)(url)
         free = MOST_PROBES - len(self._probes) + len(over)
         for url in [*sorted(urls - self._probes.keys()), *over][:free]:  # oldest first
             self._probes.pop(url, None)
