@@ -125,6 +125,12 @@ class OutOfResourcesError(KvRouterError):
     type = "ServiceUnavailableError"
 
 
+class BodiesFullError(OutOfResourcesError):
+    """Too many bytes of bodies that are not whole wait here already; the client may try again."""
+
+    is_body_left = True
+
+
 class WorkerDiedError(KvRouterError):
     """The worker broke off in the middle of its answer."""
 

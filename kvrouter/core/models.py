@@ -8,10 +8,13 @@ of the deployment: requests for it all go to one of them, and `/workers` says so
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from kvrouter.core.pool import Pool
 from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
+
+LISTED_MOST = 50
+"""Names in a sentence."""
 
 
 def pool_serving(model: str | None, pools: Iterable[Pool]) -> Pool:
@@ -30,10 +33,16 @@ def pool_serving(model: str | None, pools: Iterable[Pool]) -> Pool:
         return found[0]
     if found:
         return min(found, key=lambda pool: (model in pool.lora_names, pool.id))
-    served = ", ".join(sorted({name for pool in serving for name in pool.names}))
+    served = listed({name for pool in serving for name in pool.names})
     if model is None:
         raise BadRequestError(f"`model` must be given, as several are served: {served}", param="model")
     raise UnknownModelError(f"The model `{model}` does not exist; served: {served}", param="model")
+
+
+def listed(names: Set[str]) -> str:
+    """The first of them, for a sentence."""
+    first = sorted(names)[:LISTED_MOST]
+    return ", ".join([*first, *([f"… {len(names)} in all"] if len(names) > len(first) else [])])
 
 
 def shared_addresses(pool: Pool) -> list[str]:

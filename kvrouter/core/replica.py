@@ -111,6 +111,7 @@ class Replica:
         self._round = self._returned_round = 0
         self._lacks_card = self._is_in_batch = False
         self._hello_again_round = 0
+        self._made_room_in = -1
 
     # Messages
 
@@ -341,8 +342,22 @@ class Replica:
 
     def _has_room(self, pool_id: PoolId, *, served: bool) -> bool:
         has_room = self._pools.has_room(pool_id, served=served)
+        if served and not has_room:
+            self._let_silent_go()
         self.counters.pools_refused += not has_room
         return has_room
+
+    def silent_workers(self) -> list[tuple[Pool, Worker]]:
+        """Those that are kept although their leases have ended, as their pools have no other."""
+        pools = [router.pool for router in self.routers.values() if not router.pool.has_live_target]
+        return [(pool, worker) for pool in pools for worker in pool.workers.values() if worker.silent]
+
+    def _let_silent_go(self) -> None:
+        """There are too many pools: those that nobody serves any longer go. Once a round, as it walks all."""
+        if self._made_room_in != self._round:
+            self._made_room_in = self._round
+            for _, worker in self.silent_workers():
+                self._remove_worker(WorkerId(worker.card.worker_id))
 
     def _has_room_for(self, worker_id: WorkerId, beat: WorkerBeat) -> bool:
         """Whether the worker is known, or it and its ranks may be added."""

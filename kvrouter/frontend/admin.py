@@ -16,6 +16,7 @@ from kvrouter.core import twins
 from kvrouter.core.events import TIERS
 from kvrouter.core.feed import FeedReader
 from kvrouter.core.ids import PoolId, Target
+from kvrouter.core.models import listed
 from kvrouter.core.pool import Pool, Worker
 from kvrouter.core.replica import Replica
 from kvrouter.core.router import Router
@@ -183,7 +184,7 @@ class Admin:
         """/v1/models/NAME. Raises UnknownModelError."""
         name, entries = request.match_info["name"], {entry.id: entry for entry in self._model_entries()}
         if name not in entries:
-            served = ", ".join(sorted(entries))
+            served = listed(entries.keys())
             raise UnknownModelError(f"The model `{name}` does not exist; served: {served}", param="model")
         return web.Response(body=model_body(entries[name]), content_type="application/json")
 

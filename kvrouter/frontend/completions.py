@@ -74,7 +74,7 @@ class Completions:
         self._loop = asyncio.get_running_loop()
         self._now = self._loop.time
         self._running: dict[Attempt, Running] = {}
-        self.hung_engines = HungEngines(self._running, probe, self._now)
+        self.hung_engines = HungEngines(self._running, replica.silent_workers, probe, self._now)
         self._replica = replica
         self._feeds = feeds
         self._watch = watch

@@ -26,6 +26,7 @@ from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.client import HttpRoute, openai_errors, route
 from kvrouter.frontend.client_connection import ClientConnection, invite_body
 from kvrouter.frontend.completions import Completions
+from kvrouter.frontend.incoming import ARRIVING, ArrivingBytes
 from kvrouter.frontend.listening import BACKLOG, Doors
 from kvrouter.frontend.operators import Gate, gate_of, open_gate
 from kvrouter.frontend.options import FrontendOptions
@@ -64,10 +65,12 @@ class Site:
         self.admin = admin
         self._for_operators = for_operators
         self._max_body_bytes = options.max_body_bytes
+        self.arriving = ArrivingBytes(options.max_body_bytes)
 
     def application(self, gate: Gate, metrics: HttpRoute) -> web.Application:
         """All routes behind a gate."""
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[openai_errors])
+        app[ARRIVING] = self.arriving
         completions, admin = self.completions, self.admin
         app.add_routes(
             [
@@ -113,6 +116,7 @@ class _Listener:
             site.completions.routes(gate),
             self._not_plain,
             max_body_bytes=options.max_body_bytes,
+            arriving=site.arriving,
             keep_alive_s=KEEP_ALIVE_S,
         )
 

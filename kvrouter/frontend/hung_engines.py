@@ -11,6 +11,9 @@ An agent that dies beside a healthy engine moves nothing. The answer to a reques
 begins when it is whole, so what an agent says is not enough for it. A request moves as long as `--retries`
 allows, and only if another worker could take it now. In a second one of ten requests in flight moves, and at
 least one: an engine that hangs must not become a burst of prefills on the others.
+
+A pool's last worker stays although its agent is silent, as long as its engine answers: it is probed as well,
+and goes after three probes without an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -26,7 +29,8 @@ import aiohttp
 import structlog
 from msgspec import Struct
 
-from kvrouter.core.ids import Target
+from kvrouter.core.ids import Target, WorkerId
+from kvrouter.core.pool import Pool, Worker
 from kvrouter.core.router import Placement
 from kvrouter.engine_answers import engine_connector
 from kvrouter.frontend.accept import Work
@@ -42,6 +46,8 @@ PROBE_TIMEOUT_S = 5.0
 """As long as connecting to a worker may take."""
 MOST_PROBES = 32
 """At once; other engines wait for their turn."""
+MISSES_UNTIL_GONE = 3
+"""As an agent that calls its engine down."""
 MOST_MISSES = 50
 """So many requests a second are asked in vain whether another worker could take them; others wait for their
 turn. Where a thousand targets are full, each costs 0.7 ms."""
@@ -63,15 +69,22 @@ Probe: TypeAlias = Callable[[str], Awaitable[bool]]
 class HungEngines:
     """Looks after the attempts in `running`, which others fill and empty."""
 
-    def __init__(self, running: Mapping[Attempt, Running], probe: Probe, now: Callable[[], float]) -> None:
-        """`now`: the clock that decisions are made by, in seconds."""
+    def __init__(
+        self,
+        running: Mapping[Attempt, Running],
+        silent_workers: Callable[[], Sequence[tuple[Pool, Worker]]],
+        probe: Probe,
+        now: Callable[[], float],
+    ) -> None:
+        """`silent_workers`: kept although their leases have ended. `now`: the clock of decisions."""
         self._running = running
+        self._silent_workers = silent_workers
         self._probe = probe
         self._now = now
         self._probes: dict[str, asyncio.Future[bool]] = {}
         """By URL, of engines in doubt only: the probe under way, or the last one. The oldest come first."""
-        self._hung: set[str] = set()
-        """Those of them that did not answer their last probe."""
+        self._misses: dict[str, int] = {}
+        """How many probes in a row an engine has not answered, by URL; not those that answered the last."""
         self._missed: set[Attempt] = set()
         """Those for which no other worker was found, until all others have been looked at."""
 
@@ -87,7 +100,10 @@ class HungEngines:
     async def look(self) -> int:
         """Probe the engines in doubt, and move what waits for those that hang; returns how many moved."""
         doubts = {attempt: doubt for attempt, one in self._running.items() if (doubt := _doubt(attempt, one))}
-        self._keep_probing({self._running[attempt].placement.url for attempt in doubts})
+        silent = self._silent_workers()
+        urls = {self._running[attempt].placement.url for attempt in doubts}
+        self._keep_probing(urls.union(worker.card.url for _, worker in silent))
+        self._let_go(silent)
         moved, most = 0, max(1, len(self._running) // MOVED_SHARE)
         misses = 0
         for attempt, reason in self._in_turn(dict(self._hanging(doubts))):
@@ -105,6 +121,12 @@ class HungEngines:
             await asyncio.sleep(0)
         return moved
 
+    def _let_go(self, silent: Sequence[tuple[Pool, Worker]]) -> None:
+        """A worker without an agent is kept as its pool's last one only while its engine answers."""
+        for pool, worker in silent:
+            if self._misses.get(worker.card.url, 0) >= MISSES_UNTIL_GONE:
+                pool.unreachable(WorkerId(worker.card.worker_id))
+
     def _in_turn(self, hanging: Mapping[Attempt, str]) -> list[tuple[Attempt, str]]:
         """The oldest first, but those that were missed after all others."""
         self._missed &= hanging.keys()
@@ -116,7 +138,7 @@ class HungEngines:
         """The attempts that should move, the oldest first, and why."""
         for attempt, doubt in doubts.items():
             one = self._running[attempt]
-            if one.placement.url in self._hung:
+            if one.placement.url in self._misses:
                 yield attempt, f"its agent is {doubt}, and the engine does not answer /health"
             elif doubt == "down" and one.work.stream:
                 yield attempt, "its agent says that the engine is down"
@@ -125,12 +147,14 @@ class HungEngines:
         """Probe these engines again and again, and no others."""
         for url in self._probes.keys() - urls:
             self._probes.pop(url).cancel()
-            self._hung.discard(url)
+            self._misses.pop(url, None)
         over = [url for url, probe in self._probes.items() if probe.done()]
         for url in over:
             probe = self._probes[url]
-            has_answered = probe.exception() is None and probe.result()
-            (self._hung.discard if has_answered else self._hung.add)(url)
+            if probe.exception() is None and probe.result():
+                self._misses.pop(url, None)
+            else:
+                self._misses[url] = self._misses.get(url, 0) + 1
         free = MOST_PROBES - len(self._probes) + len(over)
         for url in [*sorted(urls - self._probes.keys()), *over][:free]:  # oldest first
             self._probes.pop(url, None)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from kvrouter.errors import BadRequestError, RequestStalledError, RequestTooLargeError
+from kvrouter.errors import BadRequestError, BodiesFullError, RequestStalledError, RequestTooLargeError
 
 STALLED_S = 75.0
 """A client that sends nothing more of a body for so long is not waited for; the same on plain connections."""
@@ -19,11 +19,44 @@ _WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
 _MOST_ID_CHARACTERS = 128
 
 
+ARRIVING_BODIES = 8
+"""Bodies of the greatest size that may wait for their end, all together; or more of smaller ones."""
+
+
+class ArrivingBytes:
+    """The bytes of bodies that are not whole yet, of all clients: they could begin any number of them."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.most = ARRIVING_BODIES * max_body_bytes
+        self.count = 0
+
+    def take(self, size: int) -> None:
+        """So many more. Raises BodiesFullError."""
+        if self.count + size > self.most:
+            raise BodiesFullError(f"{self.count} bytes of unfinished request bodies wait here already")
+        self.count += size
+
+    def give_back(self, size: int) -> None:
+        """Their body is whole, or will never be."""
+        self.count -= size
+
+
+ARRIVING = web.AppKey("arriving", ArrivingBytes)
+
+
 async def read_body(http: web.Request) -> bytes:
-    """The body, whole. Raises BadRequestError, RequestTooLargeError or RequestStalledError."""
+    """The body, whole. Raises BadRequestError, of whatever kind, or BodiesFullError."""
     if http.content_length is not None and http.content_length > http.client_max_size:
         raise too_large(http)
-    body = bytearray()
+    arriving, body = http.app[ARRIVING], bytearray()
+    try:
+        await _read_into(body, http, arriving)
+    finally:
+        arriving.give_back(len(body))
+    return bytes(body)
+
+
+async def _read_into(body: bytearray, http: web.Request, arriving: ArrivingBytes) -> None:
     while True:
         try:
             async with asyncio.timeout(STALLED_S):
@@ -33,7 +66,8 @@ async def read_body(http: web.Request) -> bytes:
         except (web.RequestPayloadError, BadHttpMessage) as error:
             raise BadRequestError(f"the request body cannot be read: {error}") from None
         if not piece:
-            return bytes(body)
+            return
+        arriving.take(len(piece))
         body += piece
         if len(body) > http.client_max_size:
             raise too_large(http)

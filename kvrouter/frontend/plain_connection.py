@@ -19,7 +19,9 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, cast
 
+from kvrouter.errors import BodiesFullError
 from kvrouter.frontend.answer import Served
+from kvrouter.frontend.incoming import ArrivingBytes
 from kvrouter.frontend.plain_head import END, MAX_HEAD_BYTES, PlainHeads, may_be_plain
 from kvrouter.frontend.request import Head, Request, Serve
 from kvrouter.frontend.tearing import tear
@@ -44,9 +46,11 @@ class Connections:
         new_aiohttp: NewConnection,
         *,
         max_body_bytes: int,
+        arriving: ArrivingBytes,
         keep_alive_s: float,
     ) -> None:
         self.routes = routes
+        self.arriving = arriving
         self.new_aiohttp = new_aiohttp
         self.max_body_bytes = max_body_bytes
         self.keep_alive_s = keep_alive_s
@@ -122,6 +126,8 @@ class PlainConnection(asyncio.Protocol):
         self._transport = None
         self._timer.cancel()
         self._connections.open.discard(self)
+        if self._body is not None:
+            self._body.let_go()
         if self._task is not None:
             self._task.cancel()
             self._task = None  # it will hold its error, whose frames hold us: a ring that outlives both
@@ -176,7 +182,8 @@ class PlainConnection(asyncio.Protocol):
         if len(begun) == length:
             return Request(head, self, begun)
         self._heard_at = self._loop.time()
-        self._body = _ArrivingBody(begun, length, self._loop.create_future())
+        self._body = _ArrivingBody(length, self._loop.create_future(), self._connections.arriving)
+        self._body.feed(begun)
         return Request(head, self, arriving=self._body.whole)
 
     async def _serve(self, serve: Serve, request: Request) -> None:
@@ -258,10 +265,11 @@ class PlainConnection(asyncio.Protocol):
 class _ArrivingBody:
     """A body of which a part is still to come."""
 
-    def __init__(self, begun: bytes, length: int, done: asyncio.Future[bytes]) -> None:
-        self._parts = [begun]
-        self._missing = length - len(begun)
+    def __init__(self, length: int, done: asyncio.Future[bytes], arriving: ArrivingBytes) -> None:
+        self._data = bytearray()
+        self._missing = length
         self._done = done
+        self._arriving = arriving
 
     @property
     def is_whole(self) -> bool:
@@ -271,11 +279,26 @@ class _ArrivingBody:
     def feed(self, data: bytes) -> bytes:
         """Take what belongs to the body; returns the rest."""
         taken, rest = data[: self._missing], data[self._missing :]
-        self._parts.append(taken)
         self._missing -= len(taken)
-        if self.is_whole and not self._done.done():
-            self._done.set_result(b"".join(self._parts))
+        if self._done.done():
+            return rest  # it is no longer wanted
+        try:
+            self._arriving.take(len(taken))
+        except BodiesFullError as error:
+            self.let_go()
+            self._done.set_exception(error)
+            self._done.exception()  # looked at: should its request have gone, nobody else will
+            return rest
+        self._data += taken
+        if self.is_whole:
+            self._done.set_result(bytes(self._data))
+            self.let_go()
         return rest
+
+    def let_go(self) -> None:
+        """It is whole, or nobody waits for it any longer."""
+        self._arriving.give_back(len(self._data))
+        self._data = bytearray()
 
     async def whole(self) -> bytes:
         """All of it."""

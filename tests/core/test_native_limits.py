@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -148,6 +149,21 @@ def test_slot_copied_onto_itself() -> None:
         table.check()
         table.label(3, "a")
         assert {"a": 2} == table.depths([1, 2])
+
+
+def test_hashes_that_widen_the_table() -> None:
+    """What is asked about may be a caller's generator: the mask is made for the table as it is then."""
+    table = native_table().FlatTable()
+    for slot in range(3):
+        table.add(slot, [5])
+
+    def hashes() -> Iterator[int]:
+        table.add(800_000, [5])
+        yield 5
+
+    assert 0 == table.accepted(7, hashes(), 3, 7, 2)
+    with pytest.raises(TypeError, match="int"):
+        table.accepted(7, [5], 3, "7", 2)
 
 
 @pytest.mark.parametrize("kind", ["SlotSet", "CountedSet"])

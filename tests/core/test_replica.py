@@ -306,3 +306,20 @@ def test_worker_that_comes_back_with_fewer_ranks() -> None:
     while pool.index.sweep():
         pass
     assert 0 == len(pool.index)
+
+
+def test_silent_pools_make_room(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are kept although silent do not keep new models out, once there are too many pools."""
+    monkeypatch.setattr("kvrouter.core.pools.POOLS_MOST", 3)
+    for number in range(3):
+        hear_worker(replica, card(f"ghost{number}"), pool=PoolId(f"model{number}-0a1b2c3d"))
+    rounds(replica, 2 * ROUNDS)
+    assert 3 == len(replica.silent_workers())
+
+    for _ in range(3 * ROUNDS):
+        hear_worker(replica, card("w1"))
+        replica.work(0.0)
+        rounds(replica, 1)
+
+    assert [Target(W1)] == targets(replica)
+    assert [] == replica.silent_workers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import socket
@@ -31,6 +32,7 @@ from tests.frontend.workers import (
     says_and_closes,
     says_and_resets,
     stream,
+    until,
 )
 
 OVERLOADED = b'data: {"error": {"message": "full", "type": "ServiceUnavailable", "code": 503}}\n\n'
@@ -426,3 +428,26 @@ async def test_no_descriptor_left(fleet_of: FleetOf, monkeypatch: pytest.MonkeyP
         assert (503, "1") == (refused.status, refused.header("retry-after"))
         assert "Too many open files" in refused.json["error"]["message"]
         assert 200 == (await client.ask(BODY)).status
+
+
+@pytest.mark.parametrize("framing", ["content-length: 1000000", "transfer-encoding: chunked"])
+async def test_unfinished_bodies_are_bounded_together(fleet_of: FleetOf, framing: str) -> None:
+    """Clients that stop amid their bodies hold 8 of the largest at most: of nine one gets a 503."""
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\n{framing}\r\n\r\n".encode()
+    part = b" " * 990_000
+    piece = head + (b"%x\r\n%s\r\n" % (len(part), part) if "chunked" in framing else part)
+    async with fleet_of("--max-body-mb", "1") as fleet:
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(fleet.connected()) for _ in range(9)]
+            answers = [asyncio.create_task(client.response()) for client in clients]
+            for client in clients:
+                client.writer.write(piece)
+            (answered,), waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+            refused = await answered
+            for answer in waiting:
+                answer.cancel()
+
+            assert (503, "1") == (refused.status, refused.header("retry-after"))
+            assert "unfinished" in refused.json["error"]["message"]
+        await until(fleet.frontend.completions.idle.is_set, "all have left")
+        assert 200 == (await fleet.ask({**BODY, "user": "u" * 990_000})).status

@@ -172,6 +172,21 @@ async def test_a_tenth_moves_at_once(fleet_of: FleetOf) -> None:
         assert "25.0" == await retried(fleet)
 
 
+async def test_last_worker_without_an_agent(fleet_of: FleetOf) -> None:
+    """It stays as long as its engine answers: a card that somebody made up does not keep a pool for ever."""
+    async with fleet_of() as fleet:
+        pool = fleet.frontend.replica.routers[POOL].pool
+        pool.silence({WorkerId("w0")})
+        await look_often(fleet)
+        assert {WorkerId("w0")} == pool.workers.keys()
+        assert 200 == (await fleet.ask()).status
+
+        fleet.workers[0].hangs = True
+        await look_often(fleet)
+        await look_often(fleet)
+        assert not pool.workers
+
+
 async def test_many_engines_in_doubt() -> None:
     """Where more are in doubt than are probed at once, each gets its turn."""
     asked: set[str] = set()
@@ -180,7 +195,7 @@ async def test_many_engines_in_doubt() -> None:
         asked.add(url)
         return False
 
-    engines = HungEngines({}, probe, asyncio.get_running_loop().time)
+    engines = HungEngines({}, list, probe, asyncio.get_running_loop().time)
     urls = {f"http://engine-{number}:8000" for number in range(2 * MOST_PROBES)}
 
     for _ in range(2):

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrouter.frontend.answer import Served
+from kvrouter.frontend.incoming import ArrivingBytes
 from kvrouter.frontend.plain_connection import PIPELINED_BYTES, Connections, PlainConnection
 from kvrouter.frontend.request import Request
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
@@ -86,7 +87,11 @@ class Scene:
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.connections = Connections(
-            {PATH: self._echo}, Successor, max_body_bytes=1000, keep_alive_s=keep_alive_s
+            {PATH: self._echo},
+            Successor,
+            max_body_bytes=1000,
+            arriving=ArrivingBytes(1000),
+            keep_alive_s=keep_alive_s,
         )
         self.connection = self.connections.new()
         self.transport = FakeTransport()

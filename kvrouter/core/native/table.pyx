@@ -132,10 +132,12 @@ cdef class FlatTable:
         cdef uint32_t number
         cdef object all_slots = 1  # a Python number: it has more than 64 bits
         cdef bytes mask
+        if type(others) is not int:
+            raise TypeError("a mask of slots is an int")
+        held = viewed(hashes, &data, &count)  # the last step that may run a caller's code, which may widen
         self.widen(slot)
         all_slots = (all_slots << 64 * self.width) - 1
         mask = (others & all_slots).to_bytes(8 * self.width, "little")
-        held = viewed(hashes, &data, &count)
         for i in range(count):
             if i == ahead:
                 ahead = self.fetch(data, i, count, mixes)

@@ -25,6 +25,7 @@ from rich.table import Table
 
 import kvrouter
 from kvrouter.frontend.framing import LAST_CHUNK, chunk
+from kvrouter.frontend.incoming import ArrivingBytes
 from kvrouter.frontend.operators import open_gate
 from kvrouter.frontend.options import parse_options
 from kvrouter.frontend.plain_connection import Connections
@@ -234,7 +235,11 @@ class _Clients:
     def __init__(self, frontend: RunningFrontend) -> None:
         self._loop = asyncio.get_running_loop()
         self._connections = Connections(
-            frontend.completions.routes(open_gate), _no_aiohttp, max_body_bytes=1 << 20, keep_alive_s=3600
+            frontend.completions.routes(open_gate),
+            _no_aiohttp,
+            max_body_bytes=1 << 20,
+            arriving=ArrivingBytes(1 << 20),
+            keep_alive_s=3600,
         )
         self._last = b""
         self._left = 0
