@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrouter.core import room
 from kvrouter.core.admission import AdmissionSettings
+from kvrouter.core.feed_state import FeedState
 from kvrouter.core.policy import RouteRequest
 from kvrouter.core.replica import Replica, ReplicaSettings
 from kvrouter.frontend import queue as queue_module
@@ -225,19 +226,29 @@ async def test_one_free_admits_one(fleet_of: FleetOf) -> None:
     gate = Gate()
     async with fleet_of(*SYNCED, scripts=(gate.script,), replicas=2, **STEP) as fleet:
         fleet.frontends[0].waiting_room._chance = lambda: 0.0
-        fleet.frontends[1].waiting_room._chance = lambda: 100.0  # 0.2 s
+        late = fleet.frontends[1].waiting_room
+        late._chance = lambda: 1e6  # it looks when told to
+        await until(lambda: late._replica.peers, "it knows that it has a peer")
         async with one_at_work(fleet, gate) as crowd:
-            await until(lambda: fleet.bookings() == 2, "the peer knows of it")
+            readers = late._replica.readers
+            await until(
+                lambda: [FeedState.LIVE] == [one.state for one in readers.values()] and fleet.bookings() == 2,
+                "the peer knows of it",
+            )
             await crowd.add(1, frontend=0)
             await crowd.add(2, frontend=1)
             gate.permits.release()
             await until(lambda: gate.arrived == [0, 1], "one is sent")
-            await until(lambda: fleet.bookings() == 2, "the peer knows of it, too")
-            (line,) = fleet.frontends[1].waiting_room._lines.values()
-            await until(lambda: line.look is None, "it has looked")
+            (line,) = late._lines.values()
+            await until(lambda: line.look, "the peer has heard that there was room")
+            await until(lambda: fleet.bookings() == 2, "and that it is gone")
+            assert line.look is not None
+            line.look.cancel()
+            late._look(line)
 
             assert [0, 1] == gate.arrived
             assert 1 == waiting(fleet, 1)
+            late._chance = lambda: 0.0
             gate.open()
             assert [200, 200] == await crowd.statuses()
 

@@ -283,7 +283,8 @@ async def _kept_blocks(scene: Scene) -> int:
     assert options.state_file is not None
     with StateFile.open(options.state_file, f"{options.namespace}/w") as file:
         state = await asyncio.to_thread(file.load)
-    return len(state.ranks[0].image.known) if state else 0
+    rank = state.ranks.get(0) if state else None  # there is none before the first batch
+    return len(rank.image.known) if rank else 0
 
 
 def _exists(path: Path) -> bool:
