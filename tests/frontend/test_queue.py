@@ -68,17 +68,29 @@ async def test_arrival_order_is_kept(fleet_of: FleetOf) -> None:
         assert 20 == await metric(fleet, 'kvrouter_queue_wait_seconds_count{outcome="admitted"}')
 
 
+def look_now(room: WaitingRoom) -> None:
+    """Have the look that is due at once."""
+    (line,) = room._lines.values()
+    assert line.look is not None
+    line.look.cancel()
+    room._look(line)
+
+
 async def test_newcomer_does_not_overtake(fleet_of: FleetOf) -> None:
     """Room has appeared, and the first has not been looked at yet: who arrives now waits behind it."""
     gate = Gate()
     async with fleet_of(*SYNCED, scripts=(gate.script,), replicas=2, **STEP) as fleet:
-        fleet.frontend.waiting_room._chance = lambda: 100.0  # it hesitates for 0.2 s
+        first = fleet.frontend.waiting_room
+        first._chance = lambda: 1e6  # it looks when told to
+        await until(lambda: first._replica.peers, "it knows that it has a peer")
         async with one_at_work(fleet, gate) as crowd:
             await crowd.add(1)
             gate.permits.release()
             await until(lambda: fleet.bookings() == 0, "there is room")
             await crowd.add(2)
             gate.open()
+            first._chance = lambda: 0.0
+            look_now(first)
 
             assert [200, 200] == await crowd.statuses()
             assert [0, 1, 2] == gate.arrived
@@ -242,9 +254,7 @@ async def test_one_free_admits_one(fleet_of: FleetOf) -> None:
             (line,) = late._lines.values()
             await until(lambda: line.look, "the peer has heard that there was room")
             await until(lambda: fleet.bookings() == 2, "and that it is gone")
-            assert line.look is not None
-            line.look.cancel()
-            late._look(line)
+            look_now(late)
 
             assert [0, 1] == gate.arrived
             assert 1 == waiting(fleet, 1)
