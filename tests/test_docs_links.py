@@ -1,0 +1,42 @@
+"""Links in README and docs, and citations of docs in code, lead to a page and a heading that exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CODE = [path for room in ("kvrouter", "scripts", "tests") for path in sorted((ROOT / room).rglob("*.py"))]
+LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
+CITATION = re.compile(r"\bdocs/[\w/-]+\.md(?:#[\w-]+)?")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken(links: list[str], page: Path, base: Path) -> Iterator[str]:
+    """The links, relative to `base`, without a file or a heading."""
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (base / path).resolve() if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            yield link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """A page that moves takes its links along."""
+    assert [] == list(broken(LINK.findall(page.read_text()), page, page.parent))
+
+
+def test_code_cites_pages_that_exist() -> None:
+    """A comment names the page from the root of the repository, and a heading by its anchor."""
+    found = {path: list(broken(CITATION.findall(path.read_text()), path, ROOT)) for path in CODE}
+    assert {} == {path: links for path, links in found.items() if links}
