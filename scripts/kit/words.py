@@ -1,8 +1,7 @@
 """Counts words that turn a sentence into a riddle, per 1,000 words of everything a person reads.
 
-That is comments, docstrings, sentences in strings, log events and names of tests in Python and Cython,
-comments of shell scripts, and Markdown outside fenced code. Exits 1 if one row, or all together, are above
-their limit in the code, the tests or the docs.
+It reads comments, docstrings, sentences in strings, log events and names of tests, and Markdown without its
+fenced code. Exits 1 if one row, or all together, are above their limit in the code, the tests or the docs.
 """
 
 from __future__ import annotations
@@ -17,19 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW_LIMIT, TOTAL_LIMIT = 1.0, 2.5
-"""Per 1,000 words, in each area."""
+ROW_LIMIT, TOTAL_LIMIT = 1.0, 2.5  # per 1,000 words, in each area
 AREAS = ("code", "tests", "docs")
-_AREA_OF = {"kvrouter": "code", "scripts": "code", "tests": "tests"}
-"""By top folder. The rest, docs/ and the pages of the root, are the docs."""
+_AREA_OF = {"kvrouter": "code", "scripts": "code", "tests": "tests"}  # the rest: docs
 
 ROWS = {  # name: pattern, what to write instead
     "told": ("told|tells?|telling", "report, log, pass, state; distinguish"),
     "nobody": ("nobody|somebody", "name it: no client, a worker, ..."),
-    "beside": (
-        "beside|anew|dear(?:er|est)?|whom|by and by|for ever",
-        "next to; again; costly; forever",
-    ),
+    "beside": ("beside|anew|dear(?:er|est)?|whom|by and by|for ever", "next to; again; costly; forever"),
     "those-that": ("those that|the ones? that", "repeat the noun"),
     "is-no": ("is no|is none", "is not, has no ('there is no X' may stay)"),
     "whoever": ("whoever|whomever|whatever|whichever", "name it; any, every"),
@@ -38,25 +32,18 @@ ROWS = {  # name: pattern, what to write instead
     "foretold": ("foretold|foretells?|foretelling", "predict"),
     "ones-own": ("(?:of )?one'?s own", "your own, custom"),
 }
-_EXCEPTIONS = re.compile(
-    r"is[ \n]no[ \n]longer\b",  # plain English: was until now
-    re.IGNORECASE,
+_EXCEPTIONS = (
+    "is no longer",  # plain English: was until now
 )
-_UNREAD = (
+_LEFT_OUT = (
     "scripts/kit/words.py",  # the rows themselves
     "tests/scripts/test_words.py",  # a sentence for each row
     "tests/data/*",  # recorded from engines
 )
-# A space in a row's pattern is also the end of a line.
-_PATTERNS = {
-    name: re.compile(rf"\b(?:{pattern})\b".replace(" ", "[ \n]"), re.IGNORECASE)
-    for name, (pattern, _) in ROWS.items()
-}
+_SUFFIXES = {".py", ".pyx", ".pxi", ".md"}
 _STRING = re.compile(r"""([A-Za-z]*)('{3}|"{3}|['"])(.*)\2""", re.DOTALL)
-_LOG_EVENT = re.compile(r"[a-z]+\.[a-z_]+")
 _FENCE = re.compile(r"^ *(```|~~~).*?(?:^ *\1[^\n]*$|\Z)", re.DOTALL | re.MULTILINE)
 _SHELL_COMMENT = re.compile(r"(?:^|\s)#(?!!)(.*)")
-_WORD = re.compile(r"[A-Za-z][A-Za-z']*")
 
 
 def read_prose(path: Path) -> str:
@@ -92,43 +79,41 @@ def _sentence(literal: str) -> str:
     """A string literal's text if it is a sentence or a log event; empty for keys and bytes."""
     match = _STRING.fullmatch(literal)
     prefix, text = (match[1].lower(), match[3]) if match else ("f", literal)
-    if _LOG_EVENT.fullmatch(text):
+    if re.fullmatch(r"[a-z]+\.[a-z_]+", text):
         return text.replace("_", " ")
-    if "b" in prefix or " " not in text:
-        return ""
-    return re.sub(r"\\[^\n]", " ", re.sub(r"\{[^{}]*\}", " ", text) if "f" in prefix else text)
+    text = re.sub(r"\{[^{}]*\}", " ", text) if "f" in prefix else text
+    return re.sub(r"\\[^\n]", " ", text) if " " in text and "b" not in prefix else ""
 
 
 def find_files(root: Path, under: list[Path]) -> Iterator[Path]:
     """The files with prose, all or those in `under`."""
-    tops = [root / top for top in (*_AREA_OF, "docs")]
-    for path in sorted({*root.glob("*.md"), *(path for top in tops for path in top.rglob("*"))}):
-        is_wanted = not under or any(path.is_relative_to(wanted) for wanted in under)
-        if is_wanted and path.is_file() and not any(path.relative_to(root).match(name) for name in _UNREAD):
-            is_shell = not path.suffix and path.read_bytes().startswith(b"#!")
-            if is_shell or path.suffix in {".py", ".pyx", ".pxi", ".md"}:
-                yield path
+    in_folders = (path for top in (*_AREA_OF, "docs") for path in (root / top).rglob("*"))
+    for path in sorted({*root.glob("*.md"), *in_folders}):
+        is_shell = not path.suffix and path.is_file() and path.read_bytes().startswith(b"#!")
+        is_asked = any(path.is_relative_to(wanted) for wanted in under or [root])
+        is_left_out = any(path.relative_to(root).match(name) for name in _LEFT_OUT)
+        if (is_shell or path.suffix in _SUFFIXES) and is_asked and not is_left_out:
+            yield path
 
 
 def find_words(name: str, prose: str) -> list[tuple[int, str]]:
-    """Where a row is found: numbers and texts of lines."""
-    lines = prose.split("\n")
-    starts = [m.start() for m in _PATTERNS[name].finditer(prose) if not _EXCEPTIONS.match(prose, m.start())]
-    numbers = [prose.count("\n", 0, start) for start in starts]
-    return [(number + 1, lines[number]) for number in numbers]
+    """Where a row is found, also across the end of a line: numbers and texts of lines."""
+    pattern = rf"\b(?!(?:{'|'.join(_EXCEPTIONS)})\b)(?:{ROWS[name][0]})\b".replace(" ", "[ \n]")
+    numbers = [prose.count("\n", 0, m.start()) for m in re.finditer(pattern, prose, re.IGNORECASE)]
+    return [(number + 1, prose.split("\n")[number]) for number in numbers]
 
 
 def print_table(rows: list[str], words: Counter[str], counts: Counter[tuple[str, str]]) -> list[str]:
     """Returns what is above a limit."""
-    above = []
-    print(f"{'':16}{'count':>7}", *(f"{area:>7}" for area in (*AREAS, "all")), " per 1,000 words; instead")
+    above: list[str] = []
+    print(f"{'':16}  count", *(f"{area:>7}" for area in AREAS), "    all  per 1,000 words; instead")
     for name in [*rows, "all rows"]:
         limit, instead = (ROW_LIMIT, ROWS[name][1]) if name in ROWS else (TOTAL_LIMIT, "")
-        found = [sum(counts[area, row] for row in rows if name in {row, "all rows"}) for area in AREAS]
-        rates = [1000 * count / max(words[area], 1) for area, count in zip(AREAS, found, strict=True)]
-        columns = [*rates, 1000 * sum(found) / max(words.total(), 1)]
-        print(f"{name:16}{sum(found):7}", *(f"{rate:7.2f}" for rate in columns), "", instead)
-        above += [f"{name} in {area} {r:.2f}" for area, r in zip(AREAS, rates, strict=True) if r > limit]
+        found = {area: sum(counts[area, row] for row in rows if name in {row, "all rows"}) for area in AREAS}
+        rates = {area: 1000 * found[area] / max(words[area], 1) for area in AREAS}
+        columns = [*rates.values(), 1000 * sum(found.values()) / max(words.total(), 1)]
+        print(f"{name:16}{sum(found.values()):7}", *(f"{rate:7.2f}" for rate in columns), f" {instead}")
+        above += [f"{name} in {area} {rate:.2f}" for area, rate in rates.items() if rate > limit]
     print(f"{'words':16}{words.total():7}", *(f"{words[area]:7}" for area in AREAS))
     return above
 
@@ -140,26 +125,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print file:line of each place")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to read")
     flags = parser.parse_args(arguments)
-    rows = [name for name in ROWS if name in flags.only] or list(ROWS)
+    root, rows = flags.root.resolve(), [name for name in ROWS if name in flags.only] or list(ROWS)
     under = [Path(name).resolve() for name in flags.only if name not in ROWS]
     if missing := [str(path) for path in under if not path.exists()]:
         parser.error(f"neither a path nor one of {', '.join(ROWS)}: {', '.join(missing)}")
-    root = flags.root.resolve()
     words, counts = Counter[str](), Counter[tuple[str, str]]()
     for path in find_files(root, under):
         place, prose = path.relative_to(root), read_prose(path)
         area = _AREA_OF.get(place.parts[0], "docs")
-        words[area] += len(_WORD.findall(prose))
+        words[area] += len(re.findall(r"[A-Za-z][A-Za-z']*", prose))
         for name in rows:
-            found = find_words(name, prose)
-            counts[area, name] += len(found)
-            for number, line in found if flags.list else []:
-                print(f"{place}:{number}: {name}: {line}")
+            for number, line in find_words(name, prose):
+                counts[area, name] += 1
+                if flags.list:
+                    print(f"{place}:{number}: {name}: {line}")
     above = print_table(rows, words, counts)
-    if above and not flags.only:  # a few files, or rows, are not the whole
+    is_failed = bool(above) and not flags.only  # a few files are too short for a rate
+    if is_failed:
         print(f"words: above {ROW_LIMIT} a row, {TOTAL_LIMIT} in all: {', '.join(above)}", file=sys.stderr)
-        return 1
-    return 0
+    return int(is_failed)
 
 
 if __name__ == "__main__":
