@@ -30,7 +30,7 @@ ROWS = {  # name: pattern, what to write instead
     "hear": ("hears?|heard|hearing", "receive"),
     "so-many": ("so many|so long", "name the number or the setting"),
     "foretold": ("foretold|foretells?|foretelling", "predict"),
-    "ones-own": ("(?:of )?one'?s own", "your own, custom"),
+    "ones-own": ("one'?s own", "your own, custom"),
 }
 _EXCEPTIONS = (
     "is no longer",  # plain English: was until now
@@ -81,8 +81,9 @@ def _sentence(literal: str) -> str:
     prefix, text = (match[1].lower(), match[3]) if match else ("f", literal)
     if re.fullmatch(r"[a-z]+\.[a-z_]+", text):
         return text.replace("_", " ")
+    is_sentence = " " in text and "b" not in prefix
     text = re.sub(r"\{[^{}]*\}", " ", text) if "f" in prefix else text
-    return re.sub(r"\\[^\n]", " ", text) if " " in text and "b" not in prefix else ""
+    return re.sub(r"\\[^\n]", " ", text) if is_sentence else ""
 
 
 def find_files(root: Path, under: list[Path]) -> Iterator[Path]:
@@ -106,7 +107,7 @@ def find_words(name: str, prose: str) -> list[tuple[int, str]]:
 def print_table(rows: list[str], words: Counter[str], counts: Counter[tuple[str, str]]) -> list[str]:
     """Returns what is above a limit."""
     above: list[str] = []
-    print(f"{'':16}  count", *(f"{area:>7}" for area in AREAS), "    all  per 1,000 words; instead")
+    print(f"{'':18}count", *(f"{area:>7}" for area in AREAS), "    all  per 1,000 words; instead")
     for name in [*rows, "all rows"]:
         limit, instead = (ROW_LIMIT, ROWS[name][1]) if name in ROWS else (TOTAL_LIMIT, "")
         found = {area: sum(counts[area, row] for row in rows if name in {row, "all rows"}) for area in AREAS}
@@ -140,8 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if flags.list:
                     print(f"{place}:{number}: {name}: {line}")
     above = print_table(rows, words, counts)
-    is_failed = bool(above) and not flags.only  # a few files are too short for a rate
-    if is_failed:
+    if is_failed := bool(above) and not flags.only:  # a few files are too short for a rate
         print(f"words: above {ROW_LIMIT} a row, {TOTAL_LIMIT} in all: {', '.join(above)}", file=sys.stderr)
     return int(is_failed)
 

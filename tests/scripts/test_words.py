@@ -63,7 +63,9 @@ def test_found_across_lines(tmp_path: Path) -> None:
 
 
 def test_not_found_in_code_keys_and_bytes(tmp_path: Path) -> None:
-    source = 'told = {"told": b"told so", "x": f"a {whoever} b"}\ndef hear() -> None: ...\n'
+    source = (
+        'told = {"told": b"told so", "x": f"a {whoever} b", "y": f"{x}told{x}"}\ndef hear() -> None: ...\n'
+    )
 
     assert not found(write(tmp_path / "a.py", source))
 
