@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from kvrouter.client.indexers import ApproxKvIndexer, KvIndexer
     from kvrouter.client.kv_router import KvRouter, PlacedRequest
     from kvrouter.client.openai_client import Client
-    from kvrouter.core.beats import Card
-    from kvrouter.core.blocks import block_hashes, sequence_hashes
-    from kvrouter.core.ids import Target, WorkerId
-    from kvrouter.core.index import BlockIndex
-    from kvrouter.core.policy import Candidate, Choice, Policy, RouteRequest
-    from kvrouter.core.text_index import TextIndex, TextIndexSettings
+    from kvrouter.core.routing.policy import Candidate, Choice, Policy, RouteRequest
+    from kvrouter.core.tables.block_index import BlockIndex
+    from kvrouter.core.tables.text_index import TextIndex, TextIndexSettings
+    from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+    from kvrouter.core.wire.heartbeats import Card
+    from kvrouter.core.wire.ids import Target, WorkerId
     from kvrouter.policies import PolicySettings
     from kvrouter.worker.announce import announce, connect
     from kvrouter.worker.publisher import KvPublisher
@@ -49,26 +49,26 @@ __all__ = [
 
 _ON_DEMAND = {
     "ApproxKvIndexer": "kvrouter.client.indexers",
-    "BlockIndex": "kvrouter.core.index",
-    "Candidate": "kvrouter.core.policy",
-    "Card": "kvrouter.core.beats",
-    "Choice": "kvrouter.core.policy",
+    "BlockIndex": "kvrouter.core.tables.block_index",
+    "Candidate": "kvrouter.core.routing.policy",
+    "Card": "kvrouter.core.wire.heartbeats",
+    "Choice": "kvrouter.core.routing.policy",
     "Client": "kvrouter.client.openai_client",
     "KvIndexer": "kvrouter.client.indexers",
     "KvPublisher": "kvrouter.worker.publisher",
     "KvRouter": "kvrouter.client.kv_router",
     "PlacedRequest": "kvrouter.client.kv_router",
-    "Policy": "kvrouter.core.policy",
+    "Policy": "kvrouter.core.routing.policy",
     "PolicySettings": "kvrouter.policies",
-    "RouteRequest": "kvrouter.core.policy",
-    "Target": "kvrouter.core.ids",
-    "TextIndex": "kvrouter.core.text_index",
-    "TextIndexSettings": "kvrouter.core.text_index",
-    "WorkerId": "kvrouter.core.ids",
+    "RouteRequest": "kvrouter.core.routing.policy",
+    "Target": "kvrouter.core.wire.ids",
+    "TextIndex": "kvrouter.core.tables.text_index",
+    "TextIndexSettings": "kvrouter.core.tables.text_index",
+    "WorkerId": "kvrouter.core.wire.ids",
     "announce": "kvrouter.worker.announce",
-    "block_hashes": "kvrouter.core.blocks",
+    "block_hashes": "kvrouter.core.wire.hashes",
     "connect": "kvrouter.worker.announce",
-    "sequence_hashes": "kvrouter.core.blocks",
+    "sequence_hashes": "kvrouter.core.wire.hashes",
 }
 """Each name waits for what it needs itself, a NATS or HTTP client among it, and for nothing else."""
 

@@ -15,9 +15,9 @@ import structlog
 from kvrouter.bus.connection import Bus
 from kvrouter.bus.embedded import DEFAULT_URL, embedded_server
 from kvrouter.bus.options import NatsOptions
-from kvrouter.core import twins
-from kvrouter.core.ids import is_identifier
-from kvrouter.core.lease import MAX_INTERVAL_MS
+from kvrouter.core.feeds.lease import MAX_INTERVAL_MS
+from kvrouter.core.native import versions
+from kvrouter.core.wire.ids import is_identifier
 from kvrouter.errors import ConfigError
 
 log = structlog.get_logger()
@@ -133,7 +133,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--core",
-        choices=twins.CORES,
+        choices=versions.CORES,
         help="hot tables and hashes: in Python, or their twin in C; default: native if it is built",
     )
     parser.add_argument(
@@ -161,9 +161,9 @@ def read_key(flag: str, path: Path | None) -> str | None:
 
 def use_core(core: str | None) -> None:
     """Choose the version of the hot tables and hashes (--core). Raises ConfigError if it is not there."""
-    if twins.choose(core) == twins.PYTHON and core is None:
+    if versions.choose(core) == versions.PYTHON and core is None:
         effect = "the Python version serves: the same answers, more time and memory in a large fleet"
-        log.info("core.not_built", reason=twins.why_not_built, effect=effect)
+        log.info("core.not_built", reason=versions.why_not_built, effect=effect)
 
 
 def nats_options(flags: argparse.Namespace) -> NatsOptions:

@@ -8,14 +8,16 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 import uvloop
 
 from kvrouter.bus.embedded import server_binary
-from kvrouter.core import twins
+from kvrouter.core.native import versions
 from scripts.kit.ports import free_ports
+from tests.frontend.fleet import FleetOf, running_fleet
 
 _START_TIMEOUT_S = 10.0
 
@@ -112,6 +114,12 @@ def nats_url() -> Iterator[str]:
         yield _container_url(stack) if _docker_answers() else _bundled_url(stack)
 
 
+@pytest.fixture
+def fleet_of(nats_url: str) -> FleetOf:
+    """Opens fleets on the session's NATS, each in a namespace of its own."""
+    return partial(running_fleet, nats_url)
+
+
 def _docker_answers() -> bool:
     try:
         return subprocess.run(["docker", "info"], capture_output=True, timeout=5, check=False).returncode == 0
@@ -133,11 +141,11 @@ def _bundled_url(stack: contextlib.ExitStack) -> str:
     return server.url
 
 
-@pytest.fixture(params=twins.CORES, scope="module")
+@pytest.fixture(params=versions.CORES, scope="module")
 def core(request: pytest.FixtureRequest) -> Iterator[str]:
     """The version in use while a module's tests run; `pytestmark = usefixtures("core")` runs them on each."""
-    before = twins.in_use()
-    if request.param == twins.NATIVE and twins.why_not_built:
-        pytest.skip(f"not built here: {twins.why_not_built}")
-    yield twins.choose(request.param)
-    twins.choose(before)
+    before = versions.in_use()
+    if request.param == versions.NATIVE and versions.why_not_built:
+        pytest.skip(f"not built here: {versions.why_not_built}")
+    yield versions.choose(request.param)
+    versions.choose(before)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import nats.errors
 import structlog
 
-from kvrouter.bus.client import Client, OnMessage, discard, why_past_help
+from kvrouter.bus.nats_client import Client, OnMessage, discard, why_past_help
 from kvrouter.bus.options import NatsOptions
 from kvrouter.bus.trouble import Trouble
 from kvrouter.errors import KvRouterError

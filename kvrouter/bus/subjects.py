@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import re
 
-from kvrouter.core.ids import PoolId, RouterId, WorkerId, is_identifier
-from kvrouter.core.sources import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource
+from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId, is_identifier
+from kvrouter.core.wire.senders import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource
 from kvrouter.errors import ConfigError
 
 _RANK = re.compile(r"[0-9]{1,4}")

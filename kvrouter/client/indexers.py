@@ -19,14 +19,14 @@ from kvrouter.client.membership import (
     new_replica,
     until_serving,
 )
-from kvrouter.core.approx import DEFAULT_TTL_S, ApproxIndex
-from kvrouter.core.beats import Card
-from kvrouter.core.blocks import prompt_hashes
-from kvrouter.core.ids import Target, WorkerId
-from kvrouter.core.index import BlockIndex
-from kvrouter.core.pool import PoolSettings
-from kvrouter.core.replica import ReplicaSettings
-from kvrouter.core.router import Router
+from kvrouter.core.fleet.pool import PoolSettings
+from kvrouter.core.fleet.replica import ReplicaSettings
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
+from kvrouter.core.tables.block_index import BlockIndex
+from kvrouter.core.wire.hashes import prompt_hashes
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.errors import ConfigError
 from kvrouter.policies.plain import Random
 

@@ -24,21 +24,21 @@ from kvrouter.client.membership import (
     new_replica,
     until_serving,
 )
-from kvrouter.core.approx import DEFAULT_TTL_S
-from kvrouter.core.beats import Card
-from kvrouter.core.blocks import Multimodal, block_hashes, sequence_hashes
-from kvrouter.core.cost import Prompt
-from kvrouter.core.ids import PoolId, Target, WorkerId
-from kvrouter.core.policy import Candidate, Policy, RouteRequest, parse_wanted
-from kvrouter.core.pool import PoolSettings
-from kvrouter.core.replica import ReplicaSettings
-from kvrouter.core.router import Placement, Router
-from kvrouter.core.selection import Decision
-from kvrouter.core.wire_values import MOST_ID_CHARACTERS
+from kvrouter.core.fleet.pool import PoolSettings
+from kvrouter.core.fleet.replica import ReplicaSettings
+from kvrouter.core.fleet.router import Placement, Router
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import Candidate, Policy, RouteRequest, parse_wanted
+from kvrouter.core.routing.selection import Decision
+from kvrouter.core.tables.approx import DEFAULT_TTL_S
+from kvrouter.core.wire.hashes import Multimodal, block_hashes, sequence_hashes
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import PoolId, Target, WorkerId
+from kvrouter.core.wire.values import MOST_ID_CHARACTERS
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.policy_upkeep import tell_news
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
-from kvrouter.policies.loading import OwnPolicies
+from kvrouter.policies.importing import OwnPolicies
+from kvrouter.replica.policy_upkeep import tell_news
 
 _SWEPT = 512
 """Blocks of what has ended, taken off at each call."""

@@ -19,15 +19,15 @@ import structlog
 
 from kvrouter.bus import NatsOptions, Subjects
 from kvrouter.config import open_bus
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat
-from kvrouter.core.events import VERSION, ReplayRequest
-from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId, is_identifier
-from kvrouter.core.policy import Policy, PolicyState
-from kvrouter.core.replica import Replica, ReplicaSettings
-from kvrouter.core.sources import KvSource
+from kvrouter.core.fleet.replica import Replica, ReplicaSettings
+from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
+from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId, is_identifier
+from kvrouter.core.wire.ops import VERSION, ReplayRequest
+from kvrouter.core.wire.senders import KvSource
 from kvrouter.errors import ConfigError, NoWorkersError
-from kvrouter.frontend.feeds import Feeds
-from kvrouter.frontend.policy_upkeep import PolicyUpkeep
+from kvrouter.replica.loop import Feeds
+from kvrouter.replica.policy_upkeep import PolicyUpkeep
 
 log = structlog.get_logger()
 

@@ -21,12 +21,12 @@ import msgspec
 from kvrouter.bus import NatsOptions
 from kvrouter.bus.embedded import DEFAULT_URL
 from kvrouter.client.membership import READY_TIMEOUT_S, joined, new_replica, until_serving
-from kvrouter.core.ids import PoolId, WorkerId
-from kvrouter.core.policy import Candidate, Policy, RouteRequest, Wanted
-from kvrouter.core.pool import PoolSettings
-from kvrouter.core.replica import ReplicaSettings
-from kvrouter.core.router import Router
-from kvrouter.core.selection import Selection
+from kvrouter.core.fleet.pool import PoolSettings
+from kvrouter.core.fleet.replica import ReplicaSettings
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.policy import Candidate, Policy, RouteRequest, Wanted
+from kvrouter.core.routing.selection import Selection
+from kvrouter.core.wire.ids import PoolId, WorkerId
 from kvrouter.errors import (
     BadRequestError,
     ConfigError,

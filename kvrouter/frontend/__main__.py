@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import uvloop
 
 from kvrouter.config import use_core
-from kvrouter.core import twins
+from kvrouter.core.native import versions
 from kvrouter.errors import ConfigError
 from kvrouter.frontend import processes
-from kvrouter.frontend.options import parse_options
-from kvrouter.frontend.serve import serve
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.run import serve
 from kvrouter.telemetry.logs import set_up_logs
 
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         options = parse_options(words)
-        twins.choose(options.core)
+        versions.choose(options.core)
         if options.process.processes > 1:
             return processes.run(options, words)
         set_up_logs(options.log_level, options.log_format)

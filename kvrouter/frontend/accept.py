@@ -11,19 +11,20 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from kvrouter.core.cost import Prompt
-from kvrouter.core.policy import RouteRequest
-from kvrouter.core.pool import Pool
-from kvrouter.core.replica import Replica
-from kvrouter.core.router import Router
-from kvrouter.frontend import openai, passthrough
-from kvrouter.frontend.compare import Traits
-from kvrouter.frontend.incoming import priority_of
-from kvrouter.frontend.large_bodies import LARGE_BYTES, LargeBody
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.frontend import passthrough
+from kvrouter.frontend.bodies import openai
+from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
 from kvrouter.frontend.overrides import Dialect, find_wanted, read_overrides, without_overrides
+from kvrouter.frontend.prediction_checks import Traits
 from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
-from kvrouter.frontend.request import Request
-from kvrouter.frontend.request_head import without_report_mode
+from kvrouter.relay.incoming import priority_of
+from kvrouter.relay.request import Request
+from kvrouter.relay.request_head import without_report_mode
 from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.tokens import prompt as texts
 from kvrouter.tokens.plain_text import plain_text

@@ -12,22 +12,22 @@ from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvrouter.bus import Bus
-from kvrouter.core import twins
-from kvrouter.core.events import TIERS
-from kvrouter.core.feed import FeedReader
-from kvrouter.core.ids import PoolId, Target
-from kvrouter.core.models import listed
-from kvrouter.core.pool import Pool, Worker
-from kvrouter.core.replica import Replica
-from kvrouter.core.router import Router
-from kvrouter.core.sources import Feed, KvSource, SyncSource, name
-from kvrouter.core.watch import Watch
+from kvrouter.core.audit.watch import Watch
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.fleet.models import listed
+from kvrouter.core.fleet.pool import Pool, Worker
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.native import versions
+from kvrouter.core.wire.ids import PoolId, Target
+from kvrouter.core.wire.ops import TIERS
+from kvrouter.core.wire.senders import Feed, KvSource, SyncSource, name
 from kvrouter.errors import UnknownModelError
-from kvrouter.frontend.feeds import Feeds
-from kvrouter.frontend.listening import Doors
+from kvrouter.frontend.bodies.openai import ModelEntry, model_body, models_body
 from kvrouter.frontend.listing import model_entries
-from kvrouter.frontend.openai import ModelEntry, model_body, models_body
+from kvrouter.frontend.sockets import Doors
 from kvrouter.frontend.state_metrics import samples
+from kvrouter.replica.loop import Feeds
 from kvrouter.telemetry.exposition import Registry, exposition
 from kvrouter.telemetry.metrics import StateCollector
 from kvrouter.version import __version__
@@ -149,7 +149,7 @@ class Admin:
             {
                 "router_id": self._replica.router_id,
                 "replica_sync": self._replica.settings.synced,
-                "core": {"in_use": twins.in_use(), "native_not_built": twins.why_not_built},
+                "core": {"in_use": versions.in_use(), "native_not_built": versions.why_not_built},
                 "tokens": self._tokens(),
                 "namespace_peers": sorted(self._replica.peers),
                 "peers": self._peers(),

@@ -1,4 +1,4 @@
-"""What an attempt says about its worker, told to the circuit breakers (core/breaker.py) if there are any."""
+"""What an attempt shows of its worker, passed on to its circuit breaker (core/routing/breaker.py), if any."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 
 import structlog
 
-from kvrouter.core.breaker import CircuitBreakers
-from kvrouter.core.ids import Target
-from kvrouter.frontend.relay import Done, Lost, Outcome, Rejected, Retried, TimedOut
+from kvrouter.core.routing.breaker import CircuitBreakers
+from kvrouter.core.wire.ids import Target
+from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected, Retried, TimedOut
 
 log = structlog.get_logger()
 

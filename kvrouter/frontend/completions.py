@@ -9,24 +9,22 @@ from functools import partial
 
 import structlog
 
-from kvrouter.core.ids import Target
-from kvrouter.core.replica import Replica
-from kvrouter.core.router import Placement
-from kvrouter.core.watch import Watch
+from kvrouter.core.audit.watch import Watch
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.fleet.router import Placement
+from kvrouter.core.wire.ids import Target
 from kvrouter.errors import KvRouterError, NoWorkersError, WorkerDiedError, WorkerSilentError
-from kvrouter.frontend import circuits, openai, passthrough
+from kvrouter.frontend import circuits, passthrough
 from kvrouter.frontend.accept import Accept, Parse, Work
-from kvrouter.frontend.answer import Answer, Served, error_answer, held_answer, internal_error
-from kvrouter.frontend.compare import compare, expect_events
+from kvrouter.frontend.admission_queue import WaitingRoom
+from kvrouter.frontend.bodies import openai
 from kvrouter.frontend.decision_views import DecisionViews
-from kvrouter.frontend.feeds import Feeds
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
 from kvrouter.frontend.in_flight import InFlight, cut_off_error
-from kvrouter.frontend.incoming import request_id_of
 from kvrouter.frontend.operators import Gate
-from kvrouter.frontend.queue import WaitingRoom
-from kvrouter.frontend.refusals import UNKNOWN_MODEL
-from kvrouter.frontend.relay import (
+from kvrouter.frontend.prediction_checks import compare, expect_events
+from kvrouter.relay.answer import Answer, Served, error_answer, held_answer, internal_error
+from kvrouter.relay.exchange import (
     Attempt,
     Done,
     Limits,
@@ -36,9 +34,12 @@ from kvrouter.frontend.relay import (
     Retried,
     TimedOut,
 )
-from kvrouter.frontend.request import Request, Serve
-from kvrouter.frontend.request_head import request_head, with_report_mode
-from kvrouter.frontend.upstream import Upstream, WorkerUnreachableError
+from kvrouter.relay.incoming import request_id_of
+from kvrouter.relay.refusals import UNKNOWN_MODEL
+from kvrouter.relay.request import Request, Serve
+from kvrouter.relay.request_head import request_head, with_report_mode
+from kvrouter.relay.upstream import Upstream, WorkerUnreachableError
+from kvrouter.replica.loop import Feeds
 from kvrouter.telemetry.metrics import RequestMetrics, Sample
 
 log = structlog.get_logger()

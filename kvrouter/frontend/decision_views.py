@@ -15,12 +15,12 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from kvrouter.core.decisions import Decided, DecisionRing
-from kvrouter.core.policy import Candidate, RouteRequest
-from kvrouter.core.selection import Decision, Selection, Verdict
+from kvrouter.core.routing.decisions import Decided, DecisionRing
+from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.selection import Decision, Selection, Verdict
 from kvrouter.errors import BadRequestError, UnknownDecisionError
 from kvrouter.frontend.accept import Work
-from kvrouter.frontend.answer import Answer
+from kvrouter.relay.answer import Answer
 
 log = structlog.get_logger()
 

@@ -14,11 +14,12 @@ from aiohttp import web
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend import openai, passthrough
+from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept, Parse
-from kvrouter.frontend.client import from_aiohttp
+from kvrouter.frontend.aiohttp_requests import from_aiohttp
+from kvrouter.frontend.bodies import openai
 from kvrouter.frontend.decision_views import DecisionViews
-from kvrouter.frontend.incoming import request_id_of
+from kvrouter.relay.incoming import request_id_of
 
 _PARSERS: dict[str, Parse | None] = {
     "chat": openai.parse_chat,

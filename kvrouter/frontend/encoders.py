@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
-from kvrouter.core.pool import Pool
+from kvrouter.core.fleet.pool import Pool
 from kvrouter.tokens.prompt import PromptEncoder
 
 

@@ -23,15 +23,15 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.admin import Admin
-from kvrouter.frontend.client import HttpRoute, openai_errors, route
-from kvrouter.frontend.client_connection import ClientConnection, invite_body
+from kvrouter.frontend.aiohttp_connection import ClientConnection, invite_body
+from kvrouter.frontend.aiohttp_requests import HttpRoute, openai_errors, route
 from kvrouter.frontend.completions import Completions
-from kvrouter.frontend.incoming import ARRIVING, ArrivingBytes
-from kvrouter.frontend.listening import BACKLOG, Doors
+from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.frontend.operators import Gate, gate_of, open_gate
-from kvrouter.frontend.options import FrontendOptions
-from kvrouter.frontend.plain_connection import Connections
-from kvrouter.frontend.unsent import is_unsent
+from kvrouter.frontend.sockets import BACKLOG, Doors
+from kvrouter.relay.connection import Connections
+from kvrouter.relay.incoming import ARRIVING, ArrivingBytes
+from kvrouter.relay.unsent import is_unsent
 
 log = structlog.get_logger()
 

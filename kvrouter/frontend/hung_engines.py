@@ -29,12 +29,12 @@ import aiohttp
 import structlog
 from msgspec import Struct
 
-from kvrouter.core.ids import Target, WorkerId
-from kvrouter.core.pool import Pool, Worker
-from kvrouter.core.router import Placement
-from kvrouter.engine_answers import engine_connector
+from kvrouter.bounded_answers import engine_connector
+from kvrouter.core.fleet.pool import Pool, Worker
+from kvrouter.core.fleet.router import Placement
+from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.frontend.accept import Work
-from kvrouter.frontend.relay import Attempt
+from kvrouter.relay.exchange import Attempt
 from kvrouter.tls import trusting
 
 log = structlog.get_logger()

@@ -12,7 +12,7 @@ from collections.abc import Container
 from typing import Any
 
 from kvrouter.errors import ShuttingDownError
-from kvrouter.frontend.request import Request
+from kvrouter.relay.request import Request
 
 
 class InFlight:

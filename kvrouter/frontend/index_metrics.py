@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 
-from kvrouter.core.blocks import Hashes
-from kvrouter.core.ids import Target
-from kvrouter.core.index import BlockIndex, IndexBounds, Wider
-from kvrouter.core.pool import NewIndex, Pool
-from kvrouter.core.replica import Replica
+from kvrouter.core.fleet.pool import NewIndex, Pool
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.tables.block_index import BlockIndex, IndexBounds, Wider
+from kvrouter.core.wire.hashes import Hashes
+from kvrouter.core.wire.ids import Target
 from kvrouter.telemetry.metrics import Sample, Spread
 
 LOOKUP_SECONDS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 0.1)

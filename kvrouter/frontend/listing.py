@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvrouter.core.beats import Card
-from kvrouter.core.models import pool_serving
-from kvrouter.core.pool import Pool
-from kvrouter.frontend.openai import ModelEntry
+from kvrouter.core.fleet.models import pool_serving
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.frontend.bodies.openai import ModelEntry
 
 
 def model_entries(pools: Iterable[Pool]) -> list[ModelEntry]:

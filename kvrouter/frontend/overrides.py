@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from kvrouter.core.policy import Wanted, parse_wanted
-from kvrouter.core.pool import Pool
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.routing.policy import Wanted, parse_wanted
 from kvrouter.errors import BadRequestError, UnknownTargetError
 
 DIRECT = "direct"

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.openai import CompletionRequest
-from kvrouter.frontend.request import Request
+from kvrouter.frontend.bodies.openai import CompletionRequest
+from kvrouter.relay.request import Request
 
 POST_ROUTES = (
     "/v1/embeddings",

@@ -23,8 +23,8 @@ import uvloop
 
 from kvrouter.bus.embedded import embedded_server
 from kvrouter.errors import KvRouterError, leaves
-from kvrouter.frontend.listening import listen, url
-from kvrouter.frontend.options import FrontendOptions
+from kvrouter.frontend.flags.options import FrontendOptions
+from kvrouter.frontend.sockets import listen, url
 from kvrouter.processes.children import Child
 from kvrouter.processes.output import LabelledText, Output
 from kvrouter.telemetry.logs import set_up_logs

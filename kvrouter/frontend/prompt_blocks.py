@@ -17,9 +17,9 @@ from typing import Protocol
 
 import structlog
 
-from kvrouter.core.blocks import block_seed, seeded_prompt_hashes
-from kvrouter.core.cost import Prompt as HashedPrompt
-from kvrouter.core.pool import Pool
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.routing.cost import Prompt as HashedPrompt
+from kvrouter.core.wire.hashes import block_seed, seeded_prompt_hashes
 from kvrouter.frontend.encoders import Encoders
 from kvrouter.tokens.engine import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
 from kvrouter.tokens.prefix_hashes import PrefixHashes

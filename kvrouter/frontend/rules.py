@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from kvrouter.core.breaker import CircuitBreakers
-from kvrouter.core.decisions import DecisionRing
-from kvrouter.core.filters import FilterSettings, new_filters
-from kvrouter.core.ids import PoolId
-from kvrouter.core.modes import Modes
-from kvrouter.core.router import Router
-from kvrouter.core.sessions import SessionTable
-from kvrouter.frontend.rule_flags import RuleOptions
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.breaker import CircuitBreakers
+from kvrouter.core.routing.decisions import DecisionRing
+from kvrouter.core.routing.filters import FilterSettings, new_filters
+from kvrouter.core.routing.modes import Modes
+from kvrouter.core.tables.sessions import SessionTable
+from kvrouter.core.wire.ids import PoolId
+from kvrouter.frontend.flags.rules import RuleOptions
 from kvrouter.policies import PolicySettings, new_policy
 from kvrouter.telemetry.metrics import Sample
 

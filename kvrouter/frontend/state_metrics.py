@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from kvrouter.bus import Bus
-from kvrouter.core.feed import FeedReader
-from kvrouter.core.ids import RouterId
-from kvrouter.core.pool import Pool
-from kvrouter.core.replica import Replica
-from kvrouter.core.sources import Feed, name
-from kvrouter.core.watch import Watch
-from kvrouter.frontend.feeds import Feeds
+from kvrouter.core.audit.watch import Watch
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.wire.ids import RouterId
+from kvrouter.core.wire.senders import Feed, name
 from kvrouter.frontend.truth_metrics import truth_samples
+from kvrouter.replica.loop import Feeds
 from kvrouter.telemetry.metrics import Sample
 
 _COUNTED = {

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from kvrouter.core.replica import Replica
+from kvrouter.core.fleet.replica import Replica
 
 LOOK_S = 1.0
 """Seconds between two looks at most; a text index itself knows when its interval is over."""

@@ -14,16 +14,16 @@ from typing import Any
 
 import structlog
 
-from kvrouter.core.ids import PoolId
-from kvrouter.core.pool import Pool
-from kvrouter.core.problems import Compared
-from kvrouter.core.replica import Replica
+from kvrouter.core.audit.problems import Compared
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.encoders import Encoders
 from kvrouter.frontend.prompt_blocks import Naming, engine_url
 from kvrouter.telemetry.metrics import Sample
-from kvrouter.tokens.compare import Difference, find_difference
 from kvrouter.tokens.engine import EngineTokenizer, EngineTokenizerError
+from kvrouter.tokens.id_comparison import Difference, find_difference
 from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt, has_media
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvrouter.core.ids import PoolId
-from kvrouter.core.router import Router
-from kvrouter.core.truth import ERROR_BLOCKS, Record
-from kvrouter.core.watch import Watch
+from kvrouter.core.audit.watch import Watch
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.tables.predictions import ERROR_BLOCKS, Record
+from kvrouter.core.wire.ids import PoolId
 from kvrouter.telemetry.metrics import Sample
 
 Labels = dict[str, str]

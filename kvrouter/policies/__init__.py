@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrouter.core.policy import Policy
+from kvrouter.core.routing.policy import Policy
+from kvrouter.policies.importing import OwnPolicies
 from kvrouter.policies.kv import Kv
 from kvrouter.policies.kv_score import KvScore
 from kvrouter.policies.load import LeastLoaded, PowerOfTwo
-from kvrouter.policies.loading import OwnPolicies
 from kvrouter.policies.plain import Direct, Random, RoundRobin
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from kvrouter.policies.scored import Scored

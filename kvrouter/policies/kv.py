@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrouter.core.candidates import Candidates, requests_of
-from kvrouter.core.cost import cost, lowest, sample, spread
-from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.candidates import Candidates, requests_of
+from kvrouter.core.routing.cost import cost, lowest, sample, spread
+from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
 
 NEGLIGIBLE = 0.05
 """With fewer unseen bookings than this, one in twenty decisions, the lowest cost is simply taken."""

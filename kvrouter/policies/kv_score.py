@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrouter.core.cost import lowest, sample_scores
-from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.cost import lowest, sample_scores
+from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.policies import reports
 
 OVERLAP_WEIGHT = 2.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvrouter.core.candidates import requests_of
-from kvrouter.core.cost import lowest
-from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.candidates import requests_of
+from kvrouter.core.routing.cost import lowest
+from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
 
 
 class LeastLoaded(Policy):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrouter.core.candidates import targets_of
-from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.candidates import targets_of
+from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.errors import BadRequestError, NoWorkersError
 from kvrouter.policies.load import fewest_requests
 

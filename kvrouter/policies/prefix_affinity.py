@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrouter.core.candidates import requests_of, targets_of
-from kvrouter.core.ids import Target
-from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.candidates import requests_of, targets_of
+from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.wire.ids import Target
 from kvrouter.policies.load import fewest_requests, power_of_two
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrouter.core.policy import Candidate
+from kvrouter.core.routing.policy import Candidate
 
 
 def waiting(candidates: Sequence[Candidate]) -> list[float]:

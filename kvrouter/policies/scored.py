@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.policies import scorers
 from kvrouter.policies.scorers import Scorer
 

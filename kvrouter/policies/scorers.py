@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvrouter.core.policy import Candidate, PolicyState, RouteRequest
+from kvrouter.core.routing.policy import Candidate, PolicyState, RouteRequest
 from kvrouter.policies import reports
 
 Scorer = Callable[[RouteRequest, Sequence[Candidate], PolicyState], list[float]]

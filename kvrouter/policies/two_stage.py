@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
-from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.errors import ConfigError
 from kvrouter.policies.kv import Kv
 

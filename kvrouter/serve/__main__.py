@@ -12,7 +12,7 @@ import uvloop
 
 from kvrouter.bus.embedded import embedded_server
 from kvrouter.errors import KvRouterError, leaves
-from kvrouter.frontend.listening import listen
+from kvrouter.frontend.sockets import listen
 from kvrouter.processes.output import LabelledText, Output
 from kvrouter.serve.deployment import NAME, Deployment
 from kvrouter.serve.options import ServeOptions, parse_options

@@ -20,10 +20,10 @@ from kvrouter.serve.engines import EngineSpec
 from kvrouter.serve.options import ServeOptions
 from kvrouter.serve.report import report
 from kvrouter.serve.tokenizers import Tokenizers
-from kvrouter.worker.discovery import learn_patiently
-from kvrouter.worker.engine_http import EngineHttp
-from kvrouter.worker.facts import EngineFacts, with_discovered
-from kvrouter.worker.vllm_facts import CACHED_TOKENS_UNKNOWN
+from kvrouter.worker.engines.discovery import learn_patiently
+from kvrouter.worker.engines.facts import EngineFacts, with_discovered
+from kvrouter.worker.engines.http import EngineHttp
+from kvrouter.worker.engines.vllm_facts import CACHED_TOKENS_UNKNOWN
 
 log = structlog.get_logger()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from kvrouter.core.ids import is_identifier
+from kvrouter.core.wire.ids import is_identifier
 from kvrouter.errors import ConfigError
 from kvrouter.worker.options import worker_id_of
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from kvrouter.bus import NatsOptions
 from kvrouter.config import FlagHelp, add_common_flags, nats_options, positive_int
 from kvrouter.errors import ConfigError
-from kvrouter.frontend import options as frontend
-from kvrouter.frontend.options import FrontendOptions
+from kvrouter.frontend.flags import options as frontend
+from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.serve.engines import EngineSpec, read_engines
 from kvrouter.worker import options as worker
 from kvrouter.worker.options import AgentOptions

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvrouter.serve.tokenizers import Tokenizer
-from kvrouter.worker.facts import EngineFacts, with_discovered
+from kvrouter.worker.engines.facts import EngineFacts, with_discovered
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq_feed import FeedOptions
+from kvrouter.worker.zmq.sockets import FeedOptions
 
 
 def report(

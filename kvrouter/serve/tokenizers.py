@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrouter.frontend.token_options import TokenOptions
-from kvrouter.worker.facts import EngineFacts
+from kvrouter.frontend.flags.tokens import TokenOptions
+from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.options import AgentOptions
 
 NO_TOKENIZER = (

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from kvrouter.config import FlagHelp, not_negative, positive, positive_int
 from kvrouter.errors import ConfigError, KvRouterError
-from kvrouter.frontend.policy_flags import SERVED_MODES, add_policy_flags, policy_settings
+from kvrouter.frontend.flags.policies import SERVED_MODES, add_policy_flags, policy_settings
 from kvrouter.mocker.engine import EngineConfig, speed_up
 from kvrouter.policies import OWN, PolicySettings, new_policy
 from kvrouter.simulate.fleet import Arrival, Fleet, Run, new_state

@@ -19,13 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat
-from kvrouter.core.cost import Prompt
-from kvrouter.core.events import VERSION
-from kvrouter.core.ids import BookingKey, PoolId, RouterId, Target, WorkerId
-from kvrouter.core.policy import Policy, PolicyState, RouteRequest
-from kvrouter.core.pool import Pool, PoolSettings
-from kvrouter.core.router import Router
+from kvrouter.core.fleet.pool import Pool, PoolSettings
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import Policy, PolicyState, RouteRequest
+from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
+from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
+from kvrouter.core.wire.ops import VERSION
 from kvrouter.mocker.engine import Engine, EngineConfig, EngineRequest, Output, StepResult
 from kvrouter.mocker.events import BlockRemoved, BlockStored
 from kvrouter.simulate.percentiles import Percentiles, percentiles

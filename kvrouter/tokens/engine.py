@@ -11,9 +11,9 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from kvrouter.core.events import UNREADABLE
-from kvrouter.core.wire_values import TokenId
-from kvrouter.engine_answers import UNPACKED, engine_connector, read_answer
+from kvrouter.bounded_answers import UNPACKED, engine_connector, read_answer
+from kvrouter.core.wire.ops import UNREADABLE
+from kvrouter.core.wire.values import TokenId
 from kvrouter.errors import KvRouterError
 from kvrouter.tls import tls_trouble, trusting
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, TokenIds

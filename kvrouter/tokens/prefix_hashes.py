@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvrouter.core import twins
-from kvrouter.core.blocks import seeded_prompt_hashes
+from kvrouter.core.native import versions
+from kvrouter.core.wire.hashes import seeded_prompt_hashes
 from kvrouter.tokens.prefix_tokens import Beginnings
 
 ENTRY_BYTES = 360
@@ -27,7 +27,7 @@ NEAR_TOKENS = 256
 """A beginning that is less than this longer than one held is not held, too: to hash the rest costs less."""
 MOST_STEPS = 8
 """How many known parts are asked for, the deepest first: one part has some 60 tokens."""
-LEAST_TOKENS = {twins.PYTHON: 512, twins.NATIVE: 8192}
+LEAST_TOKENS = {versions.PYTHON: 512, versions.NATIVE: 8192}
 """Fewer are hashed faster than looked up (`scripts/bench hashes`)."""
 
 _NONE = array("Q")
@@ -59,7 +59,7 @@ class PrefixHashes:
         self.counters = HashCounters()
         self._most = most
         self._max_bytes = max_bytes
-        self._least_tokens = LEAST_TOKENS[twins.in_use()] if least_tokens is None else least_tokens
+        self._least_tokens = LEAST_TOKENS[versions.in_use()] if least_tokens is None else least_tokens
         self._near_tokens = near_tokens
         self._chains: OrderedDict[tuple[bytes, _Naming], array[int]] = OrderedDict()
         self._bytes = 0

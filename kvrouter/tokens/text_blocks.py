@@ -13,9 +13,9 @@ import json
 
 from xxhash import xxh3_64_intdigest
 
-from kvrouter.core.blocks import block_seed, sequence_hashes
-from kvrouter.core.cost import Prompt as HashedPrompt
-from kvrouter.core.ids import BlockHash
+from kvrouter.core.routing.cost import Prompt as HashedPrompt
+from kvrouter.core.wire.hashes import block_seed, sequence_hashes
+from kvrouter.core.wire.ids import BlockHash
 from kvrouter.tokens.messages import as_string, conversation
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 

@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 from kvrouter.bus import Bus, Subjects
-from kvrouter.core.beats import Card, WorkerBeat, decode_worker_beat
-from kvrouter.core.events import (
+from kvrouter.core.wire.heartbeats import Card, WorkerBeat, decode_worker_beat
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.ops import (
     VERSION,
     Check,
     Decoded,
@@ -29,8 +30,7 @@ from kvrouter.core.events import (
     decode_frame,
     encode,
 )
-from kvrouter.core.ids import WorkerId
-from kvrouter.core.sources import WorkerSource
+from kvrouter.core.wire.senders import WorkerSource
 from kvrouter.errors import MalformedFrameError
 from kvrouter.verify.comparison import Copy, FeedKey, VerifyError
 from kvrouter.verify.tier_sets import TierSets

@@ -24,21 +24,21 @@ from typing import Any
 
 import zmq.asyncio
 
-from kvrouter.core.beats import Card
-from kvrouter.core.events import TIERS, Op, Stored
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ops import TIERS, Op, Stored
 from kvrouter.errors import KvRouterError, MalformedFrameError
 from kvrouter.verify.agents import AgentRank, Agents
 from kvrouter.verify.comparison import DIFFERENT, EQUAL, IN_PART, NOT_CHECKED, EngineCheck, FeedKey
 from kvrouter.verify.tier_sets import TierSets
-from kvrouter.worker.adapter import Adapter
-from kvrouter.worker.discovery import learn
-from kvrouter.worker.engine_blocks import BlockIds, EngineBlocks, EngineHash
-from kvrouter.worker.engine_http import EngineHttp
+from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineBlocks, EngineHash
+from kvrouter.worker.engines.adapter import Adapter
+from kvrouter.worker.engines.discovery import learn
+from kvrouter.worker.engines.http import EngineHttp
+from kvrouter.worker.engines.sglang import SglangAdapter
+from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.sglang import SglangAdapter
-from kvrouter.worker.stream import Action, Apply, EngineStream, Restarted, Step
-from kvrouter.worker.vllm import VllmAdapter
-from kvrouter.worker.zmq_feed import ask_replay
+from kvrouter.worker.zmq.ordering import Action, Apply, EngineStream, Restarted, Step
+from kvrouter.worker.zmq.sockets import ask_replay
 
 REPLAY_TIMEOUT_S = 5.0
 FIRST_GAP_S, LONGEST_GAP_S = 0.5, 4.0

@@ -9,8 +9,8 @@ It shares nothing with a replica's index: a bug there does not hide itself here.
 
 from __future__ import annotations
 
-from kvrouter.core.blocks import hashes_of
-from kvrouter.core.events import TIERS, Check, Cleared, Op, Removed, Stored
+from kvrouter.core.wire.hashes import hashes_of
+from kvrouter.core.wire.ops import TIERS, Check, Cleared, Op, Removed, Stored
 from kvrouter.verify.comparison import Content
 
 _MASK64 = (1 << 64) - 1

@@ -22,7 +22,7 @@ from kvrouter.worker.agent import serve
 from kvrouter.worker.drain import Duty
 from kvrouter.worker.engines_file import read_engines
 from kvrouter.worker.options import add_flags, read_options
-from kvrouter.worker.several import serve_all
+from kvrouter.worker.shared_process import serve_all
 
 log = structlog.get_logger()
 

@@ -18,26 +18,26 @@ import structlog
 
 from kvrouter.bus import Bus, BusPart, Subjects
 from kvrouter.config import open_bus
-from kvrouter.core.beats import Card, RankBeat, State
-from kvrouter.core.events import decode_request
-from kvrouter.core.feed_state import ANSWERS_A_SECOND, PerSecond
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.feeds.trust import ANSWERS_A_SECOND, PerSecond
+from kvrouter.core.wire.heartbeats import Card, RankBeat, State
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.ops import decode_request
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.announcer import Announcer
-from kvrouter.worker.discovery import learn, learn_patiently
+from kvrouter.worker.blocks.engine_blocks import MAX_HELD_BLOCKS
+from kvrouter.worker.blocks.state import VERSION, AgentState, Header
+from kvrouter.worker.blocks.state_file import StateFile
 from kvrouter.worker.drain import Duty, until_drained
-from kvrouter.worker.engine_blocks import MAX_HELD_BLOCKS
-from kvrouter.worker.engine_http import EngineError, EngineHttp, Models
-from kvrouter.worker.facts import EngineFacts, build_card, can_report, with_discovered
-from kvrouter.worker.load import RankLoad, Scrape
+from kvrouter.worker.engines.discovery import learn, learn_patiently
+from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
+from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
+from kvrouter.worker.engines.metrics import RankLoad, Scrape
+from kvrouter.worker.engines.sglang import SglangAdapter
+from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
-from kvrouter.worker.sglang import SglangAdapter
-from kvrouter.worker.state import VERSION, AgentState, Header
-from kvrouter.worker.state_file import StateFile
-from kvrouter.worker.vllm import VllmAdapter
-from kvrouter.worker.zmq_feed import ZmqFeed
+from kvrouter.worker.zmq.sockets import ZmqFeed
 
 log = structlog.get_logger()
 

@@ -20,13 +20,13 @@ import structlog
 
 from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
-from kvrouter.core.beats import Card, RankBeat
-from kvrouter.core.events import decode_request
-from kvrouter.core.feed_state import ANSWERS_A_SECOND, PerSecond
-from kvrouter.core.ids import WorkerId, is_identifier
+from kvrouter.core.feeds.trust import ANSWERS_A_SECOND, PerSecond
+from kvrouter.core.wire.heartbeats import Card, RankBeat
+from kvrouter.core.wire.ids import WorkerId, is_identifier
+from kvrouter.core.wire.ops import decode_request
 from kvrouter.errors import ConfigError, MalformedFrameError
 from kvrouter.worker.announcer import Announcer
-from kvrouter.worker.load import RankLoad
+from kvrouter.worker.engines.metrics import RankLoad
 from kvrouter.worker.publisher import KvPublisher
 
 log = structlog.get_logger()

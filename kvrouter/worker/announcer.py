@@ -11,7 +11,8 @@ from typing import Protocol
 import structlog
 
 from kvrouter.bus.subjects import Subjects
-from kvrouter.core.beats import (
+from kvrouter.core.wire.hashes import pool_token
+from kvrouter.core.wire.heartbeats import (
     Card,
     RankBeat,
     State,
@@ -20,9 +21,8 @@ from kvrouter.core.beats import (
     decode_worker_beat,
     encode,
 )
-from kvrouter.core.blocks import pool_token
-from kvrouter.core.events import VERSION
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.ops import VERSION
 from kvrouter.errors import ConfigError, KvRouterError, MalformedFrameError
 
 log = structlog.get_logger()

@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 
-from kvrouter.worker.engine_http import EngineError, EngineGoneError, EngineHttp
-from kvrouter.worker.load import RankLoad
+from kvrouter.worker.engines.http import EngineError, EngineGoneError, EngineHttp
+from kvrouter.worker.engines.metrics import RankLoad
 
 LOOK_S = 0.2
 IDLE_LOOKS = 2

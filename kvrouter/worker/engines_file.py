@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from kvrouter.errors import ConfigError
 from kvrouter.worker.options import AgentOptions, add_flags, read_options
-from kvrouter.worker.zmq_feed import is_bound
+from kvrouter.worker.zmq.sockets import is_bound
 
 MAX_ENGINES = 1024
 _OF_THE_PROCESS = ("nats", "namespace", "heartbeat-s", "log-", "engines", "help")

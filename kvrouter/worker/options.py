@@ -21,7 +21,7 @@ from kvrouter.config import (
 )
 from kvrouter.errors import ConfigError
 from kvrouter.tls import trusting
-from kvrouter.worker.zmq_feed import FeedOptions
+from kvrouter.worker.zmq.sockets import FeedOptions
 
 MOST_METRICS = 16
 """They travel in every heartbeat."""

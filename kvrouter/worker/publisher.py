@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvrouter.bus.subjects import Subjects
-from kvrouter.core.blocks import pool_token
-from kvrouter.core.events import DEVICE, MAX_FRAME_HASHES, TIERS, Op, Removed, ReplayRequest, Stored
-from kvrouter.core.feed_source import FeedSource
-from kvrouter.core.ids import PoolId, WorkerId, is_identifier
+from kvrouter.core.feeds.source import FeedSource
+from kvrouter.core.wire.hashes import pool_token
+from kvrouter.core.wire.ids import PoolId, WorkerId, is_identifier
+from kvrouter.core.wire.ops import DEVICE, MAX_FRAME_HASHES, TIERS, Op, Removed, ReplayRequest, Stored
 from kvrouter.errors import ConfigError
-from kvrouter.worker.engine_blocks import (
+from kvrouter.worker.blocks.engine_blocks import (
     MAX_HELD_BLOCKS,
     BlockIds,
     BlocksImage,

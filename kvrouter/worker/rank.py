@@ -30,13 +30,13 @@ from typing import Any
 
 import structlog
 
-from kvrouter.core.events import DEVICE
+from kvrouter.core.wire.ops import DEVICE
 from kvrouter.errors import MalformedFrameError
-from kvrouter.worker.adapter import Adapter, Batch, Reasons
+from kvrouter.worker.blocks.state import RankHead, RankState
+from kvrouter.worker.engines.adapter import Adapter, Batch, Reasons
+from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
-from kvrouter.worker.state import RankHead, RankState
-from kvrouter.worker.stream import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
-from kvrouter.worker.vllm import VllmAdapter
+from kvrouter.worker.zmq.ordering import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
 
 log = structlog.get_logger()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvrouter.bus.subjects import Subjects
-from kvrouter.core.blocks import pool_token
-from kvrouter.core.ids import PoolId, RouterId, WorkerId
-from kvrouter.core.sources import KvSource, RouterSource, Source, SyncSource, WorkerSource
+from kvrouter.core.wire.hashes import pool_token
+from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
+from kvrouter.core.wire.senders import KvSource, RouterSource, Source, SyncSource, WorkerSource
 from kvrouter.errors import ConfigError
 
 POOL, WORKER, ROUTER = PoolId(pool_token("meta/Llama-3.1")), WorkerId("host_9000"), RouterId("3f-2a")

@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from kvrouter import ApproxKvIndexer, KvIndexer, Target
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.wire.ids import WorkerId
 from kvrouter.errors import ConfigError, NoWorkersError
 from tests.client.hands import Clock, Hand
 from tests.e2e.fleet import running_fleet

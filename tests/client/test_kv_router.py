@@ -12,7 +12,7 @@ from kvrouter import KvRouter, PolicySettings
 from kvrouter.errors import BadRequestError, ConfigError, NoWorkersError
 from tests.client.hands import Clock, Hand
 from tests.e2e.fleet import Fleet, running_fleet, until
-from tests.policies.own_classes import Fails, Last, NoChoose
+from tests.policies.guarded_classes import Fails, Last, NoChoose
 
 PROMPT = list(range(40))
 

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 
 from kvrouter.bus.subjects import Subjects
-from kvrouter.core.beats import Card, RankBeat
-from kvrouter.core.blocks import block_hashes, pool_token, sequence_hashes
-from kvrouter.core.events import TIERS, decode_request
-from kvrouter.core.feed_source import FeedSource
-from kvrouter.core.ids import PoolId, WorkerId
-from kvrouter.core.sources import KvSource
+from kvrouter.core.feeds.source import FeedSource
+from kvrouter.core.wire.hashes import block_hashes, pool_token, sequence_hashes
+from kvrouter.core.wire.heartbeats import Card, RankBeat
+from kvrouter.core.wire.ids import PoolId, WorkerId
+from kvrouter.core.wire.ops import TIERS, decode_request
+from kvrouter.core.wire.senders import KvSource
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.publisher import CHECK_EVERY_S, KvPublisher

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvrouter.core.active import ActiveTable
-from kvrouter.core.feed import FeedReader
-from kvrouter.core.ids import PoolId, Target
-from kvrouter.core.index import BlockIndex
-from kvrouter.core.pool import Pool
-from kvrouter.core.sources import KvSource, SyncSource
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.tables.block_index import BlockIndex
+from kvrouter.core.tables.bookings import ActiveTable
+from kvrouter.core.wire.ids import PoolId, Target
+from kvrouter.core.wire.senders import KvSource, SyncSource
 from tests.convergence.engines import LIBRARY, SimAgent
 from tests.convergence.replicas import SimReplica
 from tests.convergence.world import Setup, World

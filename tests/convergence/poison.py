@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvrouter.bus.subjects import Subjects
-from kvrouter.core.beats import RankBeat, RouterBeat, WorkerBeat, encode
-from kvrouter.core.events import VERSION, Frame
-from kvrouter.core.events import encode as encode_frame
-from kvrouter.core.ids import PoolId, WorkerId
+from kvrouter.core.wire.heartbeats import RankBeat, RouterBeat, WorkerBeat, encode
+from kvrouter.core.wire.ids import PoolId, WorkerId
+from kvrouter.core.wire.ops import VERSION, Frame
+from kvrouter.core.wire.ops import encode as encode_frame
 from tests.convergence.engines import NAMESPACE, SimAgent
 from tests.convergence.replicas import SimReplica
 

@@ -1,4 +1,4 @@
-"""A replica on the simulated bus: the real Replica, driven as `frontend/feeds.py` drives it."""
+"""A replica on the simulated bus: the real Replica, driven as `replica/loop.py` drives it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from collections import deque
 from collections.abc import Callable
 
 from kvrouter.bus.subjects import Subjects
-from kvrouter.core.active import ActiveTable
-from kvrouter.core.beats import State
-from kvrouter.core.beats import encode as encode_beat
-from kvrouter.core.cost import Prompt
-from kvrouter.core.events import (
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.sinks import FeedSink
+from kvrouter.core.fleet.replica import Replica, ReplicaSettings
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import Policy, PolicyState, RouteRequest
+from kvrouter.core.tables.bookings import ActiveTable
+from kvrouter.core.wire.heartbeats import State
+from kvrouter.core.wire.heartbeats import encode as encode_beat
+from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId
+from kvrouter.core.wire.ops import (
     AddRequest,
     Free,
     MarkPrefillCompleted,
@@ -20,17 +26,11 @@ from kvrouter.core.events import (
     ReplayRequest,
     decode_request,
 )
-from kvrouter.core.events import encode as encode_request
-from kvrouter.core.feed import FeedReader
-from kvrouter.core.ids import BookingKey, PoolId, RouterId
-from kvrouter.core.policy import Policy, PolicyState, RouteRequest
-from kvrouter.core.replica import Replica, ReplicaSettings
-from kvrouter.core.router import Router
-from kvrouter.core.sinks import FeedSink
-from kvrouter.core.sources import Feed, KvSource, RouterSource, SyncSource, WorkerSource
+from kvrouter.core.wire.ops import encode as encode_request
+from kvrouter.core.wire.senders import Feed, KvSource, RouterSource, SyncSource, WorkerSource
 from kvrouter.errors import MalformedFrameError
-from kvrouter.frontend.feeds import ANSWER_TIMEOUT_S, RECOVERIES, TICK_S
 from kvrouter.policies.kv import Kv
+from kvrouter.replica.loop import ANSWER_TIMEOUT_S, RECOVERIES, TICK_S
 from tests.convergence.bus import Agenda, Line, Net, Process
 from tests.convergence.engines import BLOCK_SIZE, HEARTBEAT_S, LIBRARY, LIBRARY_SIZE, NAMESPACE
 from tests.convergence.truth import Histories, booking_facts, check_live_copies

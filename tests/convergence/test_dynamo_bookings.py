@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvrouter.core.beats import RankBeat, WorkerBeat
-from kvrouter.core.beats import encode as encode_beat
-from kvrouter.core.cost import Prompt
-from kvrouter.core.events import VERSION, AddRequest, Free, decode_frame
-from kvrouter.core.ids import PoolId, WorkerId
-from kvrouter.core.policy import RouteRequest
-from kvrouter.core.replica import Replica
-from kvrouter.core.sources import SyncSource
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.wire.heartbeats import RankBeat, WorkerBeat
+from kvrouter.core.wire.heartbeats import encode as encode_beat
+from kvrouter.core.wire.ids import PoolId, WorkerId
+from kvrouter.core.wire.ops import VERSION, AddRequest, Free, decode_frame
+from kvrouter.core.wire.senders import SyncSource
 from tests.convergence.bus import FINE, Weather
 from tests.convergence.fleets import (
     LEASE_BEATS,

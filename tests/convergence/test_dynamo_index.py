@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.core.feed_state import FeedState
+from kvrouter.core.feeds.trust import FeedState
 from tests.convergence.engines import LIBRARY, LIBRARY_SIZE
 from tests.convergence.fleets import LEASE_BEATS, Fleet, index, kv_reader, pool
 from tests.convergence.replicas import SimReplica

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 
-from kvrouter.core import replica as replica_module
-from kvrouter.core.beats import RouterBeat
-from kvrouter.core.block_size import PoolBlockSize
-from kvrouter.core.events import decode_frame
-from kvrouter.core.feed import FeedReader
-from kvrouter.core.feed_state import FeedState
-from kvrouter.core.held import HeldFrames
-from kvrouter.core.lease import Leases
-from kvrouter.core.sources import SyncSource
+from kvrouter.core.feeds.held import HeldFrames
+from kvrouter.core.feeds.lease import Leases
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.trust import FeedState
+from kvrouter.core.fleet import replica as replica_module
+from kvrouter.core.fleet.block_size import PoolBlockSize
+from kvrouter.core.wire.heartbeats import RouterBeat
+from kvrouter.core.wire.ops import decode_frame
+from kvrouter.core.wire.senders import SyncSource
 from tests.convergence.plans import histories
 from tests.convergence.replicas import WatchedReplica
 from tests.convergence.world import Setup, Step, World, live_through

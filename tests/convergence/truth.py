@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvrouter.core.active import Booking
-from kvrouter.core.events import TIERS
-from kvrouter.core.feed_state import FeedState
-from kvrouter.core.ids import PoolId, RouterId, Target, WorkerId
-from kvrouter.core.replica import Replica
-from kvrouter.core.sources import Feed, SyncSource
-from kvrouter.worker.engine_blocks import EngineBlocks
+from kvrouter.core.feeds.trust import FeedState
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.tables.bookings import Booking
+from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId
+from kvrouter.core.wire.ops import TIERS
+from kvrouter.core.wire.senders import Feed, SyncSource
+from kvrouter.worker.blocks.engine_blocks import EngineBlocks
 from tests.worker.closed_sets import ClosedSets
 
 if TYPE_CHECKING:

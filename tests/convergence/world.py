@@ -13,10 +13,10 @@ from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
-from kvrouter.core import feed_source
-from kvrouter.core import replica as replica_module
-from kvrouter.core.beats import Card
-from kvrouter.core.ids import PoolId, Target
+from kvrouter.core.feeds import source as feed_source
+from kvrouter.core.fleet import replica as replica_module
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import PoolId, Target
 from tests.convergence.bus import FINE, Agenda, Line, Net, Process, Weather
 from tests.convergence.engines import BLOCK_SIZE, HEARTBEAT_S, LIBRARY, LIBRARY_SIZE, Engine, SimAgent
 from tests.convergence.poison import POISONS, poison

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from kvrouter.core.events import TIERS
-from kvrouter.core.ids import Target
+from kvrouter.core.wire.ids import Target
+from kvrouter.core.wire.ops import TIERS
 
 MASK64 = 2**64 - 1
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvrouter.core.blocks import pack_hashes
-from kvrouter.core.events import (
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.sinks import KvSink
+from kvrouter.core.feeds.source import FeedSource
+from kvrouter.core.feeds.trust import FeedState
+from kvrouter.core.tables.block_index import BlockIndex
+from kvrouter.core.wire.hashes import pack_hashes
+from kvrouter.core.wire.ids import Target, WorkerId
+from kvrouter.core.wire.ops import (
     TIERS,
     VERSION,
     Check,
@@ -18,12 +24,6 @@ from kvrouter.core.events import (
     decode_request,
     encode,
 )
-from kvrouter.core.feed import FeedReader
-from kvrouter.core.feed_source import FeedSource
-from kvrouter.core.feed_state import FeedState
-from kvrouter.core.ids import Target, WorkerId
-from kvrouter.core.index import BlockIndex
-from kvrouter.core.sinks import KvSink
 from tests.core.forest import Forest, NaiveIndex
 
 TARGET = Target(WorkerId("w1"))
@@ -192,7 +192,7 @@ def malformed(frame: bytes) -> bytes:
 
 
 def _unpack(frame: bytes) -> tuple[int, int, int, object]:
-    from kvrouter.core.events import decode_frame
+    from kvrouter.core.wire.ops import decode_frame
 
     decoded = decode_frame(frame)
     return decoded.version, decoded.incarnation, decoded.seq, decoded.ops

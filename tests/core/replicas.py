@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from kvrouter.core.beats import Card, RankBeat, State, encode
-from kvrouter.core.ids import PoolId, RouterId, WorkerId
-from kvrouter.core.policy import Policy, PolicyState
-from kvrouter.core.pool import PoolSettings
-from kvrouter.core.replica import Replica, ReplicaSettings
+from kvrouter.core.fleet.pool import PoolSettings
+from kvrouter.core.fleet.replica import Replica, ReplicaSettings
+from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.wire.heartbeats import Card, RankBeat, State, encode
+from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.policies.kv import Kv
 from tests.core.worlds import POOL, worker_beat
 

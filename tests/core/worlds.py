@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvrouter.core.active import Booking
-from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat
-from kvrouter.core.cost import Prompt
-from kvrouter.core.events import VERSION
-from kvrouter.core.ids import BookingKey, PoolId, RouterId, Target, WorkerId
-from kvrouter.core.policy import RouteRequest
-from kvrouter.core.pool import Pool, PoolSettings
+from kvrouter.core.fleet.pool import Pool, PoolSettings
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.tables.bookings import Booking
+from kvrouter.core.wire.heartbeats import Card, RankBeat, State, WorkerBeat
+from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
+from kvrouter.core.wire.ops import VERSION
 
 POOL = PoolId("llama-0a1b2c3d")
 OTHER = RouterId("other")

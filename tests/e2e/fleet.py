@@ -11,14 +11,14 @@ from typing import Any
 
 import aiohttp
 
-from kvrouter.frontend.options import parse_options
-from kvrouter.frontend.serve import RunningFrontend, running_frontend
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.mocker.server import Mocker, running_mocker
 from kvrouter.worker.agent import serve as serve_agent
 from kvrouter.worker.options import AgentOptions, worker_id_of
-from kvrouter.worker.zmq_feed import FeedOptions
+from kvrouter.worker.zmq.sockets import FeedOptions
 
 PATIENCE_S = 20.0
 

@@ -13,13 +13,13 @@ from functools import partial
 
 import aiohttp
 
-from kvrouter.core.ids import WorkerId
-from kvrouter.core.pool import Pool
-from kvrouter.frontend.options import parse_options
-from kvrouter.frontend.serve import RunningFrontend, running_frontend
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.worker.agent import serve as serve_agent
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq_feed import FeedOptions
+from kvrouter.worker.zmq.sockets import FeedOptions
 from tests.e2e.fleet import PATIENCE_S, frontend_flags, until
 
 HEARTBEAT_S = 0.1

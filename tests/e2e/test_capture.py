@@ -13,20 +13,20 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvrouter.core import beats
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat
-from kvrouter.core.blocks import block_hashes, pool_token, sequence_hashes
-from kvrouter.core.cost import Prompt
-from kvrouter.core.events import VERSION
-from kvrouter.core.ids import PoolId, RouterId, WorkerId
-from kvrouter.core.policy import Policy, PolicyState, RouteRequest
-from kvrouter.core.replica import Replica, ReplicaSettings
-from kvrouter.core.sources import KvSource
+from kvrouter.core.fleet.replica import Replica, ReplicaSettings
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import Policy, PolicyState, RouteRequest
+from kvrouter.core.wire import heartbeats as beats
+from kvrouter.core.wire.hashes import block_hashes, pool_token, sequence_hashes
+from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
+from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
+from kvrouter.core.wire.ops import VERSION
+from kvrouter.core.wire.senders import KvSource
 from kvrouter.policies import POLICIES
+from kvrouter.worker.engines.vllm import decode_batch
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
-from kvrouter.worker.stream import Apply, EngineStream
-from kvrouter.worker.vllm import decode_batch
+from kvrouter.worker.zmq.ordering import Apply, EngineStream
 from tests.worker.fakes import FakeBus
 
 DATA = Path(__file__).parents[1] / "data"

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import openai
 import pytest
 
-from kvrouter.frontend.options import parse_options
-from kvrouter.frontend.serve import running_frontend
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.run import running_frontend
 from kvrouter.worker.options import worker_id_of
 from tests.e2e.fleet import Fleet, frontend_flags, running_fleet, until
 

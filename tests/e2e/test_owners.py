@@ -17,8 +17,8 @@ from aiohttp.test_utils import TestServer
 
 from kvrouter import KvPublisher, announce, connect
 from kvrouter.bus import Bus, NatsOptions, Subjects
-from kvrouter.core.events import SnapshotChunk, Stored, encode
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.ops import SnapshotChunk, Stored, encode
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.server import Mocker, running_mocker
 from kvrouter.verify import engines, owners

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import structlog
 
-from kvrouter.core.blocks import block_seed
+from kvrouter.core.wire.hashes import block_seed
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.e2e.fleet import Fleet, running_fleet

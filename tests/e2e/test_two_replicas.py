@@ -13,12 +13,12 @@ import msgspec
 import openai
 import pytest
 
-from kvrouter.core.beats import Card
-from kvrouter.core.blocks import block_hashes, sequence_hashes
-from kvrouter.core.feed_state import FeedState
-from kvrouter.core.ids import Target
-from kvrouter.core.replica import Replica
-from kvrouter.core.sources import KvSource
+from kvrouter.core.feeds.trust import FeedState
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import Target
+from kvrouter.core.wire.senders import KvSource
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.worker.options import worker_id_of
 from tests.e2e.fleet import Fleet, running_fleet, until

@@ -12,10 +12,10 @@ from typing import Any
 
 import openai
 
-from kvrouter.core.ids import Target, WorkerId
-from kvrouter.core.sources import KvSource
-from kvrouter.frontend.options import parse_options
-from kvrouter.frontend.serve import RunningFrontend, running_frontend
+from kvrouter.core.wire.ids import Target, WorkerId
+from kvrouter.core.wire.senders import KvSource
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.mocker.server import Mocker, running_mocker

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import structlog
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
-from kvrouter.core.beats import Card, RankBeat, State, WorkerBeat
-from kvrouter.core.beats import encode as encode_beat
-from kvrouter.core.events import VERSION
-from kvrouter.core.ids import PoolId, Target, WorkerId
-from kvrouter.frontend.options import parse_options
-from kvrouter.frontend.serve import RunningFrontend, running_frontend
+from kvrouter.core.wire.heartbeats import Card, RankBeat, State, WorkerBeat
+from kvrouter.core.wire.heartbeats import encode as encode_beat
+from kvrouter.core.wire.ids import PoolId, Target, WorkerId
+from kvrouter.core.wire.ops import VERSION
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.run import RunningFrontend, running_frontend
 from tests.frontend.clients import Client, Response, ask, connected, get
 from tests.frontend.workers import OK, FakeWorker, Script, until
 

@@ -8,15 +8,15 @@ from dataclasses import fields
 
 import pytest
 
-from kvrouter.core import twins
-from kvrouter.core.beats import RankBeat, RouterBeat, WorkerBeat, encode
-from kvrouter.core.events import VERSION
-from kvrouter.core.ids import RouterId, WorkerId
-from kvrouter.core.policy import RouteRequest
-from kvrouter.core.replica import ReplicaCounters
+from kvrouter.core.fleet.replica import ReplicaCounters
+from kvrouter.core.native import versions
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.wire.heartbeats import RankBeat, RouterBeat, WorkerBeat, encode
+from kvrouter.core.wire.ids import RouterId, WorkerId
+from kvrouter.core.wire.ops import VERSION
 from kvrouter.frontend import admin
-from kvrouter.frontend.options import parse_options
-from kvrouter.frontend.serve import running_frontend
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.run import running_frontend
 from kvrouter.version import __version__
 from tests.conftest import NatsServer
 from tests.frontend.clients import Response, get
@@ -343,4 +343,4 @@ async def test_workers_tells_which_core_serves(fleet_of: FleetOf) -> None:
     async with fleet_of() as fleet:
         told = (await fleet.get("/workers")).json["core"]
 
-        assert {"in_use": twins.in_use(), "native_not_built": twins.why_not_built} == told
+        assert {"in_use": versions.in_use(), "native_not_built": versions.why_not_built} == told

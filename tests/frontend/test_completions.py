@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from kvrouter.frontend.upstream import Upstream
+from kvrouter.relay.upstream import Upstream
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf
 from tests.frontend.workers import (

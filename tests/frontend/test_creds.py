@@ -13,7 +13,7 @@ import pytest
 from tests.bus.operators import account, creds, operator, server_config, user
 from tests.conftest import NatsServer
 from tests.frontend.clients import get
-from tests.frontend.test_serve import is_ready, kill, start, until_live
+from tests.frontend.test_run import is_ready, kill, start, until_live
 from tests.worker.fake_engine import EngineServer
 
 SOON_S = 20.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.core.cost import Prompt
-from kvrouter.core.policy import RouteRequest
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import RouteRequest
 from tests.frontend.clients import ask
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.workers import OK, SSE_HEAD, answer, chunk, event, in_turn, says, says_and_stalls

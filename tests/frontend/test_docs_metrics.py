@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.core.replica import ReplicaCounters
+from kvrouter.core.fleet.replica import ReplicaCounters
 from tests.frontend.fleet import FleetOf
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,7 +30,11 @@ def rows() -> dict[str, Row]:
 
 def test_page_lists_every_family() -> None:
     """All that the sources name, also what has no series until something happens, and nothing else."""
-    sources = [file for room in ("frontend", "telemetry") for file in (ROOT / "kvrouter" / room).glob("*.py")]
+    sources = [
+        file
+        for room in ("frontend", "replica", "telemetry")
+        for file in (ROOT / "kvrouter" / room).rglob("*.py")
+    ]
     named = {name for file in sources for name in NAME.findall(file.read_text())}
     counted = {f"kvrouter_{counter.name}" for counter in fields(ReplicaCounters)}
 

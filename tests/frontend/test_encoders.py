@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvrouter.core.pool import Pool
+from kvrouter.core.fleet.pool import Pool
 from kvrouter.frontend.encoders import Encoders
 from kvrouter.tokens.prompt import PromptEncoder, TextPrompt
 from kvrouter.tokens.tiny import build_tiny_model

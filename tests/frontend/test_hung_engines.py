@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvrouter.core.beats import State
-from kvrouter.core.ids import WorkerId
-from kvrouter.core.policy import RouteRequest
-from kvrouter.core.router import Router
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.wire.heartbeats import State
+from kvrouter.core.wire.ids import WorkerId
 from kvrouter.frontend import hung_engines
 from kvrouter.frontend.hung_engines import MOST_PROBES, HungEngines
 from tests.frontend.clients import Response

@@ -9,8 +9,8 @@ import pytest
 
 from kvrouter.errors import ShuttingDownError
 from kvrouter.frontend.in_flight import InFlight
-from kvrouter.frontend.relay import Client
-from kvrouter.frontend.request import Head, Request
+from kvrouter.relay.exchange import Client
+from kvrouter.relay.request import Head, Request
 
 
 async def turn() -> None:

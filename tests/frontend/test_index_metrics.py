@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvrouter.core.blocks import pack_hashes
-from kvrouter.core.events import Check, Removed, Stored
+from kvrouter.core.wire.hashes import pack_hashes
+from kvrouter.core.wire.ops import Check, Removed, Stored
 from tests.frontend.fleet import POOL, FleetOf
-from tests.frontend.test_feeds import HASHES, Agent, blocks, first_reader
 from tests.frontend.workers import until
+from tests.replica.test_loop import HASHES, Agent, blocks, first_reader
 
 KV = ("--router-mode", "kv")
 DIGEST = sum(HASHES[:3]) % 2**64

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import pytest
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
-from kvrouter.core.beats import Card, WorkerBeat
-from kvrouter.core.beats import encode as encode_beat
-from kvrouter.core.events import VERSION
-from kvrouter.core.ids import PoolId, WorkerId
+from kvrouter.core.wire.heartbeats import Card, WorkerBeat
+from kvrouter.core.wire.heartbeats import encode as encode_beat
+from kvrouter.core.wire.ids import PoolId, WorkerId
+from kvrouter.core.wire.ops import VERSION
 from kvrouter.frontend.descriptors import raise_limit
 from tests.frontend.clients import get
 from tests.frontend.workers import LAST_CHUNK, SSE_HEAD, chunk, event, until

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.core.policy import Wanted
+from kvrouter.core.routing.policy import Wanted
 from kvrouter.errors import BadRequestError, UnknownTargetError
 from kvrouter.frontend.overrides import Dialect, Overrides, find_wanted, read_overrides, without_overrides
 from kvrouter.policies import POLICIES

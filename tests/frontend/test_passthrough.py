@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvrouter.core.beats import WorkerBeat, encode
-from kvrouter.core.events import VERSION
-from kvrouter.core.ids import PoolId, WorkerId
+from kvrouter.core.wire.heartbeats import WorkerBeat, encode
+from kvrouter.core.wire.ids import PoolId, WorkerId
+from kvrouter.core.wire.ops import VERSION
 from kvrouter.frontend.passthrough import GET_ROUTES, POST_ROUTES
 from tests.core.worlds import card
 from tests.frontend.fleet import BODY, Fleet, FleetOf

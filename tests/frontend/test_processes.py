@@ -19,7 +19,7 @@ import pytest
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.options import parse_options
+from kvrouter.frontend.flags.options import parse_options
 from kvrouter.verify import compare
 from scripts.kit.ports import free_ports
 from tests.frontend.clients import Client, Response, ask, connected, get

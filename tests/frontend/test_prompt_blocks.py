@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core import twins
-from kvrouter.core.blocks import block_hashes, sequence_hashes
-from kvrouter.core.ids import PoolId
-from kvrouter.core.pool import Pool, PoolSettings
+from kvrouter.core.fleet.pool import Pool, PoolSettings
+from kvrouter.core.native import versions
+from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+from kvrouter.core.wire.ids import PoolId
 from kvrouter.frontend.encoders import Encoders
 from kvrouter.frontend.prompt_blocks import LocalBlocks, Naming
 from kvrouter.tokens import prefix_hashes
@@ -125,7 +125,7 @@ async def test_what_goes_on_is_not_hashed_again(model: Path) -> None:
 
 async def test_shown(fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held, known and hashed stands in /workers and in the metrics."""
-    monkeypatch.setattr(prefix_hashes, "LEAST_TOKENS", dict.fromkeys(twins.CORES, 0))
+    monkeypatch.setattr(prefix_hashes, "LEAST_TOKENS", dict.fromkeys(versions.CORES, 0))
     body = {"model": "m", "prompt": "".join(SENTENCES)}
     async with fleet_of("--model-path", str(model), "--router-mode", "kv") as fleet:
         for _ in range(2):

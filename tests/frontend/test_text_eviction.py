@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvrouter.core.ids import Target, WorkerId
-from kvrouter.core.text_index import TextIndex, TextIndexSettings
+from kvrouter.core.tables.text_index import TextIndex, TextIndexSettings
+from kvrouter.core.wire.ids import Target, WorkerId
 from tests.frontend.fleet import POOL, FleetOf
 from tests.frontend.workers import until
 

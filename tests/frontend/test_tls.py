@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
-from kvrouter.frontend.relay import HELD_BYTES
+from kvrouter.relay.exchange import HELD_BYTES
 from kvrouter.verify import compare
 from scripts.kit.ports import free_ports
 from tests.certificates import Authority

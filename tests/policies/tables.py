@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from kvrouter.core.cost import Prompt
-from kvrouter.core.ids import Target, WorkerId
-from kvrouter.core.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.wire.ids import Target, WorkerId
 from tests.core.worlds import card, chain_from, fixed
 
 BLOCK = 16

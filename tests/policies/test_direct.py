@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.core.ids import WorkerId
-from kvrouter.core.policy import RouteRequest, Wanted
+from kvrouter.core.routing.policy import RouteRequest, Wanted
+from kvrouter.core.wire.ids import WorkerId
 from kvrouter.errors import BadRequestError, NoWorkersError
 from kvrouter.policies.plain import Direct
 from tests.policies.tables import candidate, picked, state

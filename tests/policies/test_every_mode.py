@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from kvrouter.core.ids import WorkerId
-from kvrouter.core.policy import Policy, RouteRequest, Wanted, parse_wanted
+from kvrouter.core.routing.policy import Policy, RouteRequest, Wanted, parse_wanted
+from kvrouter.core.wire.ids import WorkerId
 from kvrouter.errors import BadRequestError
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from tests.policies.tables import REQUEST, candidate, picked, seeded, state

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrouter.core.active import Booking
-from kvrouter.core.beats import WorkerBeat
-from kvrouter.core.cost import cost
-from kvrouter.core.ids import BookingKey, RouterId, Target, WorkerId
-from kvrouter.core.policy import Candidate, PolicyState, RouteRequest
-from kvrouter.core.pool import Pool
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.routing.cost import cost
+from kvrouter.core.routing.policy import Candidate, PolicyState, RouteRequest
+from kvrouter.core.tables.bookings import Booking
+from kvrouter.core.wire.heartbeats import WorkerBeat
+from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.policies.kv import Kv
 from tests.core.worlds import (
     T1,

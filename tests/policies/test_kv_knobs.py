@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.core.policy import RouteRequest
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.policies.kv import Kv
 from tests.policies.tables import ISL, REQUEST, candidate, picked, state
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvrouter.core.policy import Candidate, RouteRequest
+from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.policies.kv_score import KvScore
 from tests.policies.tables import REQUEST, candidate, picked, seeded, state
 

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from kvrouter.core.ids import Target
-from kvrouter.core.policy import Policy, PolicyState
-from kvrouter.core.pool import Pool
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.wire.ids import Target
 from kvrouter.policies import POLICIES
 from kvrouter.policies.plain import Random, RoundRobin
 from tests.core.worlds import T1, T2, T3, W2, card, fixed, new_pool, request, worker_beat

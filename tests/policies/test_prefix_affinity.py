@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from kvrouter.core.policy import Candidate, RouteRequest
-from kvrouter.core.text_index import TextIndex
+from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.tables.text_index import TextIndex
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from tests.policies.tables import candidate, picked, state, target
 

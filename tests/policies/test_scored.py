@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvrouter.core.cold import ColdOrder
-from kvrouter.core.policy import Candidate, RouteRequest
-from kvrouter.core.sessions import SessionTable
+from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.tables.no_hit_lru import ColdOrder
+from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.policies import scorers
 from kvrouter.policies.scored import Scored, Weighted
 from kvrouter.policies.scorers import Scorer

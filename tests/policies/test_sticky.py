@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.core.policy import RouteRequest
-from kvrouter.core.rates import PrefillRates
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.tables.rates import PrefillRates
 from kvrouter.policies.sticky import DEFAULT_PREFILL_RATE, Sticky
 from tests.policies.tables import REQUEST, candidate, picked, state, target
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvrouter.core.ids import WorkerId
-from kvrouter.core.policy import Policy
+from kvrouter.core.routing.policy import Policy
+from kvrouter.core.wire.ids import WorkerId
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from kvrouter.simulate.fleet import Arrival, Run

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from kvrouter.core.cost import Prompt
-from kvrouter.core.decisions import Decided
-from kvrouter.core.policy import Candidate, RouteRequest
-from kvrouter.core.selection import Selection
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.decisions import Decided
+from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.selection import Selection
 from kvrouter.errors import ConfigError
 from kvrouter.policies.two_stage import TwoStage
 from tests.core.worlds import chain_from

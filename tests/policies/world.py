@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvrouter.core.policy import Policy
+from kvrouter.core.routing.policy import Policy
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.simulate.fleet import Arrival, Fleet, new_state
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.core import twins
+from kvrouter.core.native import versions
 from scripts.kit.bench import growth
 from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.hashes import built
@@ -22,11 +22,11 @@ def _once(act: Callable[[], object]) -> float:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Moments instead of seconds: what is tested is not the figures. And the version in use stays."""
-    before = twins.in_use()
+    before = versions.in_use()
     for module in ("scripts.kit.bench.hashes", "scripts.kit.bench.index", "scripts.kit.bench.growth"):
         monkeypatch.setattr(f"{module}.microseconds", _once)
     yield
-    twins.choose(before)
+    versions.choose(before)
 
 
 def test_hashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

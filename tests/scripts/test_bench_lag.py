@@ -6,13 +6,13 @@ import random
 from collections.abc import Iterator
 
 from kvrouter.bus import Subjects
-from kvrouter.core.beats import decode_worker_beat
-from kvrouter.core.events import ReplayRequest, SnapshotChunk, decode_answer, encode
-from kvrouter.core.feed_state import FeedState
-from kvrouter.core.ids import Target, WorkerId
-from kvrouter.core.sources import KvSource, WorkerSource
-from kvrouter.frontend.options import parse_options
-from kvrouter.frontend.serve import new_replica
+from kvrouter.core.feeds.trust import FeedState
+from kvrouter.core.wire.heartbeats import decode_worker_beat
+from kvrouter.core.wire.ids import Target, WorkerId
+from kvrouter.core.wire.ops import ReplayRequest, SnapshotChunk, decode_answer, encode
+from kvrouter.core.wire.senders import KvSource, WorkerSource
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.run import new_replica
 from scripts.kit.bench.lag import make_requests, quantile
 from scripts.kit.bench.mock_fleet import POOL, WINDOW, MockFleet, Worker
 

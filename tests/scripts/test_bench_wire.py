@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from kvrouter.core import router
+from kvrouter.core.fleet import router
 from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
 from scripts.kit.bench.request import shares

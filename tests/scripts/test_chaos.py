@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvrouter.core.blocks import block_hashes, sequence_hashes
+from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from scripts.kit.chaos import faults, haproxy
 from scripts.kit.chaos.faults import ROWS
 from scripts.kit.chaos.judge import Excuse, Leftovers, RowResult, judge, table

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvrouter.core import twins
-from kvrouter.core.table import FlatTable
+from kvrouter.core.native import versions
+from kvrouter.core.tables.table import FlatTable
 from scripts.kit import sanitize
 from scripts.kit.bench import churn
 from scripts.kit.bench.__main__ import main
@@ -19,11 +19,11 @@ from scripts.kit.bench.hashes import built
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A few small sizes. And the version in use stays."""
-    before = twins.in_use()
+    before = versions.in_use()
     monkeypatch.setattr(churn, "MOST_ROWS", 3000)
     monkeypatch.setattr(churn, "PHASE_OPERATIONS", 5000)
     yield
-    twins.choose(before)
+    versions.choose(before)
 
 
 @pytest.mark.parametrize("core", built())
@@ -52,7 +52,7 @@ def test_wrong_table_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="it builds, and takes minutes")
-@pytest.mark.skipif(bool(twins.why_not_built) or not shutil.which("gcc"), reason="gcc is needed")
+@pytest.mark.skipif(bool(versions.why_not_built) or not shutil.which("gcc"), reason="gcc is needed")
 @pytest.mark.timeout(3600)
 def test_native_modules_under_sanitizers() -> None:
     """Nothing out of bounds, used after it was freed, misaligned or beyond its type."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvrouter.serve.report import report
 from kvrouter.serve.tokenizers import Tokenizer
-from kvrouter.worker.engine_http import Models
-from kvrouter.worker.facts import EngineFacts
-from kvrouter.worker.load import Scrape
+from kvrouter.worker.engines.facts import EngineFacts
+from kvrouter.worker.engines.http import Models
+from kvrouter.worker.engines.metrics import Scrape
+from kvrouter.worker.engines.vllm_facts import EVENTS_OFF
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.vllm_facts import EVENTS_OFF
-from kvrouter.worker.zmq_feed import FeedOptions
+from kvrouter.worker.zmq.sockets import FeedOptions
 
 OPTIONS = AgentOptions("http://e:1", "e-1")
 

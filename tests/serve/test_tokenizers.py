@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.frontend.token_options import TokenOptions
+from kvrouter.frontend.flags.tokens import TokenOptions
 from kvrouter.serve.tokenizers import Tokenizers, tokenizer_of
-from kvrouter.worker.engine_http import Models
-from kvrouter.worker.facts import EngineFacts
-from kvrouter.worker.load import Scrape
+from kvrouter.worker.engines.facts import EngineFacts
+from kvrouter.worker.engines.http import Models
+from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.options import AgentOptions
 
 AGENT = AgentOptions("http://e:1", "e-1")

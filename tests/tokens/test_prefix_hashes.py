@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core.blocks import block_hashes, block_seed, seeded_prompt_hashes, sequence_hashes
+from kvrouter.core.wire.hashes import block_hashes, block_seed, seeded_prompt_hashes, sequence_hashes
 from kvrouter.tokens.prefix_hashes import ENTRY_BYTES, LEAST_TOKENS, MOST_STEPS, NEAR_TOKENS, PrefixHashes
 from kvrouter.tokens.prefix_store import PrefixStore
 from kvrouter.tokens.prefix_tokens import Beginnings, CacheSettings, Encoded, PrefixTokens

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvrouter.core.events import VERSION, Check, Frame, ReplayFrames, ReplayRequest, Stored, encode
-from kvrouter.core.events import decode_answer as decode
+from kvrouter.core.wire.ops import VERSION, Check, Frame, ReplayFrames, ReplayRequest, Stored, encode
+from kvrouter.core.wire.ops import decode_answer as decode
 from kvrouter.verify.agents import RankFeed
 from kvrouter.verify.comparison import Content, Copy
 from kvrouter.worker.publisher import KvPublisher

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from kvrouter.core.beats import Card
-from kvrouter.core.blocks import block_hashes, pack_hashes, sequence_hashes
-from kvrouter.core.events import DEVICE, Stored
-from kvrouter.core.ids import SequenceHash
+from kvrouter.core.wire.hashes import block_hashes, pack_hashes, sequence_hashes
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import SequenceHash
+from kvrouter.core.wire.ops import DEVICE, Stored
 from kvrouter.verify import engines
 from kvrouter.verify.engines import EngineHistory
 from kvrouter.verify.tier_sets import TierSets
-from kvrouter.worker.stream import Numbered
+from kvrouter.worker.zmq.ordering import Numbered
 
 BLOCK_SIZE = 16
 TOKENS = list(range(4 * BLOCK_SIZE))

@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from kvrouter.core.beats import RouterBeat, encode
-from kvrouter.core.events import VERSION
-from kvrouter.core.ids import RouterId
+from kvrouter.core.wire.heartbeats import RouterBeat, encode
+from kvrouter.core.wire.ids import RouterId
+from kvrouter.core.wire.ops import VERSION
 from kvrouter.verify import Comparison, Report, VerifyError, compare, main, read_view
 from kvrouter.verify.comparison import Copy, EngineCheck, FeedKey, OwnersView
 from tests.frontend.fleet import running_fleet

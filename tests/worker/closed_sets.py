@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvrouter.core.blocks import unpack_hashes
-from kvrouter.core.events import TIERS, Check, Cleared, Op, Removed, Stored
+from kvrouter.core.wire.hashes import unpack_hashes
+from kvrouter.core.wire.ops import TIERS, Check, Cleared, Op, Removed, Stored
 
 _MASK64 = (1 << 64) - 1
 

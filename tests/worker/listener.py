@@ -7,9 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
-from kvrouter.core.beats import WorkerBeat, decode_worker_beat
-from kvrouter.core.blocks import pool_token
-from kvrouter.core.events import (
+from kvrouter.core.wire.hashes import pool_token
+from kvrouter.core.wire.heartbeats import WorkerBeat, decode_worker_beat
+from kvrouter.core.wire.ids import PoolId, WorkerId
+from kvrouter.core.wire.ops import (
     VERSION,
     Answer,
     Op,
@@ -18,8 +19,7 @@ from kvrouter.core.events import (
     decode_answer,
     decode_frame,
 )
-from kvrouter.core.events import encode as encode_op
-from kvrouter.core.ids import PoolId, WorkerId
+from kvrouter.core.wire.ops import encode as encode_op
 from tests.worker.closed_sets import ClosedSets
 
 

@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat
-from kvrouter.core.blocks import block_hashes, sequence_hashes
-from kvrouter.core.events import VERSION, Cleared, ReplayRequest
-from kvrouter.core.events import encode as encode_op
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.ops import VERSION, Cleared, ReplayRequest
+from kvrouter.core.wire.ops import encode as encode_op
 from kvrouter.worker import agent
-from kvrouter.worker.adapter import Batch, Sink
 from kvrouter.worker.agent import serve
 from kvrouter.worker.announcer import TakenOverError
-from kvrouter.worker.engine_http import EngineError
+from kvrouter.worker.engines.adapter import Batch, Sink
+from kvrouter.worker.engines.http import EngineError
+from kvrouter.worker.engines.vllm import Event, VllmAdapter
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.vllm import Event, VllmAdapter
-from kvrouter.worker.zmq_feed import FeedOptions, ZmqFeed
+from kvrouter.worker.zmq.sockets import FeedOptions, ZmqFeed
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fake_engine import EngineServer, EventSockets, pack, store
 from tests.worker.listener import Listener

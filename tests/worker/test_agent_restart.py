@@ -12,16 +12,16 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvrouter.core.beats import WorkerBeat
-from kvrouter.core.blocks import block_hashes, sequence_hashes
+from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+from kvrouter.core.wire.heartbeats import WorkerBeat
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.mocker.events import BlockStored, KvEvent
 from kvrouter.mocker.server import Mocker, running_mocker
 from kvrouter.worker.agent import serve
+from kvrouter.worker.blocks.state_file import StateFile
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.state_file import StateFile
-from kvrouter.worker.zmq_feed import FeedOptions
+from kvrouter.worker.zmq.sockets import FeedOptions
 from tests.worker.listener import Listener
 
 SIZE = 4

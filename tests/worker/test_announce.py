@@ -16,12 +16,12 @@ from nats.aio.client import Client
 import kvrouter
 from kvrouter import KvPublisher, announce, connect
 from kvrouter.bus import Bus, NatsOptions, Subjects
-from kvrouter.core.ids import RouterId, Target, WorkerId
-from kvrouter.core.policy import PolicyState
-from kvrouter.core.replica import Replica, ReplicaSettings
+from kvrouter.core.fleet.replica import Replica, ReplicaSettings
+from kvrouter.core.routing.policy import PolicyState
+from kvrouter.core.wire.ids import RouterId, Target, WorkerId
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.feeds import Feeds
 from kvrouter.policies import POLICIES
+from kvrouter.replica.loop import Feeds
 from tests.worker.fakes import FakeBus
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "trtllm_worker.py"

@@ -8,10 +8,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvrouter.bus.subjects import Subjects
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat, decode_worker_beat, encode
-from kvrouter.core.blocks import pool_token
-from kvrouter.core.events import VERSION
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.wire.hashes import pool_token
+from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat, decode_worker_beat, encode
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.ops import VERSION
 from kvrouter.errors import ConfigError
 from kvrouter.worker.announcer import SUSPECTED_BEATS, Announcer, TakenOverError
 from tests.worker.fakes import FakeBus

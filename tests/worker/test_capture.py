@@ -12,14 +12,14 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvrouter.core.blocks import block_hashes, sequence_hashes
-from kvrouter.core.events import decode_frame
-from kvrouter.worker.engine_blocks import BlocksImage
+from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+from kvrouter.core.wire.ops import decode_frame
+from kvrouter.worker.blocks.engine_blocks import BlocksImage
+from kvrouter.worker.engines.vllm import decode_batch
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
-from kvrouter.worker.stream import Apply, EngineStream
-from kvrouter.worker.vllm import decode_batch
-from kvrouter.worker.zmq_feed import FeedOptions, ZmqFeed
+from kvrouter.worker.zmq.ordering import Apply, EngineStream
+from kvrouter.worker.zmq.sockets import FeedOptions, ZmqFeed
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fake_engine import EventSockets
 from tests.worker.fakes import FakeBus

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from kvrouter.core.beats import WorkerBeat
+from kvrouter.core.wire.heartbeats import WorkerBeat
 from kvrouter.worker import drain
 from kvrouter.worker.drain import Duty, Looks, until_drained
-from kvrouter.worker.engine_http import EngineHttp
-from kvrouter.worker.load import RankLoad
+from kvrouter.worker.engines.http import EngineHttp
+from kvrouter.worker.engines.metrics import RankLoad
 from tests.worker.fake_engine import EngineServer
 from tests.worker.listener import Listener
 

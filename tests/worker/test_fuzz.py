@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core.events import decode_frame
+from kvrouter.core.wire.ops import decode_frame
 from kvrouter.errors import MalformedFrameError
-from kvrouter.worker.adapter import MAX_REASONS
+from kvrouter.worker.engines.adapter import MAX_REASONS
+from kvrouter.worker.engines.sglang import SglangAdapter
+from kvrouter.worker.engines.vllm import VllmAdapter, decode_batch
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
-from kvrouter.worker.sglang import SglangAdapter
-from kvrouter.worker.stream import Action, EngineStream, Numbered, Restarted, Step
-from kvrouter.worker.vllm import VllmAdapter, decode_batch
-from kvrouter.worker.zmq_feed import FeedOptions, ZmqFeed
+from kvrouter.worker.zmq.ordering import Action, EngineStream, Numbered, Restarted, Step
+from kvrouter.worker.zmq.sockets import FeedOptions, ZmqFeed
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.connecting_engine import Connecting
 from tests.worker.fakes import FakeBus

@@ -12,7 +12,7 @@ from kvrouter.bus import Bus, BusError, NatsOptions
 from kvrouter.worker import agent
 from kvrouter.worker.agent import serve
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq_feed import FeedOptions
+from kvrouter.worker.zmq.sockets import FeedOptions
 from scripts.kit.chaos.truth import agent_blocks
 from scripts.kit.fuzz.engine import CAPACITY_BLOCKS, HonestEngine, Kind, ServedEngine
 from scripts.kit.fuzz.zmq import hostile

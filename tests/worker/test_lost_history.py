@@ -14,14 +14,21 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core.blocks import block_hashes, block_seed, seeded_block_hashes, sequence_hashes
+from kvrouter.core.wire.hashes import block_hashes, block_seed, seeded_block_hashes, sequence_hashes
 from kvrouter.mocker.engine import Engine, EngineConfig, EngineRequest
 from kvrouter.mocker.events import BlockStored, KvEvent
 from kvrouter.mocker.wire import BatchEncoder
+from kvrouter.worker.blocks.state import (
+    AgentState,
+    Header,
+    RankState,
+    decode_state,
+    digest_of_file,
+    encode_state,
+)
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
-from kvrouter.worker.state import AgentState, Header, RankState, decode_state, digest_of_file, encode_state
-from kvrouter.worker.stream import Continued, EngineStream, Numbered, Step
+from kvrouter.worker.zmq.ordering import Continued, EngineStream, Numbered, Step
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fakes import FakeBus
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.errors import ConfigError
-from kvrouter.worker.facts import can_report
+from kvrouter.worker.engines.facts import can_report
 from kvrouter.worker.options import AgentOptions, add_flags, read_feeds, read_options, worker_id_of
 
 

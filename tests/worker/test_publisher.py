@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrouter.core.blocks import block_hashes, pack_hashes, pool_token, sequence_hashes
-from kvrouter.core.events import (
+from kvrouter.core.wire.hashes import block_hashes, pack_hashes, pool_token, sequence_hashes
+from kvrouter.core.wire.ops import (
     DEVICE,
     DISK,
     HOST,
@@ -26,7 +26,7 @@ from kvrouter.core.events import (
     decode_answer,
     decode_frame,
 )
-from kvrouter.worker.engine_blocks import EngineBlocks
+from kvrouter.worker.blocks.engine_blocks import EngineBlocks
 from kvrouter.worker.publisher import KvPublisher
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fakes import FakeBus

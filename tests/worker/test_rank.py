@@ -9,10 +9,10 @@ from itertools import count
 import msgpack
 import pytest
 
+from kvrouter.worker.blocks.state import RankState
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import TABLE_FULL, EngineRank
-from kvrouter.worker.state import RankState
-from kvrouter.worker.stream import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
+from kvrouter.worker.zmq.ordering import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
 from tests.worker.fakes import FakeBus
 
 CLEARED = {"type": "AllBlocksCleared"}

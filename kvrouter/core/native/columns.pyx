@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Twin of what core/candidates.py does for each target: overlap where somebody holds something, and costs."""
+"""Twin of what core/routing/candidates.py does for each target: overlap where somebody holds something, and costs."""
 
 from cpython cimport array
 from cpython.float cimport PyFloat_FromDouble
@@ -46,7 +46,7 @@ def reckon_overlap(
     array.array widest,
     array.array indexed,
 ):
-    """See `_reckon_device` of core/candidates.py."""
+    """See `_reckon_device` of core/routing/candidates.py."""
     cdef Py_ssize_t count = len(own_tokens), i, at = 0
     cdef int64_t *tokens = column(own_tokens, count)
     cdef int64_t *columns[3]
@@ -119,7 +119,7 @@ def costs(
     array.array active_blocks,
     array.array own_blocks,
 ):
-    """See `Candidates.costs` of core/candidates.py."""
+    """See `Candidates.costs` of core/routing/candidates.py."""
     cdef Py_ssize_t i, count = len(charged_tokens)
     cdef list found = PyList_New(count)
     cdef int64_t *charged = column(charged_tokens, count)

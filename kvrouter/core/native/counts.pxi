@@ -9,7 +9,7 @@ cdef struct Counted:
 
 @cython.final
 cdef class CountedSet:
-    """Hashes that are held several times in one slot, and once in the table; see core/table.py."""
+    """Hashes that are held several times in one slot, and once in the table; see core/tables/table.py."""
 
     cdef FlatTable table
     cdef Keys keys

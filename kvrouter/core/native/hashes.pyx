@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Twin of the hash functions of core/blocks.py: XXH3-64 over tokens, and the chain over its values.
+"""Twin of the hash functions of core/wire/hashes.py: XXH3-64 over tokens, and the chain over its values.
 
 Tokens may be any sequence of numbers; a list is read in place, an array('I') is not even copied.
 """

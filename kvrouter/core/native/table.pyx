@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Twin of core/table.py: the flat table, what a slot holds, and what is counted in it.
+"""Twin of core/tables/table.py: the flat table, what a slot holds, and what is counted in it.
 
 A call is atomic: it keeps the GIL, and no Python code runs in it while the table is half changed.
 """
@@ -69,7 +69,7 @@ cdef array.array _HASHES = array.array("Q")
 
 @cython.final
 cdef class FlatTable:
-    """Sets of slots by hash; see core/table.py."""
+    """Sets of slots by hash; see core/tables/table.py."""
 
     cdef HolderSets sets
     cdef Rows rows
@@ -412,7 +412,7 @@ cdef uint64_t *longer(uint64_t *words, uint32_t count, uint32_t wanted) except N
 
 @cython.final
 cdef class SlotSet:
-    """What one slot holds, counted; see core/table.py."""
+    """What one slot holds, counted; see core/tables/table.py."""
 
     cdef FlatTable table
     cdef Turn adding, discarding

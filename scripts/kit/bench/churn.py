@@ -15,8 +15,8 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 
-from kvrouter.core import twins
-from kvrouter.core.table import new_table
+from kvrouter.core.native import versions
+from kvrouter.core.tables.table import new_table
 
 MOST_ROWS = 1_000_000
 CHAIN_BLOCKS = 512
@@ -33,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seed", type=int, default=1, metavar="N", help="the same history again (%(default)s)"
     )
-    parser.add_argument("--core", choices=twins.CORES, help="(native where it is built)")
+    parser.add_argument("--core", choices=versions.CORES, help="(native where it is built)")
     flags = parser.parse_args(arguments)
-    print(f"core {twins.choose(flags.core)}, seed {flags.seed}", flush=True)
+    print(f"core {versions.choose(flags.core)}, seed {flags.seed}", flush=True)
     churn = Churn(flags.seed)
     began = time.perf_counter()
     for number in itertools.count(1):

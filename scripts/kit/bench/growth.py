@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvrouter.core import twins
-from kvrouter.core.blocks import prompt_hashes
-from kvrouter.core.index import BlockIndex
+from kvrouter.core.native import versions
+from kvrouter.core.tables.block_index import BlockIndex
+from kvrouter.core.wire.hashes import prompt_hashes
 from scripts.kit.bench.hashes import built
 from scripts.kit.bench.index import MOST_BLOCKS, decision, overlap, resident
 from scripts.kit.bench.index_fixtures import BLOCK_SIZE, HOLDERS, microseconds, new_targets
@@ -83,7 +83,7 @@ def over_tokens(flags: argparse.Namespace) -> dict[str, Series]:
 
 def hashed_and_found(core: str, tokens: int, kind: Callable[[list[int]], Sequence[int]]) -> float:
     """A prompt's blocks are named and looked up; four of 64 targets hold a beginning."""
-    twins.choose(core)
+    versions.choose(core)
     rng = random.Random(tokens)
     ids = kind([rng.randrange(150_000) for _ in range(tokens)])
     index, chain = BlockIndex(), prompt_hashes(ids, BLOCK_SIZE)

@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.core import twins
-from kvrouter.core.blocks import block_hashes, block_seed, prompt_hashes, sequence_hashes
+from kvrouter.core.native import versions
+from kvrouter.core.wire.hashes import block_hashes, block_seed, prompt_hashes, sequence_hashes
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Beginnings
 from scripts.kit.bench.index_fixtures import BLOCK_SIZE, microseconds
@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def built() -> list[str]:
     """The versions that are there."""
-    return [name for name in twins.CORES if name == twins.PYTHON or not twins.why_not_built]
+    return [name for name in versions.CORES if name == versions.PYTHON or not versions.why_not_built]
 
 
 def measure(tokens: int, core: str) -> dict[str, float]:
     """Each way, with one version."""
-    twins.choose(core)
+    versions.choose(core)
     rng = random.Random(tokens)
     listed = [rng.randrange(150_000) for _ in range(tokens)]
     packed = array("I", listed)

@@ -16,15 +16,15 @@ from statistics import mean, median
 
 from rich.table import Table
 
-from kvrouter.core.active import Booking
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat
-from kvrouter.core.cost import Prompt
-from kvrouter.core.events import VERSION, decode_frame
-from kvrouter.core.ids import BookingKey, PoolId, RouterId, SequenceHash, Target, WorkerId
-from kvrouter.core.policy import PolicyState, RouteRequest
-from kvrouter.core.pool import Pool, PoolSettings
-from kvrouter.core.router import Router
-from kvrouter.core.unseen import UnseenBookings
+from kvrouter.core.fleet.pool import Pool, PoolSettings
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import PolicyState, RouteRequest
+from kvrouter.core.routing.unseen import UnseenBookings
+from kvrouter.core.tables.bookings import Booking
+from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
+from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, SequenceHash, Target, WorkerId
+from kvrouter.core.wire.ops import VERSION, decode_frame
 from kvrouter.policies import POLICIES
 from scripts.kit.script import new_console
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.core import twins
-from kvrouter.core.cost import Prompt
-from kvrouter.core.ids import RouterId
-from kvrouter.core.index import BlockIndex
-from kvrouter.core.policy import PolicyState, RouteRequest
-from kvrouter.core.router import Router
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.native import versions
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import PolicyState, RouteRequest
+from kvrouter.core.tables.block_index import BlockIndex
+from kvrouter.core.wire.ids import RouterId
 from kvrouter.policies import PolicySettings, new_policy
 from scripts.kit.bench.hashes import built
 from scripts.kit.bench.index_fixtures import (
@@ -41,7 +41,7 @@ from scripts.kit.bench.policies import new_pool
 
 SHARED_BLOCKS = 62
 """A system prompt of 1,000 tokens."""
-MOST_BLOCKS = {twins.PYTHON: 1_000_000, twins.NATIVE: 100_000_000}
+MOST_BLOCKS = {versions.PYTHON: 1_000_000, versions.NATIVE: 100_000_000}
 
 Row = dict[str, float | str]
 
@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     for title, rows in told.items():
         show(title, rows)
-    if twins.why_not_built:
-        print(f"no native version: {twins.why_not_built}")
+    if versions.why_not_built:
+        print(f"no native version: {versions.why_not_built}")
     about = {**machine(), **told}
     if flags.json is not None:
         flags.json.write_text(json.dumps(about, indent=2) + "\n")
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def overlap(core: str, targets: int) -> Row:
     """Look-ups in an index of 230 groups: of prompts that few hold, and of one whose beginning all hold."""
-    twins.choose(core)
+    versions.choose(core)
     rng, names = random.Random(targets), new_targets(targets)
     index = BlockIndex()
     asked = cycle(hold_groups(index, names, rng))
@@ -85,7 +85,7 @@ def overlap(core: str, targets: int) -> Row:
 
 def decision(core: str, targets: int) -> Row:
     """Router.route and free of a 9,000-token prompt; every target has requests in flight."""
-    twins.choose(core)
+    versions.choose(core)
     few, many = _router(targets, uneven=False), _router(targets, uneven=True)
     return {
         "core": core,

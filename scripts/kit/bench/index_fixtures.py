@@ -8,8 +8,8 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvrouter.core.ids import Target, WorkerId
-from kvrouter.core.index import BlockIndex
+from kvrouter.core.tables.block_index import BlockIndex
+from kvrouter.core.wire.ids import Target, WorkerId
 
 GROUPS, BLOCKS, BLOCK_SIZE = 230, 562, 16
 """Heimdall's published load: 230 groups of prompts, 9,000 tokens each …"""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kvrouter.core import twins
+from kvrouter.core.native import versions
 from kvrouter.policies import POLICIES
 from scripts.kit.bench.long_world import (
     INDEXES,
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = list(map(count, cases) if flags.count else _measured(cases, load))
     console = new_console()
     console.print(table(rows, "instructions" if flags.count else "CPU µs"))
-    about = machine() | {"core": twins.in_use()} | asdict(load)
+    about = machine() | {"core": versions.in_use()} | asdict(load)
     console.print(json.dumps(about), soft_wrap=True, highlight=False)
     if flags.json is not None:
         told = [{**asdict(row), "ratio": row.ratio, "holds": row.holds} for row in rows]

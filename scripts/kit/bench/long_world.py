@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat
-from kvrouter.core.cost import Prompt
-from kvrouter.core.decisions import DecisionRing
-from kvrouter.core.events import VERSION, decode_frame
-from kvrouter.core.filters import FilterSettings, new_filters
-from kvrouter.core.ids import BookingKey, PoolId, RouterId, Target, WorkerId
-from kvrouter.core.policy import PolicyState, RouteRequest, Wanted
-from kvrouter.core.pool import Pool, PoolSettings
-from kvrouter.core.router import Router
-from kvrouter.core.sessions import SessionTable
-from kvrouter.core.text_index import TRIM_CHARS, TextIndex, TextIndexSettings
+from kvrouter.core.fleet.pool import Pool, PoolSettings
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.decisions import DecisionRing
+from kvrouter.core.routing.filters import FilterSettings, new_filters
+from kvrouter.core.routing.policy import PolicyState, RouteRequest, Wanted
+from kvrouter.core.tables.sessions import SessionTable
+from kvrouter.core.tables.text_index import TRIM_CHARS, TextIndex, TextIndexSettings
+from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
+from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
+from kvrouter.core.wire.ops import VERSION, decode_frame
 from kvrouter.policies import PolicySettings, new_policy
 from scripts.kit.bench.instructions import instructions
 

@@ -27,10 +27,11 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvrouter.bus import Subjects
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat
-from kvrouter.core.beats import encode as encode_beat
-from kvrouter.core.blocks import block_hashes, pack_hashes, sequence_hashes
-from kvrouter.core.events import (
+from kvrouter.core.wire.hashes import block_hashes, pack_hashes, sequence_hashes
+from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
+from kvrouter.core.wire.heartbeats import encode as encode_beat
+from kvrouter.core.wire.ids import PoolId, WorkerId
+from kvrouter.core.wire.ops import (
     DEVICE,
     VERSION,
     Check,
@@ -41,7 +42,6 @@ from kvrouter.core.events import (
     decode_request,
     encode,
 )
-from kvrouter.core.ids import PoolId, WorkerId
 
 MODEL, POOL = "mock", PoolId("mock-bench")
 BLOCK_SIZE = 16

@@ -21,15 +21,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.core.active import Booking
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat
-from kvrouter.core.cost import Prompt
-from kvrouter.core.events import VERSION
-from kvrouter.core.filters import FilterSettings, new_filters
-from kvrouter.core.ids import BookingKey, PoolId, RouterId, Target, WorkerId
-from kvrouter.core.policy import PolicyState, RouteRequest, Wanted
-from kvrouter.core.pool import Pool, PoolSettings
-from kvrouter.core.selection import Selection
+from kvrouter.core.fleet.pool import Pool, PoolSettings
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.filters import FilterSettings, new_filters
+from kvrouter.core.routing.policy import PolicyState, RouteRequest, Wanted
+from kvrouter.core.routing.selection import Selection
+from kvrouter.core.tables.bookings import Booking
+from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
+from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
+from kvrouter.core.wire.ops import VERSION
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from scripts.kit.bench.machine import machine
 

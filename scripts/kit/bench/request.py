@@ -24,13 +24,13 @@ import uvloop
 from rich.table import Table
 
 import kvrouter
-from kvrouter.frontend.framing import LAST_CHUNK, chunk
-from kvrouter.frontend.incoming import ArrivingBytes
+from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.operators import open_gate
-from kvrouter.frontend.options import parse_options
-from kvrouter.frontend.plain_connection import Connections
-from kvrouter.frontend.serve import RunningFrontend, running_frontend
-from kvrouter.frontend.upstream import Connection, Upstream
+from kvrouter.frontend.run import RunningFrontend, running_frontend
+from kvrouter.relay.connection import Connections
+from kvrouter.relay.framing import LAST_CHUNK, chunk
+from kvrouter.relay.incoming import ArrivingBytes
+from kvrouter.relay.upstream import Connection, Upstream
 from kvrouter.telemetry.logs import set_up_logs
 from scripts.kit.bench.machine import machine
 from scripts.kit.bench.wire.routers import Workers

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvrouter.core import twins
-from kvrouter.core.ids import Target
-from kvrouter.core.index import BlockIndex
+from kvrouter.core.native import versions
+from kvrouter.core.tables.block_index import BlockIndex
+from kvrouter.core.wire.ids import Target
 from scripts.kit.bench.index_fixtures import HOLDERS, new_targets, random_hashes
 
 CHAIN_BLOCKS, EVENT_BLOCKS, LOAD_BLOCKS = 512, 8, 64
@@ -57,7 +57,7 @@ class Growing:
 
 def measure(core: str, blocks: int, targets: int) -> dict[str, float | str]:
     """Fill an index and measure it."""
-    twins.choose(core)
+    versions.choose(core)
     gc.disable()  # its rounds would be counted as the index's stalls
     rng, names = random.Random(blocks), new_targets(targets)
     before = resident_bytes()
@@ -127,7 +127,7 @@ def resident_bytes() -> int:
 def main() -> None:
     """Print what was measured, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("core", choices=twins.CORES)
+    parser.add_argument("core", choices=versions.CORES)
     parser.add_argument("blocks", type=int)
     parser.add_argument("targets", type=int)
     flags = parser.parse_args()

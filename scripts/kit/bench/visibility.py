@@ -28,17 +28,17 @@ import uvloop
 
 from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
-from kvrouter.core.beats import Card, RankBeat, WorkerBeat, encode
-from kvrouter.core.blocks import pool_token
-from kvrouter.core.cost import Prompt
-from kvrouter.core.events import VERSION
-from kvrouter.core.ids import PoolId, SequenceHash, WorkerId
-from kvrouter.core.policy import RouteRequest
-from kvrouter.core.replica import Replica
-from kvrouter.core.router import Router
-from kvrouter.frontend.feeds import Feeds
-from kvrouter.frontend.options import parse_options
-from kvrouter.frontend.serve import new_replica
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.wire.hashes import pool_token
+from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat, encode
+from kvrouter.core.wire.ids import PoolId, SequenceHash, WorkerId
+from kvrouter.core.wire.ops import VERSION
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.run import new_replica
+from kvrouter.replica.loop import Feeds
 from scripts.kit.bench.meter import cpu_ns
 from scripts.kit.fleet import Fleet, FleetError
 

@@ -19,12 +19,12 @@ import zmq
 import zmq.asyncio
 
 from kvrouter.bus import Bus, Subjects
-from kvrouter.core.blocks import block_hashes, sequence_hashes
-from kvrouter.core.events import DISK, ReplayRequest, encode
-from kvrouter.core.ids import SequenceHash, WorkerId
+from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+from kvrouter.core.wire.ids import SequenceHash, WorkerId
+from kvrouter.core.wire.ops import DISK, ReplayRequest, encode
 from kvrouter.verify.agents import RankFeed
-from kvrouter.worker.engine_blocks import EngineHash
-from kvrouter.worker.vllm import BlockRemoved, BlockStored, decode_batch
+from kvrouter.worker.blocks.engine_blocks import EngineHash
+from kvrouter.worker.engines.vllm import BlockRemoved, BlockStored, decode_batch
 
 _ANSWER_TIMEOUT_S = 5.0
 

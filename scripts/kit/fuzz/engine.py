@@ -18,8 +18,8 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from kvrouter.core.blocks import block_hashes, sequence_hashes
-from kvrouter.core.ids import SequenceHash
+from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+from kvrouter.core.wire.ids import SequenceHash
 from scripts.kit.fuzz.mutate import EDGES, Mutator
 
 Kind: TypeAlias = Literal["vllm", "sglang"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
-from kvrouter.worker.vllm import BlockRemoved, decode_batch
+from kvrouter.worker.engines.vllm import BlockRemoved, decode_batch
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""Predictions and states compared with what engines report."""

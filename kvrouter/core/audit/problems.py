@@ -1,0 +1,230 @@
+"""What is wrong with a worker, in sentences that say what to change.
+
+    the worker's card ──┐
+    Truth's alarms ─────┴─> problems of the worker: one for each cause, the cause nearest to its remedy
+
+A tokenizer that differs makes lengths differ, hashes unknown and predictions wrong: it is named once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from msgspec import Struct
+
+from kvrouter.core.fleet.pool import Pool, Worker
+from kvrouter.core.tables.predictions import Kind, KindEvidence, Record
+
+_START_EVENTS = (
+    'start vLLM with --enable-prefix-caching --kv-events-config \'{"enable_kv_cache_events": true, '
+    '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}\', and its agent '
+    "with --kv-events and --kv-replay for these endpoints; or run the frontends with --no-kv-events"
+)
+_TEMPLATE = (
+    "the chat template differs: --model-path must hold the template that the engine uses "
+    "(vLLM: --chat-template)"
+)
+_TOKENIZER = (
+    "the tokenizer differs: --model-path must be the directory of the very model that the engine serves"
+)
+
+
+class Problem(Struct, frozen=True):
+    """`kind` is one word of a small fixed set, for metrics; `text` is for people."""
+
+    kind: str
+    text: str
+
+
+class Compared(Struct, frozen=True):
+    """What came of having an engine of the pool tokenize prompts, too."""
+
+    equal: frozenset[str] = frozenset()
+    """Kinds of prompt (`chat`, `text`) that last had equal ids."""
+    difference: str = ""
+    """Where ids differ and what to change; empty if they do not, or that is not known."""
+
+
+NOT_COMPARED = Compared()
+
+
+def problems_of(
+    pool: Pool, worker: Worker, record: Record | None, compared: Compared = NOT_COMPARED
+) -> list[Problem]:
+    """All that is known to be wrong with a worker; `record` is None before its first answer."""
+    found = list(_of_card(pool, worker))
+    if record is None:
+        return found
+    by_tokens = list(_of_tokens(record))
+    if found or by_tokens:
+        return found + by_tokens
+    return list(_of_events(pool, worker, record, compared))
+
+
+def problems_of_pool(compared: Compared) -> list[Problem]:
+    """What is wrong with the frontend's tokens for all workers of a pool."""
+    return [Problem("tokens_differ", compared.difference)] if compared.difference else []
+
+
+def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
+    if note := pool.size_note(worker):
+        yield Problem(
+            "block_size",
+            f"{note}, it gets requests by its load alone. Give all engines of a model one block size (vLLM: "
+            "--block-size); --kv-cache-block-size of the frontends must be that one, or be left out",
+        )
+    elif not pool.settings.use_kv_events and worker.card.prefix_caching is False:
+        yield Problem(
+            "uncached", "prefix caching is off, so nothing is foretold (vLLM: --enable-prefix-caching)"
+        )
+    elif any(pool.index.is_truncated(target) for target in worker.targets()):
+        yield Problem(
+            "truncated",
+            "not all of its blocks are known here, the index is full: raise --index-max-blocks or "
+            "--index-max-holders, or live with less overlap than there is",
+        )
+    elif pool.settings.use_kv_events and not worker.card.publishes_events:
+        yield Problem("no_events", f"its agent has no KV events, so nothing is foretold: {_START_EVENTS}")
+
+
+def _of_tokens(record: Record) -> Iterator[Problem]:
+    """The engine and the frontend count different tokens."""
+    bad, good = _kinds(record, lambda evidence: evidence.lengths.is_raised, _has_good_lengths)
+    if bad:
+        theirs, ours = record.last_lengths
+        yield Problem(
+            "tokens",
+            f"counts other prompt tokens than this frontend {_of_kinds(bad)} (last {theirs}, here {ours}): "
+            + (_TEMPLATE if _are_all(bad, lambda kind: kind.prompt == "chat") and good else _tokenizer(bad)),
+        )
+
+
+def _tokenizer(bad: list[Kind]) -> str:
+    """Nothing but the engine's answer can be wrong where the client sent the token ids."""
+    if _are_all(bad, lambda kind: kind.prompt == "tokens"):
+        return "the engine changes prompts that are sent as token ids"
+    return f"{_TOKENIZER}, and its chat template too" if any(k.prompt == "chat" for k in bad) else _TOKENIZER
+
+
+def _of_events(pool: Pool, worker: Worker, record: Record, compared: Compared) -> Iterator[Problem]:
+    """Its events, and what it reports, do not fit what was foretold."""
+    has_events = pool.settings.use_kv_events
+    theirs, ours = record.last_cached
+    if record.uneven.is_raised:
+        yield Problem(
+            "block_size",
+            f"reports cached tokens that are no multiple of the block size {pool.block_size} "
+            f"(last {theirs}): its blocks have another size; correct --kv-cache-block-size of its agent "
+            "and of the frontends",
+        )
+    elif has_events and (bad := _unmatched(record)):
+        yield _unmatched_problem(pool, worker, *bad, compared)
+    elif record.uncached.is_raised:
+        yield Problem(
+            "uncached", f"reports 0 cached tokens where blocks were foretold: {_why_uncached(has_events)}"
+        )
+    elif has_events and record.inexact.is_raised and not _is_partial(worker):
+        yield Problem(
+            "inexact",
+            f"reports other cached tokens than foretold in {record.inexact.bad} of the last "
+            f"{record.inexact.total} requests (last {theirs}, foretold {ours}): its events are incomplete or "
+            "come too late; look at the lag in /workers and at the log of its agent, and restart the agent",
+        )
+
+
+def _why_uncached(has_events: bool) -> str:
+    if has_events:
+        return (
+            "its cache was lost or is not used (vLLM: --enable-prefix-caching); if it is used, "
+            "restart its agent"
+        )
+    return (
+        "prefix caching is off (vLLM: --enable-prefix-caching), or its cache forgets sooner than "
+        "--router-ttl-secs says: lower that, or use KV events"
+    )
+
+
+def _unmatched(record: Record) -> tuple[list[Kind], list[Kind]] | None:
+    """Kinds of request whose blocks never turn up in the events, and those whose blocks do."""
+    bad, good = _kinds(record, _is_unmatched, lambda evidence: evidence.unannounced.is_well)
+    return (bad, good) if bad else None
+
+
+def _is_unmatched(evidence: KindEvidence) -> bool:
+    if evidence.unannounced.is_raised:
+        return True
+    return evidence.blind.is_raised and not evidence.unannounced.is_well
+
+
+def _unmatched_problem(
+    pool: Pool, worker: Worker, bad: list[Kind], good: list[Kind], compared: Compared
+) -> Problem:
+    held = sum(pool.index.blocks(target) for target in worker.targets())
+    if not held:
+        return Problem("no_events", f"has served requests, and no KV event has come from it: {_START_EVENTS}")
+    return Problem(
+        "hashes",
+        f"its KV events never name the blocks of the requests it served {_of_kinds(bad)} ({held} other "
+        f"blocks are known): {_why_unmatched(pool, bad, good, compared)}",
+    )
+
+
+def _why_unmatched(pool: Pool, bad: list[Kind], good: list[Kind], compared: Compared) -> str:
+    if _are_all(bad, lambda kind: kind.salt) and any(not kind.salt for kind in good):
+        return (
+            "its events do not carry the cache_salt of these requests; use an engine version whose events do"
+        )
+    if _are_all(bad, lambda kind: kind.lora) and any(not kind.lora for kind in good):
+        return "its events name these LoRA adapters otherwise: give them the same names everywhere"
+    unsure = "; or its events do not carry their cache_salt" if _are_all(bad, lambda kind: kind.salt) else ""
+    return _why_hashes_differ(pool, bad, good, compared) + unsure
+
+
+def _why_hashes_differ(pool: Pool, bad: list[Kind], good: list[Kind], compared: Compared) -> str:
+    if any(kind.prompt == "tokens" for kind in bad):
+        return (
+            f"the block size differs (here {pool.block_size}; --kv-cache-block-size), or the events are "
+            "those of another engine (--kv-events of its agent)"
+        )
+    if _are_all(bad, lambda kind: kind.prompt in compared.equal):
+        return (
+            "an engine's own token ids are equal, so its events are not those of this engine (correct "
+            "--kv-events of its agent, kv= in a list of engines), or the block size differs "
+            f"(here {pool.block_size}; --kv-cache-block-size)"
+        )
+    if compared.difference:
+        return compared.difference
+    if _are_all(bad, lambda kind: kind.prompt == "chat"):
+        return _TEMPLATE if good else f"{_TEMPLATE}; or {_TOKENIZER}"
+    return f"{_TOKENIZER}; or the block size does (here {pool.block_size}; --kv-cache-block-size)"
+
+
+def _is_partial(worker: Worker) -> bool:
+    return any(rank.partial for rank in worker.ranks.values())
+
+
+def _has_good_lengths(evidence: KindEvidence) -> bool:
+    return evidence.lengths.is_well
+
+
+def _kinds(
+    record: Record, is_bad: Callable[[KindEvidence], bool], is_good: Callable[[KindEvidence], bool]
+) -> tuple[list[Kind], list[Kind]]:
+    bad = sorted(kind for kind, evidence in record.kinds.items() if is_bad(evidence))
+    good = sorted(kind for kind, evidence in record.kinds.items() if is_good(evidence))
+    return bad, good
+
+
+def _are_all(kinds: list[Kind], is_such: Callable[[Kind], bool]) -> bool:
+    """Whether there are any, and each is such a one."""
+    return bool(kinds) and all(is_such(kind) for kind in kinds)
+
+
+def _of_kinds(kinds: list[Kind]) -> str:
+    """`for chats and texts with cache_salt`."""
+    return "for " + " and ".join(_named(kind) for kind in kinds)
+
+
+def _named(kind: Kind) -> str:
+    name = {"chat": "chats", "text": "texts", "tokens": "token ids"}[kind.prompt]
+    return name + (" to LoRA adapters" if kind.lora else "") + (" with cache_salt" if kind.salt else "")

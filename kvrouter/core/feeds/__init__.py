@@ -1,0 +1,1 @@
+"""Ordered streams of frames: numbered by their source, repaired by their reader."""

@@ -1,0 +1,155 @@
+"""The owner's side of a feed: numbers frames, keeps the last ones, answers who missed some.
+
+    append(ops) ──> frames n+1, n+2 …      to be published, in this order
+         │
+       ring: … n-1, n                      4,096 frames or 8 MiB: replay for short gaps
+         │
+       snapshot "as of n"                  for the rest: encoded once, shared by all who ask
+
+Invariant: the ring holds consecutive frames and ends with `seq`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvrouter.core.wire.ops import (
+    MAX_FRAME_BYTES,
+    VERSION,
+    Frame,
+    Op,
+    ReplayFrames,
+    ReplayRequest,
+    SnapshotChunk,
+    encode,
+)
+
+RING_FRAMES = 4096
+RING_BYTES = 8 * 1024 * 1024
+SNAPSHOT_KEPT_S = 10.0
+_ENVELOPE_BYTES = 64
+"""Room for the arrays and numbers around a list of ops."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    id: int
+    as_of_seq: int
+    taken_at: float
+    chunks: list[bytes]
+
+
+class FeedSource:
+    """One feed as its owner writes it.
+
+    `state_ops(now)` returns ops that build the owner's present state from nothing; it is called in
+    the same plain call that reads `seq`, so a snapshot is exact as of that frame.
+    """
+
+    def __init__(
+        self,
+        incarnation: int,
+        state_ops: Callable[[float], Iterable[Op]],
+        *,
+        ring_frames: int = RING_FRAMES,
+        ring_bytes: int = RING_BYTES,
+    ) -> None:
+        self.incarnation = incarnation
+        self.seq = 0
+        self._state_ops = state_ops
+        self._ring: deque[bytes] = deque()
+        self._ring_frames = ring_frames
+        self._ring_room = ring_bytes
+        self._snapshots: dict[int, _Snapshot] = {}
+        self._last_snapshot_id = 0
+
+    def append(self, ops: Sequence[Op]) -> list[bytes]:
+        """Number the ops as one frame, or several if they exceed a frame's size; nothing if empty."""
+        if not ops:
+            return []
+        frames = [self._frame(1, ops)]
+        if len(frames[0]) > MAX_FRAME_BYTES:
+            parts = _split(ops, MAX_FRAME_BYTES - _ENVELOPE_BYTES)
+            frames = [self._frame(number, part) for number, part in enumerate(parts, 1)]
+        self.seq += len(frames)
+        for data in frames:
+            self._remember(data)
+        return frames
+
+    def _frame(self, number: int, ops: Sequence[Op]) -> bytes:
+        """The `number`th frame after the last one."""
+        return encode(Frame(VERSION, self.incarnation, self.seq + number, list(ops)))
+
+    def _remember(self, data: bytes) -> None:
+        self._ring.append(data)
+        self._ring_room -= len(data)
+        while len(self._ring) > self._ring_frames or (self._ring_room < 0 and len(self._ring) > 1):
+            self._ring_room += len(self._ring.popleft())
+
+    def answer(self, request: ReplayRequest, max_bytes: int, now: float) -> bytes:
+        """Frames if the ring still has what is asked for, else a chunk of a snapshot.
+
+        `max_bytes` is what one message may carry; an answer keeps below it.
+        """
+        self._forget_snapshots(now)
+        room = max_bytes - _ENVELOPE_BYTES
+        if request.snapshot_id:
+            snapshot = self._snapshots.get(request.snapshot_id)
+            if snapshot is not None and 0 <= request.chunk < len(snapshot.chunks):
+                return snapshot.chunks[request.chunk]
+        elif self._has_from(request):
+            return encode(ReplayFrames(self._frames_from(request.from_seq, room), self.seq))
+        return self._shared_snapshot(room, now).chunks[0]
+
+    def _has_from(self, request: ReplayRequest) -> bool:
+        oldest = self.seq - len(self._ring) + 1
+        return request.incarnation == self.incarnation and oldest <= request.from_seq <= self.seq + 1
+
+    def _frames_from(self, from_seq: int, room: int) -> list[bytes]:
+        frames: list[bytes] = []
+        for index in range(len(self._ring) - (self.seq - from_seq + 1), len(self._ring)):
+            room -= len(self._ring[index]) + 5
+            if frames and room < 0:
+                break
+            frames.append(self._ring[index])
+        return frames
+
+    def _shared_snapshot(self, room: int, now: float) -> _Snapshot:
+        """A kept snapshot from which the ring still leads on, else a new one."""
+        for kept in self._snapshots.values():
+            if kept.as_of_seq >= self.seq - len(self._ring):
+                return kept
+        self._last_snapshot_id += 1
+        snapshot = self._take_snapshot(self._last_snapshot_id, min(room, MAX_FRAME_BYTES), now)
+        self._snapshots[snapshot.id] = snapshot
+        return snapshot
+
+    def _take_snapshot(self, snapshot_id: int, room: int, now: float) -> _Snapshot:
+        parts = list(_split(list(self._state_ops(now)), room)) or [[]]
+        chunks = [
+            encode(SnapshotChunk(snapshot_id, self.seq, number, len(parts), ops, self.incarnation))
+            for number, ops in enumerate(parts)
+        ]
+        return _Snapshot(snapshot_id, self.seq, now, chunks)
+
+    def _forget_snapshots(self, now: float) -> None:
+        for kept in list(self._snapshots.values()):
+            if now - kept.taken_at > SNAPSHOT_KEPT_S:
+                del self._snapshots[kept.id]
+
+
+def _split(ops: Sequence[Op], room: int) -> Iterable[list[Op]]:
+    """Cut a list of ops into lists that encode to at most `room` bytes (one op may exceed it)."""
+    part: list[Op] = []
+    size = 0
+    for op in ops:
+        op_bytes = len(encode(op))
+        if part and size + op_bytes > room:
+            yield part
+            part, size = [], 0
+        part.append(op)
+        size += op_bytes
+    if part:
+        yield part

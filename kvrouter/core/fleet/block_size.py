@@ -1,0 +1,74 @@
+"""The block size of a pool whose engines may have different ones.
+
+    targets' cards ──count──> wanted: the size of most targets ──for one lease──> size: of prompts' hashes
+
+Where several sizes have as many targets, the present one stays: that of the eldest replica which serves
+the pool, so that a replica which joins during a tie agrees with the others. Where there is none yet, the
+target with the smallest (started_at, worker_id) decides. A round is one of the leases' (core/feeds/lease.py):
+a replica that is cut off changes nothing.
+
+Cards of a fleet come one after the other, so a new pool follows the wanted size at once, until one has
+been wanted for a lease. Invariant: `size` is 0 only before the first target, and never changes if fixed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvrouter.core.wire.heartbeats import Card
+
+
+class PoolBlockSize:
+    """`fixed`: the operator's (`--kv-cache-block-size`), which no card changes."""
+
+    def __init__(self, fixed: int | None = None) -> None:
+        self.size = fixed or 0
+        self._is_fixed = fixed is not None
+        self._is_settled = False
+        self._targets: Counter[int] = Counter()
+        self._eldest: dict[int, tuple[int, str]] = {}
+        self._elder_size = 0
+        self._wanted = 0
+        self._rounds = 0
+        """How long it has been wanted."""
+
+    def count(self, cards: Iterable[Card]) -> None:
+        """These are the workers that take requests now."""
+        self._targets.clear()
+        self._eldest.clear()
+        for card in cards:
+            size, age = card.block_size, (card.started_at_us, card.worker_id)
+            self._targets[size] += card.ranks
+            self._eldest[size] = min(age, self._eldest.get(size, age))
+        self._look()
+
+    def next_round(self, lease_rounds: int, elder_size: int = 0) -> None:
+        """A round has passed. `elder_size`: the pool's size at the eldest replica; 0: this one is it."""
+        self._elder_size = elder_size
+        self._look()
+        if not self._targets:
+            return
+        self._rounds += 1
+        if self._rounds >= lease_rounds:
+            self._is_settled = True
+            self._change()
+
+    def _look(self) -> None:
+        wanted = self._most_wanted()
+        if wanted != self._wanted:
+            self._wanted, self._rounds = wanted, 0
+        if not self._is_settled:
+            self._change()
+
+    def _change(self) -> None:
+        if not self._is_fixed:
+            self.size = self._wanted
+
+    def _most_wanted(self) -> int:
+        most = max(self._targets.values(), default=0)
+        tied = [size for size, targets in self._targets.items() if targets == most]
+        for present in (self._elder_size, self.size if self._is_settled else 0):
+            if present in tied:
+                return present
+        return min(tied, key=lambda size: self._eldest[size], default=self.size)

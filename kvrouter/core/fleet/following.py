@@ -1,0 +1,204 @@
+"""The feeds a replica follows: one reader each, and who is asked for what."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import ParamSpec, TypeVar
+
+from kvrouter.core.feeds.lease import Leases
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
+from kvrouter.core.wire.ops import ReplayRequest
+from kvrouter.core.wire.senders import Feed, KvSource, Source, SyncSource
+
+MOST_FEEDS = 65_536
+"""Followed at a time; more are ignored. A reader takes some 3 KB before it holds anything."""
+MOST_LOADING = 16
+"""Feeds that have a chunk of a snapshot in memory (512 KB and more), waiting to be loaded."""
+_MOST_FAILURES = 100
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Following:
+    """Readers by feed. Each has a lease; `new_reader` makes one that knows nothing yet.
+
+    Each step of a reader is guarded: what raises is a bug here, met by something that a source sent. It
+    breaks that feed alone, and is kept for the shell to log.
+
+    Invariant: every reader that is not at rest is in `_restless`: of thousands, those that have to be looked
+    at many times a second.
+    """
+
+    def __init__(self, leases: Leases[Source], new_reader: Callable[[Feed], FeedReader]) -> None:
+        self.readers: dict[Feed, FeedReader] = {}
+        self._leases = leases
+        self._new_reader = new_reader
+        self._cancelled: list[Feed] = []
+        self._restless: dict[Feed, FeedReader] = {}
+        self._ranks: dict[WorkerId, set[KvSource]] = {}
+        self._failures: deque[tuple[Feed, Exception]] = deque(maxlen=_MOST_FAILURES)
+
+    # What arrives
+
+    def heartbeat(
+        self, source: Feed, incarnation: int, seq: int, interval_ms: int | None, now: float
+    ) -> None:
+        """The source says how far it is; it is followed from now on."""
+        reader = self.readers.get(source)
+        if reader is None:
+            if len(self.readers) >= MOST_FEEDS:
+                return
+            reader = self._begin(source, self._new_reader(source))
+            self._leases.heard(source)
+        if self._step(source, reader, now, reader.heartbeat, incarnation, seq, now):
+            self._leases.heard(source, interval_ms)
+        self._look_at(source, reader)
+
+    def kv_frame(self, source: KvSource, data: bytes, now: float) -> bool:
+        """A frame of a worker's events; False if the worker's card is missing."""
+        reader = self.readers.get(source)
+        if reader is None:
+            return False
+        self._step(source, reader, now, reader.frame, data, now)
+        self._look_at(source, reader)
+        return True
+
+    def sync_frame(self, source: SyncSource, data: bytes, now: float) -> bool:
+        """A frame of a peer's bookings, maybe the first that is heard of it; False if it is no good."""
+        reader = self.readers.get(source)
+        if reader is None:
+            if len(self.readers) >= MOST_FEEDS:
+                return False
+            reader = self._new_reader(source)
+        is_good = bool(self._step(source, reader, now, reader.frame, data, now))
+        if is_good:
+            self._begin(source, reader)
+            self._leases.heard(source)
+        if source in self.readers:
+            self._look_at(source, reader)
+        return is_good
+
+    # What to do
+
+    def due(self, now: float, most: int) -> list[tuple[Feed, ReplayRequest]]:
+        """The requests to send now, at most `most`."""
+        requests: list[tuple[Feed, ReplayRequest]] = []
+        restless = list(self._restless.items())
+        most = min(most, MOST_LOADING - sum(reader.is_loading for _, reader in restless))
+        for source, reader in restless:
+            if len(requests) >= most:
+                break
+            request = self._step(source, reader, now, reader.due, now)
+            if request is not None:
+                requests.append((source, request))
+            elif reader.is_at_rest:
+                del self._restless[source]
+        return requests
+
+    def load(self, hashes: int, now: float) -> bool:
+        """One slice of a snapshot, if one is being loaded."""
+        for source, reader in self._restless.items():
+            if reader.is_loading:
+                self._step(source, reader, now, reader.work, hashes, now)
+                return True
+        return False
+
+    def answered(self, source: Feed, data: bytes, now: float) -> None:
+        """A request was answered; the source may have left meanwhile."""
+        reader = self.readers.get(source)
+        if reader is not None:
+            self._step(source, reader, now, reader.answer, data, now)
+
+    def failed(self, source: Feed, now: float) -> None:
+        """A request was not answered."""
+        reader = self.readers.get(source)
+        if reader is not None:
+            reader.failed(now)
+
+    def take_failures(self) -> list[tuple[Feed, Exception]]:
+        """What has raised since the last call, the last hundred at most."""
+        failures = list(self._failures)
+        self._failures.clear()
+        return failures
+
+    def _step(  # a step is a callable and its arguments
+        self,
+        source: Feed,
+        reader: FeedReader,
+        now: float,
+        step: Callable[_P, _R],
+        *arguments: _P.args,
+        **named: _P.kwargs,
+    ) -> _R | None:
+        try:
+            return step(*arguments, **named)
+        except Exception as error:
+            self._failures.append((source, error))
+            reader.break_down(now)
+            return None
+
+    # Who goes
+
+    def end(self, source: Feed) -> None:
+        """Its reader goes. A heartbeat begins a new one, which takes any incarnation."""
+        self._leases.forget(source)
+        reader = self.readers.pop(source, None)
+        self._restless.pop(source, None)
+        if isinstance(source, KvSource):
+            self._forget_rank(source)
+        if reader is not None:
+            reader.close()
+            if reader.is_asking:
+                self._cancelled.append(source)
+
+    def end_worker(self, worker_id: WorkerId) -> None:
+        """All its ranks."""
+        self._end_all(self._ranks.get(worker_id, ()))
+
+    def end_ranks(self, pool_id: PoolId, worker_id: WorkerId, ranks: int) -> None:
+        """A worker that came back with fewer ranks has no feeds for the others any more."""
+        sources = self._ranks.get(worker_id, ())
+        self._end_all(source for source in sources if source.pool == pool_id and source.rank >= ranks)
+
+    def end_router(self, router_id: RouterId) -> None:
+        """A peer's bookings in all pools."""
+        self._end_all(source for source in self._sync() if source.router_id == router_id)
+
+    def end_pools(self, pools: Collection[PoolId]) -> None:
+        """What peers told of pools that are gone."""
+        self._end_all(source for source in self._sync() if source.pool in pools)
+
+    def told_pools(self) -> set[PoolId]:
+        """Pools in which a peer says to have had bookings."""
+        return {source.pool for source in self._sync() if self.readers[source].source_seq}
+
+    def take_cancelled(self) -> list[Feed]:
+        """Feeds that went while an answer was awaited. Told once."""
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
+
+    def _end_all(self, sources: Iterable[Feed]) -> None:
+        for source in list(sources):
+            self.end(source)
+
+    def _begin(self, source: Feed, reader: FeedReader) -> FeedReader:
+        self.readers[source] = reader
+        if isinstance(source, KvSource):
+            self._ranks.setdefault(source.worker_id, set()).add(source)
+        return reader
+
+    def _forget_rank(self, source: KvSource) -> None:
+        ranks = self._ranks.get(source.worker_id, set())
+        ranks.discard(source)
+        if not ranks:
+            self._ranks.pop(source.worker_id, None)
+
+    def _look_at(self, source: Feed, reader: FeedReader) -> None:
+        """Something came on the feed; whether there is something to do now. Answers come to restless ones."""
+        if not reader.is_at_rest:
+            self._restless[source] = reader
+
+    def _sync(self) -> Iterator[SyncSource]:
+        return (source for source in self.readers if isinstance(source, SyncSource))

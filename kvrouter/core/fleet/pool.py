@@ -1,0 +1,340 @@
+"""The workers of one base model: their cards and state, one index, one active table.
+
+    heartbeats ──> workers ──> targets (what may be chosen)
+    KV feeds   ──> index   ─┐
+    bookings   ──> active  ─┴─> candidates
+
+Invariant: `targets` holds the ranks of exactly those workers that take requests, ordered by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from kvrouter.core.fleet.block_size import PoolBlockSize
+from kvrouter.core.routing.candidates import Candidates, form_candidates, unnamed_blocks
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.roster import Roster
+from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
+from kvrouter.core.tables.block_index import BlockIndex, IndexBounds
+from kvrouter.core.tables.bookings import ActiveTable
+from kvrouter.core.wire.heartbeats import Card, RankBeat, State, WorkerBeat
+from kvrouter.core.wire.ids import PoolId, Target, WorkerId
+from kvrouter.core.wire.ops import TIERS
+
+NAMED_MOST = 5
+"""Of many with the same trouble so many are named."""
+NewIndex: TypeAlias = Callable[[IndexBounds, int], BlockIndex]
+"""Makes an index from its bounds and placement secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """What an operator sets about routing, the same for every pool."""
+
+    use_kv_events: bool = True
+    ttl_s: float = DEFAULT_TTL_S
+    approx_capacity_blocks: int = 0
+    """Blocks a target is assumed to hold at most, without KV events; 0: as many as its card says."""
+    inflight_overlap: bool = True
+    block_size: int | None = None
+    lora_multiplex: bool = False
+    """Whether a request for an adapter may go where it is not loaded (core/routing/filters.py, Multiplex)."""
+    counts_tokens: bool = False
+    """Whether prompts are tokenized whatever the policy: somebody else looks at charged tokens."""
+    index_bounds: IndexBounds = field(default_factory=IndexBounds)
+    new_index: NewIndex = BlockIndex
+    """Makes a pool's index; another kind may measure itself."""
+    placement_secret: int = 0
+    """Random 64 bits, drawn by the process: where native tables place hashes (core/tables/table.py)."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker as its card and heartbeats describe it."""
+
+    card: Card
+    incarnation: int = 0
+    state: State = "up"
+    ranks: dict[int, RankBeat] = field(default_factory=dict)
+    card_seen: tuple[int, int] = (0, 0)
+    """Incarnation and version of the card."""
+    silent: bool = False
+    """Its lease has ended, and it is kept because the pool has nobody else."""
+
+    def targets(self) -> list[Target]:
+        """Its ranks."""
+        return [Target(WorkerId(self.card.worker_id), rank) for rank in range(self.card.ranks)]
+
+    def wants_report(self, rank: int) -> bool:
+        """Whether requests to this rank help to learn what it holds, after its history was lost."""
+        beat = self.ranks.get(rank)
+        return self.card.repairs_by_report and beat is not None and beat.partial
+
+    def has_shown_card_of(self, beat: WorkerBeat) -> bool:
+        """Whether the card that the heartbeat speaks of has been seen."""
+        return self.card_seen == (beat.incarnation, beat.card_version)
+
+    def tier_sets(self) -> int:
+        """How many nested tier sets it publishes."""
+        return 1 + max((TIERS.index(tier) for tier in self.card.tiers if tier in TIERS), default=0)
+
+    def capacity_blocks(self) -> int:
+        """Blocks one rank can hold over all tiers; 0 if a tier's capacity is unknown."""
+        capacities = self.card.tiers.values()
+        return sum(capacities) if all(capacities) else 0
+
+
+class Pool:
+    """The state of one pool, and the candidates it offers."""
+
+    def __init__(self, pool_id: PoolId, settings: PoolSettings) -> None:
+        self.id = pool_id
+        self.model = ""
+        """The base model's name; empty until a card has told it."""
+        self.settings = settings
+        self._size = PoolBlockSize(settings.block_size)
+        self.block_size = self._size.size
+        """What prompts are hashed with. An engine with another size has overlap 0."""
+        self.workers: dict[WorkerId, Worker] = {}
+        self.ranks = 0
+        """Of all workers, whatever their state."""
+        self.targets: dict[Target, Worker] = {}
+        self._is_stale = False
+        """Whether a worker has changed since `targets` was made."""
+        self.changes = 0
+        """How often `targets` has been made anew."""
+        self.names: frozenset[str] = frozenset()
+        """Every model name a client may use here; kept while all workers are away."""
+        self.max_model_len = 0
+        """The longest prompt that any worker takes, in tokens; 0 if none says."""
+        self.lora_names: frozenset[str] = frozenset()
+        """Those of them that are LoRA adapters."""
+        self.index = settings.new_index(settings.index_bounds, settings.placement_secret)
+        self.approx = ApproxIndex(self.index, settings.ttl_s)
+        self.active = ActiveTable(settings.placement_secret)
+        self._roster = Roster()
+        """`targets` in columns."""
+
+    # Workers
+
+    def update(self, worker_id: WorkerId, beat: WorkerBeat, *, settles: bool = True) -> bool:
+        """A heartbeat; returns whether the worker is known now (its card has been seen).
+
+        `settles` False: `targets` and what follows from them may be out of date until `settle`. That walks
+        all workers (3 ms for 1,000), too much for each of a thousand cards that arrive together.
+        """
+        worker = self.workers.get(worker_id)
+        changed = False
+        if beat.card is not None and (worker is None or worker.card != beat.card):
+            before = worker.targets() if worker is not None else []
+            worker = self.workers[worker_id] = Worker(beat.card)
+            self.ranks += beat.card.ranks - len(before)
+            self._forget_assumed(before, worker.targets())
+            self.model = beat.card.model
+            changed = True
+        if worker is None:
+            return False
+        if beat.card is not None:
+            worker.card_seen = (beat.incarnation, beat.card_version)
+        changed = changed or worker.state != beat.state or worker.silent
+        worker.incarnation, worker.state, worker.silent = beat.incarnation, beat.state, False
+        worker.ranks = {rank.rank: rank for rank in beat.ranks}
+        self._is_stale = self._is_stale or changed
+        if not changed:
+            self._roster.hear(worker)
+        if settles:
+            self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Choose the targets again if a worker has changed since that was done."""
+        if self._is_stale:
+            self._choose_targets()
+
+    def remove(self, worker_id: WorkerId) -> list[Target]:
+        """The worker is gone, with all it held. Bookings stay: only their owner ends them."""
+        worker = self.workers.pop(worker_id, None)
+        if worker is None:
+            return []
+        self.ranks -= worker.card.ranks
+        self._forget_blocks(worker)
+        self._choose_targets()
+        return worker.targets()
+
+    def silence(self, worker_ids: set[WorkerId]) -> list[WorkerId]:
+        """Their leases ended: their blocks are forgotten; returns who is gone.
+
+        A silent worker stays as long as the pool has no other target: better a request that fails
+        on it than one refused for want of any. One found unreachable meanwhile is gone already.
+        """
+        silent = worker_ids.intersection(self.workers)
+        for worker_id in silent:
+            self._forget_blocks(self.workers[worker_id])
+            self.workers[worker_id].silent = True
+        self._choose_targets()
+        gone = worker_ids.difference(target.worker_id for target in self.targets)
+        for worker_id in gone:
+            self.remove(worker_id)
+        return list(gone)
+
+    def unreachable(self, worker_id: WorkerId) -> None:
+        """Its HTTP port refuses: one that was kept although silent goes."""
+        worker = self.workers.get(worker_id)
+        if worker is not None and worker.silent:
+            self.remove(worker_id)
+
+    def targets_of(self, worker_id: WorkerId) -> list[Target]:
+        """All ranks of a worker, also those that take no requests now; none if it is not known."""
+        worker = self.workers.get(worker_id)
+        return worker.targets() if worker is not None else []
+
+    def capacity_blocks(self, target: Target) -> int:
+        """Blocks the target is assumed to have room for; 0 if that is not known.
+
+        Asked of targets with the pool's block size only (`may_assume`): a card counts in its engine's blocks.
+        """
+        worker = self.workers.get(target.worker_id)
+        return self.settings.approx_capacity_blocks or (worker.capacity_blocks() if worker else 0)
+
+    def may_assume(self, target: Target) -> bool:
+        """Whether the target can be taken to hold what was prefilled there; else only events tell."""
+        worker = self.workers.get(target.worker_id)
+        if worker is None:
+            return not self.settings.use_kv_events
+        fits = not self.block_size or worker.card.block_size == self.block_size
+        return not self.settings.use_kv_events and fits and worker.card.prefix_caching is not False
+
+    def next_round(self, lease_rounds: int, elder_size: int = 0) -> None:
+        """A round of the leases has passed; see PoolBlockSize."""
+        self._size.next_round(lease_rounds, elder_size)
+        self._use_size()
+
+    def _use_size(self) -> None:
+        """Blocks in the index have the sizes of their engines; those assumed have the pool's former one."""
+        former, self.block_size = self.block_size, self._size.size
+        if former not in {0, self.block_size} and not self.settings.use_kv_events:
+            for worker in self.workers.values():
+                self._forget_blocks(worker)
+
+    def _forget_assumed(self, before: list[Target], now: list[Target]) -> None:
+        """A worker's card is new: it may have fewer ranks than before, or blocks of another size."""
+        gone = set(before).difference(now)
+        if not self.settings.use_kv_events:
+            gone.update(target for target in now if not self.may_assume(target))
+        for target in gone:
+            self.approx.drop(target)
+
+    def _forget_blocks(self, worker: Worker) -> None:
+        for target in worker.targets():
+            self.approx.drop(target)
+
+    def _choose_targets(self) -> None:
+        self._is_stale = False
+        takers = [worker for worker in self.workers.values() if worker.state == "up"]
+        eligible = [worker for worker in takers if not worker.silent] or takers
+        self._size.count([worker.card for worker in eligible])
+        self._use_size()
+        pairs = [(target, worker) for worker in eligible for target in worker.targets()]
+        self.targets = dict(sorted(pairs, key=lambda pair: pair[0]))
+        self._roster = Roster(self.targets.items())
+        self.active.line_up(self._roster.targets)
+        self.changes += 1
+        if self.workers:
+            cards = [worker.card for worker in self.workers.values()]
+            self.names = frozenset(name for card in cards for name in card.names())
+            self.lora_names = frozenset(name for card in cards for name in card.lora_names)
+            self.max_model_len = max(card.max_model_len for card in cards)
+
+    def sweep(self, hashes: int) -> bool:
+        """A small step of tidying after whoever is gone; returns whether there is more to do."""
+        return self.active.sweep(hashes) or self.index.sweep()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left here: no worker, no booking, no block."""
+        return not self.workers and self.active.is_empty and not len(self.index)
+
+    @property
+    def has_live_target(self) -> bool:
+        """Whether there is a target to send to whose lease has not ended."""
+        return any(not worker.silent for worker in self.targets.values())
+
+    def size_note(self, worker: Worker) -> str:
+        """What follows from the worker's block size; empty if it is the pool's."""
+        size = worker.card.block_size
+        if size == self.block_size or not self.block_size:  # 0: no worker has taken requests yet
+            return ""
+        return f"block size {size}, pool has {self.block_size}: no overlap is predicted"
+
+    def sizes_note(self) -> str:
+        """The same for all targets, in one sentence; empty if none has another size."""
+        sizes = {target.worker_id: worker.card.block_size for target, worker in self.targets.items()}
+        others = [f"{worker_id}: {size}" for worker_id, size in sizes.items() if size != self.block_size]
+        if not others:
+            return ""
+        named = ", ".join([*others[:NAMED_MOST], *(["…"] if len(others) > NAMED_MOST else [])])
+        return (
+            f"{len(others)} of {len(sizes)} workers have another block size than {self.block_size}: "
+            f"no overlap is predicted there ({named})"
+        )
+
+    # Candidates
+
+    def in_present_size(self, request: RouteRequest) -> RouteRequest:
+        """The request without hashes of another block size: it has been hashed before the pool's changed.
+
+        Only its length is known then: it finds nothing, and loads its target as any other does.
+        """
+        sizes = {prompt.block_size for prompt in request.prompts}
+        if sizes <= {0, self.block_size}:
+            return request
+        prompts = tuple(Prompt((), prompt.isl, is_estimate=True) for prompt in request.prompts)
+        return replace(request, prompts=prompts)
+
+    def candidates(self, request: RouteRequest, exclude: frozenset[Target] = frozenset()) -> Candidates:
+        """Every target that may serve the request, with what it would find and cost there."""
+        formed = form_candidates(
+            request,
+            self._roster,
+            self.index,
+            self.active,
+            block_size=self.block_size,
+            inflight_overlap=self.settings.inflight_overlap,
+        )
+        if not exclude and request.lora_name is None:
+            return formed
+        pairs = enumerate(self.targets.items())
+        return formed.only(
+            [
+                place
+                for place, (target, worker) in pairs
+                if target not in exclude and self._serves(worker, request.lora_name)
+            ]
+        )
+
+    def unnamed_blocks(self, request: RouteRequest) -> int:
+        """Blocks of prompts whose end was not tokenized: charged, and without a hash."""
+        return unnamed_blocks(request, self.block_size) if self.block_size else 0
+
+    def _serves(self, worker: Worker, lora_name: str | None) -> bool:
+        return lora_name is None or self.settings.lora_multiplex or lora_name in worker.card.lora_names
+
+    def refusals(self, request: RouteRequest) -> dict[Target, str]:
+        """Why each target of the pool that is no candidate at all is none."""
+        return {
+            target: self._why_refused(worker, request)
+            for worker in self.workers.values()
+            for target in worker.targets()
+            if target not in self.targets or not self._serves(worker, request.lora_name)
+        }
+
+    def _why_refused(self, worker: Worker, request: RouteRequest) -> str:
+        if worker.state != "up":
+            return worker.state
+        return "silent" if worker.silent else f"has no adapter {request.lora_name!r}"

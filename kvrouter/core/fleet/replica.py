@@ -1,0 +1,509 @@
+"""One replica's whole state: its pools, the feeds it follows, and who is still there.
+
+    live messages ──> worker_heard / kv_frame / router_heard / sync_frame
+                              │
+    feeds (one reader each) ──┴──> index and active table of the pool ──> Router.route
+                              │
+    due ──> replay requests to send;  work ──> snapshots loaded and dead slots swept, in slices
+
+Pure: bytes and the time go in, bytes and requests come out. The shell in `frontend/` does the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvrouter.core.feeds.held import HeldBudget
+from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.sinks import KvSink
+from kvrouter.core.fleet.following import Following
+from kvrouter.core.fleet.pool import NAMED_MOST, Pool, PoolSettings, Worker
+from kvrouter.core.fleet.pools import Pools
+from kvrouter.core.fleet.readiness import AWAITED_MOST, Readiness, ServedElsewhere, behind, sizes_of_elders
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.wire.heartbeats import (
+    RouterBeat,
+    State,
+    WorkerBeat,
+    decode_router_beat,
+    decode_worker_beat,
+)
+from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId
+from kvrouter.core.wire.ops import VERSION, ReplayRequest
+from kvrouter.core.wire.senders import (
+    AwaitedSource,
+    Feed,
+    KvSource,
+    RouterSource,
+    Source,
+    SyncSource,
+    WorkerSource,
+    name,
+)
+from kvrouter.errors import MalformedFrameError
+
+SLICE_HASHES = 2048
+"""Storing this many hashes of a snapshot takes about 0.7 ms."""
+WORKERS_MOST = 16_384
+TARGETS_MOST = 65_536
+PEERS_MOST = 1024
+"""What is one too many is ignored and counted. Targets: those that do not take requests included."""
+SWEPT_SHARE = 4
+"""Taking a dropped booking's hash off costs as much as storing so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """What an operator sets for one replica."""
+
+    pool: PoolSettings = field(default_factory=PoolSettings)
+    synced: bool = False
+    lease_rounds: int = DEFAULT_ROUNDS
+    heartbeat_s: float = 1.0
+
+
+@dataclass(slots=True)
+class ReplicaCounters:
+    """What happened, beside the feeds' own counters."""
+
+    malformed_heartbeats: int = 0
+    stale_heartbeats: int = 0
+    unknown_messages: int = 0
+    workers_lost: int = 0
+    replicas_lost: int = 0
+    pools_refused: int = 0
+    """Messages about a pool that is one too many."""
+    members_refused: int = 0
+    """Heartbeats of a worker or replica that is one too many."""
+
+
+class Replica:
+    """Everything a replica knows and decides.
+
+    `new_policy()` makes a new pool's policy and state, `equip` gets the router; `chance()` is in [0, 1).
+    """
+
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        router_id: RouterId,
+        incarnation: int,
+        new_policy: Callable[[], tuple[Policy, PolicyState]],
+        *,
+        chance: Callable[[], float],
+        equip: Callable[[Router], None] = lambda _router: None,
+    ) -> None:
+        self.settings = settings
+        self.router_id = router_id
+        self.incarnation = incarnation
+        self.counters = ReplicaCounters()
+        self._pools = Pools(self._new_router, settings.lease_rounds)
+        self.routers = self._pools.routers
+        self.peers: dict[RouterId, RouterBeat] = {}
+        self._worker_pools: dict[WorkerId, PoolId] = {}
+        self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
+        self._held = HeldBudget()
+        self._feeds = Following(self._leases, self._new_reader)
+        self.readers = self._feeds.readers
+        self._readiness = Readiness()
+        self._served_elsewhere = ServedElsewhere()
+        self._new_policy = new_policy
+        self._chance = chance
+        self._equip = equip
+        self._round = self._returned_round = 0
+        self._lacks_card = self._is_in_batch = False
+        self._hello_again_round = 0
+        self._made_room_in = -1
+
+    # Messages
+
+    def worker_heard(self, worker_id: WorkerId, data: bytes, now: float) -> None:
+        """A worker's heartbeat: its card, its load, and how far its feeds are."""
+        try:
+            beat = decode_worker_beat(data, worker_id)
+        except MalformedFrameError:
+            self.counters.malformed_heartbeats += 1
+            return
+        self.take_worker_beat(worker_id, beat, now)
+
+    def take_worker_beat(self, worker_id: WorkerId, beat: WorkerBeat, now: float) -> None:
+        """A heartbeat that can be trusted to be well-formed."""
+        pool_id = PoolId(beat.pool)
+        known = self._worker(worker_id)
+        if known is not None and not known.silent and beat.incarnation < known.incarnation:
+            self.counters.stale_heartbeats += 1
+            return
+        if beat.state == "leave" or self._worker_pools.get(worker_id, pool_id) != pool_id:
+            self._remove_worker(worker_id)
+        if beat.state == "leave":
+            self._meet_awaited(worker_id)
+            return
+        if beat.card is None and (known is None or not known.has_shown_card_of(beat)):
+            self._lacks_card = True
+        if self._readiness.is_waiting_for(worker_id):
+            self._leases.heard(AwaitedSource(worker_id), beat.interval_ms)  # its card is asked for
+        if beat.card is None and self._worker(worker_id) is None:
+            return
+        if not self._has_room(pool_id, served=True) or not self._has_room_for(worker_id, beat):
+            return
+        if not self.router(pool_id).pool.update(worker_id, beat, settles=not self._is_in_batch):
+            return
+        self._worker_pools[worker_id] = pool_id
+        if not self._is_in_batch:
+            self.routers[pool_id].tell_workers()
+        self._meet_awaited(worker_id)
+        self._leases.heard(WorkerSource(worker_id), beat.interval_ms)
+        self._follow_worker(pool_id, worker_id, beat, now)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Messages that arrive together, in one plain call: pools choose their targets once, at its end."""
+        self._is_in_batch = True
+        try:
+            yield
+        finally:
+            self._is_in_batch = False
+            for router in self.routers.values():
+                router.pool.settle()
+                router.tell_workers()
+
+    def kv_frame(self, source: KvSource, data: bytes, now: float) -> None:
+        """A frame of a KV feed; ignored until the worker's card has been seen."""
+        if not self._feeds.kv_frame(source, data, now):
+            self.counters.unknown_messages += 1
+
+    def router_heard(self, router_id: RouterId, data: bytes, now: float) -> None:
+        """A replica's heartbeat; one's own, come back, is a round of the leases."""
+        try:
+            beat = decode_router_beat(data)
+        except MalformedFrameError:
+            self.counters.malformed_heartbeats += 1
+            return
+        if router_id == self.router_id:
+            self._hear_echo(beat)
+            return
+        if beat.state == "leave":
+            self._remove_router(router_id)
+            return
+        if router_id not in self.peers and len(self.peers) >= PEERS_MOST:
+            self.counters.members_refused += 1
+            return
+        self.peers[router_id] = beat
+        self._leases.heard(RouterSource(router_id), beat.interval_ms)
+        self._wait_for_workers(beat, router_id)
+        for pool_id, seq in beat.feeds.items() if self.settings.synced else ():
+            self._hear_feed(SyncSource(PoolId(pool_id), router_id), beat, seq, now)
+
+    def _hear_echo(self, beat: RouterBeat) -> None:
+        """Our own heartbeat came back: a round. What says so and was never sent is not ours."""
+        if beat.incarnation != self.incarnation or beat.round > self._round:
+            self.counters.stale_heartbeats += 1
+            return
+        self._lose(self._leases.round(beat.round))
+        if beat.round > self._returned_round:
+            self._returned_round = beat.round
+            self._pass_round()
+
+    def _pass_round(self) -> None:
+        """A round of the leases: what has to be so for a lease has been so for one more."""
+        sizes = sizes_of_elders(self.peers, self.incarnation, self.router_id)
+        for pool_id, router in self.routers.items():
+            router.pool.next_round(self.settings.lease_rounds, sizes.get(pool_id, 0))
+        self._served_elsewhere.next_round(self._serves().keys(), self._heard_peers())
+
+    def _hear_feed(self, source: SyncSource, beat: RouterBeat, seq: int, now: float) -> None:
+        """A peer says how far its bookings' feed in one pool is; an empty one begins no pool here."""
+        is_known = source.pool in self.routers
+        if not (is_known or seq) or not self._has_room(source.pool, served=False):
+            return
+        self._feeds.heartbeat(source, beat.incarnation, seq, beat.interval_ms, now)
+
+    def _wait_for_workers(self, beat: RouterBeat, router_id: RouterId) -> None:
+        """Whom a peer hears and we do not: a joiner is not ready without them."""
+        if self._readiness.is_ready:
+            return
+        unknown = [WorkerId(worker_id) for worker_id in beat.workers if worker_id not in self._worker_pools]
+        self._readiness.wait_for(unknown, router_id)
+        for worker_id in filter(self._readiness.is_waiting_for, unknown):
+            self._leases.heard(AwaitedSource(worker_id))
+
+    def _meet_awaited(self, worker_id: WorkerId) -> None:
+        self._readiness.met(worker_id)
+        self._leases.forget(AwaitedSource(worker_id))
+
+    def sync_frame(self, source: SyncSource, data: bytes, now: float) -> None:
+        """A frame of a replica's sync feed; one's own is ignored."""
+        if source.router_id == self.router_id or not self.settings.synced:
+            return
+        if not self._has_room(source.pool, served=False):
+            return
+        if self._feeds.sync_frame(source, data, now):
+            self._leases.heard(RouterSource(source.router_id))
+
+    # What to do
+
+    def due(self, now: float, most: int) -> list[tuple[Feed, ReplayRequest]]:
+        """The replay requests to send now, at most `most`; report back with `answered` or `failed`."""
+        return self._feeds.due(now, most)
+
+    def answered(self, source: Feed, data: bytes, now: float) -> None:
+        """A replay request was answered; the source may have left meanwhile."""
+        self._feeds.answered(source, data, now)
+
+    def failed(self, source: Feed, now: float) -> None:
+        """A replay request was not answered."""
+        self._feeds.failed(source, now)
+
+    def take_failures(self) -> list[tuple[Feed, Exception]]:
+        """Steps of a feed that raised since the last call: bugs, each of which has broken its feed."""
+        return self._feeds.take_failures()
+
+    def work(self, now: float) -> bool:
+        """One slice of loading and sweeping, about 1 ms; returns whether there is more."""
+        if self._feeds.load(SLICE_HASHES, now):
+            return True
+        swept = SLICE_HASHES // SWEPT_SHARE
+        return any(router.pool.sweep(swept) for router in self.routers.values())
+
+    def next_round(self, now: float) -> None:
+        """Once per heartbeat interval: a new round of the leases; what nobody needs any longer goes."""
+        self._round += 1
+        for router in self.routers.values():
+            router.pool.approx.expire(now)
+        needed = self._feeds.told_pools().union(self._worker_pools.values())
+        self._feeds.end_pools(self._pools.next_round(needed, now))
+
+    def latch_ready(self, now: float) -> None:
+        """Many times a second: it counts whether the replica was ready, not whether somebody asked then."""
+        self.not_ready(now)
+
+    def cancelled(self) -> list[Feed]:
+        """Feeds that went while an answer was awaited; nobody waits for it any longer. Told once."""
+        return self._feeds.take_cancelled()
+
+    def heartbeat(self, state: State, address: str, *, names_workers: bool = False) -> RouterBeat:
+        """What this replica says of itself, each round and to every hello; then with the workers' names."""
+        return RouterBeat(
+            VERSION,
+            self.incarnation,
+            state,
+            address,
+            self._pools.told(),
+            self._round,
+            round(self.settings.heartbeat_s * 1000),
+            self._heard_workers() if names_workers else [],
+            self._serves() if state == "up" and self._readiness.is_ready else {},
+        )
+
+    def _serves(self) -> dict[str, int]:
+        """The pools that have a live target here, with their block sizes."""
+        pools = [router.pool for router in self.routers.values()]
+        return {str(pool.id): pool.block_size for pool in pools if pool.has_live_target}
+
+    def _heard_workers(self) -> list[str]:
+        pools = [router.pool for router in self.routers.values()]
+        heard = [name for pool in pools for name, worker in pool.workers.items() if not worker.silent]
+        return [str(worker_id) for worker_id in heard[:AWAITED_MOST]]
+
+    def wants_hello(self) -> bool:
+        """Whether to say hello in this round: somebody is heard whose card is missing here.
+
+        Cards travel every 10 s only, and one may be lost. Not asked for in every round: all answer.
+        """
+        if not self._lacks_card or self._round < self._hello_again_round:
+            return False
+        self._lacks_card = False
+        self._hello_again_round = self._round + self.settings.lease_rounds
+        return True
+
+    def said_hello(self, now: float) -> None:
+        """A hello has gone out (again, after a reconnect)."""
+        self._readiness.said_hello(now)
+
+    # Questions
+
+    def router(self, pool_id: PoolId) -> Router:
+        """The router of a pool; begun when the pool is first heard of."""
+        return self._pools.open(pool_id)
+
+    def router_for(self, model: str | None) -> Router:
+        """The router that serves a model; see Pools. Raises UnknownModelError or NoWorkersError."""
+        return self._pools.router_for(model)
+
+    def _new_router(self, pool_id: PoolId, seq: int) -> Router:
+        router = Router(
+            Pool(pool_id, self.settings.pool),
+            *self._new_policy(),
+            router_id=self.router_id,
+            incarnation=self.incarnation,
+            synced=self.settings.synced,
+            seq=seq,
+        )
+        self._equip(router)
+        return router
+
+    def _has_room(self, pool_id: PoolId, *, served: bool) -> bool:
+        has_room = self._pools.has_room(pool_id, served=served)
+        if served and not has_room:
+            self._let_silent_go()
+        self.counters.pools_refused += not has_room
+        return has_room
+
+    def silent_workers(self) -> list[tuple[Pool, Worker]]:
+        """Those that are kept although their leases have ended, as their pools have no other."""
+        pools = [router.pool for router in self.routers.values() if not router.pool.has_live_target]
+        return [(pool, worker) for pool in pools for worker in pool.workers.values() if worker.silent]
+
+    def _let_silent_go(self) -> None:
+        """There are too many pools: those that nobody serves any longer go. Once a round, as it walks all."""
+        if self._made_room_in != self._round:
+            self._made_room_in = self._round
+            for _, worker in self.silent_workers():
+                self._remove_worker(WorkerId(worker.card.worker_id))
+
+    def _has_room_for(self, worker_id: WorkerId, beat: WorkerBeat) -> bool:
+        """Whether the worker is known, or it and its ranks may be added."""
+        known, card = self._worker(worker_id), beat.card
+        if card is None or (known is not None and known.card.ranks >= card.ranks):
+            return True
+        ranks = sum(router.pool.ranks for router in self.routers.values())
+        has_room = ranks + card.ranks - (known.card.ranks if known is not None else 0) <= TARGETS_MOST
+        has_room = has_room and (known is not None or len(self._worker_pools) < WORKERS_MOST)
+        self.counters.members_refused += not has_room
+        return has_room
+
+    def not_ready(self, now: float) -> list[str]:
+        """Why this replica should not get traffic yet; empty once it was ready, and for ever after."""
+        return self._readiness.missing(bool(self._worker_pools), self.readers, now)
+
+    def give_up_waiting(self) -> None:
+        """Be ready with what there is: `--ready-timeout` has passed."""
+        self._readiness.is_ready = True
+
+    def degraded(self) -> list[str]:
+        """What is wrong now, although requests are served."""
+        reasons = [f"{name(source)}: {reader.flag}" for source, reader in self.readers.items() if reader.flag]
+        reasons += behind(self.readers)
+        pools = [router.pool for router in self.routers.values() if router.pool.workers]
+        reasons += [f"pool {pool.id}: no live worker" for pool in pools if not pool.has_live_target]
+        compared = [router.pool for router in self.routers.values() if router.needs_tokens]
+        reasons += [f"pool {pool.id}: {note}" for pool in compared if (note := pool.sizes_note())]
+        return reasons or ([] if pools else ["no worker is known"])
+
+    def unserved(self) -> list[str]:
+        """Why this replica should get no traffic while its peers do: they serve pools that it cannot."""
+        lease, own = self.settings.lease_rounds, self._serves().keys()
+        served = self._served_elsewhere.pools(own, self._heard_peers(), lease)
+        return [
+            f"pool {pool_id}: peers serve it ({', '.join(sorted(router_ids)[:NAMED_MOST])}), "
+            f"no target here: {self._why_no_target(pool_id)}"
+            for pool_id, router_ids in served.items()
+        ]
+
+    def _heard_peers(self) -> dict[RouterId, RouterBeat]:
+        """Peers heard within the shortest lease: one forged message must not count for a longer one."""
+        lease, silent = self.settings.lease_rounds, self._leases.silent_rounds
+        return {one: beat for one, beat in self.peers.items() if silent(RouterSource(one)) < lease}
+
+    def _why_no_target(self, pool_id: PoolId) -> str:
+        router = self.routers.get(pool_id)
+        workers = router.pool.workers if router is not None else {}
+        states = [f"{name} {'silent' if one.silent else one.state}" for name, one in workers.items()]
+        return ", ".join(states[:NAMED_MOST]) or "no worker has been heard"
+
+    # Members
+
+    def _follow_worker(self, pool_id: PoolId, worker_id: WorkerId, beat: WorkerBeat, now: float) -> None:
+        worker = self.routers[pool_id].pool.workers[worker_id]
+        if beat.card is not None:
+            self._feeds.end_ranks(pool_id, worker_id, worker.card.ranks)
+        if not (worker.card.publishes_events and self.settings.pool.use_kv_events):
+            return
+        for rank in beat.ranks:
+            if rank.rank >= worker.card.ranks:
+                continue
+            source = KvSource(pool_id, worker_id, rank.rank)
+            self._feeds.heartbeat(source, rank.incarnation, rank.seq, beat.interval_ms, now)
+
+    def _new_reader(self, source: Feed) -> FeedReader:
+        router = self.router(source.pool)
+        if isinstance(source, SyncSource):
+            return FeedReader(source.pool, router.copy_sink(source.router_id), self._chance, self._held)
+        pool, worker_id = router.pool, source.worker_id
+        worker = pool.workers[worker_id]
+
+        def capacity() -> int:
+            return pool.workers[worker_id].capacity_blocks()
+
+        sink = KvSink(pool.index, source.target, worker.tier_sets(), capacity)
+        return FeedReader(source.rank, sink, self._chance, self._held)
+
+    def _lose(self, sources: list[Source]) -> None:
+        """Leases have ended."""
+        silent_workers = {source.worker_id for source in sources if isinstance(source, WorkerSource)}
+        self._lose_workers(silent_workers)
+        for source in sources:
+            if isinstance(source, RouterSource):
+                self.counters.replicas_lost += 1
+                self._remove_router(source.router_id)
+            elif isinstance(source, KvSource):
+                self._unfollow_blocks(source)
+            elif isinstance(source, SyncSource):
+                self._unfollow_bookings(source)
+            elif isinstance(source, AwaitedSource):
+                self._readiness.met(source.worker_id)
+
+    def _lose_workers(self, worker_ids: set[WorkerId]) -> None:
+        for pool_id in {self._worker_pools[worker_id] for worker_id in worker_ids}:
+            members = {worker_id for worker_id in worker_ids if self._worker_pools.get(worker_id) == pool_id}
+            router = self.routers[pool_id]
+            lost = [router.pool.workers[worker_id] for worker_id in members & router.pool.workers.keys()]
+            removed = router.pool.silence(members)
+            self._forget_targets(pool_id, [target for worker in lost for target in worker.targets()])
+            self.counters.workers_lost += len(removed)
+            for worker_id in members:
+                self._feeds.end_worker(worker_id)
+            for worker_id in removed:
+                del self._worker_pools[worker_id]
+            for worker_id in members.difference(removed):
+                self._leases.heard(WorkerSource(worker_id))  # looked at again after another lease
+
+    def _remove_worker(self, worker_id: WorkerId) -> None:
+        pool_id = self._worker_pools.pop(worker_id, None)
+        if pool_id is not None:
+            self._leases.forget(WorkerSource(worker_id))
+            self._feeds.end_worker(worker_id)
+            self._forget_targets(pool_id, self.routers[pool_id].pool.remove(worker_id))
+
+    def _forget_targets(self, pool_id: PoolId, targets: list[Target]) -> None:
+        self.routers[pool_id].forget(targets)
+        self.routers[pool_id].tell_workers()
+
+    def _unfollow_blocks(self, source: KvSource) -> None:
+        """A rank that its worker's heartbeats no longer speak of, or of another incarnation than before."""
+        self._feeds.end(source)
+        router = self.routers.get(source.pool)
+        if router is not None:
+            router.pool.approx.drop(source.target)
+
+    def _unfollow_bookings(self, source: SyncSource) -> None:
+        """A feed of a peer that is silent, or of a life that is: its next heartbeat begins it anew."""
+        self._feeds.end(source)
+        router = self.routers.get(source.pool)
+        if router is not None:
+            router.pool.active.drop_owner(source.router_id)
+
+    def _remove_router(self, router_id: RouterId) -> None:
+        self.peers.pop(router_id, None)
+        self._leases.forget(RouterSource(router_id))
+        self._feeds.end_router(router_id)
+        for router in self.routers.values():
+            router.pool.active.drop_owner(router_id)
+
+    def _worker(self, worker_id: WorkerId) -> Worker | None:
+        pool_id = self._worker_pools.get(worker_id)
+        return self.routers[pool_id].pool.workers.get(worker_id) if pool_id else None

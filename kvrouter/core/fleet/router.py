@@ -1,0 +1,434 @@
+"""The router of one pool: it chooses and books in one plain call, so nothing can come between.
+
+    route ──> booking + AddRequest        sent frames:  [AddRequest n …]
+    first data byte ──> MarkPrefillCompleted            [MarkPrefillCompleted n]
+    end, error, disconnect ──> Free                     [Free n]
+
+What happened to own bookings collects in an outbox; `frames` numbers it for the peers. Order in
+the outbox is order on the wire and order at the peer, so a Free can never overtake its AddRequest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from kvrouter.core.feeds.sinks import SyncSink, add_request, booking_ops
+from kvrouter.core.feeds.source import FeedSource
+from kvrouter.core.fleet.pool import Pool, Worker
+from kvrouter.core.routing.breaker import CircuitBreakers
+from kvrouter.core.routing.decisions import Decided, DecisionRing
+from kvrouter.core.routing.filters import Filter
+from kvrouter.core.routing.modes import Modes
+from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.selection import Decision, Selection
+from kvrouter.core.routing.unseen import UnseenBookings
+from kvrouter.core.tables.bookings import Booking
+from kvrouter.core.tables.predictions import Truth
+from kvrouter.core.tables.sent_texts import SentTexts
+from kvrouter.core.wire.hashes import hashes_of, pack_hashes
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
+from kvrouter.core.wire.ops import (
+    MAX_BOOKING_HASHES,
+    ApproxEntry,
+    Bind,
+    Check,
+    Free,
+    MarkPrefillCompleted,
+    Op,
+    Progress,
+    SentText,
+)
+from kvrouter.errors import NoWorkersError
+
+MOST_SESSIONS_TOLD = 5_000
+"""A snapshot tells of the sessions used last: so many take about 15 ms to encode."""
+QUIET_CHECK_S = 10.0
+"""Between two Checks of a feed on which nothing happens."""
+_FEW_PREDICTED = 64
+"""Below this nothing is worth tidying."""
+GIVEN_UP = 499
+"""The status of a request that was freed before its worker answered, as nginx logs it."""
+
+
+class Placement(Struct, frozen=True):
+    """Where a request goes, and what was known when that was decided."""
+
+    key: BookingKey
+    target: Target
+    """What the request is sent to."""
+    choice: Candidate
+    url: str
+    rank_header: str
+    wants_report: bool
+    """Whether the request shall ask for a report of the blocks it reuses (design §5, lost history)."""
+    fallbacks: tuple[Target, ...]
+    """Where the policy would have it tried next, should this target fail."""
+    block_size: int
+    """Of the pool: that of the blocks in `choice`."""
+
+
+class _Own(Struct):
+    """What the owner of a booking remembers beside it. Not the candidates: those are large."""
+
+    booking: Booking
+    request: RouteRequest
+    policy: Policy
+    """The one that chose."""
+    charged_tokens: int
+    """On the target when it was booked, its own included."""
+    sent_at: float
+    streamed: bool
+    block_size: int
+    """Of the pool when it was booked: a booking counts in these blocks until it ends."""
+    is_answered: bool = False
+    """Whether the policy has been told how the worker answered."""
+
+
+class Router:
+    """Decisions and own bookings in one pool. `synced`: whether peers are told."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        policy: Policy,
+        state: PolicyState,
+        *,
+        router_id: RouterId,
+        incarnation: int,
+        synced: bool,
+        filters: tuple[Filter, ...] = (),
+        seq: int = 0,
+    ) -> None:
+        """`seq`: how far the feed had come when this pool was given up before."""
+        self.pool = pool
+        self.router_id = router_id
+        state_ops = weakref.WeakMethod(self._state_ops)  # in a ring it would outlive its pool by an hour
+        self.source = FeedSource(incarnation, lambda now: ops(now) if (ops := state_ops()) else ())
+        self.truth = Truth()
+        self.selection = Selection(policy, state, filters)
+        """That of the router's own mode."""
+        self.modes = Modes(self.selection)
+        self.circuits: CircuitBreakers | None = None
+        """Told of every request's end where circuits may open."""
+        self.decisions: DecisionRing | None = None
+        """Where decisions are kept, if they are."""
+        self.considered: Sequence[Candidate] = ()
+        """What the last choice was made from. Not kept with its placement: it may be large."""
+        self._refusals: tuple[dict[Target, Worker], dict[Target, str]] = ({}, {})
+        self.rates = state.rates
+        self.source.seq = seq
+        self.unseen = UnseenBookings()
+        self._sent_texts = SentTexts()
+        self._synced = synced
+        self._own: dict[int, _Own] = {}
+        self._predicted: list[tuple[float, int]] = []
+        self._last_number = 0
+        self._outbox: list[Op] = []
+        self._checked_seq = seq
+        self._checked_at = float("-inf")
+        self._told_changes = 0
+        self._told_cards: list[Card] = []
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether prompts have to be tokenized, also for requests in a mode that does not look at them."""
+        return self.pool.settings.counts_tokens or self.selection.needs_tokens
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no own booking, and nothing to tell."""
+        return not self._own and not self._outbox
+
+    def route(
+        self,
+        request: RouteRequest,
+        now: float,
+        *,
+        streamed: bool = True,
+        exclude: frozenset[Target] = frozenset(),
+        prefer: tuple[Target, ...] = (),
+    ) -> Placement:
+        """Pick and book in one step. Raises NoWorkersError if no target is left to choose from.
+
+        `prefer`: the fall-backs of an earlier choice, when this is a retry: the first that is left is taken.
+        """
+        request = self.pool.in_present_size(request)
+        selection = self._selection(request, now)
+        candidates = self.pool.candidates(request, exclude)
+        eligible = selection.eligible(request, candidates)
+        self.considered = candidates
+        if not eligible:
+            raise NoWorkersError(self._why_none(exclude, len(candidates)))
+        best = _preferred(eligible, prefer) if prefer else []
+        best = best or selection.choose(request, eligible)
+        order = tuple([one.target for one in best])
+        if self.decisions is not None:
+            refused = self._refused(request, exclude)
+            self.decisions.append(Decided.of(request, selection, order, candidates, eligible, refused))
+        choice, target = best[0], order[0]
+        booking = self._book(request, choice)
+        size = self.pool.block_size
+        own = _Own(booking, request, selection.policy, choice.prefill_tokens, now, streamed, size)
+        self._remember(own, choice, selection)
+        worker = self.pool.targets[target]
+        card, wants_report = worker.card, worker.wants_report(target.rank)
+        return Placement(
+            booking.key, target, choice, card.url, card.rank_header, wants_report, order[1:], size
+        )
+
+    def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:
+        """Whether `route` would find a target."""
+        request = self.pool.in_present_size(request)
+        candidates = self.pool.candidates(request, exclude)
+        return bool(self._selection(request, now).eligible(request, candidates))
+
+    def decide(
+        self, request: RouteRequest, now: float, *, exclude: frozenset[Target] = frozenset()
+    ) -> Decision:
+        """What `route` would choose, and why; nothing is booked."""
+        request = self.pool.in_present_size(request)
+        selection = self._selection(request, now)
+        candidates = self.pool.candidates(request, exclude)
+        return selection.explain(request, candidates, self._refused(request, exclude))
+
+    def forget(self, targets: list[Target]) -> None:
+        """The targets are gone: what is remembered of them goes, too."""
+        for target in targets:
+            self.selection.state.forget(target)
+            if self.circuits is not None:
+                self.circuits.forget(target)
+        for worker_id in dict.fromkeys(target.worker_id for target in targets):
+            self.selection.policy.on_worker_removed(worker_id)
+
+    def tell_workers(self) -> None:
+        """Tell the policy who takes requests, if that has changed since it was told."""
+        if self._told_changes == self.pool.changes:
+            return
+        self._told_changes = self.pool.changes
+        cards = list({worker.card.worker_id: worker.card for worker in self.pool.targets.values()}.values())
+        if cards != self._told_cards:
+            self._told_cards = cards
+            self.selection.policy.on_workers(list(cards))
+
+    def _selection(self, request: RouteRequest, now: float) -> Selection:
+        """That of the mode asked for, as of now."""
+        if self._told_changes != self.pool.changes:
+            self.tell_workers()
+        selection = self.modes.of(request.mode)
+        state = selection.state
+        state.now = now
+        state.unseen = self.unseen.expected
+        return selection
+
+    def _refused(self, request: RouteRequest, exclude: frozenset[Target]) -> dict[Target, str]:
+        """Why targets of the pool are no candidates; looked up anew when the pool's targets have changed."""
+        if request.lora_name is not None:
+            refused = self.pool.refusals(request)
+        else:
+            if self._refusals[0] is not self.pool.targets:
+                self._refusals = (self.pool.targets, self.pool.refusals(request))
+            refused = self._refusals[1]
+        return refused | dict.fromkeys(exclude, "failed this request") if exclude else refused
+
+    def _why_none(self, exclude: frozenset[Target], filtered: int) -> str:
+        if filtered:
+            names = ", ".join(filter_.name for filter_ in self.selection.filters)
+            return (
+                f"all {filtered} workers of {self.pool.model!r} that could serve this were filtered: {names}"
+            )
+        if exclude:
+            return f"all workers of {self.pool.model!r} failed this request: {', '.join(map(str, exclude))}"
+        known = ", ".join(self.pool.workers) or "none"
+        return f"no live worker for model {self.pool.model!r}; known: {known}"
+
+    def _book(self, request: RouteRequest, choice: Candidate) -> Booking:
+        """The booking, and its AddRequest for the peers."""
+        self._last_number += 1
+        named, anonymous_blocks = self._blocks(request) if request.prompts else ((), 0)
+        booking = Booking(
+            BookingKey(self.router_id, self._last_number), request.request_id, choice.target,
+            named, request.isl, choice.overlap_blocks, choice.own_prefill_tokens, anonymous_blocks,
+        )  # fmt: skip
+        self.pool.active.book(booking)
+        if self._synced:
+            self._outbox.append(add_request(booking, pack_hashes(named)))
+        return booking
+
+    def _blocks(self, request: RouteRequest) -> tuple[Sequence[int], int]:
+        """The blocks that have a name, as far as a booking can tell them, and how many others there are."""
+        hashes = _union(request)
+        named = hashes if len(hashes) <= MAX_BOOKING_HASHES else hashes[:MAX_BOOKING_HASHES]
+        return named, len(hashes) - len(named) + self.pool.unnamed_blocks(request)
+
+    def _remember(self, own: _Own, choice: Candidate, selection: Selection) -> None:
+        """What a later decision shall know of this one."""
+        request, target, now = own.request, choice.target, own.sent_at
+        number = own.booking.key.number
+        self._own[number] = own
+        if self._synced:  # else nothing is heard of the peers' bookings
+            self.unseen.booked_here(now)
+        selection.policy.routed(request, choice, selection.state)
+        if self.circuits is not None:
+            self.circuits.sent(target, now)
+        if request.session and selection.keeps_sessions:
+            sessions = selection.state.sessions
+            sessions.bind(request.session, target, now)
+            self._tell(Bind(request.session, target.worker_id, target.rank, round(sessions.ttl_s * 1000)))
+        if not own.streamed:
+            seconds = self.rates.seconds(target, own.charged_tokens)
+            if seconds is not None:
+                self._predict(now + seconds, number)
+
+    def _predict(self, at: float, number: int) -> None:
+        """Of requests that ended before their time no more are kept than of those in flight."""
+        heapq.heappush(self._predicted, (at, number))
+        if len(self._predicted) > _FEW_PREDICTED + 2 * len(self._own):
+            self._predicted = [one for one in self._predicted if one[1] in self._own]
+            heapq.heapify(self._predicted)
+
+    def due(self, now: float) -> list[BookingKey]:
+        """Own bookings, not streamed, whose predicted prefill time has passed."""
+        over = []
+        while self._predicted and self._predicted[0][0] <= now:
+            number = heapq.heappop(self._predicted)[1]
+            if number in self._own:
+                over.append(BookingKey(self.router_id, number))
+        return over
+
+    def first_byte(self, key: BookingKey, now: float) -> None:
+        """The first data byte of a streamed answer: prefill is done, and its speed is known."""
+        self.answered(key, 200)
+        own = self._own.get(key.number)
+        if own is None or own.booking.prefill_completed:
+            return
+        if own.streamed and own.booking.isl:  # else its share of the charged tokens is not known
+            self.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
+        self.mark_prefill_completed(key, now)
+
+    def answered(self, key: BookingKey, status: int) -> None:
+        """The worker's answer has begun with this status; the first time the policy is told."""
+        own = self._own.get(key.number)
+        if own is not None and not own.is_answered:
+            own.is_answered = True
+            own.policy.on_request_routed(own.request, own.booking.target, status)
+
+    def mark_prefill_completed(self, key: BookingKey, now: float) -> None:
+        """The booking's prefill tokens are no longer charged; a second time changes nothing."""
+        booking = self.pool.active.mark_prefill_completed(key)
+        if booking is None:
+            return
+        if self._synced:
+            self._outbox.append(MarkPrefillCompleted(key.number))
+        own = self._own.get(key.number)
+        if own is not None and own.block_size == self.pool.block_size:
+            self.assume(booking, now, own=True)
+        if own is not None and own.request.text and own.policy.remembers_text:
+            self.selection.state.texts.insert(booking.target, own.request.text, now)
+            self._tell(self._sent_texts.add(booking.target, own.request.text))
+
+    def progress(self, key: BookingKey, output_tokens: int) -> None:
+        """The answer has this many tokens so far (an estimate); blocks are booked as they fill."""
+        own = self._own.get(key.number)
+        if own is None or not own.booking.isl:
+            return
+        size, isl, booked_blocks = own.block_size, own.booking.isl, own.booking.output_blocks
+        output_blocks = (isl + output_tokens) // size - isl // size
+        if output_blocks > booked_blocks:
+            self.pool.active.progress(key, output_blocks)
+            self._tell(Progress(key.number, output_blocks))
+
+    def free(self, key: BookingKey) -> None:
+        """The request ended; a second time changes nothing."""
+        own = self._own.pop(key.number, None)
+        if own is not None and not own.is_answered:
+            own.policy.on_request_routed(own.request, own.booking.target, GIVEN_UP)
+        if self.pool.active.free(key) is not None and self._synced:
+            self._outbox.append(Free(key.number))
+
+    def assume(self, booking: Booking, now: float, *, own: bool) -> None:
+        """Without KV events: the target is taken to hold what was prefilled there."""
+        if not self.pool.settings.use_kv_events and self.pool.may_assume(booking.target):
+            room = self.pool.capacity_blocks(booking.target)
+            self.pool.approx.insert(booking.target, booking.hashes, now, own=own, capacity=room)
+
+    # The sync feed
+
+    def frames(self) -> list[bytes]:
+        """What the peers have to be told, as frames of the feed, in order."""
+        if not self._outbox:
+            return []
+        ops, self._outbox = self._outbox, []
+        return self.source.append(ops)
+
+    def check_frames(self, now: float) -> list[bytes]:
+        """Once a second: a Check if anything was sent since the last one, or if that was long ago.
+
+        Without the latter a peer that was misled while nothing happened here would not learn of it.
+        """
+        is_quiet = self.source.seq == self._checked_seq and not self._outbox
+        if is_quiet and (not self.source.seq or now - self._checked_at < QUIET_CHECK_S):
+            return []
+        self._checked_at = now
+        if self._synced:
+            self._outbox.append(Check(*self.pool.active.digest(self.router_id)))
+        frames = self.frames()
+        self._checked_seq = self.source.seq
+        return frames
+
+    def copy_sink(self, router_id: RouterId) -> SyncSink:
+        """Where a peer's feed writes its copies."""
+        return SyncSink(
+            self.pool.active,
+            router_id,
+            self.unseen.booked_elsewhere,
+            lambda booking, now: self.assume(booking, now, own=False),
+            self._take_assumption,
+            sessions=self.selection.state.sessions,
+            learn=self._learn_text,
+        )
+
+    def _take_assumption(self, entry: ApproxEntry, now: float) -> None:
+        target = Target(WorkerId(entry.worker_id), entry.rank)
+        if self.pool.may_assume(target):
+            hashes, room = hashes_of(entry.hashes), self.pool.capacity_blocks(target)
+            self.pool.approx.insert(target, hashes, now, ttl_s=entry.ttl_ms / 1000, capacity=room)
+
+    def _learn_text(self, sent: SentText, now: float) -> None:
+        target = Target(WorkerId(sent.worker_id), sent.rank)
+        if target in self.pool.targets:
+            self.selection.state.texts.insert(target, sent.text, now)
+
+    def _tell(self, op: Op) -> None:
+        if self._synced:
+            self._outbox.append(op)
+
+    def _state_ops(self, now: float) -> Iterator[Op]:
+        """Own bookings, then own assumptions, texts and sessions.
+
+        What is in the outbox comes after, and repeats nothing.
+        """
+        for booking in self.pool.active.bookings(self.router_id):
+            yield from booking_ops(booking, pack_hashes(booking.hashes))
+        for target, hashes, seconds in self.pool.approx.own_entries(now):
+            yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), math.ceil(seconds * 1000))
+        yield from self._sent_texts
+        for session, target, seconds in self.selection.state.sessions.newest(now, MOST_SESSIONS_TOLD):
+            yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))
+
+
+def _preferred(eligible: Sequence[Candidate], prefer: tuple[Target, ...]) -> list[Candidate]:
+    """Those of the fall-backs that are left, in their order."""
+    return [one for name in prefer for one in eligible if one.target == name]
+
+
+def _union(request: RouteRequest) -> Sequence[int]:
+    """The blocks of all prompts, each once, parents before children."""
+    if len(request.prompts) == 1:
+        return request.prompts[0].hashes
+    return list(dict.fromkeys(hash_ for prompt in request.prompts for hash_ in prompt.hashes))

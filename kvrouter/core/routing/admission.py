@@ -1,0 +1,174 @@
+"""Admission: requests wait here while every target they may go to has more prefill than it can do soon.
+
+    arrives ──may pass?──> routed
+        │ no
+        v
+    [ … waiting, in order … ] ──admit──> routed            a target fell below the threshold
+        │         │
+        │         └─ leave(ticket)                         the client went away
+        └─ expire(now)                                     waited too long: 503
+
+Full is a target whose charged prefill tokens exceed `threshold × max_batched_tokens`. Order is by
+`arrival + priority × ageing_s`: as in vLLM the lower priority goes first; a step is worth so many
+seconds of waiting, so nobody starves, and equal priorities keep their order of arrival (Ray's
+FIFOMixin promise, in one replica). While anyone waits, whoever arrives waits too.
+
+Requests that may go to different targets wait in different lanes, or one for a full worker would
+hold up those for an idle one. Order is kept within a lane; `max_waiting` counts them all.
+The caller does the waiting and passes the time in.
+
+Invariants: `_waiting` holds exactly the tickets that have not left, in order of arrival; a lane's
+heap has all of its tickets that wait, and may have some that left; no lane is kept without a waiter.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+
+from kvrouter.core.routing.policy import Candidate
+from kvrouter.errors import QueueFullError
+
+WAKE_SPREAD_S = 0.002
+"""Per peer: N queues wake at once on one Free, and must not all send there."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """`threshold` 0: nobody ever waits."""
+
+    threshold: float = 0.0
+    max_waiting: int = 1000
+    max_wait_s: float = 30.0
+    ageing_s: float = 1.0
+    """What a step of priority is worth, in seconds of waiting; 0: first come, first served."""
+
+    def lead_s(self, priority: int) -> float:
+        """Seconds that a priority counts for: at most a quarter of the longest wait, either way.
+
+        Between the greatest and the least there is so half of it, and nobody can be kept out for all of it.
+        """
+        most = self.max_wait_s / 4
+        return min(max(priority * self.ageing_s, -most), most)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One waiting request."""
+
+    number: int
+    arrived: float
+    priority: int
+    lane: str = ""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Those who may go to the same targets: a heap of (rank, number), and how many of it still wait."""
+
+    order: list[tuple[float, int]] = field(default_factory=list)
+    waiting: int = 0
+
+    def add(self, ticket: Ticket, settings: AdmissionSettings) -> None:
+        rank = ticket.arrived + settings.lead_s(ticket.priority) if settings.ageing_s else 0.0
+        heapq.heappush(self.order, (rank, ticket.number))
+        self.waiting += 1
+
+    def first(self, waiting: Container[int]) -> int:
+        """The number that is next; there is one."""
+        while self.order[0][1] not in waiting:
+            heapq.heappop(self.order)
+        return self.order[0][1]
+
+    def tidy(self, waiting: Container[int]) -> None:
+        self.order = [entry for entry in self.order if entry[1] in waiting]
+        heapq.heapify(self.order)
+
+
+class AdmissionQueue:
+    """The requests of one pool that wait for room."""
+
+    def __init__(self, settings: AdmissionSettings) -> None:
+        self.settings = settings
+        self._waiting: dict[int, Ticket] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._last_number = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody may ever have to wait."""
+        return self.settings.threshold > 0
+
+    def is_saturated(self, eligible: Iterable[Candidate]) -> bool:
+        """Whether all of these are full, so that a request for them has to wait."""
+        if not self.is_on:
+            return False
+        full = [self._is_full(candidate) for candidate in eligible]
+        return bool(full) and all(full)
+
+    def is_waited_in(self, lane: str = "") -> bool:
+        """Whether somebody waits there, so that whoever arrives has to wait too: nobody is overtaken."""
+        return lane in self._lanes
+
+    def join(self, now: float, priority: int = 0, lane: str = "") -> Ticket:
+        """Queue. Raises QueueFullError when too many wait already."""
+        if len(self._waiting) >= self.settings.max_waiting:
+            raise QueueFullError(
+                f"all workers are busy and {len(self._waiting)} requests wait already; try again later"
+            )
+        self._last_number += 1
+        ticket = Ticket(self._last_number, now, priority, lane)
+        self._waiting[ticket.number] = ticket
+        self._lanes.setdefault(lane, _Lane()).add(ticket, self.settings)
+        return ticket
+
+    def firsts(self) -> list[Ticket]:
+        """Who is next, in each lane."""
+        return [self._waiting[lane.first(self._waiting)] for lane in self._lanes.values()]
+
+    def first(self, lane: str = "") -> Ticket | None:
+        """Who is next in a lane."""
+        found = self._lanes.get(lane)
+        return self._waiting[found.first(self._waiting)] if found else None
+
+    def admit(self, ticket: Ticket, *, has_room: bool) -> bool:
+        """Whether this request may be routed now; if so it has left the queue."""
+        if self.first(ticket.lane) != ticket or not has_room:
+            return False
+        self.leave(ticket)
+        return True
+
+    def leave(self, ticket: Ticket) -> None:
+        """Its client went away, or it was admitted; a second time changes nothing."""
+        if self._waiting.pop(ticket.number, None) is None:
+            return
+        lane = self._lanes[ticket.lane]
+        lane.waiting -= 1
+        if not lane.waiting:
+            del self._lanes[ticket.lane]
+        elif len(lane.order) > 64 + 2 * lane.waiting:  # many left from the middle
+            lane.tidy(self._waiting)
+
+    def expire(self, now: float) -> list[Ticket]:
+        """Those that have waited too long: they have left, and their clients get a 503."""
+        over = [one for one in self._waiting.values() if now - one.arrived >= self.settings.max_wait_s]
+        for ticket in over:
+            self.leave(ticket)
+        return over
+
+    def longest_wait_s(self, now: float) -> float:
+        """How long the one who has waited longest has waited."""
+        oldest = next(iter(self._waiting.values()), None)  # in order of arrival
+        return now - oldest.arrived if oldest else 0.0
+
+    def wake_after_s(self, peers: int, chance: float) -> float:
+        """How long to hesitate when room appears, that peers see too; `chance` in [0, 1)."""
+        return chance * WAKE_SPREAD_S * peers
+
+    def _is_full(self, candidate: Candidate) -> bool:
+        capacity = candidate.card.max_batched_tokens
+        return capacity > 0 and candidate.charged_tokens > self.settings.threshold * capacity

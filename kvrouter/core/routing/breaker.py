@@ -1,0 +1,100 @@
+"""A circuit breaker per target: one that keeps failing is left alone for a while. Pure; time comes in.
+
+              10 failures in a row                     60 s over
+    closed ─────────────────────────> open ─────────────────────────> half-open
+      ^                                ^                                  │
+      │  3 successes in a row          └────────── a failure ─────────────┤
+      └───────────────────────────────────────────────────────────────────┘
+
+Only what speaks against the worker is a failure: a lost connection, a 5xx, silence. A 4xx is the
+client's, whatever the number of them (sglang #25811: they took a fleet down). Half-open lets one
+request through at a time. Defaults: SGLang's router.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrouter.core.wire.ids import Target
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSettings:
+    """When to open, for how long, and what closes again."""
+
+    failures: int = 10
+    successes: int = 3
+    open_s: float = 60.0
+
+
+@dataclass(slots=True)
+class _Circuit:
+    failures: int = 0
+    successes: int = 0
+    opened_at: float | None = None
+    probe_at: float | None = None
+    """Since when the one request of a half-open circuit has been on its way."""
+
+
+class CircuitBreakers:
+    """The circuits of one pool. Only targets that have failed have one."""
+
+    def __init__(self, settings: BreakerSettings | None = None) -> None:
+        self.settings = settings or BreakerSettings()
+        self._circuits: dict[Target, _Circuit] = {}
+        self._open: set[Target] = set()
+
+    def any_open(self) -> bool:
+        """Whether any circuit is not closed; asked at every request."""
+        return bool(self._open)
+
+    def open_targets(self) -> list[Target]:
+        """The targets whose circuit is not closed."""
+        return sorted(self._open)
+
+    def is_closed(self, target: Target, now: float) -> bool:
+        """Whether a request may be sent there."""
+        if target not in self._open:
+            return True
+        circuit, open_s = self._circuits[target], self.settings.open_s
+        if circuit.opened_at is not None and now - circuit.opened_at < open_s:
+            return False
+        return circuit.probe_at is None or now - circuit.probe_at >= open_s  # the last one was never answered
+
+    def sent(self, target: Target, now: float) -> None:
+        """A request goes there; in a half-open circuit it is the one that is let through."""
+        if target in self._open:
+            self._circuits[target].probe_at = now
+
+    def failed(self, target: Target, now: float) -> bool:
+        """A request failed for a reason that speaks against the worker; returns whether that opened it."""
+        circuit = self._circuits.setdefault(target, _Circuit())
+        circuit.failures += 1
+        circuit.successes = 0
+        circuit.probe_at = None
+        if target not in self._open and circuit.failures < self.settings.failures:
+            return False
+        circuit.opened_at = now
+        self._open.add(target)
+        return True
+
+    def succeeded(self, target: Target) -> None:
+        """A request was answered, be it with a 4xx."""
+        circuit = self._circuits.get(target)
+        if circuit is None:
+            return
+        circuit.successes += 1
+        circuit.failures = 0
+        circuit.probe_at = None
+        if target not in self._open or circuit.successes >= self.settings.successes:
+            self.forget(target)
+
+    def abandoned(self, target: Target) -> None:
+        """A request ended without saying anything about the worker: its client left."""
+        if target in self._open:
+            self._circuits[target].probe_at = None
+
+    def forget(self, target: Target) -> None:
+        """The circuit is closed, or the target gone."""
+        self._circuits.pop(target, None)
+        self._open.discard(target)

@@ -1,0 +1,302 @@
+"""Every target that may serve a request, as policies see it: what the request would find and cost there.
+
+index  ──> depth per tier set ─┐
+active ──> depth in flight ────┴──> overlap ──> tokens to compute, blocks to hold
+
+Of a large fleet most targets hold nothing of a prompt: they all cost it the same. So the columns are
+filled at once, corrected where somebody holds something, and a `Candidate` is only made when looked at.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias, overload
+
+from msgspec import Struct
+
+from kvrouter.core.native import versions
+from kvrouter.core.routing.cost import Prompt, find_overlap, uncached_tokens
+from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.roster import Roster
+from kvrouter.core.tables.block_index import BlockIndex
+from kvrouter.core.tables.bookings import ActiveTable
+from kvrouter.core.wire.heartbeats import RankBeat
+from kvrouter.core.wire.ids import Target
+
+Cached: TypeAlias = "dict[Target, Any]"
+"""The index's depths of one prompt, by target: numbers, or lists by tier set where anybody has wider ones."""
+Found: TypeAlias = tuple[Prompt, Cached, dict[Target, int]]
+"""What one prompt finds, per target: the index's depths, and the depth held in flight."""
+Column: TypeAlias = "array[int]"
+
+_NOWHERE: tuple[int, ...] = ()
+
+
+class _Columns(Struct):
+    """Amounts by place, named as in `Candidate`. What is charged and active is so without the request."""
+
+    own_prefill_tokens: Column
+    own_decode_blocks: Column
+    overlap_blocks: Column
+    widest_blocks: Column
+    indexed_blocks: Column
+    charged_tokens: Column
+    active_blocks: Column
+    requests: Column
+    beats: Sequence[RankBeat]
+
+
+class Candidates(Sequence[Candidate]):
+    """The candidates of one decision, as of its moment. Equal to any sequence of the same ones."""
+
+    __slots__ = ("_all", "_block_size", "_cached", "_columns", "_places", "_roster")
+    __hash__ = None  # type: ignore[assignment]  # compared by what is in it, as a list is
+
+    def __init__(self, roster: Roster, columns: _Columns, cached: Cached, block_size: int) -> None:
+        self._roster = roster
+        self._columns = columns
+        self._cached = cached
+        self._block_size = block_size
+        self._places: Sequence[int] = roster.every_place
+        self._all: list[Candidate] | None = None
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Candidate]: ...
+    def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(at, slice) or self._all is not None:
+            return self._made()[at]
+        return self._candidate(self._places[at])
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self._made())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._made() == list(other)
+
+    def __repr__(self) -> str:
+        return repr(self._made())
+
+    def only(self, places: Sequence[int]) -> Candidates:
+        """Those at some places of the roster."""
+        fewer = Candidates(self._roster, self._columns, self._cached, self._block_size)
+        fewer._places = places
+        return fewer
+
+    def requests(self) -> list[int]:
+        """Of each, the requests in flight there."""
+        column = self._columns.requests
+        if len(column) == len(self._places):
+            return column.tolist()
+        return [column[place] for place in self._places]
+
+    def targets(self) -> Sequence[Target]:
+        """Of each, the target."""
+        targets = self._roster.targets
+        return targets if len(targets) == len(self._places) else [targets[place] for place in self._places]
+
+    def costs(self, overlap_weight: float) -> list[float]:
+        """The published formula for each (core/routing/cost.py), without making a Candidate of each."""
+        columns, size = self._columns, self._block_size
+        amounts = (
+            columns.charged_tokens,
+            columns.own_prefill_tokens,
+            columns.active_blocks,
+            columns.own_decode_blocks,
+        )
+        if versions.columns is not None:
+            costs: list[float] = versions.columns.costs(overlap_weight, size, *amounts)
+        else:
+            costs = [
+                overlap_weight * ((charged + own) / size) + (active + blocks)
+                for charged, own, active, blocks in zip(*amounts, strict=True)
+            ]
+        return costs if len(costs) == len(self._places) else [costs[place] for place in self._places]
+
+    def _made(self) -> list[Candidate]:
+        if self._all is None:
+            self._all = [self._candidate(place) for place in self._places]
+        return self._all
+
+    def _tier_blocks(self, target: Target) -> Sequence[int]:
+        depths = self._cached.get(target, _NOWHERE)
+        return (depths,) if isinstance(depths, int) else depths
+
+    def _candidate(self, place: int) -> Candidate:
+        columns, target = self._columns, self._roster.targets[place]
+        own_tokens, own_blocks = columns.own_prefill_tokens[place], columns.own_decode_blocks[place]
+        prefill_tokens = columns.charged_tokens[place] + own_tokens
+        beat = columns.beats[place]
+        return Candidate(
+            target,
+            columns.overlap_blocks[place],
+            columns.widest_blocks[place],
+            own_tokens,
+            own_blocks,
+            prefill_tokens,
+            prefill_tokens / self._block_size,
+            columns.active_blocks[place] + own_blocks,
+            columns.requests[place],
+            beat.running,
+            beat.waiting,
+            beat.kv_usage,
+            self._roster.workers[place].card,
+            self._tier_blocks(target) if self._cached else _NOWHERE,
+            beat.waiting_loras,
+            columns.indexed_blocks[place],
+            beat.running_loras,
+            beat.metrics,
+            self._block_size,
+        )
+
+
+def requests_of(candidates: Sequence[Candidate]) -> list[int]:
+    """Of each, the requests in flight there; without making a Candidate where they are in columns."""
+    if isinstance(candidates, Candidates):
+        return candidates.requests()
+    return [candidate.requests for candidate in candidates]
+
+
+def targets_of(candidates: Sequence[Candidate]) -> Sequence[Target]:
+    """Of each, the target; likewise."""
+    if isinstance(candidates, Candidates):
+        return candidates.targets()
+    return [candidate.target for candidate in candidates]
+
+
+def form_candidates(
+    request: RouteRequest,
+    roster: Roster,
+    index: BlockIndex,
+    active: ActiveTable,
+    *,
+    block_size: int,
+    inflight_overlap: bool,
+) -> Candidates:
+    """One for each target of the roster, in their order."""
+    charged, blocks, requests = active.lined_up()
+    if not request.prompts:  # nothing is known of its blocks, and nobody differs in them
+        none = roster.nothing
+        columns = _Columns(none, none, none, none, none, charged, blocks, requests, roster.beats())
+        return Candidates(roster, columns, {}, block_size)
+    found = [_find(prompt, index, active) for prompt in request.prompts]
+    nothing, count = roster.nothing, len(roster.targets)
+    own_blocks = _all_blocks(request, block_size) if count else 0
+    columns = _Columns(
+        array("q", [request.isl]) * count, array("q", [own_blocks]) * count,
+        nothing[:], nothing[:], nothing[:], charged, blocks, requests, roster.beats(),
+    )  # fmt: skip
+    reckon = _reckon_tiers if index.has_wider_tiers else _reckon_device
+    for prompt, cached, in_flight in found:
+        reused = _reused(in_flight, roster, block_size) if in_flight and inflight_overlap else {}
+        reckon(columns, roster, prompt.isl, block_size, cached, reused)
+    for target, held in _held_in_flight(found).items():  # these blocks are active there already
+        place = roster.places.get(target)
+        if place is not None:
+            columns.own_decode_blocks[place] -= held
+    return Candidates(roster, columns, found[0][1], block_size)
+
+
+def _find(prompt: Prompt, index: BlockIndex, active: ActiveTable) -> Found:
+    look_up = index.overlap_by_tier if index.has_wider_tiers else index.overlap
+    return prompt, look_up(prompt.hashes), active.depths(prompt.hashes)
+
+
+def _reused(in_flight: dict[Target, int], roster: Roster, block_size: int) -> dict[Target, int]:
+    """Of what is in flight, what an engine would compute but once.
+
+    Nothing where prefix caching is off, nor where blocks have another size: it reuses whole blocks only.
+    """
+    return {
+        target: depth
+        for target, depth in in_flight.items()
+        if (place := roster.places.get(target)) is not None
+        and roster.workers[place].card.block_size == block_size
+        and roster.workers[place].card.prefix_caching is not False
+    }
+
+
+def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost
+    columns: _Columns,
+    roster: Roster,
+    isl: int,
+    block_size: int,
+    cached: Cached,
+    reused: dict[Target, int],
+) -> None:
+    """Correct the columns where a target holds a beginning of the prompt, or reuses one in flight.
+
+    What `find_overlap` and `uncached_tokens` say, where there is nothing but the device: written out.
+    """
+    most, places = max(0, isl - 1) // block_size, roster.places
+    own_tokens, overlap = columns.own_prefill_tokens, columns.overlap_blocks
+    widest, indexed = columns.widest_blocks, columns.indexed_blocks
+    if versions.columns is not None:
+        versions.columns.reckon_overlap(
+            places, cached, reused, most, block_size, own_tokens, overlap, widest, indexed
+        )
+        return
+    for target in {**cached, **reused} if reused else cached:
+        place = places.get(target)
+        if place is None:
+            continue
+        depth = cached.get(target, 0)
+        own = min(max(depth, reused.get(target, 0)), most) if reused else min(depth, most)
+        own_tokens[place] -= own * block_size
+        overlap[place] += own
+        widest[place] += own
+        indexed[place] += min(depth, own)
+
+
+def _reckon_tiers(  # noqa: PLR0917
+    columns: _Columns,
+    roster: Roster,
+    isl: int,
+    block_size: int,
+    cached: Cached,
+    reused: dict[Target, int],
+) -> None:
+    """The same where some hold blocks in host memory or on disk, too."""
+    for target in {**cached, **reused}:
+        place = roster.places.get(target)
+        if place is None:
+            continue
+        depths: Sequence[int] = cached.get(target, _NOWHERE)
+        overlap = find_overlap(isl, block_size, depths, reused.get(target, 0))
+        columns.own_prefill_tokens[place] -= isl - uncached_tokens(isl, block_size, overlap)
+        columns.overlap_blocks[place] += overlap.overlap_blocks
+        columns.widest_blocks[place] += overlap.widest_blocks
+        columns.indexed_blocks[place] += min(depths[-1] if depths else 0, overlap.widest_blocks)
+
+
+def _all_blocks(request: RouteRequest, block_size: int) -> int:
+    """Blocks that the request makes active where none of them is in flight."""
+    if len(request.prompts) == 1:
+        return request.prompts[0].isl // block_size
+    named = {hash_ for prompt in request.prompts for hash_ in prompt.hashes}
+    return len(named) + unnamed_blocks(request, block_size)
+
+
+def _held_in_flight(found: list[Found]) -> dict[Target, int]:
+    """How many of the request's blocks are held by requests in flight, per target."""
+    if len(found) == 1:
+        return found[0][2]
+    held: defaultdict[Target, set[int]] = defaultdict(set)
+    for prompt, _, in_flight in found:
+        for target, depth in in_flight.items():
+            held[target].update(prompt.hashes[:depth])
+    return {target: len(blocks) for target, blocks in held.items()}
+
+
+def unnamed_blocks(request: RouteRequest, block_size: int) -> int:
+    """Blocks of prompts whose end was not tokenized: charged, and without a hash.
+
+    Never fewer than none: a library's caller may have hashed for another block size.
+    """
+    return sum(max(0, prompt.isl // block_size - len(prompt.hashes)) for prompt in request.prompts)

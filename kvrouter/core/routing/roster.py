@@ -1,0 +1,61 @@
+"""Who takes requests, in columns: one place for each target, the same in every column.
+
+    place      0        1        2
+    targets    w1/0     w2/0     w2/1        ordered by name
+    workers    w1       w2       w2
+    beats      …        …        …           what each rank last said of itself
+
+A decision keeps the columns it was made from. So they are never changed: targets and workers are
+made anew with the roster, and beats are copied before the first change after somebody has seen them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvrouter.core.wire.heartbeats import RankBeat
+from kvrouter.core.wire.ids import Target, WorkerId
+
+if TYPE_CHECKING:
+    from kvrouter.core.fleet.pool import Worker
+
+_NO_BEAT = RankBeat(0, 0, 0)
+
+
+class Roster:
+    """The targets of a pool that may be chosen."""
+
+    def __init__(self, pairs: Iterable[tuple[Target, Worker]] = ()) -> None:
+        self.targets: list[Target] = []
+        self.workers: list[Worker] = []
+        for target, worker in pairs:
+            self.targets.append(target)
+            self.workers.append(worker)
+        self.every_place = range(len(self.targets))
+        self.places = {target: place for place, target in enumerate(self.targets)}
+        self._beats = [
+            worker.ranks.get(target.rank, _NO_BEAT)
+            for target, worker in zip(self.targets, self.workers, strict=True)
+        ]
+        self._are_seen = False
+        self.nothing = array("q", bytes(8 * len(self.targets)))
+        """A column of zeros. Shared: nobody changes it."""
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def beats(self) -> list[RankBeat]:
+        """What each target last said of itself. The list does not change any more."""
+        self._are_seen = True
+        return self._beats
+
+    def hear(self, worker: Worker) -> None:
+        """A worker, which is the same as before, has said something new."""
+        if self._are_seen:
+            self._beats, self._are_seen = self._beats.copy(), False
+        for rank in range(worker.card.ranks):
+            place = self.places.get(Target(WorkerId(worker.card.worker_id), rank))
+            if place is not None:
+                self._beats[place] = worker.ranks.get(rank, _NO_BEAT)

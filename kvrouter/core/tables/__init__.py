@@ -1,0 +1,1 @@
+"""State, one owner per table: blocks, bookings, predictions, sessions, texts."""

@@ -1,0 +1,338 @@
+"""The flat table under the index and the active table: sequence hash → set of slots.
+
+    rows[h & 1023]: { h: 0b01101, … }      bit s set  ⇔  slot s holds h
+    labels:         [owner of slot 0, …]   look-ups answer with owners; a slot without one is not seen
+
+A sequence hash names its whole prefix, so no tree is needed: as long as each slot's set is
+prefix-closed, the depth at which a slot stops holding a request's chain is found by bisection.
+The rows are cut into shards so that sweeping a dead slot, and growing, happen in small steps.
+
+This is the specification; native/table.pyx is its twin in C, with the same door: a few calls, each for
+a whole event or request. Hashes come as array("Q"), packed little-endian u64, or any numbers.
+
+Invariant: no row has an empty mask.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+from kvrouter.core.native import versions
+from kvrouter.core.wire.hashes import Hashes, hashes_of
+
+_SHARDS = 1024
+_SHARD_MASK = _SHARDS - 1
+_ROW_BYTES = sys.getsizeof(1 << 63) + sys.getsizeof(1)
+_MASK64 = (1 << 64) - 1
+_MAX_SHARED_MASKS = 4096
+
+
+def new_table(placement_secret: int = 0) -> FlatTable:
+    """A table of the version that this process uses.
+
+    `placement_secret` (64 bits) decides where the native version places hashes. A table of hashes that
+    clients can choose needs one that they do not know; no answer depends on it.
+    """
+    if versions.table is None:
+        return FlatTable(placement_secret)
+    return cast("FlatTable", versions.table.FlatTable(placement_secret))
+
+
+class FlatTable:
+    """Sets of slots by hash. Slots are small numbers that the caller hands out.
+
+    `placement_secret` is for the native version: here dicts place hashes.
+    """
+
+    shards = _SHARDS
+
+    def __init__(self, placement_secret: int = 0) -> None:
+        self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
+        self._labels: list[Any] = []
+        self._visible = 0
+        self._masks: dict[int, int] = {}
+        """Masks met lately: rows with equal masks share one number, however many slots there are."""
+
+    def __len__(self) -> int:
+        """Distinct hashes held by any slot, dead ones not yet swept included."""
+        return sum(map(len, self._shards))
+
+    def slot_set(self, slot: int) -> SlotSet:
+        """What the slot holds, counted; it must hold nothing yet."""
+        return SlotSet(self, slot)
+
+    def counted_set(self, slot: int) -> CountedSet:
+        """The same for hashes that are held several times."""
+        return CountedSet(self, slot)
+
+    def label(self, slot: int, owner: Any) -> None:
+        """Look-ups see the slot as `owner`'s; None: they do not see it."""
+        self._labels.extend([None] * (slot + 1 - len(self._labels)))
+        self._labels[slot] = owner
+        self._visible = self._visible & ~(1 << slot) if owner is None else self._visible | 1 << slot
+
+    def add(self, slot: int, hashes: Hashes) -> tuple[int, int]:
+        """Let `slot` hold the hashes; returns how many were new to it, and their sum mod 2^64."""
+        shards, bit = self._shards, 1 << slot
+        added = total = new = 0
+        old = -1
+        for hash_ in hashes_of(hashes):
+            shard = shards[hash_ & _SHARD_MASK]
+            mask = shard.get(hash_, 0)
+            if mask is not old:  # neighbours on a chain mostly have the same
+                if mask & bit:
+                    continue
+                old, new = mask, self._shared(mask | bit)
+            shard[hash_] = new
+            added += 1
+            total += hash_
+        return added, total & _MASK64
+
+    def discard(self, slot: int, hashes: Hashes) -> tuple[int, int]:
+        """Let `slot` no longer hold the hashes; returns how many it held, and their sum mod 2^64."""
+        shards, bit = self._shards, 1 << slot
+        removed = total = new = 0
+        old = -1
+        for hash_ in hashes_of(hashes):
+            shard = shards[hash_ & _SHARD_MASK]
+            mask = shard.get(hash_, 0)
+            if mask is not old:
+                if not mask & bit:
+                    continue
+                old, new = mask, self._shared(mask ^ bit)
+            if new:
+                shard[hash_] = new
+            else:
+                del shard[hash_]
+            removed += 1
+            total += hash_
+        return removed, total & _MASK64
+
+    def accepted(self, slot: int, hashes: Hashes, room: int, others: int, max_holders: int) -> int:
+        """How many of the hashes, from the first on, there is room for in `slot`.
+
+        `room`: rows that may be added; no hash may be taken that `max_holders` (0: no bound) of the
+        slots in `others` (a mask) hold already.
+        """
+        shards, bit, listed = self._shards, 1 << slot, hashes_of(hashes)
+        for place, hash_ in enumerate(listed):
+            mask = shards[hash_ & _SHARD_MASK].get(hash_, 0)
+            if mask & bit:
+                continue
+            if not mask:
+                if room <= 0:
+                    return place
+                room -= 1
+            elif max_holders and (mask & others).bit_count() >= max_holders:
+                return place
+        return len(listed)
+
+    def size_bytes(self) -> int:
+        """What the rows take, about: the dicts, and a hash and a mask as Python numbers for each."""
+        return sum(map(sys.getsizeof, self._shards)) + _ROW_BYTES * len(self)
+
+    def holds(self, slot: int, hash_: int) -> bool:
+        """Whether `slot` holds the hash."""
+        return bool(self._shards[hash_ & _SHARD_MASK].get(hash_, 0) >> slot & 1)
+
+    def depths(self, hashes: Hashes) -> dict[Any, int]:
+        """How deep each owner's slot holds the chain; owners with nothing are absent.
+
+        Exact if every slot's set is prefix-closed. Each depth at which somebody's set ends is found
+        by galloping and then bisecting from the one before.
+        """
+        found: dict[Any, int] = {}
+        listed = hashes  # of a list few are looked at
+        if type(hashes) is not list or not (hashes and isinstance(hashes[0], int)):
+            listed = hashes_of(hashes)
+        if not listed:
+            return found
+        shards, count = self._shards, len(listed)
+        hash_, last = listed[0], listed[-1]
+        alive = shards[hash_ & _SHARD_MASK].get(hash_, 0) & self._visible
+        deepest = shards[last & _SHARD_MASK].get(last, 0) if alive else 0
+        low = 0  # every slot in `alive` holds listed[low]
+        while alive:
+            survivors = deepest & alive
+            if survivors == alive:
+                self._end(found, alive, count)
+                break
+            high = count - 1  # not all of `alive` hold listed[high]
+            step = (high - low) // (4 * alive.bit_count()) or 1  # the more there are, the sooner one ends
+            while low + step < high:
+                hash_ = listed[low + step]
+                held = shards[hash_ & _SHARD_MASK].get(hash_, 0) & alive
+                if held != alive:
+                    high, survivors = low + step, held
+                    break
+                low, step = low + step, step * 2
+            while high - low > 1:
+                middle = (low + high) >> 1
+                hash_ = listed[middle]
+                held = shards[hash_ & _SHARD_MASK].get(hash_, 0) & alive
+                if held == alive:
+                    low = middle
+                else:
+                    high, survivors = middle, held
+            self._end(found, alive ^ survivors, high)
+            alive, low = survivors, high
+        return found
+
+    def _end(self, found: dict[Any, int], slots: int, depth: int) -> None:
+        labels = self._labels
+        for slot in bits(slots):
+            found[labels[slot]] = depth
+
+    def copy_slot(self, source: int, copy: int) -> None:
+        """Let `copy`, which holds nothing, hold exactly what `source` holds; walks the whole table."""
+        source_bit, copy_bit = 1 << source, 1 << copy
+        for shard in self._shards:
+            for hash_, mask in shard.items():
+                if mask & source_bit:
+                    shard[hash_] = self._shared(mask | copy_bit)
+
+    def sweep(self, slots: Sequence[int], shard_number: int) -> None:
+        """Take `slots` out of one shard."""
+        shard, gone = self._shards[shard_number], sum(1 << slot for slot in set(slots))
+        for hash_ in [hash_ for hash_, mask in shard.items() if mask & gone]:
+            mask = shard[hash_] & ~gone
+            if mask:
+                shard[hash_] = self._shared(mask)
+            else:
+                del shard[hash_]
+
+    def check(self) -> None:
+        """Raise if the invariant is broken. Tests call this after every step."""
+        for number, shard in enumerate(self._shards):
+            for hash_, mask in shard.items():
+                if mask <= 0 or hash_ & _SHARD_MASK != number:
+                    raise AssertionError(f"row {hash_} in shard {number} has mask {mask}")
+
+    def _shared(self, mask: int) -> int:
+        """An equal number that other rows have, too."""
+        if len(self._masks) >= _MAX_SHARED_MASKS:
+            self._masks.clear()
+        return self._masks.setdefault(mask, mask)
+
+
+class SlotSet:
+    """What one slot holds, counted: how many hashes, and their sum mod 2^64."""
+
+    def __init__(self, table: FlatTable, slot: int) -> None:
+        self._table = table
+        self.slot = slot
+        self.count = 0
+        self.digest = 0
+
+    def add(self, hashes: Hashes) -> int:
+        """Hold these; returns how many were new."""
+        added, total = self._table.add(self.slot, hashes)
+        self.count += added
+        self.digest = (self.digest + total) & _MASK64
+        return added
+
+    def discard(self, hashes: Hashes) -> int:
+        """No longer hold these; returns how many were held."""
+        removed, total = self._table.discard(self.slot, hashes)
+        self.count -= removed
+        self.digest = (self.digest - total) & _MASK64
+        return removed
+
+
+class CountedSet:
+    """Hashes that one slot may hold several times; the table has each once. `count`: different ones."""
+
+    def __init__(self, table: FlatTable, slot: int) -> None:
+        self._table = table
+        self.slot = slot
+        self._counts: dict[int, int] = {}
+
+    @property
+    def count(self) -> int:
+        """How many different hashes are held."""
+        return len(self._counts)
+
+    def add(self, hashes: Hashes) -> None:
+        """Hold each once more."""
+        counts, listed = self._counts, hashes_of(hashes)
+        first = [hash_ for hash_ in listed if hash_ not in counts]
+        for hash_ in listed:
+            counts[hash_] = counts.get(hash_, 0) + 1
+        self._table.add(self.slot, first)
+
+    def discard(self, hashes: Hashes) -> None:
+        """Hold each once less. Raises KeyError for one that is not held."""
+        counts, last = self._counts, []
+        for hash_ in hashes_of(hashes):
+            count = counts[hash_]
+            if count == 1:
+                del counts[hash_]
+                last.append(hash_)
+            else:
+                counts[hash_] = count - 1
+        self._table.discard(self.slot, last)
+
+    def counts(self) -> dict[int, int]:
+        """How often each is held. For checks."""
+        return dict(self._counts)
+
+
+class Slots:
+    """Hands out slot numbers; a dead slot is swept out of the table before it is handed out again.
+
+    Invariant: a slot is in use, dying or free, never two of them.
+    """
+
+    def __init__(self, table: FlatTable) -> None:
+        self._table = table
+        self.in_use = 0
+        self._free: list[int] = []
+        self._count = 0
+        self._dying: list[int] = []
+        self._waiting: list[int] = []
+        self._next_shard = 0
+
+    def take(self) -> int:
+        """A slot that holds nothing and has no label."""
+        self.in_use += 1
+        if self._free:
+            return self._free.pop()
+        self._count += 1
+        return self._count - 1
+
+    def retire(self, slot: int) -> None:
+        """The slot no longer counts; what it holds is swept by and by."""
+        self.in_use -= 1
+        self._table.label(slot, None)
+        self._waiting.append(slot)
+
+    def give_back(self, slot: int) -> None:
+        """Return a slot that is known to hold nothing."""
+        self.in_use -= 1
+        self._table.label(slot, None)
+        self._free.append(slot)
+
+    def sweep(self) -> bool:
+        """Sweep one shard; returns whether there is more to do."""
+        if not self._dying:
+            self._dying, self._waiting, self._next_shard = self._waiting, [], 0
+            if not self._dying:
+                return False
+        self._table.sweep(self._dying, self._next_shard)
+        self._next_shard += 1
+        if self._next_shard == self._table.shards:
+            self._free.extend(self._dying)
+            self._dying = []
+        return bool(self._dying or self._waiting)
+
+
+def bits(mask: int) -> list[int]:
+    """The numbers of the bits set in `mask`, lowest first."""
+    numbers = []
+    while mask:
+        low = mask & -mask
+        numbers.append(low.bit_length() - 1)
+        mask ^= low
+    return numbers

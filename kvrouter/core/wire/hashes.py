@@ -1,0 +1,213 @@
+"""Block hashes and sequence hashes: the identities that travel between processes (design §5).
+
+    tokens   | block 0        | block 1        | block 2        | rest
+    block    b[0]             b[1]             b[2]               (a partial block has none)
+    sequence s[0] = b[0]      s[1] = H(s0,b1)  s[2] = H(s1,b2)
+
+A sequence hash names a block and everything before it. The values are those of NVIDIA
+Dynamo's router 1.6.1: XXH3-64 over little-endian u32 tokens with seed 1337.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, cast
+
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+from kvrouter.core.native import versions
+from kvrouter.core.wire.ids import BlockHash, SequenceHash
+from kvrouter.errors import BadRequestError
+
+SEED = 1337
+_MASK64 = (1 << 64) - 1
+_MAX_TOKEN = (1 << 32) - 1
+_NONE = array("Q")
+
+Hashes: TypeAlias = Sequence[int] | bytes
+"""Sequence hashes: array("Q") at best, any sequence of numbers, or bytes: packed little-endian u64."""
+
+Multimodal = tuple[int, int, str]
+"""`(start, end, id)`: the tokens [start, end) stand for the item with this id."""
+
+
+def block_seed(lora_name: str | None = None, salt: str | None = None) -> int:
+    """The seed of every block hash of a sequence: 1337, moved by a LoRA name and a cache salt.
+
+    An empty string counts as absent.
+    """
+    seed = SEED
+    if lora_name:
+        seed += xxh3_64_intdigest(lora_name.encode(), 0)
+    if salt:
+        seed += xxh3_64_intdigest(salt.encode(), 1)
+    return seed & _MASK64
+
+
+def block_hashes(
+    tokens: Sequence[int],
+    block_size: int,
+    *,
+    lora_name: str | None = None,
+    salt: str | None = None,
+    multimodal: Iterable[Multimodal] = (),
+) -> list[BlockHash]:
+    """Hash each full block of `tokens`; `len(tokens) // block_size` unsigned 64-bit values.
+
+    `multimodal` items change the blocks they touch. Raises BadRequestError for a token
+    outside 0..2^32-1 and ValueError for a block size below 1.
+    """
+    items = sorted(multimodal)
+    if not items:
+        return _plain_block_hashes(tokens, block_size, block_seed(lora_name, salt))
+    extras = [_ids_in_block(items, start, block_size) for start in range(0, len(tokens), block_size)]
+    return seeded_block_hashes(tokens, block_size, block_seed(lora_name, salt), extras)
+
+
+def prompt_hashes(
+    tokens: Sequence[int], block_size: int, *, lora_name: str | None = None, salt: str | None = None
+) -> array[int]:
+    """The sequence hashes of a prompt's full blocks: `sequence_hashes(block_hashes(…))` in one go."""
+    return seeded_prompt_hashes(tokens, block_size, block_seed(lora_name, salt))
+
+
+def seeded_prompt_hashes(
+    tokens: Sequence[int], block_size: int, seed: int, known: array[int] = _NONE
+) -> array[int]:
+    """The same; `known` are the sequence hashes of its first blocks, which are not computed again.
+
+    Raises ValueError if more are known than the prompt has.
+    """
+    _step(block_size)
+    if versions.hashes is not None:
+        try:
+            return cast("array[int]", versions.hashes.prompt_hashes(tokens, block_size, seed, known))
+        except (OverflowError, TypeError) as error:
+            raise _bad_tokens(error) from None
+    if not known:
+        return array("Q", _chain(_plain_block_hashes(tokens, block_size, seed), None))
+    if known.typecode != "Q" or len(known) > len(tokens) // block_size:
+        raise ValueError("known must be an array('Q'): the hashes of the prompt's first blocks")
+    new = _plain_block_hashes(tokens[len(known) * block_size :], block_size, seed)
+    return known + array("Q", _chain(new, known[-1]))
+
+
+def seeded_block_hashes(
+    tokens: Sequence[int], block_size: int, seed: int, extras: Sequence[Sequence[int]]
+) -> list[BlockHash]:
+    """Block hashes where block i also carries the 64-bit ids `extras[i]` (any order)."""
+    if not any(extras):  # nearly always
+        return _plain_block_hashes(tokens, block_size, seed)[: len(extras)]
+    data, step = _token_bytes(tokens), _step(block_size)
+    return [
+        BlockHash(xxh3_64_intdigest(data[i : i + step] + pack_hashes(sorted(ids)), seed))
+        for i, ids in zip(range(0, len(data) - step + 1, step), extras, strict=False)
+    ]
+
+
+def _plain_block_hashes(tokens: Sequence[int], block_size: int, seed: int) -> list[BlockHash]:
+    step = _step(block_size)
+    if versions.hashes is not None:
+        try:
+            return cast("list[BlockHash]", versions.hashes.block_hashes(tokens, block_size, seed))
+        except (OverflowError, TypeError) as error:
+            raise _bad_tokens(error) from None
+    data = memoryview(_token_bytes(tokens))
+    hashes = [xxh3_64_intdigest(data[i : i + step], seed) for i in range(0, len(data) - step + 1, step)]
+    return cast("list[BlockHash]", hashes)  # a NewType call on each would cost a third more
+
+
+def sequence_hashes(hashes: Sequence[BlockHash], parent: SequenceHash | None = None) -> list[SequenceHash]:
+    """Chain block hashes; `parent` is the sequence hash just before the first, if any.
+
+    The chain always uses seed 1337, whatever seeded the blocks. Raises OverflowError or TypeError for what
+    is no 64-bit number.
+    """
+    blocks = hashes_of(hashes)
+    above = None if parent is None else hashes_of((parent,))[0]
+    chain = _chain if versions.hashes is None else versions.hashes.sequence_hashes
+    return cast("list[SequenceHash]", chain(blocks, above))
+
+
+def _chain(hashes: Sequence[int], parent: int | None) -> list[int]:
+    chain: list[int] = []
+    append, digest = chain.append, xxh3_64_intdigest
+    previous = parent
+    for block in hashes:
+        # as one little-endian number the previous hash is the low half, the block's the high half
+        previous = (
+            block if previous is None else digest((previous | block << 64).to_bytes(16, "little"), SEED)
+        )
+        append(previous)
+    return chain
+
+
+def multimodal_id(identifier: str) -> int:
+    """An item's 64-bit id: the first 16 hex digits of a hex digest, else XXH3-64 of its UTF-8."""
+    if len(identifier) >= 16 and all(digit in "0123456789abcdefABCDEF" for digit in identifier):
+        return int(identifier[:16], 16)
+    return xxh3_64_intdigest(identifier.encode(), 0)
+
+
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """Hashes as packed little-endian u64: their form on the wire and at the index's door."""
+    packed = array("Q", hashes)  # of another array it is a copy
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def hashes_of(hashes: Hashes) -> Sequence[int]:
+    """As numbers: packed ones are unpacked, without making an object of each; a list stays one.
+
+    Raises OverflowError, TypeError or ValueError for what is no row of 64-bit numbers.
+    """
+    if type(hashes) is array and hashes.typecode == "Q":
+        return hashes
+    if type(hashes) is list:
+        checked = array("Q", hashes)
+        return hashes if hashes and type(hashes[0]) is int else checked
+    if not isinstance(hashes, bytes | bytearray | memoryview):
+        return array("Q", hashes)
+    unpacked = array("Q")
+    unpacked.frombytes(bytes(hashes))
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return unpacked
+
+
+def unpack_hashes(packed: bytes) -> list[SequenceHash]:
+    """The inverse of `pack_hashes`. Raises ValueError if the length is no multiple of 8."""
+    return cast("list[SequenceHash]", list(hashes_of(packed)))
+
+
+def pool_token(model: str) -> str:
+    """The pool's word in NATS subjects: a readable slug and 8 hex digits that keep it unique."""
+    slug = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in model)[:40]
+    return f"{slug}-{xxh3_64_digest(model.encode())[:4].hex()}"
+
+
+def _ids_in_block(items: list[Multimodal], start: int, block_size: int) -> list[int]:
+    return [multimodal_id(item) for first, end, item in items if first < start + block_size and end > start]
+
+
+def _token_bytes(tokens: Sequence[int]) -> bytes:
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        raise _bad_tokens(error) from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _bad_tokens(error: Exception) -> BadRequestError:
+    return BadRequestError(f"token ids must be integers from 0 to {_MAX_TOKEN}: {error}", param="prompt")
+
+
+def _step(block_size: int) -> int:
+    if block_size < 1:
+        raise ValueError(f"block size must be at least 1 token, not {block_size}")
+    return block_size * 4

@@ -1,0 +1,179 @@
+"""Heartbeats and worker cards: who is there, how far its feeds are, what it can serve (design §5)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.ops import UNREADABLE, VERSION
+from kvrouter.core.wire.values import (
+    MOST_NAMES,
+    Amount,
+    BlockSize,
+    Finite,
+    Identifier,
+    Line,
+    Number,
+    Rank,
+    RankHeader,
+    Ranks,
+    Share,
+    Text,
+    Url,
+    url_error,
+)
+from kvrouter.errors import MalformedFrameError
+
+State = Literal["up", "down", "draining", "leave"]
+
+_Names = Annotated[tuple[Line, ...], Meta(max_length=MOST_NAMES)]
+_Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_NAMES)]
+
+
+class Card(Struct, frozen=True, kw_only=True):
+    """What a worker can serve; it changes rarely.
+
+    `tiers` maps a tier's name to its capacity in blocks, 0 meaning unknown. `rank_header` is the
+    request header that addresses a data-parallel rank; empty where there is only one.
+    """
+
+    worker_id: Identifier
+    url: Url
+    model: Line
+    served_names: _Names = ()
+    lora_names: _Names = ()
+    max_loras: Amount = 0
+    """Adapters it has room for at once; 0 if that is not known."""
+    block_size: BlockSize
+    ranks: Ranks = 1
+    rank_header: RankHeader = ""
+    tiers: Annotated[dict[Text, Amount], Meta(max_length=16)] = msgspec.field(
+        default_factory=lambda: {"device": 0}
+    )
+    max_model_len: Amount = 0
+    max_batched_tokens: Amount = 0
+    max_sequences: Amount = 0
+    engine: Text = ""
+    engine_version: Text = ""
+    labels: Annotated[dict[Text, Text], Meta(max_length=256)] = {}
+    started_at_us: Number = 0
+    publishes_events: bool = True
+    repairs_by_report: bool = False
+    """Whether requests to a partial rank shall ask for `kv_cache_report_mode: full` (design §5)."""
+    notes: _Texts = ()
+    """What an operator is to know about this engine's events: what of them is not indexed, and why."""
+    prefix_caching: bool | None = None
+    """Whether the engine reuses what it has computed; None if it does not say."""
+
+    def names(self) -> tuple[str, ...]:
+        """Every model name a client may use for this worker."""
+        return (*(self.served_names or (self.model,)), *self.lora_names)
+
+
+class RankBeat(Struct, frozen=True, array_like=True):
+    """One rank's feed and load. Usage is a fraction 0..1 of the KV blocks; None: not reported."""
+
+    rank: Rank
+    incarnation: Number
+    seq: Number
+    partial: bool = False
+    running: Amount | None = None
+    waiting: Amount | None = None
+    kv_usage: Share | None = None
+    waiting_loras: _Texts = ()
+    """Adapters that requests wait for, as the engine reports them."""
+    running_loras: _Texts | None = None
+    """Adapters that requests in flight use; None: not reported."""
+    metrics: Annotated[dict[Text, Finite], Meta(max_length=256)] = {}
+    """Statistics of an operator's own choice (`--metric` of the agent), by name."""
+
+
+class WorkerBeat(Struct, frozen=True, array_like=True):
+    """A worker's heartbeat. The card itself travels on change, on hello and every 10 s."""
+
+    version: int
+    incarnation: Number
+    state: State
+    pool: Identifier
+    ranks: Annotated[list[RankBeat], Meta(max_length=1024)]
+    card_version: Number
+    card: Card | None = None
+    interval_ms: Amount | None = None
+    """Time between its heartbeats; None: an agent that does not say."""
+
+
+class RouterBeat(Struct, frozen=True, array_like=True):
+    """A replica's heartbeat. `feeds` maps a pool to the last seq of its sync feed.
+
+    `round` counts this replica's own heartbeats: one that comes back proves that the bus works.
+    `workers` are those it hears; only the answer to a hello names them, for a replica that joins.
+    `serves` maps each pool in which it has a live target to the pool's block size there; empty
+    while it takes no requests, because it starts or drains.
+    """
+
+    version: int
+    incarnation: Number
+    state: State
+    address: Url
+    feeds: Annotated[dict[Identifier, Number], Meta(max_length=1024)]
+    round: Number
+    interval_ms: Amount | None = None
+    workers: Annotated[list[Identifier], Meta(max_length=4096)] = []
+    serves: Annotated[dict[Identifier, BlockSize], Meta(max_length=1024)] = {}
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decode_worker = msgspec.msgpack.Decoder(WorkerBeat).decode
+_decode_router = msgspec.msgpack.Decoder(RouterBeat).decode
+
+
+def decode_worker_beat(data: bytes, worker_id: WorkerId) -> WorkerBeat:
+    """Read a heartbeat that came on this worker's subject. Raises MalformedFrameError."""
+    try:
+        beat = _decode_worker(data)
+    except UNREADABLE as error:
+        raise MalformedFrameError(f"not a worker heartbeat: {error}") from None
+    if beat.version != VERSION:
+        raise MalformedFrameError(f"worker heartbeat of version {beat.version}, this is {VERSION}")
+    if trouble := _contradiction(beat, worker_id):
+        raise MalformedFrameError(f"worker heartbeat: {trouble}")
+    return beat
+
+
+def card_trouble(card: Card) -> str:
+    """Why readers would refuse a card; empty if they would not."""
+    try:
+        beat = WorkerBeat(VERSION, 0, "up", "pool", [], 0, card)
+        decode_worker_beat(encode(beat), WorkerId(card.worker_id))
+    except (MalformedFrameError, OverflowError, TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def decode_router_beat(data: bytes) -> RouterBeat:
+    """Read a replica's heartbeat. Raises MalformedFrameError."""
+    try:
+        beat = _decode_router(data)
+    except UNREADABLE as error:
+        raise MalformedFrameError(f"not a router heartbeat: {error}") from None
+    if beat.version != VERSION:
+        raise MalformedFrameError(f"router heartbeat of version {beat.version}, this is {VERSION}")
+    if beat.address and (trouble := url_error(beat.address)):
+        raise MalformedFrameError(f"router heartbeat: {trouble}")
+    return beat
+
+
+def _contradiction(beat: WorkerBeat, worker_id: WorkerId) -> str:
+    """What the types cannot say is wrong with a heartbeat; empty if all fits together."""
+    ranks = [rank.rank for rank in beat.ranks]
+    if len(set(ranks)) < len(ranks):
+        return f"names a rank twice: {ranks}"
+    card = beat.card
+    if card is None:
+        return ""
+    if card.worker_id != worker_id:
+        return f"the card of {card.worker_id} on the subject of {worker_id}"
+    return url_error(card.url) or ("" if card.model else "its card names no model")

@@ -1,0 +1,324 @@
+"""What travels in a feed: ops, frames, and the questions and answers that repair it (design §5).
+
+A frame is msgpack `[version, incarnation, seq, ops]`; an op is an array `[code, …]`; hashes inside
+an op are packed little-endian u64. A reader skips codes it does not know and fields behind those
+it knows, so that a newer source and an older reader can work side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from kvrouter.core.wire.values import (
+    U64,
+    Amount,
+    Number,
+    Rank,
+    RequestId,
+    Session,
+    ShortText,
+    Tier,
+    are_whole_hashes,
+)
+from kvrouter.errors import MalformedFrameError
+
+VERSION = 1
+MAX_FRAME_BYTES = 512 * 1024
+MAX_FRAME_HASHES = 4096
+MAX_BOOKING_HASHES = 60_000
+"""An AddRequest names at most this many blocks (480 KB); the rest travels as a number."""
+
+MAX_SENT_CHARS = 100_000
+"""Of the text of one SentText: in UTF-8 it fits a frame, whatever it is written in."""
+MAX_CHUNKS = 1 << 16
+"""Of one snapshot: 32 GiB."""
+
+DEVICE, HOST, DISK = 0, 1, 2
+TIERS = ("device", "host", "disk")
+
+
+class Stored(Struct, frozen=True, array_like=True, tag=1):
+    """Blocks are now in `tier`; hashes parent first. `parent` is that of the first, None at a root."""
+
+    tier: Tier
+    parent: U64 | None
+    hashes: bytes
+
+
+class Removed(Struct, frozen=True, array_like=True, tag=2):
+    """Blocks left `tier` and all narrower ones; hashes deepest first."""
+
+    tier: Tier
+    hashes: bytes
+
+
+class Cleared(Struct, frozen=True, array_like=True, tag=3):
+    """The rank holds nothing any more."""
+
+
+class Check(Struct, frozen=True, array_like=True, tag=4):
+    """The source's own count and digest of one tier set (KV) or of its bookings (sync), as of this op."""
+
+    count: Amount
+    digest: U64
+    tier: Tier = DEVICE
+
+
+class AddRequest(Struct, frozen=True, array_like=True, tag=16):
+    """A booking begins: its blocks are active on the target and `prefill_tokens` are charged there."""
+
+    number: Number
+    request_id: RequestId
+    worker_id: ShortText
+    rank: Rank
+    hashes: bytes
+    isl: Amount
+    overlap_blocks: Amount
+    prefill_tokens: Amount
+    anonymous_blocks: Amount = 0
+
+
+class MarkPrefillCompleted(Struct, frozen=True, array_like=True, tag=17):
+    """The booking's prefill tokens are no longer charged."""
+
+    number: Number
+
+
+class Free(Struct, frozen=True, array_like=True, tag=18):
+    """The booking ends."""
+
+    number: Number
+
+
+class Progress(Struct, frozen=True, array_like=True, tag=19):
+    """The booking's output now fills this many blocks of its own."""
+
+    number: Number
+    output_blocks: Amount
+
+
+class Bind(Struct, frozen=True, array_like=True, tag=20):
+    """A session keeps to a target for `ttl_ms`."""
+
+    session: Session
+    worker_id: ShortText
+    rank: Rank
+    ttl_ms: Amount
+
+
+class ApproxEntry(Struct, frozen=True, array_like=True, tag=21):
+    """Snapshots only: blocks a target is assumed to hold for `ttl_ms` more."""
+
+    worker_id: ShortText
+    rank: Rank
+    hashes: bytes
+    ttl_ms: Amount
+
+
+class SentText(Struct, frozen=True, array_like=True, tag=22):
+    """Mode prefix-affinity: the target has computed a prompt with this text, or one that begins with it."""
+
+    worker_id: ShortText
+    rank: Rank
+    text: Annotated[str, Meta(max_length=MAX_SENT_CHARS)]
+
+
+Op: TypeAlias = (
+    Stored
+    | Removed
+    | Cleared
+    | Check
+    | AddRequest
+    | MarkPrefillCompleted
+    | Free
+    | Progress
+    | Bind
+    | ApproxEntry
+    | SentText
+)
+
+
+class Frame(Struct, frozen=True, array_like=True):
+    """One numbered step of a feed. `seq` counts from 1 within an incarnation."""
+
+    version: int
+    incarnation: Number
+    seq: Number
+    ops: list[Op]
+
+
+class _Envelope(Struct, frozen=True, array_like=True):
+    version: int
+    incarnation: Number
+    seq: Number
+    ops: Raw
+
+
+class ReplayRequest(Struct, frozen=True, array_like=True):
+    """What a reader asks of a source: the frames from `from_seq`, or a chunk of a snapshot.
+
+    `part` is the rank (KV) or the pool (sync). `from_seq` 0 asks for a snapshot at once.
+    """
+
+    version: int
+    part: Rank | ShortText
+    incarnation: U64
+    from_seq: U64
+    snapshot_id: U64 = 0
+    chunk: U64 = 0
+
+
+class ReplayFrames(Struct, frozen=True, array_like=True, tag=0):
+    """Encoded frames, in order; as many as fit one message. `seq`: how many the source has sent in all."""
+
+    frames: list[bytes]
+    seq: Number | None = None
+
+
+class SnapshotChunk(Struct, frozen=True, array_like=True, tag=1):
+    """Chunk `chunk` of `chunks` of everything the source held as of frame `as_of_seq`."""
+
+    snapshot_id: Number
+    as_of_seq: Number
+    chunk: Number
+    chunks: Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
+    ops: list[Op]
+    incarnation: Number
+
+
+class PartialChunk(SnapshotChunk, frozen=True, array_like=True, tag=1):
+    """A chunk of a newer source as it is read here: without the `unknown_ops` whose codes are unknown."""
+
+    unknown_ops: int = 0
+
+
+class _ChunkEnvelope(Struct, frozen=True, array_like=True, tag=1):
+    snapshot_id: Number
+    as_of_seq: Number
+    chunk: Number
+    chunks: Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
+    ops: Raw
+    incarnation: Number
+
+
+Answer: TypeAlias = ReplayFrames | SnapshotChunk
+
+encode = msgspec.msgpack.Encoder().encode
+_decode_frame = msgspec.msgpack.Decoder(Frame).decode
+_decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
+_decode_chunk_envelope = msgspec.msgpack.Decoder(_ChunkEnvelope).decode
+_decode_op: msgspec.msgpack.Decoder[Op] = msgspec.msgpack.Decoder(Op)
+_decode_raw_ops = msgspec.msgpack.Decoder(list[Raw]).decode
+_decode_code = msgspec.msgpack.Decoder(list[object]).decode
+_decode_request = msgspec.msgpack.Decoder(ReplayRequest).decode
+_decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_KNOWN_CODES = frozenset({1, 2, 3, 4, 16, 17, 18, 19, 20, 21, 22})
+_WITH_HASHES = (Stored, Removed, AddRequest, ApproxEntry)
+UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+"""What msgspec raises for bytes that are not what they claim to be."""
+
+
+class Decoded(Struct, frozen=True):
+    """A frame as far as it could be read.
+
+    `ops` is None if the frame is of another version, or malformed: then `trouble` says what is wrong.
+    """
+
+    version: int
+    incarnation: int
+    seq: int
+    ops: list[Op] | None
+    unknown_ops: int = 0
+    trouble: str = ""
+
+
+def decode_frame(data: bytes) -> Decoded:
+    """Read a frame. Raises MalformedFrameError if not even its number can be read."""
+    try:
+        frame = _decode_frame(data)
+        if frame.version == VERSION:
+            _check_hashes(frame.ops)
+            return Decoded(VERSION, frame.incarnation, frame.seq, frame.ops)
+    except (*UNREADABLE, MalformedFrameError):
+        pass
+    return _decode_leniently(data)
+
+
+def _decode_leniently(data: bytes) -> Decoded:
+    """The slow path, for frames with codes unknown here, of another version, or malformed."""
+    try:
+        envelope = _decode_envelope(data)
+    except UNREADABLE as error:
+        raise MalformedFrameError(f"not a frame: {error}") from None
+    if envelope.version != VERSION:
+        return Decoded(envelope.version, envelope.incarnation, envelope.seq, None)
+    try:
+        ops, unknown = _known_ops(envelope.ops)
+    except MalformedFrameError as error:
+        return Decoded(VERSION, envelope.incarnation, envelope.seq, None, 0, str(error))
+    return Decoded(VERSION, envelope.incarnation, envelope.seq, ops, unknown)
+
+
+def _known_ops(encoded: Raw) -> tuple[list[Op], int]:
+    """The ops with known codes, and how many others there are. Raises MalformedFrameError."""
+    try:
+        raw_ops = _decode_raw_ops(encoded)
+        known = [raw for raw in raw_ops if _decode_code(raw)[0] in _KNOWN_CODES]
+        ops = [_decode_op.decode(raw) for raw in known]
+    except (*UNREADABLE, IndexError, TypeError) as error:
+        raise MalformedFrameError(f"an op is malformed: {error}") from None
+    _check_hashes(ops)
+    return ops, len(raw_ops) - len(ops)
+
+
+def _check_hashes(ops: Sequence[Op]) -> None:
+    """What the types do not say. Raises MalformedFrameError."""
+    for op in ops:
+        if isinstance(op, _WITH_HASHES) and not are_whole_hashes(op.hashes):
+            raise MalformedFrameError(f"{len(op.hashes)} bytes of hashes: not a multiple of 8")
+
+
+def decode_request(data: bytes) -> ReplayRequest:
+    """Read a replay request. Raises MalformedFrameError."""
+    try:
+        request = _decode_request(data)
+    except UNREADABLE as error:
+        raise MalformedFrameError(f"not a replay request: {error}") from None
+    if request.version != VERSION:
+        raise MalformedFrameError(f"replay request of version {request.version}, this is {VERSION}")
+    return request
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Read the answer to a replay request. Raises MalformedFrameError."""
+    try:
+        answer = _decode_answer.decode(data)
+    except UNREADABLE as error:
+        answer = _decode_newer_chunk(data, error)
+    if isinstance(answer, SnapshotChunk):
+        _check_hashes(answer.ops)
+        if answer.chunk >= answer.chunks:
+            raise MalformedFrameError(f"chunk {answer.chunk} of a snapshot of {answer.chunks}")
+    return answer
+
+
+def _decode_newer_chunk(data: bytes, error: Exception) -> PartialChunk:
+    """A chunk with ops whose codes are unknown here; `error` is raised on for any other answer."""
+    try:
+        envelope = _decode_chunk_envelope(data)
+    except UNREADABLE:
+        raise MalformedFrameError(f"not a replay answer: {error}") from None
+    ops, unknown = _known_ops(envelope.ops)
+    return PartialChunk(
+        envelope.snapshot_id,
+        envelope.as_of_seq,
+        envelope.chunk,
+        envelope.chunks,
+        ops,
+        envelope.incarnation,
+        unknown,
+    )

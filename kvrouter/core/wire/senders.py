@@ -1,0 +1,56 @@
+"""Who speaks on the bus. Feeds and heartbeats are told apart by these, subjects are made from them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId
+
+
+class WorkerSource(NamedTuple):
+    """A worker's heartbeat."""
+
+    worker_id: WorkerId
+
+
+class RouterSource(NamedTuple):
+    """A replica's heartbeat."""
+
+    router_id: RouterId
+
+
+class KvSource(NamedTuple):
+    """The KV feed of one rank."""
+
+    pool: PoolId
+    worker_id: WorkerId
+    rank: int
+
+    @property
+    def target(self) -> Target:
+        """The target whose blocks the feed tells of."""
+        return Target(self.worker_id, self.rank)
+
+
+class SyncSource(NamedTuple):
+    """A replica's bookings in one pool."""
+
+    pool: PoolId
+    router_id: RouterId
+
+
+class AwaitedSource(NamedTuple):
+    """A worker that a peer knows and that has not been heard here."""
+
+    worker_id: WorkerId
+
+
+Feed: TypeAlias = KvSource | SyncSource
+Source: TypeAlias = WorkerSource | RouterSource | AwaitedSource | KvSource | SyncSource
+
+
+def name(source: Feed) -> str:
+    """A feed's name for people: `kv w1/0`, `sync 3f2a`."""
+    if isinstance(source, KvSource):
+        return f"kv {source.target}"
+    return f"sync {source.router_id} in {source.pool}"

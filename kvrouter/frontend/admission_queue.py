@@ -1,0 +1,161 @@
+"""Where requests wait while every worker they may go to is full: the shell around core/routing/admission.py.
+
+    admitted() ──room──> the caller routes, at once
+        │ none
+        v
+    [ waiting ] <──look── at most 2 ms per peer after something has changed: a Free, a
+        │                 MarkPrefillCompleted, a heartbeat, one's own or a peer's
+        └──> first and room: routes · waited too long, or too many wait: 503 · client gone: out
+
+Nothing polls: a look wakes only the first of each lane, and only after a change. Whoever leaves the
+queue, for whatever reason, has the next one looked at. Peers see the same change in the same instant;
+that each hesitates for another random time lets the first one's booking arrive before the next looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.fleet.room import has_room, lane_of
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings, Ticket
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.wire.ids import PoolId
+from kvrouter.errors import QueueFullError, QueueTimeoutError
+from kvrouter.telemetry.metrics import QueueMetrics, Sample
+
+
+@dataclass(slots=True)
+class _Line:
+    """One pool's queue, how to wake those in it, and the look that is due."""
+
+    queue: AdmissionQueue
+    woken: dict[Ticket, asyncio.Event] = field(default_factory=dict)
+    look: asyncio.TimerHandle | None = None
+
+
+class WaitingRoom:
+    """The queues of one replica's pools. `chance()` returns a number in [0, 1)."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        settings: AdmissionSettings,
+        metrics: QueueMetrics,
+        chance: Callable[[], float],
+    ) -> None:
+        self._replica = replica
+        self._settings = settings
+        self._metrics = metrics
+        self._chance = chance
+        self._lines: dict[PoolId, _Line] = {}
+
+    async def admitted(self, router: Router, request: RouteRequest) -> None:
+        """Return when the request may be routed; the caller routes before it awaits anything else.
+
+        Raises QueueFullError and QueueTimeoutError. Who names its target itself does not wait.
+        """
+        if not self._settings.threshold or request.wanted is not None:
+            return
+        line = self._line(router.pool.id)
+        now = asyncio.get_running_loop().time()
+        lane = lane_of(router, request, now)
+        if not line.queue.is_waited_in(lane) and has_room(router, request, now, line.queue):
+            return
+        ticket = self._join(line, now, request.priority, lane)
+        outcome = "left"
+        try:
+            await self._wait(line, ticket, router, request)
+            outcome = "admitted"
+        except QueueTimeoutError:
+            outcome = "timeout"
+            raise
+        finally:
+            self._leave(line, ticket, outcome)
+
+    def wake(self) -> None:
+        """Something has changed: there may be room. Costs next to nothing while nobody waits."""
+        for line in self._lines.values():
+            self._look_soon(line)
+
+    def shown(self, pool_id: PoolId) -> dict[str, Any]:
+        """A pool's queue, for /workers."""
+        queue, pool = self._line(pool_id).queue, self._replica.routers[pool_id].pool
+        wait_s = queue.longest_wait_s(asyncio.get_running_loop().time())
+        unknown = [name for name, worker in pool.workers.items() if not worker.card.max_batched_tokens]
+        return {
+            "waiting": len(queue),
+            "longest_wait_s": round(wait_s, 3),
+            "never_full": sorted(unknown) if queue.is_on else [],
+        }
+
+    def samples(self) -> Iterator[Sample]:
+        """The queues as Prometheus samples."""
+        for pool_id in self._replica.routers if self._settings.threshold else ():
+            labels, shown = {"pool": str(pool_id)}, self.shown(pool_id)
+            length, longest_s = shown["waiting"], shown["longest_wait_s"]
+            yield "kvrouter_queue_length", "gauge", "Requests that wait for a worker", labels, length
+            yield "kvrouter_queue_longest_wait_seconds", "gauge", "Of those that wait now", labels, longest_s
+
+    def _line(self, pool_id: PoolId) -> _Line:
+        line = self._lines.get(pool_id)
+        if line is None:
+            line = self._lines[pool_id] = _Line(AdmissionQueue(self._settings))
+        return line
+
+    def _join(self, line: _Line, now: float, priority: int, lane: str) -> Ticket:
+        try:
+            ticket = line.queue.join(now, priority, lane)
+        except QueueFullError as error:
+            self._metrics.full.inc()
+            error.retry_after_s = self._retry_after_s(line, now)
+            raise
+        line.woken[ticket] = asyncio.Event()
+        return ticket
+
+    async def _wait(self, line: _Line, ticket: Ticket, router: Router, request: RouteRequest) -> None:
+        loop, woken = asyncio.get_running_loop(), line.woken[ticket]
+        try:
+            async with asyncio.timeout(self._settings.max_wait_s):
+                while not self._admit(line, ticket, router, request):
+                    await woken.wait()
+                    woken.clear()
+        except TimeoutError:
+            waited_s = self._settings.max_wait_s
+            error = QueueTimeoutError(f"all workers have been busy for {waited_s:g} s; try again later")
+            error.retry_after_s = self._retry_after_s(line, loop.time())
+            raise error from None
+
+    def _admit(self, line: _Line, ticket: Ticket, router: Router, request: RouteRequest) -> bool:
+        if line.queue.first(ticket.lane) != ticket:
+            return False
+        now = asyncio.get_running_loop().time()
+        return line.queue.admit(ticket, has_room=has_room(router, request, now, line.queue))
+
+    def _leave(self, line: _Line, ticket: Ticket, outcome: str) -> None:
+        """Out of the queue, however; the next one is looked at after this one is booked, if it will be."""
+        line.queue.leave(ticket)
+        del line.woken[ticket]
+        waited_s = asyncio.get_running_loop().time() - ticket.arrived
+        self._metrics.wait.observe(waited_s, outcome)
+        self._look_soon(line)
+
+    def _look_soon(self, line: _Line) -> None:
+        if line.look is None and len(line.queue):
+            peers = len(self._replica.peers) if self._replica.settings.synced else 0
+            delay_s = line.queue.wake_after_s(peers, self._chance())
+            line.look = asyncio.get_running_loop().call_later(delay_s, self._look, line)
+
+    def _look(self, line: _Line) -> None:
+        line.look = None
+        for ticket in line.queue.firsts():
+            line.woken[ticket].set()
+
+    def _retry_after_s(self, line: _Line, now: float) -> int:
+        """As long as the one who has waited longest: that is how fast the queue moves."""
+        return max(1, math.ceil(line.queue.longest_wait_s(now)))

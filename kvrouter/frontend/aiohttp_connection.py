@@ -1,0 +1,63 @@
+"""A client's connection where aiohttp itself answers: what is no HTTP, and bodies it is not to send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import HttpVersion11, web
+
+from kvrouter.errors import BadRequestError
+from kvrouter.relay.answer import error_answer, internal_error
+from kvrouter.relay.incoming import new_request_id, request_id_of, too_large
+
+
+class ClientConnection(web.RequestHandler):
+    """aiohttp's, with OpenAI's form for what comes to no route: broken HTTP, an unknown packing."""
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._waiting: list[Callable[[], None]] = []
+
+    def when_drained(self, call: Callable[[], None]) -> None:
+        """Call once the client has caught up; never, if it leaves instead."""
+        self._waiting.append(call)
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        super().resume_writing()
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The same answer in another form. Raises ConnectionError if another one has begun."""
+        super().handle_error(request, status, exc, message)
+        error = internal_error()
+        if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            said = " ".join((message or HTTPStatus(status).phrase).split())
+            error = BadRequestError(f"the request cannot be read: {said[:300]}")
+        answer = error_answer(error, new_request_id()).for_aiohttp()
+        answer.force_close()
+        return answer
+
+
+async def invite_body(http: web.Request) -> web.StreamResponse | None:
+    """`Expect: 100-continue`: a client that asks is told at once if its body is too large."""
+    if (http.content_length or 0) > http.client_max_size:
+        answer = error_answer(too_large(http), request_id_of(http.headers)).for_aiohttp()
+        answer.force_close()  # the body may come all the same
+        return answer
+    if http.version >= HttpVersion11 and http.headers.get("expect", "").lower() == "100-continue":
+        await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        http.writer.output_size = 0  # the answer itself has not begun
+    return None

@@ -1,0 +1,1 @@
+"""Request bodies as clients send them."""

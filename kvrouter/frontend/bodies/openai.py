@@ -1,0 +1,266 @@
+"""The OpenAI dialect: what clients send, and the errors and lists that we answer ourselves.
+
+A body is parsed once, for what routing needs to know. Nothing is built from it: the client's own bytes go to
+the worker, and the engine judges all that is not said here (sampling parameters, limits, ...).
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterable
+from typing import Annotated, Any, TypeGuard, TypeVar
+
+import msgspec
+
+from kvrouter.core.wire.values import TokenId
+from kvrouter.errors import BadRequestError, KvRouterError
+from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+
+_Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+_RawPrompt = str | list[TokenId | str | list[TokenId]]
+
+_Body = TypeVar("_Body")
+
+
+class CompletionRequest(msgspec.Struct, frozen=True):
+    """A chat or completion request, as far as the router must understand it."""
+
+    model: str | None
+    """None if the client names none: engines accept that, and so do we where there is only one model."""
+    stream: bool
+    prompt: Prompt | None
+    """None if only the engine can know it (prompt embeddings, a template sent with the request)."""
+    cache_salt: str | None
+    session_id: str | None
+    n: int
+    """Number of answers asked for."""
+    kvrouter: dict[str, Any] | None = None
+    """What it says to the router (overrides.py); the engine never sees it."""
+    reads_cache: bool = True
+    """False where vLLM computes the whole prompt, cached or not: it is asked for the prompt's logprobs."""
+    is_beam_search: bool = False
+    """vLLM searches by many short requests of its own, and says nothing of what they had cached."""
+    priority: int = 0
+    """As vLLM has it: lower goes first."""
+    engine_arguments: Any = None
+    """vLLM's `vllm_xargs`, as they stand there."""
+
+
+class ModelEntry(msgspec.Struct, frozen=True):
+    """One line of /v1/models: a base model, or a LoRA adapter with its base model as `parent`."""
+
+    id: str
+    created_s: int
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Common(msgspec.Struct):
+    """The fields that both kinds of body have; null stands for absent everywhere, as in the engine."""
+
+    model: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    kvrouter: dict[str, Any] | None = None
+    prompt_logprobs: Any = None
+    echo: Any = None
+    use_beam_search: Any = None
+    priority: _Priority | None = None
+    vllm_xargs: Any = None
+
+
+class _ChatBody(_Common):
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+
+class _CompletionBody(_Common):
+    prompt: _RawPrompt | None = None
+    prompt_embeds: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    logprobs: Any = None
+
+
+_CHAT = msgspec.json.Decoder(_ChatBody)
+_COMPLETION = msgspec.json.Decoder(_CompletionBody)
+
+
+def parse_chat(body: bytes) -> CompletionRequest:
+    """A /v1/chat/completions body. Raises BadRequestError, whatever the bytes are."""
+    chat = _decode(_CHAT, body)
+    if not chat.messages:
+        raise BadRequestError("`messages` must be a list with at least one message", param="messages")
+    return _request(chat, _chat_prompt(chat, chat.messages))
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """A /v1/completions body. Raises BadRequestError, whatever the bytes are."""
+    completion = _decode(_COMPLETION, body)
+    if not completion.prompt and completion.prompt_embeds is not msgspec.UNSET:
+        return _request(completion, None)
+    return _request(completion, _completion_prompt(completion))
+
+
+def error_body(error: KvRouterError) -> bytes:
+    """The JSON that OpenAI clients expect with a status of 400 and above."""
+    details = {
+        "message": _as_unicode(str(error)),
+        "type": error.type,
+        "param": getattr(error, "param", None),
+        "code": error.status,
+    }
+    return msgspec.json.encode({"error": details})
+
+
+def error_event(error: KvRouterError) -> bytes:
+    """The same as a server-sent event, for a stream whose status has gone out already."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def models_body(models: Iterable[ModelEntry]) -> bytes:
+    """The JSON of /v1/models, as vLLM lists them."""
+    return msgspec.json.encode({"object": "list", "data": [_listed(model) for model in models]})
+
+
+def model_body(model: ModelEntry) -> bytes:
+    """The JSON of /v1/models/NAME."""
+    return msgspec.json.encode(_listed(model))
+
+
+def _listed(model: ModelEntry) -> dict[str, Any]:
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "kvrouter",
+        "root": model.root or model.id,
+        "parent": model.parent,
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _decode(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
+    if not body.strip():
+        raise BadRequestError("the request has no body: send a JSON object")
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(str(error), param=_field_named_in(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise BadRequestError("the body is nested too deeply") from error
+
+
+def _field_named_in(error: msgspec.ValidationError) -> str | None:
+    """`messages` for "Expected `object`, got `str` - at `$.messages[0]`"."""
+    path = re.search(r"`\$\.(\w+)", str(error))
+    return path and path[1]
+
+
+def _request(body: _Common, prompt: Prompt | None) -> CompletionRequest:
+    return CompletionRequest(
+        model=body.model,
+        stream=bool(body.stream),
+        prompt=prompt,
+        cache_salt=body.cache_salt or None,
+        session_id=body.session_id or None,
+        n=max(1, body.n or 1),
+        kvrouter=body.kvrouter,
+        reads_cache=body.prompt_logprobs is None and not _echoes_logprobs(body),
+        is_beam_search=bool(body.use_beam_search),
+        priority=body.priority or 0,
+        engine_arguments=body.vllm_xargs,
+    )
+
+
+def _echoes_logprobs(body: _Common) -> bool:
+    """An echo has logprobs where they are asked for; that of a chat always (`top_logprobs` is 0)."""
+    if not body.echo:
+        return False
+    return not isinstance(body, _CompletionBody) or body.logprobs is not None
+
+
+def _chat_prompt(chat: _ChatBody, messages: list[dict[str, Any]]) -> ChatPrompt | None:
+    if chat.chat_template is not None:
+        return None  # the engine may trust a client's template; we run none but the model's own
+    return ChatPrompt(
+        messages=messages,
+        tools=chat.tools or None,
+        add_generation_prompt=chat.add_generation_prompt is not False,
+        continue_final_message=bool(chat.continue_final_message),
+        chat_template_kwargs=_template_variables(chat),
+        add_special_tokens=bool(chat.add_special_tokens),
+        kept_tokens=_kept_tokens(chat),
+    )
+
+
+def _template_variables(chat: _ChatBody) -> dict[str, Any]:
+    """`chat_template_kwargs` and the fields of the body that vLLM, too, hands to the template."""
+    variables = dict(chat.chat_template_kwargs or {})
+    if chat.documents is not None:
+        variables["documents"] = chat.documents
+    if chat.reasoning_effort is not None:
+        variables.setdefault("enable_thinking", chat.reasoning_effort != "none")
+        variables["reasoning_effort"] = chat.reasoning_effort
+    return variables
+
+
+def _completion_prompt(body: _CompletionBody) -> TextPrompt | TokenPrompt:
+    prompt, kept = body.prompt, _kept_tokens(body)
+    if not prompt:
+        raise BadRequestError("`prompt` must be given, and not be empty", param="prompt")
+    if isinstance(prompt, str):
+        return TextPrompt([prompt], body.add_special_tokens is not False, kept)
+    if _is_token_ids(prompt):
+        return TokenPrompt([prompt], kept)
+    if _is_list_of_lists(prompt) and all(prompt):
+        return TokenPrompt(prompt, kept)
+    if _is_list_of_strings(prompt):
+        return TextPrompt(prompt, body.add_special_tokens is not False, kept)
+    raise BadRequestError(
+        "`prompt` must be a string, a list of strings, a list of token ids, or a list of such lists that are "
+        "not empty",
+        param="prompt",
+    )
+
+
+def _is_token_ids(prompt: list[Any]) -> TypeGuard[list[int]]:
+    try:
+        array("I", prompt)  # looks at 9,000 elements in 50 µs; a test of their types takes 150
+    except TypeError:
+        return False
+    return True
+
+
+def _is_list_of_lists(prompt: list[Any]) -> TypeGuard[list[list[int]]]:
+    return all(isinstance(item, list) for item in prompt)
+
+
+def _is_list_of_strings(prompt: list[Any]) -> TypeGuard[list[str]]:
+    return all(isinstance(item, str) for item in prompt)
+
+
+def _kept_tokens(body: _Common) -> slice | None:
+    """What `truncate_prompt_tokens` leaves: the end of the prompt, unless the client says otherwise."""
+    count = body.truncate_prompt_tokens
+    if count is None or count < 1:
+        return None  # -1 is the model's own limit, which only its engine knows
+    return slice(count) if body.truncation_side == "right" else slice(-count, None)
+
+
+def _as_unicode(text: str) -> str:
+    """A message may quote half a surrogate pair, which has no place in JSON."""
+    return text.encode("utf-8", "replace").decode("utf-8")

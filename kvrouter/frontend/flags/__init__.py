@@ -1,0 +1,1 @@
+"""The flags of `python -m kvrouter.frontend`."""

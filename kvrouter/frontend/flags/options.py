@@ -1,0 +1,290 @@
+"""The flags of `python -m kvrouter.frontend`. Names are NVIDIA Dynamo's where it has one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrouter.bus import NatsOptions
+from kvrouter.config import FlagHelp, add_common_flags, nats_options, not_negative, positive, positive_int
+from kvrouter.core.fleet.pool import PoolSettings
+from kvrouter.core.fleet.replica import ReplicaSettings
+from kvrouter.core.routing.admission import AdmissionSettings
+from kvrouter.core.tables.approx import DEFAULT_TTL_S
+from kvrouter.core.tables.block_index import IndexBounds
+from kvrouter.core.tables.text_index import TextIndexSettings
+from kvrouter.errors import ConfigError
+from kvrouter.frontend.flags.policies import SERVED_MODES, add_policy_flags, policy_settings, text_settings
+from kvrouter.frontend.flags.processes import (
+    ProcessOptions,
+    add_admin_flags,
+    add_process_flags,
+    port_number,
+    process_options,
+    syncs,
+)
+from kvrouter.frontend.flags.queue import add_queue_flags, admission_settings
+from kvrouter.frontend.flags.rules import RuleOptions, add_rule_flags, rule_options
+from kvrouter.frontend.flags.tls import TlsOptions, add_tls_flags, tls_options
+from kvrouter.frontend.flags.tokens import TokenOptions, add_token_flags, token_options
+from kvrouter.policies import OWN, PolicySettings
+from kvrouter.relay.exchange import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendOptions:
+    """Everything a frontend is told at start."""
+
+    host: str
+    port: int
+    process: ProcessOptions
+    tls: TlsOptions
+    nats: NatsOptions
+    namespace: str
+    router_mode: str
+    overlap_weight: float | None
+    """None: the mode's own."""
+    temperature: float
+    policy: PolicySettings
+    policy_notes: tuple[str, ...]
+    """What of --router-config is accepted and not needed."""
+    texts: TextIndexSettings
+    rules: RuleOptions
+    replica: ReplicaSettings
+    index_metrics: bool
+    heartbeat_s: float
+    tokens: TokenOptions
+    admission: AdmissionSettings
+    limits: Limits
+    retries: int
+    max_body_bytes: int
+    ready_timeout_s: float
+    drain_grace_s: float
+    drain_timeout_s: float
+    track_output_blocks: bool
+    core: str | None
+    """None: native if it is built."""
+    log_level: str
+    log_format: str
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
+    """Read the command line; a wrong one ends the process with a message."""
+    flags = _parser().parse_args(arguments)
+    pool = PoolSettings(
+        use_kv_events=flags.use_kv_events and flags.tokenizer != "none",
+        ttl_s=flags.router_ttl_secs,
+        approx_capacity_blocks=flags.router_approx_capacity_blocks,
+        inflight_overlap=flags.router_inflight_overlap,
+        block_size=flags.kv_cache_block_size,
+        lora_multiplex=flags.lora_multiplex,
+        counts_tokens=flags.router_queue_threshold > 0,
+        index_bounds=IndexBounds(flags.index_max_blocks, flags.index_max_holders),
+    )
+    policy, policy_notes = policy_settings(flags)
+    return FrontendOptions(
+        host=flags.host,
+        port=flags.port,
+        process=process_options(flags),
+        tls=tls_options(flags),
+        nats=nats_options(flags),
+        namespace=flags.namespace,
+        router_mode=flags.router_mode if policy.own is None else OWN,
+        overlap_weight=flags.kv_overlap_score_weight,
+        temperature=flags.router_temperature,
+        policy=policy,
+        policy_notes=policy_notes,
+        texts=text_settings(flags),
+        rules=rule_options(flags),
+        replica=ReplicaSettings(pool, syncs(flags), _lease_rounds(flags), flags.heartbeat_s),
+        index_metrics=flags.index_metrics,
+        heartbeat_s=flags.heartbeat_s,
+        tokens=token_options(flags),
+        admission=admission_settings(flags),
+        limits=Limits(flags.first_byte_timeout, flags.idle_timeout),
+        retries=flags.retries,
+        max_body_bytes=flags.max_body_mb * 1024 * 1024,
+        ready_timeout_s=flags.ready_timeout,
+        drain_grace_s=flags.drain_grace,
+        drain_timeout_s=flags.drain_timeout,
+        track_output_blocks=flags.router_track_output_blocks,
+        core=flags.core,
+        log_level=flags.log_level,
+        log_format=flags.log_format,
+    )
+
+
+def _lease_rounds(flags: argparse.Namespace) -> int:
+    if flags.lease_s < 2 * flags.heartbeat_s:
+        raise ConfigError(
+            f"--lease-s {flags.lease_s:g} is less than two heartbeats of {flags.heartbeat_s:g} s: "
+            f"give at least {2 * flags.heartbeat_s:g}, or a shorter --heartbeat-s"
+        )
+    rounds: int = round(flags.lease_s / flags.heartbeat_s)
+    return rounds
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvrouter.frontend",
+        description="One replica, or several on one port: an OpenAI-compatible frontend with a "
+        "KV-cache-aware router inside.",
+        formatter_class=FlagHelp,
+    )
+    add_common_flags(parser)
+    add_flags(parser)
+    add_process_flags(parser.add_argument_group("processes"))
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that only a frontend has."""
+    add = parser.add_argument
+    add("--host", default="0.0.0.0", help="address to listen on")
+    add("--port", "--http-port", type=port_number, default=8000, help="port; 0 picks a free one")
+    _add_router_flags(parser.add_argument_group("routing"))
+    add_token_flags(parser.add_argument_group("tokens"))
+    _add_index_flags(parser.add_argument_group("block index"))
+    add_policy_flags(parser.add_argument_group("routing modes"))
+    add_rule_flags(parser.add_argument_group("which workers may be chosen"))
+    add_queue_flags(parser.add_argument_group("waiting for a worker"))
+    _add_http_flags(parser.add_argument_group("requests"))
+    add_admin_flags(parser.add_argument_group("operators"))
+    add_tls_flags(parser.add_argument_group("TLS"))
+
+
+def _add_router_flags(group: argparse._ArgumentGroup) -> None:
+    switch = argparse.BooleanOptionalAction
+    group.add_argument("--router-mode", choices=SERVED_MODES, default="kv", help="how a worker is chosen")
+    group.add_argument(
+        "--router-replica-sync",
+        action=switch,
+        default=argparse.SUPPRESS,
+        help="share bookings with the other replicas; default: on if this command runs several, else off",
+    )
+    group.add_argument(
+        "--kv-overlap-score-weight",
+        type=not_negative,
+        default=None,
+        help="w in cost = w*prefill + decode; default: the mode's own, 1 (kv-score: 2)",
+    )
+    group.add_argument(
+        "--router-temperature",
+        type=not_negative,
+        default=0.0,
+        help="0: lowest cost; above: softmax over costs",
+    )
+    group.add_argument(
+        "--use-kv-events",
+        action=switch,
+        default=True,
+        help="index the engines' KV events; without: assume what was sent stays for --router-ttl-secs",
+    )
+    group.add_argument(
+        "--no-kv-events",
+        dest="use_kv_events",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="the same as --no-use-kv-events",
+    )
+    group.add_argument(
+        "--router-ttl-secs",
+        type=not_negative,
+        default=DEFAULT_TTL_S,
+        help="without KV events: for so many seconds a prompt is taken to stay in the cache it was sent to; "
+        "0: until the worker has no room for it",
+    )
+    group.add_argument(
+        "--router-approx-capacity-blocks",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="without KV events: blocks a worker is assumed to hold at most; 0: as many as it says it has",
+    )
+    group.add_argument(
+        "--router-inflight-overlap",
+        action=switch,
+        default=True,
+        help="count blocks of requests in flight as cached",
+    )
+    group.add_argument(
+        "--router-track-output-blocks", action=switch, default=True, help="book blocks that answers fill"
+    )
+    group.add_argument(
+        "--kv-cache-block-size",
+        type=positive_int,
+        default=None,
+        help="tokens a block of prompts' hashes; default: that of most workers",
+    )
+    group.add_argument(
+        "--lease-s",
+        type=positive,
+        default=5.0,
+        help="how long a silent worker or replica is believed, counted in heartbeats of this replica that "
+        "come back through NATS: --lease-s / --heartbeat-s of them (who is cut off drops nobody)",
+    )
+
+
+def _add_index_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--index-max-blocks",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="distinct blocks remembered per model; 0: as many as the workers hold",
+    )
+    group.add_argument(
+        "--index-max-holders",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="workers remembered per block; 0: all",
+    )
+    group.add_argument(
+        "--index-metrics",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="metrics of the index: holders, bytes, stores, removes, look-ups and their time, refusals",
+    )
+
+
+def _add_http_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--retries", type=_whole, default=2, help="other workers tried before the first byte")
+    group.add_argument(
+        "--first-byte-timeout",
+        type=positive,
+        default=600.0,
+        help="seconds a worker may take until its first byte; then the client gets 504",
+    )
+    group.add_argument(
+        "--idle-timeout",
+        type=positive,
+        default=300.0,
+        help="seconds without a byte of a running answer, or without its client reading; then it is ended",
+    )
+    group.add_argument("--max-body-mb", type=positive_int, default=64, help="largest request body, in MiB")
+    group.add_argument(
+        "--ready-timeout",
+        type=not_negative,
+        default=60.0,
+        help="seconds after which /ready is 200 with whatever is known, workers or not; its body says so",
+    )
+    group.add_argument(
+        "--drain-grace",
+        type=not_negative,
+        default=5.0,
+        help="seconds of taking new requests after SIGTERM, while /ready is 503 and balancers turn away",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=not_negative,
+        default=300.0,
+        help="seconds that running requests have to finish after that; then they are cut off",
+    )
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 0")
+    return int(text)

@@ -1,0 +1,146 @@
+"""The flags of what stands before and behind a policy: filters, circuits, sessions, decisions kept."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass, field
+
+from kvrouter.config import positive, positive_int
+from kvrouter.core.routing.breaker import BreakerSettings
+from kvrouter.core.routing.filters import FilterSettings
+from kvrouter.core.tables.sessions import DEFAULT_TTL_S
+
+DEFAULT_DECISIONS = 1000
+MOST_DECISIONS = 100_000
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
+_BREAKER = BreakerSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class RuleOptions:
+    """What the flags say. `breaker` None: no circuits; `decisions` 0: none are kept."""
+
+    filters: FilterSettings = field(default_factory=FilterSettings)
+    breaker: BreakerSettings | None = None
+    session_header: str = "x-session-id"
+    session_ttl_s: float = DEFAULT_TTL_S
+    decisions: int = DEFAULT_DECISIONS
+    log_decisions: bool = False
+
+
+def add_rule_flags(group: argparse._ArgumentGroup) -> None:
+    """Filters first, in the order in which they apply."""
+    add, switch = group.add_argument, argparse.BooleanOptionalAction
+    add(
+        "--session-affinity",
+        choices=("off", "soft", "hard"),
+        default="off",
+        help="keep a session on one worker; soft: while it takes requests, hard: even if it is full",
+    )
+    add("--session-header", type=header_name, default="x-session-id", help="header that names the session")
+    add("--session-ttl-s", type=positive, default=DEFAULT_TTL_S, help="seconds from a session's last use")
+    add(
+        "--circuit-breaker",
+        action=switch,
+        default=False,
+        help="pass over a worker that keeps failing, for --circuit-breaker-open-s",
+    )
+    add(
+        "--circuit-breaker-failures",
+        type=positive_int,
+        default=_BREAKER.failures,
+        help="failed attempts in a row until a worker is passed over",
+    )
+    add("--circuit-breaker-open-s", type=positive, default=_BREAKER.open_s, help="seconds it is left alone")
+    add(
+        "--circuit-breaker-successes",
+        type=positive_int,
+        default=_BREAKER.successes,
+        help="answered requests in a row, one at a time, until all is well again",
+    )
+    add(
+        "--active-decode-blocks-threshold",
+        type=share,
+        default=None,
+        metavar="SHARE",
+        help="pass over workers with more than this share of their KV blocks active; POST /busy_threshold",
+    )
+    add(
+        "--active-prefill-tokens-threshold",
+        type=positive_int,
+        default=None,
+        metavar="TOKENS",
+        help="pass over workers with more prefill tokens charged",
+    )
+    add(
+        "--max-ongoing-requests",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="pass over targets with so many requests in flight; 0: no limit",
+    )
+    add(
+        "--lora-multiplex",
+        action=switch,
+        default=False,
+        help="engines load adapters themselves: prefer workers that have it, else those with the fewest",
+    )
+    add("--locality-node", default="", metavar="NODE", help="node of this frontend: prefer its workers")
+    add("--locality-zone", default="", metavar="ZONE", help="zone of this frontend: prefer its workers")
+    add(
+        "--decisions",
+        type=_decisions,
+        default=DEFAULT_DECISIONS,
+        metavar="N",
+        help=f"decisions kept for GET /decisions/REQUEST_ID; 0 to {MOST_DECISIONS}, and 64 MiB at most",
+    )
+    add("--log-decisions", action=switch, default=False, help="log every candidate's terms")
+
+
+def rule_options(flags: argparse.Namespace) -> RuleOptions:
+    """What the flags of `add_rule_flags` say."""
+    filters = FilterSettings(
+        active_decode_blocks_threshold=flags.active_decode_blocks_threshold,
+        active_prefill_tokens_threshold=flags.active_prefill_tokens_threshold,
+        max_ongoing_requests=flags.max_ongoing_requests,
+        session_affinity=flags.session_affinity,
+        multiplex=flags.lora_multiplex,
+        node=flags.locality_node,
+        zone=flags.locality_zone,
+    )
+    breaker = BreakerSettings(
+        flags.circuit_breaker_failures, flags.circuit_breaker_successes, flags.circuit_breaker_open_s
+    )
+    return RuleOptions(
+        filters,
+        breaker if flags.circuit_breaker else None,
+        flags.session_header.lower(),
+        flags.session_ttl_s,
+        flags.decisions,
+        flags.log_decisions,
+    )
+
+
+def header_name(text: str) -> str:
+    """An argparse type."""
+    if not _HEADER.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no header's name")
+    return text
+
+
+def share(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be from 0 to 1")
+    return value
+
+
+def _decisions(text: str) -> int:
+    if not text.isdecimal() or int(text) > MOST_DECISIONS:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 0 to {MOST_DECISIONS}")
+    return int(text)

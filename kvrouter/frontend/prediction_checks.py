@@ -1,0 +1,82 @@
+"""What is kept of a request so that its prediction can be held against the engine's answer."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from kvrouter.core.audit.watch import Watch
+from kvrouter.core.fleet.router import Placement, Router
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.tables.predictions import Kind, Prediction
+from kvrouter.frontend.bodies.openai import CompletionRequest
+from kvrouter.relay.usage import find_usage
+from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, has_media
+
+
+class Traits(Struct, frozen=True):
+    """What decides whether and how a request can be compared."""
+
+    kind: Kind | None
+    is_single: bool
+    reads_cache: bool
+    """Whether the engine uses what it has cached; else nothing is wrong if it reports none."""
+
+    @classmethod
+    def of(cls, request: CompletionRequest, lora_name: str | None, prompts: int) -> Traits:
+        """The traits of a request with so many prompts."""
+        kind = _kind(request.prompt, lora_name, request.cache_salt)
+        is_single = prompts == 1 and request.n == 1 and not request.is_beam_search
+        return cls(kind, is_single, request.reads_cache)
+
+
+_WORDS: dict[type, str] = {ChatPrompt: "chat", TextPrompt: "text"}
+
+
+def _kind(prompt: Prompt | None, lora_name: str | None, salt: str | None) -> Kind | None:
+    """None if the tokens are not known, or stand in for what only the engine can count."""
+    if prompt is None or has_media(prompt):
+        return None
+    name = _WORDS.get(type(prompt), "tokens")
+    return Kind(name, bool(lora_name), bool(salt))  # type: ignore[arg-type]  # one of its three words
+
+
+def compare(
+    router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, watch: Watch, tail: bytes
+) -> None:
+    """A good answer has come: hold what it says against what was foretold at its booking."""
+    pool, choice = router.pool, placement.choice
+    is_firm = watch.is_firm(pool.id, choice.target) and traits.reads_cache
+    is_firm = is_firm and _names_blocks_of_engine(router, route, placement)
+    prediction = Prediction(
+        target=choice.target,
+        kind=traits.kind,
+        isl=route.isl,
+        block_size=placement.block_size,
+        blocks=choice.widest_blocks,
+        in_flight=choice.widest_blocks > choice.indexed_blocks,
+        is_single=traits.is_single,
+        is_firm=is_firm and not choice.waiting and not placement.wants_report,
+        is_estimate=any(prompt.is_estimate for prompt in route.prompts),
+    )
+    router.truth.observe(prediction, find_usage(tail))
+
+
+def expect_events(
+    router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, now: float
+) -> None:
+    """A request was served: the engine's events must name its first block."""
+    worker = router.pool.workers.get(placement.target.worker_id)
+    announces = worker is not None and worker.card.publishes_events and router.pool.settings.use_kv_events
+    if announces and traits.kind is not None and _names_blocks_of_engine(router, route, placement):
+        router.truth.expect(placement.target, traits.kind, route.prompts[0].hashes, now)
+
+
+def _names_blocks_of_engine(router: Router, route: RouteRequest, placement: Placement) -> bool:
+    """Whether the request was hashed, and booked, with the block size of its engine.
+
+    Else nothing was predicted, and no event names its blocks.
+    """
+    worker = router.pool.workers.get(placement.target.worker_id)
+    if worker is None or placement.block_size != worker.card.block_size:
+        return False
+    return all(prompt.block_size == placement.block_size for prompt in route.prompts)

@@ -1,0 +1,178 @@
+"""The token side of a frontend: opened by its flags, and shown to operators."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import structlog
+
+from kvrouter.core.audit.problems import NOT_COMPARED, Compared
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.wire.ids import PoolId
+from kvrouter.frontend.encoders import Encoders
+from kvrouter.frontend.flags.tokens import TokenOptions, Way
+from kvrouter.frontend.prompt_blocks import LocalBlocks, PromptBlocks, RemoteBlocks, TextBlocks
+from kvrouter.frontend.token_checks import TokenChecks
+from kvrouter.telemetry.metrics import Sample
+from kvrouter.tokens.engine import EngineTokenizer
+from kvrouter.tokens.hub import model_directory
+from kvrouter.tokens.prefix_hashes import PrefixHashes
+from kvrouter.tokens.prefix_store import PrefixStore
+from kvrouter.tokens.prefix_tokens import CacheSettings
+from kvrouter.tokens.prompt import PromptEncoder
+from kvrouter.tokens.tokenizer import PrefixCache
+
+log = structlog.get_logger()
+
+_HASHES_SHARE = 8
+"""One part in so many of the room for known prefixes is for their hashes; the rest is for their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """How this frontend turns prompts into hashes, and what it found about that."""
+
+    way: Way
+    encoders: Encoders
+    store: PrefixStore
+    """Of all models together, as are the `hashes`."""
+    hashes: PrefixHashes
+    blocks: PromptBlocks
+    checks: TokenChecks | None
+
+    async def run(self) -> None:
+        """The comparisons, if there are any."""
+        if self.checks is not None:
+            await self.checks.run()
+
+    def compared(self, pool_id: PoolId) -> Compared:
+        """What is known of the token ids of a pool's engines."""
+        check = self.checks.pools.get(pool_id) if self.checks is not None else None
+        return check.compared() if check is not None else NOT_COMPARED
+
+    def shown(self) -> dict[str, Any]:
+        """For /workers; the model of `--model-path DIR` stands there as `default`."""
+        caches = {name or "default": _shown_cache(cache) for name, cache in self._caches().items()}
+        return {
+            "tokenizer": self.way if self.way != "local" or caches else "ids only",
+            "prefix_caches": caches,
+            "prefix_store": {
+                "blocks": len(self.store),
+                "bytes": self.store.held_bytes,
+                **asdict(self.store.counters),
+            },
+            "prefix_hashes": {
+                "entries": len(self.hashes),
+                "bytes": self.hashes.held_bytes,
+                **asdict(self.hashes.counters),
+            },
+            "compared": self.checks.shown() if self.checks is not None else {},
+        }
+
+    def samples(self) -> Iterator[Sample]:
+        """For /metrics."""
+        text = "1 if known beginnings are reused"
+        for name, cache in self._caches().items():
+            yield "kvrouter_prefix_store_on", "gauge", text, {"model": name or "default"}, cache.is_on
+        yield from _store_samples(self.store)
+        yield from _hash_samples(self.hashes)
+        if self.checks is not None:
+            yield from self.checks.samples()
+        if isinstance(self.blocks, RemoteBlocks):
+            for result, count in asdict(self.blocks.counters).items():
+                text = "Prompts tokenized by engines, by result"
+                yield "kvrouter_remote_tokenizations", "counter", text, {"result": result}, count
+
+    def say_what_is_off(self) -> None:
+        """In the log, with the reason."""
+        effect = "every prompt is tokenized from its start"
+        for name, cache in self._caches().items():
+            if not cache.is_on:
+                model = name or "default"
+                log.warning("tokens.no_prefix_cache", model=model, reason=cache.off_because, effect=effect)
+
+    def _caches(self) -> dict[str, PrefixCache]:
+        caches = {name: encoder.cache for name, encoder in self.encoders.all().items()}
+        return {name: cache for name, cache in caches.items() if cache is not None}
+
+
+@contextlib.asynccontextmanager
+async def open_tokens(
+    options: TokenOptions, replica: Replica, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Tokens]:
+    """Read the models, if there are any; `tls` says which engines are trusted. Raises ConfigError."""
+    async with contextlib.AsyncExitStack() as stack:
+        cache = options.prefix_cache or CacheSettings()
+        hashes_bytes = cache.max_bytes // _HASHES_SHARE
+        store = PrefixStore(max_parts=cache.max_parts, max_bytes=cache.max_bytes - hashes_bytes)
+        hashes = PrefixHashes(most=cache.max_parts // _HASHES_SHARE, max_bytes=hashes_bytes)
+        encoders = stack.enter_context(_load(options, store))
+        engines = await stack.enter_async_context(EngineTokenizer.open(options.engine_api_key, tls))
+        checks = None
+        blocks: PromptBlocks
+        match options.way:
+            case "local":
+                if options.compare and any(each.can_encode_text for each in encoders.all().values()):
+                    checks = TokenChecks(replica, encoders, engines)
+                blocks = LocalBlocks(encoders, checks.seen if checks else lambda *_: None, hashes)
+            case "remote":
+                blocks = RemoteBlocks(engines, encoders.default)
+            case "none":
+                log.warning(
+                    "tokens.none",
+                    effect="--no-kv-events: text that was sent is assumed to stay for --router-ttl-secs",
+                )
+                blocks = TextBlocks(encoders.default)
+        tokens = Tokens(options.way, encoders, store, hashes, blocks, checks)
+        tokens.say_what_is_off()
+        yield tokens
+
+
+def _load(options: TokenOptions, store: PrefixStore) -> contextlib.AbstractContextManager[Encoders]:
+    def read(path: str | None) -> PromptEncoder:
+        if path is None:
+            return PromptEncoder.load(None)
+        return PromptEncoder.load(
+            model_directory(path, options.cache_directory),
+            threads=options.threads,
+            cache=options.prefix_cache,
+            store=store,
+            chat_template=options.chat_template if path == options.model_path else None,
+        )
+
+    return Encoders.load(read, options.model_path, options.model_paths)
+
+
+def _shown_cache(cache: PrefixCache) -> dict[str, Any]:
+    if cache.splits is None:
+        return {"on": False, "reason": cache.off_because}
+    words, anchors = cache.splits.words, cache.splits.anchors
+    return {"on": True, "cut_after_words": words, "cut_after_tokens": anchors}
+
+
+def _store_samples(store: PrefixStore) -> Iterator[Sample]:
+    counters, held = store.counters, len(store)
+    yield "kvrouter_prefix_store_blocks", "gauge", "Pieces of text whose tokens are kept", {}, held
+    yield "kvrouter_prefix_store_bytes", "gauge", "Memory they take, about", {}, store.held_bytes
+    yield "kvrouter_prefix_store_evicted", "counter", "Pieces pushed out", {}, counters.evicted_parts
+    for result, count in (
+        ("known", counters.known_characters),
+        ("tokenized", counters.tokenized_characters),
+        ("skipped", counters.skipped_characters),
+    ):
+        text = "Characters of long prompts: found in the cache, tokenized, or left out"
+        yield "kvrouter_prefix_store_characters", "counter", text, {"result": result}, count
+
+
+def _hash_samples(hashes: PrefixHashes) -> Iterator[Sample]:
+    counters, held = hashes.counters, len(hashes)
+    yield "kvrouter_prefix_hashes", "gauge", "Beginnings of prompts whose block hashes are kept", {}, held
+    yield "kvrouter_prefix_hashes_bytes", "gauge", "Memory they take, about", {}, hashes.held_bytes
+    yield "kvrouter_prefix_hashes_evicted", "counter", "Beginnings pushed out", {}, counters.evicted
+    for result, count in (("known", counters.known_blocks), ("hashed", counters.hashed_blocks)):
+        text = "Blocks of prompts: their hashes found, or computed"
+        yield "kvrouter_prefix_hashes_blocks", "counter", text, {"result": result}, count

@@ -1,0 +1,408 @@
+"""One attempt to have a worker answer a client: look once, then pass the bytes on.
+
+    holding ──the answer is good──> relaying ──body over──> Done
+       │ 5xx, 408, 429, error event     │ worker dies: error event, or a torn connection
+       └──> Rejected                    └──> Done
+       │ connection lost, or aborted ──> Lost
+       │ its engine hangs ──> Retried
+       │ silent for too long         ──> TimedOut (either state)
+
+While holding nothing has reached the client, so another worker can be tried. A stream is good from
+its first event that is no error, sound and pictures from their first byte; any other answer when it is whole,
+for engines send it at once.
+While relaying each read from the worker's socket is one write to the client's, chunk framing included
+(a client that speaks HTTP/1.0 knows no chunks and gets their content).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from msgspec import Struct
+
+from kvrouter.errors import KvRouterError, WorkerDiedError, WorkerSilentError
+from kvrouter.frontend.bodies.openai import error_event
+from kvrouter.relay.framing import LAST_CHUNK, Body, ChunkContent, Head, chunk, content_of
+from kvrouter.relay.refusals import error_status_in, first_line, is_refusal
+from kvrouter.relay.upstream import Connection
+from kvrouter.relay.usage import TAIL_BYTES, TAIL_READS
+
+HELD_BYTES = 1024 * 1024
+"""More of an answer than this is never held back or kept for later."""
+STREAM_HELD_BYTES = 64 * 1024
+"""The same for the first event of a stream: every read is looked at together with all before it."""
+MOST_LOOKS = 64
+"""At a first event that does not end; it is passed on then, as it is."""
+_ABORT = b'"abort"'
+"""Looked for with `find`: `in` first makes an exception of bytes being no number, and takes twice as long."""
+_ABORTED = re.compile(rb'"finish_reason": ?"abort"')
+_ABORTED_REASON = "the worker aborted the request"
+_DATA_LINE = b"\ndata:"
+_EVENT_END = b"\n\n"
+_UNBUFFERED = b"x-accel-buffering: no\r\n"
+"""Without it nginx would hold events back."""
+
+
+class Done(Struct, frozen=True):
+    """The client has its answer, or as much of it as there is. `failure` is empty if all went well."""
+
+    status: int
+    keeps_alive: bool
+    failure: str = ""
+    is_torn: bool = False
+    """The client could not be told of the failure: its connection has to be torn."""
+    spares_worker: bool = False
+    """The failure says nothing about the worker."""
+
+
+class Rejected(Struct, frozen=True):
+    """The worker will not serve the request; this is what it said. Nothing has reached the client."""
+
+    status: int
+    content_type: bytes
+    retry_after: bytes
+    body: bytes
+
+
+class Lost(Struct, frozen=True):
+    """The connection broke before the first body byte. Nothing has reached the client."""
+
+    reason: str
+    was_idle: bool = False
+    """The connection had served before, and broke before a byte of this answer arrived."""
+
+
+class Retried(Struct, frozen=True):
+    """Another worker is to be tried, because the engine hangs. Nothing has reached the client."""
+
+    reason: str
+
+
+class TimedOut(Struct, frozen=True):
+    """The worker was silent for too long. Nothing has reached the client."""
+
+    silent_s: float
+
+
+Outcome: TypeAlias = Done | Rejected | Lost | Retried | TimedOut
+
+
+class Client(Protocol):
+    """The client's side, as far as the relay needs it."""
+
+    is_http_10: bool
+    """Whether it knows no chunks."""
+    has_begun: bool
+    """Whether a part of the answer has been written."""
+
+    def write(self, data: bytes) -> None:
+        """Send; a client that has left is no error."""
+        ...
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether what was sent piles up."""
+        ...
+
+    def when_drained(self, call: Callable[[], None]) -> None:
+        """Call once the client has caught up; never, if it leaves instead."""
+        ...
+
+
+class Limits(Struct, frozen=True):
+    """How long a worker may stay silent, in seconds."""
+
+    first_byte_s: float = 600.0
+    idle_s: float = 300.0
+
+
+class Attempt:
+    """The Receiver of one request. Await `outcome`; cancel with `cancel`."""
+
+    __slots__ = (
+        "_added_headers", "_body", "_client", "_connection", "_content", "_head", "_heard_at", "_held",
+        "_is_flowing", "_is_holding", "_is_paused", "_keeps_alive", "_last_bytes", "_last_reads", "_limits",
+        "_looks", "_loop", "_on_first_data", "_serves_model", "_was_at_boundary", "events", "outcome",
+    )  # fmt: skip
+
+    def __init__(  # noqa: PLR0917  (by keyword they would cost each request 0.4 µs)
+        self,
+        client: Client,
+        connection: Connection,
+        limits: Limits,
+        added_headers: bytes,
+        on_first_data: Callable[[], None],
+        may_stay: bool,
+        serves_model: bool,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """`may_stay`: whether the client's connection may serve another request.
+
+        `serves_model`: see is_refusal.
+        """
+        self.outcome: asyncio.Future[Outcome] = loop.create_future()
+        self.events = 0
+        """Server-sent events relayed so far: an estimate of the tokens produced."""
+        self._loop = loop
+        self._client = client
+        self._connection = connection
+        self._limits = limits
+        self._added_headers = added_headers
+        self._on_first_data = on_first_data
+        self._head: Head | None = None
+        self._body: Body | None = None
+        self._held = bytearray()
+        self._content: ChunkContent | None = None
+        """Set while only the content of chunks is wanted: to look at it, or for an HTTP/1.0 client."""
+        self._is_holding = True
+        self._is_flowing = False
+        """Whether a whole chunk can pass as it is: nothing is held, filtered or awaited."""
+        self._last_bytes: bytes | None = b"\n"
+        """The end of what was relayed, so that a line is found across two reads; None: data has been seen."""
+        self._was_at_boundary = True
+        self._keeps_alive = may_stay
+        self._serves_model = serves_model
+        self._looks = 0
+        self._heard_at = 0.0
+        self._is_paused = False
+        self._last_reads: deque[bytes] = deque((), TAIL_READS)  # noqa: RUF037  (by keyword it takes twice as long)
+
+    @property
+    def tail(self) -> bytes:
+        """The end of what was relayed, framing included."""
+        return b"".join(self._last_reads)[-TAIL_BYTES:]
+
+    def send(self, request: bytes) -> None:
+        """Send the request; everything else follows from what comes back."""
+        limits = self._limits
+        self._heard_at = now = self._loop.time()
+        self._connection.send(request, self, now + min(limits.first_byte_s, limits.idle_s))
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the client has seen a part of the answer, or will."""
+        return not self._is_holding
+
+    def cut_off(self, error: KvRouterError) -> None:
+        """End an answer of which the client has seen a part: nobody will be there to relay the rest."""
+        if not self.outcome.done():
+            self._break_off(str(error), error, spares_worker=True)
+
+    def move(self, reason: str) -> None:
+        """Give up an answer of which the client has seen nothing."""
+        if self._is_holding:
+            self._finish(Retried(reason))
+
+    def cancel(self) -> None:
+        """The client has left: so does the request."""
+        self._connection.cancel(self)
+        if not self.outcome.done():
+            self.outcome.cancel()
+
+    # Receiver
+
+    def answered(self, head: Head, data: bytes) -> None:
+        """Head and body have arrived together."""
+        self._head = head
+        if not self.outcome.done():
+            self._judge_whole(head, data)
+
+    def opened(self, head: Head, body: Body) -> None:
+        """The head has arrived; it is held."""
+        self._heard_at = self._loop.time()
+        self._head, self._body = head, body
+
+    def received(self, data: bytes) -> None:
+        """Bytes of the body: relayed, or looked at if they are the first."""
+        self._heard_at = self._loop.time()
+        if self._is_holding:
+            self._held += data
+            self._judge()
+            return
+        if self._was_at_boundary and _has_aborted(data):
+            self._break_off(_ABORTED_REASON)
+            return
+        self._pass_on(data)
+
+    def received_chunk(self, data: bytes) -> None:
+        """What `received` comes to in the midst of a stream, step by step, but with no step for nothing."""
+        if not self._is_flowing or data.find(_ABORT) >= 0:
+            self.received(data)
+            return
+        self._heard_at = self._loop.time()
+        self._client.write(data)
+        self._last_reads.append(data)
+        self.events += data.count(_EVENT_END)
+        if self._client.is_slow:
+            self._hold_up()
+
+    def ended(self) -> None:
+        """The body is complete."""
+        head = self._head
+        if head is None or self.outcome.done():
+            return
+        if self._is_holding:
+            self._judge_whole(head, bytes(self._held))
+        else:
+            self._finish(Done(head.status, self._keeps_alive))
+
+    def lost(self, reason: str) -> None:
+        """The connection ended before the body did."""
+        if self.outcome.done():
+            return
+        if self._is_holding:
+            self._finish(Lost(reason, self._connection.is_stale))
+        else:
+            self._break_off(f"the worker broke off: {reason}")
+
+    # Holding
+
+    def _judge(self) -> None:
+        """Decide, as soon as what has come allows it, whether a client should see the answer."""
+        head = self._head
+        assert head is not None
+        is_much = len(self._held) > (STREAM_HELD_BYTES if head.is_event_stream else HELD_BYTES)
+        if is_refusal(head.status, serves_model=self._serves_model):
+            if is_much:
+                self._reject(head.status, _content(head, bytes(self._held)))
+        elif is_much or head.status >= 300 or head.is_media:
+            self._commit(head, bytes(self._held))
+        elif head.is_event_stream:
+            self._judge_stream(head, bytes(self._held))
+
+    def _judge_stream(self, head: Head, held: bytes) -> None:
+        text = _content(head, held)
+        event, is_whole = first_line(text)
+        self._looks += 1
+        if (
+            not is_whole
+            and self._looks < MOST_LOOKS
+            and any(name.startswith(event[: len(name)]) for name in (b"data:", b"event:"))
+        ):
+            return  # the first event, or nothing of it, has come
+        if not self._is_bad(event, text):
+            self._commit(head, held)
+
+    def _judge_whole(self, head: Head, held: bytes) -> None:
+        text = _content(head, held)
+        if is_refusal(head.status, serves_model=self._serves_model):
+            self._reject(head.status, text)
+            return
+        if head.status < 300 and self._is_bad(first_line(text)[0] if head.is_event_stream else b"", text):
+            return
+        self._commit(head, held)
+        self._finish(Done(head.status, self._keeps_alive))
+
+    def _is_bad(self, event: bytes, text: bytes) -> bool:
+        """Whether a 200 is none; the attempt is over then."""
+        error_status = error_status_in(event) if event else 0
+        if error_status and is_refusal(error_status, serves_model=self._serves_model):
+            self._reject(error_status, event.removeprefix(b"data:").strip())
+        elif _has_aborted(text):
+            self._finish(Lost(_ABORTED_REASON))
+        return self.outcome.done()
+
+    def _commit(self, head: Head, held: bytes) -> None:
+        self._held = bytearray()
+        self._is_holding = False
+        if self._client.is_http_10 and head.is_chunked:
+            self._content = ChunkContent()
+        if not head.is_event_stream:
+            self._last_bytes = None  # there will be no data line
+        passes_chunks = head.is_chunked and self._content is None
+        self._keeps_alive = self._keeps_alive and (passes_chunks or head.length is not None)
+        self._pass_on(held, self._client_head(head, passes_chunks=passes_chunks))
+
+    def _client_head(self, head: Head, *, passes_chunks: bool) -> bytes:
+        framing = b"transfer-encoding: chunked\r\n" if passes_chunks else b""
+        buffering = _UNBUFFERED if head.is_event_stream else b""
+        connection = b"connection: keep-alive\r\n" if self._keeps_alive else b"connection: close\r\n"
+        return b"".join((head.shown, framing, buffering, connection, self._added_headers, b"\r\n"))
+
+    # Relaying
+
+    def _pass_on(self, data: bytes, head: bytes = b"") -> None:
+        client, body = self._client, self._body
+        client.write(head + (data if self._content is None else self._content.feed(data)))
+        self._last_reads.append(data[-TAIL_BYTES:])
+        self.events += data.count(_EVENT_END)
+        if self._last_bytes is not None:
+            self._look_for_data(self._last_bytes + data)
+        self._was_at_boundary = body is not None and body.is_at_boundary
+        self._is_flowing = self._last_bytes is None and self._content is None
+        if client.is_slow:
+            self._hold_up()
+
+    def _hold_up(self) -> None:
+        """The client is slower than its worker: so the worker waits."""
+        if not self._is_paused:
+            self._is_paused = True
+            self._connection.pause(self)
+            self._client.when_drained(self._resume)
+
+    def _look_for_data(self, text: bytes) -> None:
+        """The first data line ends the prefill; neither a comment nor a header does."""
+        self._last_bytes = text[1 - len(_DATA_LINE) :]
+        if text.find(_DATA_LINE) >= 0:
+            self._last_bytes = None
+            self._on_first_data()
+
+    def _resume(self) -> None:
+        self._is_paused = False
+        self._heard_at = self._loop.time()
+        self._connection.resume(self)
+
+    def _break_off(
+        self, reason: str, error: KvRouterError | None = None, *, spares_worker: bool = False
+    ) -> None:
+        """End an answer of which the client has seen a part: say so where the framing allows it."""
+        head = self._head
+        assert head is not None
+        can_tell = head.is_event_stream and self._was_at_boundary
+        if can_tell:
+            event = error_event(error or WorkerDiedError(reason))
+            self._client.write(chunk(event) + LAST_CHUNK if self._content is None else event)
+        self._finish(Done(head.status, False, reason, is_torn=not can_tell, spares_worker=spares_worker))
+
+    # Ends
+
+    def watch(self, now: float) -> float:
+        """For how much longer to wait. It is over if the worker says nothing, or its client reads nothing."""
+        limits = self._limits
+        limit = limits.first_byte_s if self._is_holding else limits.idle_s
+        left_s = self._heard_at + limit - now
+        if left_s > 0:
+            return min(left_s, limits.idle_s)  # which may be its limit soon
+        if self._is_holding:
+            self._finish(TimedOut(limit))
+        elif self._is_paused:
+            reason = f"the client read nothing for {limit:g} s"
+            self._finish(Done(200, False, reason, is_torn=True, spares_worker=True))
+        else:
+            reason = f"the worker said nothing for {limit:g} s"
+            self._break_off(reason, WorkerSilentError(reason))
+        return 0
+
+    def _reject(self, status: int, body: bytes) -> None:
+        headers = self._head.headers if self._head else {}
+        content_type = headers.get(b"content-type", b"application/json")
+        if b"event-stream" in content_type:
+            content_type = b"application/json"
+        self._finish(Rejected(status, content_type, headers.get(b"retry-after", b""), body))
+
+    def _finish(self, outcome: Outcome) -> None:
+        self._connection.cancel(self)  # unless the answer is over: then it serves others
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+def _content(head: Head, data: bytes) -> bytes:
+    return content_of(data) if head.is_chunked else data
+
+
+def _has_aborted(text: bytes) -> bool:
+    return text.find(_ABORT) >= 0 and _ABORTED.search(text) is not None

@@ -1,0 +1,1 @@
+"""The asyncio shell around core/fleet/replica.py, for the frontend and the library."""

@@ -1,0 +1,1 @@
+"""The blocks of an engine, and which of them are published."""

@@ -1,0 +1,379 @@
+"""The blocks of one rank as its engine names them (design §5, Feeds and Tiers).
+
+    engine hash ──known──> sequence hash, seed, references per tier ──> PublishedBlocks ──> ops
+        │
+        └──held──> tokens, engine hash of the parent      named as soon as the parent is known
+
+Once history was lost, an engine may be asked for reports (`kv_cache_report_mode: full`): it then
+announces blocks that it had already, one event per request that begins at the root, and looks like
+a real one. With `hears_reports` a Stored at the root therefore adds no reference to a block that has
+one: so ours never exceed the engine's. (vLLM 0.32, `emit_cached_block_events`; what it really stored
+below a known block comes in an event of its own, with a parent, and always counts.)
+
+An engine hash is opaque. Engines store and remove the same hash once per physical block, so
+references are counted; several engine hashes may mean one sequence hash (a LoRA reloaded from
+another path). The seed, salt and LoRA, is shown on a root block only and handed down.
+
+Invariants: every known or held engine hash has at least one reference; no hash is both; a held
+block's parent is not known; a block without a seed has no sequence hash, nor has any below it
+(its extra keys are not understood: it is never published).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvrouter.core.wire.hashes import block_seed, seeded_block_hashes, sequence_hashes
+from kvrouter.core.wire.ids import SequenceHash
+from kvrouter.core.wire.ops import DEVICE, HOST, Op
+from kvrouter.worker.blocks.published import PublishedBlocks
+
+EngineHash: TypeAlias = int | bytes
+BlockIds: TypeAlias = Sequence[int] | None
+"""The 64-bit multimodal ids of one block; None if its extra keys are not understood."""
+
+MAX_HELD_BLOCKS = 100_000
+MAX_KNOWN_BLOCKS = 2_000_000
+"""About 1 GB. An engine that tells no removals, or blocks that cannot be named, would fill it without end."""
+_NO_REFS = (0, 0, 0)
+
+
+Refs: TypeAlias = tuple[int, int, int]
+"""References per tier."""
+
+
+class Known(Struct, frozen=True, array_like=True, gc=False):
+    """An engine hash that has a name, or never will (`sequence` and `seed` None)."""
+
+    sequence: int | None
+    parent: int | None
+    """The sequence hash of its parent."""
+    seed: int | None
+    refs: Refs
+
+
+class Held(Struct, frozen=True, array_like=True, gc=False):
+    """A block whose parent is not known yet. `ids` as in `BlockIds`, () if none were given."""
+
+    parent: EngineHash
+    refs: Refs
+    block_size: int
+    token_ids: tuple[int, ...]
+    ids: tuple[tuple[int, ...] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksImage:
+    """A table at one moment. Its entries are values, so a shallow copy is a true one (100,000: 1–5 ms)."""
+
+    known: dict[EngineHash, Known]
+    held: dict[EngineHash, Held]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Consecutive blocks as an event brings them: `token_ids` of all, `ids` per block or empty."""
+
+    engine_hashes: Sequence[EngineHash]
+    token_ids: Sequence[int]
+    block_size: int
+    ids: Sequence[BlockIds]
+
+    def rest(self, start: int) -> _Chain:
+        """The blocks from `start` on as a chain of their own."""
+        tokens = self.token_ids[start * self.block_size :]
+        return _Chain(self.engine_hashes[start:], tokens, self.block_size, self.ids[start:])
+
+    def held(self, index: int, parent: EngineHash) -> Held:
+        """One block of the chain, to be kept without references below `parent`."""
+        tokens = self.token_ids[index * self.block_size : (index + 1) * self.block_size]
+        ids = tuple(None if block is None else tuple(block) for block in self.ids[index : index + 1])
+        return Held(parent, _NO_REFS, self.block_size, tuple(tokens), ids)
+
+    def names(self, parent: int | None, seed: int | None) -> list[int | None]:
+        """Each block's sequence hash; None from the first that cannot be named on."""
+        count = len(self.engine_hashes)
+        ids = self.ids or [()] * count
+        understood = [] if seed is None else list(_until_none(ids))
+        blocks = seeded_block_hashes(self.token_ids, self.block_size, seed or 0, understood)
+        above = None if parent is None else SequenceHash(parent)
+        return [*sequence_hashes(blocks, above), *([None] * (count - len(blocks)))]
+
+
+class EngineBlocks:
+    """Engine events in, ops out: see the picture above."""
+
+    def __init__(
+        self, max_held_blocks: int = MAX_HELD_BLOCKS, max_known_blocks: int = MAX_KNOWN_BLOCKS
+    ) -> None:
+        self.hears_reports = False
+        self.max_held_blocks = max_held_blocks
+        self.max_known_blocks = max_known_blocks
+        self.refused_stores = 0
+        """Stores that were not counted because the table is full."""
+        self.ignored_removals = 0
+        self.doubtful_removals = 0
+        """Blocks withdrawn although one of their stores was not counted: the engine may have a copy."""
+        self.device_removals = 0
+        """Physical blocks that the engine has emptied so far, known or not."""
+        self.dropped_held_blocks = 0
+        self._published = PublishedBlocks()
+        self._known: dict[EngineHash, Known] = {}
+        self._held: dict[EngineHash, Held] = {}
+        self._waiting: dict[EngineHash, set[EngineHash]] = {}
+        self._uncounted: set[EngineHash] = set()
+
+    @property
+    def widest_tier(self) -> int:
+        """The widest tier the engine has reported so far."""
+        return self._published.widest
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks whose parent is not known."""
+        return len(self._held)
+
+    def count(self, tier: int = DEVICE) -> int:
+        """Distinct blocks published in a tier set."""
+        return self._published.count(tier)
+
+    def state_ops(self) -> list[Op]:
+        """Ops that build the published state from nothing; at most 4,096 hashes each."""
+        return self._published.state_ops()
+
+    def check_ops(self) -> list[Op]:
+        """One Check per tier set that exists."""
+        return self._published.check_ops()
+
+    def stored(
+        self,
+        engine_hashes: Sequence[EngineHash],
+        token_ids: Sequence[int],
+        *,
+        block_size: int,
+        parent: EngineHash | None = None,
+        lora_name: str | None = None,
+        salt: str | None = None,
+        ids: Sequence[BlockIds] = (),
+        tier: int = DEVICE,
+    ) -> list[Op]:
+        """Count one reference to each of a chain of blocks, the first below `parent`.
+
+        `ids` has one entry per block, or none at all. Without tokens (vLLM's offload tiers) only
+        hashes known already count. Raises ValueError if tokens and hashes do not fit together.
+        """
+        if len(self._known) >= self.max_known_blocks:
+            self.refused_stores += 1
+            return []
+        if not token_ids:
+            return self._stored_again(engine_hashes, tier)
+        if len(token_ids) != len(engine_hashes) * block_size or len(ids) not in (0, len(engine_hashes)):
+            raise ValueError(
+                f"{len(engine_hashes)} blocks of {block_size} with {len(token_ids)} tokens, {len(ids)} ids"
+            )
+        chain = _Chain(engine_hashes, token_ids, block_size, ids)
+        is_counted = not (self.hears_reports and parent is None)
+        self._store(chain, parent, block_seed(lora_name, salt), tier, is_counted=is_counted)
+        return self._published.take_ops()
+
+    def removed(self, engine_hashes: Sequence[EngineHash], tier: int = DEVICE) -> list[Op]:
+        """Count one reference less to each; hashes without one in `tier` are ignored."""
+        if tier == DEVICE:
+            self.device_removals += len(engine_hashes)
+        for engine_hash in engine_hashes:
+            self._remove(engine_hash, tier)
+        return self._published.take_ops()
+
+    def cleared(self) -> list[Op]:
+        """The engine holds nothing any more, in no tier."""
+        self._known.clear()
+        self._held.clear()
+        self._waiting.clear()
+        self._uncounted.clear()
+        self._published.clear()
+        return self._published.take_ops()
+
+    def forget_uncounted(self) -> None:
+        """Those stores were reports: nobody need doubt the removals that follow."""
+        self._uncounted.clear()
+
+    def image(self) -> BlocksImage:
+        """What is in the table now, for `restore`; later changes do not touch it."""
+        return BlocksImage(self._known.copy(), self._held.copy())
+
+    def restore(self, image: BlocksImage) -> None:
+        """Take over a table as it was; this one must be empty. Its ops are those of `state_ops`."""
+        self._known = image.known.copy()
+        for sequence, parent, tier in _references(self._known):
+            self._published.add(sequence, parent, tier)
+        self._published.take_ops()
+        for engine_hash, held in image.held.items():
+            self._held[engine_hash] = held
+            self._waiting.setdefault(held.parent, set()).add(engine_hash)
+
+    def _stored_again(self, engine_hashes: Sequence[EngineHash], tier: int) -> list[Op]:
+        for engine_hash in engine_hashes:
+            known, held = self._known.get(engine_hash), self._held.get(engine_hash)
+            if known is not None:
+                self._refer(engine_hash, known, tier)
+            elif held is not None:
+                self._held[engine_hash] = replace(held, refs=_counted(held.refs, tier, 1))
+        return self._published.take_ops()
+
+    def _store(
+        self, chain: _Chain, above: EngineHash | None, root_seed: int, tier: int, *, is_counted: bool
+    ) -> None:
+        for index, engine_hash in enumerate(chain.engine_hashes):
+            known = self._known.get(engine_hash)
+            if known is not None:
+                self._store_known(engine_hash, known, tier, is_counted=is_counted)
+            elif above is None:
+                return self._name(chain.rest(index), None, root_seed, tier, is_counted=is_counted)
+            elif above in self._known:
+                place = self._known[above]
+                rest = chain.rest(index)
+                return self._name(rest, place.sequence, place.seed, tier, is_counted=is_counted)
+            else:
+                self._hold(chain, index, above, tier)
+            above = engine_hash
+        return None
+
+    def _name(
+        self, chain: _Chain, parent: int | None, seed: int | None, tier: int, *, is_counted: bool
+    ) -> None:
+        """Learn and count a chain whose parent is known: all its hashes in one go."""
+        for engine_hash, sequence in zip(chain.engine_hashes, chain.names(parent, seed), strict=True):
+            known = self._known.get(engine_hash)
+            if known is None:
+                self._learn(engine_hash, sequence, parent, seed, tier)
+            else:
+                self._store_known(engine_hash, known, tier, is_counted=is_counted)
+            parent = sequence
+
+    def _store_known(self, engine_hash: EngineHash, known: Known, tier: int, *, is_counted: bool) -> None:
+        if is_counted or not known.refs[tier]:
+            self._refer(engine_hash, known, tier)
+        else:
+            self._uncounted.add(engine_hash)
+
+    def _learn(
+        self, engine_hash: EngineHash, sequence: int | None, parent: int | None, seed: int | None, tier: int
+    ) -> None:
+        if engine_hash in self._held:
+            self._drop_held(engine_hash)  # it was announced below another parent: believe the known one
+        self._refer(engine_hash, _known(sequence, parent, seed), tier)
+        self._name_waiting(engine_hash)
+
+    def _refer(self, engine_hash: EngineHash, known: Known, tier: int, count: int = 1) -> None:
+        refs = _counted(known.refs, tier, count)
+        self._known[engine_hash] = Known(known.sequence, known.parent, known.seed, refs)
+        if known.sequence is not None:
+            for _ in range(count):
+                self._published.add(known.sequence, known.parent, tier)
+
+    def _hold(self, chain: _Chain, index: int, parent: EngineHash, tier: int) -> None:
+        engine_hash = chain.engine_hashes[index]
+        held = self._held.get(engine_hash)
+        if held is None:
+            held = chain.held(index, parent)
+            self._waiting.setdefault(parent, set()).add(engine_hash)
+        self._held[engine_hash] = replace(held, refs=_counted(held.refs, tier, 1))
+        if len(self._held) > self.max_held_blocks:
+            self._drop_held(next(iter(self._held)))
+            self.dropped_held_blocks += 1
+
+    def _name_waiting(self, engine_hash: EngineHash) -> None:
+        """Name what was held back below a block that is now known, however deep."""
+        pending = [engine_hash] if self._waiting else []
+        while pending:
+            above = pending.pop()
+            for child in self._waiting.pop(above, ()):
+                self._name_held(child, self._held.pop(child), self._known[above])
+                pending.append(child)
+
+    def _name_held(self, engine_hash: EngineHash, held: Held, place: Known) -> None:
+        chain = _Chain([engine_hash], held.token_ids, held.block_size, held.ids)
+        (sequence,) = chain.names(place.sequence, place.seed)
+        self._known[engine_hash] = _known(sequence, place.sequence, place.seed)
+        for tier, count in enumerate(held.refs):
+            self._refer(engine_hash, self._known[engine_hash], tier, count)
+
+    def _drop_held(self, engine_hash: EngineHash) -> None:
+        held = self._held.pop(engine_hash)
+        siblings = self._waiting[held.parent]
+        siblings.discard(engine_hash)
+        if not siblings:
+            del self._waiting[held.parent]
+
+    def _remove(self, engine_hash: EngineHash, tier: int) -> None:
+        known, held = self._known.get(engine_hash), self._held.get(engine_hash)
+        if known is not None and known.refs[tier]:
+            self._remove_known(engine_hash, known, tier)
+        elif held is not None and held.refs[tier]:
+            self._remove_held(engine_hash, held, tier)
+        else:
+            self.ignored_removals += 1
+
+    def _remove_known(self, engine_hash: EngineHash, known: Known, tier: int) -> None:
+        refs = _counted(known.refs, tier, -1)
+        if known.sequence is not None:
+            self._published.drop(known.sequence, tier)
+        if any(refs):
+            self._known[engine_hash] = Known(known.sequence, known.parent, known.seed, refs)
+        else:
+            del self._known[engine_hash]
+            self.doubtful_removals += engine_hash in self._uncounted
+            self._uncounted.discard(engine_hash)
+
+    def _remove_held(self, engine_hash: EngineHash, held: Held, tier: int) -> None:
+        refs = _counted(held.refs, tier, -1)
+        if any(refs):
+            self._held[engine_hash] = replace(held, refs=refs)
+        else:
+            self._drop_held(engine_hash)
+
+    def check(self) -> None:
+        """Raise if an invariant is broken. Tests call this after every step."""
+        named = [(sequence, tier) for sequence, _, tier in _references(self._known)]
+        self._published.check(named)
+        assert not self._known.keys() & self._held.keys(), "both known and held"
+        entries: list[Known | Held] = [*self._known.values(), *self._held.values()]
+        assert all(any(entry.refs) and min(entry.refs) >= 0 for entry in entries), "unreferenced"
+        assert not self._waiting.keys() & self._known.keys(), "held below a known block"
+        waiting = {(parent, child) for parent, children in self._waiting.items() for child in children}
+        assert waiting == {(held.parent, engine_hash) for engine_hash, held in self._held.items()}, "waiting"
+        assert len(self._held) <= self.max_held_blocks, "holds too much"
+        assert self._uncounted <= self._known.keys(), "uncounted stores of unknown blocks"
+
+
+def _known(sequence: int | None, parent: int | None, seed: int | None) -> Known:
+    """A block without references; without a name it has no seed to hand down either."""
+    return Known(sequence, parent, None if sequence is None else seed, _NO_REFS)
+
+
+def _counted(refs: Refs, tier: int, change: int) -> Refs:
+    device, host, disk = refs
+    if tier == DEVICE:
+        return device + change, host, disk
+    return (device, host + change, disk) if tier == HOST else (device, host, disk + change)
+
+
+def _references(known: Mapping[EngineHash, Known]) -> Iterator[tuple[int, int | None, int]]:
+    """Sequence hash, parent and tier of every reference that counts."""
+    for block in known.values():
+        if block.sequence is not None:
+            for tier, count in enumerate(block.refs):
+                for _ in range(count):
+                    yield block.sequence, block.parent, tier
+
+
+def _until_none(ids: Sequence[BlockIds]) -> Iterator[Sequence[int]]:
+    for block_ids in ids:
+        if block_ids is None:
+            return
+        yield block_ids

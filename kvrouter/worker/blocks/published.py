@@ -1,0 +1,203 @@
+"""What one rank has published: sequence hashes, prefix-closed in every tier set (design §5).
+
+A block's level is the narrowest tier set it is in: device 0, device∪host 1, device∪host∪disk 2,
+none 3. Its references alone would put it at the level of the narrowest tier that has one; what
+is published is never narrower than its parent:
+
+    published = max(referenced, published of the parent)        a root's parent counts as 0
+
+    A  referenced 0  published 0      in all three sets
+    ├─ B  referenced 1  published 1   has left the device, is still in host
+    │  └─ C  referenced 0  published 1   on the device, but below a hole there
+    └─ (D has no references: it is not in the table)
+       └─ E  referenced 0  published 3   withheld until D returns
+
+Invariants, after every single hash that is written: published(child) >= published(parent), so
+each set is prefix-closed; counts and digests are those of the sets as written. Hence a block
+that leaves a set takes its descendants with it, deepest first, and one that enters comes before
+those that waited below it.
+
+A reader keeps a wider set only once it has been told of one, or `Removed(device)` would lose what
+is still in host. So the first reference in a wider tier is written even where it changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from kvrouter.core.wire.ops import DEVICE, DISK, TIERS, Check, Op
+from kvrouter.worker.blocks.op_writer import OpWriter
+
+GONE = len(TIERS)
+"""The level of a block that is in no set."""
+_MASK64 = (1 << 64) - 1
+
+
+class _Block:
+    """A sequence hash with at least one reference; `refs` counts them per tier."""
+
+    __slots__ = ("parent", "published", "refs")
+
+    def __init__(self, parent: int | None) -> None:
+        self.parent = parent
+        self.published = GONE
+        self.refs = [0] * GONE
+
+    def referenced(self) -> int:
+        """The narrowest tier that has a reference; GONE without any."""
+        for tier, count in enumerate(self.refs):
+            if count:
+                return tier
+        return GONE
+
+
+class PublishedBlocks:
+    """References in, ops out. `take_ops` hands over what has been written since the last time."""
+
+    def __init__(self) -> None:
+        self.widest = DEVICE  # the widest tier in which there has been a reference
+        self._told = DEVICE  # the widest of which readers of this content know
+        self._blocks: dict[int, _Block] = {}
+        self._children: defaultdict[int | None, set[int]] = defaultdict(set)
+        self._counts = [0] * (GONE + 1)  # of the blocks at each level, and so the sums
+        self._sums = [0] * (GONE + 1)
+        self._writer = OpWriter()
+
+    def count(self, tier: int) -> int:
+        """Distinct blocks published in a tier set."""
+        return sum(self._counts[: tier + 1])
+
+    def digest(self, tier: int) -> int:
+        """The sum mod 2^64 of the sequence hashes published in a tier set."""
+        return sum(self._sums[: tier + 1]) & _MASK64
+
+    def add(self, sequence: int, parent: int | None, tier: int) -> None:
+        """Count one reference to a block in `tier`; `parent` is None at a root."""
+        block = self._blocks.get(sequence)
+        if block is None:
+            block = self._blocks[sequence] = _Block(parent)
+            self._children[parent].add(sequence)
+        self.widest = max(self.widest, tier)
+        block.refs[tier] += 1
+        if block.refs[tier] == 1:
+            self._settle(sequence, block)
+            if self._told < tier and block.published < GONE:
+                self._tell_widest(sequence, block)
+
+    def drop(self, sequence: int, tier: int) -> None:
+        """Count one reference less; it must have been added."""
+        block = self._blocks[sequence]
+        block.refs[tier] -= 1
+        if block.refs[tier]:
+            return
+        self._settle(sequence, block)
+        if not any(block.refs):
+            self._forget(sequence, block)
+
+    def clear(self) -> None:
+        """Drop every reference at once."""
+        if self._blocks:
+            self._writer.clear()
+        self._blocks.clear()
+        self._children.clear()
+        self._told = DEVICE
+        self._counts = [0] * (GONE + 1)
+        self._sums = [0] * (GONE + 1)
+
+    def take_ops(self) -> list[Op]:
+        """The ops that lead from the last call's state to the present one."""
+        return self._writer.take()
+
+    def state_ops(self) -> list[Op]:
+        """Ops that build the present state from nothing, parents first."""
+        writer = OpWriter()
+        pending = list(self._children.get(None, ()))
+        if pending and self._told > DEVICE:
+            writer.store(self._told, None, pending[0])
+        while pending:
+            sequence = pending.pop()
+            block = self._blocks[sequence]
+            if block.published < GONE:
+                writer.store(block.published, block.parent, sequence)
+                pending.extend(self._children.get(sequence, ()))
+        return writer.take()
+
+    def check_ops(self) -> list[Op]:
+        """Count and digest of each tier set that readers know of."""
+        return [Check(self.count(tier), self.digest(tier), tier) for tier in range(self._told + 1)]
+
+    def _settle(self, sequence: int, block: _Block) -> None:
+        level = self._due_level(block)
+        if level < block.published:
+            self._publish(sequence)
+        elif level > block.published:
+            self._withdraw(sequence, level)
+
+    def _due_level(self, block: _Block) -> int:
+        if block.parent is None:
+            return block.referenced()
+        parent = self._blocks.get(block.parent)
+        return GONE if parent is None else max(block.referenced(), parent.published)
+
+    def _publish(self, sequence: int) -> None:
+        """Let a block into narrower sets, then those below it that only waited for it."""
+        pending = [sequence]
+        while pending:
+            current = pending.pop()
+            block = self._blocks[current]
+            level = self._due_level(block)
+            if level < block.published:
+                self._writer.store(level, block.parent, current)
+                self._move(current, block, level)
+                if self._told < self.widest:
+                    self._tell_widest(current, block)
+                pending.extend(self._children.get(current, ()))
+
+    def _tell_widest(self, sequence: int, block: _Block) -> None:
+        """Let readers know of the widest tier that holds a published block."""
+        widest = max(tier for tier, count in enumerate(block.refs) if count)
+        if widest > self._told:
+            self._told = widest
+            self._writer.store(widest, block.parent, sequence)
+
+    def _withdraw(self, sequence: int, level: int) -> None:
+        """Take a block and all its descendants out of the sets narrower than `level`, deepest first."""
+        leaving = [sequence]
+        for current in leaving:  # grows while it is walked: every parent stands before its children
+            leaving.extend(
+                child for child in self._children.get(current, ()) if self._blocks[child].published < level
+            )
+        for current in reversed(leaving):
+            self._writer.remove(level - 1, current)  # gone: out of the widest set there can be
+            self._move(current, self._blocks[current], level)
+        if not self.count(DISK):
+            self._told = DEVICE  # a snapshot of nothing tells of no tier
+
+    def _move(self, sequence: int, block: _Block, level: int) -> None:
+        self._counts[block.published] -= 1
+        self._sums[block.published] -= sequence
+        self._counts[level] += 1
+        self._sums[level] += sequence
+        block.published = level
+
+    def _forget(self, sequence: int, block: _Block) -> None:
+        del self._blocks[sequence]
+        siblings = self._children[block.parent]
+        siblings.discard(sequence)
+        if not siblings:
+            del self._children[block.parent]
+
+    def check(self, references: Iterable[tuple[int, int]]) -> None:
+        """Raise if an invariant is broken; `references` are all (sequence, tier) that count."""
+        counted: defaultdict[int, list[int]] = defaultdict(lambda: [0] * GONE)
+        for sequence, tier in references:
+            counted[sequence][tier] += 1
+        assert counted == {sequence: block.refs for sequence, block in self._blocks.items()}, "references"
+        for sequence, block in self._blocks.items():
+            assert block.published == self._due_level(block), f"{sequence} is at the wrong level"
+            assert sequence in self._children[block.parent], f"{sequence} is unknown to its parent"
+        assert sum(map(len, self._children.values())) == len(self._blocks), "children that are no blocks"
+        for tier in range(GONE):
+            held = [sequence for sequence, block in self._blocks.items() if block.published <= tier]
+            assert (len(held), sum(held) & _MASK64) == (self.count(tier), self.digest(tier)), "digest"

@@ -1,0 +1,170 @@
+"""What an agent keeps for the one that comes after it, as bytes (design §5, Lost history of an engine).
+
+    magic │ u32 length, record │ u32 length, record │ … │ xxh3_128 of everything before
+            Header               RankHead, then its KnownRows and HeldRows …
+
+Records are msgpack. They are made one by one, each in well under a millisecond, from an image that
+no longer changes: so a large table never holds up a heartbeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Struct
+from xxhash import xxh3_128
+
+from kvrouter.core.wire.ops import UNREADABLE
+from kvrouter.errors import KvRouterError
+from kvrouter.worker.blocks.engine_blocks import BlocksImage, EngineHash, Held, Known
+
+MAGIC = b"kvrouter agent state\n"
+VERSION = 1
+ROWS_PER_RECORD = 1000
+_DIGEST_BYTES = 16
+
+
+class ForeignStateError(KvRouterError):
+    """The file is somebody else's."""
+
+
+class DamagedStateError(KvRouterError):
+    """The file was an agent's state, and cannot be used."""
+
+
+class Header(Struct, frozen=True, array_like=True, tag=0):
+    """Whose state it is. `incarnation` is the greatest this agent and its feeds have used."""
+
+    version: int
+    owner: str
+    engine_started_s: float
+    incarnation: int
+
+
+class RankHead(Struct, frozen=True, array_like=True, tag=1):
+    """One rank as of the engine's batch `seq`, whose bytes have `digest`. See EngineRank for the rest."""
+
+    rank: int
+    seq: int
+    digest: bytes
+    is_complete: bool
+    is_whole: bool
+    is_mended: bool
+    hears_reports: bool
+    removals: int
+    group: int | None
+    first_ts: float | None
+    event_block_size: int
+
+
+class KnownRows(Struct, frozen=True, array_like=True, tag=2):
+    """Some of the known blocks of the rank whose head came last."""
+
+    rows: Sequence[tuple[EngineHash, Known]]
+
+
+class HeldRows(Struct, frozen=True, array_like=True, tag=3):
+    """Some of the blocks that the rank holds back."""
+
+    rows: Sequence[tuple[EngineHash, Held]]
+
+
+_Record: TypeAlias = Header | RankHead | KnownRows | HeldRows
+_encode = msgspec.msgpack.Encoder().encode
+_decode_record: msgspec.msgpack.Decoder[_Record] = msgspec.msgpack.Decoder(_Record)
+_V = TypeVar("_V")
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One rank's table and position."""
+
+    head: RankHead
+    image: BlocksImage
+
+
+@dataclass(frozen=True, slots=True)
+class AgentState:
+    """All of an agent's ranks that have a position, by number."""
+
+    header: Header
+    ranks: Mapping[int, RankState] = field(default_factory=dict)
+
+
+def encode_state(state: AgentState) -> Iterator[bytes]:
+    """The file without its last 16 bytes, in small pieces."""
+    yield MAGIC
+    for record in _records(state):
+        data = _encode(record)
+        yield len(data).to_bytes(4, "little") + data
+
+
+def digest_of_file(pieces: Iterable[bytes]) -> bytes:
+    """The last 16 bytes of the file."""
+    digest = xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
+
+
+def decode_state(data: bytes, owner: str) -> AgentState:
+    """Read a file. Raises ForeignStateError if it is not `owner`'s, DamagedStateError if of no use."""
+    if not data.startswith(MAGIC[: len(data)]):
+        raise ForeignStateError("it does not begin as an agent's state does")
+    body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if digest_of_file([body]) != digest:
+        raise DamagedStateError(f"its {len(data)} bytes do not have the digest at their end")
+    try:
+        records = [_decode_record.decode(record) for record in _cut(body)]
+    except UNREADABLE as error:
+        raise DamagedStateError(f"a record cannot be read: {error}") from None
+    if not records or not isinstance(records[0], Header) or records[0].version != VERSION:
+        raise DamagedStateError(f"it is not of version {VERSION}")
+    if records[0].owner != owner:
+        raise ForeignStateError(f"it belongs to {records[0].owner!r}, this is {owner!r}")
+    return AgentState(records[0], _gather(records[1:]))
+
+
+def _records(state: AgentState) -> Iterator[_Record]:
+    yield state.header
+    for rank in state.ranks.values():
+        yield rank.head
+        for known in _slices(rank.image.known):
+            yield KnownRows(known)
+        for held in _slices(rank.image.held):
+            yield HeldRows(held)
+
+
+def _slices(table: Mapping[EngineHash, _V]) -> Iterator[list[tuple[EngineHash, _V]]]:
+    rows = iter(table.items())
+    while part := list(islice(rows, ROWS_PER_RECORD)):
+        yield part
+
+
+def _cut(body: bytes) -> Iterator[memoryview]:
+    view, start = memoryview(body), len(MAGIC)
+    while start < len(body):
+        end = start + 4 + int.from_bytes(view[start : start + 4], "little")
+        yield view[start + 4 : end]
+        start = end
+
+
+def _gather(records: Sequence[_Record]) -> dict[int, RankState]:
+    ranks: dict[int, RankState] = {}
+    image = BlocksImage({}, {})
+    for record in records:
+        match record:
+            case RankHead():
+                image = BlocksImage({}, {})
+                ranks[record.rank] = RankState(record, image)
+            case KnownRows():
+                image.known.update(record.rows)
+            case HeldRows():
+                image.held.update(record.rows)
+            case _:
+                raise DamagedStateError("it has two headers")
+    return ranks

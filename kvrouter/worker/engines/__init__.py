@@ -1,0 +1,1 @@
+"""What engines report, and how: one adapter for each kind."""

@@ -1,0 +1,51 @@
+"""Learning what an engine is, of whichever kind: by the name that its /v1/models gives as the owner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeAlias
+
+import structlog
+
+from kvrouter.worker.engines.facts import EngineFacts
+from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
+from kvrouter.worker.engines.sglang_facts import learn_sglang
+from kvrouter.worker.engines.vllm_facts import learn_vllm
+from kvrouter.worker.options import AgentOptions
+
+log = structlog.get_logger()
+
+_LEARN_EVERY_S = 0.5
+_SAY_EVERY_S = 10.0
+
+Learn: TypeAlias = Callable[[EngineHttp, Models, AgentOptions], Awaitable[EngineFacts]]
+"""What another kind of engine has to bring: ask it, or raise EngineError."""
+
+KINDS: Mapping[str, Learn] = {"vllm": learn_vllm, "sglang": learn_sglang, "mocker": learn_vllm}
+
+
+async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
+    """Ask the engine what it is; an unknown owner is asked as vLLM would be. Raises EngineError."""
+    models = await engine.models()
+    return await KINDS.get(models.owner, learn_vllm)(engine, models, options)
+
+
+async def learn_patiently(
+    engine: EngineHttp, options: AgentOptions, stop: asyncio.Event
+) -> EngineFacts | None:
+    """Wait for the engine, saying so now and then; None if told to stop before it is up."""
+    said_at = float("-inf")
+    while not stop.is_set():
+        try:
+            return await learn(engine, options)
+        except EngineError as error:
+            if time.monotonic() - said_at >= _SAY_EVERY_S:
+                said_at = time.monotonic()
+                log.info("engine.awaited", url=options.engine_url, reason=str(error))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEARN_EVERY_S):
+                await stop.wait()
+    return None

@@ -1,0 +1,197 @@
+"""What an engine says over HTTP about itself: models, version, metrics, health."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import msgspec
+from msgspec import Meta, Struct
+
+from kvrouter.bounded_answers import UNPACKED, engine_connector, read_answer
+from kvrouter.core.wire.ops import UNREADABLE
+from kvrouter.core.wire.values import MOST_NAMES, Amount, Line, Text
+from kvrouter.errors import KvRouterError
+from kvrouter.tls import tls_trouble, trusting
+from kvrouter.worker.engines.metrics import Scrape, read_metrics
+
+TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 1.0
+
+
+class EngineError(KvRouterError):
+    """The engine does not answer, or not as an engine would."""
+
+
+class EngineGoneError(EngineError):
+    """Nobody listens at the engine's port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What an engine serves: the ids of its base model, and of the LoRA adapters on it.
+
+    `root` is where the engine has the model from, `owner` what kind of engine it is.
+    """
+
+    served_names: tuple[str, ...]
+    lora_names: tuple[str, ...]
+    max_model_len: int = 0
+    root: str = ""
+    owner: str = ""
+
+
+class _Model(Struct, frozen=True):
+    id: Line
+    parent: str | None = None
+    max_model_len: Amount | None = None
+    root: Text | None = None
+    owned_by: Text | None = None
+
+
+class _ModelList(Struct, frozen=True):
+    data: Annotated[list[_Model], Meta(max_length=MOST_NAMES)]
+
+
+class _Version(Struct, frozen=True):
+    version: Text = ""
+
+
+class _Usage(Struct, frozen=True):
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class _Completion(Struct, frozen=True):
+    usage: _Usage = _Usage()
+
+
+_decode_models = msgspec.json.Decoder(_ModelList).decode
+_decode_version = msgspec.json.Decoder(_Version).decode
+_decode_completion = msgspec.json.Decoder(_Completion).decode
+
+
+def read_models(body: bytes) -> Models:
+    """Read /v1/models: an entry with a parent is a LoRA adapter. Raises EngineError."""
+    try:
+        entries = _decode_models(body).data
+    except UNREADABLE as error:
+        raise EngineError(f"/v1/models is not what an OpenAI server answers: {error}") from None
+    base = [entry for entry in entries if entry.parent is None]
+    if not base:
+        raise EngineError("/v1/models names no base model")
+    loras = tuple(entry.id for entry in entries if entry.parent is not None)
+    return Models(
+        tuple(entry.id for entry in base),
+        loras,
+        base[0].max_model_len or 0,
+        base[0].root or "",
+        base[0].owned_by or "",
+    )
+
+
+class EngineHttp:
+    """An engine's HTTP server, as a client. Open it with `async with`."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.health_path = "health"
+        self.own_metrics: Mapping[str, str] = {}
+        """Series to read beside those that are always read, by the name to give them."""
+        self._session = session
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls, url: str, api_key: str | None = None, tls_ca: Path | None = None
+    ) -> AsyncIterator[EngineHttp]:
+        """A session for the engine at `url`; the key is sent as a bearer token. Raises ConfigError.
+
+        `tls_ca`: authorities to trust behind an https:// URL, beside the system's.
+        """
+        headers = {**UNPACKED, "Authorization": f"Bearer {api_key}"} if api_key else UNPACKED
+        async with aiohttp.ClientSession(
+            url.rstrip("/") + "/",
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            connector=engine_connector(trusting(tls_ca)),
+            auto_decompress=False,
+        ) as session:
+            yield cls(session)
+
+    async def models(self) -> Models:
+        """What the engine serves. Raises EngineError."""
+        return read_models(await self._get("v1/models"))
+
+    async def version(self) -> str:
+        """The engine's version; empty if it does not tell."""
+        try:
+            return _decode_version(await self._get("version")).version
+        except (EngineError, *UNREADABLE):
+            return ""
+
+    async def scrape(self) -> Scrape:
+        """The engine's metrics. Raises EngineError."""
+        text = (await self._get("metrics")).decode(errors="replace")
+        try:
+            return read_metrics(text, self.own_metrics)
+        except ValueError as error:
+            raise EngineError(f"/metrics is not in Prometheus' text format: {error}") from None
+
+    async def is_healthy(self) -> bool:
+        """Whether the health path answers in time with anything but a server error."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+            async with self._session.get(self.health_path, timeout=timeout) as response:
+                return response.status < 500
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    async def find(self, path: str) -> bytes | None:
+        """What is at this path; None if the engine has nothing there. Raises EngineError."""
+        status, body = await self._answer("GET", path)
+        if status == 404:
+            return None
+        if status != 200:
+            raise EngineError(f"/{path} answered {status}")
+        return body
+
+    async def reports_cached_tokens(self, model: str) -> bool | None:
+        """Whether answers say how many prompt tokens were cached; None if the engine would not answer.
+
+        Asked with one token in and one out: that fills no block, so the cache stays as it is.
+        """
+        body = {"model": model, "prompt": [1], "max_tokens": 1}
+        try:
+            status, answer = await self._answer("POST", "v1/completions", body)
+            if status != 200:
+                return None
+            return _decode_completion(answer).usage.prompt_tokens_details is not None
+        except (EngineError, *UNREADABLE):
+            return None
+
+    async def _get(self, path: str) -> bytes:
+        body = await self.find(path)
+        if body is None:
+            raise EngineError(f"/{path} answered 404")
+        return body
+
+    async def _answer(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+        try:
+            async with self._session.request(method, path, json=body) as response:
+                return response.status, await read_answer(response)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            is_gone = isinstance(error, aiohttp.ClientConnectorError) and not tls_trouble(error.__cause__)
+            raise (EngineGoneError if is_gone else EngineError)(f"/{path}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without aiohttp's wording of where."""
+    if trouble := tls_trouble(error.__cause__):
+        return trouble
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno).lower()
+    return str(error) or type(error).__name__

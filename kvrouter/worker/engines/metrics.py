@@ -1,0 +1,254 @@
+"""What an engine's /metrics says: load per rank, block size and capacity, in vLLM's and SGLang's names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from kvrouter.core.wire.heartbeats import RankBeat
+from kvrouter.core.wire.values import (
+    MOST_AMOUNT,
+    MOST_BLOCK_SIZE,
+    MOST_FINITE,
+    MOST_NAMES,
+    MOST_NUMBER,
+    MOST_RANKS,
+    MOST_SHARE,
+    MOST_TEXT_CHARACTERS,
+)
+
+MOST_LINES = 200_000
+"""Of an exposition. 64 data-parallel ranks of vLLM are about 40,000."""
+MOST_LINE_CHARACTERS = 32 * 1024
+"""Of a line that is parsed: a line's labels cost the parser the square of their length."""
+MOST_PARSED_CHARACTERS = 512 * 1024
+"""Of all lines that are parsed: about 0.1 s."""
+
+_LOADS = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "sglang:num_running_reqs": "running",
+    "sglang:num_queue_reqs": "waiting",
+    "sglang:token_usage": "kv_usage",
+}
+_GAUGES = {
+    "process_start_time_seconds": "started_s",
+    "sglang:page_size": "block_size",
+    "sglang:num_pages": "device_blocks",
+    "sglang:max_total_num_tokens": "device_tokens",
+    "sglang:hicache_host_total_tokens": "host_tokens",
+}
+_LABELS = {
+    "vllm:cache_config_info": {
+        "block_size": "block_size",
+        "num_gpu_blocks": "device_blocks",
+        "num_cpu_blocks": "host_blocks",
+    },
+    "sglang:cache_config_info": {"page_size": "block_size", "num_pages": "device_blocks"},
+}
+"""SGLang had them as labels until 0.5.10 and has the gauges above since."""
+
+_LORAS = "vllm:lora_requests_info"
+"""Adapters as labels; its value is the time, and the newest sample counts."""
+
+_WANTED = (*_LOADS, *_GAUGES, *_LABELS, _LORAS)
+
+_MOST = {"kv_usage": MOST_SHARE, "block_size": MOST_BLOCK_SIZE}
+"""The largest value of what is no amount. What is out of its range is taken as not reported."""
+_MOST_DIGITS = 18
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """Requests running and waiting, and the fraction 0..1 of KV blocks in use; None: not reported.
+
+    `metrics` are the series that an operator has asked for, by the name given to each.
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    waiting_loras: tuple[str, ...] = ()
+    running_loras: tuple[str, ...] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def beat(self, rank: int, incarnation: int, seq: int, *, is_partial: bool) -> RankBeat:
+        """What a heartbeat says of the rank."""
+        return RankBeat(
+            rank,
+            incarnation,
+            seq,
+            is_partial,
+            self.running,
+            self.waiting,
+            self.kv_usage,
+            self.waiting_loras,
+            self.running_loras,
+            dict(self.metrics),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """One look at an engine. 0 means unknown; `started_s` is the process's start since the epoch.
+
+    `has_prefix_caching` is None where the engine does not tell.
+    """
+
+    loads: Mapping[int, RankLoad] = field(default_factory=dict)
+    block_size: int = 0
+    device_blocks: int = 0
+    host_blocks: int = 0
+    started_s: float = 0.0
+    has_prefix_caching: bool | None = None
+    max_loras: int = 0
+
+    def or_else(self, known: Scrape) -> Scrape:
+        """As seen now, with what was not told this time taken from what is known."""
+        return replace(
+            self,
+            block_size=self.block_size or known.block_size,
+            device_blocks=self.device_blocks or known.device_blocks,
+            host_blocks=self.host_blocks or known.host_blocks,
+            has_prefix_caching=(
+                known.has_prefix_caching if self.has_prefix_caching is None else self.has_prefix_caching
+            ),
+            max_loras=self.max_loras or known.max_loras,
+        )
+
+
+def read_metrics(text: str, own: Mapping[str, str] | None = None) -> Scrape:
+    """Read an exposition in Prometheus' text format. Raises ValueError if it is none, or far too long.
+
+    `own` names further series to read. Only lines of what is wanted are parsed: the rest, histograms
+    mostly, is a thousand lines.
+    """
+    own = own or {}
+    reading = _Reading(own)
+    for family in text_string_to_metric_families(_wanted(text, (*_WANTED, *own.values()))):
+        for sample in family.samples:
+            if (_rank_named(sample) or 0) < MOST_RANKS:
+                reading.take(sample)
+    return reading.scrape()
+
+
+def _wanted(text: str, starts: tuple[str, ...]) -> str:
+    if text.count("\n") > MOST_LINES:
+        raise ValueError(f"more than {MOST_LINES} lines")
+    lines = [f"{line}\n" for line in text.split("\n") if line.startswith(starts)]
+    if max(map(len, lines), default=0) > MOST_LINE_CHARACTERS:
+        raise ValueError(f"a line of more than {MOST_LINE_CHARACTERS} characters")
+    if sum(map(len, lines)) > MOST_PARSED_CHARACTERS:
+        raise ValueError(f"more than {MOST_PARSED_CHARACTERS} characters about load and capacity")
+    return "".join(lines)
+
+
+class _Reading:
+    """What the samples so far have told. Of several for one thing the largest counts."""
+
+    def __init__(self, own: Mapping[str, str]) -> None:
+        self._own = own
+        self._loads: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        self._values: dict[str, float] = {}
+        self._has_prefix_caching: bool | None = None
+        self._metrics: defaultdict[int | None, dict[str, float]] = defaultdict(dict)
+        """By rank; None: what is said without a rank holds for all."""
+        self._loras: dict[int | None, Sample] = {}
+
+    def take(self, sample: Sample) -> None:
+        """One more."""
+        for name, series in self._own.items():
+            if sample.name == series:
+                of_rank = self._metrics[_rank_named(sample)]
+                _raise_to(of_rank, name, sample.value, least=-MOST_FINITE, most=MOST_FINITE)
+        if sample.labels.get("priority"):
+            return  # SGLang's share of one priority: the sample without one is the sum
+        if sample.name in _LOADS:
+            _raise_within(self._loads[_rank_named(sample) or 0], _LOADS[sample.name], sample.value)
+        elif sample.name in _GAUGES:
+            _raise_within(self._values, _GAUGES[sample.name], sample.value)
+        elif sample.name in _LABELS:
+            self._has_prefix_caching = _PREFIX_CACHING.get(sample.labels.get("enable_prefix_caching", ""))
+            for label, name in _LABELS[sample.name].items():
+                _raise_within(self._values, name, _number(sample.labels.get(label)))
+        elif sample.name == _LORAS:
+            self._take_loras(sample)
+
+    def _take_loras(self, sample: Sample) -> None:
+        rank = _rank_named(sample)
+        if rank not in self._loras or self._loras[rank].value <= sample.value:
+            self._loras[rank] = sample
+        _raise_within(self._values, "max_loras", _number(sample.labels.get("max_lora")))
+
+    def scrape(self) -> Scrape:
+        """All of it."""
+        told = {*self._loads, *self._metrics, *self._loras}
+        ranks = sorted(rank for rank in told if rank is not None) or ([0] if told else [])
+        return _scrape({rank: self._load(rank) for rank in ranks}, self._values, self._has_prefix_caching)
+
+    def _load(self, rank: int) -> RankLoad:
+        values, loras = self._loads.get(rank, {}), self._loras.get(rank, self._loras.get(None))
+        running, waiting = values.get("running"), values.get("waiting")
+        return RankLoad(
+            None if running is None else int(running),
+            None if waiting is None else int(waiting),
+            values.get("kv_usage"),
+            _names(loras, "waiting_lora_adapters") if loras else (),
+            _names(loras, "running_lora_adapters") if loras else None,
+            {**self._metrics.get(None, {}), **self._metrics.get(rank, {})},
+        )
+
+
+_PREFIX_CACHING = {"True": True, "False": False}
+
+
+def _raise_within(values: dict[str, float], name: str, value: float) -> None:
+    _raise_to(values, name, value, least=0, most=_MOST.get(name, MOST_AMOUNT))
+
+
+def _raise_to(values: dict[str, float], name: str, value: float, *, least: float, most: float) -> None:
+    """Keep the largest: the ranks' for a card, which has one number for all, and that of equal TP ranks.
+
+    A value out of range is ignored, NaN and infinity included: a heartbeat could not carry it.
+    """
+    if least <= value <= most:
+        values[name] = max(values.get(name, value), value)
+
+
+def _rank_named(sample: Sample) -> int | None:
+    """VLLM's `engine`, SGLang's `dp_rank`; None if the sample names none."""
+    label = sample.labels.get("engine", sample.labels.get("dp_rank"))
+    return None if label is None else _number(label)
+
+
+def _names(sample: Sample, label: str) -> tuple[str, ...]:
+    names = (name.strip() for name in sample.labels.get(label, "").split(","))
+    return tuple(name for name in names if 0 < len(name) <= MOST_TEXT_CHARACTERS)[:MOST_NAMES]
+
+
+def _scrape(
+    loads: Mapping[int, RankLoad], values: Mapping[str, float], has_prefix_caching: bool | None
+) -> Scrape:
+    block_size = int(values.get("block_size", 0))
+    tokens = {name: int(values.get(f"{name}_tokens", 0)) // (block_size or 1) for name in ("device", "host")}
+    return Scrape(
+        loads,
+        block_size,
+        int(values.get("device_blocks", 0)) or (tokens["device"] if block_size else 0),
+        int(values.get("host_blocks", 0)) or (tokens["host"] if block_size else 0),
+        values.get("started_s", 0.0),
+        has_prefix_caching,
+        int(values.get("max_loras", 0)),
+    )
+
+
+def _number(text: str | None) -> int:
+    """A label's number; 0 for what is none (vLLM writes "None"), beyond every range if it is very long."""
+    if text is None or not text.isdecimal():
+        return 0
+    return int(text) if len(text) <= _MOST_DIGITS else MOST_NUMBER

@@ -1,0 +1,345 @@
+"""vLLM's KV events: decoding both of their shapes, and what they mean for a publisher.
+
+    payload = [ts, [event, …], data_parallel_rank]
+    event   = {"type": "BlockStored", "block_hashes": …}      vLLM after June 2026
+            | ["BlockStored", block_hashes, …]                 until 0.23, and SGLang
+
+Fields and meanings were observed on vLLM 0.32; later fields are ignored. A BlockStored that
+cannot be read is skipped (blocks are missed, none is imagined); a removal that cannot be read
+makes the batch malformed, because going on would leave blocks published that are gone.
+
+What is not followed, in either direction, so that stores and removals stay in balance: media that are
+no tier, all KV groups but one (the first with full attention), and `locality` REMOTE: such a block is
+in a store that other workers reach as well, so it is no reason to prefer this one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from kvrouter.core.wire.hashes import multimodal_id
+from kvrouter.core.wire.ops import UNREADABLE
+from kvrouter.core.wire.values import MOST_BLOCK_SIZE, TokenId
+from kvrouter.errors import MalformedFrameError
+from kvrouter.worker.blocks.engine_blocks import BlockIds
+from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
+
+Hash: TypeAlias = int | Annotated[bytes, Meta(max_length=64)]
+"""An EngineHash; vLLM's are 8 or 32 bytes."""
+Size = Annotated[int, Meta(ge=0, le=MOST_BLOCK_SIZE)]
+"""0 where an offload tier names blocks without their tokens."""
+ExtraKeys: TypeAlias = list[list[Any] | None] | None
+"""One entry per block: nil, or untagged values: LoRA name, [item, offset], salt, digest bytes."""
+
+TIER_OF_MEDIUM = {
+    None: "device", "GPU": "device",
+    "CPU": "host", "CPU_PINNED": "host",
+    "STORAGE": "disk", "DISK": "disk",
+}  # fmt: skip
+_FULL_ATTENTION = {None, "full_attention", "mla_attention", "sink_full_attention"}
+_OWN = {None, "LOCAL", "local"}
+_MAX_KINDS = 8
+_MAX_WORD = 32
+_MAX_REASON = 160
+
+
+class BlockStored(Struct, frozen=True, tag="BlockStored", tag_field="type"):
+    """Physical blocks now hold these tokens; `token_ids` is empty for blocks named before."""
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[TokenId]
+    block_size: Size
+    lora_id: int | str | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: ExtraKeys = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+class BlockRemoved(Struct, frozen=True, tag="BlockRemoved", tag_field="type"):
+    """Physical blocks no longer hold these hashes."""
+
+    block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class AllBlocksCleared(Struct, frozen=True, tag="AllBlocksCleared", tag_field="type"):
+    """The prefix cache is empty."""
+
+
+class AllCacheCleared(Struct, frozen=True, tag="AllCacheCleared", tag_field="type"):
+    """Every cache is empty."""
+
+
+class _StoredArray(BlockStored, frozen=True, array_like=True):
+    pass
+
+
+class _RemovedArray(BlockRemoved, frozen=True, array_like=True):
+    pass
+
+
+class _BlocksClearedArray(AllBlocksCleared, frozen=True, array_like=True):
+    pass
+
+
+class _CacheClearedArray(AllCacheCleared, frozen=True, array_like=True):
+    pass
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | AllCacheCleared
+_ArrayEvent: TypeAlias = _StoredArray | _RemovedArray | _BlocksClearedArray | _CacheClearedArray
+
+
+class _Maps(Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[Event]
+    rank: int | None = None
+
+
+class _Arrays(Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[_ArrayEvent]
+    rank: int | None = None
+
+
+class _Raws(Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[Raw]
+    rank: int | None = None
+
+
+_decode_maps = msgspec.msgpack.Decoder(_Maps).decode
+_decode_arrays = msgspec.msgpack.Decoder(_Arrays).decode
+_decode_raws = msgspec.msgpack.Decoder(_Raws).decode
+_decode_map: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_decode_array: msgspec.msgpack.Decoder[_ArrayEvent] = msgspec.msgpack.Decoder(_ArrayEvent)
+
+
+def decode_batch(payload: bytes) -> Batch[Event]:
+    """Read a batch of either shape. Raises MalformedFrameError."""
+    try:
+        maps = _decode_maps(payload)
+    except UNREADABLE:
+        return _decode_array_batch(payload)
+    return _batch(maps.ts, maps.rank, maps.events, can_report=True)  # reports are younger than maps
+
+
+def _decode_array_batch(payload: bytes) -> Batch[Event]:
+    try:
+        arrays = _decode_arrays(payload)
+    except UNREADABLE:
+        return _decode_leniently(payload)
+    return _batch(arrays.ts, arrays.rank, arrays.events)
+
+
+def _decode_leniently(payload: bytes) -> Batch[Event]:
+    """Event by event: for batches with types unknown here, or with something malformed."""
+    try:
+        raws = _decode_raws(payload)
+    except UNREADABLE as error:
+        raise MalformedFrameError(f"no vLLM event batch: {error}") from None
+    events: list[Event] = []
+    skipped: Counter[str] = Counter()
+    for raw in raws.events:
+        event = _decode_event(raw)
+        if isinstance(event, str):
+            skipped[event] += 1
+        else:
+            events.append(event)
+    return _batch(raws.ts, raws.rank, events, skipped)
+
+
+def _batch(
+    ts: float,
+    rank: int | None,
+    events: Sequence[Event],
+    skipped: Counter[str] | None = None,
+    *,
+    can_report: bool = False,
+) -> Batch[Event]:
+    clears = any(isinstance(event, AllBlocksCleared | AllCacheCleared) for event in events)
+    return Batch(ts, rank, events, skipped or Counter(), clears, can_report)
+
+
+def _decode_event(raw: Raw) -> Event | str:
+    """The event, or why it is skipped."""
+    content = memoryview(raw)
+    is_map = len(content) > 0 and (content[0] & 0xF0 == 0x80 or content[0] in {0xDE, 0xDF})
+    try:
+        return _decode_map.decode(raw) if is_map else _decode_array.decode(raw)
+    except UNREADABLE as error:
+        return _why_skipped(_event_type(raw), error)
+
+
+def _why_skipped(name: str, error: Exception) -> str:
+    """Raises MalformedFrameError where an event of this type must not be missed."""
+    if name in {"BlockRemoved", "AllBlocksCleared", "AllCacheCleared"}:
+        raise MalformedFrameError(f"vLLM {name} that cannot be read: {error}")
+    if name == "BlockStored":
+        return f"BlockStored that cannot be read: {error}"[:_MAX_REASON]
+    return f"event {name}"
+
+
+def _event_type(raw: Raw) -> str:
+    try:
+        value = msgspec.msgpack.decode(raw)
+        return _word(value["type"] if isinstance(value, dict) else value[0])
+    except (*UNREADABLE, LookupError, TypeError) as error:
+        raise MalformedFrameError(f"vLLM event without a type: {error}") from None
+
+
+class VllmAdapter:
+    """Tells a publisher what vLLM's events mean. See `Adapter`."""
+
+    def __init__(self) -> None:
+        self.skipped = Reasons()
+        self.group: int | None = None
+        self._other_kinds: set[str] = set()
+
+    @property
+    def notes(self) -> list[str]:
+        """Which of several KV groups is followed."""
+        if not self._other_kinds:
+            return []
+        others = ", ".join(sorted(self._other_kinds))
+        if self.group is None:
+            return [f"no KV group with full attention so far, so no overlap is known; there is {others}"]
+        return [f"of several KV groups, overlap is that of group {self.group}, not of {others}"]
+
+    def forget(self) -> None:
+        """Another life of the engine may have other KV groups."""
+        self.group = None
+        self._other_kinds.clear()
+
+    def decode(self, payload: bytes) -> Batch[Event]:
+        """Read a batch of either shape. Raises MalformedFrameError."""
+        return decode_batch(payload)
+
+    def tell(self, batch: Batch[Event], sink: Sink) -> None:
+        """Pass on a batch, in order."""
+        for reason, times in batch.skipped.items():
+            self.skipped.note(reason, times)
+        for event in batch.events:
+            match event:
+                case BlockStored():
+                    self._stored(event, sink)
+                case BlockRemoved():
+                    self._removed(event, sink)
+                case _:
+                    sink.cleared()
+
+    def _stored(self, event: BlockStored, sink: Sink) -> None:
+        tier = self._tier(event)
+        if tier is None:
+            return
+        if not self._is_followed(event, tier):
+            self.skipped.note(f"group of {_word(event.kv_cache_spec_kind)}")
+        elif not _is_whole(event):
+            self.skipped.note("BlockStored whose tokens or extra keys do not fit its hashes")
+        else:
+            _store(event, tier, sink)
+
+    def _removed(self, event: BlockRemoved, sink: Sink) -> None:
+        tier = self._tier(event)
+        if tier is None:
+            return
+        if event.group_idx in {None, self.group or 0}:
+            sink.removed(event.block_hashes, tier)
+        else:
+            self.skipped.note("removal in another group")
+
+    def _tier(self, event: BlockStored | BlockRemoved) -> str | None:
+        """The tier that counts the event's blocks, None (and counted) if none does."""
+        tier = TIER_OF_MEDIUM.get(event.medium and event.medium.upper())
+        if tier is None:
+            self.skipped.note(f"medium {_word(event.medium)}")
+        elif event.locality not in _OWN:
+            self.skipped.note(f"locality {_word(event.locality)}: blocks that other workers reach as well")
+            return None
+        return tier
+
+    def _is_followed(self, event: BlockStored, tier: str) -> bool:
+        """Whether it is of the one KV group that counts: the first seen with full attention.
+
+        Offload tiers do not always tell the kind, so the device decides.
+        """
+        is_full = event.kv_cache_spec_kind in _FULL_ATTENTION
+        if event.group_idx is None:
+            return is_full
+        if self.group is None and is_full and tier == "device":
+            self.group = event.group_idx
+        is_followed = event.group_idx == (self.group or 0) and (is_full or self.group is not None)
+        if not is_followed and len(self._other_kinds) < _MAX_KINDS:
+            self._other_kinds.add(f"group {event.group_idx} ({_word(event.kv_cache_spec_kind)})")
+        return is_followed
+
+
+def _store(event: BlockStored, tier: str, sink: Sink) -> None:
+    """Pass it on. What is not on the device may lack its salt: then only known hashes count."""
+    can_name = bool(event.token_ids) and (tier == "device" or event.extra_keys is not None)
+    salt, ids = read_extra_keys(event)
+    sink.stored(
+        event.block_hashes,
+        event.token_ids if can_name else (),
+        event.parent_block_hash,
+        event.lora_name,
+        salt,
+        tier,
+        ids=ids,
+        block_size=event.block_size if can_name else None,
+    )
+
+
+def _word(text: object) -> str:
+    """What an engine calls something, as part of a reason."""
+    return str(text)[:_MAX_WORD]
+
+
+def _is_whole(event: BlockStored) -> bool:
+    """Whether tokens and extra keys fit the hashes; offload tiers name no tokens."""
+    count = len(event.block_hashes)
+    has_keys = event.extra_keys is None or len(event.extra_keys) == count
+    has_tokens = event.block_size > 0 and len(event.token_ids) == count * event.block_size
+    return not event.token_ids or (has_keys and has_tokens)
+
+
+def read_extra_keys(event: BlockStored) -> tuple[str | None, list[BlockIds]]:
+    """The salt, shown on a root block only, and each block's multimodal ids (see `BlockIds`)."""
+    if event.lora_id is not None and event.lora_name is None:
+        return None, [None] * len(event.block_hashes)  # a LoRA whose name is not told
+    if event.extra_keys is None:
+        return None, []
+    salt: str | None = None
+    ids: list[BlockIds] = []
+    for index, keys in enumerate(event.extra_keys):
+        rest = list(keys or ())
+        if event.lora_name is not None and event.lora_name in rest:
+            rest.remove(event.lora_name)  # once: a salt may be the same word
+        if index == 0 and event.parent_block_hash is None and rest and isinstance(rest[-1], str):
+            salt = rest.pop()
+        ids.append(_multimodal_ids(rest))
+    return salt, ids
+
+
+def _multimodal_ids(keys: list[Any]) -> BlockIds:
+    """The ids of `[item, offset]` keys; None if there is any other key."""
+    ids: list[int] = []
+    for key in keys:
+        match key:
+            case [str(item), int()]:
+                ids.append(multimodal_id(item))
+            case _:
+                return None
+    return ids

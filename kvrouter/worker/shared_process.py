@@ -1,0 +1,118 @@
+"""Agents for several engines in one process: one bus, one socket per shared endpoint.
+
+An agent that ends with an error, whatever it is, does not disturb the others and is started again after a
+pause. One that was taken over (another agent has its worker id) is started again once that one is silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import structlog
+
+from kvrouter.bus import Bus, Subjects
+from kvrouter.config import open_bus
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.errors import KvRouterError, leaves
+from kvrouter.worker.agent import serve_engine
+from kvrouter.worker.announcer import TakenOverError
+from kvrouter.worker.drain import Duty
+from kvrouter.worker.engines_file import EngineList
+from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.zmq.shared_socket import SharedSocket
+from kvrouter.worker.zmq.sockets import ZmqFeed
+
+log = structlog.get_logger()
+
+RETRY_S = 10.0
+_SILENT_BEATS = 5
+
+
+async def serve_all(engines: EngineList, duties: Sequence[Duty], *, retry_s: float = RETRY_S) -> None:
+    """Run the agents until their duties are done. Raises ConfigError."""
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(open_bus(engines.agents[0].nats, name="workers"))
+        sockets = {
+            endpoint: await stack.enter_async_context(
+                SharedSocket.open(endpoint, topics, engines.topic_filter)
+            )
+            for endpoint, topics in engines.shared.items()
+        }
+        log.info("workers.up", engines=len(engines.agents), shared=sorted(sockets))
+        async with asyncio.TaskGroup() as group:
+            readers = [group.create_task(socket.run()) for socket in sockets.values()]
+            agents = [
+                group.create_task(_keep(options, bus, sockets, duty, retry_s))
+                for options, duty in zip(engines.agents, duties, strict=True)
+            ]
+            await asyncio.wait(agents)
+            for reader in readers:
+                reader.cancel()
+
+
+async def _keep(
+    options: AgentOptions,
+    bus: Bus,
+    sockets: Mapping[str, SharedSocket],
+    duty: Duty,
+    retry_s: float,
+) -> None:
+    """One engine's agent, again and again."""
+    while not duty.leave.is_set():
+        try:
+            async with _feeds(options, sockets) as feeds:
+                await serve_engine(options, bus, feeds, duty)
+            return
+        except Exception as error:  # whatever one engine has brought about: the others' agents go on
+            errors = leaves(error)
+        duty.dismiss()
+        for each in errors:
+            _say(options, each)
+        if any(isinstance(each, TakenOverError) for each in errors):
+            await _until_silent(options, bus, duty, retry_s)
+        else:
+            await _pause(duty, retry_s)
+
+
+def _say(options: AgentOptions, error: BaseException) -> None:
+    trace = None if isinstance(error, KvRouterError) else error
+    log.error(
+        "worker.failed",
+        worker=options.worker_id,
+        error=str(error),
+        kind=type(error).__name__,
+        exc_info=trace,
+    )
+
+
+async def _pause(duty: Duty, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await duty.leave.wait()
+
+
+async def _until_silent(options: AgentOptions, bus: Bus, duty: Duty, retry_s: float) -> None:
+    """Return when the agent that has taken over has said nothing for `retry_s` and five heartbeats."""
+    heard = asyncio.Event()
+    subject = Subjects(options.namespace).live_worker(WorkerId(options.worker_id))
+    with bus.part() as part:
+        await part.subscribe(subject, lambda *_: heard.set())
+        heard.set()
+        while not duty.leave.is_set() and (heard.is_set() or not bus.connected):
+            heard.clear()
+            await _pause(duty, max(retry_s, _SILENT_BEATS * options.heartbeat_s))
+
+
+@contextlib.asynccontextmanager
+async def _feeds(options: AgentOptions, sockets: Mapping[str, SharedSocket]) -> AsyncIterator[list[ZmqFeed]]:
+    """Each rank's feed, on a shared socket where there is one."""
+    async with contextlib.AsyncExitStack() as stack:
+        feeds = []
+        for feed in options.feeds:
+            if feed.events in sockets:
+                feeds.append(stack.enter_context(sockets[feed.events].feed(feed)))
+            else:
+                feeds.append(await stack.enter_async_context(ZmqFeed.open(feed)))
+        yield feeds

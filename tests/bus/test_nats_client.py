@@ -1,0 +1,85 @@
+"""Plain callbacks on nats-py: messages reach them without a queue between."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+from nats.aio import client
+from nats.aio.subscription import Subscription
+
+from kvrouter.bus.nats_client import Client
+from tests.frontend.workers import until
+
+ROOM = {"pending_msgs_limit": 100, "pending_bytes_limit": 100_000}
+
+
+def test_private_names() -> None:
+    """What is leant on is there: else messages go the long way, and every one costs twice as much."""
+    names = list(inspect.signature(client.Client._process_msg).parameters)
+
+    assert ["self", "sid", "subject", "reply", "data", "headers"] == names
+    assert "_cb" in vars(Subscription(None, cb=None))
+    assert "_subs" in vars(client.Client())
+
+
+async def test_order(nats_url: str) -> None:
+    """Messages come in order, subject, payload and reply with them, and none by nats-py's queue."""
+    told: list[tuple[str, bytes, str]] = []
+    nats = Client()
+    await nats.connect(nats_url)
+    await nats.subscribe_plain("plain.>", lambda *message: told.append(message), **ROOM)
+    queues = [subscription._pending_queue for subscription in nats._subs.values()]
+    queued: list[object] = []
+    for queue in queues:
+        vars(queue)["put_nowait"] = queued.append
+
+    for number in range(5):
+        await nats.publish(f"plain.{number}", b"%d" % number, reply="answer.here")
+    await until(lambda: len(told) == 5, "all have come")
+    await nats.close()
+
+    assert [(f"plain.{number}", b"%d" % number, "answer.here") for number in range(5)] == told
+    assert not queued
+
+
+async def test_callback_that_raises(nats_url: str) -> None:
+    """It is told to the error callback, and the next message comes."""
+    told: list[str] = []
+    errors: list[Exception] = []
+
+    def on_message(subject: str, _data: bytes, _reply: str) -> None:
+        told.append(subject)
+        if len(told) == 1:
+            raise ValueError("no good")
+
+    async def on_error(error: Exception) -> None:
+        errors.append(error)
+
+    nats = Client()
+    await nats.connect(nats_url, error_cb=on_error)
+    await nats.subscribe_plain("raising.>", on_message, **ROOM)
+    for number in range(2):
+        await nats.publish(f"raising.{number}", b"")
+    await until(lambda: len(told) == 2, "both have come")
+    await nats.close()
+
+    assert ["no good"] == [str(error) for error in errors]
+
+
+async def test_requests(nats_url: str) -> None:
+    """Beside it requests are answered as ever."""
+    nats = Client()
+    await nats.connect(nats_url)
+    replies: list[asyncio.Task[None]] = []
+    await nats.subscribe_plain(
+        "asked",
+        lambda _subject, data, reply: replies.append(asyncio.ensure_future(nats.publish(reply, data * 2))),
+        **ROOM,
+    )
+
+    answer = await nats.request("asked", b"ab", timeout=5)
+    await asyncio.gather(*replies)
+    await nats.close()
+
+    assert b"abab" == answer.data

@@ -1,0 +1,228 @@
+"""What is wrong with a worker, and what its sentence tells an operator to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvrouter.core.audit.problems import Compared, Problem, problems_of, problems_of_pool
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.tables.block_index import IndexBounds
+from kvrouter.core.tables.predictions import ANNOUNCE_S, LEAST, WINDOW, Kind, Record, Truth, Usage
+from kvrouter.core.wire.heartbeats import RankBeat
+from tests.core.tables.test_predictions import CHAT, TEXT, TOKENS, foretold
+from tests.core.worlds import T1, W1, W2, card, chain_from, new_pool, worker_beat
+
+Story = Callable[[Truth], None]
+
+
+def answers(usage: Usage, blocks: int, count: int = WINDOW, **facts: Any) -> Story:
+    """So many answers with this usage, where so many blocks were foretold."""
+
+    def tell(truth: Truth) -> None:
+        for _ in range(count):
+            truth.observe(foretold(blocks, **facts), usage)
+
+    return tell
+
+
+def events(found: bool, kind: Kind = TEXT) -> Story:
+    """Requests whose blocks events have named, or not."""
+
+    def tell(truth: Truth) -> None:
+        for hash_ in range(LEAST):
+            truth.expect(T1, kind, [hash_], 0.0)
+        truth.look(ANNOUNCE_S, lambda *_: found)
+
+    return tell
+
+
+def told(*stories: Story) -> Record | None:
+    """Worker 1's record after all that."""
+    truth = Truth()
+    for story in stories:
+        story(truth)
+    return truth.records.get(W1)
+
+
+def found(pool: Pool, *stories: Story) -> list[Problem]:
+    """The problems of worker 1."""
+    return problems_of(pool, pool.workers[W1], told(*stories))
+
+
+@pytest.fixture
+def pool() -> Pool:
+    """One worker of which ten blocks are known."""
+    pool = new_pool(card())
+    pool.index.store(T1, chain_from(1, 10))
+    return pool
+
+
+RIGHT = answers(Usage(100, 64), 4)
+SALTED, ADAPTED = Kind("text", salt=True), Kind("text", lora=True)
+
+CASES: dict[str, tuple[list[Story], str, str]] = {
+    "tokenizer": (
+        [answers(Usage(90, 0), 0)],
+        "tokens",
+        r"last 90, here 100\): the tokenizer differs: --model",
+    ),
+    "template": (
+        [answers(Usage(120, 0), 0, kind=CHAT), RIGHT],
+        "tokens",
+        r"for chats \(last 120.*chat template differs: --model-path",
+    ),
+    "chats only": ([answers(Usage(120, 0), 0, kind=CHAT)], "tokens", "tokenizer differs.* chat template too"),
+    "token ids": ([answers(Usage(101, 0), 0, kind=TOKENS)], "tokens", "engine changes prompts"),
+    "another block size": (
+        [answers(Usage(100, 72), 0)],
+        "block_size",
+        "block size 16 .last 72.*--kv-cache-block-size",
+    ),
+    "hashes of tokens": (
+        [events(False, TOKENS)],
+        "hashes",
+        "for token ids .10 other blocks.*block size differs",
+    ),
+    "hashes of texts": ([events(False)], "hashes", "for texts .10 other.*tokenizer differs.*block size"),
+    "hashes of chats": (
+        [events(False, CHAT), events(True)],
+        "hashes",
+        "for chats .10.*the chat template differs",
+    ),
+    "blind": ([answers(Usage(100, 64), 0)], "hashes", "for texts"),
+    "salt": ([events(False, SALTED), events(True)], "hashes", "do not carry the cache_salt"),
+    "salt alone": ([events(False, SALTED)], "hashes", "tokenizer differs.*or its events do not carry"),
+    "adapter": ([events(False, ADAPTED), events(True)], "hashes", "LoRA adapters otherwise"),
+    "never there": ([answers(Usage(100, 0), 4)], "uncached", "--enable-prefix-caching"),
+    "late": ([answers(Usage(100, 64), 0), events(True)], "inexact", r"last 64, foretold 0.*too late"),
+    "off by one": ([answers(Usage(100, 48), 4)], "inexact", r"16 of the last 16.*last 48, foretold 64"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_problem(pool: Pool, case: str) -> None:
+    """Each cause is named once, with its remedy."""
+    stories, kind, pattern = CASES[case]
+    (problem,) = found(pool, *stories)
+
+    assert kind == problem.kind
+    assert re.search(pattern, problem.text), problem.text
+
+
+EQUAL = Compared(frozenset({"chat", "text"}))
+
+
+@pytest.mark.parametrize(
+    ("compared", "kind", "pattern"),
+    [
+        (EQUAL, TEXT, r"for texts .*: an engine's own token ids are equal.*not those of this engine.*kv="),
+        (EQUAL, CHAT, "not those of this engine .*--kv-events.*or the block size differs .here 16"),
+        (EQUAL, SALTED, "not those of this engine.*or its events do not carry their cache_salt"),
+        (Compared(frozenset({"text"})), CHAT, "the chat template differs"),
+        (Compared(difference="at position 7: do this"), TEXT, "at position 7: do this"),
+    ],
+)
+def test_events_of_another_engine(pool: Pool, compared: Compared, kind: Kind, pattern: str) -> None:
+    """Token ids that an engine has confirmed are not blamed for events that never match."""
+    (problem,) = problems_of(pool, pool.workers[W1], told(events(False, kind)), compared)
+
+    assert "hashes" == problem.kind
+    assert re.search(pattern, problem.text), problem.text
+    if kind.prompt in compared.equal:
+        assert "tokenizer differs" not in problem.text
+
+
+def test_tokens_differ() -> None:
+    """Ids that differ from an engine's are a problem of the whole pool."""
+    assert [] == problems_of_pool(EQUAL)
+    assert [Problem("tokens_differ", "do this")] == problems_of_pool(Compared(difference="do this"))
+
+
+@pytest.mark.parametrize(
+    "stories",
+    [
+        [],
+        [RIGHT],
+        [events(True)],
+        [answers(Usage(100, 0), 0)],
+        [answers(Usage(90, 0), 0, count=LEAST - 1)],
+        [answers(Usage(90, 64), 4, kind=None)],
+    ],
+    ids=["nothing", "right", "announced", "no reuse", "too few", "media"],
+)
+def test_no_problem(pool: Pool, stories: list[Story]) -> None:
+    """Right predictions, prompts that are never repeated: all is well."""
+    assert [] == found(pool, *stories)
+
+
+def test_it_passes(pool: Pool) -> None:
+    """When predictions come true again the worker is no longer flagged."""
+    assert [] != found(pool, answers(Usage(90, 0), 0))
+    assert [] == found(pool, answers(Usage(90, 0), 0), RIGHT)
+
+
+def test_no_event_at_all() -> None:
+    """A worker that serves requests and holds nothing has no events: how to start them is said."""
+    (problem,) = found(new_pool(card()), events(False))
+
+    assert "no_events" == problem.kind
+    assert "--enable-prefix-caching --kv-events-config" in problem.text
+
+
+def test_agent_without_events() -> None:
+    """That an agent has no events to publish is known from its card, before any request."""
+    silent = card(publishes_events=False)
+
+    assert ["no_events"] == [problem.kind for problem in found(new_pool(silent))]
+    assert [] == found(new_pool(silent, use_kv_events=False))
+
+
+def test_without_events() -> None:
+    """In approximate mode only what needs no events is judged, and forgetting sooner is explained."""
+    pool = new_pool(card(publishes_events=False), use_kv_events=False)
+
+    assert [] == found(pool, answers(Usage(100, 64), 0))
+    assert [] == found(pool, answers(Usage(100, 48), 4))
+    assert "--router-ttl-secs" in found(pool, answers(Usage(100, 0), 4))[0].text
+    assert "tokens" == found(pool, answers(Usage(90, 0), 0))[0].kind
+
+
+def test_partial_rank_knows_less(pool: Pool) -> None:
+    """After lost history too little is foretold; `partial` says so already."""
+    pool.update(W1, worker_beat(ranks=[RankBeat(0, 100, 0, partial=True)]))
+
+    assert [] == found(pool, answers(Usage(100, 64), 3))
+
+
+def test_worker_of_another_block_size() -> None:
+    """No overlap is predicted there; the sentence says which sizes, and what to set."""
+    pool = new_pool(card("w1", block_size=32, started_at_us=2), card("w2", started_at_us=1))
+
+    (problem,) = found(pool)
+    assert "block_size" == problem.kind
+    assert problem.text.startswith("block size 32, pool has 16: no overlap is predicted")
+    assert "--kv-cache-block-size" in problem.text
+    assert [] == problems_of(pool, pool.workers[W2], None)
+
+
+def test_engine_without_a_cache() -> None:
+    """Without KV events an engine that says it caches nothing is named, before any request."""
+    for use_kv_events, kinds in ((False, ["uncached"]), (True, [])):
+        pool = new_pool(card(prefix_caching=False), use_kv_events=use_kv_events)
+
+        assert kinds == [problem.kind for problem in found(pool)]
+
+
+def test_truncated_worker_is_not_blamed_for_more() -> None:
+    """What the index has refused makes events and predictions look wrong: the bound is named, once."""
+    pool = new_pool(card(), index_bounds=IndexBounds(max_blocks=2))
+    pool.index.store(T1, chain_from(1, 10))
+
+    (problem,) = found(pool, events(False))
+
+    assert "truncated" == problem.kind
+    assert "--index-max-blocks" in problem.text

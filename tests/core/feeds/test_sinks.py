@@ -1,0 +1,210 @@
+"""Where feeds end: ops on the index, ops on the active table."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.core.feeds.sinks import KvSink, SyncSink, booking_ops
+from kvrouter.core.tables.block_index import BlockIndex
+from kvrouter.core.tables.bookings import ActiveTable, Booking
+from kvrouter.core.wire.hashes import pack_hashes
+from kvrouter.core.wire.ids import BookingKey, Target, WorkerId
+from kvrouter.core.wire.ops import (
+    AddRequest,
+    ApproxEntry,
+    Check,
+    Cleared,
+    Free,
+    MarkPrefillCompleted,
+    Progress,
+    Removed,
+    Stored,
+)
+from tests.core.worlds import OTHER, T1
+
+pytestmark = pytest.mark.usefixtures("core")
+
+CHAIN = [11, 22, 33]
+ADD = AddRequest(7, "req", "w1", 0, pack_hashes(CHAIN), 50, 1, 34, 2)
+
+
+@pytest.fixture
+def index() -> BlockIndex:
+    """The index under the KV sink."""
+    return BlockIndex()
+
+
+@pytest.fixture
+def kv(index: BlockIndex) -> KvSink:
+    """One rank with room for ten blocks."""
+    return KvSink(index, T1, 1, lambda: 10)
+
+
+@pytest.fixture
+def active() -> ActiveTable:
+    """The table under the sync sink."""
+    return ActiveTable()
+
+
+@pytest.fixture
+def prefilled() -> list[Booking]:
+    """Bookings whose MarkPrefillCompleted was applied."""
+    return []
+
+
+@pytest.fixture
+def sync(active: ActiveTable, prefilled: list[Booking]) -> SyncSink:
+    """A peer's bookings."""
+    return SyncSink(
+        active,
+        OTHER,
+        lambda now: None,
+        lambda booking, now: prefilled.append(booking),
+        lambda entry, now: None,
+    )
+
+
+def test_kv_ops_change_the_index(kv: KvSink, index: BlockIndex) -> None:
+    """Stored, Removed and Cleared do what they say."""
+    assert not kv.apply(Stored(0, None, pack_hashes(CHAIN[:1])), 0.0)
+    assert not kv.apply(Stored(0, 11, pack_hashes(CHAIN[1:])), 0.0)
+    assert {T1: 3} == index.overlap(CHAIN)
+
+    assert not kv.apply(Removed(0, pack_hashes([33])), 0.0)
+    assert {T1: 2} == index.overlap(CHAIN)
+
+    assert not kv.apply(Cleared(), 0.0)
+    assert {} == index.overlap(CHAIN)
+
+
+def test_parent_must_be_held_in_the_same_tier_set(index: BlockIndex) -> None:
+    """A device block below a parent that is only in host memory is a contradiction; a host block is not."""
+    kv = KvSink(index, T1, 2, lambda: 0)
+    kv.apply(Stored(1, None, pack_hashes(CHAIN[:1])), 0.0)
+
+    assert "parent" in kv.apply(Stored(0, 11, pack_hashes(CHAIN[1:])), 0.0)
+    assert not kv.apply(Stored(1, 11, pack_hashes(CHAIN[1:])), 0.0)
+
+
+def test_capacity_has_some_slack(kv: KvSink) -> None:
+    """Up to 1.1 × the card's capacity is believed."""
+    assert not kv.apply(Stored(0, None, pack_hashes(range(11))), 0.0)
+    assert "12 blocks" in kv.apply(Stored(0, None, pack_hashes([11])), 0.0)
+
+
+def test_target_that_ignores_its_capacity_does_not_fill_the_index(kv: KvSink, index: BlockIndex) -> None:
+    """What comes after the excess is not stored, however often it comes."""
+    for start in range(0, 1000, 10):
+        kv.apply(Stored(0, None, pack_hashes(range(start, start + 10))), 0.0)
+
+    assert 20 == index.blocks(T1)
+
+
+def test_kv_check_compares_a_tier_set(kv: KvSink) -> None:
+    """Count and digest of the tier set that the Check names; one the target does not have is empty."""
+    kv.apply(Stored(0, None, pack_hashes(CHAIN)), 0.0)
+
+    assert kv.agrees(Check(3, 66))
+    assert not kv.agrees(Check(3, 67))
+    assert not kv.agrees(Check(2, 66))
+    assert kv.agrees(Check(0, 0, 2))
+
+
+def test_snapshot_with_a_wider_tier_than_the_card(index: BlockIndex) -> None:
+    """Live or by snapshot, a tier that the card does not list is held all the same."""
+    live, loaded = KvSink(index, T1, 1, lambda: 0), KvSink(index, Target(WorkerId("w2")), 1, lambda: 0)
+    op = Stored(1, None, pack_hashes(CHAIN))
+
+    assert not live.apply(op, 0.0)
+    loaded.begin_load()
+    assert not loaded.load(op, 0.0)
+    loaded.finish_load()
+
+    assert live.agrees(Check(3, 66, 1))
+    assert loaded.agrees(Check(3, 66, 1))
+
+
+def test_ops_of_the_other_kind_are_passed_over(
+    kv: KvSink, sync: SyncSink, index: BlockIndex, active: ActiveTable
+) -> None:
+    """A booking in a KV feed, or a block in a sync feed, changes nothing and is no contradiction."""
+    assert not kv.apply(ADD, 0.0)
+    assert not sync.apply(Stored(0, 99, b""), 0.0)
+
+    assert 0 == len(index)
+    assert {} == active.owners()
+
+
+def test_three_moments_of_a_booking(sync: SyncSink, active: ActiveTable, prefilled: list[Booking]) -> None:
+    """AddRequest books, MarkPrefillCompleted takes the charge off, Progress adds, Free ends."""
+    sync.apply(ADD, 0.0)
+    assert (5, 34) == (active.blocks(T1), active.charged_tokens(T1))
+
+    sync.apply(MarkPrefillCompleted(7), 0.0)
+    sync.apply(MarkPrefillCompleted(7), 0.0)
+    sync.apply(Progress(7, 4), 0.0)
+    assert (9, 0) == (active.blocks(T1), active.charged_tokens(T1))
+    assert [7] == [booking.key.number for booking in prefilled]
+
+    sync.apply(Free(7), 0.0)
+    sync.apply(Free(7), 0.0)
+    assert (0, 0) == (active.blocks(T1), active.requests(T1))
+    active.check()
+
+
+def test_moments_of_unknown_bookings_are_passed_over(sync: SyncSink, active: ActiveTable) -> None:
+    """What was freed, or never booked here, does not come back."""
+    for op in (MarkPrefillCompleted(1), Progress(1, 2), Free(1)):
+        assert not sync.apply(op, 0.0)
+
+    assert {} == active.owners()
+
+
+def test_sync_snapshot_replaces_all_bookings(sync: SyncSink, active: ActiveTable) -> None:
+    """What the snapshot names is there as it says; what it does not name is freed."""
+    sync.apply(ADD, 0.0)
+    sync.apply(AddRequest(8, "old", "w2", 0, b"", 5, 0, 5), 0.0)
+    booking = active.booking(BookingKey(OTHER, 7))
+    assert booking is not None
+    booking_at_owner = Booking(booking.key, "req", T1, CHAIN, 50, 1, 34, 2, 3, True)
+
+    sync.begin_load()
+    for op in booking_ops(booking_at_owner, pack_hashes(CHAIN)):
+        sync.load(op, 0.0)
+    sync.finish_load()
+
+    assert [7] == [one.key.number for one in active.bookings(OTHER)]
+    assert (1, booking_at_owner.digest()) == active.digest(OTHER)
+    active.check()
+
+
+def test_snapshot_hands_on_assumptions(active: ActiveTable) -> None:
+    """ApproxEntry counts only in a snapshot, and its prefill moments are not assumed a second time."""
+    entries: list[ApproxEntry] = []
+    prefilled: list[Booking] = []
+    sync = SyncSink(
+        active,
+        OTHER,
+        lambda now: None,
+        lambda one, now: prefilled.append(one),
+        lambda one, now: entries.append(one),
+    )
+    entry = ApproxEntry("w1", 0, pack_hashes(CHAIN), 5000)
+    sync.apply(entry, 0.0)
+
+    sync.begin_load()
+    for op in (ADD, MarkPrefillCompleted(7), entry):
+        sync.load(op, 0.0)
+    sync.finish_load()
+
+    assert ([entry], []) == (entries, prefilled)
+
+
+def test_reset_frees_all(sync: SyncSink, active: ActiveTable) -> None:
+    """A replica that began anew has no bookings."""
+    sync.apply(ADD, 0.0)
+
+    sync.reset()
+
+    assert {} == active.owners()
+    assert sync.agrees(Check(0, 0))

@@ -1,0 +1,342 @@
+"""The reader against bad sources and bad links: damage, contradictions, digests, backoff."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from kvrouter.core.feeds.held import HELD_BYTES
+from kvrouter.core.feeds.trust import BROKEN_RETRY_S, LAST_RETRY_S, FeedState
+from kvrouter.core.wire.hashes import pack_hashes
+from kvrouter.core.wire.ops import VERSION, Check, ReplayFrames, ReplayRequest, SnapshotChunk, Stored, encode
+from tests.core.links import TARGET, Link, frame_of, malformed
+
+
+@pytest.fixture
+def link() -> Link:
+    """A feed that is live and has applied one frame."""
+    link = Link()
+    link.send(link.owner.store(20))
+    return link
+
+
+def test_malformed_frame_is_repaired_like_a_gap(link: Link) -> None:
+    """A damaged copy is asked for again; the good one is applied."""
+    frame = link.write(*link.owner.store(40))
+
+    link.deliver(malformed(frame))
+    link.exchange_all()
+
+    assert (1, 0) == (link.reader.counters.malformed, link.reader.counters.snapshots)
+    assert [2] == [request.from_seq for request in link.requests]
+    assert link.agrees()
+
+
+def test_unreadable_frame_shows_as_a_gap(link: Link) -> None:
+    """Of a frame without a number nothing is known until the next one, or a heartbeat."""
+    frame = link.write(*link.owner.store(40))
+
+    link.deliver(frame[:3])
+    assert 1 == link.reader.counters.malformed
+    link.heartbeat()
+    link.exchange_all()
+
+    assert link.agrees()
+
+
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_second_malformed_copy_asks_for_a_snapshot(link: Link, unreadable: bool) -> None:
+    """If the source's own copy is damaged too, what the frame said comes as a snapshot."""
+    frame = link.write(*link.owner.store(40))
+    link.source._ring[-1] = frame[:3] if unreadable else malformed(frame)
+    if unreadable:
+        link.heartbeat()
+    else:
+        link.deliver(malformed(frame))
+
+    link.settle()
+
+    assert 0 == link.requests[-1].from_seq
+    assert (1, 2) == (link.reader.counters.snapshots, link.reader.counters.malformed)
+    assert link.agrees()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\xff\xff",
+        encode(SnapshotChunk(1, 9, 0, 1, [Stored(0, 12345, pack_hashes([1]))], 2000)),
+    ],
+)
+def test_second_malformed_snapshot_breaks_the_source(link: Link, answer: bytes) -> None:
+    """One that is damaged or contradicts itself is asked again after a pause; the second breaks the source.
+
+    Then it counts for nothing, is flagged, and asked again after 30 s.
+    """
+    link.new_source(2000)
+    link.write(*link.owner.store(40))
+    link.heartbeat()
+    assert link.ask()
+    link.reader.answer(answer, link.now)
+    link.reader.work(100, link.now)
+    assert "recovering" == link.reader.state.value
+    assert link.ask() is None
+
+    link.now += LAST_RETRY_S
+    assert link.ask()
+    link.reader.answer(answer, link.now)
+    link.reader.work(100, link.now)
+    assert ("broken", True) == (link.reader.state.value, "sent a" in link.reader.flag)
+    assert 0 == link.index.blocks(TARGET)
+
+    link.now += BROKEN_RETRY_S - 0.1
+    assert link.ask() is None
+    link.now += 0.2
+    link.exchange_all()
+
+    assert link.reader.state is FeedState.LIVE
+    assert link.agrees()
+
+
+def test_frames_in_answer_to_a_snapshot_question() -> None:
+    """They are no answer: the question comes again after a pause; the second breaks the source."""
+    link = Link()
+    link.write(*link.owner.store(3))
+    link.heartbeat()
+    for _ in range(2):
+        assert link.ask()
+        assert 0 == link.requests[-1].from_seq
+        link.reader.answer(encode(ReplayFrames([])), link.now)
+        assert link.ask() is None
+        link.now += LAST_RETRY_S
+
+    assert "broken" == link.reader.state.value
+    assert "sent frames where a snapshot was asked for" in link.reader.flag
+
+
+def test_snapshot_of_a_newer_source(link: Link) -> None:
+    """Ops whose codes are unknown are left out and counted, in a snapshot as in a frame.
+
+    Refused as a whole, the feed would be broken for 30 s at a time, and its last known blocks would stay.
+    """
+    held = link.owner.store(40) + link.owner.store(41)
+    ops = [msgpack.unpackb(encode(op)) for op in link.owner.state_ops()]
+    link.new_source(2000)
+    link.write(*held)
+    link.heartbeat()
+    assert link.ask()
+
+    link.reader.answer(encode([1, 7, 1, 0, 1, [[99, "new"], *ops, [77]], 2000, "new"]), link.now)
+    link.reader.work(1000, link.now)
+
+    assert link.reader.state is FeedState.LIVE
+    assert link.agrees()
+    assert (2, 0) == (link.reader.counters.unknown_ops, link.reader.counters.malformed)
+
+
+def test_step_that_raises_breaks_its_feed_alone(link: Link) -> None:
+    """A bug that something in the feed meets: it counts for nothing for 30 s, and then is loaded again."""
+    link.reader.break_down(link.now)
+
+    assert (FeedState.BROKEN, 1) == (link.reader.state, link.reader.counters.errors)
+    assert 0 == link.index.blocks(TARGET)
+    link.send(link.owner.store(30))
+    link.now += BROKEN_RETRY_S
+    link.exchange_all()
+    assert link.agrees()
+    assert "" == link.reader.flag
+
+
+def test_broken_source_that_restarts_is_read_at_once(link: Link) -> None:
+    """A new incarnation does not wait for the old one's 30 s."""
+    link.write(*link.owner.store(30))
+    link.heartbeat()
+    break_source(link)
+    link.new_source(2000)
+    link.write(*link.owner.store(40))
+
+    link.heartbeat()
+    link.exchange_all()
+
+    assert link.agrees()
+
+
+def test_flag_of_a_broken_source_goes_when_it_is_well(link: Link) -> None:
+    """Once a good snapshot has been loaded, nothing is said to be wrong any more."""
+    link.write(*link.owner.store(30))
+    link.heartbeat()
+    break_source(link)
+    link.now += BROKEN_RETRY_S + 1
+
+    link.exchange_all()
+    link.send(link.owner.check())
+
+    assert not link.reader.flag
+
+
+def test_missing_parent_asks_for_a_snapshot(link: Link) -> None:
+    """A Stored whose parent is not held here is a contradiction: counted, and repaired by snapshot."""
+    wrong = frame_of(1000, 2, Stored(0, 12345, pack_hashes([1])))
+    link.write(*link.owner.store(40))
+
+    link.deliver(wrong)
+    link.exchange_all()
+
+    assert (1, 1) == (link.reader.counters.contradictions, link.reader.counters.snapshots)
+    assert link.agrees()
+
+
+def test_more_than_the_card_says_is_refused() -> None:
+    """A target that announces more than 1.1 × its capacity is disbelieved: snapshot, then broken."""
+    link = Link(capacity=10)
+    link.send([Stored(0, None, pack_hashes(range(11)))])
+    assert 0 == link.reader.counters.contradictions
+
+    link.send([Stored(0, None, pack_hashes([11]))])
+
+    assert 1 == link.reader.counters.contradictions
+    assert 0 == getattr(link.reader.due(link.now), "from_seq", None)
+
+
+def test_digest_mismatch_asks_for_a_snapshot(link: Link) -> None:
+    """What a Check does not confirm is loaded anew."""
+    link.index.store(TARGET, [77])  # damage
+
+    link.send(link.owner.check())
+    link.exchange_all()
+
+    assert (1, 1) == (link.reader.counters.digest_mismatches, link.reader.counters.snapshots)
+    assert link.agrees()
+    assert not link.reader.flag
+
+
+def test_digest_that_keeps_differing(link: Link) -> None:
+    """Two mismatches in a row: flagged, and a snapshot at most every 30 s."""
+    for _ in range(29):
+        link.send([Check(99, 99)])
+        link.exchange_all()
+        link.now += 1.0
+    assert "digest" in link.reader.flag
+    assert (29, 1) == (link.reader.counters.digest_mismatches, link.reader.counters.snapshots)
+
+    link.now += 2.0
+    link.send([Check(99, 99)])
+    link.exchange_all()
+    assert 2 == link.reader.counters.snapshots
+
+    link.send(link.owner.check())
+    assert not link.reader.flag
+
+
+def test_flagged_feed_still_follows_its_source(link: Link) -> None:
+    """While a snapshot is not yet allowed, live frames are applied all the same."""
+    for _ in range(2):
+        link.send([Check(99, 99)])
+        link.exchange_all()
+
+    link.send(link.owner.store(47))
+
+    assert link.agrees()
+
+
+def test_source_that_contradicts_itself_is_not_asked_in_a_loop(link: Link) -> None:
+    """A frame that contradicts the source's own snapshot is not a reason to ask without a pause."""
+    link.source.answer(link.reader.due(link.now) or _snapshot_request(), link.max_bytes, link.now)
+    link.send([Stored(0, 12345, pack_hashes([1]))])
+
+    for _ in range(50):
+        link.exchange()
+
+    assert len(link.requests) <= 12
+
+
+def break_source(link: Link) -> None:
+    """Two answers in a row that cannot be read."""
+    for _ in range(2):
+        assert link.ask()
+        link.reader.answer(b"\xff", link.now)
+        link.now += LAST_RETRY_S
+    assert FeedState.BROKEN is link.reader.state
+
+
+def _snapshot_request() -> ReplayRequest:
+    return ReplayRequest(VERSION, 0, 1000, 0)
+
+
+def test_backoff_grows_and_is_capped(link: Link) -> None:
+    """Without an answer the pauses double, up to five seconds, and never end."""
+    link.write(*link.owner.store(40))
+    link.heartbeat()
+    pauses = []
+    for _ in range(12):
+        began = link.now
+        while link.reader.due(link.now) is None:
+            link.now += 0.01
+        pauses.append(link.now - began)
+        link.reader.failed(link.now)
+
+    assert 0.0 == pauses[0]
+    assert sorted(pauses) == pytest.approx(pauses, abs=0.02)
+    assert LAST_RETRY_S == pytest.approx(pauses[-1], abs=0.02)
+    assert 12 == link.reader.counters.failures
+    link.settle()
+    assert link.agrees()
+
+
+def test_backoff_begins_anew_after_success(link: Link) -> None:
+    """A feed that recovered pauses shortly again the next time."""
+    for _ in range(2):
+        link.write(*link.owner.check())
+        link.heartbeat()
+        assert link.reader.due(link.now) is not None
+        for _ in range(8):
+            link.reader.failed(link.now)
+        link.now += 2 * LAST_RETRY_S
+        link.exchange_all()
+
+    link.write(*link.owner.check())
+    link.heartbeat()
+    link.reader.due(link.now)
+    link.reader.failed(link.now)
+    link.now += 0.2
+
+    assert link.reader.due(link.now) is not None
+
+
+def test_one_question_at_a_time(link: Link) -> None:
+    """While an answer is awaited nothing more is asked."""
+    link.write(*link.owner.store(40))
+    link.heartbeat()
+
+    assert link.reader.due(link.now) is not None
+    assert link.reader.due(link.now + 100) is None
+
+
+def test_late_answer_changes_nothing(link: Link) -> None:
+    """An answer to a question that the live feed has made idle is not applied."""
+    late = link.write(*link.owner.store(40))
+    link.heartbeat()
+    answer = link.ask()
+    link.deliver(late)
+    link.exchange_all()
+    assert answer is not None
+    link.reader.answer(answer, link.now)
+    link.reader.answer(answer, link.now)
+
+    assert link.agrees()
+    assert link.reader.state is FeedState.LIVE
+
+
+def test_too_much_held(link: Link) -> None:
+    """More live frames during a recovery than memory allows: they are dropped, and recovery goes on."""
+    link.write(*link.owner.store(40))
+    big = b"\x00" * 8
+    for _ in range(3):
+        link.send([Stored(0, None, big)])
+    link.reader._held._bytes = HELD_BYTES
+    link.send([Stored(0, None, big)])
+
+    assert 1 == link.reader.counters.held_overflows
+    link.owner.truth.store(TARGET, [0], "device")
+    link.settle()
+    assert link.index.digest(TARGET) == link.owner.truth.digest(TARGET, "device")

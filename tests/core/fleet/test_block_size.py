@@ -1,0 +1,461 @@
+"""The block size of a pool whose engines have different ones, in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.routing.filters import Busy
+from kvrouter.core.routing.policy import PolicyState, RouteRequest
+from kvrouter.core.wire.hashes import prompt_hashes
+from kvrouter.core.wire.heartbeats import State, encode
+from kvrouter.core.wire.ids import RouterId, Target, WorkerId
+from kvrouter.policies.kv import Kv
+from tests.core.replicas import ROUNDS, hear_worker, new_replica, rounds
+from tests.core.worlds import (
+    POOL,
+    T1,
+    T2,
+    W1,
+    W2,
+    W3,
+    book,
+    card,
+    chain_from,
+    new_pool,
+    prompt,
+    request,
+    worker_beat,
+)
+
+pytestmark = pytest.mark.usefixtures("core")
+CHAIN = chain_from(1000, 10)
+
+
+def pass_rounds(pool: Pool, count: int) -> list[int]:
+    """The pool's size after each of `count` rounds."""
+    sizes = []
+    for _ in range(count):
+        pool.next_round(ROUNDS)
+        sizes.append(pool.block_size)
+    return sizes
+
+
+def hashed(tokens: Sequence[int], size: int) -> RouteRequest:
+    """A request for these, as a frontend hashes it."""
+    return request(Prompt(prompt_hashes(tokens, size), len(tokens), block_size=size))
+
+
+def of_three(*sizes: int) -> Pool:
+    """A pool of up to three workers, settled."""
+    pool = new_pool(*[card(f"w{n}", block_size=size) for n, size in enumerate(sizes, 1)])
+    pass_rounds(pool, ROUNDS)
+    return pool
+
+
+def test_most_targets_decide() -> None:
+    """Targets count, not workers: two ranks of one engine weigh more than one of another."""
+    assert 16 == of_three(32, 16, 16).block_size
+    assert 16 == new_pool(card("w1", block_size=32), card("w2", ranks=2)).block_size
+
+
+def test_smallest_start_decides_a_tie_of_new_workers() -> None:
+    """Whichever card was seen first: the smallest (started_at, worker_id)."""
+    cards = [
+        card("w2", started_at_us=5),
+        card("w1", block_size=32, started_at_us=5),
+        card("w3", block_size=64),
+    ]
+
+    assert [64, 64] == [new_pool(*order).block_size for order in (cards, cards[::-1])]
+    assert [32, 32] == [new_pool(*order).block_size for order in (cards[:2], cards[1::-1])]
+
+
+def test_new_pool_follows_its_cards_at_once() -> None:
+    """Before a lease has passed nothing is in use yet: cards of a fleet come one after the other."""
+    pool = new_pool(card("w1", block_size=32))
+    assert 32 == pool.block_size
+
+    pool.update(W2, worker_beat(card("w2")))
+    pool.update(W3, worker_beat(card("w3")))
+
+    assert 16 == pool.block_size
+
+
+def test_change_needs_a_lease() -> None:
+    """Once settled, another size counts when most targets have had it for a lease, without a break."""
+    pool = of_three(16, 16, 32)
+    pool.update(W1, worker_beat(card("w1", block_size=32)))
+    assert [16] * (ROUNDS - 1) == pass_rounds(pool, ROUNDS - 1)
+
+    pool.update(W1, worker_beat(card("w1")))  # just in time
+    pool.update(W1, worker_beat(card("w1", block_size=32)))
+
+    assert [16] * (ROUNDS - 1) + [32] == pass_rounds(pool, ROUNDS)
+
+
+def test_present_size_stays_in_a_tie() -> None:
+    """Also where the eldest worker has another size."""
+    pool = of_three(16, 16, 32)
+
+    pool.remove(W1)
+
+    assert [16] * 9 == pass_rounds(pool, 9)
+    pool.remove(W2)
+    assert [16] * (ROUNDS - 1) + [32] == pass_rounds(pool, ROUNDS)
+
+
+def test_eldest_replica_decides_a_tie() -> None:
+    """A replica that joins in a tie takes its size, if it is one of those that are tied."""
+    pool = new_pool(card("w1", block_size=32), card("w2"))
+    assert 32 == pool.block_size
+
+    for elder_size in (16,) * ROUNDS + (64,) * ROUNDS:
+        pool.next_round(ROUNDS, elder_size)
+        assert 16 == pool.block_size
+
+
+def test_only_those_that_take_requests_count() -> None:
+    """Neither the down nor the draining, nor the silent while there are others."""
+    pool = of_three(16, 16, 32)
+    pool.update(W1, worker_beat(card("w1"), state="down"))
+    pool.silence({W2})
+    assert 32 == pass_rounds(pool, ROUNDS)[-1]
+
+    pool.silence({W3})
+
+    assert [32] * 9 == pass_rounds(pool, 9)
+
+
+def test_operator_decides() -> None:
+    """`--kv-cache-block-size` wins over every card; all workers are candidates all the same."""
+    pool = new_pool(card("w1", block_size=32), card("w2"), block_size=64)
+
+    assert [64] * 9 == pass_rounds(pool, 9)
+    assert [T1, T2] == list(pool.targets)
+
+
+# What it means for a worker
+
+
+def test_worker_of_another_size_is_a_candidate() -> None:
+    """Nothing of the prompt is predicted there, and its load counts in tokens and the pool's blocks."""
+    pool = of_three(16, 16, 32)
+    odd = Target(W3)
+    pool.index.store(odd, chain_from(5000, 5))  # its own blocks have other names
+    book(pool, odd, CHAIN[:6], prefill_tokens=96)
+
+    found = {one.target: one for one in pool.candidates(request(prompt(CHAIN)))}
+
+    assert {T1, T2, odd} == found.keys()
+    assert (0, 160, 160 + 96) == (
+        found[odd].overlap_blocks, found[odd].own_prefill_tokens, found[odd].prefill_tokens
+    )  # fmt: skip
+    assert (6, 10, 1) == (found[odd].active_blocks, found[odd].decode_blocks, found[odd].requests)
+
+
+def test_feed_of_another_size_counts_from_the_change_on() -> None:
+    """What its events have shown all along is found as soon as prompts are hashed in its size."""
+    pool, tokens = of_three(32, 32, 16), range(161)
+    pool.index.store(Target(W3), prompt_hashes(tokens, 16))
+
+    def overlaps() -> list[int]:
+        asked = hashed(tokens, pool.block_size)
+        return [one.overlap_blocks for one in pool.candidates(asked)]
+
+    assert [0, 0, 0] == overlaps()
+    pool.update(W1, worker_beat(card("w1")))
+    pass_rounds(pool, ROUNDS)
+
+    assert (16, [0, 0, 10]) == (pool.block_size, overlaps())
+
+
+def test_assumed_blocks_go_with_the_size() -> None:
+    """Without events: blocks assumed in the former size, or of an engine that has another, are dropped."""
+    pool = new_pool(card("w1"), card("w2"), card("w3"), use_kv_events=False)
+    pass_rounds(pool, ROUNDS)
+    for target in (T1, T2, Target(W3)):
+        pool.approx.insert(target, CHAIN, 0.0)
+
+    pool.update(W1, worker_beat(card("w1", block_size=32)))
+    assert {T2, Target(W3)} == pool.index.overlap(CHAIN).keys()
+    assert [False, True] == [pool.may_assume(target) for target in (T1, T2)]
+
+    pool.update(W2, worker_beat(card("w2", block_size=32)))
+    assert 32 == pass_rounds(pool, ROUNDS)[-1]
+    assert {} == pool.index.overlap(CHAIN)
+    assert [True, False] == [pool.may_assume(target) for target in (T1, Target(W3))]
+
+
+def test_what_is_said_of_sizes() -> None:
+    """Each worker's size, and all of them in one sentence of a few names."""
+    pool = of_three(16, 16, 32)
+    assert "block size 32, pool has 16: no overlap is predicted" == pool.size_note(pool.workers[W3])
+    assert "" == pool.size_note(pool.workers[W1])
+    assert pool.sizes_note() == (
+        "1 of 3 workers have another block size than 16: no overlap is predicted there (w3: 32)"
+    )
+
+    crowd = new_pool(*[card(f"w{n}", block_size=8 + n) for n in range(9)], block_size=16)
+    assert "8 of 9" in crowd.sizes_note()
+    assert crowd.sizes_note().endswith("(w0: 8, w1: 9, w2: 10, w3: 11, w4: 12, …)")
+    assert "" == of_three(16).sizes_note()
+
+
+# Requests on their way while the size changes
+
+
+def turned(pool: Pool) -> Pool:
+    """Its workers come back with blocks of 32 tokens, and the pool follows."""
+    for worker_id in pool.workers:
+        pool.update(worker_id, worker_beat(card(worker_id, block_size=32)))
+    pass_rounds(pool, ROUNDS)
+    return pool
+
+
+def of(pool: Pool, *, synced: bool = False) -> Router:
+    """A router of the pool, in mode kv."""
+    state = PolicyState(random.Random(1).random)
+    return Router(pool, Kv(), state, router_id=RouterId("me"), incarnation=1000, synced=synced)
+
+
+def test_request_hashed_before_the_change() -> None:
+    """It finds nothing and shares nothing, and is booked by its length in the present blocks."""
+    pool = of_three(16, 16)
+    asked = hashed(range(330), 16)
+    pool.index.store(T1, asked.prompts[0].hashes)
+    book(pool, T2, asked.prompts[0].hashes)
+    router = of(turned(pool))
+
+    placed = router.route(asked, 0.0)
+
+    assert (0, 330, 10, 32) == (
+        placed.choice.overlap_blocks, placed.choice.own_prefill_tokens, placed.choice.own_decode_blocks,
+        placed.block_size,
+    )  # fmt: skip
+    booking = pool.active.booking(placed.key)
+    assert booking is not None
+    assert ((), 10, 330) == (booking.hashes, booking.anonymous_blocks, booking.isl)
+    verdicts = router.decide(asked, 0.0).verdicts
+    assert {0} == {one.candidate.overlap_blocks for one in verdicts if one.candidate is not None}
+    pool.active.check()
+
+
+def test_several_prompts_hashed_before_the_change() -> None:
+    """Each by its own length; if one is of another size, none has names."""
+    pool = turned(of_three(16))
+    old, new = hashed(range(100), 16).prompts, hashed(range(70), 32).prompts
+
+    placed = of(pool).route(request(*old, *new), 0.0)
+
+    booking = pool.active.booking(placed.key)
+    assert booking is not None
+    assert ([], 3 + 2) == ([*booking.hashes], booking.anonymous_blocks)
+
+
+def test_request_hashed_in_the_present_size_is_taken_as_it_is() -> None:
+    """Also one whose maker does not say for which size."""
+    pool = of_three(16)
+
+    for asked in (hashed(range(100), 16), request(prompt(CHAIN)), request()):
+        assert asked is pool.in_present_size(asked)
+
+
+def test_answer_goes_on_in_the_blocks_it_was_booked_in() -> None:
+    """Its output blocks are counted in the size of its booking, until it ends."""
+    pool = of_three(16)
+    router = of(pool)
+    placed = router.route(hashed(range(160), 16), 0.0)
+    router.progress(placed.key, 32)
+    turned(pool)
+
+    router.progress(placed.key, 48)
+
+    assert 10 + 3 == pool.active.blocks(placed.target)
+    router.free(placed.key)
+    assert 0 == pool.active.blocks(placed.target)
+
+
+def test_blocks_of_the_former_size_are_not_assumed() -> None:
+    """Without events: a request that was booked before the change leaves no assumption after it."""
+    pool = new_pool(card("w1"), use_kv_events=False)
+    pass_rounds(pool, ROUNDS)
+    router, asked = of(pool), hashed(range(160), 16)
+    placed = router.route(asked, 0.0)
+    turned(pool)
+
+    router.mark_prefill_completed(placed.key, 1.0)
+
+    assert {} == pool.index.overlap(asked.prompts[0].hashes)
+
+
+def test_busy_compares_tokens() -> None:
+    """A card counts in its engine's blocks, the active table in the pool's."""
+    pool = of_three(16, 16, 32)
+    for worker_id, size in ((W2, 16), (W3, 32)):
+        shown = card(worker_id, block_size=size, tiers={"device": 10})
+        pool.update(worker_id, worker_beat(shown))
+        book(pool, Target(worker_id), CHAIN)
+
+    busy = Busy(active_decode_blocks=0.6)
+
+    assert [False, True, False] == [busy.is_busy(one) for one in pool.candidates(request())]
+    book(pool, Target(W3), chain_from(5000, 3))
+    assert busy.is_busy(pool.candidates(request())[2])
+
+
+# A rolling change of all engines, seen by several replicas
+
+
+@dataclass
+class Namespace:
+    """Replicas that hear the same workers, each in an order of its own."""
+
+    rng: random.Random
+    replicas: list[Replica] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
+    seen: dict[RouterId, list[int]] = field(default_factory=dict)
+    """The sizes each replica has had, one after the other."""
+
+    def join(self) -> None:
+        """One more replica, which has seen no worker yet."""
+        router_id = RouterId(f"r{len(self.replicas)}")
+        replica = new_replica(router_id, incarnation=1000 + len(self.replicas))
+        self.replicas.append(replica)
+        self.seen[router_id] = []
+
+    def pass_rounds(self, count: int) -> None:
+        """All hear all workers, then each other."""
+        for _ in range(count):
+            for replica in self.replicas:
+                for worker_id in self.rng.sample(sorted(self.sizes), len(self.sizes)):
+                    self._hear(replica, worker_id)
+                replica.latch_ready(1.0)
+            rounds(self.replicas[0], 1, *self.replicas[1:])
+            self._look()
+
+    def _hear(self, replica: Replica, worker_id: str) -> None:
+        shown = card(worker_id, block_size=self.sizes[worker_id], started_at_us=int(worker_id[1:]))
+        hear_worker(replica, shown, state=self.states[worker_id])
+
+    def _look(self) -> None:
+        up = sorted(Target(WorkerId(name)) for name, state in self.states.items() if state == "up")
+        for replica in self.replicas:
+            pool = replica.router(POOL).pool
+            assert up == list(pool.targets), "every worker that is up takes requests"
+            sizes = self.seen[replica.router_id]
+            if sizes[-1:] != [pool.block_size]:
+                sizes.append(pool.block_size)
+            if up:
+                replica.router(POOL).route(request(prompt(CHAIN)), 0.0)
+
+    def now(self) -> set[int]:
+        """The sizes that the replicas have."""
+        return {replica.router(POOL).pool.block_size for replica in self.replicas}
+
+
+def roll(space: Namespace, order: Sequence[str], *, away: int, pause: int, joins_at: int) -> Iterable[None]:
+    """Each engine stops, comes back with blocks of 32 tokens, and serves for some rounds."""
+    for number, worker_id in enumerate(order):
+        space.states[worker_id] = "down"
+        space.pass_rounds(away)
+        space.states[worker_id], space.sizes[worker_id] = "up", 32
+        space.pass_rounds(pause)
+        if number == joins_at:
+            space.join()
+            space.pass_rounds(1)
+        yield
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    order=st.integers(3, 4).flatmap(lambda count: st.permutations([f"w{n}" for n in range(count)])),
+    away=st.integers(1, 8),
+    pause=st.integers(1, 8),
+    joins_at=st.integers(0, 4),
+    seed=st.integers(0, 1000),
+)
+def test_rolling_change_of_all_engines(
+    order: Sequence[str], away: int, pause: int, joins_at: int, seed: int
+) -> None:
+    """In any order: all serve throughout, replicas agree, one that joins too, and the size changes once."""
+    space = Namespace(random.Random(seed))
+    for worker_id in order:
+        space.sizes[worker_id], space.states[worker_id] = 16, "up"
+    space.join()
+    space.join()
+    space.pass_rounds(ROUNDS + 1)
+
+    for _ in roll(space, order, away=away, pause=pause, joins_at=joins_at):
+        assert 1 == len(space.now()) or pause < ROUNDS
+
+    space.pass_rounds(ROUNDS + 1)
+    assert {32} == space.now()
+    assert {(16, 32)} == {tuple(space.seen[RouterId(name)]) for name in ("r0", "r1")}
+    for replica in space.replicas:
+        assert "" == replica.router(POOL).pool.sizes_note()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from((16, 32, 64)), min_size=1, max_size=5),
+    later=st.lists(st.tuples(st.integers(0, 4), st.sampled_from((16, 32, 64))), max_size=6),
+    pause=st.integers(0, ROUNDS + 2),
+    seed=st.integers(0, 1000),
+)
+def test_replicas_agree(sizes: list[int], later: list[tuple[int, int]], pause: int, seed: int) -> None:
+    """Cards in another order, replicas that join at any time: all end with the size of most targets."""
+    space = Namespace(random.Random(seed))
+    for number, size in enumerate(sizes):
+        space.sizes[f"w{number}"], space.states[f"w{number}"] = size, "up"
+    space.join()
+    for number, size in later:
+        space.sizes[f"w{number % len(sizes)}"] = size
+        space.pass_rounds(pause)
+        if len(space.replicas) < 3:
+            space.join()
+
+    space.pass_rounds(2 * ROUNDS + 1)
+
+    (size,) = space.now()
+    counts = [list(space.sizes.values()).count(one) for one in set(space.sizes.values())]
+    assert max(counts) == list(space.sizes.values()).count(size)
+
+
+def test_replica_that_is_cut_off_changes_nothing() -> None:
+    """Rounds are its own heartbeats that came back."""
+    replica = new_replica()
+    for name in ("w1", "w2"):
+        hear_worker(replica, card(name))
+    rounds(replica, ROUNDS + 1)
+    for name in ("w1", "w2"):
+        hear_worker(replica, card(name, block_size=32))
+
+    for _ in range(3 * ROUNDS):
+        replica.next_round(0.0)
+
+    assert 16 == replica.router(POOL).pool.block_size
+
+
+def test_size_counts_once_a_round() -> None:
+    """A heartbeat of its own that the bus repeats does not count as another round."""
+    replica = new_replica()
+    hear_worker(replica, card("w1"))
+    rounds(replica, ROUNDS)
+    hear_worker(replica, card("w1", block_size=32))
+
+    beat = encode(replica.heartbeat("up", ""))
+    for _ in range(3 * ROUNDS):
+        replica.router_heard(replica.router_id, beat, 0.0)
+
+    assert 16 == replica.router(POOL).pool.block_size

@@ -1,0 +1,154 @@
+"""Which of many feeds are looked at."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.core.feeds.lease import Leases
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.trust import BROKEN_RETRY_S, FeedState
+from kvrouter.core.fleet.following import MOST_LOADING, Following
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.core.wire.ops import VERSION, Check, Cleared, Frame, Op, SnapshotChunk, Stored, encode
+from kvrouter.core.wire.senders import Feed, KvSource
+from tests.core.worlds import POOL
+
+W1 = WorkerId("w1")
+FEED = KvSource(POOL, W1, 0)
+MOST = 16
+
+
+class Sink:
+    """Holds something else than any source says."""
+
+    def apply(self, op: Op, now: float) -> str:
+        """Taken."""
+        return ""
+
+    def agrees(self, _check: Check) -> bool:
+        """Never."""
+        return False
+
+    def has_room_again(self) -> bool:
+        """Nothing was refused."""
+        return False
+
+    def reset(self) -> None:
+        """Nothing to do."""
+
+    begin_load = finish_load = abandon_load = reset
+
+    def load(self, op: Op, now: float) -> str:
+        """Taken."""
+        return ""
+
+
+@pytest.fixture
+def following() -> Following:
+    """It follows one feed, which has sent nothing yet."""
+
+    def new_reader(_feed: Feed) -> FeedReader:
+        return FeedReader(0, Sink(), lambda: 0.0)
+
+    following = Following(Leases(), new_reader)
+    following.heartbeat(FEED, 1, 0, None, 0.0)
+    return following
+
+
+def check(following: Following, seq: int, now: float) -> None:
+    """A frame with a digest."""
+    following.kv_frame(FEED, encode(Frame(VERSION, 1, seq, [Check(1, 1)])), now)
+
+
+def load_snapshot(following: Following, seq: int, now: float) -> None:
+    """Ask for one, get it, load it."""
+    assert [FEED] == [source for source, _ in following.due(now, MOST)]
+    following.readers[FEED].answer(encode(SnapshotChunk(1, seq, 0, 1, [], 1)), now)
+    while following.load(100, now):
+        pass
+
+
+def test_doubt_that_a_snapshot_did_not_end(following: Following) -> None:
+    """A feed that differs again after a snapshot is asked again later, although it says nothing more."""
+    check(following, 1, 1.0)
+    load_snapshot(following, 1, 1.0)
+    check(following, 2, 2.0)
+    assert FeedState.LIVE is following.readers[FEED].state
+
+    assert [] == following.due(3.0, MOST)
+    assert [FEED] == [source for source, _ in following.due(2.0 + BROKEN_RETRY_S, MOST)]
+
+
+def test_rest(following: Following) -> None:
+    """A feed that is in step is not looked at again until it is heard; one that has gone never."""
+    assert [] == following.due(1.0, MOST)
+    assert not following._restless
+
+    check(following, 1, 1.0)
+    assert following._restless
+    following.end(FEED)
+
+    assert not following._restless
+    assert [] == following.due(1.0, MOST)
+
+
+def test_ranks_that_went() -> None:
+    """Feeds of ranks that a worker no longer has end, and only those; then those of the worker."""
+    following = Following(Leases(), lambda _feed: FeedReader(0, Sink(), lambda: 0.0))
+    feeds = [KvSource(POOL, WorkerId(name), rank) for name in ("w1", "w2") for rank in range(3)]
+    for feed in feeds:
+        following.heartbeat(feed, 1, 0, None, 0.0)
+
+    following.end_ranks(POOL, W1, 1)
+    assert {feeds[0], *feeds[3:]} == set(following.readers)
+
+    following.end_worker(W1)
+    assert set(feeds[3:]) == set(following.readers)
+    assert [WorkerId("w2")] == list(following._ranks)
+
+
+class BadSink(Sink):
+    """Has a bug that some op meets."""
+
+    def apply(self, op: Op, now: float) -> str:
+        """Raise."""
+        raise OverflowError("as native code would")
+
+
+def test_step_that_raises_breaks_one_feed() -> None:
+    """The failure is kept for the log; other feeds go on, and this one is asked again after 30 s."""
+    bad: Feed = FEED
+    good: Feed = KvSource(FEED.pool, WorkerId("other"), 0)
+
+    def new_reader(feed: Feed) -> FeedReader:
+        return FeedReader(0, BadSink() if feed == bad else Sink(), lambda: 0.0)
+
+    following = Following(Leases(), new_reader)
+    for feed in (bad, good):
+        following.heartbeat(feed, 1, 0, None, 0.0)
+        assert isinstance(feed, KvSource)
+        assert following.kv_frame(feed, encode(Frame(VERSION, 1, 1, [Cleared()])), 1.0)
+
+    ((failed, error),) = following.take_failures()
+    assert (bad, OverflowError) == (failed, type(error))
+    assert [] == following.take_failures()
+    assert [FeedState.BROKEN, FeedState.LIVE] == [following.readers[feed].state for feed in (bad, good)]
+    assert [] == following.due(2.0, 16)
+    ((asked, _),) = following.due(1.0 + BROKEN_RETRY_S, 16)
+    assert bad == asked
+
+
+def test_few_snapshots_are_in_memory_at_once() -> None:
+    """While this many chunks wait to be loaded, no more are asked for."""
+    feeds = [KvSource(FEED.pool, WorkerId(f"w{n}"), 0) for n in range(MOST_LOADING + 5)]
+    following = Following(Leases(), lambda _feed: FeedReader(0, Sink(), lambda: 0.0))
+    for feed in feeds:
+        following.heartbeat(feed, 1, 9, None, 0.0)
+    chunk = encode(SnapshotChunk(1, 9, 0, 2, [Stored(0, None, bytes(80))], 1))
+    for asked, _ in following.due(0.0, 1000):
+        following.answered(asked, chunk, 0.0)
+
+    assert MOST_LOADING == sum(reader.is_loading for reader in following.readers.values())
+    assert [] == following.due(0.1, 1000)
+    assert following.load(1000, 0.2)
+    assert 1 == len(following.due(0.3, 1000))

@@ -1,0 +1,277 @@
+"""A pool: which workers are candidates, and what each would find and cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.core.wire.heartbeats import RankBeat
+from kvrouter.core.wire.ids import Target
+from tests.core.worlds import (
+    T1,
+    T2,
+    T3,
+    W1,
+    W2,
+    W3,
+    book,
+    card,
+    chain_from,
+    new_pool,
+    prompt,
+    request,
+    worker_beat,
+)
+
+pytestmark = pytest.mark.usefixtures("core")
+CHAIN = chain_from(1000, 10)
+
+
+def test_worker_without_a_card_is_unknown() -> None:
+    """A heartbeat alone makes no worker; with its card it does."""
+    pool = new_pool()
+
+    assert not pool.update(W1, worker_beat())
+    assert {} == pool.targets
+    assert pool.update(W1, worker_beat(card()))
+    assert [T1] == list(pool.targets)
+    assert "llama" == pool.model
+
+
+def test_targets_are_ranks_in_order() -> None:
+    """Each rank of each worker is a target; they are ordered by name."""
+    pool = new_pool(card("w2"), card("w1", ranks=2))
+
+    assert [Target(W1, 0), Target(W1, 1), T2] == list(pool.targets)
+
+
+def test_draining_and_down_workers_get_nothing_new() -> None:
+    """Only workers that are up are candidates; one that comes up again is one again."""
+    pool = new_pool(card("w1"), card("w2"), card("w3"))
+
+    pool.update(W1, worker_beat(state="draining"))
+    pool.update(W2, worker_beat(state="down"))
+    assert [T3] == [found.target for found in pool.candidates(request())]
+
+    pool.update(W1, worker_beat())
+    assert [T1, T3] == list(pool.targets)
+
+
+def test_changed_card_counts() -> None:
+    """An agent that restarts with another card is taken at its new word, whatever its version number."""
+    pool = new_pool(card("w1"))
+
+    pool.update(W1, worker_beat(card("w1", ranks=2, url="http://new"), incarnation=200))
+
+    assert "http://new" == pool.workers[W1].card.url
+    assert [Target(W1, 0), Target(W1, 1)] == list(pool.targets)
+
+
+def test_removed_worker_takes_its_blocks_along() -> None:
+    """A worker that left is no target and holds nothing; bookings on it stay with their owner."""
+    pool = new_pool(card("w1"), card("w2"))
+    pool.index.store(T1, CHAIN)
+    book(pool, T1, CHAIN)
+
+    assert [T1] == pool.remove(W1)
+    assert [] == pool.remove(W1)
+
+    assert [T2] == list(pool.targets)
+    assert {} == pool.index.overlap(CHAIN)
+    assert 10 == pool.active.blocks(T1)
+
+
+def test_silent_worker_is_removed_while_others_are_left() -> None:
+    """A lease that ends drops the worker."""
+    pool = new_pool(card("w1"), card("w2"))
+
+    assert [W1] == pool.silence({W1})
+
+    assert [T2] == list(pool.targets)
+    assert [W2] == list(pool.workers)
+
+
+def test_last_workers_are_kept_without_blocks() -> None:
+    """If nobody else is left, silent workers stay eligible with overlap 0, until others are heard."""
+    pool = new_pool(card("w1"), card("w2"))
+    pool.index.store(T1, CHAIN)
+
+    assert [] == pool.silence({W1, W2})
+
+    assert [T1, T2] == list(pool.targets)
+    assert pool.workers[W1].silent
+    assert [0, 0] == [found.overlap_blocks for found in pool.candidates(request(prompt(CHAIN)))]
+
+    pool.update(W2, worker_beat())
+    assert [W1] == pool.silence({W1})
+    assert [T2] == list(pool.targets)
+
+
+def test_silent_worker_is_kept_where_no_other_can_serve() -> None:
+    """Others that are down, or that drain, are no reason to give it up."""
+    pool = new_pool(card("w1", block_size=32, started_at_us=1))
+    pool.update(W2, worker_beat(card("w2", started_at_us=2), state="down"))
+
+    assert [] == pool.silence({W1})
+    assert (32, [T1]) == (pool.block_size, list(pool.targets))
+
+    pool.update(W2, worker_beat(card("w2", started_at_us=2)))
+    assert (16, [T2]) == (pool.block_size, list(pool.targets))
+
+
+def test_live_targets() -> None:
+    """A worker that is up and heard is one; a silent one that is kept is not."""
+    pool = new_pool(card("w1"), card("w2", block_size=32))
+    has_live = [pool.has_live_target]
+
+    pool.silence({W1, W2})
+    assert [T1, T2] == list(pool.targets)
+    has_live.append(pool.has_live_target)
+    pool.update(W2, worker_beat("w2"))
+
+    assert [True, False, True] == [*has_live, pool.has_live_target]
+
+
+def test_more_hashes_than_blocks() -> None:
+    """A prompt hashed in smaller blocks, without saying so: no negative number, which peers would refuse."""
+    pool = new_pool(card("w1", block_size=32))
+
+    assert 0 == pool.unnamed_blocks(request(prompt(CHAIN)))
+
+
+def test_silent_worker_that_refuses_goes() -> None:
+    """One kept although silent goes when its port refuses; one that was heard stays."""
+    pool = new_pool(card("w1"), card("w2"))
+    pool.silence({W1, W2})
+    pool.update(W2, worker_beat())
+
+    pool.unreachable(W1)
+    pool.unreachable(W2)
+    pool.unreachable(W3)
+
+    assert [T2] == list(pool.targets)
+
+
+def test_candidate_carries_what_the_engine_reports() -> None:
+    """Load of the rank stands in the candidate; without a report it is None."""
+    pool = new_pool(card("w1"), card("w2"))
+    pool.update(W1, worker_beat(ranks=[RankBeat(0, 100, 0, False, 3, 4, 0.5)]))
+
+    first, second = pool.candidates(request())
+
+    assert (3, 4, 0.5) == (first.running, first.waiting, first.kv_usage)
+    assert (None, None, None) == (second.running, second.waiting, second.kv_usage)
+
+
+def test_candidate_of_an_idle_pool() -> None:
+    """Nothing cached, nothing in flight: the request's own tokens and blocks."""
+    (found,) = new_pool(card()).candidates(request(prompt(CHAIN, isl=165)))
+
+    assert (0, 165, 165) == (found.overlap_blocks, found.own_prefill_tokens, found.prefill_tokens)
+    assert (165 / 16, 10, 0) == (found.prefill_blocks, found.decode_blocks, found.requests)
+
+
+def test_excluded_targets_are_no_candidates() -> None:
+    """A target that failed this request is passed over."""
+    pool = new_pool(card("w1"), card("w2"))
+
+    assert [T2] == [found.target for found in pool.candidates(request(), frozenset({T1}))]
+
+
+def test_lora_needs_a_worker_that_has_it() -> None:
+    """A request for an adapter goes only where it is loaded; one for the base model anywhere."""
+    pool = new_pool(card("w1", lora_names=("adapterA",)), card("w2"))
+
+    assert [T1] == [found.target for found in pool.candidates(request(lora_name="adapterA"))]
+    assert [] == pool.candidates(request(lora_name="adapterB"))
+    assert 2 == len(pool.candidates(request()))
+
+
+def test_in_flight_blocks_count_as_overlap() -> None:
+    """A prefix being computed for another request is overlap, and its blocks are not new ones."""
+    pool = new_pool(card())
+    book(pool, T1, CHAIN[:6], prefill_tokens=96)
+
+    (found,) = pool.candidates(request(prompt(CHAIN)))
+
+    assert (6, 64, 96 + 64) == (found.overlap_blocks, found.own_prefill_tokens, found.prefill_tokens)
+    assert (10, 1) == (found.decode_blocks, found.requests)
+
+
+def test_without_inflight_overlap_blocks_still_count_once() -> None:
+    """`--no-router-inflight-overlap`: no overlap from requests in flight, but no block twice either."""
+    pool = new_pool(card(), inflight_overlap=False)
+    book(pool, T1, CHAIN[:6])
+
+    (found,) = pool.candidates(request(prompt(CHAIN)))
+
+    assert (0, 160, 10) == (found.overlap_blocks, found.own_prefill_tokens, found.decode_blocks)
+
+
+def test_tiers_give_credit() -> None:
+    """Host blocks save three quarters of their tokens, disk blocks one quarter; neither is overlap."""
+    pool = new_pool(card(tiers={"device": 100, "host": 100, "disk": 100}))
+    pool.index.store(T1, CHAIN[:2])
+    pool.index.store(T1, CHAIN[:6], "host")
+    pool.index.store(T1, CHAIN[:8], "disk")
+
+    (found,) = pool.candidates(request(prompt(CHAIN)))
+
+    assert (2, 8) == (found.overlap_blocks, found.widest_blocks)
+    assert 160 - (2 + 0.75 * 4 + 0.25 * 2) * 16 == found.own_prefill_tokens
+
+
+def test_last_token_is_computed_even_if_all_is_cached() -> None:
+    """A prompt that is cached whole still computes its last block."""
+    pool = new_pool(card())
+    pool.index.store(T1, CHAIN)
+
+    (found,) = pool.candidates(request(prompt(CHAIN)))
+
+    assert (9, 16) == (found.overlap_blocks, found.own_prefill_tokens)
+
+
+def test_several_prompts() -> None:
+    """Uncached tokens add up over the prompts; blocks that two prompts share are new only once."""
+    pool = new_pool(card())
+    first, second = CHAIN, CHAIN[:4] + chain_from(5000, 3)
+    pool.index.store(T1, CHAIN[:4])
+
+    (found,) = pool.candidates(request(prompt(first), prompt(second, isl=115)))
+
+    assert 4 + 4 == found.overlap_blocks
+    assert (160 - 64) + (115 - 64) == found.own_prefill_tokens
+    assert 10 + 3 == found.decode_blocks
+
+
+def test_several_prompts_and_requests_in_flight() -> None:
+    """What one prompt shares with a request in flight is not new for the other prompt either."""
+    pool = new_pool(card())
+    book(pool, T1, CHAIN[:5])
+
+    (found,) = pool.candidates(request(prompt(CHAIN), prompt(CHAIN[:7])))
+
+    assert 5 + 5 == found.overlap_blocks
+    assert 10 == found.decode_blocks
+
+
+def test_tier_sets_and_capacity_of_a_card() -> None:
+    """The widest tier listed makes the number of sets; one unknown capacity makes all unknown."""
+    pool = new_pool(
+        card("w1", tiers={"device": 100, "host": 50}),
+        card("w2"),
+        card("w3", tiers={"device": 100, "disk": 1000}),
+    )
+
+    assert [2, 1, 3] == [pool.workers[w].tier_sets() for w in (W1, W2, W3)]
+    assert [150, 0, 1100] == [pool.workers[w].capacity_blocks() for w in (W1, W2, W3)]
+
+
+def test_names_stay_known_while_all_workers_are_away() -> None:
+    """A model once served is not unknown because its workers are gone."""
+    pool = new_pool(card("w1", served_names=("chat", "chat-v2"), lora_names=("adapterA",)))
+    assert {"chat", "chat-v2", "adapterA"} == pool.names
+
+    pool.remove(W1)
+
+    assert {"chat", "chat-v2", "adapterA"} == pool.names
+    assert {"adapterA"} == pool.lora_names

@@ -1,0 +1,73 @@
+"""Pools: when they begin, when they end, who serves a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.core.fleet.pools import NAMES_KEPT_S
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.wire.ids import PoolId
+from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
+from tests.core.replicas import ROUNDS, hear_worker, new_replica, rounds
+from tests.core.worlds import POOL, card, chain_from, prompt, request
+
+CHAIN = chain_from(1000, 10)
+OTHER_POOL = PoolId("qwen-0a1b2c3d")
+
+
+@pytest.fixture
+def replica() -> Replica:
+    """A synced replica that knows nobody yet."""
+    return new_replica()
+
+
+def test_pool_that_comes_back_goes_on_with_its_feed() -> None:
+    """A pool nobody needs goes. If it comes back, its frames do not begin with 1 in the same life."""
+    replica = new_replica()
+    hear_worker(replica, card())
+    placed = replica.router(POOL).route(request(prompt(CHAIN)), 0.0)
+    replica.router(POOL).frames()
+    hear_worker(replica, state="leave")
+    rounds(replica, 3 * ROUNDS)
+    assert [POOL] == list(replica.routers), "its booking is still in flight"
+
+    replica.router(POOL).free(placed.key)
+    replica.router(POOL).frames()
+    rounds(replica, 1)
+    assert {POOL: 2} == replica.heartbeat("up", "").feeds, "peers may have missed the end"
+    for _ in range(ROUNDS + 2):
+        rounds(replica, 1)
+        while replica.work(0.0):
+            pass
+    assert {} == replica.routers
+    with pytest.raises(NoWorkersError, match="all have left"):
+        replica.router_for("llama")
+    replica.next_round(NAMES_KEPT_S + 1)
+    with pytest.raises(NoWorkersError, match="no worker has been seen"):
+        replica.router_for("llama")
+
+    hear_worker(replica, card())
+    assert {POOL: 2} == replica.heartbeat("up", "").feeds
+
+
+def test_heartbeats_without_a_card_begin_no_pool(replica: Replica) -> None:
+    """A worker's pool begins with its card."""
+    hear_worker(replica, "w1")
+
+    assert {} == replica.routers
+
+
+def test_router_for_a_model(replica: Replica) -> None:
+    """By served name, by adapter, by None where there is one pool; unknown names are a 404, none a 400."""
+    with pytest.raises(NoWorkersError):
+        replica.router_for("llama")
+    hear_worker(replica, card(lora_names=("adapterA",)))
+    assert POOL == replica.router_for("llama").pool.id == replica.router_for(None).pool.id
+    assert POOL == replica.router_for("adapterA").pool.id
+    hear_worker(replica, card("w2", model="qwen"), pool=OTHER_POOL)
+
+    with pytest.raises(UnknownModelError, match="llama, qwen"):
+        replica.router_for("gpt")
+    with pytest.raises(BadRequestError, match=r"must be given.*llama, qwen") as refusal:
+        replica.router_for(None)
+    assert 400 == refusal.value.status

@@ -1,0 +1,243 @@
+"""Readiness: what a joiner waits for, once and never again; and what only peers can serve."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvrouter.core.fleet.readiness import HELLO_S
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.wire.heartbeats import RouterBeat, State, encode
+from kvrouter.core.wire.ids import PoolId, RouterId
+from kvrouter.core.wire.ops import VERSION
+from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
+from tests.core.worlds import POOL, card
+
+
+@pytest.fixture
+def replica() -> Replica:
+    """A synced replica that knows nobody yet."""
+    return new_replica()
+
+
+def test_ready_once_and_for_ever(replica: Replica) -> None:
+    """Not before hello was answered, a worker seen and its feed live; afterwards always."""
+    assert ["waiting for the answers to hello", "no worker has been seen"] == replica.not_ready(0.0)
+    assert ["no worker has been seen"] == replica.not_ready(HELLO_S)
+    hear_worker(replica, card(), seq=5)
+    assert ["kv w1/0: recovering, 5 frames behind"] == replica.not_ready(HELLO_S)
+    hear_worker(replica, card(), seq=0, rank_incarnation=101, incarnation=101)
+    assert [] == replica.not_ready(HELLO_S)
+
+    hear_worker(replica, state="leave", incarnation=101)
+
+    assert [] == replica.not_ready(HELLO_S)
+    assert ["no worker is known"] == replica.degraded()
+
+
+def test_ready_is_latched_without_being_asked(replica: Replica) -> None:
+    """A replica that was ready is ready, also if nobody asked before its only worker left."""
+    hear_worker(replica, card())
+    replica.latch_ready(HELLO_S)
+    hear_worker(replica, state="leave")
+
+    assert [] == replica.not_ready(10.0)
+
+
+def test_joiner_waits_for_workers_that_others_hear(replica: Replica) -> None:
+    """One that does not answer hello in time is named by a replica that hears it."""
+    peer = new_replica(PEER)
+    for name in ("w1", "w2"):
+        hear_worker(peer, card(name))
+    hear_worker(replica, card("w1"))
+    replica.router_heard(PEER, encode(peer.heartbeat("up", "")), 0.0)
+    assert [] == list(peer.heartbeat("up", "").workers)
+
+    replica.router_heard(PEER, encode(peer.heartbeat("up", "", names_workers=True)), 0.0)
+    assert ["worker w2, known to replica peer, has not been heard"] == replica.not_ready(HELLO_S)
+    hear_worker(replica, "w2")  # without its card, which a hello asks for
+    assert replica.not_ready(HELLO_S)
+
+    hear_worker(replica, card("w2"))
+    assert [] == replica.not_ready(HELLO_S)
+
+
+def test_joiner_does_not_wait_for_the_dead(replica: Replica) -> None:
+    """One that stays silent for as long as a lease lasts would have been dropped by now."""
+    beat = RouterBeat(VERSION, 5, "up", "", {}, 1, 1000, [f"w{n}" for n in range(1, 9)])
+    replica.router_heard(PEER, encode(beat), 0.0)
+    hear_worker(replica, card("w1"))
+    assert 6 == len(replica.not_ready(HELLO_S))
+    assert "nor have 2 other workers" == replica.not_ready(HELLO_S)[-1]
+
+    for _ in range(ROUNDS):
+        hear_worker(replica, "w1")
+        rounds(replica, 1)
+
+    assert [] == replica.not_ready(HELLO_S)
+
+
+# Pools that only peers serve
+
+URL = "http://10.0.0.2:8000"
+OTHER = PoolId("qwen-0a1b2c3d")
+
+
+def ready(router_id: RouterId, *pools: PoolId) -> Replica:
+    """A replica that serves these pools, with a worker of its own for each, and was ready once."""
+    replica = new_replica(router_id)
+    for pool in pools:
+        serve(replica, pool)
+    replica.give_up_waiting()
+    return replica
+
+
+def serve(replica: Replica, pool: PoolId) -> None:
+    """A worker of the pool is heard."""
+    hear_worker(replica, card(f"{replica.router_id}-{pool[:4]}", model=pool[:4]), pool=pool)
+
+
+def pass_rounds(count: int, *replicas: Replica) -> None:
+    """Heartbeats of the replicas, and of their workers."""
+    for _ in range(count):
+        for replica in replicas:
+            for router in list(replica.routers.values()):
+                for worker_id in list(router.pool.workers):
+                    hear_worker(replica, worker_id, pool=router.pool.id)
+        rounds(replicas[0], 1, *replicas[1:], address=URL)
+
+
+def test_pool_that_peers_serve_and_this_replica_cannot(replica: Replica) -> None:
+    """After a lease it should get no traffic, with the reason; as soon as it has a target it should."""
+    replica.give_up_waiting()
+    peer = ready(PEER, POOL)
+    pass_rounds(ROUNDS - 1, peer, replica)
+    assert [] == replica.unserved()
+
+    pass_rounds(1, peer, replica)
+    reason = f"pool {POOL}: peers serve it (peer), no target here: "
+    assert [f"{reason}no worker has been heard"] == replica.unserved()
+    assert [] == peer.unserved()
+    hear_worker(replica, card("w1"), state="down")
+    assert [f"{reason}w1 down"] == replica.unserved()
+
+    hear_worker(replica, "w1")
+    assert [] == replica.unserved()
+
+
+def test_pool_that_no_peer_serves(replica: Replica) -> None:
+    """All replicas lack it: all stay ready."""
+    replica.give_up_waiting()
+    peer = ready(PEER)
+
+    pass_rounds(3 * ROUNDS, peer, replica)
+
+    assert [] == replica.unserved() == peer.unserved()
+
+
+def test_never_all_replicas_at_once() -> None:
+    """For every choice of what each of three replicas serves, one of them stays ready."""
+    pools = [POOL, OTHER, PoolId("phi-0a1b2c3d")]
+    for first, second, third in itertools.combinations_with_replacement(range(8), 3):
+        replicas = [
+            ready(RouterId(f"r{number}"), *[pool for bit, pool in enumerate(pools) if served >> bit & 1])
+            for number, served in enumerate((first, second, third))
+        ]
+        pass_rounds(ROUNDS, *replicas)
+
+        assert not all(replica.unserved() for replica in replicas)
+
+
+def test_each_serves_what_the_other_cannot() -> None:
+    """Clients of one pool would lose as much as those of the other gain: both stay."""
+    first, second = ready(ME, POOL), ready(PEER, OTHER)
+
+    pass_rounds(2 * ROUNDS, first, second)
+
+    assert [] == first.unserved() == second.unserved()
+
+
+def test_cut_off_replica_does_not_become_unready(replica: Replica) -> None:
+    """Without rounds of its own, what it last heard of its peers proves nothing."""
+    replica.give_up_waiting()
+    hear_worker(replica, card("w1"))
+    peer = ready(PEER, POOL)
+    pass_rounds(ROUNDS, peer, replica)
+    hear_worker(replica, state="leave")
+
+    for _ in range(3 * ROUNDS):
+        replica.next_round(0.0)
+
+    assert [] == replica.unserved()
+
+
+@pytest.mark.parametrize(
+    ("state", "address", "is_ready"), [("draining", URL, True), ("up", "", True), ("up", URL, False)]
+)
+def test_peers_that_take_no_requests(replica: Replica, state: State, address: str, is_ready: bool) -> None:
+    """One that drains, has no address (a library's), or has not been ready yet does not count."""
+    replica.give_up_waiting()
+    peer = new_replica(PEER)
+    hear_worker(peer, card("w1"))
+    if is_ready:
+        peer.give_up_waiting()
+
+    for _ in range(2 * ROUNDS):
+        replica.router_heard(PEER, encode(peer.heartbeat(state, address)), 0.0)
+        rounds(replica, 1)
+
+    assert [] == replica.unserved()
+
+
+def test_peer_that_leaves(replica: Replica) -> None:
+    """No peer serves the pool any more: this replica is ready again."""
+    replica.give_up_waiting()
+    peer = ready(PEER, POOL)
+    pass_rounds(ROUNDS, peer, replica)
+    assert replica.unserved()
+
+    replica.router_heard(PEER, encode(peer.heartbeat("leave", URL)), 0.0)
+
+    assert [] == replica.unserved()
+
+
+def test_one_odd_heartbeat(replica: Replica) -> None:
+    """One forged heartbeat, with an interval that makes for a long lease, does not make a replica unready."""
+    replica.give_up_waiting()
+    hear_worker(replica, card("w1"))
+    beat = RouterBeat(VERSION, 5, "up", URL, {}, 1, 60_000, [], {POOL: 16, OTHER: 16})
+    replica.router_heard(PEER, encode(beat), 0.0)
+
+    for _ in range(3 * ROUNDS):
+        hear_worker(replica, "w1")
+        rounds(replica, 1)
+        assert [] == replica.unserved()
+
+    assert [PEER] == list(replica.peers)
+
+
+def test_few_pools_are_named(replica: Replica) -> None:
+    """A peer may say anything: a bounded number of pools and replicas is named."""
+    replica.give_up_waiting()
+    serves = {f"p{number}": 16 for number in range(500)}
+    for _ in range(ROUNDS):
+        for number in range(50):
+            beat = RouterBeat(VERSION, 5, "up", URL, {}, 1, 1000, [], serves)
+            replica.router_heard(RouterId(f"r{number}"), encode(beat), 0.0)
+        rounds(replica, 1)
+
+    reasons = replica.unserved()
+
+    assert 5 == len(reasons)
+    assert all(len(reason) < 200 for reason in reasons)
+
+
+def test_not_connected_is_not_ready() -> None:
+    """Before hello has gone out nothing is known at all; --ready-timeout ends the waiting."""
+    replica = new_replica()
+    replica._readiness._hello_at = None
+
+    assert "not connected to NATS yet" in replica.not_ready(100.0)
+    replica.give_up_waiting()
+    assert [] == replica.not_ready(100.0)

@@ -1,0 +1,125 @@
+"""Whether a request may be routed now, and with whom it waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.core.fleet.pool import Pool, PoolSettings
+from kvrouter.core.fleet.room import has_room, lane_of
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
+from kvrouter.core.routing.breaker import BreakerSettings, CircuitBreakers
+from kvrouter.core.routing.filters import FilterSettings, new_filters
+from kvrouter.core.routing.policy import PolicyState, RouteRequest
+from kvrouter.core.wire.ids import PoolId, RouterId
+from kvrouter.policies.load import LeastLoaded
+from tests.core.worlds import POOL, T1, T2, book, card, chain_from, fixed, new_pool, prompt, request
+
+ASKED = request(prompt(chain_from(0, 10)))
+QUEUE = AdmissionQueue(AdmissionSettings(threshold=2.0))
+
+
+def new_router(pool: Pool, settings: FilterSettings | None = None) -> Router:
+    """A router with these filters."""
+    return Router(
+        pool,
+        LeastLoaded(),
+        PolicyState(fixed(0.0)),
+        router_id=RouterId("me"),
+        incarnation=1,
+        synced=False,
+        filters=new_filters(settings or FilterSettings()),
+    )
+
+
+@pytest.fixture
+def pool() -> Pool:
+    """Two workers that compute 100 tokens a step."""
+    return new_pool(*(card(name, max_batched_tokens=100) for name in ("w1", "w2")))
+
+
+def test_all_full(pool: Pool) -> None:
+    """There is room until every worker has more than twice its step charged, this request apart."""
+    router = new_router(pool)
+    book(pool, T1, [1], prefill_tokens=201)
+    second = book(pool, T2, [2], prefill_tokens=200)
+    assert has_room(router, ASKED, 0.0, QUEUE)
+
+    pool.active.free(second)
+    book(pool, T2, [2], prefill_tokens=201)
+    assert not has_room(router, ASKED, 0.0, QUEUE)
+
+
+def test_only_those_it_may_go_to_count(pool: Pool) -> None:
+    """A worker that a filter takes out is no room."""
+    router = new_router(pool, FilterSettings(active_decode_blocks_threshold=0.5))
+    pool.workers[T2.worker_id].card.tiers["device"] = 2
+    book(pool, T1, [1], prefill_tokens=201)
+    book(pool, T2, [2, 3])
+
+    assert not has_room(router, ASKED, 0.0, QUEUE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (FilterSettings(session_affinity="soft"), True),
+        (FilterSettings(session_affinity="hard"), False),
+        (FilterSettings(node="here"), True),
+    ],
+)
+def test_a_preference_keeps_nobody_waiting(settings: FilterSettings, expected: bool) -> None:
+    """The bound worker, or the one on this node, is full: that matters only where it must be that one."""
+    pool = new_pool(
+        card("w1", max_batched_tokens=100, labels={"node": "here"}), card("w2", max_batched_tokens=100)
+    )
+    router = new_router(pool, settings)
+    router.selection.state.sessions.bind("s", T1, 0.0)
+    book(pool, T1, [1], prefill_tokens=201)
+
+    assert expected is has_room(router, RouteRequest("r", session="s"), 1.0, QUEUE)
+
+
+def test_requests_in_flight_are_waited_for(pool: Pool) -> None:
+    """--max-ongoing-requests reached everywhere: there will be room."""
+    router = new_router(pool, FilterSettings(max_ongoing_requests=1))
+    keys = [book(pool, target, [1]) for target in (T1, T2)]
+    assert not has_room(router, ASKED, 0.0, QUEUE)
+
+    pool.active.free(keys[0])
+    assert has_room(router, ASKED, 0.0, QUEUE)
+
+
+def test_what_is_not_waited_for(pool: Pool) -> None:
+    """No worker at all, all busy, all broken: `route` says so at once."""
+    assert has_room(new_router(Pool(PoolId(POOL), PoolSettings())), ASKED, 0.0, QUEUE)
+
+    for target in (T1, T2):
+        book(pool, target, [1], prefill_tokens=1000)
+    busy = new_router(pool, FilterSettings(active_prefill_tokens_threshold=500, max_ongoing_requests=1))
+    assert has_room(busy, ASKED, 0.0, QUEUE)
+
+    circuits = CircuitBreakers(BreakerSettings(failures=1))
+    for target in (T1, T2):
+        circuits.failed(target, 0.0)
+    broken = new_router(pool)
+    broken.selection.filters = new_filters(FilterSettings(), circuits)
+    assert has_room(broken, ASKED, 0.0, QUEUE)
+
+
+def test_lanes(pool: Pool) -> None:
+    """An adapter's requests wait by themselves, and a hard session's with those for the same worker."""
+    sessions = [RouteRequest("r", session=name) for name in ("a", "b", "c")]
+    hard, soft = (
+        new_router(pool, FilterSettings(session_affinity="hard")),
+        new_router(pool, FilterSettings(session_affinity="soft")),
+    )
+    for router in (hard, soft):
+        router.selection.state.sessions.bind("a", T1, 0.0)
+        router.selection.state.sessions.bind("b", T1, 0.0)
+
+    plain = lane_of(hard, ASKED, 1.0)
+    assert lane_of(hard, sessions[0], 1.0) == lane_of(hard, sessions[1], 1.0) != plain
+    assert plain == lane_of(hard, sessions[2], 1.0)
+    assert plain == lane_of(soft, sessions[0], 1.0)
+    assert plain != lane_of(hard, request(lora_name="adapter"), 1.0)

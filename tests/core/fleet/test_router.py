@@ -1,0 +1,354 @@
+"""Route and book in one step; what happened to own bookings is told in order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvrouter.core.feeds.reader import FeedReader
+from kvrouter.core.feeds.trust import FeedState
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.policy import PolicyState, RouteRequest
+from kvrouter.core.wire.ids import RouterId, Target
+from kvrouter.core.wire.ops import (
+    MAX_BOOKING_HASHES,
+    MAX_FRAME_BYTES,
+    AddRequest,
+    ApproxEntry,
+    Check,
+    Free,
+    MarkPrefillCompleted,
+    Op,
+    Progress,
+    ReplayRequest,
+    SnapshotChunk,
+    decode_answer,
+    decode_frame,
+)
+from kvrouter.errors import NoWorkersError
+from kvrouter.policies.kv import Kv
+from kvrouter.policies.plain import RoundRobin
+from tests.core.worlds import POOL, T1, T2, W1, card, chain_from, new_pool, prompt, request, worker_beat
+
+pytestmark = pytest.mark.usefixtures("core")
+
+CHAIN = chain_from(1000, 10)
+ME = RouterId("me")
+
+
+def new_router(pool: Pool, *, synced: bool = True, router_id: RouterId = ME) -> Router:
+    """A router in mode kv with a seeded chance."""
+    state = PolicyState(random.Random(1).random)
+    return Router(pool, Kv(), state, router_id=router_id, incarnation=1000, synced=synced)
+
+
+@pytest.fixture
+def pool() -> Pool:
+    """Two workers that are up."""
+    return new_pool(card("w1"), card("w2", rank_header="X-data-parallel-rank"))
+
+
+@pytest.fixture
+def router(pool: Pool) -> Router:
+    """A router that tells its peers."""
+    return new_router(pool)
+
+
+class Listening(RoundRobin):
+    """Remembers what it is told of answers."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Target, int]] = []
+
+    def on_request_routed(self, _request: RouteRequest, target: Target, status: int) -> None:
+        """Kept."""
+        self.told.append((target, status))
+
+
+def told(router: Router) -> list[list[Op]]:
+    """The ops of each frame that goes out now."""
+    return [decode_frame(frame).ops or [] for frame in router.frames()]
+
+
+def test_route_books_what_it_chose(router: Router, pool: Pool) -> None:
+    """The choice is in the table at once, with the request's blocks and tokens; the peers are told."""
+    pool.index.store(T2, CHAIN[:4])
+
+    placed = router.route(request(prompt(CHAIN, 165)), 0.0)
+
+    assert (T2, "http://w2:9000", "X-data-parallel-rank") == (placed.target, placed.url, placed.rank_header)
+    assert (10, 101, 1) == (pool.active.blocks(T2), pool.active.charged_tokens(T2), pool.active.requests(T2))
+    assert [T1, T2] == [candidate.target for candidate in router.considered]
+    [[add]] = told(router)
+    assert isinstance(add, AddRequest)
+    assert (1, "req", "w2", 165, 4, 101) == (
+        add.number, add.request_id, add.worker_id, add.isl, add.overlap_blocks, add.prefill_tokens
+    )  # fmt: skip
+
+
+def test_no_worker_is_a_503(router: Router, pool: Pool) -> None:
+    """Nobody up, or all tried: NoWorkersError that says which."""
+    with pytest.raises(NoWorkersError, match="w1/0") as failed:
+        router.route(request(), 0.0, exclude=frozenset({T1, T2}))
+    assert 503 == failed.value.status
+    for worker in ("w1", "w2"):
+        pool.update(W1 if worker == "w1" else T2.worker_id, worker_beat(state="down"))
+
+    with pytest.raises(NoWorkersError, match="known: w1, w2"):
+        router.route(request(), 0.0)
+    assert [] == told(router), "nothing was booked"
+
+
+def test_concurrent_siblings_see_each_other(router: Router) -> None:
+    """Booking at once means that the second of two equal requests finds the first one's blocks."""
+    first = router.route(request(prompt(CHAIN)), 0.0)
+    second = router.route(request(prompt(chain_from(9000, 10))), 0.0)
+
+    assert first.target != second.target
+
+
+def test_retry_is_one_frame(router: Router) -> None:
+    """A Free and the new AddRequest travel together, in this order."""
+    first = router.route(request(prompt(CHAIN)), 0.0)
+    told(router)
+
+    router.free(first.key)
+    second = router.route(request(prompt(CHAIN)), 0.0, exclude=frozenset({first.target}))
+
+    [[free, add]] = told(router)
+    assert free == Free(first.key.number)
+    assert isinstance(add, AddRequest)
+    assert add.number == second.key.number != first.key.number
+    assert first.target != second.target
+
+
+def test_free_twice_is_told_once(router: Router, pool: Pool) -> None:
+    """A second Free, or a mark after it, changes nothing and says nothing."""
+    key = router.route(request(prompt(CHAIN)), 0.0).key
+    told(router)
+
+    router.free(key)
+    router.free(key)
+    router.mark_prefill_completed(key, 0.0)
+    router.first_byte(key, 0.0)
+    router.progress(key, 1000)
+
+    assert [[Free(key.number)]] == told(router)
+    assert {} == pool.active.owners()
+
+
+def test_first_byte_completes_prefill_and_is_a_sample(router: Router, pool: Pool) -> None:
+    """The charge goes, the peers are told once, and the time it took is learnt."""
+    placed = router.route(request(prompt(CHAIN)), 10.0)
+    told(router)
+
+    router.first_byte(placed.key, 12.0)
+    router.first_byte(placed.key, 99.0)
+
+    assert [[MarkPrefillCompleted(placed.key.number)]] == told(router)
+    assert 0 == pool.active.charged_tokens(placed.target)
+    assert 1.0 == router.rates.seconds(placed.target, 80)
+
+
+def test_the_policy_that_chose_is_told_how_each_attempt_was_answered(pool: Pool) -> None:
+    """Once: by the first status there is, or by 499 if the request is freed before."""
+    policy = Listening()
+    state = PolicyState(lambda: 0.5)
+    router = Router(pool, policy, state, router_id=ME, incarnation=1, synced=False)
+    streamed, refused, left = [router.route(request(), 0.0) for _ in range(3)]
+
+    router.first_byte(streamed.key, 1.0)
+    router.answered(refused.key, 503)
+    router.answered(refused.key, 200)
+    for placed in (streamed, refused, left, left):
+        router.free(placed.key)
+
+    assert [(streamed.target, 200), (refused.target, 503), (left.target, 499)] == policy.told
+
+
+def test_unstreamed_request_is_predicted(router: Router) -> None:
+    """The pool's rate, and what is charged in front of it, say when an unstreamed prefill is over."""
+    streamed = router.route(request(prompt(CHAIN)), 0.0)
+    router.first_byte(streamed.key, 1.0)
+    other = router.route(request(prompt(chain_from(5000, 20))), 1.0, streamed=False)
+
+    assert [] == router.due(2.99)
+    assert [other.key] == router.due(3.0)
+    assert [] == router.due(9.0), "once"
+
+
+def test_unstreamed_request_without_samples(router: Router) -> None:
+    """Without any rate the charge stays until the response ends."""
+    router.route(request(prompt(CHAIN)), 0.0, streamed=False)
+
+    assert [] == router.due(1e9)
+
+
+def test_unstreamed_request_that_ended_is_not_due(router: Router) -> None:
+    """A response that came before its prediction needs no mark."""
+    router.first_byte(router.route(request(prompt(CHAIN)), 0.0).key, 1.0)
+    key = router.route(request(prompt(CHAIN)), 1.0, streamed=False).key
+
+    router.free(key)
+
+    assert [] == router.due(1e9)
+
+
+def test_predictions_of_requests_that_ended_do_not_pile_up(router: Router) -> None:
+    """A worker that was slow once: an hour is predicted, and every request ends at once."""
+    router.first_byte(router.route(request(prompt(CHAIN)), 0.0).key, 3600.0)
+    waiting = [router.route(request(prompt(CHAIN)), 3600.0, streamed=False).key for _ in range(3)]
+
+    for _ in range(300):
+        router.free(router.route(request(prompt(CHAIN)), 3600.0, streamed=False).key)
+
+    assert len(router._predicted) <= 100
+    assert set(waiting) == set(router.due(1e9)), "those in flight are still due"
+
+
+def test_output_blocks(router: Router, pool: Pool) -> None:
+    """(isl + tokens) // size − isl // size, told when a boundary is crossed and not before."""
+    placed = router.route(request(prompt(CHAIN, 165)), 0.0)
+    told(router)
+
+    for tokens in (1, 10, 11, 26, 27):
+        router.progress(placed.key, tokens)
+
+    assert [[Progress(1, 1), Progress(1, 2)]] == told(router)
+    assert 10 + 2 == pool.active.blocks(placed.target)
+
+
+def test_several_prompts_are_booked_as_their_union(router: Router, pool: Pool) -> None:
+    """Shared blocks once, tokens of both, and all of it gone after one Free."""
+    placed = router.route(request(prompt(CHAIN), prompt(CHAIN[:4] + chain_from(7000, 2))), 0.0)
+
+    assert 12 == pool.active.blocks(placed.target)
+    assert 160 + 96 == pool.active.charged_tokens(placed.target)
+    router.free(placed.key)
+    assert 0 == pool.active.blocks(placed.target)
+    pool.active.check()
+
+
+def test_booking_of_60_001_blocks(router: Router, pool: Pool) -> None:
+    """The first 60,000 travel by name, the last one as a number; one frame below 512 KiB; peers agree."""
+    router.route(request(prompt(range(2**63, 2**63 + MAX_BOOKING_HASHES + 1))), 0.0)
+
+    (frame,) = router.frames()
+
+    assert len(frame) < MAX_FRAME_BYTES
+    (add,) = decode_frame(frame).ops or []
+    assert isinstance(add, AddRequest)
+    assert (MAX_BOOKING_HASHES * 8, 1) == (len(add.hashes), add.anonymous_blocks)
+    peer = new_pool(card("w1"), card("w2"))
+    reader = FeedReader(POOL, new_router(peer).copy_sink(ME), lambda: 0.5)
+    reader.frame(frame, 0.0)
+    assert pool.active.digest(ME) == peer.active.digest(ME)
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_blocks_without_a_hash(router: Router, pool: Pool, prompts: int) -> None:
+    """A prompt whose end was not tokenized fills, is charged and is booked with the blocks it has in all."""
+    chains = [chain_from(100 * number, 3) for number in range(prompts)]
+
+    placement = router.route(request(*(prompt(chain, isl=160) for chain in chains)), now=0)
+
+    assert (160 * prompts, 10 * prompts) == (
+        placement.choice.own_prefill_tokens,
+        placement.choice.own_decode_blocks,
+    )
+    assert 10 * prompts == pool.active.blocks(placement.target)
+    (frame,) = told(router)
+    assert isinstance(frame[0], AddRequest)
+    assert 7 * prompts == frame[0].anonymous_blocks
+
+
+def test_check_is_sent_when_there_was_something_to_tell(router: Router, pool: Pool) -> None:
+    """One Check behind the last frame, then silence until there is news."""
+    router.route(request(prompt(CHAIN)), 0.0)
+
+    (frame,) = router.check_frames(0.0)
+
+    assert Check(*pool.active.digest(ME)) == (decode_frame(frame).ops or [])[-1]
+    assert [] == router.check_frames(0.0)
+    router.route(request(), 0.0)
+    assert 1 == len(router.frames())
+    assert 1 == len(router.check_frames(0.0))
+    assert [] == router.check_frames(0.0)
+
+
+def test_unsynced_router_says_nothing(pool: Pool) -> None:
+    """Without --router-replica-sync no frame goes out, and bookings work all the same."""
+    router = new_router(pool, synced=False)
+
+    key = router.route(request(prompt(CHAIN)), 0.0).key
+    router.progress(key, 100)
+    router.mark_prefill_completed(key, 0.0)
+    router.free(key)
+
+    assert [] == router.frames() == router.check_frames(0.0)
+    assert 0 == router.source.seq
+
+
+def test_snapshot_ahead_of_the_outbox() -> None:
+    """A snapshot taken while ops wait in the outbox, and those ops after it, make the same copies."""
+    pool, peer = new_pool(card("w1"), card("w2")), new_pool(card("w1"), card("w2"))
+    router = new_router(pool)
+    keys = [router.route(request(prompt(chain_from(100 * n, 3))), 0.0).key for n in range(1, 5)]
+    router.frames()
+    router.mark_prefill_completed(keys[0], 0.0)
+    router.progress(keys[1], 40)
+    router.free(keys[2])
+    router.route(request(prompt(CHAIN)), 0.0)
+    reader = FeedReader(POOL, new_router(peer).copy_sink(ME), lambda: 0.5)
+    reader.heartbeat(1000, router.source.seq, 0.0)
+    wanted = reader.due(0.0)
+    assert isinstance(wanted, ReplayRequest)
+    reader.answer(router.source.answer(wanted, 10**6, 0.0), 0.0)
+    reader.work(10**6, 0.0)
+
+    for frame in router.check_frames(0.0):
+        reader.frame(frame, 0.0)
+
+    assert (FeedState.LIVE, 0) == (reader.state, reader.counters.digest_mismatches)
+    assert pool.active.digest(ME) == peer.active.digest(ME)
+    peer.active.check()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_assumptions_without_kv_events(own: bool) -> None:
+    """Prefill completed means: assumed to be cached there, by owner and peer alike, for the ttl."""
+    pool, peer = new_pool(card(), use_kv_events=False, ttl_s=5.0), new_pool(card(), use_kv_events=False)
+    router = new_router(pool)
+    reader = FeedReader(POOL, new_router(peer).copy_sink(ME), lambda: 0.5)
+    placed = router.route(request(prompt(CHAIN)), 0.0)
+    errored = router.route(request(prompt(chain_from(500, 2))), 0.0)
+    router.free(errored.key)
+    router.first_byte(placed.key, 1.0)
+    for frame in router.frames():
+        reader.frame(frame, 1.0)
+
+    index = pool.index if own else peer.index
+    assert {T1: 10} == index.overlap(CHAIN)
+    assert {} == index.overlap(chain_from(500, 2)), "a booking freed by an error is no assumption"
+    answer = decode_answer(router.source.answer(ReplayRequest(1, POOL, 1000, 0), 10**6, 0.0))
+    assert isinstance(answer, SnapshotChunk)
+    assert [6000] == [op.ttl_ms for op in answer.ops if isinstance(op, ApproxEntry)]
+
+
+@pytest.mark.parametrize(("caches", "found"), [(False, {}), (None, {T1: 10}), (True, {T1: 10})])
+def test_no_assumptions_about_engines_without_a_cache(caches: bool | None, found: dict[Target, int]) -> None:
+    """Without KV events a worker whose prefix caching is off is taken to hold nothing, here and at peers."""
+    facts = card(prefix_caching=caches)
+    pool, peer = new_pool(facts, use_kv_events=False), new_pool(facts, use_kv_events=False)
+    router = new_router(pool)
+    reader = FeedReader(POOL, new_router(peer).copy_sink(ME), lambda: 0.5)
+    placed = router.route(request(prompt(CHAIN)), 0.0)
+    again = router.route(request(prompt(CHAIN)), 0.5)
+    router.first_byte(placed.key, 1.0)
+    for frame in router.frames():
+        reader.frame(frame, 1.0)
+
+    assert (found, found) == (pool.index.overlap(CHAIN), peer.index.overlap(CHAIN))
+    assert (0 if caches is False else 9) == again.choice.overlap_blocks, "nor do requests in flight help it"

@@ -1,0 +1,193 @@
+"""The admission queue: when to wait, who is next, how long, how many."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
+from kvrouter.core.routing.policy import Candidate
+from kvrouter.errors import NoWorkersError, QueueFullError
+from tests.policies.tables import candidate
+
+
+def worker(charged: int, batched: int = 1000) -> Candidate:
+    """A target with so many prefill tokens charged."""
+    return candidate("w", charged=charged, max_batched_tokens=batched)
+
+
+FULL, FREE = [worker(2001)], [worker(2001), worker(2000)]
+
+
+@pytest.fixture
+def queue() -> AdmissionQueue:
+    """Full above twice what a step computes; four may wait, for ten seconds."""
+    return AdmissionQueue(AdmissionSettings(threshold=2.0, max_waiting=4, max_wait_s=10.0))
+
+
+def test_saturated_is_strictly_above_on_every_target(queue: AdmissionQueue) -> None:
+    """2 x 1000 charged is not above; one target with room is room."""
+    assert queue.is_saturated(FULL)
+    assert not queue.is_saturated(FREE)
+    assert not queue.is_saturated([]), "nobody at all is another error"
+
+
+def test_unknown_batch_size_is_room(queue: AdmissionQueue) -> None:
+    """A worker that does not tell is never waited for."""
+    assert not queue.is_saturated([worker(10**9, batched=0)])
+
+
+def test_off_by_default() -> None:
+    """Threshold 0: nobody ever waits."""
+    assert not AdmissionQueue(AdmissionSettings()).is_saturated([worker(10**9)])
+
+
+def test_arrival_order_is_kept(queue: AdmissionQueue) -> None:
+    """First come, first served; who arrives while others wait, waits too, even if there is room."""
+    first, second = queue.join(0.0), queue.join(1.0)
+
+    assert queue.is_waited_in()
+    assert not queue.admit(second, has_room=True)
+    assert not queue.admit(first, has_room=False)
+    assert queue.admit(first, has_room=True)
+    assert queue.admit(second, has_room=True)
+    assert not queue.is_waited_in()
+
+
+def test_equal_arrival_times_keep_order(queue: AdmissionQueue) -> None:
+    """In one instant the number decides."""
+    tickets = [queue.join(5.0) for _ in range(4)]
+
+    for ticket in tickets:
+        assert ticket == queue.first()
+        assert queue.admit(ticket, has_room=True)
+
+
+def test_priority_and_ageing() -> None:
+    """A step of priority is worth two seconds of waiting: 1.9 s later it overtakes, 2.1 s later not."""
+    for later, winner in ((1.9, "high"), (2.1, "low")):
+        queue = AdmissionQueue(AdmissionSettings(threshold=1.0, ageing_s=2.0))
+        low, high = queue.join(0.0), queue.join(later, priority=-1)
+
+        assert {"low": low, "high": high}[winner] == queue.first()
+
+
+def test_nobody_starves() -> None:
+    """Under a steady stream of priority -5 a request of priority 0 is served after five seconds' worth."""
+    queue = AdmissionQueue(AdmissionSettings(threshold=1.0, ageing_s=1.0, max_wait_s=1e9))
+    patient, served_at = queue.join(0.0), None
+    for step in range(100):
+        now = step * 0.1
+        queue.join(now, priority=-5)
+        first = queue.first()
+        assert first is not None
+        queue.leave(first)
+        if first == patient:
+            served_at = now
+            break
+
+    assert served_at is not None
+    assert pytest.approx(5.0, abs=0.2) == served_at
+
+
+def test_a_lead_is_bounded() -> None:
+    """However great the priorities, who has waited half of the longest wait comes before a newcomer."""
+    for later, winner in ((14.0, "urgent"), (16.0, "patient")):
+        queue = AdmissionQueue(AdmissionSettings(threshold=1.0, max_wait_s=30.0))
+        patient, urgent = queue.join(0.0, priority=10**9), queue.join(later, priority=-(10**9))
+
+        assert {"patient": patient, "urgent": urgent}[winner] == queue.first()
+
+
+def test_lanes_do_not_hold_each_other_up(queue: AdmissionQueue) -> None:
+    """Who waits for an adapter's worker holds up nobody else; `max_waiting` counts all."""
+    adapter = queue.join(0.0, lane="adapter")
+
+    assert queue.is_waited_in("adapter")
+    assert not queue.is_waited_in()
+
+    base = queue.join(1.0)
+    assert [adapter, base] == queue.firsts()
+    assert queue.admit(base, has_room=True)
+    assert [adapter] == queue.firsts()
+
+    for _ in range(3):
+        queue.join(2.0)
+    with pytest.raises(QueueFullError):
+        queue.join(2.0, lane="adapter")
+
+
+def test_lanes_end_with_their_last_waiter(queue: AdmissionQueue) -> None:
+    """A thousand lanes that were used once take no room."""
+    for number in range(1000):
+        queue.leave(queue.join(0.0, lane=str(number)))
+
+    assert ({}, {}) == (queue._lanes, queue._waiting)
+
+
+def test_ageing_zero_ignores_priority() -> None:
+    """Strictly by arrival."""
+    queue = AdmissionQueue(AdmissionSettings(threshold=1.0, ageing_s=0.0))
+    first = queue.join(0.0)
+    queue.join(0.0, priority=-100)
+
+    assert first == queue.first()
+
+
+def test_full_queue(queue: AdmissionQueue) -> None:
+    """The fifth is refused with a 503 that says why; when one leaves there is room."""
+    tickets = [queue.join(0.0) for _ in range(4)]
+
+    with pytest.raises(QueueFullError, match="4 requests wait") as refused:
+        queue.join(0.0)
+    assert 503 == refused.value.status
+    assert isinstance(refused.value, NoWorkersError)
+    queue.leave(tickets[2])
+    queue.join(0.0)
+
+
+def test_wait_is_bounded(queue: AdmissionQueue) -> None:
+    """Who has waited ten seconds is out, whoever else waits."""
+    first, second = queue.join(0.0), queue.join(3.0)
+
+    assert [] == queue.expire(9.9)
+    assert [first] == queue.expire(10.0)
+    assert second == queue.first()
+    assert not queue.admit(first, has_room=True)
+
+
+def test_client_that_leaves(queue: AdmissionQueue) -> None:
+    """It leaves the queue, twice if it likes; the next one is next."""
+    first, second = queue.join(0.0), queue.join(1.0)
+
+    queue.leave(first)
+    queue.leave(first)
+
+    assert second == queue.first()
+    assert 1 == len(queue)
+
+
+def test_many_that_leave_are_forgotten() -> None:
+    """The order does not grow with those that left."""
+    queue = AdmissionQueue(AdmissionSettings(threshold=1.0, max_waiting=10))
+    last = queue.join(0.0, priority=1)
+    for number in range(10_000):
+        queue.leave(queue.join(float(number)))
+
+    assert last == queue.first()
+    assert len(queue._lanes[""].order) < 200
+
+
+def test_figures(queue: AdmissionQueue) -> None:
+    """How many wait and how long the first has waited."""
+    assert 0.0 == queue.longest_wait_s(5.0)
+    queue.join(1.0)
+    queue.join(2.0)
+
+    assert (2, 4.0) == (len(queue), queue.longest_wait_s(5.0))
+
+
+def test_queues_do_not_wake_in_one_instant(queue: AdmissionQueue) -> None:
+    """Up to 2 ms for each peer; alone, at once."""
+    assert (0.0, 0.006, 0.003) == (
+        queue.wake_after_s(0, 0.9), queue.wake_after_s(3, 1.0), queue.wake_after_s(3, 0.5)
+    )  # fmt: skip

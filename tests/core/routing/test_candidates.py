@@ -1,0 +1,131 @@
+"""Candidates in columns: the same as made one by one, of their moment, and cheap to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.routing.candidates import Candidates, requests_of, targets_of
+from kvrouter.core.routing.cost import cost, find_overlap, uncached_tokens
+from kvrouter.core.wire.heartbeats import RankBeat
+from tests.core.worlds import T1, T2, T3, W1, book, card, chain_from, new_pool, prompt, request, worker_beat
+
+pytestmark = pytest.mark.usefixtures("core")
+CHAIN = chain_from(1000, 10)
+depths = st.integers(0, 10)
+
+
+def filled_pool(cached: Sequence[int], booked: Sequence[int], host: int) -> Pool:
+    """Three workers that hold, and compute, so much of CHAIN; `host`: so much in host memory."""
+    pool = new_pool(card("w1"), card("w2", prefix_caching=False), card("w3"))
+    for target, count in zip((T1, T2, T3), cached, strict=True):
+        if count:
+            pool.index.store(target, CHAIN[:count])
+    if host:
+        pool.index.store(T1, CHAIN[:host], "host")
+    for target, count in zip((T1, T2, T3), booked, strict=True):
+        if count:
+            book(pool, target, CHAIN[:count], prefill_tokens=16 * count)
+    return pool
+
+
+@settings(deadline=None)
+@given(st.tuples(depths, depths, depths), st.tuples(depths, depths, depths), depths, st.integers(0, 9))
+def test_amounts_are_those_of_the_design(
+    cached: tuple[int, ...], booked: tuple[int, ...], host: int, weight: int
+) -> None:
+    """Whoever holds whatever: overlap, tokens, blocks and cost of each are what the formulas say."""
+    pool = filled_pool(cached, booked, host)
+
+    found = pool.candidates(request(prompt(CHAIN, isl=165)))
+
+    for place, one in enumerate(found):
+        tiers = pool.index.overlap_by_tier(CHAIN).get(one.target, [])
+        reused = 0 if one.card.prefix_caching is False else booked[place]
+        overlap = find_overlap(165, 16, tiers, reused)
+        own_tokens = uncached_tokens(165, 16, overlap)
+        assert (overlap.overlap_blocks, overlap.widest_blocks) == (one.overlap_blocks, one.widest_blocks)
+        assert (own_tokens, 16 * booked[place] + own_tokens) == (one.own_prefill_tokens, one.prefill_tokens)
+        assert (10 - booked[place], 10) == (one.own_decode_blocks, one.decode_blocks)
+        assert list(tiers) == list(one.tier_blocks)
+        assert min(max(tiers, default=0), overlap.widest_blocks) == one.indexed_blocks
+    assert [cost(weight, one.prefill_blocks, one.decode_blocks) for one in found] == found.costs(weight)
+    assert [one.requests for one in found] == found.requests()
+
+
+def test_looked_at_one_by_one_or_all_at_once() -> None:
+    """An index, a slice, a loop: the same candidates, and equal to a list of them."""
+    found = filled_pool((3, 0, 5), (0, 2, 0), 0).candidates(request(prompt(CHAIN)))
+
+    last = found[-1]
+    assert isinstance(found, Candidates)
+    assert [found[0], found[1], last] == list(found) == found[:]
+    assert found == [found[0], found[1], last]
+    assert found != [last]
+    assert T3 == last.target
+    with pytest.raises(IndexError):
+        found[3]
+
+
+def test_candidates_are_of_their_moment() -> None:
+    """What happens after a decision does not change what it was made from."""
+    pool = filled_pool((3, 0, 5), (0, 0, 0), 0)
+    pool.update(W1, worker_beat(ranks=[RankBeat(0, 1, 0, running=7)]))
+    found = pool.candidates(request(prompt(CHAIN)))
+
+    book(pool, T1, CHAIN)
+    pool.index.store(T2, CHAIN)
+    pool.update(W1, worker_beat(ranks=[RankBeat(0, 1, 0, running=8)]))
+    pool.remove(W1)
+
+    assert [T1, T2, T3] == [one.target for one in found]
+    assert (7, 0, 3) == (found[0].running, found[0].requests, found[0].overlap_blocks)
+    assert 0 == found[1].overlap_blocks
+
+
+def test_costs_of_some_only() -> None:
+    """Costs, requests and targets are of those that are left, in their order; also of a plain list."""
+    pool = filled_pool((3, 0, 5), (0, 4, 0), 0)
+
+    asked = request(prompt(CHAIN))
+    every, fewer = pool.candidates(asked), pool.candidates(asked, frozenset({T1}))
+
+    assert every.costs(1.0)[1:] == fewer.costs(1.0)
+    assert every.requests()[1:] == fewer.requests()
+    assert list(every)[1:] == fewer
+    for some in (every, fewer, list(fewer)):
+        assert [one.target for one in some] == list(targets_of(some))
+        assert [one.requests for one in some] == requests_of(some)
+
+
+def test_loads_stay_lined_up() -> None:
+    """Workers come and go between bookings: each candidate shows its own load."""
+    pool = new_pool(card("w2"), card("w3"))
+    book(pool, T3, CHAIN[:4], prefill_tokens=64)
+    pool.update(W1, worker_beat(card("w1")))
+    book(pool, T1, CHAIN[:2], prefill_tokens=32)
+    pool.active.check()
+
+    found = pool.candidates(request())
+    assert [(32, 1), (0, 0), (64, 1)] == [(one.charged_tokens, one.requests) for one in found]
+    pool.remove(W1)
+
+    found = pool.candidates(request())
+    assert [(0, 0), (64, 1)] == [(one.charged_tokens, one.requests) for one in found]
+    pool.active.check()
+
+
+def test_a_rank_that_falls_silent_reports_nothing() -> None:
+    """A heartbeat that leaves a rank out: what that rank said before no longer stands."""
+    pool = new_pool(card("w1", ranks=2))
+    both = [RankBeat(0, 1, 0, running=1), RankBeat(1, 1, 0, running=2)]
+    pool.update(W1, worker_beat(ranks=both))
+    assert [1, 2] == [one.running for one in pool.candidates(request())]
+
+    pool.update(W1, worker_beat(ranks=both[:1]))
+
+    assert [1, None] == [one.running for one in pool.candidates(request())]

@@ -1,0 +1,185 @@
+"""Which candidates may be chosen at all."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from kvrouter.core.routing.breaker import BreakerSettings, CircuitBreakers
+from kvrouter.core.routing.filters import (
+    Breaker,
+    Busy,
+    Filter,
+    FilterSettings,
+    Locality,
+    MaxOngoing,
+    Multiplex,
+    Session,
+    new_filters,
+)
+from kvrouter.core.routing.policy import Candidate, PolicyState, RouteRequest, Wanted
+from kvrouter.core.routing.selection import Selection
+from kvrouter.core.tables.sessions import SessionTable
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.policies.load import LeastLoaded
+from tests.policies.tables import REQUEST, candidate, state, target
+
+
+def kept(
+    what: Filter,
+    *candidates: Candidate,
+    request: RouteRequest = REQUEST,
+    using: PolicyState | None = None,
+) -> list[str]:
+    """The workers that stay."""
+    return [str(one.target.worker_id) for one in what.keep(request, candidates, using or state())]
+
+
+def test_busy_prefill_threshold_is_strict() -> None:
+    """Above 500 charged tokens is busy, exactly 500 is not; the request's own do not count."""
+    candidates = [candidate("w1", charged=500), candidate("w2", charged=501), candidate("w3", overlap=9)]
+
+    assert ["w1", "w3"] == kept(Busy(active_prefill_tokens=500), *candidates)
+
+
+def test_busy_decode_threshold_is_a_fraction() -> None:
+    """Above 85 of 100 blocks is busy; a worker whose capacity is unknown never is."""
+    hundred = {"device": 100}
+    candidates = [
+        candidate("w1", active=85, tiers=hundred),
+        candidate("w2", active=86, tiers=hundred),
+        candidate("w3", active=10**6),
+    ]
+
+    assert ["w1", "w3"] == kept(Busy(active_decode_blocks=0.85), *candidates)
+
+
+def test_either_threshold_is_enough() -> None:
+    """And without thresholds nobody is busy."""
+    candidates = [candidate("w1", charged=9), candidate("w2", active=9, tiers={"device": 10})]
+
+    assert [] == kept(Busy(0.5, 5), *candidates)
+    assert ["w1", "w2"] == kept(Busy(), *candidates)
+
+
+def test_max_ongoing_requests() -> None:
+    """A target with as many as it may have takes no more."""
+    assert ["w1"] == kept(MaxOngoing(3), candidate("w1", requests=2), candidate("w2", requests=3))
+
+
+def test_multiplex() -> None:
+    """Those that have the adapter; else those with the fewest adapters; the base model goes anywhere."""
+    loaded = candidate("w1", lora_names=("a", "b"))
+    few, many = candidate("w2", lora_names=("c",)), candidate("w3", lora_names=("c", "d"))
+    wanted = RouteRequest("req", lora_name="a")
+
+    assert ["w1"] == kept(Multiplex(), loaded, few, many, request=wanted)
+    assert ["w2"] == kept(Multiplex(), few, many, request=wanted)
+    assert ["w3"] == kept(Multiplex(), many, request=wanted)
+    assert ["w1", "w2"] == kept(Multiplex(), loaded, few)
+    assert [] == kept(Multiplex(), request=wanted)
+
+
+def test_locality() -> None:
+    """The same node, else the same zone, else all; what is not known narrows nothing."""
+    near = candidate("w1", labels={"node": "n1", "zone": "z1"})
+    zone = candidate("w2", labels={"node": "n2", "zone": "z1"})
+    far = candidate("w3", labels={"zone": "z2"})
+
+    assert ["w1"] == kept(Locality("n1", "z1"), near, zone, far)
+    assert ["w2"] == kept(Locality("n1", "z1"), zone, far)
+    assert ["w3"] == kept(Locality("n1", "z1"), far)
+    assert ["w1", "w2"] == kept(Locality(zone="z1"), near, zone, far)
+    assert ["w1", "w2", "w3"] == kept(Locality(), near, zone, far)
+
+
+@pytest.fixture
+def bound() -> PolicyState:
+    """Session "chat" is bound to w2."""
+    sessions = SessionTable()
+    sessions.bind("chat", target("w2"), 0.0)
+    return state(sessions=sessions)
+
+
+CHAT = RouteRequest("req", REQUEST.prompts, session="chat")
+
+
+def selected(settings: FilterSettings, using: PolicyState, *candidates: Candidate) -> list[str]:
+    """Who may be chosen for a request of the session."""
+    selection = Selection(LeastLoaded(), using, new_filters(settings))
+    return [str(one.target.worker_id) for one in selection.eligible(CHAT, candidates)]
+
+
+def test_session_stays(bound: PolicyState) -> None:
+    """Hard and soft alike, where the target takes requests; other sessions and none are free."""
+    both = [candidate("w1"), candidate("w2")]
+
+    assert ["w2"] == selected(FilterSettings(session_affinity="soft"), bound, *both)
+    assert ["w2"] == selected(FilterSettings(session_affinity="hard"), bound, *both)
+    assert ["w1", "w2"] == kept(Session(), *both, using=bound)
+    assert ["w1", "w2"] == kept(Session(), *both, using=bound, request=RouteRequest("r", session="new"))
+
+
+def test_full_target_of_a_session(bound: PolicyState) -> None:
+    """Soft: the session moves on. Hard: it has nobody, and waits or fails."""
+    candidates = [candidate("w1"), candidate("w2", requests=4)]
+
+    assert ["w1"] == selected(
+        FilterSettings(max_ongoing_requests=4, session_affinity="soft"), bound, *candidates
+    )
+    assert [] == selected(FilterSettings(max_ongoing_requests=4, session_affinity="hard"), bound, *candidates)
+
+
+def test_session_whose_target_is_gone(bound: PolicyState) -> None:
+    """It is free to be bound anew, hard or soft."""
+    for affinity in ("soft", "hard"):
+        settings = FilterSettings(session_affinity=affinity)
+        assert ["w1", "w3"] == selected(settings, bound, candidate("w1"), candidate("w3"))
+
+
+def test_preferences_never_beat_what_must_hold() -> None:
+    """The near worker is full: it has left before locality is asked, so a far one is taken."""
+    near = candidate("w1", requests=4, labels={"node": "n1"})
+    far = candidate("w2", labels={"node": "n2"})
+    settings = FilterSettings(max_ongoing_requests=4, node="n1")
+
+    assert ["w2"] == selected(settings, state(), near, far)
+
+
+@pytest.mark.parametrize(
+    "preference", [Session(), Session(is_hard=True), Multiplex(), Locality("n1", "z1")], ids=str
+)
+def test_preferences_leave_a_named_target_alone(bound: PolicyState, preference: Filter) -> None:
+    """Mode direct goes where the client says, bound, loaded and near or not."""
+    near = candidate("w2", labels={"node": "n1", "zone": "z1"}, lora_names=("a",))
+    named = RouteRequest("req", lora_name="a", session="chat", wanted=Wanted(WorkerId("w1")))
+    anywhere = structs.replace(named, wanted=None)
+
+    assert ["w1", "w2"] == kept(preference, candidate("w1"), near, request=named, using=bound)
+    assert ["w2"] == kept(preference, candidate("w1"), near, request=anywhere, using=bound)
+
+
+def test_circuit_breaker() -> None:
+    """An open target is passed over until its time is over."""
+    circuits = CircuitBreakers(BreakerSettings(failures=1, open_s=60.0))
+    both = [candidate("w1"), candidate("w2")]
+    assert ["w1", "w2"] == kept(Breaker(circuits), *both)
+
+    circuits.failed(target("w1"), 0.0)
+
+    assert ["w2"] == kept(Breaker(circuits), *both, using=state(now=59.9))
+    assert ["w1", "w2"] == kept(Breaker(circuits), *both, using=state(now=60.0))
+
+
+def test_no_settings_no_filters() -> None:
+    """By default nothing stands between candidates and policy."""
+    assert () == new_filters(FilterSettings())
+
+
+def test_order_of_filters() -> None:
+    """What must hold before what should."""
+    settings = FilterSettings(0.9, 1000, 8, "soft", multiplex=True, zone="z")
+
+    assert ["circuit-breaker", "busy", "max-ongoing-requests", "session", "multiplex", "locality"] == [
+        one.name for one in new_filters(settings, CircuitBreakers())
+    ]

@@ -1,0 +1,150 @@
+"""A mode per request: built once, with turns of its own and the router's tables."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.decisions import DecisionRing
+from kvrouter.core.routing.filters import FilterSettings, new_filters
+from kvrouter.core.routing.modes import Modes
+from kvrouter.core.routing.policy import PolicyState, RouteRequest
+from kvrouter.core.wire.ids import RouterId
+from kvrouter.errors import BadRequestError
+from kvrouter.policies import PolicySettings, new_policy
+from kvrouter.policies.kv import Kv
+from tests.core.worlds import T1, T2, T3, W1, card, chain_from, new_pool, prompt, request, worker_beat
+
+CHAIN = chain_from(1000, 10)
+
+
+@pytest.fixture
+def pool() -> Pool:
+    """Three workers that are up."""
+    return new_pool(card("w1"), card("w2"), card("w3"))
+
+
+@pytest.fixture
+def router(pool: Pool) -> Router:
+    """Mode kv, every other on request, decisions kept."""
+    router = Router(
+        pool, Kv(), PolicyState(random.Random(1).random), router_id=RouterId("me"), incarnation=1, synced=True
+    )
+    router.modes = Modes(router.selection, "kv", partial(new_policy, settings=PolicySettings()))
+    router.decisions = DecisionRing(10)
+    return router
+
+
+def asked(request_id: str = "req", **facts: object) -> RouteRequest:
+    """The chain, asked for like this."""
+    return RouteRequest(request_id, (prompt(CHAIN),), **facts)  # type: ignore[arg-type]
+
+
+def test_each_mode_takes_its_own_turns(router: Router) -> None:
+    """Turns of one are not those of another, nor of the router's own; its tables are the same."""
+    targets = [router.route(asked(mode="round-robin"), 0.0).target for _ in range(6)]
+    one, own = router.modes.of("round-robin"), router.modes.of("")
+
+    assert [T1, T2, T3] * 2 == targets
+    assert own is router.selection is router.modes.of("kv")
+    assert one is router.modes.of("round-robin")
+    assert (6, 0) == (one.state.turn, own.state.turn)
+    assert one.state.sessions is own.state.sessions
+    assert one.state.rates is own.state.rates
+
+
+def test_filters_are_those_of_the_router(router: Router) -> None:
+    """Also those set later."""
+    router.route(asked(mode="random"), 0.0)
+    router.selection.filters = new_filters(FilterSettings(max_ongoing_requests=1))
+
+    rest = {router.route(asked(mode="random"), 0.0).target for _ in range(2)}
+
+    assert 2 == len(rest)
+    assert all(1 == router.pool.active.requests(target) for target in (T1, T2, T3))
+
+
+def test_a_router_of_one_mode(pool: Pool) -> None:
+    """Without a maker another mode is refused."""
+    router = Router(
+        pool, Kv(), PolicyState(lambda: 0.0), router_id=RouterId("me"), incarnation=1, synced=False
+    )
+
+    with pytest.raises(BadRequestError, match="p2c"):
+        router.route(asked(mode="p2c"), 0.0)
+
+
+def test_texts_are_remembered_by_the_mode_that_asked(router: Router) -> None:
+    """A request in prefix-affinity leaves its text, one in kv does not."""
+    for mode, text in (("prefix-affinity", "hello"), ("", "world")):
+        placed = router.route(RouteRequest("req", text=text, mode=mode), 0.0)
+        router.mark_prefill_completed(placed.key, 0.0)
+
+    assert 5 == sum(router.selection.state.texts.chars(target) for target in (T1, T2, T3))
+
+
+def test_a_kept_decision_is_what_a_dry_run_told(router: Router) -> None:
+    """Terms, order, ties and who was left out; what happens later changes nothing in it."""
+    router.pool.update(W1, worker_beat(state="draining"))
+    router.pool.index.store(T2, CHAIN[:8])
+    foretold = router.decide(asked(), 5.0)
+    router.route(asked(), 5.0)
+    router.pool.update(W1, worker_beat())
+    router.pool.index.clear(T2)
+    router.selection.state.overlap_weight = 9.0
+
+    (kept,) = router.decisions.of("req") if router.decisions else []
+
+    assert foretold == kept.explain()
+    assert {T1: "draining"} == {one.target: one.removed_by for one in foretold.verdicts if one.removed_by}
+    assert (T2,) == foretold.order == foretold.ties
+
+
+def test_ties_are_told(router: Router) -> None:
+    """All that chance could have taken."""
+    router.pool.index.store(T2, CHAIN[:8])
+    router.pool.index.store(T3, CHAIN[:8])
+
+    assert (T2, T3) == router.decide(asked(), 0.0).ties
+    assert (T1, T2, T3) == router.decide(asked(overlap_weight=0.0), 0.0).ties
+    assert 1 == len(router.decide(asked(mode="round-robin"), 0.0).ties)
+
+
+def test_removed_by_a_filter_that_has_changed_since(router: Router) -> None:
+    """The kept candidates say that it was removed, even if today's filter would not."""
+    router.selection.filters = new_filters(FilterSettings(max_ongoing_requests=1))
+    router.route(asked("a"), 0.0)
+    router.route(asked("b"), 0.0)
+    router.selection.filters = ()
+
+    (kept,) = router.decisions.of("b") if router.decisions else []
+
+    assert ["a filter, then"] == [one.removed_by for one in kept.explain().verdicts if one.removed_by]
+
+
+def test_the_ring_is_bounded(router: Router) -> None:
+    """By number, and by bytes; the newest stays whatever its size."""
+    ring = router.decisions = DecisionRing(3)
+    for number in range(5):
+        router.route(asked(f"r{number}"), 0.0)
+    assert (3, ["r4", "r3"]) == (len(ring), [one.request.request_id for one in ring.last(2)])
+    assert ([], 1) == (ring.of("r1"), len(ring.of("r2")))
+
+    tiny = router.decisions = DecisionRing(3, max_bytes=1)
+    for number in range(5):
+        router.route(asked(f"r{number}"), 0.0)
+    assert ["r4"] == [one.request.request_id for one in tiny.last(9)]
+
+
+def test_nothing_is_kept_of_a_refused_request(router: Router) -> None:
+    """There is no decision."""
+    for target in (T1, T2, T3):
+        router.pool.remove(target.worker_id)
+    with pytest.raises(Exception, match="no live worker"):
+        router.route(request(), 0.0)
+
+    assert 0 == len(router.decisions or [])

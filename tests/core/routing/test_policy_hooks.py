@@ -1,0 +1,98 @@
+"""What the router tells its policy: who is there, how requests were answered, who is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvrouter.core.fleet.router import GIVEN_UP, Router
+from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.wire.heartbeats import Card, RankBeat
+from kvrouter.core.wire.ids import RouterId, Target, WorkerId
+from tests.core.worlds import T1, T2, W1, W2, card, fixed, new_pool, request, worker_beat
+
+
+class Listens(Policy):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.workers: list[list[str]] = []
+        self.statuses: list[tuple[str, int]] = []
+        self.removed: list[str] = []
+
+    def pick(self, _request: RouteRequest, _candidates: Sequence[Candidate], _state: PolicyState) -> int:
+        return 0
+
+    def on_workers(self, workers: Sequence[Card]) -> None:
+        self.workers.append([one.worker_id for one in workers])
+
+    def on_request_routed(self, request: RouteRequest, target: Target, status: int) -> None:
+        assert T1 == target
+        self.statuses.append((request.request_id, status))
+
+    def on_worker_removed(self, worker_id: WorkerId) -> None:
+        self.removed.append(worker_id)
+
+
+@pytest.fixture
+def policy() -> Listens:
+    """One that keeps what it is told."""
+    return Listens()
+
+
+@pytest.fixture
+def router(policy: Listens) -> Router:
+    """Two workers are there."""
+    pool = new_pool(card("w1", ranks=2), card("w2"))
+    state = PolicyState(fixed(0.0))
+    return Router(pool, policy, state, router_id=RouterId("me"), incarnation=1, synced=False)
+
+
+def test_told_of_workers_when_they_change(router: Router, policy: Listens) -> None:
+    """Each worker once, whatever its ranks; at the first decision, then on changes, not at heartbeats."""
+    router.route(request(), 0.0)
+    for state in ("up", "draining", "down", "up"):
+        router.pool.update(W2, worker_beat("w2", state=state, ranks=[RankBeat(0, 100, 0, running=3)]))
+        router.tell_workers()
+    router.decide(request(), 0.0)
+
+    assert [["w1", "w2"], ["w1"], ["w1", "w2"]] == policy.workers
+
+
+def test_a_changed_card_is_told(router: Router, policy: Listens) -> None:
+    """Other labels are another list."""
+    router.tell_workers()
+    router.pool.update(W1, worker_beat(card("w1", ranks=2, labels={"zone": "a"})))
+    router.tell_workers()
+
+    assert 2 == len(policy.workers)
+
+
+def test_told_once_how_a_request_was_answered(router: Router, policy: Listens) -> None:
+    """The first status counts; freed without any it was given up; unknown bookings tell nothing."""
+    begun, refused, left = (router.route(RouteRequest(name), 0.0).key for name in ("a", "b", "c"))
+    router.first_byte(begun, 1.0)
+    router.answered(begun, 500)
+    router.answered(refused, 429)
+    for key in (begun, refused, left, left):
+        router.free(key)
+    router.answered(left, 200)
+
+    assert [("a", 200), ("b", 429), ("c", GIVEN_UP)] == policy.statuses
+
+
+def test_a_predicted_prefill_is_no_answer(router: Router, policy: Listens) -> None:
+    """The status of what is not streamed is known at its end only."""
+    key = router.route(request(), 0.0, streamed=False).key
+    router.mark_prefill_completed(key, 1.0)
+    assert [] == policy.statuses
+    router.answered(key, 503)
+    assert [("req", 503)] == policy.statuses
+
+
+def test_told_once_of_a_removed_worker(router: Router, policy: Listens) -> None:
+    """Not once for each rank."""
+    router.forget([T1, Target(W1, 1), T2])
+
+    assert ["w1", "w2"] == policy.removed

@@ -1,0 +1,273 @@
+"""What engines report against what was foretold: tallies, windows, alarms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrouter.core.tables.predictions import (
+    ANNOUNCE_S,
+    ERROR_BLOCKS,
+    LEAST,
+    MAX_EXPECTED,
+    WINDOW,
+    Alarm,
+    Kind,
+    Prediction,
+    Record,
+    Truth,
+    Usage,
+)
+from kvrouter.core.wire.ids import Target
+from tests.core.worlds import T1, T2, W1, W2
+
+CHAT, TEXT, TOKENS = Kind("chat"), Kind("text"), Kind("tokens")
+
+
+def foretold(blocks: int, **facts: Any) -> Prediction:
+    """A prediction for a prompt of 100 tokens on worker 1, block size 16."""
+    told: dict[str, Any] = {"target": T1, "kind": TEXT, "isl": 100, "block_size": 16, **facts}
+    return Prediction(blocks=blocks, **told)
+
+
+def observed(*pairs: tuple[Prediction, Usage]) -> Record:
+    """Worker 1's record after these answers."""
+    truth = Truth()
+    for prediction, usage in pairs:
+        truth.observe(prediction, usage)
+    return truth.records[W1]
+
+
+def raised(record: Record, kind: Kind = TEXT) -> set[str]:
+    """The names of the alarms that are raised."""
+    own = {"uncached": record.uncached, "uneven": record.uneven, "inexact": record.inexact}
+    evidence = record.evidence(kind)
+    own |= {"lengths": evidence.lengths, "unannounced": evidence.unannounced, "blind": evidence.blind}
+    return {name for name, alarm in own.items() if alarm.is_raised}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "cached_tokens", "result", "bucket"),
+    [
+        (4, 64, "exact", "0"),
+        (0, 0, "exact", "0"),
+        (4, 48, "over", "1"),
+        (4, 0, "over", "4"),
+        (4, 60, "over", "1"),
+        (3, 64, "under", "-1"),
+        (0, 64, "under", "-4"),
+        (3, 50, "under", "0"),
+        (6, 0, "over", "16"),
+        (500, 0, "over", "+Inf"),
+        (0, 16 * 500, "under", "-256"),
+    ],
+)
+def test_tally(blocks: int, cached_tokens: int, result: str, bucket: str) -> None:
+    """Each prediction is exact, over or under, and falls into the bucket of its error in blocks."""
+    record = observed((foretold(blocks), Usage(100, cached_tokens)))
+
+    assert {(result, "index"): 1} == record.predictions
+    assert bucket == [*map(str, ERROR_BLOCKS), "+Inf"][record.errors.index(1)]
+    assert (blocks * 16, cached_tokens) == (record.predicted_tokens, record.reported_tokens)
+
+
+def test_in_flight_apart() -> None:
+    """What a request in flight was to provide may not be there yet: tallied apart, and alarms nobody."""
+    record = observed(*[(foretold(4, in_flight=True), Usage(100, 0))] * WINDOW)
+
+    assert {("over", "in_flight"): WINDOW} == record.predictions
+    assert set() == raised(record)
+
+
+@pytest.mark.parametrize("facts", [{"is_firm": False}, {"in_flight": True}, {"is_single": False}])
+def test_doubtful_predictions_alarm_nobody(facts: dict[str, Any]) -> None:
+    """Waiting behind others, a feed that is behind, siblings, several prompts: no ground for a verdict."""
+    record = observed(*[(foretold(4, **facts), Usage(100, 0))] * WINDOW)
+
+    assert set() == raised(record)
+
+
+def test_several_prompts_are_not_compared() -> None:
+    """Engines report the cached tokens of one prompt only; the number of prompt tokens is that of all."""
+    record = observed((foretold(4, is_single=False), Usage(101, 0)))
+
+    assert {} == record.predictions
+    assert {"different": 1} == record.lengths
+
+
+def test_nothing_known_nothing_compared() -> None:
+    """Without usage, or without token ids, nothing is tallied."""
+    record = observed((foretold(4), Usage()), (foretold(0, isl=0, kind=None), Usage(100, 64)))
+
+    assert ({}, {}) == (record.predictions, record.lengths)
+
+
+def test_absent_means_none_cached() -> None:
+    """Some vLLM leave the field out where it is 0: understood once the worker has reported it."""
+    record = observed((foretold(0), Usage(100, None)))
+    assert {} == record.predictions
+
+    record = observed((foretold(1), Usage(100, 16)), (foretold(1), Usage(100, None)), (foretold(1), Usage()))
+    assert {("exact", "index"): 1, ("over", "index"): 1} == record.predictions
+
+
+def test_absent_means_unknown() -> None:
+    """A worker that writes 0 where there was nothing means something else by leaving the field out."""
+    record = observed((foretold(0), Usage(100, 0)), *[(foretold(4), Usage(100, None))] * WINDOW)
+
+    assert {("exact", "index"): 1} == record.predictions
+    assert set() == raised(record)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "usage"),
+    [(4, Usage(140, 64)), (3, Usage(100, 64)), (0, Usage(100, 64)), (3, Usage(60, 0))],
+    ids=["other length", "known end", "known to the engine", "short text"],
+)
+def test_estimates(blocks: int, usage: Usage) -> None:
+    """Lengths and ends that are only guessed are no evidence against a tokenizer, or an index."""
+    record = observed(*[(foretold(blocks, is_estimate=True), usage)] * WINDOW)
+
+    assert {} == record.lengths
+    assert raised(record) <= ({"inexact"} if not usage.cached_tokens else set())
+
+
+def test_uncached_estimates() -> None:
+    """Where much of a guessed prompt was foretold, an engine that has none of it is found out."""
+    record = observed(*[(foretold(4, is_estimate=True), Usage(70, 0))] * WINDOW)
+
+    assert "uncached" in raised(record)
+
+
+ALWAYS: dict[str, tuple[int, Usage, set[str]]] = {
+    "other lengths": (4, Usage(104, 64), {"lengths"}),
+    "other lengths, nothing cached reported": (4, Usage(104), {"lengths"}),
+    "never foretold": (0, Usage(100, 64), {"blind", "inexact"}),
+    "never there": (4, Usage(100, 0), {"uncached", "inexact"}),
+    "no whole blocks": (4, Usage(100, 72), {"uneven", "inexact"}),
+    "one block off": (4, Usage(100, 48), {"inexact"}),
+    "right": (4, Usage(100, 64), set()),
+    "nothing to reuse": (0, Usage(100, 0), set()),
+}
+
+
+@pytest.mark.parametrize("case", ALWAYS)
+def test_alarms(case: str) -> None:
+    """What is wrong with every one of the first requests raises its alarm with the eighth, not before."""
+    blocks, usage, expected = ALWAYS[case]
+    answers = [(foretold(blocks), usage)] * LEAST
+
+    assert set() == raised(observed(*answers[1:]))
+    assert expected == raised(observed(*answers))
+
+
+def test_alarm_after_good_times() -> None:
+    """An alarm that needs nearly all outcomes to be bad comes within a window after the last good one."""
+    alarm = Alarm(0.9, 0.5)
+    for _ in range(1000):
+        alarm.note(False)
+    noted = 0
+    while not alarm.is_raised:
+        alarm.note(True)
+        noted += 1
+
+    assert LEAST < noted < WINDOW
+
+
+def test_alarm_is_over() -> None:
+    """It ends when half of the window is good again, and does not flicker on the way."""
+    alarm = Alarm(0.9, 0.5)
+    for _ in range(WINDOW):
+        alarm.note(True)
+    states = []
+    for _ in range(WINDOW):
+        alarm.note(False)
+        states.append(alarm.is_raised)
+
+    assert [True] * (WINDOW // 2 - 1) + [False] * (WINDOW // 2 + 1) == states
+    assert WINDOW == alarm.total
+
+
+def test_kinds_are_judged_apart() -> None:
+    """Chats that go wrong are not hidden by texts that go right."""
+    truth = Truth()
+    for _ in range(LEAST):
+        truth.observe(foretold(4, kind=CHAT), Usage(110, 64))
+        for _ in range(5):
+            truth.observe(foretold(4, kind=TEXT), Usage(100, 64))
+    record = truth.records[W1]
+
+    assert {"lengths"} == raised(record, CHAT)
+    assert set() == raised(record, TEXT)
+    assert record.evidence(TEXT).lengths.is_well
+
+
+def test_announced() -> None:
+    """A block that events name in time confirms the worker; one that they never name does not."""
+    truth, held = Truth(), {1}
+    for hash_ in (1, 2, 3):
+        truth.expect(T1, TEXT, [hash_], 10.0)
+    truth.look(10.0, lambda _, hash_: hash_ in held)
+    assert {"found": 1} == truth.records[W1].announced
+
+    held.add(2)
+    truth.look(10.0 + ANNOUNCE_S / 2, lambda _, hash_: hash_ in held)
+    truth.look(10.0 + ANNOUNCE_S - 0.01, lambda _, hash_: hash_ in held)
+    assert {"found": 2} == truth.records[W1].announced
+
+    truth.look(10.0 + ANNOUNCE_S, lambda _, hash_: hash_ in held)
+    assert {"found": 2, "missing": 1} == truth.records[W1].announced
+
+
+def test_announcements_that_prove_nothing() -> None:
+    """While a feed is behind nothing is missing."""
+    truth = Truth()
+    truth.expect(T1, TEXT, [1], 10.0)
+    truth.look(99.0, lambda *_: None)
+    truth.look(99.0, lambda *_: False)
+
+    assert {} == truth.records
+
+
+def test_never_announced() -> None:
+    """Eight served requests of which no event speaks raise the alarm; half of them found end it."""
+    truth = Truth()
+    for hash_ in range(LEAST):
+        truth.expect(T1, TOKENS, [hash_], 0.0)
+    truth.look(ANNOUNCE_S, lambda *_: False)
+    assert {"unannounced"} == raised(truth.records[W1], TOKENS)
+
+    for hash_ in range(LEAST):
+        truth.expect(T1, TOKENS, [hash_], 10.0)
+    truth.look(10.0, lambda *_: True)
+    assert set() == raised(truth.records[W1], TOKENS)
+
+
+def test_equal_requests_are_one_piece_of_evidence() -> None:
+    """A hundred siblings whose blocks are gone again say no more than one; those that only begin alike do."""
+    truth = Truth()
+    for _ in range(100):
+        truth.expect(T1, TEXT, [1, 2], 0.0)
+    truth.look(ANNOUNCE_S, lambda *_: False)
+    assert {"missing": 1} == truth.records[W1].announced
+
+    for own in range(100):
+        truth.expect(T1, TEXT, [1, own], 0.0)
+    truth.look(ANNOUNCE_S, lambda *_: False)
+    assert {"missing": 101} == truth.records[W1].announced
+
+
+def test_bounded() -> None:
+    """Expectations beyond the bound are passed over; records go with their workers."""
+    truth = Truth()
+    for hash_ in range(2 * MAX_EXPECTED):
+        truth.expect(Target(W2), TEXT, [hash_], 0.0)
+    truth.look(0.0, lambda *_: True)
+    truth.observe(foretold(1), Usage(100, 16))
+    assert MAX_EXPECTED == truth.records[W2].announced["found"]
+
+    truth.keep({W1})
+
+    assert [W1] == list(truth.records)
+    assert T2.worker_id == W2

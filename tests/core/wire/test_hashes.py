@@ -1,0 +1,254 @@
+"""Hashes: known values of design §5, and values computed here anew from its words."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+from kvrouter.core.wire.hashes import (
+    block_hashes,
+    block_seed,
+    multimodal_id,
+    pack_hashes,
+    pool_token,
+    prompt_hashes,
+    seeded_block_hashes,
+    seeded_prompt_hashes,
+    sequence_hashes,
+    unpack_hashes,
+)
+from kvrouter.core.wire.ids import BlockHash, SequenceHash
+from kvrouter.errors import BadRequestError
+
+pytestmark = pytest.mark.usefixtures("core")
+
+TOKENS = list(range(100, 164))
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=70)
+hashes = st.lists(st.integers(0, 2**64 - 1), max_size=20)
+names = st.one_of(st.none(), st.text(max_size=8))
+
+
+def expected_seed(lora_name: str | None, salt: str | None) -> int:
+    """Design §5, word by word."""
+    lora = xxh3_64_intdigest(lora_name.encode(), seed=0) if lora_name else 0
+    salted = xxh3_64_intdigest(salt.encode(), seed=1) if salt else 0
+    return (1337 + lora + salted) % 2**64
+
+
+def expected_block(block: Sequence[int], ids: Sequence[int], seed: int) -> int:
+    """Tokens as little-endian u32, then the sorted ids of what touches the block as u64."""
+    data = struct.pack(f"<{len(block)}I", *block) + struct.pack(f"<{len(ids)}Q", *sorted(ids))
+    return xxh3_64_intdigest(data, seed=seed)
+
+
+def expected_chain(blocks: Sequence[int]) -> list[int]:
+    """`s[0] = b[0]`, then each block behind the one before."""
+    chain = list(blocks[:1])
+    for block in blocks[1:]:
+        chain.append(xxh3_64_intdigest(struct.pack("<QQ", chain[-1], block), seed=1337))
+    return chain
+
+
+def test_known_block_hashes() -> None:
+    """Tokens 100..163 in blocks of 16 hash to what Dynamo's router makes of them."""
+    assert [10823191264391160519, 1219978239041041138] == block_hashes(TOKENS, 16)[:2]
+
+
+@pytest.mark.parametrize(
+    ("lora_name", "salt", "first"),
+    [
+        ("adapterA", None, 17450569026293599780),
+        (None, "saltX", 2646903855838583177),
+        ("adapterA", "saltX", 6940242254714725692),
+    ],
+)
+def test_known_seeded_hashes(lora_name: str | None, salt: str | None, first: int) -> None:
+    """A LoRA name, a salt, and both together move the first block to Dynamo's values."""
+    assert first == block_hashes(TOKENS, 16, lora_name=lora_name, salt=salt)[0]
+
+
+def test_known_chain() -> None:
+    """The chain uses seed 1337 even where a salt has moved the seed of the blocks."""
+    salted = block_hashes(TOKENS, 16, salt="saltX")
+
+    chain = sequence_hashes(salted)
+
+    assert [salted[0], 1220162084052436955] == chain[:2]
+
+
+@settings(deadline=None)
+@given(tokens, st.integers(1, 20), names, names)
+def test_block_hashes_follow_the_design(
+    ids: list[int], block_size: int, lora: str | None, salt: str | None
+) -> None:
+    """Every full block is hashed from its own tokens and the seed; a partial last one is not."""
+    seed = expected_seed(lora, salt)
+    full = [ids[i : i + block_size] for i in range(0, len(ids) - block_size + 1, block_size)]
+
+    computed = block_hashes(ids, block_size, lora_name=lora, salt=salt)
+
+    assert [expected_block(block, [], seed) for block in full] == computed
+
+
+@settings(deadline=None)
+@given(hashes)
+def test_chain_follows_the_design(blocks: list[int]) -> None:
+    """Each sequence hash is that of the one before and the block."""
+    assert expected_chain(blocks) == sequence_hashes([BlockHash(block) for block in blocks])
+
+
+@settings(deadline=None)
+@given(hashes, st.integers(0, 20))
+def test_chain_may_be_continued(blocks: list[int], cut: int) -> None:
+    """A chain computed in two parts is the chain computed at once."""
+    named = [BlockHash(block) for block in blocks]
+    head = sequence_hashes(named[:cut])
+
+    tail = sequence_hashes(named[cut:], head[-1] if head else None)
+
+    assert sequence_hashes(named) == head + tail
+
+
+@settings(deadline=None)
+@given(tokens, st.integers(1, 20), st.integers(0, 70), names, st.sampled_from([list, partial(array, "I")]))
+def test_prompts_go_on_from_what_is_known(
+    ids: list[int], block_size: int, known: int, salt: str | None, form: Callable[[list[int]], Sequence[int]]
+) -> None:
+    """The hashes of a prompt's first blocks may be given; the others are as if they were not."""
+    whole = sequence_hashes(block_hashes(ids, block_size, salt=salt))
+    first = array("Q", whole[:known])
+
+    found = seeded_prompt_hashes(form(ids), block_size, block_seed(salt=salt), first)
+
+    assert whole == list(found) == list(prompt_hashes(form(ids), block_size, salt=salt))
+    assert whole[:known] == list(first)
+    assert found is not first
+
+
+@pytest.mark.parametrize("known", [array("Q", range(5)), array("I", range(2))], ids=repr)
+def test_known_hashes_are_those_of_the_first_blocks(known: array[int]) -> None:
+    """More than the prompt has blocks, or other numbers, are an error."""
+    with pytest.raises(ValueError, match="known must be"):
+        seeded_prompt_hashes(TOKENS, 16, 1337, known)
+
+
+def test_zero_is_a_parent_like_any_other() -> None:
+    """A parent whose hash happens to be 0 still counts as one."""
+    (chained,) = sequence_hashes([BlockHash(5)], SequenceHash(0))
+
+    assert xxh3_64_intdigest(struct.pack("<QQ", 0, 5), seed=1337) == chained
+
+
+def test_empty_strings_count_as_absent() -> None:
+    """An empty LoRA name or salt changes nothing."""
+    assert block_hashes(TOKENS, 16) == block_hashes(TOKENS, 16, lora_name="", salt="")
+    assert 1337 == block_seed("", "") == block_seed()
+
+
+def test_a_lora_name_is_no_salt() -> None:
+    """The same word as LoRA name and as salt makes different blocks."""
+    assert block_seed("same", None) != block_seed(None, "same")
+
+
+def test_multimodal_items_mark_the_blocks_they_touch() -> None:
+    """Blocks under an item carry its id, all their ids sorted; the others stay as they are."""
+    item, other = "ff" * 32, "00000000000000aa" * 2
+    ids = [[], [2**64 - 1], [2**64 - 1, 0xAA], []]
+
+    computed = block_hashes(TOKENS, 16, multimodal=[(20, 40, item), (47, 48, other)])
+
+    blocks = [TOKENS[i : i + 16] for i in range(0, 64, 16)]
+    assert [expected_block(block, own, 1337) for block, own in zip(blocks, ids, strict=True)] == computed
+
+
+def test_an_item_ends_before_its_end() -> None:
+    """An item over [0, 16) does not touch the block that starts at 16."""
+    assert block_hashes(TOKENS, 16)[1:] == block_hashes(TOKENS, 16, multimodal=[(0, 16, "a" * 16)])[1:]
+
+
+def test_order_of_items_does_not_matter() -> None:
+    """Items given in another order make the same blocks."""
+    items = [(0, 4, "b" * 16), (2, 6, "a" * 16), (3, 64, "cat.png")]
+
+    assert block_hashes(TOKENS, 16, multimodal=items) == block_hashes(TOKENS, 16, multimodal=items[::-1])
+
+
+def test_items_and_seeds_go_together() -> None:
+    """A salt moves the seed of blocks with items too."""
+    ids = [multimodal_id("cat.png")]
+
+    computed = block_hashes(TOKENS[:16], 16, salt="s", multimodal=[(0, 1, "cat.png")])
+
+    assert [expected_block(TOKENS[:16], ids, expected_seed(None, "s"))] == computed
+
+
+def test_multimodal_ids() -> None:
+    """Of a hex digest the first 16 digits count, of anything else its XXH3."""
+    assert 0x0123456789ABCDEF == multimodal_id("0123456789abcdef" + "0" * 48)
+    assert 0x0123456789ABCDEF == multimodal_id("0123456789ABCDEF")
+    assert xxh3_64_intdigest(b"cat.png", seed=0) == multimodal_id("cat.png")
+    assert xxh3_64_intdigest(b"abc123", seed=0) == multimodal_id("abc123")
+    assert xxh3_64_intdigest(b"", seed=0) == multimodal_id("")
+
+
+def test_seeded_block_hashes_takes_ids_in_any_order() -> None:
+    """Ids of a block are sorted before they are hashed."""
+    ascending = seeded_block_hashes(TOKENS, 16, 7, [[1, 2], [], [], []])
+
+    assert ascending == seeded_block_hashes(TOKENS, 16, 7, [[2, 1], [], [], []])
+    assert expected_block(TOKENS[:16], [1, 2], 7) == ascending[0]
+
+
+@pytest.mark.parametrize("bad", [[-1] * 16, [2**32] * 16, ["1"] * 16, [1.5] * 16, [None] * 16])
+def test_bad_tokens_are_the_clients_fault(bad: list[int]) -> None:
+    """A token that is no u32 makes a 400 that names the prompt, with and without items."""
+    with pytest.raises(BadRequestError) as plain:
+        block_hashes(bad, 16)
+    with pytest.raises(BadRequestError):
+        block_hashes(bad, 16, multimodal=[(0, 1, "x")])
+
+    assert (400, "prompt") == (plain.value.status, plain.value.param)
+
+
+@pytest.mark.parametrize("block_size", [0, -16])
+def test_block_size_is_at_least_one(block_size: int) -> None:
+    """No blocks without tokens."""
+    with pytest.raises(ValueError, match="at least 1"):
+        block_hashes(TOKENS, block_size)
+    with pytest.raises(ValueError, match="at least 1"):
+        seeded_prompt_hashes(TOKENS, block_size, 1337)
+
+
+@settings(deadline=None)
+@given(hashes)
+def test_packed_hashes_come_back(values: list[int]) -> None:
+    """Packed hashes are little-endian u64 and unpack to what they were."""
+    packed = pack_hashes(values)
+
+    assert struct.pack(f"<{len(values)}Q", *values) == packed
+    assert values == unpack_hashes(packed)
+
+
+def test_half_a_hash_is_refused() -> None:
+    """Bytes that are no whole number of hashes do not unpack."""
+    with pytest.raises(ValueError, match="multiple"):
+        unpack_hashes(b"1234567")
+
+
+def test_pool_token() -> None:
+    """A pool's word is a slug of at most 40 characters, a dash, and 8 hex digits of the name's hash."""
+    model = "meta-llama/Llama-3.1-70B-Instruct-" + "x" * 40
+    slug, digits = pool_token(model)[:-9], pool_token(model)[-8:]
+
+    assert "meta-llama-Llama-3-1-70B-Instruct-xxxxxx" == slug
+    assert xxh3_64_digest(model.encode())[:4].hex() == digits
+    assert pool_token("a/b") != pool_token("a.b")
+    assert "-" == pool_token("модель.*>")[-9]
+    assert pool_token("модель.*>")[:-9].strip("-") == ""

@@ -1,0 +1,158 @@
+"""Damaged request bodies: they are read, or refused with a message. Nothing else is raised."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvrouter.errors import BadRequestError
+from kvrouter.frontend.bodies.openai import CompletionRequest, error_body, parse_chat, parse_completion
+from kvrouter.relay.request_head import with_report_mode, without_report_mode
+
+FULL = {"kv_cache_report_mode": "full"}
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Grüße 🙂"}, {"type": "image_url", "image_url": {}}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "chat_template_kwargs": {"enable_thinking": False},
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "n": 2,
+    "cache_salt": "s",
+    "truncate_prompt_tokens": -1,
+    "vllm_xargs": {**FULL, "x": 1},
+}
+COMPLETIONS: list[dict[str, Any]] = [
+    {"model": "tiny", "prompt": "Once upon", "max_tokens": 3, "stream": False, "vllm_xargs": FULL},
+    {"model": "tiny", "prompt": [1, 2, 3], "add_special_tokens": False, "truncate_prompt_tokens": 2},
+    {"model": "tiny", "prompt": [[1, 2], [3]], "temperature": 0.0},
+    {"model": "tiny", "prompt": ["a", "b"], "logit_bias": {"1": 2}},
+    {"model": "tiny", "prompt_embeds": "AAAA"},
+]
+PARSERS: list[Callable[[bytes], CompletionRequest]] = [parse_chat, parse_completion]
+STRANGE: list[Any] = [
+    None, True, 0, -1, 2**31, 2**32, 2**64, 10**40, 0.5, 1e300, "", "x", "\ud800", "\x00", "a" * 5000,
+    [], {}, [[]], [None], [[1], "x"], {"": {}}, [2**32], FULL,
+]  # fmt: skip
+
+
+def mutated(value: Any, chance: random.Random) -> Any:
+    """The value with one part of it strange, missing, or twice there."""
+    if not isinstance(value, list | dict) or not value or chance.random() < 0.1:
+        return chance.choice(STRANGE)
+    if isinstance(value, dict):
+        key = chance.choice(list(value))
+        if chance.random() < 0.1:
+            return {name: part for name, part in value.items() if name != key}
+        return {**value, key: mutated(value[key], chance)}
+    place = chance.randrange(len(value))
+    if chance.random() < 0.2:
+        return [*value, value[place]]
+    return [*value[:place], mutated(value[place], chance), *value[place + 1 :]]
+
+
+def damaged(seed: int) -> bytes:
+    """A body that a client meant well."""
+    chance = random.Random(seed)
+    content: Any = chance.choice([CHAT, *COMPLETIONS])
+    for _ in range(chance.randint(0, 3)):
+        content = mutated(content, chance)
+    body = bytearray(json.dumps(content, ensure_ascii=chance.random() < 0.5).encode("utf-8", "surrogatepass"))
+    for _ in range(chance.choice([0, 0, 0, 1, 3])):
+        start = chance.randrange(len(body) + 1)
+        end = min(len(body), start + chance.randint(0, 8))
+        body[start:end] = chance.choice(
+            [b"", bytes(body[start:end]) * 2, chance.randbytes(2), b'"', b"{", b"]"]
+        )
+    return bytes(body)
+
+
+def is_read_or_refused(read: Callable[[bytes], object], body: bytes) -> bool:
+    """Whether a body can be read; if it cannot, the refusal must be one that a client understands."""
+    try:
+        read(body)
+    except BadRequestError as refusal:
+        details = json.loads(error_body(refusal))["error"]
+    else:
+        return True
+    assert (True, 400) == (bool(details["message"]), details["code"])
+    return False
+
+
+@settings(max_examples=600, deadline=None)
+@given(seed=st.integers(0, 2**48))
+def test_damaged_bodies(seed: int) -> None:
+    """A body with strange parts or broken bytes is read or refused, by both parsers."""
+    for parse in PARSERS:
+        is_read_or_refused(parse, damaged(seed))
+
+
+@settings(max_examples=200, deadline=None)
+@given(body=st.binary(max_size=300))
+@example(b"[" * 100_000)
+@example(b'{"a":' * 100_000)
+@example(b'{"messages": [' + b'{"content":' * 50_000)
+@example(b'\xff\xfe{"model"')
+@example(b'{"prompt": 1e999}')
+@example(b'{"prompt": "\\ud800"}')
+@example(b'["kv_cache_report_mode"]')
+@example(b'"kv_cache_report_mode"')
+@example(b'{"vllm_xargs": ["kv_cache_report_mode"]}')
+def test_any_bytes(body: bytes) -> None:
+    """So is whatever else is sent."""
+    for parse in PARSERS:
+        is_read_or_refused(parse, body)
+    is_read_or_refused(without_report_mode, body)
+    assert isinstance(with_report_mode(body), bytes)
+
+
+@pytest.mark.parametrize("parse", PARSERS)
+def test_undamaged_bodies(parse: Callable[[bytes], CompletionRequest]) -> None:
+    """The bodies that are damaged here are readable before."""
+    bodies = [CHAT] if parse is parse_chat else COMPLETIONS
+
+    assert all(is_read_or_refused(parse, json.dumps(body).encode()) for body in bodies)
+
+
+@settings(max_examples=400, deadline=None)
+@given(seed=st.integers(0, 2**48))
+@example(0)
+def test_report_mode(seed: int) -> None:
+    """Taken out it is gone, put in it is there, whatever else the body says; the rest stays as it was."""
+    body = damaged(seed)
+    if not is_read_or_refused(without_report_mode, body):
+        return
+    asked = with_report_mode(body)
+    content = read(body)
+    if not isinstance(content, dict):
+        assert body == without_report_mode(body)
+        return
+    without, full = read(without_report_mode(body)), read(asked)
+
+    assert {**content, "vllm_xargs": 0} == {**without, "vllm_xargs": 0}
+    arguments = without.get("vllm_xargs")
+    assert not isinstance(arguments, dict) or "kv_cache_report_mode" not in arguments
+    if asked != body:
+        assert {**content, "vllm_xargs": 0} == {**full, "vllm_xargs": 0}
+        assert "full" == full["vllm_xargs"]["kv_cache_report_mode"]
+
+
+def read(body: bytes) -> Any:
+    """What an engine reads; None if it would refuse it."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None

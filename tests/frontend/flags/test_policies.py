@@ -1,0 +1,139 @@
+"""The modes' flags: published defaults, a config file, and clear words for wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrouter.core.routing.breaker import BreakerSettings
+from kvrouter.core.routing.filters import FilterSettings
+from kvrouter.core.tables.text_index import TextIndexSettings
+from kvrouter.errors import ConfigError
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.flags.rules import RuleOptions
+from kvrouter.policies import POLICIES, PolicySettings, new_policy
+from kvrouter.policies.kv import Kv
+from kvrouter.policies.kv_score import KvScore
+from kvrouter.policies.prefix_affinity import PrefixAffinity
+from kvrouter.policies.scored import Scored
+from kvrouter.policies.two_stage import TwoStage
+
+
+def test_published_defaults() -> None:
+    """Without flags."""
+    assert PolicySettings() == parse_options([]).policy
+
+
+def test_each_flag_reaches_its_mode() -> None:
+    """A mode is made with what was said."""
+    numbers = {
+        "--router-kv-overlap-score-credit-decay": "0.5", "--router-active-request-weight": "2",
+        "--kv-gpu-cache-usage-weight": "3", "--kv-waiting-requests-weight": "0", "--stage-one": "hash",
+        "--stage-one-blocks": "7", "--group-label": "pod",
+    }  # fmt: skip
+    said = parse_options([word for pair in numbers.items() for word in pair]).policy
+
+    assert Kv(0.5, 2.0) == new_policy("kv", said)
+    assert KvScore(3.0, 0.0) == new_policy("kv-score", said)
+    assert TwoStage("hash", 7, "pod", Kv(0.5, 2.0)) == new_policy("two-stage", said)
+
+
+def test_overlap_weight_is_the_modes_own_unless_said() -> None:
+    """1 in kv, 2 in kv-score."""
+    assert None is parse_options([]).overlap_weight
+    assert 0.0 == parse_options(["--kv-overlap-score-weight", "0"]).overlap_weight
+
+
+def test_router_config(tmp_path: Path) -> None:
+    """Mode scored as the file says."""
+    file = tmp_path / "picker.yaml"
+    file.write_text(
+        "kind: EndpointPickerConfig\n"
+        "plugins: [{type: queue-scorer}, {type: no-hit-lru-scorer, parameters: {lruSize: 9}}]\n"
+    )
+    options = parse_options(["--router-mode", "scored", "--router-config", str(file)])
+
+    policy = new_policy("scored", options.policy)
+
+    assert isinstance(policy, Scored)
+    assert [("queue-scorer", 1.0), ("no-hit-lru-scorer", 1.0)] == [
+        (one.name, one.weight) for one in policy.scorers
+    ]
+    assert ["no-hit-lru-scorer"] == [note.partition(":")[0] for note in options.policy_notes]
+
+
+def test_config_without_its_mode(tmp_path: Path) -> None:
+    """Whoever forgets --router-mode scored is told: the file changes next to nothing."""
+    path = tmp_path / "picker.yaml"
+    path.write_text("{kind: EndpointPickerConfig, plugins: [{type: queue-scorer}]}")
+    flags = ["--router-config", str(path)]
+
+    assert () == parse_options([*flags, "--router-mode", "scored"]).policy_notes
+    (note,) = parse_options(flags).policy_notes
+    assert note.startswith("the mode is kv: only requests that ask for mode scored")
+
+
+def test_wrong_router_config(tmp_path: Path) -> None:
+    """The message names the file and what is wrong in it."""
+    file = tmp_path / "picker.yaml"
+    file.write_text("kind: EndpointPickerConfig\nplugins: [{type: queue-scorerr}]\n")
+
+    with pytest.raises(ConfigError, match=r"picker\.yaml: plugin type 'queue-scorerr'"):
+        parse_options(["--router-config", str(file)])
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        parse_options(["--router-config", str(tmp_path / "absent.yaml")])
+
+
+def test_every_mode_is_offered() -> None:
+    """No mode of the library is missing over HTTP."""
+    assert set(POLICIES) == {parse_options(["--router-mode", mode]).router_mode for mode in POLICIES}
+
+
+def test_text_flags() -> None:
+    """Ray's names and defaults; a threshold may be infinite, as in its code."""
+    assert TextIndexSettings() == parse_options([]).texts
+    said = parse_options(["--imbalanced-threshold", "inf", "--do-eviction", "--eviction-target-chars", "9"])
+
+    assert PrefixAffinity(float("inf"), 0.1) == new_policy("prefix-affinity", said.policy)
+    assert (True, 9) == (said.texts.do_eviction, said.texts.eviction_target_chars)
+    with pytest.raises(ConfigError, match="eviction-target-chars"):
+        parse_options(["--eviction-target-chars", "400001"])
+
+
+def test_rule_flags() -> None:
+    """Nothing is filtered unless said; each flag reaches its filter."""
+    assert RuleOptions() == parse_options([]).rules
+    flags = (
+        "--session-affinity hard --session-header X-Chat --session-ttl-s 5 --circuit-breaker "
+        "--circuit-breaker-failures 2 --circuit-breaker-successes 1 --circuit-breaker-open-s 9 "
+        "--active-decode-blocks-threshold 0.8 --active-prefill-tokens-threshold 100 --max-ongoing-requests 4 "
+        "--lora-multiplex --locality-node n1 --locality-zone z1 --decisions 7 --log-decisions"
+    )
+
+    options = parse_options(flags.split())
+
+    filters = FilterSettings(0.8, 100, 4, "hard", True, "n1", "z1")
+    assert RuleOptions(filters, BreakerSettings(2, 1, 9.0), "x-chat", 5.0, 7, True) == options.rules
+    assert options.replica.pool.lora_multiplex
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--sticky-hit-rate", "1.1"],
+        ["--stage-one", "header:"],
+        ["--stage-one", "header:a b"],
+        ["--stage-one", "hashes"],
+        ["--active-decode-blocks-threshold", "1.5"],
+        ["--decisions", "100001"],
+        ["--session-header", "x y"],
+        ["--max-ongoing-requests", "-1"],
+    ],
+)
+def test_wrong_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names the flag."""
+    with pytest.raises(SystemExit):
+        parse_options(flags)
+
+    assert flags[0] in capsys.readouterr().err

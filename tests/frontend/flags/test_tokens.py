@@ -1,0 +1,81 @@
+"""The flags about tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrouter.errors import ConfigError
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.flags.tokens import TokenOptions
+from kvrouter.tokens.prefix_tokens import CacheSettings
+
+
+def test_defaults() -> None:
+    """Without flags: the published defaults; token ids only, as there is no model."""
+    expected = TokenOptions(prefix_cache=CacheSettings(500_000, 256, 512 * 1024 * 1024, None))
+
+    assert expected == parse_options([]).tokens
+    assert ("local", 8, None) == (expected.way, expected.threads, expected.model_path)
+
+
+def test_given(tmp_path: Path) -> None:
+    """Every flag arrives."""
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    flags = "--model-path org/m --model-path n=d --tokenizer-workers 3 --prefix-store-blocks 9"
+    flags += " --prefix-store-block-chars 64"
+    flags += " --prefix-store-mb 2 --min-prefix-overlap-ratio 0.8 --no-token-comparison --chat-template t"
+    flags += f" --tokenizer-cache-dir c --engine-api-key-file {key}"
+    cache = CacheSettings(9, 64, 2 * 1024 * 1024, 0.8)
+
+    assert (
+        TokenOptions("local", "org/m", {"n": "d"}, Path("c"), Path("t"), 3, cache, False, "secret")
+        == parse_options(flags.split()).tokens
+    )
+
+
+def test_no_cache() -> None:
+    """--prefix-store-blocks 0 switches the prefix-token cache off."""
+    assert parse_options(["--prefix-store-blocks", "0"]).tokens.prefix_cache is None
+
+
+def test_none_implies_no_kv_events() -> None:
+    """Hashes of text match no engine's events, so they are not read."""
+    assert not parse_options(["--tokenizer", "none", "--use-kv-events"]).replica.pool.use_kv_events
+    assert parse_options(["--tokenizer", "remote"]).replica.pool.use_kv_events
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tokenizer", "remote", "--model-path", "d"], "--model-path is for --tokenizer local, not remote"),
+        (["--chat-template", "f"], "--chat-template needs a --model-path without MODEL="),
+        (["--engine-api-key-file", "/no/such"], "--engine-api-key-file /no/such: No such file"),
+    ],
+)
+def test_contradictions(flags: list[str], words: str) -> None:
+    """Flags that do not go together stop the start with what to change."""
+    with pytest.raises(ConfigError, match=words):
+        parse_options(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model-path", "=d"], "must be DIR or MODEL=DIR"),
+        (["--tokenizer", "best"], "invalid choice: 'best'"),
+        (["--min-prefix-overlap-ratio", "1.5"], "must be above 0 and at most 1"),
+        (["--min-prefix-overlap-ratio", "nan"], "must be above 0 and at most 1"),
+        (["--min-prefix-overlap-ratio", "most"], "'most' is no number"),
+        (["--prefix-store-blocks", "-1"], "must be a whole number of at least 0"),
+        (["--prefix-store-block-chars", "0"], "must be a whole number of at least 1"),
+    ],
+)
+def test_wrong_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong value is named."""
+    with pytest.raises(SystemExit):
+        parse_options(flags)
+
+    assert words in capsys.readouterr().err

@@ -1,0 +1,405 @@
+"""Requests that wait for a worker: in which order, how long, how many, and what wakes them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvrouter.core.feeds.trust import FeedState
+from kvrouter.core.fleet import room
+from kvrouter.core.fleet.replica import Replica, ReplicaSettings
+from kvrouter.core.routing.admission import AdmissionSettings
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.frontend import admission_queue as queue_module
+from kvrouter.frontend.admission_queue import WaitingRoom
+from kvrouter.telemetry.metrics import QueueMetrics
+from tests.core.fleet.test_room import new_router
+from tests.core.worlds import T1, book, card, new_pool
+from tests.frontend.clients import Client, connected
+from tests.frontend.fleet import BODY, Fleet, FleetOf
+from tests.frontend.workers import WAIT_S, until
+from tests.relay.gates import Gate, numbered, one_at_work, waiting
+
+KV = ("--router-mode", "kv", "--router-queue-threshold", "0.5")
+SYNCED = ("--router-replica-sync", *KV)
+STEP: dict[str, Any] = {"max_batched_tokens": 64}
+"""A worker with one prompt of 64 tokens to compute is full."""
+SOON_S = 0.5
+
+
+async def metric(fleet: Fleet, line: str) -> float:
+    """The value of one line of /metrics."""
+    text = (await fleet.get("/metrics")).body.decode()
+    found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
+    assert found, f"no {line} in /metrics"
+    return float(found[1])
+
+
+async def test_nobody_waits_unless_asked_to(fleet_of: FleetOf) -> None:
+    """Off by default: all go out, however full the worker."""
+    gate = Gate()
+    async with fleet_of("--router-mode", "kv", scripts=(gate.script,), **STEP) as fleet:
+        tasks = [asyncio.create_task(fleet.ask(numbered(number))) for number in range(5)]
+        await until(lambda: len(gate.arrived) == 5, "all reach the worker")
+        gate.open()
+
+        assert [200] * 5 == [response.status for response in await asyncio.gather(*tasks)]
+
+
+async def test_arrival_order_is_kept(fleet_of: FleetOf) -> None:
+    """Twenty wait, and reach the worker one at a time in the order in which they came."""
+    gate = Gate()
+    async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        for number in range(1, 21):
+            await crowd.add(number)
+        for number in range(1, 21):
+            gate.permits.release()
+            await gate.until_sent(number + 1)
+        gate.open()
+
+        assert [200] * 20 == await crowd.statuses()
+        assert list(range(21)) == gate.arrived
+        assert 20 == await metric(fleet, 'kvrouter_queue_wait_seconds_count{outcome="admitted"}')
+
+
+def look_now(room: WaitingRoom) -> None:
+    """Have the look that is due at once."""
+    (line,) = room._lines.values()
+    assert line.look is not None
+    line.look.cancel()
+    room._look(line)
+
+
+async def test_newcomer_does_not_overtake(fleet_of: FleetOf) -> None:
+    """Room has appeared, and the first has not been looked at yet: who arrives now waits behind it."""
+    gate = Gate()
+    async with fleet_of(*SYNCED, scripts=(gate.script,), replicas=2, **STEP) as fleet:
+        first = fleet.frontend.waiting_room
+        first._chance = lambda: 1e6  # it looks when told to
+        await until(lambda: first._replica.peers, "it knows that it has a peer")
+        async with one_at_work(fleet, gate) as crowd:
+            await crowd.add(1)
+            gate.permits.release()
+            await until(lambda: fleet.bookings() == 0, "there is room")
+            await crowd.add(2)
+            gate.open()
+            first._chance = lambda: 0.0
+            look_now(first)
+
+            assert [200, 200] == await crowd.statuses()
+            assert [0, 1, 2] == gate.arrived
+
+
+async def test_priority(fleet_of: FleetOf) -> None:
+    """Lower goes first, from the body as in vLLM or from the header, which counts more."""
+    gate = Gate()
+    flags = (*KV, "--router-queue-policy", "priority")
+    async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        await crowd.add(1)
+        await crowd.add(2, priority=5)
+        await crowd.add(3, priority=-5)
+        await crowd.add(4, "x-kvrouter-priority: -7", priority=7)
+        gate.open()
+
+        assert [200] * 4 == await crowd.statuses()
+        assert [0, 4, 3, 1, 2] == gate.arrived
+
+
+async def test_fifo_knows_no_priority(fleet_of: FleetOf) -> None:
+    """The default policy is first come, first served."""
+    gate = Gate()
+    async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        await crowd.add(1)
+        await crowd.add(2, priority=-100)
+        gate.open()
+
+        await crowd.statuses()
+        assert [0, 1, 2] == gate.arrived
+
+
+@pytest.mark.parametrize(
+    ("body", "header"), [({"priority": "high"}, ()), ({"priority": 2**40}, ()), ({}, ("1.5",)), ({}, ("x",))]
+)
+async def test_priority_that_is_none(
+    fleet_of: FleetOf, body: dict[str, Any], header: tuple[str, ...]
+) -> None:
+    """A 400 that says so."""
+    async with fleet_of() as fleet:
+        response = await fleet.ask({**BODY, **body}, *(f"x-kvrouter-priority: {given}" for given in header))
+
+        assert 400 == response.status
+        assert "priority" in response.json["error"]["param"]
+
+
+async def test_nobody_starves(fleet_of: FleetOf) -> None:
+    """Under a steady stream of urgent requests the patient one is served when it has waited long enough."""
+    gate = Gate()
+    flags = (*KV, "--router-queue-policy", "priority", "--router-queue-ageing-s", "0.05")
+    async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        await crowd.add(1)
+        number = 1
+        while 1 not in gate.arrived:  # always one urgent request in the queue beside it
+            number += 1
+            await crowd.add(number, priority=-4)
+            gate.permits.release()
+            await gate.until_sent(number)
+        waited_behind = gate.arrived.index(1)
+        gate.open()
+
+        assert {200} == set(await crowd.statuses())
+        assert waited_behind > 1, "urgent ones went first"
+
+
+async def test_wait_is_bounded(fleet_of: FleetOf) -> None:
+    """After --router-queue-timeout the client gets a 503 that says when to come again; the next waits on."""
+    gate = Gate()
+    flags = (*KV, "--router-queue-timeout", "0.2")
+    async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        await crowd.add(1)
+        (refused,) = await asyncio.gather(*crowd.tasks)
+
+        assert (503, "1") == (refused.status, refused.header("retry-after"))
+        assert "busy for 0.2 s" in refused.json["error"]["message"]
+        assert 0 == waiting(fleet)
+        assert [0] == gate.arrived
+        assert 1 == await metric(fleet, 'kvrouter_queue_wait_seconds_count{outcome="timeout"}')
+
+
+async def test_full_queue(fleet_of: FleetOf) -> None:
+    """One more than --router-queue-size gets a 503 at once; the others are served."""
+    gate = Gate()
+    flags = (*KV, "--router-queue-size", "2")
+    async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        await crowd.add(1)
+        await crowd.add(2)
+        refused = await fleet.ask(numbered(3))
+
+        assert (503, "1") == (refused.status, refused.header("retry-after"))
+        assert "2 requests wait" in refused.json["error"]["message"]
+        assert 1 == await metric(fleet, "kvrouter_queue_full_total")
+        gate.open()
+        assert [200, 200] == await crowd.statuses()
+
+
+async def test_client_that_leaves(fleet_of: FleetOf) -> None:
+    """It is out of the queue at once and reaches no worker; who stood behind it is next."""
+    gate = Gate()
+    async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        async with connected(fleet.url) as client:
+            await _join(fleet, client, 1)
+            await crowd.add(2)
+            client.leave()
+            await until(lambda: waiting(fleet) == 1, "it has left", within_s=SOON_S)
+        gate.open()
+
+        assert [200] == await crowd.statuses()
+        assert [0, 2] == gate.arrived
+        assert 1 == await metric(fleet, 'kvrouter_queue_wait_seconds_count{outcome="left"}')
+
+
+async def _join(fleet: Fleet, client: Client, number: int) -> None:
+    client.send(numbered(number))
+    await until(lambda: waiting(fleet) == 1, f"request {number} waits")
+
+
+async def test_first_byte_makes_room(fleet_of: FleetOf) -> None:
+    """Prefill is what is waited for: the next is sent while the first answer is still streaming."""
+    gate = Gate(streams=True)
+    async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet:
+        tasks = [asyncio.create_task(fleet.ask(numbered(number, stream=True))) for number in range(3)]
+        await until(lambda: len(gate.arrived) == 3, "all are at the worker, none is over", SOON_S)
+        gate.open()
+
+        assert [200] * 3 == [response.status for response in await asyncio.gather(*tasks)]
+
+
+async def test_peer_makes_room(fleet_of: FleetOf) -> None:
+    """A request waits for one of another replica, and is sent as soon as that one ends."""
+    gate = Gate()
+    opened = fleet_of(*SYNCED, scripts=(gate.script,), replicas=2, **STEP)
+    async with opened as fleet, one_at_work(fleet, gate, frontend=0) as crowd:
+        await until(lambda: fleet.bookings() == 2, "the peer knows of it")
+        await crowd.add(1, frontend=1)
+        gate.permits.release()
+        await until(lambda: gate.arrived == [0, 1], "it is sent", SOON_S)
+        gate.open()
+
+        assert [200] == await crowd.statuses()
+
+
+async def test_one_free_admits_one(fleet_of: FleetOf) -> None:
+    """Two replicas see the same room; the one that looks later sees that it is gone."""
+    gate = Gate()
+    async with fleet_of(*SYNCED, scripts=(gate.script,), replicas=2, **STEP) as fleet:
+        fleet.frontends[0].waiting_room._chance = lambda: 0.0
+        late = fleet.frontends[1].waiting_room
+        late._chance = lambda: 1e6  # it looks when told to
+        await until(lambda: late._replica.peers, "it knows that it has a peer")
+        async with one_at_work(fleet, gate) as crowd:
+            readers = late._replica.readers
+            await until(
+                lambda: [FeedState.LIVE] == [one.state for one in readers.values()] and fleet.bookings() == 2,
+                "the peer knows of it",
+            )
+            await crowd.add(1, frontend=0)
+            await crowd.add(2, frontend=1)
+            gate.permits.release()
+            await until(lambda: gate.arrived == [0, 1], "one is sent")
+            (line,) = late._lines.values()
+            await until(lambda: line.look, "the peer has heard that there was room")
+            await until(lambda: fleet.bookings() == 2, "and that it is gone")
+            look_now(late)
+
+            assert [0, 1] == gate.arrived
+            assert 1 == waiting(fleet, 1)
+            late._chance = lambda: 0.0
+            gate.open()
+            assert [200, 200] == await crowd.statuses()
+
+
+async def test_new_worker_makes_room(fleet_of: FleetOf) -> None:
+    """Its first heartbeat is enough."""
+    gate, other = Gate(), Gate()
+    async with fleet_of(*KV, scripts=(gate.script, other.script), **STEP) as fleet:
+        joining = fleet.workers[1]
+        fleet.announce(joining, state="leave", **STEP)
+        await until(lambda: len(fleet.targets(fleet.frontend)) == 1, "it has left")
+        async with one_at_work(fleet, gate) as crowd:
+            await crowd.add(1)
+            fleet.announce(joining, **STEP)
+            await until(lambda: other.arrived == [1], "it gets the request", SOON_S)
+            other.open()
+
+            assert [200] == await crowd.statuses()
+
+
+async def test_last_worker_leaves(fleet_of: FleetOf) -> None:
+    """There is nobody to wait for any more: 503, at once."""
+    gate = Gate()
+    async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        await crowd.add(1)
+        fleet.announce(fleet.workers[0], state="leave", **STEP)
+
+        assert [503] == await crowd.statuses()
+
+
+async def test_nothing_polls(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten wait: a message is looked at once, or twice where a slice took its whole millisecond."""
+    looks = 0
+
+    def counted(*given: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return room.has_room(*given)
+
+    monkeypatch.setattr(queue_module, "has_room", counted)
+    gate = Gate()
+    flags = (*KV, "--heartbeat-s", "0.05", "--no-router-track-output-blocks")  # that has a timer of its own
+    async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        for number in range(1, 11):
+            await crowd.add(number)
+        heard = fleet.frontend.replica._leases
+        looks, before, began = 0, heard._last_round, fleet.frontend.admin._bus.counters.received
+        await until(lambda: heard._last_round >= before + 5, "five heartbeats")
+        received = fleet.frontend.admin._bus.counters.received - began
+
+        assert 0 < looks <= 2 * received + 1, "one may have been due before"
+        gate.open()
+        assert [200] * 10 == await crowd.statuses()
+
+
+async def test_queue_is_shown(fleet_of: FleetOf) -> None:
+    """In /workers and /metrics: how many wait, and how long the first has."""
+    gate = Gate()
+    async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        await crowd.add(1)
+        await crowd.add(2)
+        (pool,) = (await fleet.get("/workers")).json["pools"]
+
+        assert 2 == pool["queue"]["waiting"]
+        assert 0 <= pool["queue"]["longest_wait_s"] < 10
+        assert 2 == await metric(fleet, 'kvrouter_queue_length{pool="m-12345678"}')
+        gate.open()
+        assert [200, 200] == await crowd.statuses()
+
+
+async def test_any_mode(fleet_of: FleetOf) -> None:
+    """Prompts are tokenized for the queue's sake where the mode does not look at tokens."""
+    gate = Gate()
+    flags = ("--router-mode", "round-robin", *KV[2:])
+    async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        await crowd.add(1)
+        gate.open()
+
+        assert [200] == await crowd.statuses()
+
+
+async def test_worker_that_does_not_tell(fleet_of: FleetOf) -> None:
+    """One without max_batched_tokens is never full, and /workers says so."""
+    gate = Gate()
+    async with fleet_of(*KV, scripts=(gate.script,)) as fleet, one_at_work(fleet, gate):
+        other = asyncio.create_task(fleet.ask(numbered(1)))
+        await until(lambda: gate.arrived == [0, 1], "it is at the worker")
+        (pool,) = (await fleet.get("/workers")).json["pools"]
+        gate.open()
+
+        assert 200 == (await other).status
+        assert ["w0"] == pool["queue"]["never_full"]
+
+
+async def test_waiting_when_the_draining_ends(fleet_of: FleetOf) -> None:
+    """Who waits is served while the replica drains; who still does when its time is over gets a 503."""
+    gate = Gate()
+    async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
+        await crowd.add(1)
+        await crowd.add(2)
+        fleet.frontend.drain()
+        gate.permits.release()
+        await until(lambda: gate.arrived == [0, 1], "the next one is sent")
+        fleet.frontend.completions._in_flight.refuse_waiting(set())
+
+        assert [503, 503] == await crowd.statuses()
+        assert 0 == waiting(fleet)
+
+
+async def test_first_leaves_as_it_is_woken() -> None:
+    """Its client goes in the very turn in which there is room: the next one gets it."""
+    pool = new_pool(card("w1", max_batched_tokens=64))
+    router = new_router(pool)
+    replica = cast("Replica", SimpleNamespace(peers={}, settings=ReplicaSettings()))
+    settings = AdmissionSettings(threshold=0.5)
+    waiting_room = WaitingRoom(replica, settings, QueueMetrics(CollectorRegistry()), random.random)
+    key = book(pool, T1, [1], prefill_tokens=64)
+    tasks = [asyncio.create_task(waiting_room.admitted(router, RouteRequest(name))) for name in "ab"]
+    (line,) = await _lines_with(waiting_room, 2)
+    pool.active.free(key)
+
+    waiting_room._look(line)
+    tasks[0].cancel()
+
+    async with asyncio.timeout(WAIT_S):
+        assert isinstance((await asyncio.gather(*tasks, return_exceptions=True))[0], asyncio.CancelledError)
+    assert tasks[1].exception() is None
+
+
+async def _lines_with(waiting_room: WaitingRoom, waiting: int) -> list[Any]:
+    lines = waiting_room._lines
+    await until(lambda: sum(len(line.queue) for line in lines.values()) == waiting, "they wait")
+    return list(lines.values())
+
+
+async def test_what_is_passed_on_does_not_wait(fleet_of: FleetOf) -> None:
+    """Its tokens are not known."""
+    gate = Gate()
+    async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate):
+        passed = asyncio.create_task(fleet.ask({"model": "m", "seed": 9}, path="/v1/embeddings"))
+        await until(lambda: gate.arrived == [0, 9], "it is at the worker")
+        gate.open()
+
+        assert 200 == (await passed).status

@@ -1,0 +1,312 @@
+"""The client's side: connections kept, pipelined or closed, old clients, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import random
+import socket
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.http import StreamWriter
+from aiohttp.test_utils import make_mocked_request
+from aiohttp.web_protocol import RequestHandler
+
+from kvrouter.frontend.aiohttp_requests import AlreadyWritten, from_aiohttp
+from kvrouter.tokens.tiny import build_tiny_model
+from tests.frontend.clients import connected
+from tests.frontend.fleet import BODY, STREAM, FleetOf
+from tests.frontend.workers import (
+    LAST_CHUNK,
+    OK,
+    OK_BODY,
+    SSE_HEAD,
+    Received,
+    Wire,
+    answer,
+    chunk,
+    event,
+    says,
+    says_and_resets,
+    says_and_stalls,
+    stream,
+    turns,
+    until,
+)
+
+AT_ONCE_S = 0.2
+"""How soon a worker must notice that its client has left (design §7)."""
+
+
+async def test_keep_alive(fleet_of: FleetOf) -> None:
+    """A client's connection serves one request after the other, and so does ours to the worker."""
+    async with fleet_of(scripts=(says(stream("a")),)) as fleet, fleet.connected() as client:
+        responses = [await client.ask(STREAM) for _ in range(5)]
+
+        assert ["keep-alive"] * 5 == [response.header("connection") for response in responses]
+        assert [5] == [wire.requests for wire in fleet.workers[0].wires]
+
+
+async def test_errors_keep_alive(fleet_of: FleetOf) -> None:
+    """An error of ours, or a worker's refusal, leaves the connection usable."""
+    bodies = (b"{", {**BODY, "model": "x"}, BODY, BODY)
+    async with fleet_of(scripts=(says(answer(b"{}", 503)),)) as fleet, fleet.connected() as client:
+        statuses = [(await client.ask(body)).status for body in bodies]
+
+        assert [400, 404, 503, 503] == statuses
+
+
+async def test_pipelined(fleet_of: FleetOf) -> None:
+    """Requests sent without waiting are answered in order."""
+
+    async def echo(received: Received, wire: Wire) -> None:
+        await wire.send(answer(json.dumps(received.json["prompt"]).encode()))
+
+    async with fleet_of(scripts=(echo,)) as fleet, fleet.connected() as client:
+        for number in range(40):
+            client.send({"model": "m", "prompt": [number]})
+        answers = [(await client.response()).json for _ in range(40)]
+
+        assert [[number] for number in range(40)] == answers
+
+
+async def test_connection_close(fleet_of: FleetOf) -> None:
+    """`Connection: close` is answered in kind."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        response = await client.ask(BODY, "connection: close")
+
+        assert "close" == response.header("connection")
+        assert await client.is_closed()
+
+
+@pytest.mark.parametrize("whole", [answer(), stream("hi")])
+async def test_http_10(fleet_of: FleetOf, whole: bytes) -> None:
+    """An HTTP/1.0 client gets no chunks; its connection ends with the answer."""
+    async with fleet_of(scripts=(says(whole),)) as fleet, fleet.connected() as client:
+        client.send(STREAM, version="HTTP/1.0")
+        response = await client.response()
+
+        assert ([], "close") == (response.headers("transfer-encoding"), response.header("connection"))
+        assert response.body in {OK_BODY, event("hi") + b"data: [DONE]\n\n"}
+
+
+async def test_http_10_keep_alive(fleet_of: FleetOf) -> None:
+    """An HTTP/1.0 client that asks for it keeps its connection where the answer has a length."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        for _ in range(2):
+            client.send(BODY, "connection: keep-alive", version="HTTP/1.0")
+            assert OK_BODY == (await client.response()).body
+
+
+async def test_http_10_streams(fleet_of: FleetOf) -> None:
+    """Nginx speaks HTTP/1.0 by default: its events come one by one too, nothing is collected."""
+    go_on = asyncio.Event()
+
+    async def script(_received: Received, wire: Wire) -> None:
+        await wire.send(SSE_HEAD + b"%x\r\n" % len(event("a")), event("a"), b"\r\n")
+        await go_on.wait()
+        await wire.send(chunk(event("b"))[:20], chunk(event("b"))[20:], LAST_CHUNK)
+
+    async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
+        client.send(STREAM, version="HTTP/1.0")
+        await client.read_until(b"\r\n\r\n" + event("a"))
+        go_on.set()
+
+        assert event("b") == await client.reader.read()
+
+
+async def test_http_10_told_of_a_death(fleet_of: FleetOf) -> None:
+    """An HTTP/1.0 client is told by an error event, without chunk framing, or by a reset."""
+    one = SSE_HEAD + chunk(event("a"))
+    async with fleet_of(scripts=(says_and_resets(one),)) as fleet:
+        async with fleet.connected() as client:
+            client.send(STREAM, version="HTTP/1.0")
+            response = await client.response()
+            assert "BadGatewayError" == response.events[1]["error"]["type"]
+        fleet.workers[0].script = says_and_resets(one, b"40\r\ndata")
+        async with fleet.connected() as client:
+            client.send(STREAM, version="HTTP/1.0")
+            await client.read_until(event("a") + b"data")
+            with pytest.raises(ConnectionResetError):
+                await client.reader.read()
+
+
+async def test_expect_continue(fleet_of: FleetOf) -> None:
+    """Curl asks before it sends a large body; the worker is not bothered with that."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        body = json.dumps(BODY).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\nexpect: 100-continue\r\n"
+        client.writer.write(head + b"content-length: %d\r\n\r\n" % len(body))
+        assert (await client.read_until(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+        client.writer.write(body)
+
+        assert 200 == (await client.response()).status
+        assert [] == fleet.workers[0].requests[0].headers("expect")
+
+
+async def test_no_delay(fleet_of: FleetOf) -> None:
+    """TCP_NODELAY is set on both sides: without it streams stall for 40 ms."""
+    script = says_and_stalls(SSE_HEAD, chunk(event("a")))
+    async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
+        client.send(STREAM)
+        await client.read_until(event("a"))
+        (attempt,) = fleet.frontend.completions._running
+        upstream = attempt._connection._transport
+        downstream = attempt._client._transport  # type: ignore[attr-defined]
+
+        for transport in (upstream, downstream):
+            assert transport is not None
+            raw = transport.get_extra_info("socket")
+            assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        client.leave()
+
+
+@pytest.mark.parametrize("said", [b"", SSE_HEAD, SSE_HEAD + chunk(event("a")), SSE_HEAD + b"40\r\ndata"])
+async def test_client_leaves(fleet_of: FleetOf, said: bytes) -> None:
+    """A client that leaves, before the first byte or amid the stream: the worker is told at once."""
+    async with fleet_of(scripts=(says_and_stalls(said),) * 2) as fleet, fleet.connected() as client:
+        client.send(STREAM)
+        await until(lambda: fleet.requests, "the worker has the request")
+        if b"data:" in said and said != SSE_HEAD + b"40\r\ndata":
+            await client.read_until(event("a"))
+        client.leave()
+        await until(lambda: not any(worker.open_wires for worker in fleet.workers), "told", AT_ONCE_S)
+        await fleet.until_free(AT_ONCE_S)
+
+        assert 1 == len(fleet.requests)
+        assert b"kvrouter_cancelled_requests_total 1.0" in (await fleet.get("/metrics")).body
+
+
+async def test_client_leaves_half_way_through_its_request(fleet_of: FleetOf) -> None:
+    """A client that leaves while it sends its body costs nobody anything."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        client.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 99\r\n\r\n{")
+        await until(lambda: not fleet.frontend.completions.idle.is_set(), "the request has begun")
+        client.leave()
+        await fleet.frontend.completions.idle.wait()
+
+        assert not fleet.requests
+
+
+async def test_client_leaves_while_we_tokenize(fleet_of: FleetOf, tmp_path: Path) -> None:
+    """A client that leaves while its prompt is tokenized: no worker ever hears of it."""
+    build_tiny_model(tmp_path)
+    flags = ("--router-mode", "kv", "--model-path", str(tmp_path), "--tokenizer-workers", "1")
+    async with fleet_of(*flags) as fleet, fleet.connected() as client:
+        client.send({"model": "m", "prompt": "hello world " * 100_000})
+        await until(lambda: not fleet.frontend.completions.idle.is_set(), "the request has begun")
+        client.leave()
+        async with asyncio.timeout(AT_ONCE_S + 1):
+            await fleet.frontend.completions.idle.wait()
+
+        assert not fleet.requests
+        assert b"kvrouter_cancelled_requests_total 1.0" in (await fleet.get("/metrics")).body
+
+
+async def test_client_leaves_between_two_tries(fleet_of: FleetOf) -> None:
+    """A client that leaves while another worker is looked for."""
+    scripts = (says_and_resets(),) * 60
+    async with fleet_of("--retries", "50", scripts=scripts) as fleet, fleet.connected() as client:
+        client.send(STREAM)
+        await until(lambda: len(fleet.requests) > 2, "the third try")
+        client.leave()
+        await fleet.until_free(AT_ONCE_S)
+
+
+async def leave_early(url: str, seed: int) -> bool:
+    """A client that leaves after a while that depends on `seed`; returns whether it stayed."""
+    chance = random.Random(seed)
+    async with connected(url) as client:
+        client.send(STREAM)
+        if seed % 4 == 0:
+            return (await client.response()).is_whole
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(chance.random() * 0.3):
+                await client.reader.read(-1)
+    return False
+
+
+async def test_many_come_and_go(fleet_of: FleetOf) -> None:
+    """200 streams at once, most of whose clients leave: no booking stays, on either of two replicas."""
+
+    async def script(_received: Received, wire: Wire) -> None:
+        await wire.send(SSE_HEAD)
+        for number in range(20):
+            await wire.send(chunk(event(str(number))))
+        await wire.send(LAST_CHUNK)
+
+    flags = ("--router-mode", "kv", "--router-replica-sync", "--heartbeat-s", "0.1", "--lease-s", "60")
+    async with fleet_of(*flags, scripts=(script,) * 3, replicas=2) as fleet:
+        urls = [frontend.url for frontend in fleet.frontends]
+        stayed = await asyncio.gather(*(leave_early(urls[seed % 2], seed) for seed in range(200)))
+        await fleet.until_free()
+
+        assert 50 == sum(stayed)
+        for frontend in fleet.frontends:
+            (router,) = frontend.replica.routers.values()
+            router.pool.active.check()
+            assert {} == router.pool.active.owners()
+
+
+def test_names_that_aiohttp_need_not_keep() -> None:
+    """We lean on these names of aiohttp; one that goes away must be noticed here, not in production."""
+    assert isinstance(inspect.getattr_static(RequestHandler, "writing_paused"), property)
+    for name in ("connection_made", "data_received", "resume_writing", "handle_error"):
+        assert callable(inspect.getattr_static(RequestHandler, name))
+    assert "transport" in {name for cls in RequestHandler.__mro__ for name in dir(cls)}
+    assert {"loop", "access_log", "keepalive_timeout"} <= {*inspect.signature(RequestHandler).parameters}
+    assert "output_size" in dir(StreamWriter)
+    http = make_mocked_request("POST", "/")
+    request = from_aiohttp(http)
+    assert (False, True) == (request.client.is_http_10, request.head.wants_keep_alive)
+    for name in ("prepare", "write_eof", "keep_alive"):
+        assert name in vars(AlreadyWritten)
+        assert name in vars(web.StreamResponse)
+    assert "handler_cancellation" in web.Server.__init__.__code__.co_varnames
+
+
+async def test_nothing_is_written_twice(fleet_of: FleetOf) -> None:
+    """Aiohttp adds nothing to a relayed answer: the next bytes are the next answer's."""
+    async with fleet_of(scripts=(OK,)) as fleet, fleet.connected() as client:
+        for _ in range(3):
+            client.send(BODY)
+            whole = await client.read_until(OK_BODY)
+            assert 1 == whole.count(b"HTTP/1.1 ")
+
+
+async def test_client_that_reads_nothing(fleet_of: FleetOf) -> None:
+    """A client that pipelines requests and reads no answers fills no memory: its requests wait."""
+    large = answer(b"x" * 500_000)
+    async with fleet_of(scripts=(says(large),)) as fleet, fleet.connected() as client:
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        for _ in range(30):
+            client.send(BODY)
+        await until(lambda: len(fleet.requests) > 1 and fleet.bookings() == 0, "it waits")
+        await turns(100)
+        served = len(fleet.requests)
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+
+        assert served < 30
+        assert [500_000] * 30 == [len((await client.response()).body) for _ in range(30)]
+
+
+async def test_client_that_never_reads(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of aiohttp's that does not read its answer on is not kept for ever."""
+    monkeypatch.setattr("kvrouter.frontend.aiohttp_requests.UNREAD_S", 0.05)
+    large = answer(b"x" * 900_000)
+    async with fleet_of(scripts=(says(large),)) as fleet, fleet.connected() as client:
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        for _ in range(30):
+            client.send(BODY, "expect: 100-continue")
+
+        def is_torn() -> bool:
+            client.writer.write(b" ")  # what is not read shows nothing
+            return client.writer.is_closing()
+
+        await until(lambda: fleet.requests and not fleet.bookings(), "the answer has come")
+        await until(is_torn, "the connection is torn")

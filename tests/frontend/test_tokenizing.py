@@ -1,0 +1,383 @@
+"""--tokenizer local, remote and none, and the comparison with the engines' ids, on whole frontends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrouter.core.tables.predictions import LEAST, Record
+from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
+from kvrouter.frontend import prompt_blocks, token_checks
+from kvrouter.frontend.token_checks import PoolCheck
+from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
+from kvrouter.tokens.tiny import build_tiny_model
+from tests.frontend.fleet import POOL, Fleet, FleetOf
+from tests.frontend.workers import Received, Script, Wire, answer, in_turn, says, until
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
+CHAT = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
+COMPLETION = {"model": "m", "prompt": TEXT}
+Change = Callable[[list[int]], list[int]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's directory."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    build_tiny_model(path)
+    return path
+
+
+def engine(model: Path, change: Change = lambda ids: ids, status: list[int] | None = None) -> Script:
+    """Answers /tokenize with the model's ids, changed; everything else with OK."""
+    encoder = PromptEncoder.load(model)
+
+    async def script(received: Received, wire: Wire) -> None:
+        if not received.head.startswith(b"POST /tokenize "):
+            await wire.send(answer())
+            return
+        body = received.json
+        if status and status[0] != 200:
+            await wire.send(answer(b'{"error": "no"}', status[0]))
+            return
+        if "messages" in body:
+            ids = await encoder.encode(ChatPrompt(body["messages"]))
+        else:
+            ids = await encoder.encode(TextPrompt([body["prompt"]]))
+        assert ids is not None
+        await wire.send(answer(json.dumps({"tokens": change(ids[0])}).encode()))
+
+    return script
+
+
+def asked(fleet: Fleet, path: bytes) -> list[Received]:
+    """The requests to this path at any worker."""
+    requests = [received for worker in fleet.workers for received in worker.requests]
+    return [received for received in requests if received.head.startswith(b"POST " + path + b" ")]
+
+
+async def shown(fleet: Fleet) -> Any:
+    """What /workers says about tokens."""
+    return (await fleet.get("/workers")).json["tokens"]
+
+
+async def compared(fleet: Fleet) -> Any:
+    """What /workers says of the only pool's comparison."""
+    (pool,) = (await shown(fleet))["compared"].values()
+    return pool
+
+
+def check(fleet: Fleet) -> PoolCheck:
+    """What the comparison has found."""
+    checks = fleet.frontend.tokens.checks
+    assert checks is not None
+    return checks.pools.get(POOL, PoolCheck())
+
+
+def state(fleet: Fleet) -> str:
+    """In one word."""
+    return check(fleet).state
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every real prompt is compared, at once."""
+    monkeypatch.setattr(token_checks, "ONE_IN", 1)
+    monkeypatch.setattr(token_checks, "AT_MOST_EVERY_S", 0.0)
+    monkeypatch.setattr(token_checks, "LOOK_EVERY_S", 0.01)
+
+
+# remote
+
+
+async def test_remote(fleet_of: FleetOf, model: Path) -> None:
+    """With --tokenizer remote a worker's own ids name the blocks, of texts and chats alike."""
+    flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-kv-events")
+    async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
+        first = await fleet.ask(CHAT, path="/v1/chat/completions")
+        again = await fleet.ask(CHAT, path="/v1/chat/completions")
+        await fleet.ask(COMPLETION)
+
+        with PromptEncoder.load(model) as encoder:
+            (ids,) = await encoder.encode(ChatPrompt(CHAT["messages"])) or [[]]  # type: ignore[arg-type]
+        assert ["0", str((len(ids) - 1) // 16)] == [
+            response.header("x-kvrouter-overlap-blocks") for response in (first, again)
+        ]
+        index = next(iter(fleet.frontend.replica.routers.values())).pool.index
+        assert index.overlap(sequence_hashes(block_hashes(ids, 16)))
+        assert 3 == len(asked(fleet, b"/tokenize"))
+        metrics = (await fleet.get("/metrics")).body.decode()
+        assert 'kvrouter_remote_tokenizations_total{result="answered"} 3.0' in metrics
+
+
+async def test_remote_that_fails(fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that give no tokens: requests are placed by load, one line is logged, and asking rests."""
+    status = [404]
+    flags = ("--tokenizer", "remote", "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(engine(model, status=status),)) as fleet:
+        for _ in range(6):
+            assert 200 == (await fleet.ask(COMPLETION)).status
+
+        assert 3 == len(asked(fleet, b"/tokenize"))
+        assert 1 == len(fleet.logged("tokenizer.engines_fail"))
+        status[0] = 200
+        monkeypatch.setattr(fleet.frontend.tokens.blocks, "_rests_until", 0.0)
+        await fleet.ask(COMPLETION)
+
+        assert 1 == len(fleet.logged("tokenizer.engines_answer"))
+        counters = fleet.frontend.tokens.blocks.counters  # type: ignore[attr-defined]
+        assert (1, 0, 3, 3) == (counters.answered, counters.refused, counters.failed, counters.not_asked)
+
+
+async def test_remote_refusal(fleet_of: FleetOf, model: Path) -> None:
+    """A prompt that the engine refuses is relayed all the same: the engine says why."""
+    flags = ("--tokenizer", "remote", "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(engine(model, status=[400]),)) as fleet:
+        for _ in range(prompt_blocks.FAILURES_IN_A_ROW + 1):
+            assert 200 == (await fleet.ask(COMPLETION)).status
+
+        assert 4 == len(asked(fleet, b"/tokenize"))
+        assert not fleet.logged("tokenizer.engines_fail")
+
+
+# none
+
+
+async def test_none(fleet_of: FleetOf) -> None:
+    """With --tokenizer none equal beginnings of text meet on one worker, without a tokenizer anywhere."""
+    flags = ("--tokenizer", "none", "--router-mode", "kv")
+    async with fleet_of(*flags) as fleet:
+        turns = {**CHAT, "messages": [*CHAT["messages"], {"role": "user", "content": "and then?"}]}
+        first = await fleet.ask(CHAT, path="/v1/chat/completions")
+        second = await fleet.ask(turns, path="/v1/chat/completions")
+
+        blocks = len(TEXT) // 4 // 16
+        assert "0" == first.header("x-kvrouter-overlap-blocks")
+        assert int(second.header("x-kvrouter-overlap-blocks") or 0) in {blocks - 1, blocks}
+        assert "none" == (await shown(fleet))["tokenizer"]
+        assert fleet.logged("tokens.none")
+        assert not asked(fleet, b"/tokenize")
+
+
+# what is only estimated, or not cached, is no evidence
+
+
+def saying(**usage: Any) -> Script:
+    """Answers everything with this usage."""
+    return says(answer(json.dumps({"usage": usage}).encode()))
+
+
+def record_of(fleet: Fleet) -> Record:
+    """What is known of the only worker."""
+    (record,) = fleet.frontend.replica.routers[POOL].truth.records.values()
+    return record
+
+
+def problems(fleet: Fleet) -> list[str]:
+    """What is wrong with the only worker, in words for metrics."""
+    fleet.frontend.watch.look()
+    return [problem.kind for problem in fleet.frontend.watch.problems(POOL, fleet.workers[0].id)]
+
+
+@pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "text"])
+async def test_guessed_lengths(fleet_of: FleetOf, body: dict[str, Any]) -> None:
+    """With --tokenizer none an engine that counts other tokens is no worse for it."""
+    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 128}}
+    flags = ("--tokenizer", "none", "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(saying(**usage),)) as fleet:
+        path = "/v1/chat/completions" if body is CHAT else "/v1/completions"
+        for _ in range(LEAST):
+            await fleet.ask(body, path=path)
+
+        assert {} == record_of(fleet).lengths
+        assert LEAST == sum(record_of(fleet).predictions.values())
+        assert [] == problems(fleet)
+
+
+async def test_guessed_ends(fleet_of: FleetOf, model: Path) -> None:
+    """With --min-prefix-overlap-ratio only prompts that were tokenized whole are counted and compared."""
+    flags = ("--model-path", str(model), "--router-mode", "kv", "--min-prefix-overlap-ratio", "0.5")
+    async with fleet_of(*flags, "--no-token-comparison", scripts=(saying(prompt_tokens=9),)) as fleet:
+        await fleet.ask(COMPLETION)
+        for turn in range(LEAST):
+            await fleet.ask({"model": "m", "prompt": TEXT + f"and something new {turn} " * 5})
+
+        assert {"different": 1} == record_of(fleet).lengths
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_found"),
+    [({}, True), ({"prompt_logprobs": 1}, False), ({"echo": True, "logprobs": 1}, False)],
+    ids=["plain", "prompt_logprobs", "echo"],
+)
+async def test_computed_whole(fleet_of: FleetOf, fields: dict[str, Any], is_found: bool) -> None:
+    """Where the prompt's logprobs are asked for, vLLM reads no cache, and reports 0 rightly."""
+    usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 0}}
+    flags = ("--router-mode", "kv", "--no-kv-events")
+    async with fleet_of(*flags, scripts=(saying(**usage),)) as fleet:
+        for _ in range(LEAST + 1):
+            await fleet.ask({"model": "m", "prompt": [*range(100)], **fields})
+
+        assert (["uncached"] if is_found else []) == problems(fleet)
+
+
+async def test_beam_search_is_not_compared(fleet_of: FleetOf) -> None:
+    """Its answers say nothing of cached tokens, and that is not taken for 0."""
+    usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 96}}
+    script = in_turn(saying(**usage), saying(**usage), saying(prompt_tokens=100))
+    async with fleet_of("--router-mode", "kv", "--no-kv-events", scripts=(script,)) as fleet:
+        body = {"model": "m", "prompt": [*range(100)]}
+        await fleet.ask(body)
+        await fleet.ask(body)
+        for _ in range(LEAST):
+            await fleet.ask({**body, "use_beam_search": True})
+
+        assert 2 == sum(record_of(fleet).predictions.values())
+
+
+# comparison
+
+
+async def test_equal(fleet_of: FleetOf, model: Path, often: None) -> None:
+    """Equal ids are seen at the start, and quietly."""
+    flags = ("--model-path", str(model), "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
+        await until(lambda: check(fleet).equal == 2, "the probes are compared")
+        found = await compared(fleet)
+
+        assert (2, 0, None) == (found["equal"], found["different"], found["difference"])
+        assert not fleet.logged("tokens.differ")
+        metrics = (await fleet.get("/metrics")).body.decode()
+        assert 'kvrouter_tokens_differ{pool="m-12345678"} 0.0' in metrics
+
+
+async def test_differ(fleet_of: FleetOf, model: Path, often: None) -> None:
+    """Other ids are shown once, with place, texts and what to change: in log, metric and /workers."""
+    flags = ("--model-path", str(model), "--router-mode", "kv")
+    script = engine(model, change=lambda ids: [1, *ids])
+    async with fleet_of(*flags, scripts=(script,)) as fleet:
+        await until(lambda: state(fleet) == "differs", "the difference is found")
+        for _ in range(3):
+            await fleet.ask(COMPLETION)
+        await until(lambda: check(fleet).different > 1, "a real prompt was compared, too")
+
+        (line,) = fleet.logged("tokens.differ")
+        assert (0, "text") == (line["position"], line["prompt"])
+        assert "the engine puts '<|im_start|>' first" in line["remedy"]
+        found = await compared(fleet)
+        assert ("differs", 0) == (found["state"], found["difference"]["position"])
+        metrics = (await fleet.get("/metrics")).body.decode()
+        assert 'kvrouter_tokens_differ{pool="m-12345678"} 1.0' in metrics
+        fleet.frontend.watch.look()
+        (pool,) = (await fleet.get("/workers")).json["pools"]
+        (problem,) = pool["problems"]
+        assert "token ids of texts differ" in problem
+        assert "at position 0: special tokens: the engine puts" in problem
+        metrics = (await fleet.get("/metrics")).body.decode()
+        assert 'kvrouter_worker_problem{pool="m-12345678",problem="tokens_differ",worker=""} 1.0' in metrics
+        assert ["prompt", "position", "remedy"] == list(line)[:3]
+
+
+async def test_real_prompts(fleet_of: FleetOf, model: Path, often: None) -> None:
+    """What the probes do not show, a real prompt does; and it is taken back when it is right again."""
+    bad = [True]
+
+    def change(ids: list[int]) -> list[int]:
+        return [*ids[:50], 9, *ids[51:]] if bad[0] and len(ids) > 100 else ids
+
+    flags = ("--model-path", str(model), "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(engine(model, change=change),)) as fleet:
+        await until(lambda: check(fleet).equal == 2, "the probes are equal")
+        await fleet.ask(COMPLETION)
+        await until(lambda: state(fleet) == "differs", "the prompt is compared")
+
+        assert 50 == (await compared(fleet))["difference"]["position"]
+        bad[0] = False
+        await fleet.ask(COMPLETION)
+        await until(lambda: state(fleet) == "equal", "it is right again")
+        assert fleet.logged("tokens.equal_again")
+
+
+async def test_unanswered(fleet_of: FleetOf, model: Path, often: None) -> None:
+    """An engine without /tokenize is said to be unknown, once."""
+    flags = ("--model-path", str(model), "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(engine(model, status=[404]),)) as fleet:
+        await until(lambda: state(fleet) == "unanswered", "the probe fails")
+
+        (line,) = fleet.logged("tokens.not_compared")
+        assert "answered 404" in line["reason"]
+
+
+@pytest.mark.parametrize("flags", [("--no-token-comparison",), ("--router-mode", "round-robin")], ids=str)
+async def test_not_compared(fleet_of: FleetOf, model: Path, often: None, flags: tuple[str, ...]) -> None:
+    """Without the comparison, or where tokens do not matter, no engine is asked."""
+    base = ("--router-mode", "kv", "--model-path", str(model))
+    async with fleet_of(*base, *flags, scripts=(engine(model),)) as fleet:
+        await fleet.ask(COMPLETION)
+
+        assert not asked(fleet, b"/tokenize")
+
+
+# the prefix-token cache
+
+
+async def test_prefix_cache_is_shown(fleet_of: FleetOf, model: Path) -> None:
+    """What the cache holds and saves is in /workers and in the metrics."""
+    async with fleet_of("--model-path", str(model), "--router-mode", "kv") as fleet:
+        await fleet.ask(COMPLETION)
+        await fleet.ask(COMPLETION)
+
+        cache = (await shown(fleet))["prefix_caches"]["default"]
+        assert (True, True, 3) == (cache["on"], cache["cut_after_words"], cache["cut_after_tokens"])
+        cache = (await shown(fleet))["prefix_store"]
+        assert cache["known_characters"] + cache["tokenized_characters"] == 2 * len(TEXT)
+        metrics = (await fleet.get("/metrics")).body.decode()
+        known = float(cache["known_characters"])
+        assert f'kvrouter_prefix_store_characters_total{{result="known"}} {known}' in metrics
+
+
+async def test_several_models(fleet_of: FleetOf, model: Path) -> None:
+    """A model with a directory of its own is tokenized and compared by that one."""
+    flags = ("--model-path", f"m={model}", "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
+        await until(lambda: state(fleet) == "equal", "the probe is compared")
+        await fleet.ask(COMPLETION)
+
+        found = await shown(fleet)
+        assert ("local", ["m"]) == (found["tokenizer"], list(found["prefix_caches"]))
+        assert found["prefix_store"]["tokenized_characters"] == len(TEXT)
+
+
+async def test_prefix_cache_that_is_off(fleet_of: FleetOf, model: Path, tmp_path: Path) -> None:
+    """A tokenizer that cannot be cut safely: the log and /workers say so."""
+    file = json.loads((model / "tokenizer.json").read_text())
+    file["added_tokens"][1]["single_word"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    async with fleet_of("--model-path", str(tmp_path), "--router-mode", "kv") as fleet:
+        cache = (await shown(fleet))["prefix_caches"]["default"]
+
+        assert not cache["on"]
+        assert "single_word" in cache["reason"]
+        assert fleet.logged("tokens.no_prefix_cache")
+
+
+async def test_enough_is_known(fleet_of: FleetOf, model: Path) -> None:
+    """With --min-prefix-overlap-ratio the end of a prompt is charged and booked without being tokenized."""
+    flags = ("--model-path", str(model), "--router-mode", "kv", "--min-prefix-overlap-ratio", "0.5")
+    seen = []
+    async with fleet_of(*flags, "--no-token-comparison") as fleet:
+        router = next(iter(fleet.frontend.replica.routers.values()))
+        book = router.pool.active.book
+        router.pool.active.book = lambda booking: (seen.append(booking), book(booking))[1]  # type: ignore[method-assign, func-returns-value]
+        await fleet.ask(COMPLETION)
+        await fleet.ask({"model": "m", "prompt": TEXT + "and something new " * 5})
+
+        whole, partly = seen
+        assert 0 == whole.anonymous_blocks
+        assert partly.anonymous_blocks > 0
+        assert partly.isl > whole.isl
+        assert partly.isl // 16 == len(partly.hashes) + partly.anonymous_blocks

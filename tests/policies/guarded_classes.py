@@ -1,0 +1,122 @@
+"""Policies such as people write, right and wrong; also what `--router-policy` names in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvrouter import Candidate, Card, Choice, Policy, RouteRequest, Target
+from kvrouter.core.wire.ids import WorkerId
+
+
+class Last(Policy):
+    """The last candidate by name; remembers what it was told."""
+
+    def __init__(
+        self, greeting: str = "", weight: float = 1.0, flag: bool = False, at: Path | None = None
+    ) -> None:
+        self.arguments = (greeting, weight, flag, at)
+        self.told: list[tuple[Any, ...]] = []
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
+        return candidates[-1]
+
+    def on_workers(self, workers: Sequence[Card]) -> None:
+        self.told.append(("workers", [card.worker_id for card in workers]))
+
+    def on_request_routed(self, request: RouteRequest, target: Target, status: int) -> None:
+        self.told.append(("routed", request.request_id, str(target), status))
+
+    def on_worker_removed(self, worker_id: WorkerId) -> None:
+        self.told.append(("removed", worker_id))
+
+    def close(self) -> None:
+        self.told.append(("close",))
+
+
+class Says(Policy):
+    """Answers whatever it was given."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer  # type: ignore[return-value]  # that is the point
+
+
+class Alone:
+    """Derives from nothing, and has only what is needed."""
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Target:
+        return candidates[0].target
+
+
+class Fails(Policy):
+    """Raises wherever it is called."""
+
+    refresh_s = 0.01
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
+        raise RuntimeError("in choose")
+
+    def on_workers(self, workers: Sequence[Card]) -> None:
+        raise RuntimeError("in on_workers")
+
+    def on_request_routed(self, request: RouteRequest, target: Target, status: int) -> None:
+        raise RuntimeError("in on_request_routed")
+
+    def on_worker_removed(self, worker_id: WorkerId) -> None:
+        raise RuntimeError("in on_worker_removed")
+
+    async def refresh(self) -> None:
+        raise RuntimeError("in refresh")
+
+    def close(self) -> None:
+        raise RuntimeError("in close")
+
+
+class NotMade(Alone):
+    """Cannot be constructed."""
+
+    def __init__(self) -> None:
+        raise OSError("no such store")
+
+
+class NoChoose(Policy):
+    """Forgot it."""
+
+
+class AsyncChoose:
+    """As Ray has it."""
+
+    async def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Target:
+        return candidates[0].target
+
+
+class FewArguments:
+    """Would fail at the first request."""
+
+    def choose(self, candidates: Sequence[Candidate]) -> Target:
+        return candidates[0].target
+
+
+class PlainRefresh(Alone):
+    """Would block, if it were called."""
+
+    refresh_s = 1.0
+
+    def refresh(self) -> None:
+        """Not awaitable."""
+
+
+class NoInterval(Alone):
+    """Never said how often."""
+
+    async def refresh(self) -> None:
+        """Would never run."""
+
+
+NO_CLASS = Alone()

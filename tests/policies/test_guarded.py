@@ -1,0 +1,160 @@
+"""The guard around a policy of one's own: ranks, and that no mistake of it loses a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvrouter.core.routing.policy import Candidate, Choice, Policy, RouteRequest
+from kvrouter.core.routing.selection import Selection
+from kvrouter.policies.guarded import ANSWER, Own
+from tests.policies.guarded_classes import Fails, Last, Says
+from tests.policies.tables import REQUEST, candidate, picked, seeded, state, target
+
+A, B, C = candidate("a", requests=2), candidate("b", requests=1), candidate("c", requests=5)
+ALL = [A, B, C]
+
+
+def order(answer: Any, candidates: list[Candidate] = ALL, chance: float = 0.0) -> list[str]:
+    """The workers in the order in which they are tried."""
+    policy = Own(Says(answer), "says")
+    chosen = Selection(policy, state(chance)).choose(REQUEST, candidates)
+    assert {} == policy.troubles
+    return [str(one.target.worker_id) for one in chosen]
+
+
+def test_one_target() -> None:
+    """A target or a candidate is the pick, and nobody else is named for retries."""
+    assert ["c"] == order(target("c"))
+    assert ["a"] == order(A)
+
+
+def test_ranks() -> None:
+    """The first rank goes first, the fewest requests in it; then the next; nobody twice."""
+    assert ["a", "c", "b"] == order([[C, A], [B, A]])
+    assert ["b", "a", "c"] == order([[target("a"), target("b"), target("c")]])
+    assert ["b", "a"] == order([[], (B,), [A, A]])
+
+
+def test_rank_without_anybody_eligible() -> None:
+    """Whoever was filtered out is passed over, up to a whole rank."""
+    assert ["c"] == order([[target("gone"), B], [target("c")]], [A, C])
+
+
+def test_ties_in_a_rank() -> None:
+    """Equal load: any of them."""
+    twins = [candidate("x"), candidate("y"), candidate("z", requests=1)]
+    policy, chance = Own(Says([twins]), "says"), seeded(1)
+
+    assert {0, 1} == {policy.pick(REQUEST, twins, chance) for _ in range(100)}
+
+
+@pytest.mark.parametrize(
+    ("answer", "where", "said"),
+    [
+        (None, ANSWER, "choose returned None: return a Target, a Candidate, or a list of lists"),
+        (0, ANSWER, "choose returned 0"),
+        ("a", ANSWER, "choose returned 'a'"),
+        ([A, B], ANSWER, "choose returned [Candidate("),
+        ([target("a"), target("b")], ANSWER, "choose returned [Target("),
+        ([["a"]], ANSWER, "choose returned [['a']]"),
+        (target("gone"), ANSWER, "nobody who is eligible: gone/0"),
+        ([[], []], ANSWER, "nobody who is eligible: an empty list"),
+        (ValueError("no idea"), "choose", "ValueError: no idea"),
+    ],
+    ids=str,
+)
+def test_mistakes_fall_back(answer: Any, where: str, said: str) -> None:
+    """Whatever it answers: the fewest requests, counted each time, told once."""
+    policy = Own(Says(answer), "says")
+
+    assert ["b"] == picked(policy, ALL)
+    (news,) = policy.take_news()
+    assert ("says", where) == news[:2]
+    assert said in news.what
+    assert ("Traceback" in news.traceback) == (where == "choose")
+    assert {where: 60} == policy.troubles
+    assert [] == policy.take_news()
+
+
+def test_result_of_what_was_cancelled() -> None:
+    """A CancelledError of choose is its own mistake: the request goes on."""
+    policy = Own(Says(asyncio.CancelledError()), "says")
+
+    assert ["b"] == picked(policy, ALL)
+    assert {"choose": 60} == policy.troubles
+
+
+def test_it_may_change_its_list() -> None:
+    """The list of candidates is its own: sorted or emptied, nobody else sees that."""
+
+    class Takes(Policy):
+        def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
+            assert isinstance(candidates, list)
+            last = candidates.pop()
+            candidates.clear()
+            return [[last]]
+
+    policy, eligible = Own(Takes(), "takes"), list(ALL)
+
+    assert [C] == Selection(policy, state()).choose(REQUEST, eligible)
+    assert ALL == eligible
+    assert {} == policy.troubles
+
+
+def test_fallback_has_an_order() -> None:
+    """Retries after a mistake go by load, too."""
+    chosen = Selection(Own(Fails(), "fails"), state()).choose(REQUEST, ALL)
+
+    assert [B, A, C] == chosen
+
+
+def test_hooks_are_passed_on_and_guarded() -> None:
+    """What is told arrives; what raises is counted, and nothing gets out."""
+    good, bad = Last(), Own(Fails(), "fails")
+
+    for policy in (Own(good, "last"), bad):
+        policy.on_workers([A.card])
+        policy.on_request_routed(REQUEST, target("a"), 200)
+        policy.on_worker_removed(target("a").worker_id)
+        policy.close()
+
+    assert [("workers", ["a"]), ("routed", "req", "a/0", 200), ("removed", "a"), ("close",)] == good.told
+    assert {"on_workers", "on_request_routed", "on_worker_removed", "close"} == set(bad.troubles)
+
+
+def test_a_class_without_the_base() -> None:
+    """Only choose is needed."""
+
+    class Bare:
+        def choose(self, request: RouteRequest, candidates: list[Candidate]) -> Candidate:
+            return candidates[0]
+
+    policy = Own(Bare(), "bare")  # type: ignore[arg-type]  # that is the point
+    policy.on_workers([])
+    policy.close()
+
+    assert ["a"] == picked(policy, ALL)
+    assert {} == policy.troubles
+    assert policy.needs_tokens
+    assert not policy.needs_text
+
+
+def test_a_decision_is_explained() -> None:
+    """Terms that most policies look at, and nothing is counted as routed."""
+    good = Last()
+    decision = Selection(Own(good, "last"), state()).explain(REQUEST, ALL)
+
+    assert target("c") == decision.target
+    assert {"overlap_blocks", "prefill_blocks", "decode_blocks", "requests"} == set(
+        decision.verdicts[0].terms
+    )
+    assert [] == good.told
+
+
+def test_the_bare_base_falls_back() -> None:
+    """A policy that could not be made any more has no choose of its own."""
+    assert ["b"] == picked(Own(Policy(), "broken"), ALL)

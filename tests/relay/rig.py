@@ -1,0 +1,102 @@
+"""One attempt on one connection; the transport is a fake, so that any read can be played."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvrouter.relay.exchange import Attempt, Limits, Outcome
+from kvrouter.relay.upstream import Connection
+
+
+class FakeTransport(asyncio.Transport):
+    """Remembers what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.aborted = False
+        self.paused = False
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self.written += bytes(data)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+
+class FakeClient:
+    """Keeps what it is sent; `slow` piles up until `catch_up`."""
+
+    def __init__(self, *, is_http_10: bool = False) -> None:
+        self.is_http_10 = is_http_10
+        self.has_begun = False
+        self.is_slow = False
+        self.got = b""
+        self._waiting: list[Callable[[], None]] = []
+
+    def write(self, data: bytes) -> None:
+        self.got += data
+
+    def catch_up(self) -> None:
+        self.is_slow = False
+        for call in self._waiting:
+            call()
+
+    def when_drained(self, call: Callable[[], None]) -> None:
+        self._waiting.append(call)
+
+
+def attempt_on(
+    connection: Connection, client: FakeClient, headers: bytes = b"", mark: Callable[[], None] = lambda: None
+) -> Attempt:
+    """One whose client's connection may stay."""
+    return Attempt(client, connection, Limits(), headers, mark, True, False, asyncio.get_running_loop())
+
+
+class Rig:
+    """One attempt on one connection, without sockets."""
+
+    def __init__(self, pool: deque[Connection] | None = None, **client: Any) -> None:
+        self.pool = deque() if pool is None else pool
+        self.connection = Connection(self.pool)
+        self.transport = FakeTransport()
+        self.connection.connection_made(self.transport)
+        self.begin(**client)
+
+    def begin(self, **client: Any) -> Attempt:
+        """Send a request."""
+        self.client = FakeClient(**client)
+        self.marks = 0
+        self.attempt = attempt_on(self.connection, self.client, b"x-kvrouter-worker: w\r\n", self._mark)
+        self.attempt.send(b"request")
+        return self.attempt
+
+    def _mark(self) -> None:
+        self.marks += 1
+
+    def read(self, *pieces: bytes) -> None:
+        """The worker's bytes arrive, as long as the connection reads."""
+        for piece in pieces:
+            if piece and not self.transport.aborted:
+                self.connection.data_received(piece)
+
+    def lose(self, error: Exception | None = None) -> None:
+        """The connection ends."""
+        self.transport.aborted = True
+        self.connection.connection_lost(error)
+
+    def outcome(self) -> Outcome:
+        """How the attempt ended."""
+        return self.attempt.outcome.result()

@@ -1,0 +1,474 @@
+"""One client's connection: plain requests served here, all else handed over, however the bytes come."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import gzip
+import json
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvrouter.relay.answer import Served
+from kvrouter.relay.connection import PIPELINED_BYTES, Connections, PlainConnection
+from kvrouter.relay.incoming import ArrivingBytes
+from kvrouter.relay.request import Request
+from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
+from tests.frontend.workers import (
+    OK_BODY,
+    SSE_HEAD,
+    Received,
+    Wire,
+    answer,
+    chunk,
+    event,
+    says,
+    says_and_stalls,
+    stream,
+    turns,
+    until,
+)
+
+PATH = "/v1/completions"
+
+
+class FakeTransport(asyncio.Transport):
+    """Keeps what is written, and what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.reads = True
+        self.ended = False
+        self.successor: asyncio.BaseProtocol | None = None
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self.written += bytes(data)
+
+    def is_closing(self) -> bool:
+        return self.ended
+
+    def close(self) -> None:
+        self.ended = True
+
+    def abort(self) -> None:
+        self.ended = True
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.successor = protocol
+
+
+class Successor(asyncio.Protocol):
+    """Stands for aiohttp's connection."""
+
+    def __init__(self) -> None:
+        self.got = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.got += data
+
+
+class Scene:
+    """One connection whose requests are echoed, without sockets."""
+
+    def __init__(self, *, keep_alive_s: float = 60.0) -> None:
+        self.served: list[tuple[str, bytes]] = []
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.connections = Connections(
+            {PATH: self._echo},
+            Successor,
+            max_body_bytes=1000,
+            arriving=ArrivingBytes(1000),
+            keep_alive_s=keep_alive_s,
+        )
+        self.connection = self.connections.new()
+        self.transport = FakeTransport()
+        self.connection.connection_made(self.transport)
+
+    async def _echo(self, request: Request) -> Served:
+        body = await request.read()
+        await self.go_on.wait()
+        self.served.append((request.head.path, body))
+        request.client.write(body)
+        return Served(200, request.head.wants_keep_alive)
+
+    def read(self, *pieces: bytes) -> None:
+        """Bytes arrive, as long as they are read."""
+        for piece in pieces:
+            receiver = self.transport.successor or self.connection
+            assert isinstance(receiver, PlainConnection | Successor)
+            receiver.data_received(piece)
+
+    @property
+    def handed_over(self) -> bytes | None:
+        """What the successor got; None while there is none."""
+        return self.transport.successor.got if isinstance(self.transport.successor, Successor) else None
+
+    async def settled(self) -> None:
+        """Return when no request is served."""
+        await until(lambda: self.connection._task is None, "the request is served")
+
+    def end(self) -> None:
+        """The client leaves."""
+        if self.transport.successor is None:
+            self.connection.connection_lost(None)
+
+
+def plain(body: bytes, *lines: bytes) -> bytes:
+    """A plain request."""
+    head = [b"POST /v1/completions HTTP/1.1", b"host: t", b"content-length: %d" % len(body), *lines]
+    return b"\r\n".join(head) + b"\r\n\r\n" + body
+
+
+@st.composite
+def pieces_of(draw: st.DrawFn, data: bytes) -> list[bytes]:
+    """The data, cut anywhere."""
+    ends = sorted(draw(st.lists(st.integers(0, len(data)), max_size=12)))
+    cut = [data[start:end] for start, end in zip([0, *ends], [*ends, len(data)], strict=True)]
+    return [piece for piece in cut if piece]
+
+
+BODIES = (b"", b"{}", b"x" * 300, b"\r\n\r\nPOST /", b"y")
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), slow=st.booleans())
+async def test_any_cut(data: st.DataObject, slow: bool) -> None:
+    """Requests cut and run together anywhere are the same requests, answered in the same order."""
+    scene = Scene()
+    whole = b"".join(plain(body) for body in BODIES)
+    for piece in data.draw(pieces_of(whole)):
+        scene.read(piece)
+        if slow:
+            await turns(6)
+    await until(lambda: len(scene.served) == len(BODIES), "all are served")
+
+    assert [(PATH, body) for body in BODIES] == scene.served
+    assert b"".join(BODIES) == scene.transport.written
+    assert scene.handed_over is None
+    scene.end()
+
+
+@settings(deadline=None)
+@given(data=st.data())
+async def test_any_cut_before_the_hand_over(data: st.DataObject) -> None:
+    """However it is cut, what is not plain reaches the successor from its first byte to its last."""
+    scene = Scene()
+    odd = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    for piece in data.draw(pieces_of(plain(b"first") + odd + plain(b"late"))):
+        scene.read(piece)
+        await turns(6)
+    await until(lambda: scene.handed_over == odd + plain(b"late"), "handed over")
+
+    assert [(PATH, b"first")] == scene.served
+    assert not scene.connections.open
+
+
+async def test_every_byte_by_itself() -> None:
+    """A request may come byte by byte."""
+    scene = Scene()
+    for byte in plain(b"whole"):
+        scene.read(bytes([byte]))
+    await scene.settled()
+
+    assert [(PATH, b"whole")] == scene.served
+    scene.end()
+
+
+async def test_pipelined_bytes_are_bounded() -> None:
+    """While a request is served, little of what comes after it is read."""
+    scene = Scene()
+    scene.go_on.clear()
+    scene.read(plain(b"1"), plain(b"2"), b"z" * PIPELINED_BYTES)
+    reads_before = scene.transport.reads
+    scene.go_on.set()
+    await until(lambda: len(scene.served) == 2, "both are served")
+
+    assert (False, True) == (reads_before, scene.transport.reads)
+    assert b"z" * PIPELINED_BYTES == scene.handed_over
+
+
+async def test_pipelined_bytes_stay_bounded() -> None:
+    """Requests that wait are served before more are read: not one more read for each that is served."""
+    scene = Scene()
+    burst = plain(b"x" * 100) * 2000
+    for _ in range(20):
+        if scene.transport.reads:
+            scene.read(burst)
+        served = len(scene.served)
+        await until(lambda: len(scene.served) > served, "one more is served")  # noqa: B023
+
+    assert len(scene.connection._unread) <= PIPELINED_BYTES + len(burst)
+    await until(lambda: len(scene.connection._unread) <= PIPELINED_BYTES, "they are served")
+    assert scene.transport.reads
+    scene.end()
+
+
+async def test_answers_that_nobody_reads_are_bounded() -> None:
+    """A client that reads no answers is served no further, and waited for no longer than an idle one."""
+    scene = Scene(keep_alive_s=0.2)
+    scene.connection.pause_writing()
+    scene.read(plain(b"1") + plain(b"2"))
+    await scene.settled()
+    served, reads = list(scene.served), scene.transport.reads
+    scene.connection.resume_writing()
+    await until(lambda: len(scene.served) == 2, "the second is served, too")
+    scene.connection.pause_writing()
+    scene.read(plain(b"3"))
+
+    assert ([(PATH, b"1")], False) == (served, reads)
+    await until(lambda: scene.transport.ended, "it is not waited for")
+    scene.end()
+
+
+async def test_what_a_client_leaves_behind() -> None:
+    """A request cancelled with its client is freed at once: the collector looks at old objects hourly."""
+    scene = Scene()
+    scene.read(plain(b"whole")[:-2])
+    await turns()
+    assert scene.connection._task is not None
+    task = weakref.ref(scene.connection._task)
+    gc.disable()
+    try:
+        scene.end()
+        await turns()
+        assert task() is None
+    finally:
+        gc.enable()
+
+
+async def test_client_leaves() -> None:
+    """A client that leaves cancels its request, whether that has its body or not."""
+    for sent in (plain(b"whole"), plain(b"whole")[:-2]):
+        scene = Scene()
+        scene.go_on.clear()
+        scene.read(sent)
+        task = scene.connection._task
+        assert task is not None
+        await turns()
+        scene.end()
+        await asyncio.wait([task])
+
+        assert task.cancelled()
+        assert not scene.served
+        assert not scene.connections.open
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", plain(b"whole")[:-2]], ids=["", "head", "body"])
+async def test_slow_loris(sent: bytes) -> None:
+    """Who sends no head, or stops amid a body, is not waited for longer than an idle client."""
+    scene = Scene(keep_alive_s=0.02)
+    if sent:
+        scene.read(sent)
+    await until(lambda: scene.transport.ended, "the connection is ended")
+    scene.end()
+
+
+async def test_dripping_head() -> None:
+    """A head has to be complete in that time: single bytes do not prolong it."""
+    scene = Scene(keep_alive_s=0.05)
+    for byte in plain(b"whole")[:-6] * 50:
+        if scene.transport.ended or scene.connection._task:
+            break
+        scene.read(bytes([byte]))
+        await asyncio.sleep(0.002)
+    ended = scene.transport.ended
+    scene.end()
+
+    assert ended
+
+
+async def test_patience_while_serving() -> None:
+    """A request that takes long keeps its connection."""
+    scene = Scene(keep_alive_s=0.01)
+    scene.go_on.clear()
+    scene.read(plain(b"long"))
+    timer = scene.connection._timer
+    await until(lambda: scene.connection._timer is not timer, "the timer has run")
+    scene.go_on.set()
+    await scene.settled()
+
+    assert [(PATH, b"long")] == scene.served
+    assert not scene.transport.ended
+    scene.end()
+
+
+# Through a frontend
+
+ODD: dict[str, tuple[bytes, Callable[[bytes], bytes]]] = {
+    "chunked": (b"transfer-encoding: chunked", lambda data: b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)),
+    "gzip": (b"content-encoding: gzip", gzip.compress),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+async def test_odd_bodies(fleet_of: FleetOf, kind: str) -> None:
+    """Bodies in chunks and packed ones are served too, on a connection that served before and serves on."""
+    line, pack = ODD[kind]
+    data = pack(json.dumps(BODY).encode())
+    length = b"" if kind == "chunked" else b"content-length: %d\r\n" % len(data)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n" + length + line + b"\r\n\r\n"
+    async with fleet_of() as fleet, fleet.connected() as client:
+        before = await client.ask(BODY)
+        client.writer.write(head + data)
+        odd = await client.response()
+        after = await client.ask(BODY)
+
+        assert [OK_BODY] * 3 == [each.body for each in (before, odd, after)]
+        assert [BODY] * 3 == [request.json for request in fleet.workers[0].requests]
+
+
+async def test_hand_over_and_on(fleet_of: FleetOf) -> None:
+    """Admin routes work on a connection that serves completions, before and after, pipelined or not."""
+    async with fleet_of(scripts=(says(stream("a")),)) as fleet, fleet.connected() as client:
+        client.send(STREAM)
+        client.writer.write(b"GET /live HTTP/1.1\r\nhost: t\r\n\r\n")
+        client.send(STREAM)
+        client.writer.write(b"GET /nowhere HTTP/1.1\r\nhost: t\r\n\r\n")
+        client.send(STREAM)
+        statuses = [(await client.response()).status for _ in range(5)]
+
+        assert [200, 200, 200, 404, 200] == statuses
+
+
+async def test_half_closed(fleet_of: FleetOf) -> None:
+    """A client that shuts its sending side down has left: its worker is told at once."""
+    async with (
+        fleet_of(scripts=(says_and_stalls(SSE_HEAD + chunk(event("a"))),)) as fleet,
+        fleet.connected() as client,
+    ):
+        client.send(STREAM)
+        await client.read_until(event("a"))
+        client.writer.write_eof()
+
+        await until(lambda: not fleet.workers[0].open_wires, "the worker is told", 0.2)
+
+
+@pytest.mark.parametrize(("head_bytes", "status"), [(6_000, 200), (20_000, 400)])
+async def test_giant_head(fleet_of: FleetOf, head_bytes: int, status: int) -> None:
+    """A long head is served; one with a line too long is refused, as aiohttp does it."""
+    async with fleet_of() as fleet:
+        response = await fleet.ask(BODY, "x-long: " + "x" * head_bytes)
+
+        assert status == response.status
+
+
+async def test_many_long_headers(fleet_of: FleetOf) -> None:
+    """A head above what is read here, of lines that are not too long, is served."""
+    async with fleet_of() as fleet:
+        response = await fleet.ask(BODY, *(f"x-{number}: " + "x" * 5_000 for number in range(4)))
+
+        assert 200 == response.status
+
+
+@pytest.mark.parametrize("sends_body", [True, False])
+async def test_too_large(fleet_of: FleetOf, sends_body: bool) -> None:
+    """A body above the limit is a 413 in OpenAI's form."""
+    size = 1024 * 1024 + 1
+    async with fleet_of("--max-body-mb", "1") as fleet, fleet.connected() as client:
+        client.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n" % size)
+        client.writer.write(b"\r\n" + (b" " * size if sends_body else b"{" + b" " * (size - 2)) + b"}")
+        response = await client.response()
+
+        assert (413, 413) == (response.status, response.json["error"]["code"])
+        assert not fleet.requests
+
+
+async def test_body_in_pieces(fleet_of: FleetOf) -> None:
+    """A body that comes after its head, in pieces, with the next request behind it."""
+    data = json.dumps({**BODY, "user": "u" * 200_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n" % len(data)
+    async with fleet_of() as fleet, fleet.connected() as client:
+        client.writer.write(head)
+        await until(lambda: not fleet.frontend.completions.idle.is_set(), "the request has begun")
+        client.writer.write(data[:9])
+        await turns(20)
+        client.writer.write(data[9:] + head + data)
+
+        assert [200, 200] == [(await client.response()).status for _ in range(2)]
+        assert [data, data] == [request.body for request in fleet.workers[0].requests]
+
+
+def break_accept(fleet: Fleet) -> None:
+    """Plant a bug before the answer begins."""
+
+    async def work(*_: object) -> None:
+        raise ZeroDivisionError
+
+    fleet.frontend.completions._accept.work = work  # type: ignore[method-assign, assignment]
+
+
+async def test_bug(fleet_of: FleetOf) -> None:
+    """A bug of ours is a 500 in OpenAI's form and a line in the log; the connection serves on."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        before = fleet.frontend.completions._accept.work
+        break_accept(fleet)
+        broken = await client.ask(BODY)
+        fleet.frontend.completions._accept.work = before  # type: ignore[method-assign]
+        after = await client.ask(BODY)
+
+        assert (500, 200) == (broken.status, after.status)
+        assert broken.json["error"]["message"].startswith("internal error")
+        assert ["/v1/completions"] == [entry["path"] for entry in fleet.logged("request.failed")]
+        fleet.trouble.logs.clear()
+
+
+async def test_bug_after_the_first_byte(fleet_of: FleetOf) -> None:
+    """A bug of ours amid an answer tears the connection: the answer must not look whole."""
+
+    async def script(_received: Received, wire: Wire) -> None:
+        await wire.send(answer())
+
+    async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
+        fleet.frontend.completions._tell = None  # type: ignore[method-assign, assignment]
+        client.send(BODY)
+        await client.read_until(OK_BODY)
+        with pytest.raises(ConnectionResetError):
+            await client.reader.read()
+        assert fleet.logged("request.failed")
+        fleet.trouble.logs.clear()
+
+
+class TlsTransport(FakeTransport):
+    """One over TLS."""
+
+    high: int | None = None
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return object() if name == "sslcontext" else default
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self.high = high
+
+
+async def test_as_little_is_unsent_over_tls() -> None:
+    """A slow client's bytes pile up no higher over TLS, where the loop would let them, than without."""
+    scene = Scene()
+    scene.end()
+    connection, transport = scene.connections.new(), TlsTransport()
+    connection.connection_made(transport)
+    connection.connection_lost(None)
+
+    assert 64 * 1024 == transport.high
+
+
+async def test_client_that_never_comes() -> None:
+    """A connection whose TLS handshake fails leaves no timer."""
+    scene = Scene()
+    scene.end()
+    never = weakref.ref(scene.connections.new())
+    gc.collect()
+
+    assert never() is None

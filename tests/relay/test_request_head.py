@@ -1,0 +1,217 @@
+"""What of a client's request reaches the worker, and what of the worker's answer the client."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvrouter.core.fleet.pool import Worker
+from kvrouter.core.wire.heartbeats import RankBeat
+from kvrouter.errors import BadRequestError
+from kvrouter.relay.request_head import with_report_mode, without_report_mode
+from tests.frontend.fleet import BODY, Fleet, FleetOf
+from tests.frontend.workers import answer, says
+
+
+async def test_headers_pass(fleet_of: FleetOf) -> None:
+    """A client's own headers and its query reach the worker; its body byte for byte."""
+    body = b' {"model" : "m", "prompt":[1,2], "x": 1e2}\n'
+    async with fleet_of() as fleet:
+        await fleet.ask(
+            body, "Authorization: Bearer x", "X-One: 1", "X-One: 2", path="/v1/completions?a=b%20c"
+        )
+        (request,) = fleet.workers[0].requests
+
+        assert request.head.startswith(b"POST /v1/completions?a=b%20c HTTP/1.1\r\n")
+        assert body == request.body
+        assert (["Bearer x"], ["1", "2"]) == (request.headers("authorization"), request.headers("x-one"))
+        assert [fleet.workers[0].url.removeprefix("http://")] == request.headers("host")
+        assert [str(len(body))] == request.headers("content-length")
+
+
+async def test_hop_by_hop_stays(fleet_of: FleetOf) -> None:
+    """Headers of the client's connection stay behind, those that `Connection` names too."""
+    headers = (
+        "Connection: X-Private, keep-alive",
+        "X-Private: 1",
+        "Keep-Alive: 5",
+        "TE: trailers",
+        "Trailer: x",
+    )
+    async with fleet_of() as fleet:
+        await fleet.ask(BODY, *headers, "Proxy-Authorization: y", "Accept-Encoding: gzip")
+        (request,) = fleet.workers[0].requests
+
+        for name in ("connection", "x-private", "keep-alive", "te", "trailer", "proxy-authorization"):
+            assert [] == request.headers(name)
+        assert [] == request.headers("accept-encoding")
+
+
+async def test_hop_by_hop_stays_behind_on_the_way_back(fleet_of: FleetOf) -> None:
+    """Headers of the worker's connection stay behind; its others pass, less what we say ourselves."""
+    headers = (
+        b"Connection: x-private\r\nx-private: 1\r\nKeep-Alive: timeout=5\r\nServer: uvicorn\r\n"
+        b"x-request-id: engine\r\nX-KvRouter-Worker: liar\r\nset-cookie: a\r\nset-cookie: b\r\n"
+    )
+    async with fleet_of(scripts=(says(answer(headers=headers)),)) as fleet:
+        response = await fleet.ask(BODY, "x-request-id: mine")
+
+        assert ["mine"] == response.headers("x-request-id")
+        assert ["w0"] == response.headers("x-kvrouter-worker")
+        assert ([], []) == (response.headers("x-private"), response.headers("keep-alive"))
+        assert ["uvicorn"] == response.headers("server")
+        assert ["a", "b"] == response.headers("set-cookie")
+
+
+async def test_request_id(fleet_of: FleetOf) -> None:
+    """A client's request id is forwarded and returned, on errors too; without one we make one up."""
+    async with fleet_of() as fleet:
+        given = await fleet.ask(BODY, "X-Request-Id: abc-1")
+        refused = await fleet.ask(b"{", "X-Request-Id: abc-2")
+        made_up = await fleet.ask(BODY)
+        ids = [request.headers("x-request-id") for request in fleet.workers[0].requests]
+
+        assert ("abc-1", "abc-2") == (given.header("x-request-id"), refused.header("x-request-id"))
+        assert [["abc-1"], [made_up.header("x-request-id")]] == ids
+        assert 32 == len(made_up.header("x-request-id"))
+
+
+@pytest.mark.parametrize("value", ["a b", "é", "x" * 129, "", "a\tb"])
+async def test_senseless_request_id(fleet_of: FleetOf, value: str) -> None:
+    """An id that would not be safe in a log or a header is replaced."""
+    async with fleet_of() as fleet:
+        response = await fleet.ask(BODY, f"X-Request-Id: {value}")
+
+        assert 32 == len(response.header("x-request-id"))
+
+
+@pytest.mark.parametrize("value", [b"a\rX-Evil: 1", b"a\nX-Evil: 1", b"a\x00b", b"a\r X-Evil: 1"])
+async def test_header_injection(fleet_of: FleetOf, value: bytes) -> None:
+    """A header with a line break inside never becomes two headers, here or at the worker."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        body = json.dumps(BODY).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\nx-request-id: %s\r\ncontent-length: %d\r\n\r\n"
+        client.writer.write(head % (value, len(body)) + body)
+        response = await client.response()
+
+        assert [] == response.headers("x-evil")
+        assert [[]] * len(fleet.requests) == [each.headers("x-evil") for each in fleet.workers[0].requests]
+
+
+async def test_bytes_in_the_query(fleet_of: FleetOf) -> None:
+    """A query that is no UTF-8 passes as it is."""
+    async with fleet_of() as fleet, fleet.connected() as client:
+        body = json.dumps(BODY).encode()
+        client.writer.write(
+            b"POST /v1/completions?x=\xff HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
+
+        assert (await client.response()).status in {200, 400}
+
+
+async def test_rank(fleet_of: FleetOf) -> None:
+    """The rank is ours to choose: a client's own is dropped, whatever the header is called."""
+    async with fleet_of(ranks=2, rank_header="X-Rank") as fleet:
+        responses = [
+            await fleet.ask(BODY, "x-rank: 7", "X-data-parallel-rank: 7", "x-kvrouter-overlap-weight: 1")
+            for _ in range(2)
+        ]
+        requests = fleet.workers[0].requests
+
+        assert {"0", "1"} == {response.header("x-kvrouter-dp-rank") for response in responses}
+        assert [[each.header("x-kvrouter-dp-rank")] for each in responses] == [
+            request.headers("x-rank") for request in requests
+        ]
+        for request in requests:
+            assert ([], []) == (
+                request.headers("x-data-parallel-rank"),
+                request.headers("x-kvrouter-overlap-weight"),
+            )
+
+
+async def test_report_mode_is_stripped(fleet_of: FleetOf) -> None:
+    """VLLM's report mode would corrupt its agent's counts, so a client's wish for it is dropped."""
+    body = {**BODY, "vllm_xargs": {"kv_cache_report_mode": "full", "other": 1}}
+    async with fleet_of() as fleet:
+        await fleet.ask(body)
+
+        assert {**BODY, "vllm_xargs": {"other": 1}} == fleet.workers[0].requests[0].json
+
+
+def test_report_mode_in_disguise() -> None:
+    """JSON's escapes do not get it through."""
+    body = b'{"vllm_xargs":{"kv\\u005fcache_report_mode":"full"},"a":"\\u00e9"}'
+
+    assert {"vllm_xargs": {}, "a": "é"} == json.loads(without_report_mode(body))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "about kv_cache_report_mode"}',
+        b'{"vllm_xargs": "kv_cache_report_mode"}',
+        b'{"vllm_xargs": {"a": "kv_cache_report_mode"}}',
+        b'{"prompt": "\\u00e9 \\u0061"}',
+    ],
+)
+def test_other_bodies_stay(body: bytes) -> None:
+    """A body that only mentions it stays as it is, to the byte."""
+    assert body is without_report_mode(body)
+
+
+def test_broken_body() -> None:
+    """A body that cannot be read as a whole is a bad request."""
+    with pytest.raises(BadRequestError):
+        without_report_mode(b'{"vllm_xargs":{"kv_cache_report_mode":"full"},')
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        (b'{"prompt": [1]}', {}),
+        (b' {\n "prompt" : "vllm_xargs"}\n', {}),
+        (b"{}", {}),
+        (b" { } ", {}),
+        (b'{"vllm_xargs": null, "n": 1}', {}),
+        (b'{"n": 1, "vllm_xargs": {"a": 1}}', {"a": 1}),
+        (b'{"n": 1, "vllm\\u005fxargs": {"a": 1}}', {"a": 1}),
+        (b'{"vllm_xargs": {"kv_cache_report_mode": "incremental", "a": []}}', {"a": []}),
+    ],
+)
+def test_report_mode_is_added(body: bytes, arguments: dict[str, object]) -> None:
+    """The argument joins those that are there; nothing else changes."""
+    wanted = json.loads(body) | {"vllm_xargs": arguments | {"kv_cache_report_mode": "full"}}
+
+    assert wanted == json.loads(with_report_mode(body))
+
+
+@pytest.mark.parametrize("body", [b'{"vllm_xargs": "x"}', b"[1]", b"", b'{"vllm_xargs": {'])
+def test_report_mode_has_no_place(body: bytes) -> None:
+    """A body without an object for it stays as it is."""
+    assert body is with_report_mode(body)
+
+
+@pytest.mark.parametrize(("is_partial", "wanted"), [(True, "full"), (False, None)])
+async def test_partial_rank_is_asked_to_report(
+    fleet_of: FleetOf, is_partial: bool, wanted: str | None
+) -> None:
+    """Requests to a rank whose history was lost ask for a report of reused blocks; no others do."""
+    async with fleet_of() as fleet:
+        (worker,) = fleet.workers
+        fleet.announce(worker, ranks_heard=[RankBeat(0, 1, 0, partial=is_partial)], repairs_by_report=True)
+        while not any(known.card.repairs_by_report for known in known_workers(fleet)):
+            await fleet.get("/live")
+
+        await fleet.ask({"model": "m", "prompt": [1], "vllm_xargs": {"kv_cache_report_mode": "full"}})
+
+        (request,) = worker.requests
+        assert wanted == request.json.get("vllm_xargs", {}).get("kv_cache_report_mode")
+        assert [str(len(request.body))] == request.headers("content-length")
+
+
+def known_workers(fleet: Fleet) -> list[Worker]:
+    """The workers as the first frontend knows them."""
+    routers = fleet.frontend.replica.routers.values()
+    return [worker for router in routers for worker in router.pool.workers.values()]

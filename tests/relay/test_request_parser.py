@@ -1,0 +1,141 @@
+"""Which heads are read here, and what is read from them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.relay.request import Head
+from kvrouter.relay.request_parser import MAX_HEAD_BYTES, MOST_HEADS, PlainHeads, may_be_plain, parse_plain
+
+
+def head(*lines: bytes, start: bytes = b"POST /v1/completions HTTP/1.1", length: bytes = b"7") -> bytes:
+    """A head that is plain, but for these lines."""
+    length_line = [b"content-length: " + length] if length else []
+    return b"\r\n".join([start, b"host: t", *lines, *length_line]) + b"\r\n\r\n"
+
+
+def test_plain() -> None:
+    """The path as it stands, names in lower case, values without blanks around them, the length."""
+    parsed = parse_plain(head(b"X-One:  a b ", b"x-one:\xff", start=b"POST /a%20b?c=d HTTP/1.1"))
+
+    assert parsed is not None
+    read, length = parsed
+    assert ("/a%20b?c=d", "/a%20b", 7, True) == (read.path, read.route, length, read.wants_keep_alive)
+    assert [("host", "t"), ("x-one", "a b"), ("x-one", "\udcff")] == read.fields
+
+
+def test_connection_close() -> None:
+    """A client that wants no other answer on its connection says so."""
+    for length in (b"7", b"0"):
+        parsed = parse_plain(head(b"Connection: close", length=length))
+
+        assert parsed is not None
+        assert not parsed[0].wants_keep_alive
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        head(start=b"GET /v1/completions HTTP/1.1"),
+        head(start=b"POST /v1/completions HTTP/1.0"),
+        head(start=b"POST /v1/completions HTTP/1.2"),
+        head(start=b"POST http://t/v1/completions HTTP/1.1"),
+        head(start=b"POST /a\xff HTTP/1.1"),
+        head(start=b"POST /a b HTTP/1.1"),
+        head(length=b""),
+        head(length=b"-7"),
+        head(length=b"+7"),
+        head(length=b"7, 7"),
+        head(length=b"9" * 40),
+        head(b"content-length: 7"),
+        head(b"content-length: 8"),
+        head(b"transfer-encoding: chunked"),
+        head(b"transfer-encoding: chunked", length=b""),
+        head(b"Transfer-Encoding: identity"),
+        head(b"content-encoding: gzip"),
+        head(b"expect: 100-continue"),
+        head(b"connection: upgrade", b"upgrade: websocket"),
+        head().replace(b"host: t\r\n", b""),
+        head(b"host: t"),
+        head().replace(b"host: t", b"host: a b"),
+        head(start=b"POST /v1/completions HTTP/2.0"),
+        head(b"no colon"),
+        head(b"blank : 1"),
+        head(b": no name"),
+        head(b"folded: 1", b" 2"),
+        head(b"x: a\nx-evil: 1"),
+        head(b"x: a\rx-evil: 1"),
+        head(b"x: a\x00"),
+        head().replace(b"\r\n", b"\n"),
+        b"\r\n" + head()[:-2],
+        b"\r\n\r\n",
+    ],
+)
+def test_not_plain(data: bytes) -> None:
+    """Whatever might be read in two ways, or changes how the body is read, is left to aiohttp."""
+    assert parse_plain(data) is None
+
+
+@given(st.binary(max_size=200))
+def test_garbage(data: bytes) -> None:
+    """Nothing is raised, whatever stands there."""
+    parse_plain(b"POST /" + data + b"\r\n\r\n")
+
+
+def test_beginnings() -> None:
+    """A head is waited for as long as it may become a plain one."""
+    plain = head()
+
+    assert all(may_be_plain(plain[:end]) for end in range(len(plain)))
+    assert not any(may_be_plain(data) for data in (b"GET", b"PUT /", b"\x16\x03\x01", b"\r\n", b"POST http"))
+    assert not may_be_plain(b"POST /" + b"a" * MAX_HEAD_BYTES)
+
+
+FIELDS = [
+    (b"host: t", b"content-length: LENGTH"),
+    (b"Content-Length:LENGTH", b"host: t"),
+    (b"host: t", b"content-length: LENGTH", b"content-length: 7"),
+    (b"host: t", b"content-length: 7", b"content-length: LENGTH"),
+    (b"host: t", b"content-length: LENGTH", b"connection: close"),
+    (b"host: t", b"content-length: +LENGTH"),
+    (b"host: t", b"content-length: LENGTH ", b"transfer-encoding: chunked"),
+    (b"host: t", b"x-length: LENGTH"),
+]
+"""Heads that begin alike."""
+
+
+@given(st.lists(st.tuples(st.sampled_from(FIELDS), st.integers(0, 10**16)), max_size=8))
+def test_remembered_heads_say_what_parsing_says(heads: list[tuple[tuple[bytes, ...], int]]) -> None:
+    """Whatever was read before, a head is read as if it were the first."""
+    remembering = PlainHeads()
+    for fields, length in heads:
+        for _ in range(2):
+            data = b"\r\n".join([b"POST /v1/completions HTTP/1.1", *fields, b"", b""])
+            data = data.replace(b"LENGTH", b"%d" % length)
+            assert _said(parse_plain(data)) == _said(remembering.read(data))
+
+
+def _said(read: tuple[Head, int] | None) -> tuple[object, ...] | None:
+    if read is None:
+        return None
+    head, length = read
+    return head.method, head.path, head.fields, head.wants_keep_alive, length
+
+
+def test_remembered_heads_are_bounded() -> None:
+    """Heads that differ in every request fill no memory."""
+    heads = PlainHeads()
+    for number in range(3 * MOST_HEADS):
+        assert heads.read(head(b"x-request-id: %d" % number)) is not None
+
+    assert MOST_HEADS >= len(heads._known)
+
+
+def test_waits_for_no_end_that_does_not_come() -> None:
+    """A head with an empty line of bare LFs is complete to its writer: it is refused, not waited for."""
+    data = head().replace(b"\r\n", b"\n")
+
+    assert may_be_plain(data[:-1])
+    assert not may_be_plain(data)

@@ -1,0 +1,181 @@
+"""What the log says of who is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvrouter.core.fleet.replica import Replica, ReplicaSettings
+from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.wire.heartbeats import Card, RankBeat, RouterBeat, State, WorkerBeat, encode
+from kvrouter.core.wire.ids import RouterId, WorkerId
+from kvrouter.core.wire.ops import VERSION
+from kvrouter.policies import POLICIES
+from kvrouter.replica import members
+from kvrouter.replica.members import Members
+from tests.frontend.fleet import POOL, FleetOf
+from tests.frontend.workers import OK, FakeWorker, until
+
+ME = RouterId("me")
+
+
+class Namespace:
+    """A replica and what it hears, beside the members it tells of."""
+
+    def __init__(self) -> None:
+        self.replica = Replica(ReplicaSettings(lease_rounds=2), ME, 1, self._policy, chance=lambda: 0.5)
+        self.members = Members(self.replica)
+
+    def _policy(self) -> tuple[Policy, PolicyState]:
+        return POLICIES["kv"](), PolicyState(lambda: 0.5, 1.0, 0.0, 0)
+
+    def worker(self, worker_id: str, state: State = "up", incarnation: int = 1, block_size: int = 16) -> None:
+        """A heartbeat."""
+        card = Card(worker_id=worker_id, url=f"http://{worker_id}", model="m", block_size=block_size)
+        beat = WorkerBeat(VERSION, incarnation, state, POOL, [], 1, card)
+        self.replica.worker_heard(WorkerId(worker_id), encode(beat), 0.0)
+        self.members.worker_heard(WorkerId(worker_id))
+
+    def peer(self, router_id: str, state: State = "up") -> None:
+        """A heartbeat."""
+        self.replica.router_heard(
+            RouterId(router_id), encode(RouterBeat(VERSION, 1, state, "http://p", {}, 1)), 0
+        )
+        self.members.replica_heard(RouterId(router_id))
+
+    def rounds(self, count: int) -> None:
+        """One's own heartbeats come back."""
+        for _ in range(count):
+            self.replica.next_round(0.0)
+            self.replica.router_heard(ME, encode(self.replica.heartbeat("up", "")), 0.0)
+            self.members.round_ended()
+
+
+@pytest.fixture
+def logs() -> Iterator[list[dict[str, Any]]]:
+    """What is logged."""
+    with capture_logs() as logs:
+        yield logs  # type: ignore[misc]  # structlog says MutableMapping
+
+
+def told(logs: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Event, and of whom."""
+    return [(entry["event"], entry.get("worker", entry.get("replica", ""))) for entry in logs]
+
+
+def test_block_size_changes(logs: list[dict[str, Any]]) -> None:
+    """One line when a pool's size changes; none for its first."""
+    space = Namespace()
+    for size in (16, 32):
+        for _ in range(5):
+            space.worker("a", block_size=size)
+            space.rounds(1)
+
+    (line,) = [entry for entry in logs if entry["event"] == "pool.block_size"]
+    assert (POOL, 16, 32) == (line["pool"], line["before"], line["now"])
+
+
+def test_workers_come_and_go(logs: list[dict[str, Any]]) -> None:
+    """One line for each who joins, says goodbye or falls silent, however often it is heard."""
+    space = Namespace()
+    for _ in range(3):
+        for worker in ("a", "b", "c"):
+            space.worker(worker)
+    space.worker("b", "leave")
+    space.rounds(1)
+    space.worker("a")
+    space.rounds(1)
+
+    joined = [("worker.joined", worker) for worker in ("a", "b", "c")]
+    assert [*joined, ("worker.left", "b"), ("worker.lost", "c")] == told(logs)
+    assert all(entry["pool"] == POOL for entry in logs if entry["event"] != "worker.left")
+
+
+def test_worker_that_comes_back(logs: list[dict[str, Any]]) -> None:
+    """Why it joins is said: new, heard again, its agent started anew."""
+    space = Namespace()
+    space.worker("a")
+    space.rounds(2)
+    space.worker("a")
+    space.worker("a", incarnation=2)
+
+    assert ["worker.joined", "worker.lost", "worker.joined", "worker.joined"] == [e["event"] for e in logs]
+    assert "nobody else" in logs[1]["why"]
+    assert ["new here", "it is heard again", "its agent was started again"] == [
+        entry["why"] for entry in logs if entry["event"] == "worker.joined"
+    ]
+
+
+def test_replicas_come_and_go(logs: list[dict[str, Any]]) -> None:
+    """The same of replicas; one's own heartbeats are no news."""
+    space = Namespace()
+    for peer in ("p", "p", "q"):
+        space.peer(peer)
+    space.peer("p", "leave")
+    space.rounds(2)
+    space.peer("q")
+
+    assert [
+        ("replica.joined", "p"),
+        ("replica.joined", "q"),
+        ("replica.left", "p"),
+        ("replica.lost", "q"),
+        ("replica.joined", "q"),
+    ] == told(logs)
+
+
+def test_lines_are_bounded(logs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a thousand come at once, a few lines and a count are enough; the next round begins anew."""
+    monkeypatch.setattr(members, "MOST_LINES", 3)
+    space = Namespace()
+    for number in range(1000):
+        space.worker(f"w{number}")
+    space.rounds(1)
+    space.worker("late")
+
+    assert ["worker.joined"] * 3 + ["members.more", "worker.joined"] == [entry["event"] for entry in logs]
+    assert 997 == logs[3]["came_or_went"]
+
+
+async def test_lost_worker_of_a_fleet(fleet_of: FleetOf) -> None:
+    """With one of two agents silent all that is left is well: the log and the metrics tell."""
+    flags = ("--lease-s", "0.2", "--heartbeat-s", "0.05")
+    async with fleet_of(*flags, scripts=()) as fleet:
+        fleet.announce(FakeWorker("b", OK, "http://127.0.0.1:1"))
+
+        def told_while_the_other_speaks() -> bool:
+            fleet.announce(FakeWorker("a", OK, "http://127.0.0.1:1"))
+            return bool(fleet.logged("worker.lost"))
+
+        await until(told_while_the_other_speaks, "the loss is told")
+        lines = (await fleet.get("/metrics")).body.decode().splitlines()
+
+        assert ["b"] == [entry["worker"] for entry in fleet.logged("worker.lost")]
+        assert "kvrouter_workers_lost_total 1.0" in lines
+        assert f'kvrouter_workers{{pool="{POOL}"}} 1.0' in lines
+
+
+async def test_malformed_is_named_once(fleet_of: FleetOf) -> None:
+    """What cannot be read is logged once for each source, with the reason, and counted every time."""
+    async with fleet_of(publishes_events=True) as fleet:
+        replica, subjects = fleet.frontend.replica, fleet.subjects
+        fleet.announce(fleet.workers[0], ranks_heard=[RankBeat(0, 1, 0)], publishes_events=True)
+        fleet.bus.publish(subjects.live_worker(WorkerId("w0")), b"\xff")
+        for _ in range(3):
+            fleet.bus.publish(subjects.live_router(RouterId("r1")), b"\xc1")
+            fleet.bus.publish(subjects.live_worker(WorkerId("w0")), b"\x00garbage")
+            fleet.bus.publish(subjects.live_worker(WorkerId("w0")).replace("worker", "nothing"), b"")
+            fleet.bus.publish(subjects.live_kv(POOL, WorkerId("w0"), 0), b"\xc1")
+        fleet.bus.publish(subjects.live_worker(WorkerId("w0")), b"\xff")
+        await until(lambda: replica.counters.malformed_heartbeats == 8, "all have come")
+        lines = (await fleet.get("/metrics")).body.decode().splitlines()
+
+        named = [entry["subject"].split(".")[3] for entry in fleet.logged("feed.malformed")]
+        assert ["worker", "router", "nothing", "kv"] == named
+        assert 1 <= next(iter(replica.readers.values())).counters.malformed <= 3
+        assert all(entry["error"] for entry in fleet.logged("feed.malformed"))
+        assert "kvrouter_malformed_heartbeats_total 8.0" in lines
+        assert "kvrouter_unknown_messages_total 3.0" in lines

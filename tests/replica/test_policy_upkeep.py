@@ -1,0 +1,84 @@
+"""Policies of pools that come and go: each is refreshed while it is in use, and closed once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvrouter.core.fleet.replica import Replica, ReplicaSettings
+from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.wire.heartbeats import encode
+from kvrouter.core.wire.ids import PoolId, RouterId
+from kvrouter.policies import POLICIES
+from kvrouter.policies.guarded import Own
+from kvrouter.replica.policy_upkeep import PolicyUpkeep
+from tests.core.worlds import W1, card, fixed, worker_beat
+from tests.frontend.workers import until
+from tests.policies.guarded_classes import Fails
+
+
+class Fleeting(Fails):
+    """Counts, and fails at it."""
+
+    def __init__(self) -> None:
+        self.refreshed = self.closed = 0
+
+    async def refresh(self) -> None:
+        self.refreshed += 1
+
+    def close(self) -> None:
+        self.closed += 1
+        super().close()
+
+
+@contextlib.asynccontextmanager
+async def looked_after(new_policy: Policy) -> AsyncIterator[tuple[Replica, PolicyUpkeep]]:
+    """A replica with one pool, and the upkeep at work."""
+    replica = Replica(
+        ReplicaSettings(),
+        RouterId("me"),
+        1,
+        lambda: (new_policy, PolicyState(fixed(0.0))),
+        chance=fixed(0.5),
+    )
+    replica.worker_heard(W1, encode(worker_beat(card("w1"), pool=PoolId("p"))), 0.0)
+    upkeep = PolicyUpkeep(replica)
+    task = asyncio.create_task(upkeep.run())
+    yield replica, upkeep
+    upkeep.close()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrouter.replica.policy_upkeep.LOOK_S", 0.001)
+
+
+async def test_pool_that_goes() -> None:
+    """Its policy is closed, refreshed no more, and its mistakes stay counted."""
+    policy = Fleeting()
+    async with looked_after(Own(policy, "fleeting")) as (replica, upkeep):
+        await until(lambda: policy.refreshed > 1)
+        (refresh,) = upkeep._refreshes.values()
+        replica.worker_heard(W1, encode(worker_beat("w1", state="leave", pool=PoolId("p"))), 1.0)
+        for _ in range(20):
+            replica.next_round(2.0)
+        assert {} == replica.routers
+        await until(lambda: policy.closed)
+        await until(lambda: refresh is not None and refresh.cancelled())
+        counted = {labels["where"]: value for *_, labels, value in upkeep.samples()}
+        assert {"on_workers": 2.0, "on_worker_removed": 1.0, "close": 1.0} == counted
+    assert 1 == policy.closed
+
+
+async def test_a_built_in_mode_needs_nothing() -> None:
+    """No task, no metric."""
+    async with looked_after(POLICIES["kv"]()) as (_, upkeep):
+        upkeep._look(asyncio.TaskGroup())
+        assert {} == upkeep._refreshes
+        assert [] == list(upkeep.samples())

@@ -1,0 +1,268 @@
+"""What an agent keeps for the next one: the bytes, the file, and whatever may have happened to it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from kvrouter.worker.blocks.engine_blocks import BlocksImage, EngineBlocks
+from kvrouter.worker.blocks.state import (
+    MAGIC,
+    ROWS_PER_RECORD,
+    VERSION,
+    AgentState,
+    DamagedStateError,
+    ForeignStateError,
+    Header,
+    RankHead,
+    RankState,
+    decode_state,
+    digest_of_file,
+    encode_state,
+)
+from kvrouter.worker.blocks.state_file import StateFile, replace_file
+
+OWNER = "ns/w"
+HEAD = RankHead(0, 7, b"d" * 16, True, True, False, False, 3, None, 100.5, 2)
+
+
+def table() -> BlocksImage:
+    """A table with everything that a table can have."""
+    blocks = EngineBlocks()
+    blocks.stored([1, b"\xff" * 32], [1, 2, 3, 4], block_size=2, lora_name="a", salt="s")
+    blocks.stored([1], [], block_size=2, tier=1)
+    blocks.stored([2**64 - 1, 4], [5, 6, 7, 8], block_size=2, ids=[(5, 6), None])
+    blocks.stored([5, 6], [9, 10, 11, 12], block_size=2, parent=77, ids=[(1,), None])
+    blocks.stored(range(100, 100 + ROWS_PER_RECORD), range(2 * ROWS_PER_RECORD), block_size=2)
+    return blocks.image()
+
+
+def state_of(*heads: RankHead, owner: str = OWNER, version: int = VERSION) -> AgentState:
+    """A state with the same table for each rank."""
+    ranks = {head.rank: RankState(head, table()) for head in heads}
+    return AgentState(Header(version, owner, 10.0, 5), ranks)
+
+
+def bytes_of(state: AgentState) -> bytes:
+    """The whole file."""
+    pieces = list(encode_state(state))
+    return b"".join([*pieces, digest_of_file(pieces)])
+
+
+STATE = state_of(HEAD, msgspec.structs.replace(HEAD, rank=1, group=2, first_ts=None))
+DATA = bytes_of(STATE)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the file is to be."""
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def file(path: Path) -> Iterator[StateFile]:
+    """The file of agent w."""
+    with StateFile.open(path, OWNER) as file:
+        yield file
+
+
+def look(path: Path) -> os.stat_result:
+    """What the file system says about a file."""
+    return path.stat()
+
+
+def put(path: Path, data: bytes) -> None:
+    """Leave a file there."""
+    path.write_bytes(data)
+
+
+def test_round_trip() -> None:
+    """What is written is read again."""
+    assert STATE == decode_state(DATA, OWNER)
+
+
+def test_pieces_are_small() -> None:
+    """The loop gets a turn after each: a record has a thousand rows at most."""
+    pieces = list(encode_state(STATE))
+
+    assert 1 + 1 + 2 * (1 + 2 + 1) == len(pieces)
+
+
+@given(st.integers(0, len(DATA) - 1))
+def test_cut_off(length: int) -> None:
+    """A part of a file is no file."""
+    with pytest.raises(DamagedStateError):
+        decode_state(DATA[:length], OWNER)
+
+
+@given(st.integers(len(MAGIC), len(DATA) - 1), st.integers(1, 255))
+def test_flipped(position: int, change: int) -> None:
+    """A file in which any byte differs is of no use."""
+    data = bytearray(DATA)
+    data[position] ^= change
+
+    with pytest.raises(DamagedStateError):
+        decode_state(bytes(data), OWNER)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        bytes_of(state_of(HEAD, version=VERSION + 1)),
+        MAGIC + digest_of_file([MAGIC]),
+        *(
+            MAGIC + body + digest_of_file([MAGIC, body])
+            for body in (b"\x02\0\0\0\x91\x63", b"\x01\0\0\0\xc1", b"\xff")
+        ),
+    ],
+)
+def test_of_no_use(data: bytes) -> None:
+    """Another version, nothing, unknown records: of no use, whatever the digest says."""
+    with pytest.raises(DamagedStateError):
+        decode_state(data, OWNER)
+
+
+def test_two_headers() -> None:
+    """A file has one header."""
+    _, head, *_ = encode_state(STATE)
+    body = [MAGIC, head, head]
+
+    with pytest.raises(DamagedStateError, match="two headers"):
+        decode_state(b"".join([*body, digest_of_file(body)]), OWNER)
+
+
+@pytest.mark.parametrize("data", [b"# a file of mine\n", bytes_of(state_of(owner="ns/other"))])
+def test_foreign(data: bytes) -> None:
+    """What is no state, or another agent's, is told apart from what is damaged."""
+    with pytest.raises(ForeignStateError):
+        decode_state(data, OWNER)
+
+
+def test_restore() -> None:
+    """A table that was kept and restored publishes what it did, and goes on as it would have."""
+    before, after = EngineBlocks(), EngineBlocks()
+    before.restore(table())
+    after.restore(decode_state(DATA, OWNER).ranks[0].image)
+    after.check()
+
+    assert before.state_ops() == after.state_ops()
+    assert before.check_ops() == after.check_ops()
+    for step in ("stored", "removed"):
+        if step == "stored":
+            happened = [table.stored([77], [0, 0], block_size=2) for table in (before, after)]
+        else:
+            happened = [table.removed([1, b"\xff" * 32, 5]) for table in (before, after)]
+        assert happened[0] == happened[1] != []
+    assert 0 == after.held_blocks
+
+
+def test_image_stays() -> None:
+    """What happens to the table later does not reach an image of it."""
+    blocks = EngineBlocks()
+    blocks.stored([1, 2], [1, 2], block_size=1)
+    image = blocks.image()
+    blocks.stored([1], [1], block_size=1)
+    blocks.removed([2])
+    blocks.stored([8], [1], block_size=1, parent=7)
+
+    assert ([1, 2], {}) == (list(image.known), image.held)
+    assert [(1, 0, 0)] * 2 == [known.refs for known in image.known.values()]
+
+
+async def test_save_and_load(file: StateFile, path: Path) -> None:
+    """A saved state is loaded; only its owner may read it: prompts' tokens can be in it."""
+    await file.save(STATE)
+
+    assert STATE == file.load()
+    assert 0o600 == stat.S_IMODE(look(path).st_mode)
+    assert [path] == list(path.parent.iterdir())
+
+
+async def test_unchanged(file: StateFile, path: Path) -> None:
+    """While nothing happens nothing is written."""
+    await file.save(STATE)
+    written = look(path).st_ino
+    await file.save(STATE)
+    assert written == look(path).st_ino
+
+    await file.save(state_of(HEAD))
+    assert state_of(HEAD) == file.load()
+
+
+def test_none(file: StateFile) -> None:
+    """Without a file there is nothing to go on from."""
+    assert file.load() is None
+
+
+async def test_half_written(file: StateFile, path: Path) -> None:
+    """Killed in the middle of writing: the file before is whole, and the half beside it is replaced."""
+    await file.save(STATE)
+    path.with_name("state.new").write_bytes(DATA[: len(DATA) // 2])
+
+    assert STATE == file.load()
+    await file.save(state_of(HEAD))
+    assert [path] == list(path.parent.iterdir())
+
+
+@pytest.mark.parametrize("size", [0, 10, len(DATA) // 2])
+async def test_damaged(file: StateFile, path: Path, size: int) -> None:
+    """Half a file is refused, with a word, and replaced by the next."""
+    put(path, DATA[:size])
+    with capture_logs() as logs:
+        assert file.load() is None
+    await file.save(STATE)
+
+    assert [("state.damaged", "warning")] == [(entry["event"], entry["log_level"]) for entry in logs]
+    assert STATE == file.load()
+
+
+async def test_foreign_file_stays(file: StateFile, path: Path) -> None:
+    """A file that is somebody else's is neither used nor touched."""
+    put(path, b"mine")
+    with capture_logs() as logs:
+        assert file.load() is None
+    await file.save(STATE)
+
+    assert ["state.refused"] == [entry["event"] for entry in logs]
+    assert len(b"mine") == look(path).st_size
+
+
+async def test_cannot_be_written(tmp_path: Path) -> None:
+    """Where nothing can be written the agent works on; it is said once."""
+    with StateFile.open(tmp_path / "gone" / "state", OWNER) as file, capture_logs() as logs:
+        await file.save(STATE)
+        await file.save(STATE)
+
+    assert ["state.not_written"] == [entry["event"] for entry in logs]
+
+
+def test_replace_file_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full leaves the file before as it was."""
+    replace_file(path, [b"before"])
+    monkeypatch.setattr("os.fsync", _full)
+
+    with pytest.raises(OSError, match="full"):
+        replace_file(path, [b"after"])
+
+    assert path.read_bytes().startswith(b"before")
+
+
+def _full(descriptor: int) -> None:
+    raise OSError("the disk is full")
+
+
+def test_ranks_are_told_apart() -> None:
+    """Each rank has its own table."""
+    other = RankState(msgspec.structs.replace(HEAD, rank=1), BlocksImage({}, {}))
+    state = replace(STATE, ranks={0: STATE.ranks[0], 1: other})
+
+    assert state == decode_state(bytes_of(state), OWNER)

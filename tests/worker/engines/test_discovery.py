@@ -1,0 +1,317 @@
+"""What is learnt from an engine, of whichever kind; the answers are those of tests/data/engines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from kvrouter.errors import ConfigError
+from kvrouter.worker.engines import sglang_facts, vllm_facts
+from kvrouter.worker.engines.discovery import learn
+from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
+from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
+from kvrouter.worker.engines.metrics import RankLoad, Scrape
+from kvrouter.worker.engines.settled_feeds import NO_REPLAY, REPLAY_NOT_GIVEN
+from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.zmq.sockets import FeedOptions
+
+DATA = Path(__file__).parents[2] / "data" / "engines"
+VLLM = {
+    "/v1/models": "vllm-0.32-models.json",
+    "/version": "vllm-0.32-version.json",
+    "/metrics": "vllm-0.32-metrics.txt",
+    "/kv_event_sources": "vllm-0.32-kv_event_sources.json",
+}
+SGLANG = {
+    "/v1/models": "sglang-0.5-models.json",
+    "/server_info": "sglang-0.5-server_info.json",
+    "/metrics": "sglang-0.5-metrics.txt",
+}
+
+
+@dataclass
+class Recorded:
+    """An engine that answers by path as one did; what is not there is 404."""
+
+    url: str
+    answers: dict[str, bytes]
+    asked: list[str] = field(default_factory=list)
+
+    @property
+    def options(self) -> AgentOptions:
+        """The options of its agent."""
+        return AgentOptions(self.url, "w")
+
+    async def learn(self, options: AgentOptions | None = None) -> EngineFacts:
+        """Learn it."""
+        async with EngineHttp.open(self.url) as engine:
+            return await learn(engine, options or self.options)
+
+    def change(self, path: str, **values: object) -> None:
+        """Answer with other values in a JSON object."""
+        answer = msgspec.json.decode(self.answers[path])
+        self.answers[path] = msgspec.json.encode({**answer, **values})
+
+    async def answer(self, http: web.Request) -> web.Response:
+        """Answer a request."""
+        self.asked.append(http.path)
+        body = self.answers.get(http.path)
+        return web.Response(status=404) if body is None else web.Response(body=body)
+
+
+@contextlib.asynccontextmanager
+async def recorded(files: Mapping[str, str], port: int) -> AsyncIterator[Recorded]:
+    """Serve what was recorded."""
+    answers = {path: (DATA / name).read_bytes() for path, name in files.items()}
+    engine = Recorded(f"http://127.0.0.1:{port}", answers)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield engine
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def vllm(free_port: Callable[[], int]) -> AsyncIterator[Recorded]:
+    """A vLLM engine."""
+    async with recorded(VLLM, free_port()) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def sglang(free_port: Callable[[], int]) -> AsyncIterator[Recorded]:
+    """An SGLang engine with two data-parallel ranks."""
+    async with recorded(SGLANG, free_port()) as engine:
+        yield engine
+
+
+async def test_vllm(vllm: Recorded) -> None:
+    """Everything an agent needs is learnt from vLLM itself; this one lacks nothing."""
+    facts = await vllm.learn()
+
+    assert ("vllm", "0.32.0", 1, ()) == (facts.kind, facts.version, facts.ranks, facts.lacks)
+    assert (("tiny",), ("lora-a",), 2048) == (
+        facts.models.served_names, facts.models.lora_names, facts.models.max_model_len,
+    )  # fmt: skip
+    assert (32, 100, True) == (
+        facts.scrape.block_size, facts.scrape.device_blocks, facts.scrape.has_prefix_caching,
+    )  # fmt: skip
+    assert "/models/tiny-qwen2" == facts.tokenizer
+    feed = FeedOptions("tcp://127.0.0.1:26557", "tcp://127.0.0.1:26657", "kv@127.0.0.1:26100@tiny")
+    assert (feed,) == facts.feeds
+
+
+async def test_vllm_without_events(vllm: Recorded) -> None:
+    """Events and prefix caching that are off are said, each with the flags that switch them on."""
+    vllm.answers["/kv_event_sources"] = b"{}"
+    caching = b'enable_prefix_caching="True"'
+    vllm.answers["/metrics"] = vllm.answers["/metrics"].replace(caching, b'enable_prefix_caching="False"')
+
+    facts = await vllm.learn()
+
+    assert (vllm_facts.CACHING_OFF, vllm_facts.EVENTS_OFF) == facts.lacks
+    card = build_card(vllm.options, facts, event_block_size=0, widest_tier=0, started_at_us=1)
+    assert card.prefix_caching is False
+    assert not with_discovered(vllm.options, facts).feeds
+
+
+@pytest.mark.parametrize(
+    ("flag", "events", "size"), [(None, 0, 32), (None, 64, 64), (None, 16, 32), (16, 0, 16), (16, 32, 32)]
+)
+async def test_block_size(vllm: Recorded, flag: int | None, events: int, size: int) -> None:
+    """The metrics' 32, or the flag's in its place; events show larger blocks, and never smaller ones."""
+    facts = await vllm.learn()
+    options = replace(vllm.options, block_size=flag)
+
+    card = build_card(options, facts, event_block_size=events, widest_tier=0, started_at_us=1)
+
+    assert size == card.block_size
+
+
+async def test_old_vllm(vllm: Recorded) -> None:
+    """A vLLM that does not tell its endpoints is served with those of the flags, or says what to give."""
+    del vllm.answers["/kv_event_sources"]
+    told = replace(vllm.options, feeds=[FeedOptions("tcp://e:1", "tcp://e:2")])
+
+    assert (vllm_facts.ENDPOINTS_UNKNOWN,) == (await vllm.learn()).lacks
+    assert () == (await vllm.learn(told)).lacks
+    assert (REPLAY_NOT_GIVEN,) == (await vllm.learn(replace(told, feeds=[FeedOptions("tcp://e:1")]))).lacks
+
+
+async def test_events_by_flag(vllm: Recorded) -> None:
+    """Events in the flags keep the replay that the engine tells: a flag overrides itself only."""
+    told = replace(vllm.options, feeds=[FeedOptions("tcp://localhost:26557")])
+
+    facts = await vllm.learn(told)
+
+    assert () == facts.lacks
+    feed = FeedOptions("tcp://localhost:26557", "tcp://127.0.0.1:26657")
+    assert [feed] == with_discovered(told, facts).feeds
+
+
+async def test_wrong_events_by_flag(vllm: Recorded) -> None:
+    """Events at another port than the engine says: both are named, and what is missing then."""
+    told = replace(vllm.options, feeds=[FeedOptions("tcp://127.0.0.1:24666")])
+
+    (contradiction, missing) = (await vllm.learn(told)).lacks
+
+    assert "its events are at tcp://127.0.0.1:26557, but kv=" in contradiction
+    assert "gives tcp://127.0.0.1:24666" in contradiction
+    assert "give replay=tcp://HOST:PORT" in missing
+
+
+async def test_topic_by_flag(vllm: Recorded) -> None:
+    """A topic in the flags leaves the endpoints to the engine."""
+    told = replace(vllm.options, topic="kv@")
+
+    (feed,) = with_discovered(told, await vllm.learn(told)).feeds
+
+    assert FeedOptions("tcp://127.0.0.1:26557", "tcp://127.0.0.1:26657", "kv@") == feed
+
+
+async def test_no_replay(vllm: Recorded) -> None:
+    """Events without a replay are used, and what that costs is said."""
+    vllm.answers["/kv_event_sources"] = b'{"0": {"publisher": "zmq", "endpoint": "tcp://*:5557"}}'
+
+    facts = await vllm.learn()
+
+    assert (NO_REPLAY,) == facts.lacks
+    assert (FeedOptions("tcp://127.0.0.1:5557"),) == facts.feeds
+
+
+async def test_vllm_ranks_without_events(vllm: Recorded) -> None:
+    """Ranks are counted in the metrics where no events name them."""
+    vllm.answers["/kv_event_sources"] = b"{}"
+    vllm.answers["/metrics"] += b'vllm:num_requests_running{engine="1",model_name="tiny"} 4.0\n'
+
+    facts = await vllm.learn()
+
+    assert 2 == with_discovered(vllm.options, facts).ranks
+    assert 4 == facts.scrape.loads[1].running
+
+
+def test_flags_before_discovery() -> None:
+    """Endpoints in the flags are kept; the first rank's stand for all that the engine has."""
+    told = AgentOptions("http://e:1", "w", feeds=[FeedOptions("tcp://e:5557", "tcp://e:5657", "t")])
+    feeds = (FeedOptions("tcp://x:1"), FeedOptions("tcp://x:2"))
+    facts = EngineFacts(Models(("m",), ()), "", Scrape(), ranks=2, feeds=feeds)
+
+    settled = with_discovered(told, facts)
+
+    assert [*told.feeds, FeedOptions("tcp://e:5558", "tcp://e:5658", "t")] == list(settled.feeds)
+    assert 2 == settled.ranks
+    assert told == with_discovered(told, replace(facts, ranks=1))
+
+
+async def test_sglang(sglang: Recorded) -> None:
+    """SGLang's settings, metrics and events say the same things in its own words."""
+    facts = await sglang.learn()
+
+    assert ("sglang", "0.5.9", 2) == (facts.kind, facts.version, facts.ranks)
+    assert {0: RankLoad(3, 1, 0.25), 1: RankLoad(0, 0, None)} == facts.scrape.loads
+    assert (16, 1280, 2560) == (
+        facts.scrape.block_size, facts.scrape.device_blocks, facts.scrape.host_blocks,
+    )  # fmt: skip
+    assert (8192, 128, "/models/qwen2.5-0.5b-instruct") == (
+        facts.max_batched_tokens, facts.max_sequences, facts.tokenizer,
+    )  # fmt: skip
+    assert ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"] == [feed.events for feed in facts.feeds]
+    assert (sglang_facts.CACHED_TOKENS_UNKNOWN,) == facts.lacks
+
+
+async def test_sglang_card(sglang: Recorded) -> None:
+    """The card names the kind and how a rank is addressed; SGLang has no reports to repair by."""
+    facts = await sglang.learn()
+
+    card = build_card(
+        with_discovered(sglang.options, facts), facts, event_block_size=0, widest_tier=0, started_at_us=1
+    )
+
+    assert ("sglang", 2, "X-data-parallel-rank", 16) == (
+        card.engine, card.ranks, card.rank_header, card.block_size,
+    )  # fmt: skip
+    assert {"device": 1280, "host": 2560} == card.tiers
+    assert can_report(sglang.options, "1.0", "sglang") is False
+
+
+async def test_sglang_without_metrics(sglang: Recorded) -> None:
+    """Without metrics the settings tell block size and capacity; later looks do not lose them."""
+    del sglang.answers["/metrics"]
+    sglang.change("/server_info", enable_metrics=False, kv_events_config=None, disable_radix_cache=True)
+
+    facts = (await sglang.learn()).with_scrape(Scrape({0: RankLoad(1)}))
+
+    assert (16, 1280, {0: RankLoad(1)}) == (
+        facts.scrape.block_size, facts.scrape.device_blocks, facts.scrape.loads,
+    )  # fmt: skip
+    assert (
+        sglang_facts.CACHING_OFF,
+        sglang_facts.EVENTS_OFF,
+        sglang_facts.NO_METRICS,
+        sglang_facts.CACHED_TOKENS_UNKNOWN,
+    ) == facts.lacks
+
+
+async def test_older_sglang(sglang: Recorded) -> None:
+    """The settings are also found where they were before."""
+    sglang.answers["/get_server_info"] = sglang.answers.pop("/server_info")
+
+    assert "0.5.9" == (await sglang.learn()).version
+
+
+async def test_sglang_page_size_1(sglang: Recorded) -> None:
+    """Page size 1 is refused, saying what to change."""
+    sglang.change("/server_info", page_size=1)
+    del sglang.answers["/metrics"]
+
+    with pytest.raises(EngineError, match=r"--page-size 16"):
+        await sglang.learn()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"nonsense", b'{"page_size": "many"}', b'{"kv_events_config": "{"}', b"{}"]
+)
+async def test_sglang_nonsense(sglang: Recorded, answer: bytes) -> None:
+    """Settings that cannot be read, or name no page size, are an error."""
+    sglang.answers["/server_info"] = answer
+    del sglang.answers["/metrics"]
+
+    with pytest.raises((EngineError, ConfigError)):
+        await sglang.learn()
+
+
+async def test_sglang_health(sglang: Recorded) -> None:
+    """SGLang is not probed at /health, which would generate a token each time."""
+    async with EngineHttp.open(sglang.url) as engine:
+        await learn(engine, sglang.options)
+        assert await engine.is_healthy()
+
+    assert "/health" not in sglang.asked
+
+
+@pytest.mark.parametrize(
+    ("answer", "reports"),
+    [
+        (b'{"usage": {"prompt_tokens_details": {"cached_tokens": 0}}}', True),
+        (b'{"usage": {"prompt_tokens_details": null}}', False),
+        (b"nonsense", None),
+        (None, None),
+    ],
+)
+async def test_cached_tokens(vllm: Recorded, answer: bytes | None, reports: bool | None) -> None:
+    """One token in, one out tells whether answers count cached tokens."""
+    if answer is not None:
+        vllm.answers["/v1/completions"] = answer
+
+    async with EngineHttp.open(vllm.url) as engine:
+        assert reports is await engine.reports_cached_tokens("tiny")

@@ -1,0 +1,114 @@
+"""Where engines say their events are, and where that is from here."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.errors import KvRouterError
+from kvrouter.worker.engines.endpoints import EventsConfig, read_config, read_sources
+from kvrouter.worker.engines.http import EngineError
+from kvrouter.worker.zmq.sockets import FeedOptions
+
+
+@pytest.mark.parametrize(
+    ("told", "host", "seen"),
+    [
+        ("tcp://*:5557", "10.0.0.7", "tcp://10.0.0.7:5557"),
+        ("tcp://[::]:5557", "engine", "tcp://engine:5557"),
+        ("tcp://*:5557", "::1", "tcp://[::1]:5557"),
+        ("tcp://[::ffff:127.0.0.1]:5557", "127.0.0.1", "tcp://127.0.0.1:5557"),
+        ("ipc:///tmp/events", "127.0.0.1", "ipc:///tmp/events"),
+        ("tcp://10.0.0.9:5557", "10.0.0.7", "tcp://*:5557"),
+        ("tcp://0.0.0.0:5557", "10.0.0.7", "tcp://*:5557"),
+    ],
+)
+def test_as_seen_from_here(told: str, host: str, seen: str) -> None:
+    """What the engine binds is connected to at its host; where it connects, the agent binds."""
+    feed = EventsConfig(publisher="zmq", endpoint=told).feed(host)
+
+    assert feed == FeedOptions(seen)
+
+
+def test_replay_is_always_bound() -> None:
+    """A replay endpoint is the engine's own, whatever its form."""
+    config = EventsConfig(publisher="zmq", endpoint="tcp://10.0.0.9:1", replay_endpoint="tcp://0.0.0.0:2")
+
+    assert FeedOptions("tcp://*:1", "tcp://engine:2") == config.feed("engine")
+
+
+def test_an_engine_that_binds_any_endpoint() -> None:
+    """A mocker binds a plain address, too."""
+    config = EventsConfig(publisher="zmq", endpoint="tcp://127.0.0.1:1")
+
+    assert FeedOptions("tcp://127.0.0.1:1") == config.feed("engine", binds=True)
+
+
+def test_ranks_in_their_order() -> None:
+    """The sources are the ranks by number: 10 comes after 2."""
+    body = ",".join(
+        f'"{rank}": {{"publisher": "zmq", "endpoint": "tcp://*:{5000 + rank}"}}' for rank in (10, 2, 0)
+    )
+
+    feeds = read_sources(f"{{{body}}}".encode(), "e")
+
+    assert ["tcp://e:5000", "tcp://e:5002", "tcp://e:5010"] == [feed.events for feed in feeds]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b'{"0": {"enable_kv_cache_events": false, "publisher": "zmq", "endpoint": "tcp://*:1"}}',
+        b'{"0": {"enable_kv_cache_events": true, "publisher": "null"}}',
+        b'{"0": {"publisher": "zmq"}, "1": {"publisher": null}}',
+    ],
+)
+def test_events_off(body: bytes) -> None:
+    """An engine that publishes nothing, or not on every rank, has no feeds."""
+    assert () == read_sources(body, "e")
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"zero": {}}', b'{"0": {"endpoint": 5}}'])
+def test_nonsense(body: bytes) -> None:
+    """An answer of another kind is an error that names the path."""
+    with pytest.raises(EngineError, match="/kv_event_sources"):
+        read_sources(body, "e")
+
+
+def test_sglang_ranks() -> None:
+    """SGLang tells rank 0's ports; the others are above them."""
+    text = '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "t"}'
+
+    feeds = read_config(text, "e", 2)
+
+    assert (
+        FeedOptions("tcp://e:5557", "tcp://e:5657", "t"),
+        FeedOptions("tcp://e:5558", "tcp://e:5658", "t"),
+    ) == feeds
+
+
+@pytest.mark.parametrize("text", ["nonsense", '{"publisher": "zmq", "endpoint": "ipc:///tmp/x"}'])
+def test_sglang_nonsense(text: str) -> None:
+    """A config that cannot be read, or has no port to count ranks from, is an error."""
+    with pytest.raises(KvRouterError):
+        read_config(text, "e", 2)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://*", "tcp://*:http", "tcp://*:123456", "tcp://a b:1", "x\\u0000", "*"]
+)
+def test_odd_endpoints(endpoint: str) -> None:
+    """An endpoint that no socket can use is an error that shows it, not one of the agent's own flags."""
+    config = f'{{"publisher": "zmq", "endpoint": "{endpoint}"}}'
+    with pytest.raises(EngineError, match="event"):
+        read_sources(f'{{"0": {config}}}'.encode(), "h")
+    with pytest.raises(EngineError, match="event"):
+        read_config(config, "h", 2)
+
+
+def test_endless_ranks() -> None:
+    """There are at most 1,024 ranks."""
+    body = ",".join(f'"{rank}": {{}}' for rank in range(1025))
+
+    with pytest.raises(EngineError, match="/kv_event_sources"):
+        read_sources(f"{{{body}}}".encode(), "h")

@@ -1,0 +1,298 @@
+"""Decoding vLLM's events, and what they mean for a publisher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.core.wire.hashes import multimodal_id
+from kvrouter.errors import MalformedFrameError
+from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineHash
+from kvrouter.worker.engines.adapter import MAX_REASONS, Batch
+from kvrouter.worker.engines.vllm import BlockStored, VllmAdapter, decode_batch, read_extra_keys
+
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [7, 8],
+    "parent_block_hash": None,
+    "token_ids": [1, 2, 3, 4],
+    "block_size": 2,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+}
+REMOVED = {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+class Ledger:
+    """A sink that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def stored(
+        self,
+        engine_hashes: Sequence[EngineHash],
+        token_ids: Sequence[int],
+        parent: EngineHash | None = None,
+        lora_name: str | None = None,
+        salt: str | None = None,
+        tier: str = "device",
+        *,
+        ids: Sequence[BlockIds] = (),
+        block_size: int | None = None,
+    ) -> None:
+        """Write down what was stored."""
+        self.told.append(("stored", [*engine_hashes], parent, lora_name, salt, tier, [*ids], block_size))
+
+    def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
+        """Write down what was removed."""
+        self.told.append(("removed", [*engine_hashes], tier))
+
+    def cleared(self) -> None:
+        """Write down that all is gone."""
+        self.told.append(("cleared",))
+
+
+def pack(*events: object) -> bytes:
+    """A payload as vLLM sends it."""
+    packed: bytes = msgpack.packb([1.5, events, 0])
+    return packed
+
+
+def told_by(*events: object) -> tuple[list[tuple[Any, ...]], dict[str, int]]:
+    """What a sink is told of events, and what was skipped."""
+    ledger = Ledger()
+    adapter = VllmAdapter()
+    adapter.tell(adapter.decode(pack(*events)), ledger)
+    return ledger.told, dict(adapter.skipped)
+
+
+def stored(**changes: object) -> BlockStored:
+    """A BlockStored of two blocks, decoded."""
+    (event,) = decode_batch(pack(STORED | changes)).events
+    assert isinstance(event, BlockStored)
+    return event
+
+
+def test_order() -> None:
+    """Events are passed on in their order."""
+    told, skipped = told_by(CLEARED, REMOVED, STORED)
+
+    assert [
+        ("cleared",),
+        ("removed", [7], "device"),
+        ("stored", [7, 8], None, None, None, "device", [], 2),
+    ] == told
+    assert {} == skipped
+
+
+@pytest.mark.parametrize("hash_", [2**64 - 1, -5, b"\x01" * 32])
+def test_hashes_are_opaque(hash_: int | bytes) -> None:
+    """Engine hashes may be any integer or bytes, in both shapes."""
+    in_map = {**REMOVED, "block_hashes": [hash_]}
+    in_array = ["BlockRemoved", [hash_], "GPU"]
+
+    assert [("removed", [hash_], "device")] * 2 == told_by(in_map)[0] + told_by(in_array)[0]
+
+
+def test_short_arrays() -> None:
+    """Old publishers' arrays end earlier; what is absent has its default."""
+    assert [("stored", [7], 6, None, None, "device", [], 2)] == told_by(
+        ["BlockStored", [7], 6, [1, 2], 2, None]
+    )[0]
+
+
+def test_new_fields() -> None:
+    """Fields that are not known here are passed over, in both shapes."""
+    assert told_by(REMOVED)[0] == told_by({**REMOVED, "locality": "LOCAL"})[0]
+    assert told_by(REMOVED)[0] == told_by(["BlockRemoved", [7], "GPU", 0, "LOCAL"])[0]
+
+
+def test_every_clear() -> None:
+    """Both kinds of clear empty the table."""
+    assert [("cleared",)] * 2 == told_by(["AllBlocksCleared"])[0] + told_by({"type": "AllCacheCleared"})[0]
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [(None, "device"), ("CPU", "host"), ("cpu", "host"), ("STORAGE", "disk"), ("DISK", "disk")],
+)
+def test_media(medium: str | None, tier: str) -> None:
+    """A medium is a tier."""
+    assert [("removed", [7], tier)] == told_by({**REMOVED, "medium": medium})[0]
+
+
+def test_offloaded_blocks() -> None:
+    """Offload tiers name blocks without tokens, block size 0 (seen in vLLM 0.32's connector)."""
+    placeholder = {**STORED, "token_ids": [], "block_size": 0, "medium": "CPU", "group_idx": 0}
+
+    assert ([("stored", [7, 8], None, None, None, "host", [], None)], {}) == told_by(placeholder)
+
+
+def test_offloaded_blocks_without_extra_keys() -> None:
+    """Off the device a salt may be left out: such an event names nothing, but counts what is known."""
+    host = {**STORED, "medium": "CPU"}
+
+    assert [("stored", [7, 8], None, None, None, "host", [], None)] == told_by(host)[0]
+    assert [("stored", [7, 8], None, None, "s", "host", [[], []], 2)] == told_by(
+        {**host, "extra_keys": [["s"], None]}
+    )[0]
+
+
+@pytest.mark.parametrize("locality", ["LOCAL", "local", None])
+def test_own_blocks(locality: str | None) -> None:
+    """Blocks that are with the engine count; so they do where it does not say."""
+    assert ([("removed", [7], "disk")], {}) == told_by(
+        {**REMOVED, "medium": "STORAGE", "locality": locality, "ownership": "fs"}
+    )
+
+
+def test_remote_blocks() -> None:
+    """Blocks in a store that others reach as well count for nobody, neither coming nor going."""
+    remote = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "kvcr"}
+
+    told, skipped = told_by({**STORED, **remote}, {**REMOVED, **remote})
+
+    assert ([], [2]) == (told, [*skipped.values()])
+    assert "locality REMOTE" in next(iter(skipped))
+
+
+def test_unknown_medium() -> None:
+    """Blocks in a medium that is no tier are skipped and counted."""
+    assert ([], {"medium TAPE": 2}) == told_by({**STORED, "medium": "TAPE"}, {**REMOVED, "medium": "TAPE"})
+
+
+@pytest.mark.parametrize("event", [{"type": "Novelty", "x": 1}, ["Novelty", 1]])
+def test_unknown_type(event: object) -> None:
+    """An unknown event is skipped and counted; the others of its batch count."""
+    assert ([("removed", [7], "device")], {"event Novelty": 1}) == told_by(event, REMOVED)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"token_ids": [1, 2, 3]}, {"token_ids": [-1, 2, 3, 4]}, {"block_size": 0}, {"extra_keys": [None]}],
+)
+def test_unreadable_store(changes: dict[str, object]) -> None:
+    """A store that does not fit together is skipped: blocks are missed, none is imagined."""
+    told, skipped = told_by(STORED | changes)
+
+    assert ([], [1]) == (told, [*skipped.values()])
+    assert all(reason.startswith("BlockStored ") for reason in skipped)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb([1.5]),
+        msgpack.packb({"ts": 1}),
+        pack({**REMOVED, "block_hashes": 7}),
+        pack(5),
+        pack([]),
+        pack({"no": "type"}),
+    ],
+)
+def test_malformed(payload: bytes) -> None:
+    """What is no batch, or hides a removal, is malformed."""
+    with pytest.raises(MalformedFrameError):
+        decode_batch(payload)
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes(payload: bytes) -> None:
+    """Whatever arrives decodes or is malformed; nothing else is raised."""
+    try:
+        batch = decode_batch(payload)
+    except MalformedFrameError:
+        return
+    assert isinstance(batch, Batch)
+
+
+@pytest.mark.parametrize(
+    ("lora_name", "keys", "expected"),
+    [
+        (None, None, (None, [])),
+        (None, [["s"], None], ("s", [[], []])),
+        ("a", [["a"], ["a"]], (None, [[], []])),
+        ("a", [["a", "s"], ["a"]], ("s", [[], []])),
+        ("a", [["a", "a"], ["a"]], ("a", [[], []])),
+        (None, [[["img", 3], "s"], [["img", -1]]], ("s", [[multimodal_id("img")], [multimodal_id("img")]])),
+        (None, [None, [b"digest"]], (None, [[], None])),
+        (None, [None, ["stray"]], (None, [[], None])),
+    ],
+)
+def test_extra_keys(lora_name: str | None, keys: object, expected: tuple[object, object]) -> None:
+    """Untagged keys are LoRA name, items, salt (first block only); others cannot be named."""
+    assert expected == read_extra_keys(stored(lora_name=lora_name, extra_keys=keys))
+
+
+def test_salt_below_a_parent() -> None:
+    """A string on a block that is no root is no salt."""
+    assert (None, [None, []]) == read_extra_keys(stored(parent_block_hash=3, extra_keys=[["s"], None]))
+
+
+def test_nameless_lora() -> None:
+    """A LoRA known by number only cannot be named, so its blocks are not published."""
+    assert (None, [None, None]) == read_extra_keys(stored(lora_id=3))
+
+
+def test_groups() -> None:
+    """Of several KV groups the first with full attention counts."""
+    window = {**STORED, "group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+    full = {**STORED, "group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    other = {**STORED, "group_idx": 2, "kv_cache_spec_kind": "full_attention"}
+    removals = [{**REMOVED, "group_idx": group} for group in (0, 1)]
+
+    told, skipped = told_by(window, full, other, *removals)
+
+    assert ["stored", "removed"] == [entry[0] for entry in told]
+    assert {
+        "group of sliding_window": 1,
+        "group of full_attention": 1,
+        "removal in another group": 1,
+    } == skipped
+
+
+def test_groups_are_noted() -> None:
+    """Which group is followed, and which are not, is said."""
+    adapter = VllmAdapter()
+    window = {**STORED, "group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+    full = {**STORED, "group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+
+    adapter.tell(adapter.decode(pack(window)), Ledger())
+    before = adapter.notes
+    adapter.tell(adapter.decode(pack(full)), Ledger())
+
+    assert [
+        "no KV group with full attention so far, so no overlap is known; there is group 0 (sliding_window)"
+    ] == before
+    assert [
+        "of several KV groups, overlap is that of group 1, not of group 0 (sliding_window)"
+    ] == adapter.notes
+
+
+def test_offloaded_blocks_decide_no_group() -> None:
+    """An offload tier does not tell the kind of its group: the device does, whichever comes first."""
+    placeholder = {**STORED, "token_ids": [], "block_size": 0, "medium": "CPU", "group_idx": 1}
+    full = {**STORED, "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+
+    told, skipped = told_by(placeholder, full, placeholder)
+
+    assert ["device"] == [entry[5] for entry in told]
+    assert {"group of None": 2} == skipped
+
+
+def test_reasons_are_bounded() -> None:
+    """However many things an engine invents, the reasons stay few."""
+    _, skipped = told_by(*({**STORED, "medium": f"TAPE {number}"} for number in range(1000)))
+
+    assert MAX_REASONS + 1 == len(skipped)
+    assert 1000 == sum(skipped.values())

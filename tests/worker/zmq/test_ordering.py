@@ -1,0 +1,391 @@
+"""The order of batches, without sockets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.worker.zmq import ordering as engine_stream
+from kvrouter.worker.zmq.ordering import (
+    HELD_BATCHES,
+    MAX_ATTEMPTS,
+    Action,
+    Apply,
+    EngineStream,
+    Lost,
+    Numbered,
+    Restarted,
+    Step,
+    digest_of,
+)
+
+
+def batch(seq: int, life: str = "a") -> Numbered:
+    """A batch of one life of the engine."""
+    return seq, f"{life}{seq}".encode()
+
+
+def batches(first: int, end: int, life: str = "a") -> list[Numbered]:
+    """The batches [first, end) of one life."""
+    return [batch(seq, life) for seq in range(first, end)]
+
+
+def applied(step: Step) -> list[str]:
+    """What a step does, in short: payloads, `Restarted`, `Lost`."""
+    return [
+        action.payload.decode() if isinstance(action, Apply) else type(action).__name__
+        for action in step.actions
+    ]
+
+
+@pytest.fixture
+def stream() -> EngineStream:
+    """A stream that has applied batches 0 and 1."""
+    stream = EngineStream(can_replay=True)
+    stream.begin()
+    stream.replayed(0, batches(0, 2))
+    return stream
+
+
+@pytest.fixture
+def deaf() -> EngineStream:
+    """A stream without a replay endpoint."""
+    stream = EngineStream(can_replay=False)
+    stream.begin()
+    return stream
+
+
+def test_begin() -> None:
+    """It begins with an empty table and asks for everything; live batches wait for the answer."""
+    stream = EngineStream(can_replay=True)
+
+    begun = stream.begin()
+    live = stream.receive(*batch(2))
+    answer = stream.replayed(0, batches(0, 3))
+
+    assert Step([Restarted()], 0) == begun
+    assert [] == applied(live)
+    assert ["a0", "a1", "a2"] == applied(answer)
+    assert stream.is_complete
+
+
+def test_begin_beside_a_new_engine() -> None:
+    """An engine that has sent nothing yet answers nothing: its history is complete."""
+    stream = EngineStream(can_replay=True)
+    stream.begin()
+
+    assert [] == applied(stream.replayed(0, []))
+    assert stream.is_complete
+    assert ["a0"] == applied(stream.receive(*batch(0)))
+
+
+def test_begin_too_late() -> None:
+    """An engine whose buffer no longer reaches back to 0 has a history that is lost."""
+    stream = EngineStream(can_replay=True)
+    stream.begin()
+
+    assert ["Lost", "a7", "a8"] == applied(stream.replayed(0, batches(7, 9)))
+    assert not stream.is_complete
+    assert ["a9"] == applied(stream.receive(*batch(9)))
+
+
+def test_in_order(stream: EngineStream) -> None:
+    """The next batch is applied at once."""
+    assert ["a2"] == applied(stream.receive(*batch(2)))
+
+
+def test_gap(stream: EngineStream) -> None:
+    """After a gap the replay starts at the last batch applied, which proves continuity."""
+    asked = stream.receive(*batch(4))
+    stream.receive(*batch(5))
+
+    answer = stream.replayed(1, batches(1, 5))
+
+    assert Step([], 1) == asked
+    assert ["a2", "a3", "a4", "a5"] == applied(answer)
+    assert not stream.is_recovering
+
+
+def test_repeats(stream: EngineStream) -> None:
+    """A batch that was replayed and then arrives live is applied once."""
+    assert [] == applied(stream.receive(*batch(1)))
+
+
+def test_gap_beyond_the_buffer(stream: EngineStream) -> None:
+    """A gap that the engine's buffer no longer covers is history lost."""
+    stream.receive(*batch(9))
+
+    assert ["Lost", "a8", "a9"] == applied(stream.replayed(1, batches(8, 10)))
+    assert not stream.is_complete
+
+
+def test_restart(stream: EngineStream) -> None:
+    """Batch 0 with another content means a new engine process: cleared, then its batches."""
+    assert ["Restarted", "b0"] == applied(stream.receive(*batch(0, "b")))
+    assert ["b1"] == applied(stream.receive(*batch(1, "b")))
+    assert stream.is_complete
+
+
+def test_restart_with_lost_head(stream: EngineStream) -> None:
+    """If the new process' first batches were missed they are replayed."""
+    step = stream.receive(*batch(1, "b"))
+    answer = stream.replayed(0, batches(0, 2, "b"))
+
+    assert (["Restarted"], 0) == (applied(step), step.replay_from)
+    assert ["b0", "b1"] == applied(answer)
+
+
+def test_restart_behind_a_gap(stream: EngineStream) -> None:
+    """A gap may hide a restart: the replayed batch differs from the one applied."""
+    stream.receive(*batch(6, "b"))
+
+    step = stream.replayed(1, batches(1, 7, "b"))
+    answer = stream.replayed(0, batches(0, 7, "b"))
+
+    assert (["Restarted"], 0) == (applied(step), step.replay_from)
+    assert [f"b{seq}" for seq in range(7)] == applied(answer)
+
+
+def test_verify(stream: EngineStream) -> None:
+    """In quiet times the last batch is asked for again; unchanged, it changes nothing."""
+    assert 1 == stream.verify().replay_from
+    assert [] == applied(stream.replayed(1, batches(1, 2)))
+    assert ["a2"] == applied(stream.receive(*batch(2)))
+
+
+def test_verify_finds_a_lost_tail(stream: EngineStream) -> None:
+    """Batches lost at the end are found although nothing follows them."""
+    stream.verify()
+
+    assert ["a2", "a3"] == applied(stream.replayed(1, batches(1, 4)))
+
+
+def test_verify_finds_a_silent_restart(stream: EngineStream) -> None:
+    """An engine that does not know the batch any more has restarted."""
+    stream.verify()
+
+    step = stream.replayed(1, [])
+
+    assert (["Restarted"], 0) == (applied(step), step.replay_from)
+    assert [] == applied(stream.replayed(0, []))
+    assert stream.is_complete
+
+
+def test_no_answer(stream: EngineStream) -> None:
+    """A replay that nobody answers is asked again a few times, then the gap is given up."""
+    step = stream.receive(*batch(4))
+    for _ in range(MAX_ATTEMPTS):
+        if step.replay_from is not None:
+            step = stream.replay_failed(step.replay_from)
+
+    assert ["Lost", "a4"] == applied(step)
+    assert not stream.is_complete
+
+
+def test_no_answer_to_verify(stream: EngineStream) -> None:
+    """An unanswered question in quiet times loses nothing."""
+    asked = stream.verify().replay_from
+    assert asked is not None
+    stream.receive(*batch(2))
+    steps = [stream.replay_failed(asked) for _ in range(MAX_ATTEMPTS)]
+
+    assert ["a2"] == applied(steps[-1])
+    assert stream.is_complete
+
+
+def test_answers_that_do_not_help(stream: EngineStream) -> None:
+    """If replays never bring what is missing, the gap is given up."""
+    for seq in range(4, 4 + MAX_ATTEMPTS):
+        asked = stream.receive(*batch(seq)).replay_from
+        assert asked is not None
+        assert [] == applied(stream.replayed(asked, batches(1, 2)))
+
+    assert ["Lost", "a9"] == applied(stream.receive(*batch(9)))
+
+
+def test_heard_before_asking() -> None:
+    """A batch heard before the question is in the answer, or of a former life: it is not applied."""
+    stream = EngineStream(can_replay=True)
+    stream.begin()
+    stream.replayed(0, [])
+
+    asked = stream.receive(*batch(1, "old"))
+
+    assert 0 == asked.replay_from
+    assert ["new0"] == applied(stream.replayed(0, batches(0, 1, "new")))
+
+
+def test_late_answer(stream: EngineStream) -> None:
+    """An answer to a question from before a new beginning is ignored."""
+    stream.receive(*batch(4))
+    stream.begin()
+
+    assert Step() == stream.replayed(1, batches(1, 5))
+    assert Step() == stream.replay_failed(1)
+    assert stream.is_recovering
+
+
+def test_without_replay(deaf: EngineStream) -> None:
+    """Without a replay endpoint batches are taken from the first that comes; a gap is lost history."""
+    assert ["a3"] == applied(deaf.receive(*batch(3)))
+    assert not deaf.is_complete
+    assert ["Lost", "a7"] == applied(deaf.receive(*batch(7)))
+    assert Step() == deaf.verify()
+
+
+def test_without_replay_from_zero(deaf: EngineStream) -> None:
+    """Batch 0 heard live is a complete history without any replay."""
+    deaf.receive(*batch(0))
+
+    assert deaf.is_complete
+
+
+def test_held_batches_are_bounded() -> None:
+    """Beyond the bound the oldest held batch is dropped, and asked for again afterwards."""
+    stream = EngineStream(can_replay=True)
+    stream.begin()
+    for number in range(HELD_BATCHES + 1):
+        stream.receive(*batch(number))
+
+    assert 0 == stream.replayed(0, []).replay_from
+
+
+def test_held_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of live batches that wait only the newest stay, as many as there is room for; the rest is a gap."""
+    monkeypatch.setattr(engine_stream, "HELD_BYTES", 100)
+    stream = EngineStream(can_replay=True)
+    stream.begin()
+    for number in range(1000):
+        stream.receive(number, b"%010d" % number)
+
+    step = stream.replayed(0, [(0, b"%010d" % 0)])
+    assert 0 == step.replay_from
+    assert [f"{0:010d}"] == applied(step)
+    step = stream.replayed(0, [(number, b"%010d" % number) for number in range(1000)])
+    assert [f"{number:010d}" for number in range(1, 1000)] == applied(step)
+
+
+def resumed(*, was_complete: bool = True) -> EngineStream:
+    """A stream that is to go on behind batch 4 of a former agent."""
+    stream = EngineStream(can_replay=True)
+    seq, payload = batch(4)
+    assert Step((), 4) == stream.resume(seq, digest_of(payload), was_complete=was_complete)
+    return stream
+
+
+@pytest.mark.parametrize("was_complete", [True, False])
+def test_resume(was_complete: bool) -> None:
+    """What the former agent applied is gone on from once its last batch has come back unchanged."""
+    stream = resumed(was_complete=was_complete)
+    assert stream.is_beginning
+    assert [] == applied(stream.receive(*batch(6)))
+
+    step = stream.replayed(4, batches(4, 7))
+
+    assert ["Continued", "a5", "a6"] == applied(step)
+    assert (was_complete, False) == (stream.is_complete, stream.is_beginning)
+
+
+def test_resume_when_nothing_happened() -> None:
+    """The last batch alone is proof enough."""
+    assert ["Continued"] == applied(resumed().replayed(4, batches(4, 5)))
+
+
+@pytest.mark.parametrize("answer", [[], batches(4, 6, "b")])
+def test_resume_beside_another_engine(answer: list[Numbered]) -> None:
+    """Another batch of that number, or none: the engine has restarted, and is read from its start."""
+    stream = resumed()
+
+    step = stream.replayed(4, answer)
+
+    assert (["Restarted"], 0) == (applied(step), step.replay_from)
+    assert stream.is_beginning
+    assert ["b0", "b1"] == applied(stream.replayed(0, batches(0, 2, "b")))
+    assert stream.is_complete
+
+
+def test_resume_too_late() -> None:
+    """Where the engine no longer has the batch, its history is lost."""
+    stream = resumed()
+
+    assert ["Lost", "a7"] == applied(stream.replayed(4, batches(7, 8)))
+    assert (False, False) == (stream.is_complete, stream.is_beginning)
+
+
+def test_resume_unanswered() -> None:
+    """What cannot be proven is not gone on from."""
+    stream = resumed()
+    stream.receive(*batch(5))
+    for _ in range(MAX_ATTEMPTS):
+        step = stream.replay_failed(4)
+
+    assert ["Lost", "a5"] == applied(step)
+    assert not stream.is_complete
+
+
+def test_resume_without_replay(deaf: EngineStream) -> None:
+    """Without a replay endpoint nothing can be proven."""
+    assert ["Restarted"] == applied(deaf.resume(4, b"", was_complete=True))
+    assert ["a5"] == applied(deaf.receive(*batch(5)))
+    assert not deaf.is_complete
+
+
+class Engine:
+    """An engine that can restart, a wire that can lose live batches, and the stream that hears it."""
+
+    def __init__(self) -> None:
+        self.stream = EngineStream(can_replay=True)
+        self.told: list[Action] = []
+        self.asked: int | None = None
+        self.life = 0
+        self.sent: list[Numbered] = []
+        self.hear(self.stream.begin())
+
+    def hear(self, step: Step) -> None:
+        self.told += step.actions
+        self.asked = step.replay_from if step.replay_from is not None else self.asked
+
+    def restart(self) -> None:
+        self.life += 1
+        self.sent = []
+
+    def send(self, *, is_heard: bool) -> None:
+        self.sent.append(batch(len(self.sent), f"{self.life}."))
+        is_first = self.life > 0 and len(self.sent) == 1  # what follows it unheard could pass for a sequel
+        if is_heard or is_first:
+            self.hear(self.stream.receive(*self.sent[-1]))
+
+    def answer(self) -> None:
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            self.hear(self.stream.replayed(asked, self.sent[asked:]))
+
+    def settle(self) -> None:
+        """Answer until nothing is asked and the last word is known."""
+        for _ in range(8):
+            if self.asked is None:
+                self.hear(self.stream.verify())
+            self.answer()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["heard", "heard", "unheard", "answer", "verify", "restart"]), max_size=40))
+def test_whatever_is_lost(history: list[str]) -> None:
+    """Whatever the wire loses and wherever the engine restarts, its present life is applied in order."""
+    engine = Engine()
+
+    for step in history:
+        if step == "restart":
+            engine.restart()
+        elif step == "answer":
+            engine.answer()
+        elif step == "verify":
+            engine.hear(engine.stream.verify())
+        else:
+            engine.send(is_heard=step == "heard")
+    engine.settle()
+
+    last_clear = max(i for i, action in enumerate(engine.told) if not isinstance(action, Apply))
+    assert not any(isinstance(action, Lost) for action in engine.told)
+    assert [Apply(*sent) for sent in engine.sent] == engine.told[last_clear + 1 :]
