@@ -23,6 +23,7 @@ usage: scripts/bench SUBCOMMAND [flags]
   request    what a short request and a streamed event cost our own code: sockets faked, profile if wanted
   relay      what a request and a streamed event cost at one frontend
   overload   what is answered, and how the rest is refused, at twice the load that the engines carry
+  walks      how many files a chat, a KV event and a booking run through: pictures in docs/concepts
   peers      the same work beside nginx, vllm-router, sglang-router and Dynamo's frontend
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
@@ -30,7 +31,7 @@ usage: scripts/bench SUBCOMMAND [flags]
 
 _COMMANDS = (
     "policies", "sync", "herding", "lag", "tokens", "hashes", "index", "churn", "growth", "long",
-    "request", "relay", "overload", "peers",
+    "request", "relay", "overload", "walks", "peers",
 )  # fmt: skip
 
 

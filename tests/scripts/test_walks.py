@@ -1,0 +1,69 @@
+"""`scripts/bench walks`: files that a chat, a KV event and an AddRequest run through, and the pictures."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit.bench.walks import LIMITS, Clock, Step, Walk, make_walks, page, picture
+
+
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize("core", ["native"], indirect=True)
+async def test_walks_are_within_their_limits(nats_url: str, tmp_path: Path) -> None:
+    """A longer one needs a higher limit, with its reason. Each goes from one end to the other."""
+    build_tiny_model(tmp_path)
+
+    walks = await make_walks(nats_url, uuid.uuid4().hex, tmp_path)
+
+    assert list(LIMITS) == [walk.name for walk in walks]
+    for walk in walks:
+        files = [f"{step.file}: {step.function}" for step in walk.steps]
+        assert len(files) <= LIMITS[walk.name], "\n".join([walk.name, *files])
+    chat, kv_event, add_request = walks
+    assert {"replica a"} == {step.part for step in chat.steps}
+    assert "policies/kv.py" in {step.file for step in chat.steps}
+    assert ["agent", "replica b"] == list(dict.fromkeys(step.part for step in kv_event.steps))
+    assert ["replica a", "replica b"] == list(dict.fromkeys(step.part for step in add_request.steps))
+    for walk in walks:
+        assert "bus/connection.py" in {step.file for step in walk.steps}
+
+
+def test_a_held_clock() -> None:
+    """It stands still, and goes on from there."""
+    clock = Clock()
+    with clock.held():
+        held_at = clock.time()
+        while time.monotonic() <= held_at:  # the system's clock has moved
+            pass
+        assert clock.time() == held_at
+    assert held_at <= clock.time() <= time.monotonic()
+
+
+def test_a_picture() -> None:
+    """A column for each room, an arrow for each file, a note where another part goes on."""
+    walk = Walk(
+        "kv event",
+        [
+            Step("agent", "worker/rank.py", "Rank.on"),
+            Step("replica b", "core/index.py", "made.<locals>.take"),
+            Step("replica b", "errors.py", "<lambda>"),
+        ],
+    )
+
+    assert picture(walk).splitlines() == [
+        "sequenceDiagram",
+        "    participant r0 as worker",
+        "    participant r1 as core",
+        "    participant r2 as kvrouter",
+        "    Note over r0: agent",
+        "    r0->>r0: 1. rank.py · Rank.on",
+        "    Note over r1: replica b",
+        "    r0->>r1: 2. index.py · made.take",
+        "    r1->>r2: 3. errors.py · #lt;lambda#gt;",
+    ]
+    assert "## A KV event: 3 files" in page([walk])
