@@ -40,3 +40,9 @@ def test_code_cites_pages_that_exist() -> None:
     """A comment names the page from the root of the repository, and a heading by its anchor."""
     found = {path: list(broken(CITATION.findall(path.read_text()), path, ROOT)) for path in CODE}
     assert {} == {path: links for path, links in found.items() if links}
+
+
+def test_no_code_cites_a_page_outside_the_repository() -> None:
+    """A reader has the repository only."""
+    outside = re.compile("design " + "§|facts" + r"/\w+[.]md")
+    assert [] == [path for path in [*PAGES, *CODE] if outside.search(path.read_text())]

@@ -1,4 +1,4 @@
-"""Every NATS subject, in one place (the table in design §5).
+"""Every NATS subject, in one place (docs/concepts/design.md#wire).
 
     kvrouter.<ns>.hello                               joiner → all
     kvrouter.<ns>.live.worker.<worker_id>             agent → all: heartbeat

@@ -1,4 +1,4 @@
-"""vLLM's HTTP surface over the engines of one mocker. `facts/vllm.md` says what a real one answers."""
+"""vLLM's HTTP surface over the engines of one mocker."""
 
 from __future__ import annotations
 

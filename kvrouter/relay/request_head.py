@@ -84,7 +84,8 @@ def without_report_mode(body: bytes) -> bytes:
     """The body without vLLM's `kv_cache_report_mode`.
 
     With it vLLM announces blocks that it already had as if they were stored once more, and the
-    agent's reference counts would grow for ever (design §5). Raises BadRequestError if the body
+    agent's reference counts would grow for ever
+    (docs/concepts/design.md#agent-state). Raises BadRequestError if the body
     asks for it and cannot be written anew.
     """
     if _REPORT_MODE not in body and not (b"\\u00" in body and _ESCAPED_NAME.search(body)):
@@ -103,7 +104,8 @@ def without_report_mode(body: bytes) -> bytes:
 def with_report_mode(body: bytes) -> bytes:
     """The body with vLLM's `kv_cache_report_mode` "full" among its `vllm_xargs`.
 
-    For a partial rank whose card says `repairs_by_report` (design §5). A body that has no object
+    For a partial rank whose card says `repairs_by_report`
+    (docs/concepts/design.md#agent-state). A body that has no object
     for it stays as it is: the worker shall judge it. One that does not name `vllm_xargs` gets it
     in front, without being parsed.
     """

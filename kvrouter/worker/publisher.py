@@ -1,4 +1,4 @@
-"""The KV feed of one rank: engine events in, numbered frames out (design §5, Feeds and Check)."""
+"""The KV feed of one rank: engine events in, numbered frames out (docs/concepts/design.md#feeds)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class KvPublisher:
         """The number of the last frame."""
         return self._feed.seq
 
-    def stored(  # noqa: PLR0917  # a public name: positions are fixed by design §8
+    def stored(  # noqa: PLR0917  # a public name: callers may pass these by position
         self,
         engine_hashes: Sequence[EngineHash],
         token_ids: Sequence[int],

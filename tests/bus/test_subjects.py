@@ -20,7 +20,7 @@ def subjects() -> Subjects:
 
 
 def test_table_of_the_design(subjects: Subjects) -> None:
-    """Every subject is that of design §5."""
+    """Every subject is that of docs/concepts/design.md#wire."""
     assert "kvrouter.prod.hello" == subjects.hello
     assert "kvrouter.prod.live.>" == subjects.live
     assert "kvrouter.prod.live.worker.host_9000" == subjects.live_worker(WORKER)

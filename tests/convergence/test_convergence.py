@@ -1,4 +1,6 @@
-"""Replicas that provably agree: whatever is lost, repeated, delayed, killed or split (design §5).
+"""Replicas that provably agree: whatever is lost, repeated, delayed, killed or split.
+
+See docs/concepts/design.md#agreement.
 
 While faults run, a live copy is exact as of its frame and no booking's moments change places (see
 truth.py, and WatchedSink). When they are over, every copy is its owner's truth within BOUND heartbeats.

@@ -1,4 +1,4 @@
-"""What went wrong elsewhere with the index (facts/dynamo.md), one test per thread; they must not here."""
+"""Bugs that NVIDIA Dynamo's router had with the index, one test for each GitHub thread."""
 
 from __future__ import annotations
 

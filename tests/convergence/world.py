@@ -34,7 +34,7 @@ IN_THE_AIR = 4
 """For as many heartbeats late copies of what was sent before may arrive, and say what is over."""
 
 PINGS_S = 3.0
-"""nats-py notices after so long that its server is gone: ping_interval 1 s, 2 outstanding (design §5)."""
+"""nats-py notices after so long that its server is gone: ping_interval 1 s, 2 outstanding."""
 
 TIERS_OF_ENGINES = ("device", "host", "disk")
 WEATHERS = (FINE, Weather(loss=0.05, repeat=0.05, slow=0.1), Weather(loss=0.3, repeat=0.2, slow=0.3))

@@ -39,7 +39,7 @@ from tests.frontend.workers import (
 )
 
 AT_ONCE_S = 0.2
-"""How soon a worker must notice that its client has left (design §7)."""
+"""How soon a worker must notice that its client has left."""
 
 
 async def test_keep_alive(fleet_of: FleetOf) -> None:

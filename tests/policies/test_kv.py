@@ -1,4 +1,4 @@
-"""Mode kv on real tables: the worked examples of design §6, siblings, weight and temperature."""
+"""Mode kv on real tables: the example of docs/concepts/design.md#cost, siblings, weight, temperature."""
 
 from __future__ import annotations
 

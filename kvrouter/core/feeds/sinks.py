@@ -28,7 +28,7 @@ from kvrouter.core.wire.ops import (
 from kvrouter.core.wire.values import MOST_ID_CHARACTERS
 
 CAPACITY_SLACK = 1.1
-"""A target may announce this much more than its card says before it is disbelieved (design §5)."""
+"""A target may announce this much more than its card says before it is disbelieved."""
 
 
 class FeedSink(Protocol):

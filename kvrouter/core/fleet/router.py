@@ -66,7 +66,7 @@ class Placement(Struct, frozen=True):
     url: str
     rank_header: str
     wants_report: bool
-    """Whether the request shall ask for a report of the blocks it reuses (design §5, lost history)."""
+    """Whether the request shall ask for a report of the blocks it reuses."""
     fallbacks: tuple[Target, ...]
     """Where the policy would have it tried next, should this target fail."""
     block_size: int

@@ -1,6 +1,6 @@
 """The cost of a candidate: `overlap_weight * prefill_blocks + decode_blocks`, in blocks; lower is better.
 
-Source: NVIDIA Dynamo, "KV cache routing", Cost Calculation; the terms as in design §6.
+Source: NVIDIA Dynamo, "KV cache routing", Cost Calculation; the terms as in docs/concepts/design.md#cost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The block index: which target holds which sequence hash, in which tier (design §5).
+"""The block index: which target holds which sequence hash, in which tier (docs/concepts/design.md#tiers).
 
     target A ── slots [device: 0]                     one slot of the flat table per tier set
     target B ── slots [device: 1, device∪host: 2]     the sets are nested: a wider one holds more

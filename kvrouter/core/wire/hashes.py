@@ -1,4 +1,6 @@
-"""Block hashes and sequence hashes: the identities that travel between processes (design §5).
+"""Block hashes and sequence hashes: the identities that travel between processes.
+
+See docs/concepts/design.md#identities.
 
     tokens   | block 0        | block 1        | block 2        | rest
     block    b[0]             b[1]             b[2]               (a partial block has none)

@@ -1,4 +1,7 @@
-"""Heartbeats and worker cards: who is there, how far its feeds are, what it can serve (design §5)."""
+"""Heartbeats and worker cards: who is there, how far its feeds are, what it can serve.
+
+See docs/concepts/design.md#wire.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class Card(Struct, frozen=True, kw_only=True):
     started_at_us: Number = 0
     publishes_events: bool = True
     repairs_by_report: bool = False
-    """Whether requests to a partial rank shall ask for `kv_cache_report_mode: full` (design §5)."""
+    """Whether requests to a partial rank shall ask for `kv_cache_report_mode: full`."""
     notes: _Texts = ()
     """What an operator is to know about this engine's events: what of them is not indexed, and why."""
     prefix_caching: bool | None = None

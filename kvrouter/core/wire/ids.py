@@ -1,4 +1,7 @@
-"""The identities of design §2 and §5 as types. A plain value is never passed where a name belongs."""
+"""The identities as types. A plain value is never passed where a name belongs.
+
+See docs/concepts/design.md#identities.
+"""
 
 from __future__ import annotations
 

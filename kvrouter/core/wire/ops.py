@@ -1,4 +1,6 @@
-"""What travels in a feed: ops, frames, and the questions and answers that repair it (design §5).
+"""What travels in a feed: ops, frames, and the questions and answers that repair it.
+
+See docs/concepts/design.md#wire.
 
 A frame is msgpack `[version, incarnation, seq, ops]`; an op is an array `[code, …]`; hashes inside
 an op are packed little-endian u64. A reader skips codes it does not know and fields behind those

@@ -1,4 +1,4 @@
-"""The blocks of one rank as its engine names them (design §5, Feeds and Tiers).
+"""The blocks of one rank as its engine names them (docs/concepts/design.md#tiers).
 
     engine hash ──known──> sequence hash, seed, references per tier ──> PublishedBlocks ──> ops
         │

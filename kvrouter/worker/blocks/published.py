@@ -1,4 +1,6 @@
-"""What one rank has published: sequence hashes, prefix-closed in every tier set (design §5).
+"""What one rank has published: sequence hashes, prefix-closed in every tier set.
+
+See docs/concepts/design.md#tiers.
 
 A block's level is the narrowest tier set it is in: device 0, device∪host 1, device∪host∪disk 2,
 none 3. Its references alone would put it at the level of the narrowest tier that has one; what

@@ -1,4 +1,4 @@
-"""What an agent keeps for the one that comes after it, as bytes (design §5, Lost history of an engine).
+"""What an agent keeps for the one that comes after it, as bytes (docs/concepts/design.md#agent-state).
 
     magic │ u32 length, record │ u32 length, record │ … │ xxh3_128 of everything before
             Header               RankHead, then its KnownRows and HeldRows …

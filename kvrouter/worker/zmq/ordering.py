@@ -1,4 +1,6 @@
-"""Puts an engine's batches in order: live ones, replayed ones, gaps, restarts (design §5).
+"""Puts an engine's batches in order: live ones, replayed ones, gaps, restarts.
+
+See docs/concepts/design.md#agent-state.
 
     begin ────ask 0────> recovering ──replayed──> live ──gap: ask next-1──> recovering …
     resume ──ask last──┘     │  live batches are held, in order of arrival

@@ -32,7 +32,8 @@ _ANSWER_TIMEOUT_S = 5.0
 class EngineWatch:
     """The blocks of one engine, counted like its physical blocks: a hash may be stored twice.
 
-    After an agent asked for reports (`partial`, design §5) known blocks are announced again; each
+    After an agent asked for reports (`partial`, docs/concepts/design.md#agent-state)
+    known blocks are announced again; each
     counts as one more here, so that a block may be thought held that is gone, but none missed.
     """
 

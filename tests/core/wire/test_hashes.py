@@ -1,4 +1,4 @@
-"""Hashes: known values of design §5, and values computed here anew from its words."""
+"""Hashes: known values of docs/concepts/design.md#identities, and values computed from its formulas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ names = st.one_of(st.none(), st.text(max_size=8))
 
 
 def expected_seed(lora_name: str | None, salt: str | None) -> int:
-    """Design §5, word by word."""
+    """The formula of docs/concepts/design.md#identities."""
     lora = xxh3_64_intdigest(lora_name.encode(), seed=0) if lora_name else 0
     salted = xxh3_64_intdigest(salt.encode(), seed=1) if salt else 0
     return (1337 + lora + salted) % 2**64

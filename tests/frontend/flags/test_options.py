@@ -12,7 +12,7 @@ from kvrouter.relay.exchange import Limits
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without flags: what design §3 lists."""
+    """Without flags: the documented defaults."""
     monkeypatch.delenv("NATS_URL", raising=False)
     options = parse_options([])
 
