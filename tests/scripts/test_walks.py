@@ -50,7 +50,7 @@ def test_a_picture() -> None:
         "kv event",
         [
             Step("agent", "worker/rank.py", "Rank.on"),
-            Step("replica b", "core/index.py", "made.<locals>.take"),
+            Step("replica b", "core/tables/block_index.py", "made.<locals>.take"),
             Step("replica b", "errors.py", "<lambda>"),
         ],
     )

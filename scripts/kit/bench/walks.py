@@ -43,15 +43,15 @@ from typing import Any, TypeVar
 
 import kvrouter
 from kvrouter.bus import Bus
-from kvrouter.frontend.options import parse_options
-from kvrouter.frontend.serve import RunningFrontend, running_frontend
+from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.server import Mocker, running_mocker
 from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.agent import serve as serve_agent
 from kvrouter.worker.options import AgentOptions, worker_id_of
-from kvrouter.worker.zmq_feed import FeedOptions
+from kvrouter.worker.zmq.sockets import FeedOptions
 from scripts.kit import deployment
 from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client, HttpError, request_bytes
