@@ -49,21 +49,21 @@ def test_a_picture() -> None:
     walk = Walk(
         "kv event",
         [
-            Step("agent", "worker/rank.py", "Rank.on"),
-            Step("replica b", "core/tables/block_index.py", "made.<locals>.take"),
-            Step("replica b", "errors.py", "<lambda>"),
+            Step("agent", "outer/first.py", "First.on"),
+            Step("replica b", "outer/inner/second.py", "made.<locals>.take"),
+            Step("replica b", "third.py", "<lambda>"),
         ],
     )
 
     assert picture(walk).splitlines() == [
         "sequenceDiagram",
-        "    participant r0 as worker",
-        "    participant r1 as core",
+        "    participant r0 as outer",
+        "    participant r1 as outer/inner",
         "    participant r2 as kvrouter",
         "    Note over r0: agent",
-        "    r0->>r0: 1. rank.py · Rank.on",
+        "    r0->>r0: 1. first.py · First.on",
         "    Note over r1: replica b",
-        "    r0->>r1: 2. index.py · made.take",
-        "    r1->>r2: 3. errors.py · #lt;lambda#gt;",
+        "    r0->>r1: 2. second.py · made.take",
+        "    r1->>r2: 3. third.py · #lt;lambda#gt;",
     ]
     assert "## A KV event: 3 files" in page([walk])
