@@ -15,10 +15,11 @@ from kvrouter.bus import Bus
 from kvrouter.core.audit.watch import Watch
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.fleet.models import listed
-from kvrouter.core.fleet.pool import Pool, Worker
+from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.native import versions
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.senders import Feed, KvSource, SyncSource, name

@@ -30,8 +30,9 @@ import structlog
 from msgspec import Struct
 
 from kvrouter.bounded_answers import engine_connector
-from kvrouter.core.fleet.pool import Pool, Worker
+from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Placement
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.frontend.accept import Work
 from kvrouter.relay.exchange import Attempt

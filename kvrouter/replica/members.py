@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from kvrouter.core.fleet.pool import Worker
 from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 
 log = structlog.get_logger()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvrouter.core.fleet.pool import Worker
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.heartbeats import RankBeat
 from kvrouter.errors import BadRequestError
 from kvrouter.relay.request_head import with_report_mode, without_report_mode

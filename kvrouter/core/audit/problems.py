@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from kvrouter.core.fleet.pool import Pool, Worker
+from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.predictions import Kind, KindEvidence, Record
 
 _START_EVENTS = (

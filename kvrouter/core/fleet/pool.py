@@ -20,12 +20,12 @@ from kvrouter.core.routing.candidates import Candidates, form_candidates, unname
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.routing.roster import Roster
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.tables.block_index import BlockIndex, IndexBounds
 from kvrouter.core.tables.bookings import ActiveTable
-from kvrouter.core.wire.heartbeats import Card, RankBeat, State, WorkerBeat
+from kvrouter.core.wire.heartbeats import WorkerBeat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
-from kvrouter.core.wire.ops import TIERS
 
 NAMED_MOST = 5
 """Of many with the same trouble so many are named."""
@@ -52,42 +52,6 @@ class PoolSettings:
     """Makes a pool's index; another kind may measure itself."""
     placement_secret: int = 0
     """Random 64 bits, drawn by the process: where native tables place hashes (core/tables/table.py)."""
-
-
-@dataclass(slots=True)
-class Worker:
-    """One worker as its card and heartbeats describe it."""
-
-    card: Card
-    incarnation: int = 0
-    state: State = "up"
-    ranks: dict[int, RankBeat] = field(default_factory=dict)
-    card_seen: tuple[int, int] = (0, 0)
-    """Incarnation and version of the card."""
-    silent: bool = False
-    """Its lease has ended, and it is kept because the pool has nobody else."""
-
-    def targets(self) -> list[Target]:
-        """Its ranks."""
-        return [Target(WorkerId(self.card.worker_id), rank) for rank in range(self.card.ranks)]
-
-    def wants_report(self, rank: int) -> bool:
-        """Whether requests to this rank help to learn what it holds, after its history was lost."""
-        beat = self.ranks.get(rank)
-        return self.card.repairs_by_report and beat is not None and beat.partial
-
-    def has_shown_card_of(self, beat: WorkerBeat) -> bool:
-        """Whether the card that the heartbeat speaks of has been seen."""
-        return self.card_seen == (beat.incarnation, beat.card_version)
-
-    def tier_sets(self) -> int:
-        """How many nested tier sets it publishes."""
-        return 1 + max((TIERS.index(tier) for tier in self.card.tiers if tier in TIERS), default=0)
-
-    def capacity_blocks(self) -> int:
-        """Blocks one rank can hold over all tiers; 0 if a tier's capacity is unknown."""
-        capacities = self.card.tiers.values()
-        return sum(capacities) if all(capacities) else 0
 
 
 class Pool:

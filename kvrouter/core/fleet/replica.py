@@ -20,11 +20,12 @@ from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.sinks import KvSink
 from kvrouter.core.fleet.following import Following
-from kvrouter.core.fleet.pool import NAMED_MOST, Pool, PoolSettings, Worker
+from kvrouter.core.fleet.pool import NAMED_MOST, Pool, PoolSettings
 from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.readiness import AWAITED_MOST, Readiness, ServedElsewhere, behind, sizes_of_elders
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.heartbeats import (
     RouterBeat,
     State,

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from kvrouter.core.feeds.sinks import SyncSink, add_request, booking_ops
 from kvrouter.core.feeds.source import FeedSource
-from kvrouter.core.fleet.pool import Pool, Worker
+from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.breaker import CircuitBreakers
 from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.filters import Filter
@@ -27,6 +27,7 @@ from kvrouter.core.routing.modes import Modes
 from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
 from kvrouter.core.routing.selection import Decision, Selection
 from kvrouter.core.routing.unseen import UnseenBookings
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import Booking
 from kvrouter.core.tables.predictions import Truth
 from kvrouter.core.tables.sent_texts import SentTexts

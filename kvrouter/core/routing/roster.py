@@ -13,13 +13,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.heartbeats import RankBeat
 from kvrouter.core.wire.ids import Target, WorkerId
-
-if TYPE_CHECKING:
-    from kvrouter.core.fleet.pool import Worker
 
 _NO_BEAT = RankBeat(0, 0, 0)
 
