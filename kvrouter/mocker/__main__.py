@@ -16,9 +16,9 @@ import zmq
 from kvrouter.errors import ConfigError
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineConfig
+from kvrouter.mocker.events import EVENT_SHAPES
 from kvrouter.mocker.eviction import ORDERS
 from kvrouter.mocker.server import running_mocker
-from kvrouter.mocker.wire import EVENT_SHAPES
 from kvrouter.telemetry.logs import set_up_logs
 
 log = structlog.get_logger(__name__)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from kvrouter.errors import BadRequestError, KvRouterError, UnknownModelError
-from kvrouter.mocker import metrics
 from kvrouter.mocker.bodies import (
     BodyT,
     ChatBody,
@@ -25,12 +24,21 @@ from kvrouter.mocker.bodies import (
     token_prompts,
 )
 from kvrouter.mocker.config import MockerConfig
-from kvrouter.mocker.engine import EngineRequest
+from kvrouter.mocker.engine import Engine, EngineRequest
 from kvrouter.mocker.hashing import TokenIds
 from kvrouter.mocker.publisher import PUB_HIGH_WATER_MARK
 from kvrouter.mocker.rank import Rank
-from kvrouter.mocker.replies import DONE, ChatReply, CompletionReply, Json, Reply, encode, error_body, sse
-from kvrouter.mocker.run import Run
+from kvrouter.mocker.replies import (
+    DONE,
+    ChatReply,
+    CompletionReply,
+    Json,
+    Reply,
+    Run,
+    encode,
+    error_body,
+    sse,
+)
 from kvrouter.mocker.text import Text
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 
@@ -185,13 +193,13 @@ class Service:
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics."""
-        text = metrics.render(
+        text = _exposition(
             [rank.engine for rank in self.ranks],
             model_name=self.config.model_name,
             started_at_s=self.started_at_s,
             rejections=self.rejections,
         )
-        return web.Response(body=text.encode(), headers={"Content-Type": metrics.CONTENT_TYPE})
+        return web.Response(body=text.encode(), headers={"Content-Type": _METRICS_TYPE})
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
         """POST /reset_prefix_cache; refused while requests hold blocks."""
@@ -305,3 +313,49 @@ def _source(rank: Rank) -> Json:
         "max_queue_size": 100_000,
         "topic": rank.publisher.topic,
     }
+
+
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def _exposition(engines: Sequence[Engine], *, model_name: str, started_at_s: float, rejections: int) -> str:
+    """The exposition text; one engine per data-parallel rank."""
+    lines = [
+        "# TYPE process_start_time_seconds gauge",
+        f"process_start_time_seconds {started_at_s}",
+        "# TYPE vllm:admission_rejections_total counter",
+        f'vllm:admission_rejections_total{{model_name="{model_name}",reason="max_num_queued_reqs"}} '
+        f"{float(rejections)}",
+    ]
+    for rank, engine in enumerate(engines):
+        labels = f'engine="{rank}",model_name="{model_name}"'
+        lines += (f"{name}{{{labels}}} {float(value)}" for name, value in _values(engine))
+        lines.append(f"vllm:cache_config_info{{{_cache_labels(engine)},{labels}}} 1.0")
+    return "\n".join(lines) + "\n"
+
+
+def _values(engine: Engine) -> Iterator[tuple[str, float]]:
+    counters = engine.counters
+    yield "vllm:num_requests_running", engine.num_running
+    yield "vllm:num_requests_waiting", engine.num_waiting
+    yield "vllm:kv_cache_usage_perc", engine.kv_usage
+    yield "vllm:prefix_cache_queries_total", counters.cache_queries
+    yield "vllm:prefix_cache_hits_total", counters.cache_hits
+    yield "vllm:prompt_tokens_total", counters.prompt
+    yield "vllm:prompt_tokens_cached_total", counters.cache_hits
+    yield "vllm:generation_tokens_total", counters.generated
+    yield "vllm:num_preemptions_total", counters.preemptions
+
+
+def _cache_labels(engine: Engine) -> str:
+    """Labels by which an agent learns block size and capacity."""
+    config = engine.config
+    labels = {
+        "block_size": config.block_size,
+        "num_gpu_blocks": config.num_blocks,
+        "num_cpu_blocks": config.host_blocks,
+        "kv_cache_size_tokens": config.num_blocks * config.block_size,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "xxhash",
+    }
+    return ",".join(f'{name}="{value}"' for name, value in labels.items())

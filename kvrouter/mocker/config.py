@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kvrouter.errors import ConfigError
 from kvrouter.mocker.engine import EngineConfig
+from kvrouter.mocker.events import EVENT_SHAPES
 from kvrouter.mocker.eviction import ORDERS
-from kvrouter.mocker.wire import EVENT_SHAPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from itertools import dropwhile
 import structlog
 import zmq
 
-from kvrouter.mocker.events import KvEvent
-from kvrouter.mocker.wire import END_OF_REPLAY, BatchEncoder, sequence_frame
+from kvrouter.mocker.events import END_OF_REPLAY, BatchEncoder, KvEvent, sequence_frame
 
 log = structlog.get_logger(__name__)
 

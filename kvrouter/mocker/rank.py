@@ -15,8 +15,8 @@ import structlog
 
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import Engine, EngineConfig, EngineRequest, Output, StepResult, speed_up
+from kvrouter.mocker.events import BatchEncoder
 from kvrouter.mocker.publisher import Publisher, offset_port
-from kvrouter.mocker.wire import BatchEncoder
 
 log = structlog.get_logger(__name__)
 

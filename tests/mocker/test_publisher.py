@@ -9,9 +9,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvrouter.mocker.events import GPU, removed
+from kvrouter.mocker.events import END_OF_REPLAY, GPU, BatchEncoder, removed, sequence_frame
 from kvrouter.mocker.publisher import Publisher, offset_port
-from kvrouter.mocker.wire import END_OF_REPLAY, BatchEncoder, sequence_frame
 
 ANY_PORT = "tcp://127.0.0.1:0"
 TOPIC = "kv@pod1@tiny"

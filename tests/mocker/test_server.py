@@ -14,7 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvrouter.mocker import wire
+from kvrouter.mocker import events as event_wire
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.mocker.server import Mocker, running_mocker
@@ -384,10 +384,10 @@ async def test_replay_gives_the_cache(mocker: Mocker, client: aiohttp.ClientSess
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.connect(mocker.kv_replay or "")
-        await dealer.send_multipart([b"", wire.sequence_frame(0)])
+        await dealer.send_multipart([b"", event_wire.sequence_frame(0)])
         hashes: set[int] = set()
-        while (message := await dealer.recv_multipart())[2] != wire.END_OF_REPLAY:
-            for event in wire.decode(message[3]):
+        while (message := await dealer.recv_multipart())[2] != event_wire.END_OF_REPLAY:
+            for event in event_wire.decode(message[3]):
                 hashes.update(event.block_hashes)  # type: ignore[union-attr]
 
     assert hashes == set(mocker.engine.cache.cached_hashes())

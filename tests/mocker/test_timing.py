@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.mocker.timing import StepWork, Timing
+from kvrouter.mocker.engine import StepWork, Timing
 
 amounts = st.integers(0, 10_000)
 

@@ -19,7 +19,7 @@ from kvrouter.mocker.engine import EngineConfig
 from kvrouter.mocker.events import BlockStored, KvEvent
 from kvrouter.mocker.server import Mocker, running_mocker
 from kvrouter.worker.agent import serve
-from kvrouter.worker.blocks.state_file import StateFile
+from kvrouter.worker.blocks.state import StateFile
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import FeedOptions
 from tests.worker.listener import Listener

@@ -8,8 +8,15 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvrouter.mocker.events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, removed
-from kvrouter.mocker.wire import BatchEncoder
+from kvrouter.mocker.events import (
+    GPU,
+    AllBlocksCleared,
+    BatchEncoder,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    removed,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 CAPTURES = {"map": "vllm_capture.msgpack", "array": "vllm_capture_array_0.23.msgpack"}
