@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import nats.errors
 import structlog
 
-from kvrouter.bus.nats_client import Client, OnMessage, discard, why_past_help
+from kvrouter.bus.nats_client import NatsClient, OnMessage, discard, why_past_help
 from kvrouter.bus.options import NatsOptions
-from kvrouter.bus.trouble import Trouble
+from kvrouter.bus.outage import Outage
 from kvrouter.errors import KvRouterError
 
 log = structlog.get_logger()
@@ -64,8 +64,8 @@ class Bus:
         self.counters = BusCounters()
         self._arguments = options.connect_arguments()
         self._name = name
-        self._trouble = Trouble(options.shown())
-        self._client: Client | None = None
+        self._outage = Outage(options.shown())
+        self._client: NatsClient | None = None
         self._client_closed = asyncio.Event()
         self._discovered: list[str] = []
         self._subjects: list[str] = []
@@ -97,9 +97,9 @@ class Bus:
         return self._client is not None and self._client.is_connected
 
     @property
-    def trouble(self) -> str:
+    def outage_reason(self) -> str:
         """Why it is not connected, as far as that is known."""
-        return "" if self.connected else self._trouble.reason
+        return "" if self.connected else self._outage.reason
 
     @property
     def max_payload(self) -> int:
@@ -170,7 +170,7 @@ class Bus:
             except (Exception, asyncio.CancelledError) as error:
                 if _is_cancelled(error):
                     raise
-                self._trouble.met(error)
+                self._outage.failed(error)
                 await asyncio.sleep(_jitter(0.2))
 
     async def _live_with_a_client(self) -> None:
@@ -185,7 +185,7 @@ class Bus:
         log.warning("nats.client_replaced", name=self._name, reason=reason)
         await asyncio.sleep(_jitter(0.2))
 
-    async def _until_past_help(self, client: Client) -> str:
+    async def _until_past_help(self, client: NatsClient) -> str:
         """Returns why the client is of no use any more."""
         loop = asyncio.get_running_loop()
         connected_at = loop.time()
@@ -200,9 +200,9 @@ class Bus:
                 connected_at = loop.time()
         return f"not connected for {PATIENCE_S:g} s"
 
-    async def _build_client(self) -> Client:
+    async def _build_client(self) -> NatsClient:
         """Connect a new client; returns when it is connected, however long that takes."""
-        client = Client()
+        client = NatsClient()
         self._client_closed.clear()
         try:
             await self._connect(client)
@@ -217,7 +217,7 @@ class Bus:
         self._connected()
         return client
 
-    async def _connect(self, client: Client) -> None:
+    async def _connect(self, client: NatsClient) -> None:
         await client.connect(
             **self._arguments | {"servers": [*self._arguments["servers"], *self._discovered]},
             name=self._name,
@@ -232,7 +232,7 @@ class Bus:
             max_reconnect_attempts=-1,
         )
 
-    async def _subscribe_client(self, client: Client, subject: str) -> None:
+    async def _subscribe_client(self, client: NatsClient, subject: str) -> None:
         counters, receivers = self.counters, self._receivers[subject]
 
         def deliver(subject: str, data: bytes, reply: str) -> None:
@@ -268,7 +268,7 @@ class Bus:
             if _is_cancelled(error):
                 raise
             self.counters.unsent += 1
-            self._trouble.log("nats.unsent", error=str(error) or type(error).__name__, subject=subject)
+            self._outage.warn("nats.unsent", error=str(error) or type(error).__name__, subject=subject)
 
     async def _finish(self) -> None:
         """Let what was queued (a `leave`) go out, then close."""
@@ -282,7 +282,7 @@ class Bus:
 
     def _connected(self) -> None:
         self.counters.connections += 1
-        self._trouble.over()
+        self._outage.end()
         log.info("nats.connected", name=self._name)
         if self.max_payload < LEAST_PAYLOAD_BYTES:
             log.warning("nats.max_payload_too_small", bytes=self.max_payload, least=LEAST_PAYLOAD_BYTES)
@@ -295,9 +295,9 @@ class Bus:
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             self.counters.slow_consumer_drops += 1  # one call for each message
-            self._trouble.log("nats.slow_consumer", effect="messages dropped; feeds repair what is missing")
+            self._outage.warn("nats.slow_consumer", effect="messages dropped; feeds repair what is missing")
             return
-        self._trouble.met(error)
+        self._outage.failed(error)
 
     async def _on_closed(self) -> None:
         self._client_closed.set()

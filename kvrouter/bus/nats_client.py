@@ -27,7 +27,7 @@ OnMessage = Callable[[str, bytes, str], None]
 """`(subject, payload, reply)`; plain, and quick: it runs between two reads of the socket."""
 
 
-class Client(client.Client):
+class NatsClient(client.Client):
     """nats-py's, where a subscription may have a plain callback."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Client(client.Client):
             await self._error_cb(error)
 
 
-def why_past_help(client: Client) -> str:
+def why_past_help(client: NatsClient) -> str:
     """Why nothing will happen any more on this client, which was connected once; empty if it may."""
     if client.is_closed:
         return "it has closed"
@@ -76,7 +76,7 @@ def why_past_help(client: Client) -> str:
     return next(filter(None, (_end_of(client, name) for name in names)), "")
 
 
-def _end_of(client: Client, name: str) -> str:
+def _end_of(client: NatsClient, name: str) -> str:
     """How one of its tasks has ended, asked for so that asyncio does not log it."""
     task: asyncio.Task[Any] | None = getattr(client, name, None)
     if task is None or not task.done():
@@ -85,7 +85,7 @@ def _end_of(client: Client, name: str) -> str:
     return f"its {name.strip('_').replace('_', ' ')} has ended" + (f": {error!r:.300}" if error else "")
 
 
-async def discard(client: Client) -> None:
+async def discard(client: NatsClient) -> None:
     """Close a client, whatever state it is in, in bounded time.
 
     After a refused password nats-py believes it is closed and leaves its socket open, hence the

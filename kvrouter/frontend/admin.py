@@ -200,7 +200,7 @@ class Admin:
     def _nats_away(self) -> list[str]:
         if self._bus.connected:
             return []
-        why = f" ({self._bus.trouble})" if self._bus.trouble else ""
+        why = f" ({self._bus.outage_reason})" if self._bus.outage_reason else ""
         return [f"NATS is away{why}: routing with the last known state"]
 
     def _targets(self, pool: Pool, worker: Worker) -> Iterator[dict[str, Any]]:

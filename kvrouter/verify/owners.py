@@ -39,7 +39,9 @@ class Owners:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await connected.wait()
             except TimeoutError:
-                raise VerifyError(f"--nats {nats.shown()}: {bus.trouble or 'it does not answer'}") from None
+                raise VerifyError(
+                    f"--nats {nats.shown()}: {bus.outage_reason or 'it does not answer'}"
+                ) from None
             await asyncio.sleep(HELLO_S)
             with zmq.asyncio.Context() as context:
                 yield cls(agents, Engines(access, context))

@@ -88,7 +88,7 @@ async def test_stranger_is_refused_until_the_file_is_right(
             await connections.reach(1)
 
     assert "Authorization Violation" in said["error"]
-    assert "NATS refuses these credentials" in said["remedy"]
+    assert "NATS rejects these credentials" in said["remedy"]
 
 
 @pytest.mark.parametrize("bad", ["", GOOD[:200]])

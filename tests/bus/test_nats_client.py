@@ -8,7 +8,7 @@ import inspect
 from nats.aio import client
 from nats.aio.subscription import Subscription
 
-from kvrouter.bus.nats_client import Client
+from kvrouter.bus.nats_client import NatsClient
 from tests.frontend.workers import until
 
 ROOM = {"pending_msgs_limit": 100, "pending_bytes_limit": 100_000}
@@ -26,7 +26,7 @@ def test_private_names() -> None:
 async def test_order(nats_url: str) -> None:
     """Messages come in order, subject, payload and reply with them, and none by nats-py's queue."""
     told: list[tuple[str, bytes, str]] = []
-    nats = Client()
+    nats = NatsClient()
     await nats.connect(nats_url)
     await nats.subscribe_plain("plain.>", lambda *message: told.append(message), **ROOM)
     queues = [subscription._pending_queue for subscription in nats._subs.values()]
@@ -56,7 +56,7 @@ async def test_callback_that_raises(nats_url: str) -> None:
     async def on_error(error: Exception) -> None:
         errors.append(error)
 
-    nats = Client()
+    nats = NatsClient()
     await nats.connect(nats_url, error_cb=on_error)
     await nats.subscribe_plain("raising.>", on_message, **ROOM)
     for number in range(2):
@@ -69,7 +69,7 @@ async def test_callback_that_raises(nats_url: str) -> None:
 
 async def test_requests(nats_url: str) -> None:
     """Beside it requests are answered as ever."""
-    nats = Client()
+    nats = NatsClient()
     await nats.connect(nats_url)
     replies: list[asyncio.Task[None]] = []
     await nats.subscribe_plain(

@@ -84,13 +84,13 @@ async def test_odd_answers_at_the_first_connection(new_nats_server: NewServer, a
             await bus.subscribe("a", inbox)
             async with odd_server(server.port, answer) as odd:
                 await odd.was_tried(3)
-            assert bus.trouble
+            assert bus.outage_reason
             server.start()
 
             await connected.reach(1)
             bus.publish("a", b"x")
             await inbox.holds(1)
-            assert not bus.trouble
+            assert not bus.outage_reason
     said = [(entry["event"], entry.get("error")) for entry in logs]
     assert len(said) == len(set(said))
 

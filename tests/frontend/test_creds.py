@@ -63,7 +63,7 @@ async def test_frontend_with_creds(server: NatsServer, tmp_path: Path, free_port
         try:
             assert process.stderr is not None
             async with asyncio.timeout(SOON_S):
-                while b"NATS refuses these credentials" not in (line := await process.stderr.readline()):
+                while b"NATS rejects these credentials" not in (line := await process.stderr.readline()):
                     assert line
                 await until_live(url)
                 before = await get(url, "/ready")

@@ -1,0 +1,55 @@
+"""What is logged, and given as the reason, while NATS cannot be reached."""
+
+from __future__ import annotations
+
+import nats.errors
+from structlog.testing import capture_logs
+
+from kvrouter.bus.outage import MOST_WARNINGS, Outage
+
+REJECTED = nats.errors.Error("nats: 'Authorization Violation'")
+
+
+async def test_most_specific_error_stays() -> None:
+    """A server that rejects a password closes the connection, too: the rejection stays the reason."""
+    outage = Outage("nats://x")
+    with capture_logs() as logs:
+        for error in (REJECTED, ConnectionResetError(104, "Connection reset by peer"), TimeoutError()):
+            outage.failed(error)
+
+    assert "--nats-" in outage.reason
+    assert ["nats: 'Authorization Violation'"] == [entry["error"] for entry in logs]
+    assert "nats://x" == logs[0]["servers"]
+
+
+async def test_other_error_replaces_reason() -> None:
+    """If the server is gone since, that is the reason, whatever error came before."""
+    outage = Outage("nats://x")
+    for error in (REJECTED, ConnectionRefusedError(111, "Connect call failed")):
+        outage.failed(error)
+
+    assert "Connect call failed" in outage.reason
+
+
+async def test_vague_error_counts_alone() -> None:
+    """A reset connection is the reason if there is no better one; once connected there is no reason."""
+    outage = Outage("nats://x")
+    outage.failed(ConnectionResetError(104, "Connection reset by peer"))
+    assert "reset by peer" in outage.reason
+
+    outage.end()
+    assert not outage.reason
+
+
+async def test_warnings_are_few() -> None:
+    """Each warning is logged once in 10 s; a server with new texts each time cannot fill the log."""
+    outage = Outage("nats://x")
+    with capture_logs() as logs:
+        for _ in range(100):
+            outage.failed(REJECTED)
+        assert 1 == len(logs)
+        for number in range(10 * MOST_WARNINGS):
+            outage.failed(ValueError(f"{number} " + "x" * 10_000))
+
+    assert MOST_WARNINGS == len(logs)
+    assert all(len(entry["error"]) < 400 for entry in logs)
