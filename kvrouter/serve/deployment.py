@@ -23,7 +23,7 @@ from kvrouter.serve.tokenizers import Tokenizers
 from kvrouter.worker.engines.discovery import learn_patiently
 from kvrouter.worker.engines.facts import EngineFacts, with_discovered
 from kvrouter.worker.engines.http import EngineHttp
-from kvrouter.worker.engines.vllm_facts import CACHED_TOKENS_UNKNOWN
+from kvrouter.worker.engines.vllm import CACHED_TOKENS_UNKNOWN
 
 log = structlog.get_logger()
 

@@ -25,8 +25,7 @@ from kvrouter.core.wire.ops import decode_request
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.blocks.engine_blocks import MAX_HELD_BLOCKS
-from kvrouter.worker.blocks.state import VERSION, AgentState, Header
-from kvrouter.worker.blocks.state_file import StateFile
+from kvrouter.worker.blocks.state import VERSION, AgentState, Header, StateFile
 from kvrouter.worker.drain import Duty, until_drained
 from kvrouter.worker.engines.discovery import learn, learn_patiently
 from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
@@ -44,9 +43,6 @@ log = structlog.get_logger()
 MISSES_UNTIL_DOWN = 3
 MODELS_EVERY_S = 5.0
 """Between two looks at what the engine serves: adapters come and go, a new process may have another model."""
-READ_AGAIN_S = 5.0
-"""Between events that cannot be followed and the next attempt to read a rank's history."""
-MOST_READ_AGAIN_S = 40.0
 SETTLE_S = 2.0
 """How long the first heartbeat waits until it is known what of the engine's history there is."""
 
@@ -136,7 +132,7 @@ class Agent:
                 self._keep_state(file),
             ]
             for feed, rank in zip(self._feeds, self._ranks, strict=True):
-                loops += [_follow(feed, rank), _read_again(feed, rank), self._publish(rank)]
+                loops += [rank.follow(feed), rank.read_again(feed), self._publish(rank)]
             tasks = [group.create_task(loop) for loop in loops]
             reason = await self._duty.until_done(self._serve_out())
             log.info("worker.leaving", worker=self._options.worker_id, reason=reason)
@@ -361,27 +357,3 @@ class Agent:
             now = time.monotonic()
             if self._answers.allows(now):
                 self._bus.publish(reply, publisher.answer(request, self._bus.max_payload, now))
-
-
-async def _follow(feed: ZmqFeed, rank: EngineRank) -> None:
-    """Apply a rank's events. An error in them breaks this feed alone, which goes on after a pause."""
-    while True:
-        try:
-            await feed.run(rank.on_action)
-        except Exception as error:
-            log.error("engine.feed_failed", rank=rank.publisher.rank, retry_s=READ_AGAIN_S, exc_info=error)
-            rank.give_up()
-            await asyncio.sleep(READ_AGAIN_S)
-
-
-async def _read_again(feed: ZmqFeed, rank: EngineRank) -> None:
-    """Read the history anew after events that could not be followed: less and less often while they recur."""
-    clock, pause_s, read_at = asyncio.get_running_loop().time, READ_AGAIN_S, float("-inf")
-    while True:
-        await rank.lost_track.wait()
-        is_new = clock() - read_at > 2 * MOST_READ_AGAIN_S
-        pause_s = READ_AGAIN_S if is_new else min(2 * pause_s, MOST_READ_AGAIN_S)
-        await asyncio.sleep(pause_s)
-        rank.lost_track.clear()
-        feed.restart()
-        read_at = clock()

@@ -37,9 +37,14 @@ from kvrouter.worker.engines.adapter import Adapter, Batch, Reasons
 from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.zmq.ordering import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
+from kvrouter.worker.zmq.sockets import ZmqFeed
 
 log = structlog.get_logger()
 
+# Seconds between events that cannot be followed and the next attempt to read the rank's history: it
+# doubles while they recur, because reading 10,000 batches again and again would cost more than it mends.
+READ_AGAIN_S = 5.0
+MOST_READ_AGAIN_S = 40.0
 TURNOVERS_UNTIL_MENDED = 2
 TABLE_FULL = "the agent's table is full: blocks beyond it are not indexed"
 
@@ -172,6 +177,30 @@ class EngineRank:
             self.publisher.event_block_size,
         )
         return RankState(head, blocks.image())
+
+    async def follow(self, feed: ZmqFeed) -> None:
+        """Apply the rank's events. An error in them stops this rank alone, which goes on after a pause."""
+        while True:
+            try:
+                await feed.run(self.on_action)
+            except Exception as error:
+                log.error(
+                    "engine.feed_failed", rank=self.publisher.rank, retry_s=READ_AGAIN_S, exc_info=error
+                )
+                self.give_up()
+                await asyncio.sleep(READ_AGAIN_S)
+
+    async def read_again(self, feed: ZmqFeed) -> None:
+        """Read the history again after events that could not be followed, less often while they recur."""
+        clock, pause_s, read_at = asyncio.get_running_loop().time, READ_AGAIN_S, float("-inf")
+        while True:
+            await self.lost_track.wait()
+            is_new = clock() - read_at > 2 * MOST_READ_AGAIN_S
+            pause_s = READ_AGAIN_S if is_new else min(2 * pause_s, MOST_READ_AGAIN_S)
+            await asyncio.sleep(pause_s)
+            self.lost_track.clear()
+            feed.restart()
+            read_at = clock()
 
     @property
     def _has_everything(self) -> bool:

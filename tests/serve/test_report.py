@@ -7,7 +7,7 @@ from kvrouter.serve.tokenizers import Tokenizer
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
-from kvrouter.worker.engines.vllm_facts import EVENTS_OFF
+from kvrouter.worker.engines.vllm import EVENTS_OFF
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import FeedOptions
 

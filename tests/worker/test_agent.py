@@ -18,6 +18,7 @@ from kvrouter.core.wire.ids import WorkerId
 from kvrouter.core.wire.ops import VERSION, Cleared, ReplayRequest
 from kvrouter.core.wire.ops import encode as encode_op
 from kvrouter.worker import agent
+from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
 from kvrouter.worker.announcer import TakenOverError
 from kvrouter.worker.engines.adapter import Batch, Sink
@@ -143,7 +144,7 @@ async def test_bridges_events(scene: Scene) -> None:
 
 async def test_events_break_something(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """An event that nobody foresaw breaks its feed for a pause; then the history is read anew."""
-    monkeypatch.setattr(agent, "READ_AGAIN_S", 0.05)
+    monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.05)
     is_sound = asyncio.Event()
     tell = VllmAdapter.tell
 
@@ -161,7 +162,7 @@ async def test_events_break_something(scene: Scene, monkeypatch: pytest.MonkeyPa
 
 async def test_reading_breaks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error before a batch is even queued is over after a pause, too."""
-    monkeypatch.setattr(agent, "READ_AGAIN_S", 0.05)
+    monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.05)
     async with scene.agent():
         await scene.listener.until_held({A})
         await scene.events.until_subscribed()
@@ -181,8 +182,8 @@ async def test_reading_breaks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_history_is_read_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that says for a while that it has less room than it uses is whole again afterwards."""
-    monkeypatch.setattr(agent, "READ_AGAIN_S", 0.02)
-    monkeypatch.setattr(agent, "MOST_READ_AGAIN_S", 0.05)
+    monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.02)
+    monkeypatch.setattr(rank_module, "MOST_READ_AGAIN_S", 0.05)
     sound = scene.engine.metrics
     async with scene.agent():
         await scene.listener.until_held({A})

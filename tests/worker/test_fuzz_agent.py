@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvrouter.bus import Bus, BusError, NatsOptions
-from kvrouter.worker import agent
+from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import FeedOptions
@@ -23,8 +23,8 @@ async def test_agent_outlives_its_engine(
     kind: Kind, nats_url: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After hostile events, replays and metrics it publishes what the engine holds."""
-    monkeypatch.setattr(agent, "READ_AGAIN_S", 0.02)
-    monkeypatch.setattr(agent, "MOST_READ_AGAIN_S", 0.1)
+    monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.02)
+    monkeypatch.setattr(rank_module, "MOST_READ_AGAIN_S", 0.1)
     namespace = f"fuzz-{kind}-{free_port()}"
     stop = asyncio.Event()
     async with ServedEngine.open(kind, seed=7) as engine, Bus.open(NatsOptions((nats_url,)), name="t") as bus:

@@ -12,8 +12,8 @@ import structlog
 
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
-from kvrouter.worker.engines.sglang_facts import learn_sglang
-from kvrouter.worker.engines.vllm_facts import learn_vllm
+from kvrouter.worker.engines.sglang import learn_sglang
+from kvrouter.worker.engines.vllm import learn_vllm
 from kvrouter.worker.options import AgentOptions
 
 log = structlog.get_logger()

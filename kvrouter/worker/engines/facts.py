@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.values import MOST_NAMES, MOST_TEXT_CHARACTERS
+from kvrouter.worker.engines.endpoints import settled_feeds
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
-from kvrouter.worker.engines.settled_feeds import settled_feeds
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import FeedOptions
 

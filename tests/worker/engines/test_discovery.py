@@ -12,12 +12,13 @@ import pytest
 from aiohttp import web
 
 from kvrouter.errors import ConfigError
-from kvrouter.worker.engines import sglang_facts, vllm_facts
+from kvrouter.worker.engines import sglang as sglang_texts
+from kvrouter.worker.engines import vllm as vllm_texts
 from kvrouter.worker.engines.discovery import learn
+from kvrouter.worker.engines.endpoints import NO_REPLAY, REPLAY_NOT_GIVEN
 from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
-from kvrouter.worker.engines.settled_feeds import NO_REPLAY, REPLAY_NOT_GIVEN
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import FeedOptions
 
@@ -119,7 +120,7 @@ async def test_vllm_without_events(vllm: Recorded) -> None:
 
     facts = await vllm.learn()
 
-    assert (vllm_facts.CACHING_OFF, vllm_facts.EVENTS_OFF) == facts.lacks
+    assert (vllm_texts.CACHING_OFF, vllm_texts.EVENTS_OFF) == facts.lacks
     card = build_card(vllm.options, facts, event_block_size=0, widest_tier=0, started_at_us=1)
     assert card.prefix_caching is False
     assert not with_discovered(vllm.options, facts).feeds
@@ -143,7 +144,7 @@ async def test_old_vllm(vllm: Recorded) -> None:
     del vllm.answers["/kv_event_sources"]
     told = replace(vllm.options, feeds=[FeedOptions("tcp://e:1", "tcp://e:2")])
 
-    assert (vllm_facts.ENDPOINTS_UNKNOWN,) == (await vllm.learn()).lacks
+    assert (vllm_texts.ENDPOINTS_UNKNOWN,) == (await vllm.learn()).lacks
     assert () == (await vllm.learn(told)).lacks
     assert (REPLAY_NOT_GIVEN,) == (await vllm.learn(replace(told, feeds=[FeedOptions("tcp://e:1")]))).lacks
 
@@ -226,7 +227,7 @@ async def test_sglang(sglang: Recorded) -> None:
         facts.max_batched_tokens, facts.max_sequences, facts.tokenizer,
     )  # fmt: skip
     assert ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"] == [feed.events for feed in facts.feeds]
-    assert (sglang_facts.CACHED_TOKENS_UNKNOWN,) == facts.lacks
+    assert (sglang_texts.CACHED_TOKENS_UNKNOWN,) == facts.lacks
 
 
 async def test_sglang_card(sglang: Recorded) -> None:
@@ -255,10 +256,10 @@ async def test_sglang_without_metrics(sglang: Recorded) -> None:
         facts.scrape.block_size, facts.scrape.device_blocks, facts.scrape.loads,
     )  # fmt: skip
     assert (
-        sglang_facts.CACHING_OFF,
-        sglang_facts.EVENTS_OFF,
-        sglang_facts.NO_METRICS,
-        sglang_facts.CACHED_TOKENS_UNKNOWN,
+        sglang_texts.CACHING_OFF,
+        sglang_texts.EVENTS_OFF,
+        sglang_texts.NO_METRICS,
+        sglang_texts.CACHED_TOKENS_UNKNOWN,
     ) == facts.lacks
 
 

@@ -25,11 +25,12 @@ from kvrouter.worker.blocks.state import (
     Header,
     RankHead,
     RankState,
+    StateFile,
     decode_state,
     digest_of_file,
     encode_state,
+    replace_file,
 )
-from kvrouter.worker.blocks.state_file import StateFile, replace_file
 
 OWNER = "ns/w"
 HEAD = RankHead(0, 7, b"d" * 16, True, True, False, False, 3, None, 100.5, 2)
