@@ -124,10 +124,12 @@ class KvRouter(HandFed):
         replica = new_replica(
             member, _maker(policy, settings), overlap_weight=overlap_weight, temperature=temperature
         )
-        async with joined(replica, nats, namespace, heartbeat_s=heartbeat_s) as feeds:
+        async with joined(replica, nats, namespace, heartbeat_s=heartbeat_s) as replica_loop:
             router = cls.__new__(cls)
             HandFed.__init__(router, replica, time.monotonic)
-            router._begin(await until_serving(replica, model, ready_timeout_s), feeds.flush_soon)
+            router._begin(
+                await until_serving(replica, model, ready_timeout_s), replica_loop.publishing.flush_soon
+            )
             yield router
 
     def _begin(self, pool: PoolId, changed: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
 """How a library object comes to know workers: as a member on NATS, or told by hand.
 
-joined    ──> Feeds keep its Replica in step, as they do a frontend's
+joined    ──> a ReplicaLoop keeps its Replica in step, as in a frontend
 HandFed   ──> the caller brings cards and frames, and carries what is missing to and fro
 """
 
@@ -26,7 +26,7 @@ from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId, is_identi
 from kvrouter.core.wire.ops import VERSION, ReplayRequest
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.errors import ConfigError, NoWorkersError
-from kvrouter.replica.loop import Feeds
+from kvrouter.replica.loop import ReplicaLoop
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 
 log = structlog.get_logger()
@@ -59,23 +59,23 @@ def new_replica(
 @contextlib.asynccontextmanager
 async def joined(
     replica: Replica, nats: NatsOptions | str, namespace: str, *, heartbeat_s: float = 1.0
-) -> AsyncIterator[Feeds]:
+) -> AsyncIterator[ReplicaLoop]:
     """The replica is a member of the namespace as long as this is open, over a connection of its own."""
     async with contextlib.AsyncExitStack() as stack:
         bus = await stack.enter_async_context(open_bus(nats, name=f"library-{replica.router_id}"))
-        feeds = Feeds(replica, bus, Subjects(namespace), heartbeat_s=heartbeat_s)
+        replica_loop = ReplicaLoop(replica, bus, Subjects(namespace), heartbeat_s=heartbeat_s)
         upkeep = PolicyUpkeep(replica)
         stack.callback(upkeep.close)
-        await feeds.subscribe()
-        await stack.enter_async_context(_running(feeds, upkeep))
-        stack.callback(feeds.leave)
-        yield feeds
+        await replica_loop.subscribe()
+        await stack.enter_async_context(_running(replica_loop, upkeep))
+        stack.callback(replica_loop.publishing.leave)
+        yield replica_loop
 
 
 @contextlib.asynccontextmanager
-async def _running(feeds: Feeds, upkeep: PolicyUpkeep) -> AsyncIterator[None]:
+async def _running(replica_loop: ReplicaLoop, upkeep: PolicyUpkeep) -> AsyncIterator[None]:
     """No task group: what the caller's own block raises shall reach the caller as it is."""
-    tasks = [asyncio.create_task(feeds.run()), asyncio.create_task(upkeep.run())]
+    tasks = [asyncio.create_task(replica_loop.run()), asyncio.create_task(upkeep.run())]
     for task in tasks:
         task.add_done_callback(_tell_if_failed)
     try:

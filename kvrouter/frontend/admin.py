@@ -28,7 +28,7 @@ from kvrouter.frontend.bodies.openai import ModelEntry, model_body, models_body
 from kvrouter.frontend.listing import model_entries
 from kvrouter.frontend.sockets import Doors
 from kvrouter.frontend.state_metrics import samples
-from kvrouter.replica.loop import Feeds
+from kvrouter.replica.loop import ReplicaLoop
 from kvrouter.telemetry.exposition import Registry, exposition
 from kvrouter.telemetry.metrics import StateCollector
 from kvrouter.version import __version__
@@ -48,7 +48,7 @@ class Admin:
     def __init__(
         self,
         replica: Replica,
-        feeds: Feeds,
+        replica_loop: ReplicaLoop,
         watch: Watch,
         bus: Bus,
         registry: Registry,
@@ -60,7 +60,7 @@ class Admin:
     ) -> None:
         self.is_draining = False
         self._replica = replica
-        self._feeds = feeds
+        self._loop = replica_loop
         self._watch = watch
         self._bus = bus
         self._registry = registry
@@ -70,7 +70,7 @@ class Admin:
         self._ready_timeout_s = ready_timeout_s
         self._gave_up_waiting = False
         self._started_at = asyncio.get_running_loop().time()
-        registry.register(StateCollector(lambda: samples(replica, feeds, watch, bus)))
+        registry.register(StateCollector(lambda: samples(replica, replica_loop, watch, bus)))
 
     async def live(self, _request: web.Request) -> web.Response:
         """200 while the loop turns."""
@@ -145,7 +145,7 @@ class Admin:
 
     async def workers(self, _request: web.Request) -> web.Response:
         """Every target, every feed this replica follows and its own: one plain call, as of one moment."""
-        self._feeds.flush()
+        self._loop.publishing.flush()
         return _json(
             {
                 "router_id": self._replica.router_id,
@@ -171,7 +171,7 @@ class Admin:
         )
 
     def _peers(self) -> list[dict[str, Any]]:
-        silent = self._feeds.members.silent_rounds
+        silent = self._loop.members.silent_rounds
         return [
             {"router_id": router_id, "url": peer.address, "silent_rounds": silent(router_id)}
             for router_id, peer in sorted(self._replica.peers.items())

@@ -39,7 +39,7 @@ from kvrouter.relay.refusals import UNKNOWN_MODEL
 from kvrouter.relay.request import Request, Serve
 from kvrouter.relay.request_head import request_head, with_report_mode
 from kvrouter.relay.upstream import Upstream, WorkerUnreachableError
-from kvrouter.replica.loop import Feeds
+from kvrouter.replica.publishing import Publishing
 from kvrouter.telemetry.metrics import RequestMetrics, Sample
 
 log = structlog.get_logger()
@@ -55,7 +55,7 @@ class Completions:
     def __init__(
         self,
         replica: Replica,
-        feeds: Feeds,
+        publishing: Publishing,
         watch: Watch,
         accept: Accept,
         decisions: DecisionViews,
@@ -77,7 +77,7 @@ class Completions:
         self._running: dict[Attempt, Running] = {}
         self.hung_engines = HungEngines(self._running, replica.silent_workers, probe, self._now)
         self._replica = replica
-        self._feeds = feeds
+        self._publishing = publishing
         self._watch = watch
         self._accept = accept
         self._decisions = decisions
@@ -180,7 +180,7 @@ class Completions:
         router, route = work.router, work.route
         placement = router.route(route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks)
         self._decisions.log_last()
-        self._feeds.flush_soon()
+        self._publishing.flush_soon()
         if route.prompts:
             self._metrics.prompt_tokens.inc(route.isl)
             self._metrics.overlap_tokens.inc(placement.choice.overlap_blocks * router.pool.block_size)
@@ -196,7 +196,7 @@ class Completions:
             if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
                 router.mark_prefill_completed(placement.key, self._now())
         router.free(placement.key)
-        self._feeds.flush_soon()
+        self._publishing.flush_soon()
 
     async def _exchange(self, running: Running, *, fresh: bool = False) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
@@ -246,7 +246,7 @@ class Completions:
         now = self._now()
         work.router.first_byte(placement.key, now)
         self._metrics.first_byte.observe(now - work.received_at)
-        self._feeds.flush_soon()
+        self._publishing.flush_soon()
 
     async def report_progress(self) -> None:
         """Book the output blocks that running answers have filled; called once a second."""
@@ -255,7 +255,7 @@ class Completions:
             for attempt, one in running[start : start + PROGRESS_SLICE]:
                 # one that has ended meanwhile is passed over
                 one.work.router.progress(one.placement.key, attempt.events)
-            self._feeds.flush_soon()
+            self._publishing.flush_soon()
             await asyncio.sleep(0)
 
     def samples(self) -> Iterator[Sample]:

@@ -48,7 +48,7 @@ from kvrouter.policies import new_policy as policy_of
 from kvrouter.policies.guarded import Own
 from kvrouter.relay.certificate import DoorCertificate
 from kvrouter.relay.upstream import Upstream
-from kvrouter.replica.loop import Feeds
+from kvrouter.replica.loop import ReplicaLoop
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, set_aside_for_ever, thresholds_raised
@@ -70,7 +70,7 @@ class RunningFrontend:
     url: str
     admin_url: str
     replica: Replica
-    feeds: Feeds
+    replica_loop: ReplicaLoop
     watch: Watch
     admin: Admin
     completions: Completions
@@ -79,7 +79,7 @@ class RunningFrontend:
 
     def drain(self) -> None:
         """Say so in /ready and to the peers, and let no connection stay."""
-        self.feeds.state = "draining"
+        self.replica_loop.publishing.drain()
         self.admin.is_draining = self.completions.is_draining = True
 
 
@@ -121,8 +121,15 @@ async def running_frontend(
         tokens = await stack.enter_async_context(open_tokens(options.tokens, replica, tls))
         doors = stack.enter_context(open_doors(options.host, options.port, options.process, options.tls))
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
-        feeds = Feeds(replica, bus, Subjects(options.namespace), heartbeat_s=options.heartbeat_s)
-        feeds.address = doors.admin_url
+        waiting_room = WaitingRoom(replica, options.admission, QueueMetrics(registry), random.random)
+        replica_loop = ReplicaLoop(
+            replica,
+            bus,
+            Subjects(options.namespace),
+            heartbeat_s=options.heartbeat_s,
+            address=doors.admin_url,
+            on_change=waiting_room.wake,
+        )
         upstream = Upstream(tls)
         stack.callback(upstream.close)
         metrics = RequestMetrics(registry)
@@ -131,11 +138,9 @@ async def running_frontend(
         watch = Watch(replica, tokens.compared)
         accept = Accept(replica, tokens.blocks, metrics, _dialect(options))
         views = DecisionViews(rules.decisions, options.router_mode, logs=options.rules.log_decisions)
-        waiting_room = WaitingRoom(replica, options.admission, QueueMetrics(registry), random.random)
-        feeds.on_change = waiting_room.wake
         completions = Completions(
             replica,
-            feeds,
+            replica_loop.publishing,
             watch,
             accept,
             views,
@@ -150,7 +155,7 @@ async def running_frontend(
         _register_state(registry, replica, rules, parts, of_index=options.index_metrics)
         admin = Admin(
             replica,
-            feeds,
+            replica_loop,
             watch,
             bus,
             registry,
@@ -159,23 +164,29 @@ async def running_frontend(
             doors=doors,
             ready_timeout_s=options.ready_timeout_s,
         )
-        await feeds.subscribe()
+        await replica_loop.subscribe()
         await stack.enter_async_context(
             _background(
-                feeds, watch, completions, tokens, upkeep, certificate=doors.certificate, options=options
+                replica_loop,
+                watch,
+                completions,
+                tokens,
+                upkeep,
+                certificate=doors.certificate,
+                options=options,
             )
         )
         await stack.enter_async_context(texts_evicted(replica))
         stack.enter_context(LoopLag(registry).watched())
         stack.enter_context(Pauses(registry).watched())
         stack.enter_context(thresholds_raised())
-        stack.callback(feeds.leave)
+        stack.callback(replica_loop.publishing.leave)
         for_operators = _operators_routes(replica, rules, accept, views, admin)
         site = Site(completions, admin, for_operators, options)
         await stack.enter_async_context(http_server(site, doors, hurried=hurried, options=options))
         _tell(options, tokens, doors, replica.router_id)
         frontend = RunningFrontend(
-            doors.url, doors.admin_url, replica, feeds, watch, admin, completions, waiting_room, tokens
+            doors.url, doors.admin_url, replica, replica_loop, watch, admin, completions, waiting_room, tokens
         )
         try:
             yield frontend
@@ -270,7 +281,7 @@ def _operators_routes(
 
 @contextlib.asynccontextmanager
 async def _background(
-    feeds: Feeds,
+    replica_loop: ReplicaLoop,
     watch: Watch,
     completions: Completions,
     tokens: Tokens,
@@ -282,7 +293,7 @@ async def _background(
     """The replica's own tasks. One that fails stops the service."""
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(feeds.run(), name="feeds"),
+            tasks.create_task(replica_loop.run(), name="replica"),
             tasks.create_task(_keep_watch(watch), name="watch"),
             tasks.create_task(tokens.run(), name="tokens"),
             tasks.create_task(upkeep.run(), name="policies"),

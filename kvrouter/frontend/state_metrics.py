@@ -14,7 +14,7 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import RouterId
 from kvrouter.core.wire.senders import Feed, name
 from kvrouter.frontend.truth_metrics import truth_samples
-from kvrouter.replica.loop import Feeds
+from kvrouter.replica.loop import ReplicaLoop
 from kvrouter.telemetry.metrics import Sample
 
 _COUNTED = {
@@ -28,7 +28,7 @@ _COUNTED = {
 }
 
 
-def samples(replica: Replica, feeds: Feeds, watch: Watch, bus: Bus) -> Iterator[Sample]:
+def samples(replica: Replica, replica_loop: ReplicaLoop, watch: Watch, bus: Bus) -> Iterator[Sample]:
     """The state of a replica as Prometheus samples."""
     yield "kvrouter_nats_connected", "gauge", "1 while NATS answers", {}, float(bus.connected)
     yield "kvrouter_bus_published", "counter", "Messages sent", {}, bus.counters.published
@@ -37,18 +37,24 @@ def samples(replica: Replica, feeds: Feeds, watch: Watch, bus: Bus) -> Iterator[
     sent, got = bus.counters.published_bytes, bus.counters.received_bytes
     yield "kvrouter_bus_published_bytes", "counter", "Payload bytes sent", {}, sent
     yield "kvrouter_bus_received_bytes", "counter", "Payload bytes received", {}, got
-    drops = bus.counters.slow_consumer_drops + feeds.inbox_drops
+    drops = bus.counters.slow_consumer_drops + replica_loop.inbox.drops
     yield "kvrouter_bus_dropped", "counter", "Messages dropped because this replica was slow", {}, drops
     text = "Messages that have come and are not applied yet"
-    yield "kvrouter_inbox_messages", "gauge", text, {}, feeds.inbox_messages
+    yield "kvrouter_inbox_messages", "gauge", text, {}, replica_loop.inbox.messages
     yield (
         "kvrouter_inbox_age_seconds",
         "gauge",
         "How long the oldest of them has waited",
         {},
-        feeds.inbox_age_s,
+        replica_loop.inbox.age_s,
     )
-    yield "kvrouter_bus_errors", "counter", "Messages that raised an error here: bugs", {}, feeds.errors
+    yield (
+        "kvrouter_bus_errors",
+        "counter",
+        "Messages that raised an error here: bugs",
+        {},
+        replica_loop.log.errors,
+    )
     for counter, value in asdict(replica.counters).items():
         yield f"kvrouter_{counter}", "counter", _COUNTED[counter], {}, value
     yield "kvrouter_replicas", "gauge", "Replicas known, this one included", {}, 1 + len(replica.peers)

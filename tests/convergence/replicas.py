@@ -30,7 +30,8 @@ from kvrouter.core.wire.ops import encode as encode_request
 from kvrouter.core.wire.senders import Feed, KvSource, RouterSource, SyncSource, WorkerSource
 from kvrouter.errors import MalformedFrameError
 from kvrouter.policies.kv import Kv
-from kvrouter.replica.loop import ANSWER_TIMEOUT_S, RECOVERIES, TICK_S
+from kvrouter.replica.loop import TICK_S
+from kvrouter.replica.recovery import ANSWER_TIMEOUT_S, RECOVERIES
 from tests.convergence.bus import Agenda, Line, Net, Process
 from tests.convergence.engines import BLOCK_SIZE, HEARTBEAT_S, LIBRARY, LIBRARY_SIZE, NAMESPACE
 from tests.convergence.truth import Histories, booking_facts, check_live_copies
@@ -185,7 +186,7 @@ class SimReplica(Process):
         del self.running[running]
         self.replica.router(running[0]).free(running[1])
 
-    # As Feeds does it
+    # As ReplicaLoop does it
 
     def _receive(self, subject: str, data: bytes, _reply: str) -> None:
         self._inbox.append((subject, data, self.now()))

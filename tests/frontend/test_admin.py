@@ -232,12 +232,12 @@ async def test_draining_is_told_to_peers(fleet_of: FleetOf) -> None:
     """A replica that drains serves nothing, as far as its peers are concerned."""
     async with fleet_of() as fleet:
         await until_ready(fleet.url)
-        replica, feeds = fleet.frontend.replica, fleet.frontend.feeds
-        before = replica.heartbeat(feeds.state, "").serves
+        replica, publishing = fleet.frontend.replica, fleet.frontend.replica_loop.publishing
+        before = replica.heartbeat(publishing.state, "").serves
 
         fleet.frontend.drain()
 
-        assert ({POOL: 16}, {}) == (before, replica.heartbeat(feeds.state, "").serves)
+        assert ({POOL: 16}, {}) == (before, replica.heartbeat(publishing.state, "").serves)
 
 
 async def test_own_statistics(fleet_of: FleetOf) -> None:

@@ -439,7 +439,7 @@ async def test_failed_task_ends_the_service(nats_url: str, monkeypatch: pytest.M
         await is_broken.wait()
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("kvrouter.replica.loop.Feeds._tick_forever", fail)
+    monkeypatch.setattr("kvrouter.replica.loop.ReplicaLoop._tick_forever", fail)
     options = parse_options(["--host", "127.0.0.1", "--port", "0", "--nats", nats_url])
 
     async def serve() -> None:

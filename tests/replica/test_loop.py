@@ -148,13 +148,13 @@ async def test_nobody_waits_for_a_worker_that_left(fleet_of: FleetOf) -> None:
         agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), lost=True)
         agent.beat()
         await until(lambda: agent.asked, "it is asked")
-        (task,) = fleet.frontend.feeds._recoveries.values()
+        (task,) = fleet.frontend.replica_loop.recovery._tasks.values()
 
         fleet.announce(fleet.workers[0], state="leave")
         await until(task.done, "nobody waits for its answer")
 
         assert task.cancelled()
-        assert {} == fleet.frontend.feeds._recoveries
+        assert {} == fleet.frontend.replica_loop.recovery._tasks
 
 
 async def first_reader(fleet: Fleet) -> FeedReader:
@@ -283,7 +283,7 @@ async def test_garbage_on_the_bus(fleet_of: FleetOf) -> None:
         await until(lambda: fleet.bus.counters.received > received, "the frontend still speaks")
 
         assert 200 == (await fleet.ask()).status
-        assert 0 == fleet.frontend.feeds.errors
+        assert 0 == fleet.frontend.replica_loop.log.errors
 
 
 async def test_bug_behind_a_message(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ async def test_bug_behind_a_message(fleet_of: FleetOf, monkeypatch: pytest.Monke
         with monkeypatch.context() as patch:
             patch.setattr(fleet.frontend.replica, "worker_heard", lambda *_: 1 / 0)
             fleet.announce(fleet.workers[0])
-            await until(lambda: fleet.frontend.feeds.errors == 1, "it is counted")
+            await until(lambda: fleet.frontend.replica_loop.log.errors == 1, "it is counted")
         fleet.announce(fleet.workers[0], state="draining")
         await until(lambda: not fleet.targets(fleet.frontend), "later messages are applied")
 
@@ -325,7 +325,7 @@ async def test_impossible_snapshot(fleet_of: FleetOf) -> None:
         assert not answers
         (logged,) = fleet.logged("feed.malformed")
         assert ">= 0" in logged["error"]
-        assert 0 == fleet.frontend.feeds.errors
+        assert 0 == fleet.frontend.replica_loop.log.errors
 
 
 async def test_bug_behind_a_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ async def test_bug_behind_a_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(reader._sink, "apply", lambda *_: 1 / 0)
         for _ in range(3):
             agent.publish(Stored(0, None, pack_hashes(HASHES[:3])))
-        await until(lambda: fleet.frontend.feeds.errors, "it is counted")
+        await until(lambda: fleet.frontend.replica_loop.log.errors, "it is counted")
 
         assert FeedState.BROKEN is reader.state
         (logged,) = fleet.logged("feed.error")
@@ -352,7 +352,7 @@ async def test_question_that_cannot_be_sent(fleet_of: FleetOf, monkeypatch: pyte
         agent = Agent(fleet)
         await agent.listen()
         with monkeypatch.context() as patch:
-            patch.setattr("kvrouter.replica.loop.encode_request", lambda _request: 1 / 0)
+            patch.setattr("kvrouter.replica.recovery.encode_request", lambda _request: 1 / 0)
             agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), lost=True)
             agent.beat()
             reader = await first_reader(fleet)
@@ -378,29 +378,29 @@ async def test_flood_of_hellos(fleet_of: FleetOf) -> None:
 
 async def test_full_inbox(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit into the inbox is dropped and counted; it holds no more than its bound."""
-    monkeypatch.setattr("kvrouter.replica.loop.INBOX_BYTES", 1000)
+    monkeypatch.setattr("kvrouter.replica.inbox.INBOX_BYTES", 1000)
     async with fleet_of(scripts=(OK,)) as fleet:
-        feeds = fleet.frontend.feeds
+        inbox = fleet.frontend.replica_loop.inbox
         subject = fleet.subjects.live_kv(POOL, WorkerId("w0"), 0)
         for _ in range(20):
-            feeds._receive(subject, b"x" * 100, "")
+            inbox.receive(subject, b"x" * 100, "")
 
-        assert (10, 1000) == (feeds.inbox_drops, feeds._inbox_bytes)
-        await until(lambda: not feeds._inbox, "it is drained")
-        assert 0 == feeds._inbox_bytes
+        assert (10, 1000) == (inbox.drops, inbox._bytes)
+        await until(lambda: not inbox.messages, "it is drained")
+        assert 0 == inbox._bytes
 
 
 async def test_backlog(fleet_of: FleetOf) -> None:
     """What is more than a slice is worked off although nothing else comes."""
     async with fleet_of("--heartbeat-s", "10", "--lease-s", "300") as fleet:
-        feeds = fleet.frontend.feeds
+        inbox = fleet.frontend.replica_loop.inbox
         for _ in range(20_000):
-            feeds._receive("kvrouter.x.live.nothing", b"", "")
-        assert 20_000 == feeds.inbox_messages
-        assert feeds.inbox_age_s > 0
+            inbox.receive("kvrouter.x.live.nothing", b"", "")
+        assert 20_000 == inbox.messages
+        assert inbox.age_s > 0
 
-        await until(lambda: not feeds._inbox, "it is worked off")
-        assert (0, 0.0) == (feeds.inbox_messages, feeds.inbox_age_s)
+        await until(lambda: not inbox.messages, "it is worked off")
+        assert (0, 0.0) == (inbox.messages, inbox.age_s)
 
 
 async def test_worker_leaves(fleet_of: FleetOf) -> None:

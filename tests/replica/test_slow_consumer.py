@@ -99,7 +99,7 @@ async def test_inbox_drops(
     repair: str,
 ) -> None:
     """What the inbox has no room for is counted, said once, and fetched: from the ring, or as a snapshot."""
-    monkeypatch.setattr(f"kvrouter.replica.loop.{limit[0]}", limit[1])
+    monkeypatch.setattr(f"kvrouter.replica.inbox.{limit[0]}", limit[1])
     async with fleet_of("--router-mode", "kv", publishes_events=True) as fleet:
         publisher = Publisher(fleet)
         await publisher.begin()
@@ -116,7 +116,7 @@ async def test_inbox_drops(
         assert 0 == counters.digest_mismatches
         assert 1 == len(fleet.logged("feed.inbox_full"))
         assert not fleet.logged("nats.error")
-        dropped = fleet.frontend.feeds.inbox_drops
+        dropped = fleet.frontend.replica_loop.inbox.drops
         assert dropped > 100
         assert f"kvrouter_bus_dropped_total {float(dropped)}".encode() in (await fleet.get("/metrics")).body
 
@@ -132,7 +132,7 @@ async def test_the_server_drops_the_connection(
     async with running_fleet(server.url, "--router-mode", "kv", publishes_events=True) as fleet:
         publisher = Publisher(fleet)
         await publisher.begin()
-        counters = fleet.frontend.feeds._bus.counters
+        counters = fleet.frontend.replica_loop._bus.counters
         noise = [(f"{fleet.subjects.live[:-1]}noise", bytes(1_000_000))] * 60
 
         burst(server.url, [*noise, *publisher.frames(500)])

@@ -21,7 +21,7 @@ from kvrouter.core.routing.policy import PolicyState
 from kvrouter.core.wire.ids import RouterId, Target, WorkerId
 from kvrouter.errors import ConfigError
 from kvrouter.policies import POLICIES
-from kvrouter.replica.loop import Feeds
+from kvrouter.replica.loop import ReplicaLoop
 from tests.worker.fakes import FakeBus
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "trtllm_worker.py"
@@ -68,9 +68,9 @@ async def open_reader(nats_url: str, namespace: str) -> AsyncIterator[Reader]:
         chance=lambda: 0.5,
     )
     async with Bus.open(NatsOptions((nats_url,)), name="reader") as bus:
-        feeds = Feeds(replica, bus, Subjects(namespace), heartbeat_s=0.1)
-        await feeds.subscribe()
-        task = asyncio.create_task(feeds.run())
+        replica_loop = ReplicaLoop(replica, bus, Subjects(namespace), heartbeat_s=0.1)
+        await replica_loop.subscribe()
+        task = asyncio.create_task(replica_loop.run())
         yield Reader(replica, namespace, nats_url)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -263,6 +263,13 @@ class Replica:
         """Steps of a feed that raised since the last call: bugs, each of which has broken its feed."""
         return self._feeds.take_failures()
 
+    def malformed_from(self, source: Source | None) -> int:
+        """Messages of a feed that could not be read; for a member, malformed heartbeats of all members."""
+        if isinstance(source, KvSource | SyncSource):
+            reader = self.readers.get(source)
+            return reader.counters.malformed if reader else 0
+        return self.counters.malformed_heartbeats
+
     def work(self, now: float) -> bool:
         """One slice of loading and sweeping, about 1 ms; returns whether there is more."""
         if self._feeds.load(SLICE_HASHES, now):
@@ -348,6 +355,8 @@ class Replica:
         return router
 
     def _has_room(self, pool_id: PoolId, *, served: bool) -> bool:
+        if pool_id in self.routers:
+            return True
         has_room = self._pools.has_room(pool_id, served=served)
         if served and not has_room:
             self._let_silent_go()

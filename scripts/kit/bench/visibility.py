@@ -1,7 +1,7 @@
 """How soon a booking at one replica is visible at the others: the shells alone, a process each.
 
     child 0: Router.route, the time in the booking's request id ──frame──> NATS ──> child 1…N-1
-    child n: Feeds applies the frame; the booking stands in the active table: now - that time
+    child n: the inbox applies the frame; the booking stands in the active table: now - that time
 
 Each booking is marked and freed a moment later, so a peer hears three frames of it, as of a request.
 
@@ -26,7 +26,7 @@ from typing import Any
 
 import uvloop
 
-from kvrouter.bus import Bus, Subjects
+from kvrouter.bus import Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
@@ -38,7 +38,8 @@ from kvrouter.core.wire.ids import PoolId, SequenceHash, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import new_replica
-from kvrouter.replica.loop import Feeds
+from kvrouter.replica.loop import ReplicaLoop
+from kvrouter.replica.publishing import Publishing
 from scripts.kit.bench.meter import cpu_ns
 from scripts.kit.fleet import Fleet, FleetError
 
@@ -78,16 +79,16 @@ async def measure(fleet: Fleet, nats_url: str, *, replicas: int, rate: float, se
     return Seen([ms for peer in peers for ms in peer["latencies_ms"]], mean(peer["cpu_us"] for peer in peers))
 
 
-class WatchedFeeds(Feeds):
-    """Takes the time after each message that brought a booking."""
+class Watcher:
+    """Takes the time whenever bookings may have changed."""
 
-    def __init__(self, replica: Replica, bus: Bus, subjects: Subjects) -> None:
-        super().__init__(replica, bus, subjects, heartbeat_s=1.0)
+    def __init__(self, replica: Replica) -> None:
         self.latencies_ms: list[float] = []
+        self._replica = replica
         self._last_number = 0
 
-    def _apply(self, subject: str, data: bytes, arrived: float, now: float) -> None:
-        super()._apply(subject, data, arrived, now)
+    def look(self) -> None:
+        """Find the bookings that are new."""
         now_ns = time.monotonic_ns()
         active = self._replica.router(POOL).pool.active
         for owner in active.owners():
@@ -104,9 +105,10 @@ async def _child(flags: argparse.Namespace) -> None:
     options = parse_options(["--router-replica-sync", "--namespace", namespace])
     replica = new_replica(options)
     async with open_bus(flags.nats, name=f"visible-{flags.number}") as bus:
-        feeds = WatchedFeeds(replica, bus, Subjects(namespace))
-        await feeds.subscribe()
-        running = asyncio.create_task(feeds.run())
+        watcher = Watcher(replica)
+        replica_loop = ReplicaLoop(replica, bus, Subjects(namespace), heartbeat_s=1.0, on_change=watcher.look)
+        await replica_loop.subscribe()
+        running = asyncio.create_task(replica_loop.run())
         async with asyncio.timeout(_PATIENCE_S):
             while len(replica.peers) < flags.replicas - 1:  # noqa: ASYNC110  # no event tells
                 await asyncio.sleep(0.01)
@@ -116,18 +118,18 @@ async def _child(flags: argparse.Namespace) -> None:
         await asyncio.sleep(_TAIL_S)
         before = cpu_ns(os.getpid())
         if flags.number == 0:
-            await _book(replica, feeds, flags.rate, flags.seconds)
+            await _book(replica, replica_loop.publishing, flags.rate, flags.seconds)
         else:
             await asyncio.sleep(flags.seconds)
         used = cpu_ns(os.getpid()) - before - (before - rest) * flags.seconds / _TAIL_S
         await asyncio.sleep(_TAIL_S)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    cpu_us = used / 1000 / max(1, len(feeds.latencies_ms))
-    flags.file.write_text(json.dumps({"latencies_ms": feeds.latencies_ms, "cpu_us": cpu_us}))
+    cpu_us = used / 1000 / max(1, len(watcher.latencies_ms))
+    flags.file.write_text(json.dumps({"latencies_ms": watcher.latencies_ms, "cpu_us": cpu_us}))
 
 
-async def _book(replica: Replica, feeds: Feeds, rate: float, seconds: float) -> None:
+async def _book(replica: Replica, publishing: Publishing, rate: float, seconds: float) -> None:
     """Book at random moments (a Poisson process), and free each a moment later."""
     router = _router(replica)
     loop = asyncio.get_running_loop()
@@ -137,14 +139,14 @@ async def _book(replica: Replica, feeds: Feeds, rate: float, seconds: float) -> 
         hashes = [SequenceHash(random.getrandbits(64)) for _ in range(BLOCKS)]
         request = RouteRequest(str(time.monotonic_ns()), (Prompt(hashes, BLOCKS * BLOCK_SIZE),))
         placement = router.route(request, loop.time())
-        feeds.flush_soon()
-        loop.call_later(PREFILL_S, _tell, feeds, router.mark_prefill_completed, placement.key, 0.0)
-        loop.call_later(HELD_S, _tell, feeds, router.free, placement.key)
+        publishing.flush_soon()
+        loop.call_later(PREFILL_S, _tell, publishing, router.mark_prefill_completed, placement.key, 0.0)
+        loop.call_later(HELD_S, _tell, publishing, router.free, placement.key)
 
 
-def _tell(feeds: Feeds, change: Callable[..., None], *arguments: Any) -> None:
+def _tell(publishing: Publishing, change: Callable[..., None], *arguments: Any) -> None:
     change(*arguments)
-    feeds.flush_soon()
+    publishing.flush_soon()
 
 
 def _router(replica: Replica) -> Router:

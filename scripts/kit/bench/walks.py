@@ -422,7 +422,9 @@ async def _walk_add_request(stage: Stage, recorder: Recorder) -> None:
         with stage.engine_clock.held():  # no answer: nothing follows the AddRequest
             async with recorder.on(
                 {
-                    stage.part_a: Stretch(below(type(stage.a.feeds).flush), after_call_of(Bus.publish)),
+                    stage.part_a: Stretch(
+                        below(type(stage.a.replica_loop.publishing).flush), after_call_of(Bus.publish)
+                    ),
                     stage.part_b: Stretch(everything, stage.a_is_booked_at_b),
                 }
             ):

@@ -1,0 +1,210 @@
+"""Messages from the bus wait here until they are applied to the replica, in slices between requests.
+
+receive ──> inbox (bounded) ──> one slice per turn of the event loop ──> Replica
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+
+import structlog
+
+from kvrouter.bus import Subjects
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.wire.heartbeats import decode_router_beat, decode_worker_beat
+from kvrouter.core.wire.ids import RouterId
+from kvrouter.core.wire.ops import decode_frame
+from kvrouter.core.wire.senders import KvSource, RouterSource, Source, SyncSource, WorkerSource, name
+from kvrouter.errors import MalformedFrameError
+from kvrouter.replica.feed_log import FeedLog
+from kvrouter.replica.members import Members
+from kvrouter.replica.recovery import Recovery
+
+log = structlog.get_logger()
+
+# Beyond either bound messages are dropped. Their feeds notice the gap and ask for what is missing.
+INBOX_BYTES = 128 * 1024 * 1024
+INBOX_MESSAGES = 512 * 1024
+LOG_FULL_S = 10.0
+# A slice lasts as long as the rest of the loop's turn before it, within these bounds: on a busy loop events
+# get as much time as requests. When the oldest message has waited BEHIND_S, slices may be longer: they delay
+# requests, but an inbox that overflows costs far more, as every feed then needs a replay.
+SLICE_S, LONGEST_SLICE_S = 0.001, 0.003
+BEHIND_S, LONGEST_SLICE_BEHIND_S = 0.2, 0.05
+# A worker has a few subjects and each is parsed once. When the cache is full, it is emptied and fills again.
+SUBJECTS_KEPT = 16_384
+
+
+class Inbox:
+    """Receives all live messages and applies them. `on_change` runs after each slice."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        subjects: Subjects,
+        members: Members,
+        recovery: Recovery,
+        feed_log: FeedLog,
+        *,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.drops = 0
+        self._replica = replica
+        self._subjects = subjects
+        self._members = members
+        self._recovery = recovery
+        self._log = feed_log
+        self._on_change = on_change
+        self._messages: deque[tuple[str, bytes, float]] = deque()
+        self._bytes = 0
+        self._sources: dict[str, Source] = {}
+        self._loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[None] = self._loop.create_future()
+        self._is_drain_due = self._has_more = False
+        self._drained_at = self._log_full_at = 0.0
+
+    @property
+    def messages(self) -> int:
+        """Messages that wait."""
+        return len(self._messages)
+
+    @property
+    def age_s(self) -> float:
+        """How long the oldest message has waited."""
+        return self._loop.time() - self._messages[0][2] if self._messages else 0.0
+
+    def receive(self, subject: str, data: bytes, _reply: str) -> None:
+        """Take a message from the bus, or drop it if the inbox is full."""
+        if self._bytes + len(data) > INBOX_BYTES or len(self._messages) >= INBOX_MESSAGES:
+            self._drop()
+            return
+        self._messages.append((subject, data, self._loop.time()))
+        self._bytes += len(data)
+        self.drain_soon()
+
+    async def run(self) -> None:
+        """Raise what a slice has raised: slices run as callbacks, and a bug in one must end the service."""
+        try:
+            await self._failure
+        finally:
+            self._failure.cancel()
+
+    def drain_soon(self) -> None:
+        """Run a slice in the next turn of the loop: messages or loading may wait."""
+        if not self._is_drain_due and not self._failure.done():
+            self._is_drain_due = True
+            self._loop.call_soon(self._drain)
+
+    def _drop(self) -> None:
+        self.drops += 1
+        now = self._loop.time()
+        if now >= self._log_full_at:
+            self._log_full_at = now + LOG_FULL_S
+            log.warning("feed.inbox_full", effect="messages dropped; feeds repair what is missing")
+
+    # Slices
+
+    def _drain(self) -> None:
+        others_s = perf_counter() - self._drained_at
+        longest_s = LONGEST_SLICE_BEHIND_S if self.age_s > BEHIND_S else LONGEST_SLICE_S
+        slice_s = min(max(SLICE_S, others_s if self._has_more else 0.0), longest_s)
+        self._is_drain_due = False
+        try:
+            self._has_more = self._drain_slice(slice_s)
+        except Exception as error:
+            if not self._failure.done():
+                self._failure.set_exception(error)
+            return
+        if self._has_more:
+            self.drain_soon()
+        self._drained_at = perf_counter()
+
+    def _drain_slice(self, slice_s: float) -> bool:
+        """Apply messages, load snapshots and sweep for about `slice_s`; returns whether there is more."""
+        now, end = self._loop.time(), perf_counter() + slice_s
+        messages = self._messages
+        with self._replica.batch():
+            while messages and perf_counter() < end:
+                subject, data, arrived = messages.popleft()
+                self._bytes -= len(data)
+                self._apply(subject, data, arrived, now)
+        self._recovery.request_due(now, self.drain_soon)
+        has_work = self._replica.work(now)  # at least one step, even where messages fill every slice
+        while has_work and perf_counter() < end:
+            has_work = self._replica.work(now)
+        self._log_failures()
+        if not has_work:
+            self._recovery.request_due(
+                now, self.drain_soon
+            )  # a snapshot is loaded: the next may be asked for
+        self._on_change()
+        return bool(messages) or has_work
+
+    # One message
+
+    def _apply(self, subject: str, data: bytes, arrived: float, now: float) -> None:
+        """Apply a message. Nothing that arrives may end the replica, so a bug is logged and counted."""
+        try:
+            self._dispatch(subject, data, arrived, now)
+        except Exception as error:
+            self._log.failed(subject, error)
+        self._log_failures()
+
+    def _dispatch(self, subject: str, data: bytes, arrived: float, now: float) -> None:
+        source = self._source_of(subject)
+        malformed = self._replica.malformed_from(source)
+        match source:
+            case KvSource():
+                self._replica.kv_frame(source, data, now)
+            case SyncSource():
+                self._replica.sync_frame(source, data, now)
+            case WorkerSource(worker_id):
+                # Leases count from when a heartbeat arrived: a backlog here must not prolong them.
+                self._replica.worker_heard(worker_id, data, arrived)
+                self._members.worker_heard(worker_id)
+            case RouterSource(router_id):
+                self._router_heartbeat(router_id, data, arrived)
+            case None:
+                self._replica.counters.unknown_messages += 1
+                self._log.malformed(subject, "not a subject of this version")
+        if self._replica.malformed_from(source) > malformed:
+            self._log.malformed(subject, _why_malformed(source, data))
+
+    def _router_heartbeat(self, router_id: RouterId, data: bytes, arrived: float) -> None:
+        self._replica.router_heard(router_id, data, arrived)
+        if router_id == self._replica.router_id:
+            self._members.round_ended()
+        else:
+            self._members.replica_heard(router_id)
+
+    def _source_of(self, subject: str) -> Source | None:
+        source = self._sources.get(subject)
+        if source is None:
+            source = self._subjects.parse_live(subject)
+            if len(self._sources) >= SUBJECTS_KEPT:
+                self._sources.clear()
+            if source is not None:
+                self._sources[subject] = source
+        return source
+
+    def _log_failures(self) -> None:
+        for source, error in self._replica.take_failures():
+            self._log.failed(name(source), error)
+
+
+def _why_malformed(source: Source | None, data: bytes) -> str:
+    """The replica only counts, so decode the message once more for the reason."""
+    try:
+        match source:
+            case WorkerSource(worker_id):
+                decode_worker_beat(data, worker_id)
+            case RouterSource():
+                decode_router_beat(data)
+            case _:
+                return decode_frame(data).trouble
+    except MalformedFrameError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,80 @@
+"""Replay requests: frames or a snapshot that a feed lacks, asked of its source over the bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from kvrouter.bus import Bus, Subjects
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.wire.ops import ReplayRequest, decode_answer
+from kvrouter.core.wire.ops import encode as encode_request
+from kvrouter.core.wire.senders import Feed, name
+from kvrouter.errors import MalformedFrameError
+from kvrouter.replica.feed_log import FeedLog
+
+log = structlog.get_logger()
+
+# At a time. An answer may be a snapshot of 512 KB, and after a reconnect every feed lacks frames.
+RECOVERIES = 16
+ANSWER_TIMEOUT_S = 2.0
+
+
+class Recovery:
+    """Sends the replay requests that are due, and hands their answers to the replica."""
+
+    def __init__(self, replica: Replica, bus: Bus, subjects: Subjects, feed_log: FeedLog) -> None:
+        self._replica = replica
+        self._bus = bus
+        self._subjects = subjects
+        self._log = feed_log
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[Feed, asyncio.Task[None]] = {}
+
+    def request_due(self, now: float, on_answer: Callable[[], None]) -> None:
+        """Send what is due. `on_answer` runs after each answer: it may have brought a snapshot to load."""
+        for source in self._replica.cancelled():
+            task = self._tasks.pop(source, None)
+            if task is not None:
+                task.cancel()
+        for source, request in self._replica.due(now, RECOVERIES - len(self._tasks)):
+            task = self._tasks[source] = asyncio.create_task(self._recover(source, request, on_answer))
+            task.add_done_callback(partial(self._forget, source))
+
+    def close(self) -> None:
+        """Stop waiting for answers."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _forget(self, source: Feed, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(source) is task:  # after a cancellation there may be a newer one
+            del self._tasks[source]
+
+    async def _recover(self, source: Feed, request: ReplayRequest, on_answer: Callable[[], None]) -> None:
+        try:
+            data = await self._bus.request(
+                self._subjects.replay(source), encode_request(request), timeout_s=ANSWER_TIMEOUT_S
+            )
+        except Exception as error:  # a bug in encoding, too: without `failed` the reader would wait for ever
+            log.info("feed.no_answer", source=name(source), error=str(error))
+            self._replica.failed(source, self._loop.time())
+            return
+        malformed = self._replica.malformed_from(source)
+        self._replica.answered(source, data, self._loop.time())
+        for failed, bug in self._replica.take_failures():
+            self._log.failed(name(failed), bug)
+        if self._replica.malformed_from(source) > malformed:
+            self._log.malformed(f"answer of {name(source)}", _why_malformed(data))
+        on_answer()
+
+
+def _why_malformed(answer: bytes) -> str:
+    """The reader only counts, so decode the answer once more for the reason."""
+    try:
+        decode_answer(answer)
+    except MalformedFrameError as error:
+        return str(error)
+    return "a frame in it cannot be read, or it contradicts itself"
