@@ -20,7 +20,7 @@ from kvrouter.frontend.aiohttp_connection import ClientConnection
 from kvrouter.relay.answer import Served, error_answer, internal_error
 from kvrouter.relay.incoming import read_body, request_id_of
 from kvrouter.relay.request import Head, Request, Serve, host_error
-from kvrouter.relay.tearing import tear
+from kvrouter.relay.transport import tear
 
 log = structlog.get_logger()
 

@@ -24,6 +24,7 @@ from kvrouter.frontend.in_flight import InFlight, cut_off_error
 from kvrouter.frontend.operators import Gate
 from kvrouter.frontend.prediction_checks import compare, expect_events
 from kvrouter.relay.answer import Answer, Served, error_answer, held_answer, internal_error
+from kvrouter.relay.engine_answers import UNKNOWN_MODEL
 from kvrouter.relay.exchange import (
     Attempt,
     Done,
@@ -35,7 +36,6 @@ from kvrouter.relay.exchange import (
     TimedOut,
 )
 from kvrouter.relay.incoming import request_id_of
-from kvrouter.relay.refusals import UNKNOWN_MODEL
 from kvrouter.relay.request import Request, Serve
 from kvrouter.relay.request_head import request_head, with_report_mode
 from kvrouter.relay.upstream import Upstream, WorkerUnreachableError

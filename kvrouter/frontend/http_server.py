@@ -31,7 +31,7 @@ from kvrouter.frontend.operators import Gate, gate_of, open_gate
 from kvrouter.frontend.sockets import BACKLOG, Doors
 from kvrouter.relay.connection import Connections
 from kvrouter.relay.incoming import ARRIVING, ArrivingBytes
-from kvrouter.relay.unsent import is_unsent
+from kvrouter.relay.transport import is_unsent
 
 log = structlog.get_logger()
 

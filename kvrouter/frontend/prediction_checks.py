@@ -9,7 +9,7 @@ from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.predictions import Kind, Prediction
 from kvrouter.frontend.bodies.openai import CompletionRequest
-from kvrouter.relay.usage import find_usage
+from kvrouter.relay.engine_answers import find_usage
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, has_media
 
 

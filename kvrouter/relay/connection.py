@@ -24,8 +24,7 @@ from kvrouter.relay.answer import Served
 from kvrouter.relay.incoming import ArrivingBytes
 from kvrouter.relay.request import Head, Request, Serve
 from kvrouter.relay.request_parser import END, MAX_HEAD_BYTES, PlainHeads, may_be_plain
-from kvrouter.relay.tearing import tear
-from kvrouter.relay.unsent import is_unsent
+from kvrouter.relay.transport import is_unsent, tear
 
 PIPELINED_BYTES = 64 * 1024
 """More than this of requests to come is left unread while one is served."""

@@ -26,10 +26,9 @@ from msgspec import Struct
 
 from kvrouter.errors import KvRouterError, WorkerDiedError, WorkerSilentError
 from kvrouter.frontend.bodies.openai import error_event
+from kvrouter.relay.engine_answers import TAIL_BYTES, TAIL_READS, error_status_in, first_line, is_refusal
 from kvrouter.relay.framing import LAST_CHUNK, Body, ChunkContent, Head, chunk, content_of
-from kvrouter.relay.refusals import error_status_in, first_line, is_refusal
 from kvrouter.relay.upstream import Connection
-from kvrouter.relay.usage import TAIL_BYTES, TAIL_READS
 
 HELD_BYTES = 1024 * 1024
 """More of an answer than this is never held back or kept for later."""

@@ -1,10 +1,20 @@
-"""Whether a client has not yet taken all that was written for it."""
+"""What asyncio's transports have no call for: a reset, and whether the kernel has sent everything."""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import socket
+import struct
 import termios
+
+_LINGER_0_S = struct.pack("ii", 1, 0)
+
+
+def tear(transport: asyncio.Transport) -> None:
+    """Reset the connection: an answer that ends with it would look whole after an orderly end."""
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0_S)
+    transport.abort()
 
 
 def is_unsent(transport: asyncio.WriteTransport | None) -> bool:

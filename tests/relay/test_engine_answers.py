@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrouter.core.tables.predictions import Usage
-from kvrouter.relay.usage import TAIL_BYTES, find_usage
+from kvrouter.relay.engine_answers import TAIL_BYTES, find_usage
 from tests.frontend.workers import LAST_CHUNK, chunk
 
 VLLM = {

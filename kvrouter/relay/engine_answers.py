@@ -1,11 +1,25 @@
-"""What in a worker's answer says that it will not serve the request."""
+"""What an engine's answer says, found without reading all of it: a refusal, an error event, the usage.
+
+Engines write the usage last: in the event before `[DONE]`, or near the end of the JSON body. The text that a
+model generates stands in JSON strings, where a quote is escaped, so it never matches the names searched here.
+"""
 
 from __future__ import annotations
 
+import re
+
 import msgspec
+
+from kvrouter.core.tables.predictions import Usage
 
 _RETRIABLE = frozenset({408, 429})
 UNKNOWN_MODEL = 404
+
+TAIL_BYTES = 1024
+# The usage event, `[DONE]` and the end of the body may come in reads of their own.
+TAIL_READS = 4
+# A whole number: the delimiter shows that no chunk boundary cuts it.
+_NUMBER = re.compile(rb" ?(\d{1,12})[,} \n]")
 
 
 def is_refusal(status: int, *, serves_model: bool = False) -> bool:
@@ -37,3 +51,14 @@ def error_status_in(event: bytes) -> int:
         return 0
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+def find_usage(tail: bytes) -> Usage:
+    """What the last usage in these bytes says; None where there is none, or only a part of it."""
+    return Usage(_last_number(tail, b'"prompt_tokens":'), _last_number(tail, b'"cached_tokens":'))
+
+
+def _last_number(tail: bytes, name: bytes) -> int | None:
+    at = tail.rfind(name)
+    found = _NUMBER.match(tail, at + len(name)) if at >= 0 else None
+    return int(found[1]) if found else None
