@@ -19,12 +19,11 @@ from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
-from kvrouter.frontend.overrides import Dialect, find_wanted, read_overrides, without_overrides
+from kvrouter.frontend.bodies.report_mode import without_report_mode
+from kvrouter.frontend.overrides import Dialect, find_wanted, priority_of, read_overrides, without_overrides
 from kvrouter.frontend.prediction_checks import Traits
 from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
-from kvrouter.relay.incoming import priority_of
 from kvrouter.relay.request import Request
-from kvrouter.relay.request_head import without_report_mode
 from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.tokens import prompt as texts
 from kvrouter.tokens.plain_text import plain_text

@@ -8,9 +8,10 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from kvrouter.errors import BadRequestError
-from kvrouter.relay.answer import error_answer, internal_error
-from kvrouter.relay.incoming import new_request_id, request_id_of, too_large
+from kvrouter.errors import BadRequestError, RequestTooLargeError
+from kvrouter.frontend.bodies.openai import error_answer
+from kvrouter.relay.answer import Answer, internal_error
+from kvrouter.relay.request import new_request_id, request_id_of
 
 
 class ClientConnection(web.RequestHandler):
@@ -46,7 +47,7 @@ class ClientConnection(web.RequestHandler):
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
             said = " ".join((message or HTTPStatus(status).phrase).split())
             error = BadRequestError(f"the request cannot be read: {said[:300]}")
-        answer = error_answer(error, new_request_id()).for_aiohttp()
+        answer = as_response(error_answer(error, new_request_id()))
         answer.force_close()
         return answer
 
@@ -54,10 +55,21 @@ class ClientConnection(web.RequestHandler):
 async def invite_body(http: web.Request) -> web.StreamResponse | None:
     """`Expect: 100-continue`: a client that asks is told at once if its body is too large."""
     if (http.content_length or 0) > http.client_max_size:
-        answer = error_answer(too_large(http), request_id_of(http.headers)).for_aiohttp()
+        answer = as_response(error_answer(too_large(http), request_id_of(http.headers)))
         answer.force_close()  # the body may come all the same
         return answer
     if http.version >= HttpVersion11 and http.headers.get("expect", "").lower() == "100-continue":
         await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         http.writer.output_size = 0  # the answer itself has not begun
     return None
+
+
+def too_large(http: web.Request) -> RequestTooLargeError:
+    """What the client is told of a body above the limit."""
+    most = http.client_max_size
+    return RequestTooLargeError(f"the request body is too large: {most} bytes are allowed (--max-body-mb)")
+
+
+def as_response(answer: Answer) -> web.Response:
+    """The answer, for aiohttp to send."""
+    return web.Response(status=answer.status, body=answer.body, headers=answer.fields)

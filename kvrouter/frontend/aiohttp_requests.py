@@ -14,18 +14,32 @@ import structlog
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion10
+from aiohttp.http_exceptions import BadHttpMessage
 
-from kvrouter.errors import BadRequestError, HttpVersionError, KvRouterError, NoRouteError, WrongMethodError
-from kvrouter.frontend.aiohttp_connection import ClientConnection
-from kvrouter.relay.answer import Served, error_answer, internal_error
-from kvrouter.relay.incoming import read_body, request_id_of
-from kvrouter.relay.request import Head, Request, Serve, host_error
+from kvrouter.errors import (
+    BadRequestError,
+    HttpVersionError,
+    KvRouterError,
+    NoRouteError,
+    RequestStalledError,
+    WrongMethodError,
+)
+from kvrouter.frontend.aiohttp_connection import ClientConnection, as_response, too_large
+from kvrouter.frontend.bodies.openai import error_answer
+from kvrouter.relay.answer import Served, internal_error
+from kvrouter.relay.request import ArrivingBytes, Head, Request, Serve, host_error, request_id_of
 from kvrouter.relay.transport import tear
 
 log = structlog.get_logger()
 
 UNREAD_S = 75.0
 """A client that has not read its answer for so long has no use for another one."""
+
+STALLED_S = 75.0
+"""A client that sends nothing more of a body for so long is not waited for; the same on plain connections."""
+
+
+ARRIVING = web.AppKey("arriving", ArrivingBytes)
 
 HttpRoute: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -89,6 +103,35 @@ def from_aiohttp(http: web.Request) -> Request:
     return Request(head, AiohttpClient(http), arriving=partial(read_body, http))
 
 
+async def read_body(http: web.Request) -> bytes:
+    """The body, whole. Raises BadRequestError, of whatever kind, or BodiesFullError."""
+    if http.content_length is not None and http.content_length > http.client_max_size:
+        raise too_large(http)
+    arriving, body = http.app[ARRIVING], bytearray()
+    try:
+        await _read_into(body, http, arriving)
+    finally:
+        arriving.give_back(len(body))
+    return bytes(body)
+
+
+async def _read_into(body: bytearray, http: web.Request, arriving: ArrivingBytes) -> None:
+    while True:
+        try:
+            async with asyncio.timeout(STALLED_S):
+                piece = await http.content.readany()
+        except TimeoutError:
+            raise RequestStalledError(f"no more of the request body has come for {STALLED_S:g} s") from None
+        except (web.RequestPayloadError, BadHttpMessage) as error:
+            raise BadRequestError(f"the request body cannot be read: {error}") from None
+        if not piece:
+            return
+        arriving.take(len(piece))
+        body += piece
+        if len(body) > http.client_max_size:
+            raise too_large(http)
+
+
 def route(serve: Serve) -> HttpRoute:
     """What serves requests, as aiohttp calls it."""
 
@@ -129,7 +172,7 @@ async def openai_errors(request: web.Request, handler: HttpRoute) -> web.StreamR
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
         wrong = WrongMethodError(f"{request.method} {request.path}: use {allowed}")
-        response = error_answer(wrong, request_id_of(request.headers)).for_aiohttp()
+        response = as_response(error_answer(wrong, request_id_of(request.headers)))
         response.headers["allow"] = allowed
         return response
     except web.HTTPException as error:
@@ -140,4 +183,4 @@ async def openai_errors(request: web.Request, handler: HttpRoute) -> web.StreamR
     except Exception:
         log.exception("request.failed", path=request.path)
         trouble = internal_error()
-    return error_answer(trouble, request_id_of(request.headers)).for_aiohttp()
+    return as_response(error_answer(trouble, request_id_of(request.headers)))

@@ -16,8 +16,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.errors import BadRequestError
+from kvrouter.frontend.aiohttp_requests import read_body
 from kvrouter.frontend.rules import Rules
-from kvrouter.relay.incoming import read_body
 
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Tokens = Annotated[int, Meta(ge=0, le=2**48)]

@@ -18,12 +18,13 @@ from kvrouter.frontend import circuits, passthrough
 from kvrouter.frontend.accept import Accept, Parse, Work
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import openai
+from kvrouter.frontend.bodies.report_mode import with_report_mode
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
 from kvrouter.frontend.in_flight import InFlight, cut_off_error
 from kvrouter.frontend.operators import Gate
 from kvrouter.frontend.prediction_checks import compare, expect_events
-from kvrouter.relay.answer import Answer, Served, error_answer, held_answer, internal_error
+from kvrouter.relay.answer import Answer, Served, held_answer, internal_error
 from kvrouter.relay.engine_answers import UNKNOWN_MODEL
 from kvrouter.relay.exchange import (
     Attempt,
@@ -35,9 +36,8 @@ from kvrouter.relay.exchange import (
     Retried,
     TimedOut,
 )
-from kvrouter.relay.incoming import request_id_of
-from kvrouter.relay.request import Request, Serve
-from kvrouter.relay.request_head import request_head, with_report_mode
+from kvrouter.relay.request import Request, Serve, request_id_of
+from kvrouter.relay.request_head import request_head
 from kvrouter.relay.upstream import Upstream, WorkerUnreachableError
 from kvrouter.replica.publishing import Publishing
 from kvrouter.telemetry.metrics import RequestMetrics, Sample
@@ -113,13 +113,13 @@ class Completions:
                 served = self._tell(work, await self._try_workers(work))
                 self._in_flight.answered(request)
         except KvRouterError as error:
-            served = self._say(request, error_answer(error, request_id), closes=error.is_body_left)
+            served = self._say(request, openai.error_answer(error, request_id), closes=error.is_body_left)
         except asyncio.CancelledError:
             refusal = self._in_flight.take_refusal(request)
             if refusal is None:
                 self._metrics.cancelled.inc()
                 raise
-            served = self._say(request, error_answer(refusal, request_id))
+            served = self._say(request, openai.error_answer(refusal, request_id))
         except Exception:
             log.exception("request.failed", path=request.head.path)
             served = self._fail(request, request_id)
@@ -139,7 +139,7 @@ class Completions:
         """A bug of ours, which the log has the place of."""
         if request.client.has_begun:
             return Served(KvRouterError.status, keeps_alive=False, is_torn=True)
-        return self._say(request, error_answer(internal_error(), request_id))
+        return self._say(request, openai.error_answer(internal_error(), request_id))
 
     async def _try_workers(self, work: Work) -> Outcome | None:
         """Route and relay; a worker that fails before the first byte is replaced, `retries` times at most."""
@@ -205,7 +205,15 @@ class Completions:
         body = with_report_mode(work.body) if asks_report else work.body
         is_direct = work.route.wanted is not None
         request = work.request
-        head = request_head(request, work.id, placement, len(body), keeps_rank=is_direct)
+        head = request_head(
+            request.head,
+            placement.url,
+            work.id,
+            len(body),
+            rank=placement.target.rank,
+            rank_header=placement.rank_header,
+            keeps_rank=is_direct,
+        )
         try:
             connection = None if fresh else self._upstream.idle(placement.url)
             if connection is None:
@@ -217,11 +225,11 @@ class Completions:
             request.client,
             connection,
             self._limits,
+            openai.error_event,
             _response_headers(work, placement, self._replica.router_id),
             partial(self._first_data, work, placement),
             request.head.wants_keep_alive and not self.is_draining,
             work.may_report,  # only then the path is one that every engine of the model has
-            self._loop,
         )
         self._running[attempt] = running
         try:

@@ -16,10 +16,11 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept, Parse
+from kvrouter.frontend.aiohttp_connection import as_response
 from kvrouter.frontend.aiohttp_requests import from_aiohttp
 from kvrouter.frontend.bodies import openai
 from kvrouter.frontend.decision_views import DecisionViews
-from kvrouter.relay.incoming import request_id_of
+from kvrouter.relay.request import request_id_of
 
 _PARSERS: dict[str, Parse | None] = {
     "chat": openai.parse_chat,
@@ -49,7 +50,7 @@ class DryRoute:
         now = asyncio.get_running_loop().time()
         request_id = request_id_of(request.headers)
         work = await self._accept.work(request, _PARSERS[kind], request_id, now)
-        return self._views.foretold(work).for_aiohttp()
+        return as_response(self._views.foretold(work))
 
 
 def _kind(body: bytes) -> str:

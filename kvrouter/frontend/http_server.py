@@ -24,13 +24,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.aiohttp_connection import ClientConnection, invite_body
-from kvrouter.frontend.aiohttp_requests import HttpRoute, openai_errors, route
+from kvrouter.frontend.aiohttp_requests import ARRIVING, HttpRoute, openai_errors, route
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.frontend.operators import Gate, gate_of, open_gate
 from kvrouter.frontend.sockets import BACKLOG, Doors
 from kvrouter.relay.connection import Connections
-from kvrouter.relay.incoming import ARRIVING, ArrivingBytes
+from kvrouter.relay.request import ArrivingBytes
 from kvrouter.relay.transport import is_unsent
 
 log = structlog.get_logger()

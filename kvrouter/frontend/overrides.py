@@ -13,6 +13,7 @@ A header comes before the object: whoever stands in front of us sets headers. A 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,7 @@ DIRECT = "direct"
 RANK_HEADER = "x-data-parallel-rank"
 MOST_SESSION_CHARACTERS = 256
 _MOST_BUCKET_CHARACTERS = 256
+_WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -221,3 +223,15 @@ _READERS: dict[str, _Reader] = {
     "dry_run": _switch,
     "target": _target,
 }
+
+
+def priority_of(headers: Mapping[str, str], in_body: int) -> int:
+    """The header `x-kvrouter-priority`, or else the body's. Raises BadRequestError unless it is a number."""
+    given = headers.get("x-kvrouter-priority")
+    if given is None:
+        return in_body
+    if not _WHOLE.fullmatch(given):
+        raise BadRequestError(
+            f"header x-kvrouter-priority: {given!r} is no whole number", param="x-kvrouter-priority"
+        )
+    return int(given)

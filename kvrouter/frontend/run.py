@@ -31,7 +31,6 @@ from kvrouter.frontend.aiohttp_connection import invite_body
 from kvrouter.frontend.busy import BusyThresholds
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.decision_views import DecisionViews
-from kvrouter.frontend.descriptors import raise_limit, streams_within
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.frontend.flags.policies import SERVED_MODES, bucket_header
@@ -40,7 +39,7 @@ from kvrouter.frontend.hung_engines import probing
 from kvrouter.frontend.index_metrics import index_maker, index_samples
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.rules import Rules
-from kvrouter.frontend.sockets import Doors, open_doors
+from kvrouter.frontend.sockets import Doors, open_doors, raise_limit, streams_within
 from kvrouter.frontend.text_eviction import texts_evicted
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
 from kvrouter.policies import POLICIES

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from aiohttp import web
 from msgspec import Struct
 
 from kvrouter.errors import KvRouterError
-from kvrouter.frontend.bodies import openai
 from kvrouter.relay.exchange import Rejected
 
 
@@ -30,18 +28,18 @@ class Answer(Struct, frozen=True):
     headers: Mapping[str, str]
     """In lower case; `content-type` is JSON unless it is said here."""
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """All headers of the answer itself."""
+        return {"content-type": "application/json", **self.headers}
+
     def encode(self, *, keeps_alive: bool) -> bytes:
         """Head and body."""
-        fields = {"content-type": "application/json", **self.headers}
+        fields = self.fields
         fields["content-length"] = str(len(self.body))
         fields["connection"] = "keep-alive" if keeps_alive else "close"
         lines = [f"HTTP/1.1 {self.status} {_reason(self.status)}", *map(": ".join, fields.items()), "\r\n"]
         return "\r\n".join(lines).encode("utf-8", "surrogateescape") + self.body
-
-    def for_aiohttp(self) -> web.Response:
-        """The same, where aiohttp answers."""
-        headers = {"content-type": "application/json", **self.headers}
-        return web.Response(status=self.status, body=self.body, headers=headers)
 
 
 def _reason(status: int) -> str:
@@ -51,14 +49,14 @@ def _reason(status: int) -> str:
         return ""  # a worker may say anything
 
 
-def error_answer(error: KvRouterError, request_id: str) -> Answer:
-    """An error of ours, in OpenAI's form."""
+def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
+    """The headers of an answer whose body is this error."""
     headers = {"x-request-id": request_id}
     if error.status == 503:
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Answer(error.status, openai.error_body(error), headers)
+    return headers
 
 
 def held_answer(request_id: str, refusal: Rejected) -> Answer:

@@ -21,8 +21,7 @@ from typing import TypeAlias, cast
 
 from kvrouter.errors import BodiesFullError
 from kvrouter.relay.answer import Served
-from kvrouter.relay.incoming import ArrivingBytes
-from kvrouter.relay.request import Head, Request, Serve
+from kvrouter.relay.request import ArrivingBytes, Head, Request, Serve
 from kvrouter.relay.request_parser import END, MAX_HEAD_BYTES, PlainHeads, may_be_plain
 from kvrouter.relay.transport import is_unsent, tear
 

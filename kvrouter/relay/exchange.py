@@ -25,7 +25,6 @@ from typing import Protocol, TypeAlias
 from msgspec import Struct
 
 from kvrouter.errors import KvRouterError, WorkerDiedError, WorkerSilentError
-from kvrouter.frontend.bodies.openai import error_event
 from kvrouter.relay.engine_answers import TAIL_BYTES, TAIL_READS, error_status_in, first_line, is_refusal
 from kvrouter.relay.framing import LAST_CHUNK, Body, ChunkContent, Head, chunk, content_of
 from kvrouter.relay.upstream import Connection
@@ -123,9 +122,10 @@ class Attempt:
     """The Receiver of one request. Await `outcome`; cancel with `cancel`."""
 
     __slots__ = (
-        "_added_headers", "_body", "_client", "_connection", "_content", "_head", "_heard_at", "_held",
-        "_is_flowing", "_is_holding", "_is_paused", "_keeps_alive", "_last_bytes", "_last_reads", "_limits",
-        "_looks", "_loop", "_on_first_data", "_serves_model", "_was_at_boundary", "events", "outcome",
+        "_added_headers", "_body", "_client", "_connection", "_content", "_error_event", "_head",
+        "_heard_at", "_held", "_is_flowing", "_is_holding", "_is_paused", "_keeps_alive", "_last_bytes",
+        "_last_reads", "_limits", "_looks", "_loop", "_on_first_data", "_serves_model",
+        "_was_at_boundary", "events", "outcome",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917  (by keyword they would cost each request 0.4 µs)
@@ -133,23 +133,26 @@ class Attempt:
         client: Client,
         connection: Connection,
         limits: Limits,
+        error_event: Callable[[KvRouterError], bytes],
         added_headers: bytes,
         on_first_data: Callable[[], None],
         may_stay: bool,
         serves_model: bool,
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """`may_stay`: whether the client's connection may serve another request.
+        """`error_event` encodes an error as the last event of a stream that has begun.
+
+        `may_stay`: whether the client's connection may serve another request.
 
         `serves_model`: see is_refusal.
         """
-        self.outcome: asyncio.Future[Outcome] = loop.create_future()
+        self.outcome: asyncio.Future[Outcome] = connection.loop.create_future()
         self.events = 0
         """Server-sent events relayed so far: an estimate of the tokens produced."""
-        self._loop = loop
+        self._loop = connection.loop
         self._client = client
         self._connection = connection
         self._limits = limits
+        self._error_event = error_event
         self._added_headers = added_headers
         self._on_first_data = on_first_data
         self._head: Head | None = None
@@ -363,7 +366,7 @@ class Attempt:
         assert head is not None
         can_tell = head.is_event_stream and self._was_at_boundary
         if can_tell:
-            event = error_event(error or WorkerDiedError(reason))
+            event = self._error_event(error or WorkerDiedError(reason))
             self._client.write(chunk(event) + LAST_CHUNK if self._content is None else event)
         self._finish(Done(head.status, False, reason, is_torn=not can_tell, spares_worker=spares_worker))
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias
 from urllib.parse import parse_qs
 
+from kvrouter.errors import BodiesFullError
 from kvrouter.relay.answer import Served
 from kvrouter.relay.exchange import Client
 
 Field: TypeAlias = tuple[str, str]
 """Name in lower case, and value; bytes that are no UTF-8 stand in them as lone surrogates."""
 
-
+_MOST_ID_CHARACTERS = 128
+ARRIVING_BODIES = 8
+"""Bodies of the greatest size that may wait for their end, all together; or more of smaller ones."""
 _HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::[0-9]*)?", re.ASCII)
 """RFC 3986: uri-host [ ":" port ], which may be empty."""
 
@@ -82,6 +86,40 @@ class Request:
         """The first value that the query gives to this name."""
         query = self.head.path.partition("?")[2]
         return parse_qs(query, errors="surrogateescape").get(name, [None])[0] if query else None
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's own id of the request, or a new one."""
+    given = headers.get("x-request-id")
+    return given if given and _is_plain_word(given) else new_request_id()
+
+
+def _is_plain_word(text: str) -> bool:
+    short = len(text) <= _MOST_ID_CHARACTERS
+    return short and text.isascii() and text.isprintable() and " " not in text
+
+
+def new_request_id() -> str:
+    """One that nobody else has, though anybody might guess it: names, not secrets."""
+    return random.getrandbits(128).to_bytes(16, "big").hex()
+
+
+class ArrivingBytes:
+    """The bytes of bodies that are not whole yet, of all clients: they could begin any number of them."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.most = ARRIVING_BODIES * max_body_bytes
+        self.count = 0
+
+    def take(self, size: int) -> None:
+        """So many more. Raises BodiesFullError."""
+        if self.count + size > self.most:
+            raise BodiesFullError(f"{self.count} bytes of unfinished request bodies wait here already")
+        self.count += size
+
+    def give_back(self, size: int) -> None:
+        """Their body is whole, or will never be."""
+        self.count -= size
 
 
 Serve: TypeAlias = Callable[[Request], Awaitable[Served]]

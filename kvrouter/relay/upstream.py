@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_body", "_has_answered", "_has_served", "_head", "_idle_since", "_interim_heads", "_keeps_alive",
-        "_loop", "_pool", "_receiver", "_timer", "_timer_ends_at", "_transport", "_was_told_end",
+        "_pool", "_receiver", "_timer", "_timer_ends_at", "_transport", "_was_told_end", "loop",
     )  # fmt: skip
 
     def __init__(self, pool: deque[Connection]) -> None:
@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
         self._interim_heads = 0
         self._body: Body | None = None
         self._keeps_alive = True
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._idle_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ends_at = 0.0
@@ -251,7 +251,7 @@ class Connection(asyncio.Protocol):
         self._has_served = True
         if self._transport is not None:
             self._transport.resume_reading()  # it may have been paused when the last bytes came
-        self._idle_since = self._loop.time()
+        self._idle_since = self.loop.time()
         self._look_by(self._idle_since + IDLE_S)
         self._pool.append(self)
 
@@ -262,12 +262,12 @@ class Connection(asyncio.Protocol):
                 return
             self._timer.cancel()
         self._timer_ends_at = at
-        self._timer = self._loop.call_later(max(at - self._loop.time(), _TIMER_S), self._look)
+        self._timer = self.loop.call_later(max(at - self.loop.time(), _TIMER_S), self._look)
 
     def _look(self) -> None:
         """The timer: close, unless who waits, or the next request, may still have to wait."""
         self._timer = None
-        now, receiver = self._loop.time(), self._receiver
+        now, receiver = self.loop.time(), self._receiver
         left_s = self._idle_since + IDLE_S - now if receiver is None else receiver.watch(now)
         if left_s > 0:
             self._look_by(now + left_s)

@@ -82,7 +82,7 @@ async def test_unknown_packing(fleet_of: FleetOf, packing: str) -> None:
 
 async def test_body_that_stops_coming(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not waited for: the client is told."""
-    monkeypatch.setattr("kvrouter.relay.incoming.STALLED_S", 0.02)
+    monkeypatch.setattr("kvrouter.frontend.aiohttp_requests.STALLED_S", 0.02)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n"
     async with fleet_of() as fleet, fleet.connected() as chunked, fleet.connected() as invited:
         chunked.writer.write(head + b"transfer-encoding: chunked\r\n\r\n5\r\nab")

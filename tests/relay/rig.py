@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from kvrouter.frontend.bodies.openai import error_event
 from kvrouter.relay.exchange import Attempt, Limits, Outcome
 from kvrouter.relay.upstream import Connection
 
@@ -62,7 +63,7 @@ def attempt_on(
     connection: Connection, client: FakeClient, headers: bytes = b"", mark: Callable[[], None] = lambda: None
 ) -> Attempt:
     """One whose client's connection may stay."""
-    return Attempt(client, connection, Limits(), headers, mark, True, False, asyncio.get_running_loop())
+    return Attempt(client, connection, Limits(), error_event, headers, mark, True, False)
 
 
 class Rig:

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from kvrouter.relay.answer import Served
 from kvrouter.relay.connection import PIPELINED_BYTES, Connections, PlainConnection
-from kvrouter.relay.incoming import ArrivingBytes
-from kvrouter.relay.request import Request
+from kvrouter.relay.request import ArrivingBytes, Request
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.workers import (
     OK_BODY,

@@ -15,6 +15,7 @@ import msgspec
 
 from kvrouter.core.wire.values import TokenId
 from kvrouter.errors import BadRequestError, KvRouterError
+from kvrouter.relay.answer import Answer, error_headers
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -122,6 +123,11 @@ def error_body(error: KvRouterError) -> bytes:
         "code": error.status,
     }
     return msgspec.json.encode({"error": details})
+
+
+def error_answer(error: KvRouterError, request_id: str) -> Answer:
+    """The error as a whole answer."""
+    return Answer(error.status, error_body(error), error_headers(error, request_id))
 
 
 def error_event(error: KvRouterError) -> bytes:

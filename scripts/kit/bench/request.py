@@ -29,7 +29,7 @@ from kvrouter.frontend.operators import open_gate
 from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.relay.connection import Connections
 from kvrouter.relay.framing import LAST_CHUNK, chunk
-from kvrouter.relay.incoming import ArrivingBytes
+from kvrouter.relay.request import ArrivingBytes
 from kvrouter.relay.upstream import Connection, Upstream
 from kvrouter.telemetry.logs import set_up_logs
 from scripts.kit.bench.machine import machine

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.bodies.openai import CompletionRequest, error_body, parse_chat, parse_completion
-from kvrouter.relay.request_head import with_report_mode, without_report_mode
+from kvrouter.frontend.bodies.report_mode import with_report_mode, without_report_mode
 
 FULL = {"kv_cache_report_mode": "full"}
 CHAT: dict[str, Any] = {
