@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 
-from kvrouter.core.feeds.held import HeldFrames
+from kvrouter.core.feeds.buffers import HeldFrames
 from kvrouter.core.feeds.lease import Leases
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.trust import FeedState

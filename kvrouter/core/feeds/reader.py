@@ -24,8 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvrouter.core.feeds.held import HeldBudget, HeldFrames
-from kvrouter.core.feeds.loading import Loading, cost
+from kvrouter.core.feeds.buffers import HeldBudget, HeldFrames, Loading, cost
 from kvrouter.core.feeds.sinks import FeedSink
 from kvrouter.core.feeds.trust import (
     BAD_ANSWERS,

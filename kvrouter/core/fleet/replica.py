@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvrouter.core.feeds.held import HeldBudget
+from kvrouter.core.feeds.buffers import HeldBudget
 from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.sinks import KvSink

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from kvrouter.core.feeds.held import HELD_BYTES
+from kvrouter.core.feeds.buffers import HELD_BYTES
 from kvrouter.core.feeds.trust import BROKEN_RETRY_S, LAST_RETRY_S, FeedState
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ops import VERSION, Check, ReplayFrames, ReplayRequest, SnapshotChunk, Stored, encode
