@@ -1,11 +1,12 @@
-"""Which version of the hot tables and hashes this process uses: the one in Python, or its twin in C.
+"""Which version of the hot tables and hashes this process uses: the one in Python, or the one in C.
 
-Chosen once, at the start, before any table is made. The twin (core/native) is built where a C compiler
-is at hand; without it everything works, and tables of a large fleet cost more time and memory.
+A process chooses once, at its start, before it makes a table. The C version is built where a C compiler is
+at hand; without it everything works, and tables of a large fleet cost more time and memory.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 
 from kvrouter.errors import ConfigError
@@ -13,44 +14,52 @@ from kvrouter.errors import ConfigError
 PYTHON, NATIVE = "python", "native"
 CORES = (PYTHON, NATIVE)
 
-_built: tuple[ModuleType, ModuleType, ModuleType] | None = None
-why_not_built = ""
-"""Why there is no native version; empty if there is one."""
-try:
-    import kvrouter.core.native.columns
-    import kvrouter.core.native.hashes
-    import kvrouter.core.native.table
 
-    _built = (kvrouter.core.native.hashes, kvrouter.core.native.table, kvrouter.core.native.columns)
-except ImportError as error:
-    why_not_built = str(error)
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A choice: the C modules to call, all None for the Python version."""
 
-hashes: ModuleType | None = None
-"""The native hash functions, if they are in use."""
-table: ModuleType | None = None
-"""The native table, if it is in use."""
-columns: ModuleType | None = None
-"""The native arithmetic over targets, if it is in use."""
+    name: str
+    hashes: ModuleType | None = None
+    table: ModuleType | None = None
+    columns: ModuleType | None = None
+
+
+def _load_native() -> tuple[Version | None, str]:
+    """The C version, or why it is not built."""
+    try:
+        import kvrouter.core.native.columns
+        import kvrouter.core.native.hashes
+        import kvrouter.core.native.table
+    except ImportError as error:
+        return None, str(error)
+    native = kvrouter.core.native
+    return Version(NATIVE, native.hashes, native.table, native.columns), ""
+
+
+_PYTHON = Version(PYTHON)
+_native, why_not_built = _load_native()
+
+# The only thing here that changes: replaced as a whole, so a caller never sees parts of two versions. It is
+# a module's attribute and no argument because `block_hashes` and `BlockIndex` are public and take none.
+chosen = _native or _PYTHON
 
 
 def choose(core: str | None) -> str:
-    """Use this version from now on; None: native if it is built. Returns its name.
+    """Use this version from now on (None: the C version if it is built); returns its name.
 
-    Raises ConfigError if it is not there.
+    Raises ConfigError if it is not built.
     """
-    global hashes, table, columns
-    if core == NATIVE and _built is None:
+    global chosen  # noqa: PLW0603  # once in the life of a process, see above
+    if core == NATIVE and _native is None:
         raise ConfigError(
             f"--core native: it is not built here ({why_not_built}); install kvrouter where a C compiler is, "
             "or leave --core out to use the Python version"
         )
-    hashes, table, columns = (None, None, None) if core == PYTHON or _built is None else _built
-    return in_use()
+    chosen = _PYTHON if core == PYTHON or _native is None else _native
+    return chosen.name
 
 
 def in_use() -> str:
     """The name of the version in use."""
-    return PYTHON if table is None else NATIVE
-
-
-choose(None)
+    return chosen.name

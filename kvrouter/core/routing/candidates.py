@@ -110,8 +110,9 @@ class Candidates(Sequence[Candidate]):
             columns.active_blocks,
             columns.own_decode_blocks,
         )
-        if versions.columns is not None:
-            costs: list[float] = versions.columns.costs(overlap_weight, size, *amounts)
+        native = versions.chosen.columns
+        if native is not None:
+            costs: list[float] = native.costs(overlap_weight, size, *amounts)
         else:
             costs = [
                 overlap_weight * ((charged + own) / size) + (active + blocks)
@@ -237,10 +238,9 @@ def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost
     most, places = max(0, isl - 1) // block_size, roster.places
     own_tokens, overlap = columns.own_prefill_tokens, columns.overlap_blocks
     widest, indexed = columns.widest_blocks, columns.indexed_blocks
-    if versions.columns is not None:
-        versions.columns.reckon_overlap(
-            places, cached, reused, most, block_size, own_tokens, overlap, widest, indexed
-        )
+    native = versions.chosen.columns
+    if native is not None:
+        native.reckon_overlap(places, cached, reused, most, block_size, own_tokens, overlap, widest, indexed)
         return
     for target in {**cached, **reused} if reused else cached:
         place = places.get(target)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from kvrouter.core.native import versions
 from kvrouter.core.wire.hashes import Hashes, hashes_of
@@ -35,9 +35,8 @@ def new_table(placement_secret: int = 0) -> FlatTable:
     `placement_secret` (64 bits) decides where the native version places hashes. A table of hashes that
     clients can choose needs one that they do not know; no answer depends on it.
     """
-    if versions.table is None:
-        return FlatTable(placement_secret)
-    return cast("FlatTable", versions.table.FlatTable(placement_secret))
+    native = versions.chosen.table
+    return FlatTable(placement_secret) if native is None else native.FlatTable(placement_secret)
 
 
 class FlatTable:

@@ -83,9 +83,10 @@ def seeded_prompt_hashes(
     Raises ValueError if more are known than the prompt has.
     """
     _step(block_size)
-    if versions.hashes is not None:
+    native = versions.chosen.hashes
+    if native is not None:
         try:
-            return cast("array[int]", versions.hashes.prompt_hashes(tokens, block_size, seed, known))
+            return cast("array[int]", native.prompt_hashes(tokens, block_size, seed, known))
         except (OverflowError, TypeError) as error:
             raise _bad_tokens(error) from None
     if not known:
@@ -111,9 +112,10 @@ def seeded_block_hashes(
 
 def _plain_block_hashes(tokens: Sequence[int], block_size: int, seed: int) -> list[BlockHash]:
     step = _step(block_size)
-    if versions.hashes is not None:
+    native = versions.chosen.hashes
+    if native is not None:
         try:
-            return cast("list[BlockHash]", versions.hashes.block_hashes(tokens, block_size, seed))
+            return cast("list[BlockHash]", native.block_hashes(tokens, block_size, seed))
         except (OverflowError, TypeError) as error:
             raise _bad_tokens(error) from None
     data = memoryview(_token_bytes(tokens))
@@ -129,7 +131,8 @@ def sequence_hashes(hashes: Sequence[BlockHash], parent: SequenceHash | None = N
     """
     blocks = hashes_of(hashes)
     above = None if parent is None else hashes_of((parent,))[0]
-    chain = _chain if versions.hashes is None else versions.hashes.sequence_hashes
+    native = versions.chosen.hashes
+    chain = _chain if native is None else native.sequence_hashes
     return cast("list[SequenceHash]", chain(blocks, above))
 
 

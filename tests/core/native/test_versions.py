@@ -7,6 +7,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_python_version_may_be_chosen() -> None:
     assert versions.PYTHON == versions.choose("python")
 
     assert FlatTable is type(new_table())
-    assert versions.hashes is None
+    assert versions.chosen.hashes is None
 
 
 @needs_native
@@ -95,10 +96,16 @@ def test_why_python_serves_is_said_once() -> None:
     assert 1 == (done.stdout + done.stderr).count("core.not_built")
 
 
-def test_choosing_what_is_not_there() -> None:
-    """The choice itself refuses, and leaves what was chosen before."""
+def test_a_choice_cannot_be_changed_in_part() -> None:
+    """A version is replaced as a whole: its modules cannot be assigned one by one."""
+    with pytest.raises(FrozenInstanceError):
+        versions.chosen.hashes = None  # type: ignore[misc]
+
+
+def test_choosing_a_version_that_is_not_built() -> None:
+    """`choose` raises, and the version in use stays."""
     if not versions.why_not_built:
-        pytest.skip("it is there")
+        pytest.skip("the C version is built here")
     with pytest.raises(ConfigError, match="not built"):
         versions.choose("native")
     assert versions.PYTHON == versions.in_use()
