@@ -30,7 +30,7 @@ from kvrouter.core.routing.unseen import UnseenBookings
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import Booking
 from kvrouter.core.tables.predictions import Truth
-from kvrouter.core.tables.sent_texts import SentTexts
+from kvrouter.core.tables.text_index import SentTexts
 from kvrouter.core.wire.hashes import hashes_of, pack_hashes
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId

@@ -1,44 +1,48 @@
-"""The text index: which target has been sent which text, per character, as Ray's prefix tree knows it.
+"""The text index of mode prefix-affinity: which target has computed which text, as a prefix tree.
 
     insert("hello", A)                 insert("help", B)
 
     root ── "hello" {A}                root ── "hel" {A, B} ─┬─ "lo" {A}
                                                              └─ "p"  {B}
 
-An edge carries as much text as no prompt has divided, so a look-up compares slices instead of
-walking characters: a 36,000-character prompt costs about as much as a short one. With
-`block_chars` > 1 what is matched is rounded down to whole blocks of so many characters.
+An edge carries all characters up to the place where two prompts differ, so a look-up compares slices and
+does not walk characters: a prompt of 36,000 characters costs about as much as a short one. With
+`block_chars` > 1 a match is rounded down to whole blocks of characters.
 
-Eviction is per target, least recently inserted text first; nodes of one insert go together.
-Source: Ray Serve, PrefixCacheAffinityRouter.
+Eviction is per target, least recently inserted text first. Source: Ray Serve, PrefixCacheAffinityRouter.
 
-An insert takes a step for each edge on the text's path: as many as texts that are still held branch
-off it. Nothing grows with the number of inserts.
+An insert takes one step for each edge on the text's path, and texts that are still held are the only ones
+that cut an edge: nothing grows with the number of inserts.
 
-Invariants: a target that holds a node holds its parent, and used the parent no earlier; a node but
+Invariants: a target that holds a node holds its parent, and used the parent no earlier; every node except
 the root has text and a holder; a target's characters are the sum over the nodes it holds.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvrouter.core.wire.ids import Target
+from kvrouter.core.wire.ops import MAX_SENT_CHARS, SentText
 from kvrouter.errors import ConfigError
 
+# An eviction of 500 nodes takes less than a millisecond; between two steps requests are routed.
 STEP_NODES = 500
-"""Letting go of so many nodes takes less than a millisecond."""
+# Ray's index grows without bound unless `do_eviction` is set. Here a target above TRIM_CHARS is trimmed in
+# steps. The ceiling is for texts that arrive faster than the steps: then the insert itself evicts, which may
+# take a second.
 CEILING_CHARS = 16_000_000
-"""A target's texts above this are evicted by the insert itself, which may take a second."""
 TRIM_CHARS = CEILING_CHARS * 3 // 4
-"""Above this they are evicted in steps, even without `do_eviction` (Ray's grow without bound)."""
+# About two targets' worth at Ray's threshold for eviction; a joining replica gets no more.
+KEPT_CHARS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class TextIndexSettings:
-    """Names and defaults are Ray's."""
+    """Names and defaults are those of Ray Serve."""
 
     block_chars: int = 1
     do_eviction: bool = False
@@ -69,8 +73,6 @@ class _Node:
 
 
 class TextIndex:
-    """Texts by target."""
-
     def __init__(self, settings: TextIndexSettings | None = None) -> None:
         self.settings = settings or TextIndexSettings()
         self._root = _Node("", None)
@@ -78,11 +80,11 @@ class TextIndex:
         self._evicted_at: float | None = None
 
     def chars(self, target: Target) -> int:
-        """Characters the target is taken to hold."""
+        """Characters that the target is assumed to hold."""
         return self._chars.get(target, 0)
 
     def insert(self, target: Target, text: str, now: float) -> None:
-        """The target has computed this text at `now`."""
+        """Record that the target has computed this text at `now`."""
         node, start, added = self._root, 0, 0
         while start < len(text):
             node, start = self._step(node, text, start)
@@ -95,10 +97,10 @@ class TextIndex:
             self.evict(target, self._chars[target] - CEILING_CHARS * 9 // 10)
 
     def match(self, text: str, targets: Iterable[Target]) -> tuple[int, set[Target]]:
-        """How many leading characters any of the targets holds, and which of them do.
+        """The most leading characters that any of the targets holds, and which of them hold so much.
 
-        Nobody holds the first character: 0, and all of them. Whoever holds a node holds its parents,
-        so only the last one is looked at closely.
+        `(0, all targets)` if none holds the first character. The holders of a node hold its parents too, so
+        only the last node on the path needs the intersection.
         """
         wanted = set(targets)
         node, start = self._root, 0
@@ -115,33 +117,34 @@ class TextIndex:
         return start - start % self.settings.block_chars, holders
 
     def smallest(self, targets: Iterable[Target]) -> set[Target]:
-        """Those of the targets that hold the fewest characters; one that is new holds none."""
+        """The targets that hold the fewest characters; a new target holds none."""
         sizes = {target: self.chars(target) for target in targets}
         least = min(sizes.values(), default=0)
         return {target for target, size in sizes.items() if size == least}
 
     def remove(self, target: Target) -> int:
-        """The target is gone; returns how many characters it held."""
+        """Forget the target; returns how many characters it held."""
         for node in list(self._held(target)):  # children before parents
-            self._let_go(node, target)
+            self._release(node, target)
         return self._chars.pop(target, 0)
 
     def evict(self, target: Target, chars: int) -> int:
-        """Take at least so many characters from a target, least recently used first; returns how many.
+        """Take at least `chars` characters from a target, least recently used first; returns how many.
 
-        What one insert used last goes as a whole: it has been split only by other prompts.
+        Nodes last used by one insert go together, as one text: only other prompts have cut it.
         """
         return sum(self._eviction(target, chars))
 
     def evict_due(self, now: float) -> int:
-        """`eviction` at once; returns how many characters went."""
+        """All steps of `eviction` at once; returns how many characters were taken."""
         return sum(self.eviction(now))
 
     def eviction(self, now: float) -> Iterator[int]:
-        """Every `eviction_interval_secs`: bring each target above the threshold down to its aim.
+        """Evict in steps, each of which yields the characters it took.
 
-        In steps, each of which returns the characters it took; between two of them anything may be
-        inserted or removed. Without `do_eviction`, at every call: bring those above `TRIM_CHARS` 10 % below.
+        With `do_eviction`: every `eviction_interval_secs`, from each target above the threshold down to
+        `eviction_target_chars`. Without: at every call, from each target above TRIM_CHARS to 10 % below it.
+        Texts may be inserted and removed between two steps.
         """
         wanted = self.settings
         if not wanted.do_eviction:
@@ -156,14 +159,14 @@ class TextIndex:
             yield from self._eviction(target, self.chars(target) - wanted.eviction_target_chars)
 
     def _eviction(self, target: Target, chars: int) -> Iterator[int]:
-        """Steps of `STEP_NODES`; a node that was used or let go since they began is passed over."""
+        """Take nodes in steps of STEP_NODES; skip a node that was used or released since the first step."""
         entries: list[tuple[float, int, _Node]] = []
         for node in self._walk(target):
             entry = node.used.get(target, 0.0), -len(entries), node
             heapq.heappush(entries, entry)  # least recently used first, children before parents
             if len(entries) % STEP_NODES == 0:
                 yield 0
-        removed = told = 0
+        removed = reported = 0
         last: float | None = None
         while entries:
             used, _, node = heapq.heappop(entries)
@@ -173,14 +176,14 @@ class TextIndex:
                 last = used
                 removed += len(node.text)
                 self._chars[target] -= len(node.text)
-                self._let_go(node, target)
+                self._release(node, target)
             if len(entries) % STEP_NODES == 0:
-                yield removed - told
-                told = removed
-        yield removed - told
+                yield removed - reported
+                reported = removed
+        yield removed - reported
 
     def _walk(self, target: Target) -> Iterator[_Node]:
-        """The nodes a target holds, parents before children; the tree may change on the way."""
+        """The nodes a target holds, parents before children. The tree may change between two of them."""
         stack = [self._root]
         while stack:
             children = [child for child in stack.pop().children.values() if target in child.used]
@@ -203,7 +206,7 @@ class TextIndex:
             raise AssertionError(f"characters do not add up: {chars} != {self._chars}")
 
     def _step(self, node: _Node, text: str, start: int) -> tuple[_Node, int]:
-        """The child that holds what follows in the text, made or split if need be, and where it ends."""
+        """The child that holds the text from `start` on, and where it ends. Makes or splits it if needed."""
         child = node.children.get(text[start])
         if child is None:
             child = node.children[text[start]] = _Node(text[start:], node)
@@ -216,14 +219,14 @@ class TextIndex:
     def _held(self, target: Target) -> Iterator[_Node]:
         return _below(self._root, target)
 
-    def _let_go(self, node: _Node, target: Target) -> None:
+    def _release(self, node: _Node, target: Target) -> None:
         del node.used[target]
         if not node.used and node.parent is not None:
             del node.parent.children[node.text[0]]
 
 
 def _below(root: _Node, target: Target | None = None) -> Iterator[_Node]:
-    """The nodes below the root, or those that a target holds, children before their parents."""
+    """The nodes below the root (only those of `target`, if given), children before their parents."""
     stack, found = [root], []
     while stack:
         node = stack.pop()
@@ -234,7 +237,7 @@ def _below(root: _Node, target: Target | None = None) -> Iterator[_Node]:
 
 
 def _split(node: _Node, length: int) -> _Node:
-    """Put a node with the first `length` characters above this one; returns it."""
+    """Put a new node with the first `length` characters above this one; returns the new node."""
     assert node.parent is not None, "the root has no text to split"
     upper = _Node(node.text[:length], node.parent)
     upper.used = dict(node.used)
@@ -245,20 +248,20 @@ def _split(node: _Node, length: int) -> _Node:
 
 
 def _join(node: _Node) -> None:
-    """Take the parent's text too, if no other text divides them and each target used them together.
+    """Merge the node with its parent if no other text branches off and all targets used both together.
 
-    Otherwise a shared beginning would stay cut wherever a text that has been evicted left it.
+    Without this a shared beginning would stay cut at every place where an evicted text branched off.
     """
     upper = node.parent
     if upper is None or upper.parent is None or len(upper.children) > 1 or upper.used != node.used:
         return
     node.text, node.parent = upper.text + node.text, upper.parent
     node.parent.children[node.text[0]] = node
-    upper.used = {}  # an eviction that has it listed passes it over
+    upper.used = {}  # so that an eviction in progress that has listed it skips it
 
 
 def _shared_chars(edge: str, text: str, start: int) -> int:
-    """How many leading characters `edge` shares with the text from `start` on: compared in halves."""
+    """How many leading characters `edge` shares with the text from `start` on: found by bisection."""
     low, high = 0, min(len(edge), len(text) - start)
     if text.startswith(edge[:high], start):
         return high
@@ -269,3 +272,29 @@ def _shared_chars(edge: str, text: str, start: int) -> int:
         else:
             high = middle
     return low
+
+
+class SentTexts:
+    """The texts that this replica's requests sent last, for peers that join. Holds at most KEPT_CHARS."""
+
+    def __init__(self) -> None:
+        self._kept: deque[SentText] = deque()
+        self._chars = 0
+
+    def add(self, target: Target, text: str) -> SentText:
+        """The target has computed this text; returns the op to publish."""
+        op = SentText(target.worker_id, target.rank, _without_surrogates(text[:MAX_SENT_CHARS]))
+        self._kept.append(op)
+        self._chars += len(op.text)
+        while self._chars > KEPT_CHARS:
+            self._chars -= len(self._kept.popleft().text)
+        return op
+
+    def __iter__(self) -> Iterator[SentText]:
+        """Oldest first."""
+        return iter(self._kept)
+
+
+def _without_surrogates(text: str) -> str:
+    """A Python program's text may contain half a surrogate pair, which msgpack's UTF-8 cannot carry."""
+    return text.encode(errors="replace").decode()

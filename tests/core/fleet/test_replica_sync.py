@@ -10,7 +10,7 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.filters import Session
 from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.core.tables.sent_texts import SentTexts
+from kvrouter.core.tables.text_index import SentTexts
 from kvrouter.core.wire.heartbeats import encode
 from kvrouter.core.wire.ids import RouterId, Target
 from kvrouter.core.wire.ops import MAX_SENT_CHARS, VERSION, AddRequest, Frame
