@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvrouter.core.audit.watch import Watch
 from kvrouter.core.fleet.router import Router
-from kvrouter.core.tables.predictions import ERROR_BLOCKS, Record
+from kvrouter.core.tables.predictions import ERROR_BLOCKS, WorkerRecord
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.telemetry.metrics import Sample
 
@@ -33,7 +33,7 @@ def _of_problems(watch: Watch, pool_id: PoolId, worker_id: str) -> Iterator[Samp
         yield "kvrouter_worker_problem", "gauge", "1 while /workers shows this problem", labels, 1.0
 
 
-def _of_predictions(record: Record, labels: Labels) -> Iterator[Sample]:
+def _of_predictions(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
     for (result, source), count in record.predictions.items():
         own = {**labels, "result": result, "source": source}
         yield (
@@ -54,7 +54,7 @@ def _of_predictions(record: Record, labels: Labels) -> Iterator[Sample]:
     yield from _of_errors(record, labels)
 
 
-def _of_errors(record: Record, labels: Labels) -> Iterator[Sample]:
+def _of_errors(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
     count = 0
     for bound, own_count in zip([*map(str, ERROR_BLOCKS), "+Inf"], record.errors, strict=True):
         count += own_count
@@ -62,7 +62,7 @@ def _of_errors(record: Record, labels: Labels) -> Iterator[Sample]:
         yield "kvrouter_prediction_error_blocks", "histogram", text, {**labels, "le": bound}, count
 
 
-def _of_evidence(record: Record, labels: Labels) -> Iterator[Sample]:
+def _of_evidence(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
     for result, count in record.lengths.items():
         text = "Answers whose prompt_tokens were those counted here, or not"
         yield "kvrouter_prompt_lengths", "counter", text, {**labels, "result": result}, count

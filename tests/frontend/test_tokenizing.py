@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.core.tables.predictions import LEAST, Record
+from kvrouter.core.tables.predictions import LEAST, WorkerRecord
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.frontend import prompt_blocks, token_checks
 from kvrouter.frontend.token_checks import PoolCheck
@@ -171,7 +171,7 @@ def saying(**usage: Any) -> Script:
     return says(answer(json.dumps({"usage": usage}).encode()))
 
 
-def record_of(fleet: Fleet) -> Record:
+def record_of(fleet: Fleet) -> WorkerRecord:
     """What is known of the only worker."""
     (record,) = fleet.frontend.replica.routers[POOL].truth.records.values()
     return record

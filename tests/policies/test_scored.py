@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrouter.core.routing.policy import Candidate, RouteRequest
-from kvrouter.core.tables.no_hit_lru import ColdOrder
+from kvrouter.core.tables.no_hit_lru import NoHitLru
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.policies import scorers
 from kvrouter.policies.scored import Scored, Weighted
@@ -126,7 +126,7 @@ def test_session_affinity() -> None:
 
 def test_no_hit_lru() -> None:
     """Never used first, then least recently used; nothing to say where somebody has the prompt."""
-    cold, candidates = ColdOrder(), [candidate(name) for name in ("w1", "w2", "w3", "w4")]
+    cold, candidates = NoHitLru(), [candidate(name) for name in ("w1", "w2", "w3", "w4")]
     for name in ("w2", "w4", "w1"):
         cold.used(target(name))
 

@@ -1,7 +1,7 @@
 """What is wrong with a worker, in sentences that say what to change.
 
-    the worker's card ──┐
-    Truth's alarms ─────┴─> problems of the worker: one for each cause, the cause nearest to its remedy
+    the worker's card ─────┐
+    its record's alarms ─┴─> problems of the worker: one for each cause, the cause nearest to its remedy
 
 A tokenizer that differs makes lengths differ, hashes unknown and predictions wrong: it is named once.
 """
@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.worker import Worker
-from kvrouter.core.tables.predictions import Kind, KindEvidence, Record
+from kvrouter.core.tables.predictions import Kind, KindEvidence, WorkerRecord
 
 _START_EVENTS = (
     'start vLLM with --enable-prefix-caching --kv-events-config \'{"enable_kv_cache_events": true, '
@@ -50,7 +50,7 @@ NOT_COMPARED = Compared()
 
 
 def problems_of(
-    pool: Pool, worker: Worker, record: Record | None, compared: Compared = NOT_COMPARED
+    pool: Pool, worker: Worker, record: WorkerRecord | None, compared: Compared = NOT_COMPARED
 ) -> list[Problem]:
     """All that is known to be wrong with a worker; `record` is None before its first answer."""
     found = list(_of_card(pool, worker))
@@ -88,7 +88,7 @@ def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
         yield Problem("no_events", f"its agent has no KV events, so nothing is foretold: {_START_EVENTS}")
 
 
-def _of_tokens(record: Record) -> Iterator[Problem]:
+def _of_tokens(record: WorkerRecord) -> Iterator[Problem]:
     """The engine and the frontend count different tokens."""
     bad, good = _kinds(record, lambda evidence: evidence.lengths.is_raised, _has_good_lengths)
     if bad:
@@ -107,7 +107,7 @@ def _tokenizer(bad: list[Kind]) -> str:
     return f"{_TOKENIZER}, and its chat template too" if any(k.prompt == "chat" for k in bad) else _TOKENIZER
 
 
-def _of_events(pool: Pool, worker: Worker, record: Record, compared: Compared) -> Iterator[Problem]:
+def _of_events(pool: Pool, worker: Worker, record: WorkerRecord, compared: Compared) -> Iterator[Problem]:
     """Its events, and what it reports, do not fit what was foretold."""
     has_events = pool.settings.use_kv_events
     theirs, ours = record.last_cached
@@ -145,7 +145,7 @@ def _why_uncached(has_events: bool) -> str:
     )
 
 
-def _unmatched(record: Record) -> tuple[list[Kind], list[Kind]] | None:
+def _unmatched(record: WorkerRecord) -> tuple[list[Kind], list[Kind]] | None:
     """Kinds of request whose blocks never turn up in the events, and those whose blocks do."""
     bad, good = _kinds(record, _is_unmatched, lambda evidence: evidence.unannounced.is_well)
     return (bad, good) if bad else None
@@ -209,7 +209,7 @@ def _has_good_lengths(evidence: KindEvidence) -> bool:
 
 
 def _kinds(
-    record: Record, is_bad: Callable[[KindEvidence], bool], is_good: Callable[[KindEvidence], bool]
+    record: WorkerRecord, is_bad: Callable[[KindEvidence], bool], is_good: Callable[[KindEvidence], bool]
 ) -> tuple[list[Kind], list[Kind]]:
     bad = sorted(kind for kind, evidence in record.kinds.items() if is_bad(evidence))
     good = sorted(kind for kind, evidence in record.kinds.items() if is_good(evidence))

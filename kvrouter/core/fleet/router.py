@@ -29,7 +29,7 @@ from kvrouter.core.routing.selection import Decision, Selection
 from kvrouter.core.routing.unseen import UnseenBookings
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import Booking
-from kvrouter.core.tables.predictions import Truth
+from kvrouter.core.tables.predictions import PredictionTable
 from kvrouter.core.tables.text_index import SentTexts
 from kvrouter.core.wire.hashes import hashes_of, pack_hashes
 from kvrouter.core.wire.heartbeats import Card
@@ -111,7 +111,7 @@ class Router:
         self.router_id = router_id
         state_ops = weakref.WeakMethod(self._state_ops)  # in a ring it would outlive its pool by an hour
         self.source = FeedSource(incarnation, lambda now: ops(now) if (ops := state_ops()) else ())
-        self.truth = Truth()
+        self.truth = PredictionTable()
         self.selection = Selection(policy, state, filters)
         """That of the router's own mode."""
         self.modes = Modes(self.selection)

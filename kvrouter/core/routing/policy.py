@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from msgspec import Struct
 
 from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.tables.no_hit_lru import ColdOrder
+from kvrouter.core.tables.no_hit_lru import NoHitLru
 from kvrouter.core.tables.rates import PrefillRates
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.tables.text_index import TextIndex
@@ -146,7 +146,7 @@ class PolicyState:
     """Turns over groups of workers (two-stage), beside those over workers."""
     rates: PrefillRates = field(default_factory=PrefillRates)
     texts: TextIndex = field(default_factory=TextIndex)
-    cold: ColdOrder = field(default_factory=ColdOrder)
+    cold: NoHitLru = field(default_factory=NoHitLru)
     sessions: SessionTable = field(default_factory=SessionTable)
 
     def forget(self, target: Target) -> None:

@@ -1,17 +1,16 @@
-"""What was foretold of requests, held against what their engines then reported.
+"""Predictions of cached tokens, compared with what the engines then report.
 
     booking ──> Prediction ──┐
-    usage in the answer ─────┴─> observe ──> tallies (metrics) and alarms (core/audit/problems.py)
+    usage in the answer ─────┴─> observe ──> counts (metrics) and alarms (core/audit/problems.py)
 
     good answer ──> expect: its first block must be in the index now, or soon ──> look
 
-Two questions are asked of a worker. Does its engine report the cached tokens, and count the prompt tokens,
-that were foretold? That needs answers that carry usage. And do the blocks of requests that it has served
-turn up in its events? That needs nothing from the answer, so a worker whose hashes differ is found out
-even where no client asks for usage.
+Two comparisons are made. Do the prompt tokens and cached tokens that an engine reports equal the prediction?
+That needs answers that carry usage. Do the blocks of served requests appear in the worker's events? That
+needs nothing from the answer, so it finds a worker whose hashes differ even if no client asks for usage.
 
-Requests that may differ for good reasons (see `Prediction.is_firm`) are tallied and alarm nobody.
-Everything is bounded: windows of 16 outcomes, and 12 kinds of request a worker.
+A request that may differ for a good reason (see `Prediction.is_firm`) is counted and raises no alarm.
+Everything is bounded: windows of 16 outcomes, and 12 kinds of request for each worker.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from msgspec import Struct
 
 from kvrouter.core.wire.ids import Target, WorkerId
 
+# An alarm looks at the last 16 outcomes. With fewer than 8 it stays off: chance, or one unusual client.
 WINDOW = 16
 LEAST = 8
-"""Fewer outcomes than this alarm nobody: chance, or one odd client."""
+# Events arrive within some 20 ms. A block that has not appeared after 2 s will not appear.
 ANNOUNCE_S = 2.0
-"""Events travel in some 20 ms. What has not come after this long does not come."""
+# Requests whose events are awaited at the same time; more are not checked, which loses only evidence.
 MAX_EXPECTED = 256
-"""Requests whose events are waited for; those beyond are passed over."""
+# An estimated prediction of 4 blocks of text is at least one block of tokens, in any language.
 SURE_BLOCKS = 4
-"""So many blocks of an estimate are at least one of tokens, in any language."""
+# Bucket bounds of the error of a prediction, in blocks; below 0 the engine had more than predicted.
 ERROR_BLOCKS = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
-"""Bucket bounds of the error of a prediction, in blocks; below 0 the engine had more than foretold."""
 
 
 class Kind(NamedTuple):
-    """What requests have in common that go wrong together: how their token ids come about, and the seed."""
+    """Requests that fail together: their token ids are made the same way, with the same kind of seed."""
 
     prompt: Literal["chat", "text", "tokens"]
     lora: bool = False
@@ -48,18 +47,18 @@ class Kind(NamedTuple):
 
 
 class Usage(Struct, frozen=True, gc=False):
-    """What an engine says of a request; None where it does not."""
+    """The token counts that an engine reports for a request; None: not reported."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
 
 
 class Prediction(Struct, frozen=True, gc=False):
-    """What was foretold of a request at the moment of its booking.
+    """The prediction for one request, as of its booking.
 
-    `blocks` are those its target was taken to hold, over all tiers; `in_flight` says that some of them
-    only by requests then in flight. `kind` is None for a request whose tokens are only approximately known
-    (an image in a chat). `is_single`: one prompt, one answer; engines report cached tokens of one prompt.
+    `blocks`: cached blocks that its target should have, over all tiers. `in_flight`: some of them are known
+    only from requests in flight. `kind` is None if the token ids are known only in part (an image in a chat).
+    `is_single`: one prompt and one answer; engines report the cached tokens of one prompt only.
     """
 
     target: Target
@@ -69,16 +68,19 @@ class Prediction(Struct, frozen=True, gc=False):
     blocks: int
     in_flight: bool = False
     is_single: bool = True
+    # Nothing is known that may prove the prediction wrong: the request did not wait behind others, whose
+    # prefill changes the cache; the feed of its target is live and complete; its engine uses its cache.
     is_firm: bool = True
-    """Whether nothing is known that might prove it wrong: the request did not wait behind others, whose
-    prefill changes the cache, the feed of its target is whole and in step, and its engine reads its cache."""
+    # The prompt was tokenized in part or not at all: its length is a guess, the engine may have more of it
+    # than can be predicted, and a few blocks of text may be less than one block of tokens.
     is_estimate: bool = False
-    """The prompt was not tokenized, or not to its end: its length is a guess, the engine may have more of it
-    than could be foretold, and a few blocks of text may be less than one of tokens."""
 
 
 class Alarm:
-    """Raised when nearly all of the last outcomes were bad, over when enough of them are good again."""
+    """Raised when the bad share of the last outcomes reaches `raise_at`, cleared when it falls to `clear_at`.
+
+    Two bounds, so that a share near one of them does not switch the alarm on and off.
+    """
 
     __slots__ = ("_clear_at", "_raise_at", "_recent", "bad", "is_raised")
 
@@ -86,22 +88,19 @@ class Alarm:
         self._raise_at = raise_at
         self._clear_at = clear_at
         self._recent: deque[bool] = deque()
-        self.bad = 0
-        """Bad ones of the last outcomes."""
+        self.bad = 0  # of the last outcomes
         self.is_raised = False
 
     @property
     def total(self) -> int:
-        """The last outcomes."""
         return len(self._recent)
 
     @property
     def is_well(self) -> bool:
-        """Whether there is evidence, and it speaks for the worker."""
+        """Whether there are outcomes, at least one of them good, and the alarm is not raised."""
         return self.bad < self.total and not self.is_raised
 
     def note(self, is_bad: bool) -> None:
-        """One more outcome."""
         self._recent.append(is_bad)
         self.bad += is_bad
         if len(self._recent) > WINDOW:
@@ -123,48 +122,45 @@ def _nearly_always() -> Alarm:
 
 @dataclass(slots=True)
 class KindEvidence:
-    """Alarms about one kind of request on one worker."""
+    """Alarms about one kind of request on one worker; the comment states the bad outcome."""
 
+    # the engine counts another number of prompt tokens than the frontend
     lengths: Alarm = field(default_factory=_mostly)
-    """Bad: the engine counts other prompt tokens than the frontend."""
+    # no event has named the request's first block
     unannounced: Alarm = field(default_factory=_nearly_always)
-    """Bad: no event has named the request's first block."""
+    # no block was predicted, and the engine had cached tokens
     blind: Alarm = field(default_factory=_nearly_always)
-    """Bad: nothing was foretold, and the engine had some of it."""
 
 
 @dataclass(slots=True)
-class Record:
-    """All about one worker."""
+class WorkerRecord:
+    """The outcomes of one worker's requests. The comment above an Alarm states the bad outcome."""
 
+    # by `(exact|over|under, index|in_flight)`
     predictions: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By `(exact|over|under, index|in_flight)`."""
+    # predictions by error: the buckets of ERROR_BLOCKS, and one above
     errors: list[int] = field(default_factory=lambda: [0] * (len(ERROR_BLOCKS) + 1))
-    """Predictions by error, in the buckets of ERROR_BLOCKS and one above."""
     predicted_tokens: int = 0
     reported_tokens: int = 0
+    # answers by `same` or `different` number of prompt tokens
     lengths: Counter[str] = field(default_factory=Counter)
-    """Answers by `same` or `different` number of prompt tokens."""
+    # requests by `found` or `missing`: whether events named their blocks
     announced: Counter[str] = field(default_factory=Counter)
-    """Requests by whether events named their blocks: `found` or `missing`."""
     kinds: dict[Kind, KindEvidence] = field(default_factory=dict)
+    # blocks were predicted, and the engine had no cached token
     uncached: Alarm = field(default_factory=_nearly_always)
-    """Bad: blocks were foretold, and the engine had none."""
+    # the cached tokens are not a multiple of the block size
     uneven: Alarm = field(default_factory=_nearly_always)
-    """Bad: the cached tokens are no multiple of the block size."""
+    # the prediction differs from what the engine had
     inexact: Alarm = field(default_factory=_nearly_always)
-    """Bad: the prediction differs from what the engine had."""
+    # (engine's, frontend's) prompt tokens, and (engine's, predicted) cached tokens, when they last differed
     last_lengths: tuple[int, int] = (0, 0)
-    """Prompt tokens where they last differed: the engine's, ours."""
     last_cached: tuple[int, int] = (0, 0)
-    """Cached tokens where they last differed: the engine's, as foretold."""
+    # an engine that has never reported cached tokens may be started without the flag for it
     reports_cached: bool = False
-    """Whether it has reported cached tokens; one that has not may lack the flag for it."""
     reports_zero: bool = False
-    """Whether it has reported them when there were none."""
 
     def evidence(self, kind: Kind) -> KindEvidence:
-        """The alarms about a kind of request."""
         found = self.kinds.get(kind)
         if found is None:
             found = self.kinds[kind] = KindEvidence()
@@ -178,28 +174,28 @@ class _Expected(NamedTuple):
     until: float
 
 
-class Truth:
-    """The records of one pool's workers."""
+class PredictionTable:
+    """One pool's workers: what was predicted for their requests, and what their engines reported."""
 
     def __init__(self) -> None:
-        self.records: dict[WorkerId, Record] = {}
+        self.records: dict[WorkerId, WorkerRecord] = {}
         self._expected: dict[tuple[Target, int], _Expected] = {}
 
     def observe(self, prediction: Prediction, usage: Usage) -> None:
-        """An answer has come, with what it says about its prompt."""
+        """Compare a prediction with the usage in its answer."""
         record = self._record(prediction.target)
         if usage.prompt_tokens is not None and prediction.isl and not prediction.is_estimate:
             _note_length(record, prediction, usage.prompt_tokens)
         cached_tokens = _cached_tokens(record, usage)
         if cached_tokens is not None and prediction.is_single and prediction.isl:
-            _tally(record, prediction, cached_tokens)
+            _count(record, prediction, cached_tokens)
             if prediction.is_firm and not prediction.in_flight:
                 _note_cached(record, prediction, cached_tokens)
 
     def expect(self, target: Target, kind: Kind, hashes: Sequence[int], now: float) -> None:
-        """A request of these blocks was served: the target's events must name the first of them.
+        """A request with these blocks was served: the target's events must name the first of them.
 
-        Equal requests at the same time are one piece of evidence.
+        Equal requests at the same time count once: the engine announces their blocks once.
         """
         if hashes and len(self._expected) < MAX_EXPECTED:
             expected = _Expected(target, kind, hashes[0], now + ANNOUNCE_S)
@@ -207,11 +203,11 @@ class Truth:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are blocks that events should soon name."""
+        """Whether blocks are expected to appear in events."""
         return bool(self._expected)
 
     def look(self, now: float, holds: Callable[[Target, int], bool | None]) -> None:
-        """Which of the expected blocks have come; `holds` says None where that cannot be known now."""
+        """Record which of the expected blocks have appeared; `holds` returns None where it cannot know."""
         waiting, self._expected = self._expected, {}
         for key, expected in waiting.items():
             is_held = holds(expected.target, expected.hash_)
@@ -226,23 +222,23 @@ class Truth:
         record.evidence(expected.kind).unannounced.note(not is_held)
 
     def keep(self, worker_ids: Iterable[WorkerId]) -> None:
-        """Forget all workers but these."""
+        """Forget all workers except these."""
         kept = set(worker_ids)
         for worker_id in [worker_id for worker_id in self.records if worker_id not in kept]:
             del self.records[worker_id]
 
-    def _record(self, target: Target) -> Record:
+    def _record(self, target: Target) -> WorkerRecord:
         record = self.records.get(target.worker_id)
         if record is None:
-            record = self.records[target.worker_id] = Record()
+            record = self.records[target.worker_id] = WorkerRecord()
         return record
 
 
-def _cached_tokens(record: Record, usage: Usage) -> int | None:
-    """What the engine had; None where that is not known.
+def _cached_tokens(record: WorkerRecord, usage: Usage) -> int | None:
+    """Cached tokens that the engine had; None if that is not known.
 
-    Some versions of vLLM leave the field out where it is 0. One that has once written a 0 does not, and
-    means by a missing field that it does not know.
+    Some versions of vLLM omit the field when it is 0, so a missing field is read as 0. An engine that has
+    reported a 0 does not omit it: from it, a missing field means that it does not know.
     """
     if usage.cached_tokens is not None:
         record.reports_cached = True
@@ -252,7 +248,7 @@ def _cached_tokens(record: Record, usage: Usage) -> int | None:
     return 0 if stands_for_zero and usage.prompt_tokens is not None else None
 
 
-def _note_length(record: Record, prediction: Prediction, prompt_tokens: int) -> None:
+def _note_length(record: WorkerRecord, prediction: Prediction, prompt_tokens: int) -> None:
     if prediction.kind is None:
         return
     differs = prompt_tokens != prediction.isl
@@ -262,7 +258,7 @@ def _note_length(record: Record, prediction: Prediction, prompt_tokens: int) -> 
         record.last_lengths = (prompt_tokens, prediction.isl)
 
 
-def _tally(record: Record, prediction: Prediction, cached_tokens: int) -> None:
+def _count(record: WorkerRecord, prediction: Prediction, cached_tokens: int) -> None:
     predicted_tokens = prediction.blocks * prediction.block_size
     error = predicted_tokens - cached_tokens
     result = "exact" if error == 0 else "over" if error > 0 else "under"
@@ -275,11 +271,11 @@ def _tally(record: Record, prediction: Prediction, cached_tokens: int) -> None:
         record.last_cached = (cached_tokens, predicted_tokens)
 
 
-def _note_cached(record: Record, prediction: Prediction, cached_tokens: int) -> None:
-    """Where neither side has anything, nothing is learnt; nor from more than an estimate could foretell."""
+def _note_cached(record: WorkerRecord, prediction: Prediction, cached_tokens: int) -> None:
     if not prediction.blocks and not cached_tokens:
-        return
+        return  # both sides have nothing: no evidence
     error = prediction.blocks * prediction.block_size - cached_tokens
+    # an estimate may be lower than the truth for a good reason, so a higher report is no evidence either
     has_more = prediction.is_estimate and error < 0
     if not has_more:
         record.inexact.note(error != 0)

@@ -2,7 +2,7 @@
 
 Whoever may publish on NATS can send any bytes. The structs of events.py and beats.py declare their fields
 with the types below, so msgspec refuses what is out of range while it decodes, in C. What a type cannot say
-(whole hashes, a port, two fields that must agree) is said by a function here.
+(a port) a function here checks; ops.py checks that hashes are whole.
 
 The ranges leave room: a frame number plus one, and any sum of 2^14 amounts, still fit into 64 bits.
 """
@@ -59,11 +59,6 @@ Url = Annotated[str, Meta(max_length=512, pattern=r"\A(?:https?://[A-Za-z0-9._~:
 """Empty, or checked further by `url_error`."""
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})?|\[[0-9A-Fa-f:.]+\]")
-
-
-def are_whole_hashes(packed: bytes) -> bool:
-    """Whether the bytes are packed 64-bit hashes."""
-    return not len(packed) & 7
 
 
 def url_error(url: str) -> str:

@@ -11,18 +11,26 @@ import pytest
 from kvrouter.core.audit.problems import Compared, Problem, problems_of, problems_of_pool
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.tables.block_index import IndexBounds
-from kvrouter.core.tables.predictions import ANNOUNCE_S, LEAST, WINDOW, Kind, Record, Truth, Usage
+from kvrouter.core.tables.predictions import (
+    ANNOUNCE_S,
+    LEAST,
+    WINDOW,
+    Kind,
+    PredictionTable,
+    Usage,
+    WorkerRecord,
+)
 from kvrouter.core.wire.heartbeats import RankBeat
 from tests.core.tables.test_predictions import CHAT, TEXT, TOKENS, foretold
 from tests.core.worlds import T1, W1, W2, card, chain_from, new_pool, worker_beat
 
-Story = Callable[[Truth], None]
+Story = Callable[[PredictionTable], None]
 
 
 def answers(usage: Usage, blocks: int, count: int = WINDOW, **facts: Any) -> Story:
     """So many answers with this usage, where so many blocks were foretold."""
 
-    def tell(truth: Truth) -> None:
+    def tell(truth: PredictionTable) -> None:
         for _ in range(count):
             truth.observe(foretold(blocks, **facts), usage)
 
@@ -32,7 +40,7 @@ def answers(usage: Usage, blocks: int, count: int = WINDOW, **facts: Any) -> Sto
 def events(found: bool, kind: Kind = TEXT) -> Story:
     """Requests whose blocks events have named, or not."""
 
-    def tell(truth: Truth) -> None:
+    def tell(truth: PredictionTable) -> None:
         for hash_ in range(LEAST):
             truth.expect(T1, kind, [hash_], 0.0)
         truth.look(ANNOUNCE_S, lambda *_: found)
@@ -40,9 +48,9 @@ def events(found: bool, kind: Kind = TEXT) -> Story:
     return tell
 
 
-def told(*stories: Story) -> Record | None:
+def told(*stories: Story) -> WorkerRecord | None:
     """Worker 1's record after all that."""
-    truth = Truth()
+    truth = PredictionTable()
     for story in stories:
         story(truth)
     return truth.records.get(W1)

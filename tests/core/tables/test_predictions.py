@@ -15,9 +15,9 @@ from kvrouter.core.tables.predictions import (
     Alarm,
     Kind,
     Prediction,
-    Record,
-    Truth,
+    PredictionTable,
     Usage,
+    WorkerRecord,
 )
 from kvrouter.core.wire.ids import Target
 from tests.core.worlds import T1, T2, W1, W2
@@ -31,15 +31,15 @@ def foretold(blocks: int, **facts: Any) -> Prediction:
     return Prediction(blocks=blocks, **told)
 
 
-def observed(*pairs: tuple[Prediction, Usage]) -> Record:
+def observed(*pairs: tuple[Prediction, Usage]) -> WorkerRecord:
     """Worker 1's record after these answers."""
-    truth = Truth()
+    truth = PredictionTable()
     for prediction, usage in pairs:
         truth.observe(prediction, usage)
     return truth.records[W1]
 
 
-def raised(record: Record, kind: Kind = TEXT) -> set[str]:
+def raised(record: WorkerRecord, kind: Kind = TEXT) -> set[str]:
     """The names of the alarms that are raised."""
     own = {"uncached": record.uncached, "uneven": record.uneven, "inexact": record.inexact}
     evidence = record.evidence(kind)
@@ -191,7 +191,7 @@ def test_alarm_is_over() -> None:
 
 def test_kinds_are_judged_apart() -> None:
     """Chats that go wrong are not hidden by texts that go right."""
-    truth = Truth()
+    truth = PredictionTable()
     for _ in range(LEAST):
         truth.observe(foretold(4, kind=CHAT), Usage(110, 64))
         for _ in range(5):
@@ -205,7 +205,7 @@ def test_kinds_are_judged_apart() -> None:
 
 def test_announced() -> None:
     """A block that events name in time confirms the worker; one that they never name does not."""
-    truth, held = Truth(), {1}
+    truth, held = PredictionTable(), {1}
     for hash_ in (1, 2, 3):
         truth.expect(T1, TEXT, [hash_], 10.0)
     truth.look(10.0, lambda _, hash_: hash_ in held)
@@ -222,7 +222,7 @@ def test_announced() -> None:
 
 def test_announcements_that_prove_nothing() -> None:
     """While a feed is behind nothing is missing."""
-    truth = Truth()
+    truth = PredictionTable()
     truth.expect(T1, TEXT, [1], 10.0)
     truth.look(99.0, lambda *_: None)
     truth.look(99.0, lambda *_: False)
@@ -232,7 +232,7 @@ def test_announcements_that_prove_nothing() -> None:
 
 def test_never_announced() -> None:
     """Eight served requests of which no event speaks raise the alarm; half of them found end it."""
-    truth = Truth()
+    truth = PredictionTable()
     for hash_ in range(LEAST):
         truth.expect(T1, TOKENS, [hash_], 0.0)
     truth.look(ANNOUNCE_S, lambda *_: False)
@@ -246,7 +246,7 @@ def test_never_announced() -> None:
 
 def test_equal_requests_are_one_piece_of_evidence() -> None:
     """A hundred siblings whose blocks are gone again say no more than one; those that only begin alike do."""
-    truth = Truth()
+    truth = PredictionTable()
     for _ in range(100):
         truth.expect(T1, TEXT, [1, 2], 0.0)
     truth.look(ANNOUNCE_S, lambda *_: False)
@@ -260,7 +260,7 @@ def test_equal_requests_are_one_piece_of_evidence() -> None:
 
 def test_bounded() -> None:
     """Expectations beyond the bound are passed over; records go with their workers."""
-    truth = Truth()
+    truth = PredictionTable()
     for hash_ in range(2 * MAX_EXPECTED):
         truth.expect(Target(W2), TEXT, [hash_], 0.0)
     truth.look(0.0, lambda *_: True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.core.tables.no_hit_lru import ColdOrder
+from kvrouter.core.tables.no_hit_lru import NoHitLru
 from kvrouter.core.tables.sessions import SessionTable
 from tests.policies.tables import target
 
@@ -72,7 +72,7 @@ def test_drop(sessions: SessionTable) -> None:
 
 def test_cold_order() -> None:
     """Never used first, ties share a place; then by last use."""
-    cold = ColdOrder()
+    cold = NoHitLru()
     for one in (W2, W1, W2):
         cold.used(one)
     new, newer = target("w3"), target("w4")
