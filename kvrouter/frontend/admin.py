@@ -14,8 +14,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kvrouter.bus import Bus
 from kvrouter.core.audit.watch import Watch
 from kvrouter.core.feeds.reader import FeedReader
-from kvrouter.core.fleet.models import listed
 from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.pools import listed
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.native import versions

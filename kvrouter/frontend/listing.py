@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvrouter.core.fleet.models import pool_serving
 from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.pools import pool_serving
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.frontend.bodies.openai import ModelEntry
 

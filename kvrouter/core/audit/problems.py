@@ -8,11 +8,12 @@ A tokenizer that differs makes lengths differ, hashes unknown and predictions wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import Struct
 
 from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.pools import pool_serving
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.predictions import Kind, KindEvidence, WorkerRecord
 
@@ -65,6 +66,34 @@ def problems_of(
 def problems_of_pool(compared: Compared) -> list[Problem]:
     """What is wrong with the frontend's tokens for all workers of a pool."""
     return [Problem("tokens_differ", compared.difference)] if compared.difference else []
+
+
+def shared_addresses(pool: Pool) -> list[str]:
+    """Sentences about engines that several workers of the pool claim as theirs."""
+    workers: dict[str, list[str]] = {}
+    for worker_id, worker in pool.workers.items():
+        workers.setdefault(worker.card.url, []).append(worker_id)
+    return [
+        f"workers {', '.join(sorted(names))} have one address, {url}: the engine is counted once for each "
+        "of them; stop all of their agents but one"
+        for url, names in sorted(workers.items())
+        if url and len(names) > 1
+    ]
+
+
+def name_conflicts(pools: Iterable[Pool]) -> dict[str, list[str]]:
+    """Sentences about names that several pools serve, by the pool whose clients do not reach it."""
+    by_id = sorted((pool for pool in pools if pool.names), key=lambda pool: pool.id)
+    conflicts: dict[str, list[str]] = {}
+    for pool in by_id:
+        for name in sorted(pool.names):
+            winner = pool_serving(name, by_id)
+            if winner is not pool:
+                conflicts.setdefault(pool.id, []).append(
+                    f"{name!r} is also a name in pool {winner.id}, where all requests for it go: "
+                    "give the model or adapter another name in one of them"
+                )
+    return conflicts
 
 
 def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:

@@ -10,9 +10,16 @@ from functools import partial
 
 from msgspec import Struct
 
-from kvrouter.core.audit.problems import NOT_COMPARED, Compared, Problem, problems_of, problems_of_pool
+from kvrouter.core.audit.problems import (
+    NOT_COMPARED,
+    Compared,
+    Problem,
+    name_conflicts,
+    problems_of,
+    problems_of_pool,
+    shared_addresses,
+)
 from kvrouter.core.feeds.trust import FeedState
-from kvrouter.core.fleet.models import name_conflicts, shared_addresses
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId

@@ -1,28 +1,35 @@
-"""The pools of one replica: from the first word of one until nobody needs it.
+"""The pools of one replica: when they begin and end, and which one serves a model.
 
     a worker's card, a peer's bookings ──> begun      (bounded; a peer's empty feed begins none)
-    no worker, no own booking for a lease ──> no longer told of in heartbeats
-    nor anybody else's, nothing left to sweep ──> gone
+    no worker, no own booking for a lease ──> no longer in the replica's heartbeats
+    no booking of a peer either, nothing left to sweep ──> gone
 
-A pool that is gone may come back. Its feed goes on from where it was: the incarnation is the same.
+A pool that is gone may come back. Its feed continues with the next seq, as the incarnation is the same.
+
+A model name: base models' names before LoRA adapters; among equals the pool whose id comes first. So every
+replica answers alike, whichever worker it saw first. A name that two pools serve is a mistake of the
+deployment: all requests for it go to one of them, and the audit reports it (core/audit/problems.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 
 from kvrouter.core.feeds.lease import DEFAULT_ROUNDS
-from kvrouter.core.fleet.models import pool_serving
+from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.wire.ids import PoolId
-from kvrouter.errors import NoWorkersError, UnknownModelError
+from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
 
+# At a time. A message that would begin another is ignored and counted. An empty pool takes some 0.3 MB, so
+# anybody who may publish could otherwise fill the memory with invented pools.
 POOLS_MOST = 256
-"""At a time. What would begin another is ignored and counted. An empty pool takes some 0.3 MB."""
+# Pools without a worker, which only a peer's feed has named.
 UNSERVED_MOST = 64
-"""Of them without a worker: known by a peer's word only."""
+# After its pool is gone, a model answers 503 (no worker) for this time and 404 (does not exist) after it.
 NAMES_KEPT_S = 600.0
-"""So long a model whose pool is gone is said to have no worker, rather than not to exist."""
+# Names in one error message.
+LISTED_MOST = 50
 
 
 class Pools:
@@ -78,9 +85,9 @@ class Pools:
         }
 
     def router_for(self, model: str | None) -> Router:
-        """The router of the pool that serves a model or LoRA name (core/fleet/models.py).
+        """The router of the pool that serves a model or LoRA name; see `pool_serving`.
 
-        One that was served until a while ago has no workers, rather than not to exist.
+        A model whose pool is gone since less than NAMES_KEPT_S raises NoWorkersError, not UnknownModelError.
         """
         if len(self.routers) == 1:  # nearly always: there is nothing to choose from
             (only,) = self.routers.values()
@@ -102,3 +109,31 @@ class Pools:
         if router.source.seq:
             self._reached[pool_id] = router.source.seq
         self._past_names.update(dict.fromkeys(router.pool.names, now + NAMES_KEPT_S))
+
+
+def pool_serving(model: str | None, pools: Iterable[Pool]) -> Pool:
+    """The pool that serves a model or LoRA name; no name is enough where there is one pool only.
+
+    Raises UnknownModelError, BadRequestError where a name is needed, or NoWorkersError while no worker has
+    been seen at all.
+    """
+    serving = [pool for pool in pools if pool.names]
+    if not serving:
+        raise NoWorkersError("no worker has been seen yet")
+    if model is None and len(serving) == 1:
+        return serving[0]
+    found = [pool for pool in serving if model in pool.names]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        return min(found, key=lambda pool: (model in pool.lora_names, pool.id))
+    served = listed({name for pool in serving for name in pool.names})
+    if model is None:
+        raise BadRequestError(f"`model` must be given, as several are served: {served}", param="model")
+    raise UnknownModelError(f"The model `{model}` does not exist; served: {served}", param="model")
+
+
+def listed(names: Set[str]) -> str:
+    """The first of them, for a sentence."""
+    first = sorted(names)[:LISTED_MOST]
+    return ", ".join([*first, *([f"… {len(names)} in all"] if len(names) > len(first) else [])])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvrouter.core.audit.problems import Compared, Problem, problems_of, problems_of_pool
-from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.audit.problems import Compared, Problem, name_conflicts, problems_of, problems_of_pool
+from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.tables.block_index import IndexBounds
 from kvrouter.core.tables.predictions import (
     ANNOUNCE_S,
@@ -21,6 +21,7 @@ from kvrouter.core.tables.predictions import (
     WorkerRecord,
 )
 from kvrouter.core.wire.heartbeats import RankBeat
+from kvrouter.core.wire.ids import PoolId
 from tests.core.tables.test_predictions import CHAT, TEXT, TOKENS, foretold
 from tests.core.worlds import T1, W1, W2, card, chain_from, new_pool, worker_beat
 
@@ -234,3 +235,21 @@ def test_truncated_worker_is_not_blamed_for_more() -> None:
 
     assert "truncated" == problem.kind
     assert "--index-max-blocks" in problem.text
+
+
+def pool_of(pool_id: str, model: str, *loras: str) -> Pool:
+    """A pool with one worker."""
+    pool = Pool(PoolId(pool_id), PoolSettings())
+    pool.update(W1, worker_beat(card(model=model, lora_names=loras)))
+    return pool
+
+
+def test_name_of_two_pools() -> None:
+    """The pool that a name does not reach reports where its requests go, and what to change."""
+    llama, qwen = pool_of("a-llama", "llama", "sql", "qwen"), pool_of("b-qwen", "qwen", "sql")
+    conflicts = name_conflicts([qwen, llama])
+
+    assert {"a-llama", "b-qwen"} == set(conflicts)
+    assert ["'qwen' is also a name in pool b-qwen"] == [text.split(",")[0] for text in conflicts["a-llama"]]
+    assert "give the model or adapter another name" in conflicts["b-qwen"][0]
+    assert {} == name_conflicts([llama])
