@@ -25,7 +25,7 @@ from kvrouter.client.membership import (
     until_serving,
 )
 from kvrouter.core.fleet.pool import PoolSettings
-from kvrouter.core.fleet.replica import ReplicaSettings
+from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import Candidate, Policy, RouteRequest, parse_wanted
@@ -93,12 +93,12 @@ class KvRouter(HandFed):
             temperature=temperature,
         )
         super().__init__(replica, clock)
-        self._begin(BY_HAND, lambda: None)
+        self._pool = BY_HAND
+        self._on_change = _nothing
 
-    @classmethod
+    @staticmethod
     @contextlib.asynccontextmanager
     async def connect(
-        cls,
         nats: NatsOptions | str,
         namespace: str,
         model: str,
@@ -112,7 +112,7 @@ class KvRouter(HandFed):
         replica_sync: bool = False,
         ready_timeout_s: float = READY_TIMEOUT_S,
         heartbeat_s: float = 1.0,
-    ) -> AsyncIterator[Self]:
+    ) -> AsyncIterator[KvRouter]:
         """A router for a model of a namespace while this is open; begins when its workers are known.
 
         It is one more replica beside the frontends: with `replica_sync` it shares its bookings with
@@ -125,21 +125,12 @@ class KvRouter(HandFed):
             member, _maker(policy, settings), overlap_weight=overlap_weight, temperature=temperature
         )
         async with joined(replica, nats, namespace, heartbeat_s=heartbeat_s) as replica_loop:
-            router = cls.__new__(cls)
-            HandFed.__init__(router, replica, time.monotonic)
-            router._begin(
-                await until_serving(replica, model, ready_timeout_s), replica_loop.publishing.flush_soon
-            )
-            yield router
-
-    def _begin(self, pool: PoolId, changed: Callable[[], None]) -> None:
-        self._pool = pool
-        self._changed = changed
-        """Bookings have changed: whoever shall know of it can be told."""
+            pool = await until_serving(replica, model, ready_timeout_s)
+            yield _ConnectedRouter(replica, pool, replica_loop.publishing.flush_soon)
 
     @property
     def _router(self) -> Router:
-        """Of the pool; begun anew if all its workers had left."""
+        # Not kept: a pool without workers is given up after a while, and begins again with the next worker.
         return self._replica.router(self._pool)
 
     # Workers, by hand
@@ -184,8 +175,6 @@ class KvRouter(HandFed):
         super().apply(frame, worker_id, rank)
 
     def _by_hand(self) -> Router:
-        if self._pool != BY_HAND:
-            raise ConfigError("this KvRouter hears of its workers over NATS")
         return self._router
 
     # Requests
@@ -206,8 +195,8 @@ class KvRouter(HandFed):
         now = self._tend()
         asked = self._request(tokens, about)
         placement = self._router.route(asked, now, streamed=streamed, exclude=self._targets_of(exclude))
-        self._changed()
-        return PlacedRequest(self._router, placement, self._router.considered, self._clock, self._changed)
+        self._on_change()
+        return PlacedRequest(self._router, placement, self._router.considered, self._clock, self._on_change)
 
     def explain(
         self, tokens: Sequence[int], *, exclude: Collection[str] = (), **about: Unpack[About]
@@ -262,6 +251,22 @@ class KvRouter(HandFed):
         return now
 
 
+class _ConnectedRouter(KvRouter):
+    """A KvRouter whose workers are on NATS. `on_change` publishes what has happened to bookings."""
+
+    def __init__(self, replica: Replica, pool: PoolId, on_change: Callable[[], None]) -> None:
+        HandFed.__init__(self, replica, time.monotonic)
+        self._pool = pool
+        self._on_change = on_change
+
+    def _by_hand(self) -> Router:
+        raise ConfigError("this KvRouter learns of its workers over NATS: add and remove none by hand")
+
+
+def _nothing() -> None:
+    """Nobody shares the bookings of a router that is not on NATS."""
+
+
 def _check_amounts(**amounts: float | None) -> None:
     """Raise ConfigError for one that is given and is no number of at least 0."""
     for name, amount in amounts.items():
@@ -285,14 +290,14 @@ class PlacedRequest:
         placement: Placement,
         candidates: Sequence[Candidate],
         clock: Callable[[], float],
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self.candidates = candidates
         """All it was chosen from."""
         self._router = router
         self._placement = placement
         self._clock = clock
-        self._changed = changed
+        self._on_change = on_change
 
     @property
     def worker_id(self) -> str:
@@ -323,12 +328,12 @@ class PlacedRequest:
     def mark_prefill_completed(self) -> None:
         """The first data byte is here. A second time changes nothing."""
         self._router.first_byte(self._placement.key, self._clock())
-        self._changed()
+        self._on_change()
 
     def progress(self, output_tokens: int) -> None:
         """The answer has this many tokens so far; once a second is often enough."""
         self._router.progress(self._placement.key, output_tokens)
-        self._changed()
+        self._on_change()
 
     def answered(self, status: int) -> None:
         """Tell a policy of one's own with which status the worker has answered."""
@@ -337,7 +342,7 @@ class PlacedRequest:
     def free(self) -> None:
         """The request has ended, in whatever way. A second time changes nothing."""
         self._router.free(self._placement.key)
-        self._changed()
+        self._on_change()
 
     def __enter__(self) -> Self:
         return self
