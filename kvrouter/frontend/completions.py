@@ -37,7 +37,6 @@ from kvrouter.relay.exchange import (
     TimedOut,
 )
 from kvrouter.relay.request import Request, Serve, request_id_of
-from kvrouter.relay.request_head import request_head
 from kvrouter.relay.upstream import Upstream, WorkerUnreachableError
 from kvrouter.replica.publishing import Publishing
 from kvrouter.telemetry.metrics import RequestMetrics, Sample
@@ -205,8 +204,7 @@ class Completions:
         body = with_report_mode(work.body) if asks_report else work.body
         is_direct = work.route.wanted is not None
         request = work.request
-        head = request_head(
-            request.head,
+        head = request.head.for_worker(
             placement.url,
             work.id,
             len(body),
