@@ -45,9 +45,9 @@ class BusyThresholds:
         """POST. Raises BadRequestError or UnknownModelError."""
         wanted = _read(await read_body(http))
         router = self._replica.router_for(wanted.model)
-        now, blocks = self._rules.busy(router), wanted.active_decode_blocks_threshold
+        now, blocks = self._rules.filters(router.pool.id), wanted.active_decode_blocks_threshold
         tokens = wanted.active_prefill_tokens_threshold
-        self._rules.set_busy(
+        self._rules.set_thresholds(
             router,
             now.active_decode_blocks_threshold if blocks is UNSET else blocks,
             now.active_prefill_tokens_threshold if tokens is UNSET else tokens,
@@ -55,7 +55,7 @@ class BusyThresholds:
         return _json(self._shown(router))
 
     def _shown(self, router: Router) -> dict[str, object]:
-        settings = self._rules.busy(router)
+        settings = self._rules.filters(router.pool.id)
         return {
             "model": router.pool.model,
             "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,

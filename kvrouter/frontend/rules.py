@@ -1,7 +1,7 @@
 """What holds for every router of this replica beside its policy: filters, circuits, decisions kept.
 
-flags ──> Rules ──equip──> each router, as its pool is first heard of
-POST /busy_threshold ──set_busy──┘                     from its next request on
+flags ──> Rules ──of_pool──> each new router
+POST /busy_threshold ──set_thresholds──┘ from its next request on
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.breaker import CircuitBreakers
 from kvrouter.core.routing.decisions import DecisionRing
 from kvrouter.core.routing.filters import FilterSettings, new_filters
-from kvrouter.core.routing.modes import Modes
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.frontend.flags.rules import RuleOptions
@@ -37,27 +36,30 @@ class Rules:
         """An empty table for one pool."""
         return SessionTable(self.options.session_ttl_s)
 
-    def equip(self, router: Router) -> None:
-        """Give a new router what the flags ask for."""
-        router.modes = Modes(router.selection, self._mode, partial(new_policy, settings=self._policy))
-        router.decisions = self.decisions
-        if self.options.breaker is not None:
-            router.circuits = CircuitBreakers(self.options.breaker)
-        self._filter(router)
-
-    def busy(self, router: Router) -> FilterSettings:
-        """The settings of a router's filters, thresholds among them."""
-        return self._filters.get(router.pool.id, self.options.filters)
-
-    def set_busy(self, router: Router, blocks: float | None, tokens: int | None) -> None:
-        """Thresholds from the next request on; None: that one does not apply."""
-        self._filters[router.pool.id] = replace(
-            self.busy(router), active_decode_blocks_threshold=blocks, active_prefill_tokens_threshold=tokens
+    def of_pool(self, pool_id: PoolId) -> RouterRules:
+        """The rules of a new router."""
+        circuits = CircuitBreakers(self.options.breaker) if self.options.breaker is not None else None
+        return RouterRules(
+            new_filters(self.filters(pool_id), circuits),
+            circuits,
+            self.decisions,
+            self._mode,
+            partial(new_policy, settings=self._policy),
         )
-        self._filter(router)
 
-    def _filter(self, router: Router) -> None:
-        router.selection.filters = new_filters(self.busy(router), router.circuits)
+    def filters(self, pool_id: PoolId) -> FilterSettings:
+        """The settings of a pool's filters, with the thresholds set at run time."""
+        return self._filters.get(pool_id, self.options.filters)
+
+    def set_thresholds(self, router: Router, blocks: float | None, tokens: int | None) -> None:
+        """Apply thresholds of filter `busy` from the next request on; None switches one off."""
+        pool_id = router.pool.id
+        self._filters[pool_id] = replace(
+            self.filters(pool_id),
+            active_decode_blocks_threshold=blocks,
+            active_prefill_tokens_threshold=tokens,
+        )
+        router.selection.filters = new_filters(self.filters(pool_id), router.circuits)
 
     def samples(self, routers: Mapping[PoolId, Router]) -> Iterator[Sample]:
         """For /metrics."""

@@ -36,10 +36,10 @@ from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.frontend.flags.policies import SERVED_MODES, bucket_header
 from kvrouter.frontend.http_server import Site, http_server, wait_for_any
 from kvrouter.frontend.hung_engines import probing
-from kvrouter.frontend.index_metrics import index_maker, index_samples
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.sockets import Doors, open_doors, raise_limit, streams_within
+from kvrouter.frontend.index_metrics import index_maker, index_samples
 from kvrouter.frontend.text_eviction import texts_evicted
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
 from kvrouter.policies import POLICIES
@@ -253,7 +253,7 @@ def new_replica(
         int(time.time() * 1_000_000),
         new_policy,
         chance=random.random,
-        equip=rules.equip,
+        new_rules=rules.of_pool,
     )
 
 

@@ -23,7 +23,7 @@ from kvrouter.core.fleet.following import Following
 from kvrouter.core.fleet.pool import NAMED_MOST, Pool, PoolSettings
 from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.readiness import AWAITED_MOST, Readiness, ServedElsewhere, behind, sizes_of_elders
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.policy import Policy, PolicyState
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.heartbeats import (
@@ -85,7 +85,8 @@ class ReplicaCounters:
 class Replica:
     """Everything a replica knows and decides.
 
-    `new_policy()` makes a new pool's policy and state, `equip` gets the router; `chance()` is in [0, 1).
+    `new_policy()` makes a new pool's policy and state, `new_rules(pool)` its other rules.
+    `chance()` returns a number in [0, 1).
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Replica:
         new_policy: Callable[[], tuple[Policy, PolicyState]],
         *,
         chance: Callable[[], float],
-        equip: Callable[[Router], None] = lambda _router: None,
+        new_rules: Callable[[PoolId], RouterRules] = lambda _pool: RouterRules(),
     ) -> None:
         self.settings = settings
         self.router_id = router_id
@@ -114,7 +115,7 @@ class Replica:
         self._served_elsewhere = ServedElsewhere()
         self._new_policy = new_policy
         self._chance = chance
-        self._equip = equip
+        self._new_rules = new_rules
         self._round = self._returned_round = 0
         self._lacks_card = self._is_in_batch = False
         self._hello_again_round = 0
@@ -343,16 +344,15 @@ class Replica:
         return self._pools.router_for(model)
 
     def _new_router(self, pool_id: PoolId, seq: int) -> Router:
-        router = Router(
+        return Router(
             Pool(pool_id, self.settings.pool),
             *self._new_policy(),
             router_id=self.router_id,
             incarnation=self.incarnation,
             synced=self.settings.synced,
+            rules=self._new_rules(pool_id),
             seq=seq,
         )
-        self._equip(router)
-        return router
 
     def _has_room(self, pool_id: PoolId, *, served: bool) -> bool:
         if pool_id in self.routers:

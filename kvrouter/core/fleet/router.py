@@ -13,7 +13,8 @@ from __future__ import annotations
 import heapq
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from msgspec import Struct
 
@@ -91,6 +92,20 @@ class _Own(Struct):
     """Whether the policy has been told how the worker answered."""
 
 
+@dataclass(frozen=True, slots=True)
+class RouterRules:
+    """What applies in one pool besides its policy."""
+
+    filters: tuple[Filter, ...] = ()
+    circuits: CircuitBreakers | None = None
+    decisions: DecisionRing | None = None
+    """Where decisions are kept; None: they are not kept."""
+    mode: str = ""
+    """The name of the router's own mode."""
+    new_policy: Callable[[str], Policy] | None = None
+    """Makes the policy of another mode that a request names; None: requests cannot name one."""
+
+
 class Router:
     """Decisions and own bookings in one pool. `synced`: whether peers are told."""
 
@@ -103,7 +118,7 @@ class Router:
         router_id: RouterId,
         incarnation: int,
         synced: bool,
-        filters: tuple[Filter, ...] = (),
+        rules: RouterRules = RouterRules(),
         seq: int = 0,
     ) -> None:
         """`seq`: how far the feed had come when this pool was given up before."""
@@ -112,13 +127,11 @@ class Router:
         state_ops = weakref.WeakMethod(self._state_ops)  # in a ring it would outlive its pool by an hour
         self.source = FeedSource(incarnation, lambda now: ops(now) if (ops := state_ops()) else ())
         self.truth = PredictionTable()
-        self.selection = Selection(policy, state, filters)
+        self.selection = Selection(policy, state, rules.filters)
         """That of the router's own mode."""
-        self.modes = Modes(self.selection)
-        self.circuits: CircuitBreakers | None = None
-        """Told of every request's end where circuits may open."""
-        self.decisions: DecisionRing | None = None
-        """Where decisions are kept, if they are."""
+        self.modes = Modes(self.selection, rules.mode, rules.new_policy)
+        self.circuits = rules.circuits
+        self.decisions = rules.decisions
         self.considered: Sequence[Candidate] = ()
         """What the last choice was made from. Not kept with its placement: it may be large."""
         self._refusals: tuple[dict[Target, Worker], dict[Target, str]] = ({}, {})

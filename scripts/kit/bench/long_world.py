@@ -21,7 +21,7 @@ from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.decisions import DecisionRing
 from kvrouter.core.routing.filters import FilterSettings, new_filters
@@ -305,13 +305,13 @@ class World:
         state = PolicyState(
             self._rng.random, texts=TextIndex(self._text_settings()), sessions=SessionTable(load.ttl_s)
         )
-        router = Router(
+        return Router(
             pool, new_policy(mode, PolicySettings()), state,
             router_id=RouterId(f"r{number}"), incarnation=1, synced=True,
-            filters=new_filters(FilterSettings(session_affinity="soft")),
+            rules=RouterRules(
+                new_filters(FilterSettings(session_affinity="soft")), decisions=DecisionRing(1000)
+            ),
         )  # fmt: skip
-        router.decisions = DecisionRing(1000)
-        return router
 
     def _text_settings(self) -> TextIndexSettings:
         most = self.load.eviction_chars

@@ -6,7 +6,7 @@ import pytest
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.room import has_room, lane_of
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
 from kvrouter.core.routing.breaker import BreakerSettings, CircuitBreakers
 from kvrouter.core.routing.filters import FilterSettings, new_filters
@@ -28,7 +28,7 @@ def new_router(pool: Pool, settings: FilterSettings | None = None) -> Router:
         router_id=RouterId("me"),
         incarnation=1,
         synced=False,
-        filters=new_filters(settings or FilterSettings()),
+        rules=RouterRules(new_filters(settings or FilterSettings())),
     )
 
 

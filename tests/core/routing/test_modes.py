@@ -8,10 +8,9 @@ from functools import partial
 import pytest
 
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.decisions import DecisionRing
 from kvrouter.core.routing.filters import FilterSettings, new_filters
-from kvrouter.core.routing.modes import Modes
 from kvrouter.core.routing.policy import PolicyState, RouteRequest
 from kvrouter.core.wire.ids import RouterId
 from kvrouter.errors import BadRequestError
@@ -31,12 +30,16 @@ def pool() -> Pool:
 @pytest.fixture
 def router(pool: Pool) -> Router:
     """Mode kv, every other on request, decisions kept."""
-    router = Router(
-        pool, Kv(), PolicyState(random.Random(1).random), router_id=RouterId("me"), incarnation=1, synced=True
+    return new_router(pool, DecisionRing(10))
+
+
+def new_router(pool: Pool, decisions: DecisionRing) -> Router:
+    """Mode kv, every other on request."""
+    rules = RouterRules(
+        decisions=decisions, mode="kv", new_policy=partial(new_policy, settings=PolicySettings())
     )
-    router.modes = Modes(router.selection, "kv", partial(new_policy, settings=PolicySettings()))
-    router.decisions = DecisionRing(10)
-    return router
+    state = PolicyState(random.Random(1).random)
+    return Router(pool, Kv(), state, router_id=RouterId("me"), incarnation=1, synced=True, rules=rules)
 
 
 def asked(request_id: str = "req", **facts: object) -> RouteRequest:
@@ -126,15 +129,17 @@ def test_removed_by_a_filter_that_has_changed_since(router: Router) -> None:
     assert ["a filter, then"] == [one.removed_by for one in kept.explain().verdicts if one.removed_by]
 
 
-def test_the_ring_is_bounded(router: Router) -> None:
+def test_the_ring_is_bounded(pool: Pool) -> None:
     """By number, and by bytes; the newest stays whatever its size."""
-    ring = router.decisions = DecisionRing(3)
+    ring = DecisionRing(3)
+    router = new_router(pool, ring)
     for number in range(5):
         router.route(asked(f"r{number}"), 0.0)
     assert (3, ["r4", "r3"]) == (len(ring), [one.request.request_id for one in ring.last(2)])
     assert ([], 1) == (ring.of("r1"), len(ring.of("r2")))
 
-    tiny = router.decisions = DecisionRing(3, max_bytes=1)
+    tiny = DecisionRing(3, max_bytes=1)
+    router = new_router(pool, tiny)
     for number in range(5):
         router.route(asked(f"r{number}"), 0.0)
     assert ["r4"] == [one.request.request_id for one in tiny.last(9)]

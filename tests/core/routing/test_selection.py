@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.filters import FilterSettings, MaxOngoing, new_filters
 from kvrouter.core.routing.policy import Policy, PolicyState, RouteRequest
 from kvrouter.core.routing.selection import Selection
@@ -76,7 +76,7 @@ def new_router(pool: Pool, policy: Policy | None = None, settings: FilterSetting
     """A router with this policy behind these filters."""
     return Router(
         pool, policy or Kv(), PolicyState(random.Random(1).random), router_id=RouterId("me"), incarnation=1,
-        synced=False, filters=new_filters(settings or FilterSettings()),
+        synced=False, rules=RouterRules(new_filters(settings or FilterSettings())),
     )  # fmt: skip
 
 
