@@ -10,8 +10,9 @@ Prompts given as token ids need none of them. Nothing known (an empty tuple) mea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +21,6 @@ import structlog
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.cost import Prompt as HashedPrompt
 from kvrouter.core.wire.hashes import block_seed, seeded_prompt_hashes
-from kvrouter.frontend.encoders import Encoders
 from kvrouter.tokens.engine import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Encoded
@@ -46,6 +46,35 @@ class Naming:
     """As the client names it; a LoRA adapter perhaps."""
     lora_name: str | None = None
     salt: str | None = None
+
+
+class Encoders:
+    """One prompt encoder for each model of `--model-path`; `default` serves every other pool."""
+
+    def __init__(self, default: PromptEncoder, by_name: Mapping[str, PromptEncoder] | None = None) -> None:
+        self.default = default
+        self.by_name = dict(by_name or {})
+
+    @classmethod
+    @contextlib.contextmanager
+    def load(
+        cls, read: Callable[[str | None], PromptEncoder], default: str | None, by_name: Mapping[str, str]
+    ) -> Iterator[Encoders]:
+        """Read the models; `read` knows how. Raises ConfigError for a broken one."""
+        with contextlib.ExitStack() as stack:
+            named = {name: stack.enter_context(read(path)) for name, path in by_name.items()}
+            yield cls(stack.enter_context(read(default)), named)
+
+    def of(self, pool: Pool) -> PromptEncoder:
+        """The encoder of a pool, found by any name that its base model is served by."""
+        for name, encoder in self.by_name.items():
+            if name == pool.model or name in pool.names:
+                return encoder
+        return self.default
+
+    def all(self) -> dict[str, PromptEncoder]:
+        """By model; the default one under an empty name."""
+        return {"": self.default, **self.by_name}
 
 
 class PromptBlocks(Protocol):

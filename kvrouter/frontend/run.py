@@ -39,7 +39,7 @@ from kvrouter.frontend.hung_engines import probing
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.sockets import Doors, open_doors, raise_limit, streams_within
-from kvrouter.frontend.index_metrics import index_maker, index_samples
+from kvrouter.frontend.state_metrics import index_maker, index_samples
 from kvrouter.frontend.text_eviction import texts_evicted
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
 from kvrouter.policies import POLICIES

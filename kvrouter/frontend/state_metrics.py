@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+
+from prometheus_client import CollectorRegistry
 
 from kvrouter.bus import Bus
 from kvrouter.core.audit.watch import Watch
 from kvrouter.core.feeds.reader import FeedReader
-from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.fleet.pool import NewIndex, Pool
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.wire.ids import RouterId
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.tables.block_index import BlockIndex, IndexBounds, Wider
+from kvrouter.core.tables.predictions import ERROR_BLOCKS, WorkerRecord
+from kvrouter.core.wire.hashes import Hashes
+from kvrouter.core.wire.ids import PoolId, RouterId, Target
 from kvrouter.core.wire.senders import Feed, name
-from kvrouter.frontend.truth_metrics import truth_samples
 from kvrouter.replica.loop import ReplicaLoop
-from kvrouter.telemetry.metrics import Sample
+from kvrouter.telemetry.metrics import Sample, Spread
 
 _COUNTED = {
     "malformed_heartbeats": "Heartbeats that could not be read",
@@ -61,7 +67,7 @@ def samples(replica: Replica, replica_loop: ReplicaLoop, watch: Watch, bus: Bus)
     for router in list(replica.routers.values()):
         yield from _pool_samples(router.pool)
         yield from _booking_samples(router.pool, {replica.router_id, *replica.peers})
-        yield from truth_samples(router, watch)
+        yield from _prediction_samples(router, watch)
     for source, reader in list(replica.readers.items()):
         yield from _feed_samples(source, reader)
 
@@ -101,3 +107,115 @@ def _feed_samples(source: Feed, reader: FeedReader) -> Iterator[Sample]:
         yield "kvrouter_feed_staleness_seconds", "gauge", "Since the source was last heard", labels, silent
     recovery = reader.counters.recovery_s
     yield "kvrouter_feed_last_recovery_seconds", "gauge", "How long the last repair took", labels, recovery
+
+
+Labels = dict[str, str]
+
+
+def _prediction_samples(router: Router, watch: Watch) -> Iterator[Sample]:
+    """What is known of every worker that the pool has now."""
+    pool = router.pool
+    yield from _of_problems(watch, pool.id, "")
+    for worker_id in pool.workers:
+        labels = {"pool": str(pool.id), "worker": str(worker_id)}
+        yield from _of_problems(watch, pool.id, worker_id)
+        record = router.truth.records.get(worker_id)
+        if record is not None:
+            yield from _of_predictions(record, labels)
+            yield from _of_evidence(record, labels)
+
+
+def _of_problems(watch: Watch, pool_id: PoolId, worker_id: str) -> Iterator[Sample]:
+    """Those of a worker; an empty id stands for the pool itself."""
+    for problem in watch.problems(pool_id, worker_id):
+        labels = {"pool": str(pool_id), "worker": worker_id, "problem": problem.kind}
+        yield "kvrouter_worker_problem", "gauge", "1 while /workers shows this problem", labels, 1.0
+
+
+def _of_predictions(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
+    for (result, source), count in record.predictions.items():
+        own = {**labels, "result": result, "source": source}
+        yield (
+            "kvrouter_predictions",
+            "counter",
+            "Predictions that an engine's report was held against",
+            own,
+            count,
+        )
+    text = "Prompt tokens foretold to be cached, where the engine reported them too"
+    yield "kvrouter_predicted_cached_tokens", "counter", text, labels, record.predicted_tokens
+    text = "Prompt tokens that the engine reported as cached"
+    yield "kvrouter_reported_cached_tokens", "counter", text, labels, record.reported_tokens
+    if record.inexact.total:
+        share = 1 - record.inexact.bad / record.inexact.total
+        text = "Exact ones of the last 16 predictions that could be judged"
+        yield "kvrouter_prediction_exact_ratio", "gauge", text, labels, share
+    yield from _of_errors(record, labels)
+
+
+def _of_errors(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
+    count = 0
+    for bound, own_count in zip([*map(str, ERROR_BLOCKS), "+Inf"], record.errors, strict=True):
+        count += own_count
+        text = "Blocks foretold minus blocks reported; below 0 the engine had more"
+        yield "kvrouter_prediction_error_blocks", "histogram", text, {**labels, "le": bound}, count
+
+
+def _of_evidence(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
+    for result, count in record.lengths.items():
+        text = "Answers whose prompt_tokens were those counted here, or not"
+        yield "kvrouter_prompt_lengths", "counter", text, {**labels, "result": result}, count
+    for result, count in record.announced.items():
+        text = "Served requests whose first block the worker's events named within 2 s, or not"
+        yield "kvrouter_announced_requests", "counter", text, {**labels, "result": result}, count
+
+
+LOOKUP_SECONDS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 0.1)
+"""Bucket bounds: a look-up takes microseconds, and a millisecond is one too many."""
+
+
+class MeasuredIndex(BlockIndex):
+    """A block index that tells how long each look-up took."""
+
+    def __init__(self, bounds: IndexBounds, placement_secret: int, observe: Callable[[float], None]) -> None:
+        super().__init__(bounds, placement_secret)
+        self._observe = observe
+
+    def depths(self, hashes: Hashes) -> dict[Target | Wider, int]:
+        """See BlockIndex."""
+        began = time.perf_counter()
+        found = super().depths(hashes)
+        self._observe(time.perf_counter() - began)
+        return found
+
+
+def index_maker(registry: CollectorRegistry, *, is_on: bool) -> NewIndex:
+    """What makes the pools' indexes: such that measure themselves, or plain ones."""
+    if not is_on:
+        return BlockIndex
+    seconds = Spread(
+        "kvrouter_index_lookup_seconds", "Looking up one prompt's blocks", registry, bounds=LOOKUP_SECONDS
+    )
+    return lambda bounds, secret: MeasuredIndex(bounds, secret, seconds.observe)
+
+
+def index_samples(replica: Replica) -> Iterator[Sample]:
+    """The indexes of all pools as Prometheus samples."""
+    for router in replica.routers.values():
+        yield from _index_samples_of(router.pool)
+
+
+def _index_samples_of(pool: Pool) -> Iterator[Sample]:
+    labels, index = {"pool": str(pool.id)}, pool.index
+    counted = index.counters
+    yield "kvrouter_index_holders", "gauge", "Pairs of a block and its holder", labels, index.holders()
+    yield "kvrouter_index_bytes", "gauge", "Memory of the index, about", labels, index.size_bytes()
+    yield "kvrouter_index_lookups", "counter", "Prompts looked up", labels, counted.lookups
+    yield "kvrouter_index_stored_blocks", "counter", "Blocks that came", labels, counted.stored_blocks
+    yield "kvrouter_index_removed_blocks", "counter", "Blocks that went", labels, counted.removed_blocks
+    refused = counted.refused_blocks
+    yield "kvrouter_index_refused_blocks", "counter", "Blocks beyond the bounds", labels, refused
+    for target in index.targets():
+        own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
+        truncated = index.is_truncated(target)
+        yield "kvrouter_target_truncated", "gauge", "1 if blocks of it were refused", own, truncated

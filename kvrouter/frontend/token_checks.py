@@ -19,8 +19,7 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.encoders import Encoders
-from kvrouter.frontend.prompt_blocks import Naming, engine_url
+from kvrouter.frontend.prompt_blocks import Encoders, Naming, engine_url
 from kvrouter.telemetry.metrics import Sample
 from kvrouter.tokens.engine import EngineTokenizer, EngineTokenizerError
 from kvrouter.tokens.id_comparison import Difference, find_difference

@@ -13,9 +13,8 @@ import structlog
 from kvrouter.core.audit.problems import NOT_COMPARED, Compared
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
-from kvrouter.frontend.encoders import Encoders
 from kvrouter.frontend.flags.tokens import TokenOptions, Way
-from kvrouter.frontend.prompt_blocks import LocalBlocks, PromptBlocks, RemoteBlocks, TextBlocks
+from kvrouter.frontend.prompt_blocks import Encoders, LocalBlocks, PromptBlocks, RemoteBlocks, TextBlocks
 from kvrouter.frontend.token_checks import TokenChecks
 from kvrouter.telemetry.metrics import Sample
 from kvrouter.tokens.engine import EngineTokenizer

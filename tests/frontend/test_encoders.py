@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.frontend.encoders import Encoders
+from kvrouter.frontend.prompt_blocks import Encoders
 from kvrouter.tokens.prompt import PromptEncoder, TextPrompt
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.core.worlds import card, new_pool

@@ -15,8 +15,7 @@ from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.native import versions
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
 from kvrouter.core.wire.ids import PoolId
-from kvrouter.frontend.encoders import Encoders
-from kvrouter.frontend.prompt_blocks import LocalBlocks, Naming
+from kvrouter.frontend.prompt_blocks import Encoders, LocalBlocks, Naming
 from kvrouter.tokens import prefix_hashes
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import CacheSettings
