@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
@@ -18,9 +18,9 @@ from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai
+from kvrouter.frontend.bodies.edits import apply, edits_of
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
-from kvrouter.frontend.bodies.report_mode import without_report_mode
-from kvrouter.frontend.overrides import Dialect, find_wanted, priority_of, read_overrides, without_overrides
+from kvrouter.frontend.overrides import Dialect, find_wanted, priority_of, read_overrides
 from kvrouter.frontend.prediction_checks import Traits
 from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
 from kvrouter.relay.request import Request
@@ -45,8 +45,10 @@ class Work(Struct, frozen=True):
     received_at: float
     traits: Traits | None
     """None if its tokens are not known: there is nothing to compare."""
-    may_report: bool
-    """Whether the body may ask the engine for a report of the blocks it reuses."""
+    is_completion: bool
+    """Whether it is a chat or a completion: of the routes of passthrough.py no tokens are known."""
+    has_engine_arguments: bool
+    """Whether its body has a field `vllm_xargs`."""
     is_dry_run: bool
     """Whether the client wants to know where it would go, and nothing be sent."""
 
@@ -68,11 +70,11 @@ class Accept:
     async def work(self, request: Request, parse: Parse | None, request_id: str, received_at: float) -> Work:
         """Read the request, as far as routing must understand it; without a way to parse, hardly at all."""
         body = await request.read() if request.body is None else request.body
-        is_large = parse is not None and len(body) > LARGE_BYTES
-        large = await LargeBody.read(body) if is_large else LargeBody(body)
-        asked = passthrough.parse(request, large.rest) if parse is None else parse(large.rest)
+        large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None
+        readable = body if large is None else large.rest
+        asked = passthrough.parse(request, readable) if parse is None else parse(readable)
         router = self._replica.router_for(asked.model)
-        if large.runs and parse is not None:
+        if large is not None and large.runs and parse is not None:
             asked = await large.with_ids(asked, parse, _longest_context(router.pool))
         said = read_overrides(request.headers, asked.kvrouter, asked.session_id, self._dialect)
         wanted = find_wanted(said.target, request.headers, router.pool)
@@ -94,20 +96,18 @@ class Accept:
             priority=priority_of(request.headers, asked.priority),
             mode=said.mode,
         )
-        edits = [without_overrides] if asked.kvrouter is not None else []
-        edits += [without_report_mode] if asked.engine_arguments else []
-        body = large.edited(*edits)
         traits = Traits.of(asked, lora_name, len(prompts)) if prompts else None
         return Work(
             request_id,
             request,
-            body,
+            _edited(body, large, asked),
             asked.stream,
             route,
             router,
             received_at,
             traits,
-            may_report=parse is not None,
+            is_completion=parse is not None,
+            has_engine_arguments=asked.engine_arguments is not UNSET,
             is_dry_run=said.dry_run,
         )
 
@@ -124,6 +124,13 @@ class Accept:
             return await self._blocks.hashes(prompt, naming)
         finally:
             self._metrics.tokenize.observe(time.perf_counter() - began)
+
+
+def _edited(body: bytes, large: LargeBody | None, asked: openai.CompletionRequest) -> bytes:
+    if asked.kvrouter is None and asked.engine_arguments is UNSET:
+        return body  # nearly every request
+    edits = edits_of(asked)
+    return apply(edits, body) if large is None else large.edited(edits)
 
 
 def _longest_context(pool: Pool) -> int:

@@ -18,7 +18,7 @@ from kvrouter.frontend import circuits, passthrough
 from kvrouter.frontend.accept import Accept, Parse, Work
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import openai
-from kvrouter.frontend.bodies.report_mode import with_report_mode
+from kvrouter.frontend.bodies.edits import with_report_mode
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
 from kvrouter.frontend.in_flight import InFlight, cut_off_error
@@ -145,7 +145,7 @@ class Completions:
         failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
-        if work.may_report:  # no route of passthrough.py: nothing is known of their tokens
+        if work.is_completion:
             await self._waiting_room.admitted(work.router, work.route)
         for tries in range(self._retries + 1):
             if tries > 1:
@@ -200,8 +200,9 @@ class Completions:
     async def _exchange(self, running: Running, *, fresh: bool = False) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
         work, placement = running.work, running.placement
-        asks_report = placement.wants_report and work.may_report
-        body = with_report_mode(work.body) if asks_report else work.body
+        body = work.body
+        if placement.wants_report and work.is_completion:
+            body = with_report_mode(body, has_arguments=work.has_engine_arguments)
         is_direct = work.route.wanted is not None
         request = work.request
         head = request.head.for_worker(
@@ -227,7 +228,7 @@ class Completions:
             _response_headers(work, placement, self._replica.router_id),
             partial(self._first_data, work, placement),
             request.head.wants_keep_alive and not self.is_draining,
-            work.may_report,  # only then the path is one that every engine of the model has
+            work.is_completion,  # only then the path is one that every engine of the model has
         )
         self._running[attempt] = running
         try:

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
-import msgspec
-
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.policy import Wanted, parse_wanted
 from kvrouter.errors import BadRequestError, UnknownTargetError
@@ -132,13 +130,6 @@ def find_wanted(target: str, headers: Mapping[str, str], pool: Pool) -> Wanted |
         last = worker.card.ranks - 1
         raise UnknownTargetError(f"worker {wanted.worker_id!r} has no rank {rank}; its last one is {last}")
     return Wanted(wanted.worker_id, rank)
-
-
-def without_overrides(body: bytes) -> bytes:
-    """The JSON body without its `kvrouter` object, every other value byte for byte."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    del fields["kvrouter"]
-    return msgspec.json.encode(fields)
 
 
 def _in_headers(headers: Mapping[str, str], places: Mapping[str, str]) -> dict[str, _Said]:

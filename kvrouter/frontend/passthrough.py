@@ -53,7 +53,7 @@ class _Body(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
     kvrouter: msgspec.Raw = _NULL
-    vllm_xargs: msgspec.Raw = _NULL
+    vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _BODY = msgspec.json.Decoder(_Body)
@@ -86,7 +86,7 @@ def parse(request: Request, body: bytes) -> CompletionRequest:
         session_id=None,
         n=1,
         kvrouter=_overrides(fields.kvrouter),
-        engine_arguments=bytes(fields.vllm_xargs) != b"null",
+        engine_arguments=fields.vllm_xargs,
     )
 
 

@@ -248,7 +248,7 @@ async def test_malformed_body(fleet_of: FleetOf, body: bytes) -> None:
         b'{"model":"m","prompt":[1],"vllm_xargs":{"kv_cache_report_mode":"full"},"x":%s}' % (b"[" * 9999),
     ],
 )
-async def test_body_that_cannot_be_written_anew(fleet_of: FleetOf, body: bytes) -> None:
+async def test_body_that_cannot_be_edited(fleet_of: FleetOf, body: bytes) -> None:
     """A body that would have to be changed, and cannot be, is a bad request."""
     async with fleet_of() as fleet:
         assert 400 == (await fleet.ask(body)).status

@@ -8,7 +8,7 @@ import pytest
 
 from kvrouter.core.routing.policy import Wanted
 from kvrouter.errors import BadRequestError, UnknownTargetError
-from kvrouter.frontend.overrides import Dialect, Overrides, find_wanted, read_overrides, without_overrides
+from kvrouter.frontend.overrides import Dialect, Overrides, find_wanted, read_overrides
 from kvrouter.policies import POLICIES
 from tests.core.worlds import card, new_pool
 
@@ -115,10 +115,3 @@ def test_wrong_targets(target: str, headers: dict[str, str], status: int, told: 
 
     assert status == caught.value.status
     assert isinstance(caught.value, UnknownTargetError) == (status == 404)
-
-
-def test_the_body_is_otherwise_left_alone() -> None:
-    """Values keep their bytes: numbers, escapes and all."""
-    body = b'{"a":1.50, "kvrouter" : {"mode":"p2c"},"b":"\\u00e9\\/","c":12345678901234567890123}'
-
-    assert b'{"a":1.50,"b":"\\u00e9\\/","c":12345678901234567890123}' == without_overrides(body)

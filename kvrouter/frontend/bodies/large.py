@@ -22,6 +22,7 @@ import msgspec
 
 from kvrouter.core.wire.values import TokenId
 from kvrouter.errors import BadRequestError
+from kvrouter.frontend.bodies.edits import Edit, apply
 from kvrouter.frontend.bodies.openai import CompletionRequest
 from kvrouter.tokens.prompt import TokenPrompt
 
@@ -98,14 +99,14 @@ class LargeBody:
         await _count_values(self.body)
         return parse(self.body)
 
-    def edited(self, *edits: Callable[[bytes], bytes]) -> bytes:
+    def edited(self, edits: Sequence[Edit]) -> bytes:
         """The body after edits of what is not a long list of ids."""
         if not edits:
             return self.body
-        edited = _apply(edits, self.rest)
+        edited = apply(edits, self.rest)
         pieces = edited.split(_MARKED) if self.runs else [edited]
         if len(pieces) != len(self.runs) + 1:
-            return _apply(edits, self.body)  # the client itself has sent a MARK
+            return apply(edits, self.body)  # the client itself has sent a MARK
         parts = [pieces[0]]
         for (start, end), piece in zip(self.runs, pieces[1:], strict=True):
             parts += [b"[", self.body[start:end], b"]", piece]
@@ -117,12 +118,6 @@ class LargeBody:
             parts += [self.body[at:start], b"%d" % MARK]
             at = end
         return b"".join([*parts, self.body[at:]])
-
-
-def _apply(edits: Sequence[Callable[[bytes], bytes]], body: bytes) -> bytes:
-    for edit in edits:
-        body = edit(body)
-    return body
 
 
 async def _runs(body: bytes) -> list[Run]:

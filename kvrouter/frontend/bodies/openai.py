@@ -44,8 +44,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """vLLM searches by many short requests of its own, and says nothing of what they had cached."""
     priority: int = 0
     """As vLLM has it: lower goes first."""
-    engine_arguments: Any = None
-    """vLLM's `vllm_xargs`, as they stand there."""
+    engine_arguments: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    """vLLM's `vllm_xargs`, as they stand in the body."""
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class _Common(msgspec.Struct):
     echo: Any = None
     use_beam_search: Any = None
     priority: _Priority | None = None
-    vllm_xargs: Any = None
+    vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class _ChatBody(_Common):

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvrouter.errors import BadRequestError
+from kvrouter.frontend.bodies.edits import without_overrides
 from kvrouter.frontend.bodies.large import (
     LARGE_BYTES,
     MARK,
@@ -20,7 +21,6 @@ from kvrouter.frontend.bodies.large import (
     LargeBody,
 )
 from kvrouter.frontend.bodies.openai import CompletionRequest, parse_chat, parse_completion
-from kvrouter.frontend.overrides import without_overrides
 from kvrouter.tokens.prompt import TextPrompt, TokenPrompt
 
 IDS = [random.Random(1).randrange(200_000) for _ in range(LARGE_BYTES // 5)]
@@ -115,7 +115,7 @@ async def test_others(fields: dict[str, Any]) -> None:
     asked, _ = await read(body)
     if fields["prompt"] != [MARK]:
         assert msgspec.structs.asdict(wanted) == msgspec.structs.asdict(asked)
-    assert body == large.edited()
+    assert body == large.edited([])
     assert isinstance(asked.prompt, TextPrompt | TokenPrompt)
 
 
@@ -125,7 +125,7 @@ async def test_edited(fields: dict[str, Any]) -> None:
     body = encoded(**fields, kvrouter={"mode": "kv"}, max_tokens=5)
     large = await LargeBody.read(body)
 
-    assert without_overrides(body) == large.edited(without_overrides)
+    assert without_overrides(body) == large.edited([without_overrides])
 
 
 @pytest.mark.parametrize("odd", ["4294967296", "1 2", "01"])
