@@ -102,8 +102,8 @@ def _feed_samples(source: Feed, reader: FeedReader) -> Iterator[Sample]:
         if counter != "recovery_s":
             own = {**labels, "event": counter}
             yield "kvrouter_feed_events", "counter", "What happened on a feed", own, value
-    if reader.heard_at is not None:
-        silent = asyncio.get_running_loop().time() - reader.heard_at
+    if reader.received_at is not None:
+        silent = asyncio.get_running_loop().time() - reader.received_at
         yield "kvrouter_feed_staleness_seconds", "gauge", "Since the source was last heard", labels, silent
     recovery = reader.counters.recovery_s
     yield "kvrouter_feed_last_recovery_seconds", "gauge", "How long the last repair took", labels, recovery

@@ -137,7 +137,7 @@ def test_a_joiner_must_take_the_elders_block_size(monkeypatch: pytest.MonkeyPatc
 
 def test_feeds_of_peers_need_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one frame of the future ends a feed for ever."""
-    heard = Leases.heard
+    heard = Leases.renew
 
     def heard_but_sync(self: Leases[Any], source: object, interval_ms: int | None = None) -> None:
         if not isinstance(source, SyncSource):
@@ -145,7 +145,7 @@ def test_feeds_of_peers_need_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert_seen_only_then(
         [Step("frame of the future", who=0, load=9)],
-        lambda: monkeypatch.setattr(Leases, "heard", heard_but_sync),
+        lambda: monkeypatch.setattr(Leases, "renew", heard_but_sync),
     )
 
 
@@ -161,7 +161,7 @@ def test_versions_must_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
     """Else one frame of another version leaves a flag for as long as the source is quiet."""
 
     def meet_other_version(self: FeedReader, version: int, now: float) -> None:
-        self.flag = f"speaks version {version}"
+        self.flag = f"sends frames of version {version}"
 
     assert_seen_only_then(
         [Step("frame of version 2", who=2, load=0)],

@@ -1,6 +1,6 @@
 """What is wrong with a worker, in sentences that say what to change.
 
-    the worker's card ─────┐
+    the worker's card ───┐
     its record's alarms ─┴─> problems of the worker: one for each cause, the cause nearest to its remedy
 
 A tokenizer that differs makes lengths differ, hashes unknown and predictions wrong: it is named once.

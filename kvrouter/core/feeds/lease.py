@@ -1,10 +1,10 @@
-"""Leases: how long a source may stay silent, counted in rounds of one's own heartbeat.
+"""Leases: how long a source may be silent, counted in rounds.
 
-A round is one of our own heartbeats that came back through the bus. Whoever is cut off, deaf,
-stopped or paused sees no rounds and so drops nobody; no clock is compared with another. A source
-whose heartbeats are further apart than ours has a longer lease: what as many of its own take.
+A round is a heartbeat of this process that came back to it through NATS. A process that is cut off, stopped
+or paused counts no rounds, so it expires no lease; clocks of two machines are never compared. A source whose
+heartbeats come less often than ours has a longer lease: the time that five of its own take.
 
-Invariant: `silent[s]` = rounds since s was last heard.
+Invariant: `silent[s]` = rounds since the last message of s.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from typing import Generic, TypeVar
 SourceT = TypeVar("SourceT", bound=Hashable)
 
 DEFAULT_ROUNDS = 5
+# The largest --heartbeat-s. A source reports its own interval, so this bounds the lease that a forged
+# heartbeat begins.
 MAX_INTERVAL_MS = 10_000
-"""Of a source's heartbeats, as it says itself: the most that --heartbeat-s takes. It bounds how long a forged
-heartbeat counts: five of these."""
 
 
 class Leases(Generic[SourceT]):
-    """Who was heard, how many rounds ago. `rounds` is the shortest lease, `interval_s` a round's length."""
+    """Rounds of silence of each source. `rounds`: the shortest lease; `interval_s`: length of a round."""
 
     def __init__(self, rounds: int = DEFAULT_ROUNDS, interval_s: float = 1.0) -> None:
         self.rounds = rounds
         self._interval_s = interval_s
         self._silent: dict[SourceT, int] = {}
-        self._longer: dict[SourceT, int] = {}
-        """Rounds of those that have more than `rounds`."""
+        self._longer: dict[SourceT, int] = {}  # leases of more than `rounds`
         self._last_round = 0
 
-    def heard(self, source: SourceT, interval_ms: int | None = None) -> None:
-        """The source spoke; its lease begins anew. `interval_ms`: between its heartbeats, if it says so."""
+    def renew(self, source: SourceT, interval_ms: int | None = None) -> None:
+        """Begin the source's lease again. `interval_ms`: time between its heartbeats, if it reports that."""
         self._silent[source] = 0
         if interval_ms is None:
             return
@@ -45,16 +44,16 @@ class Leases(Generic[SourceT]):
             self._longer.pop(source, None)
 
     def silent_rounds(self, source: SourceT) -> int:
-        """Rounds since the source was heard; 0 if it has no lease."""
+        """Rounds since the last message of the source; 0 if it has no lease."""
         return self._silent.get(source, 0)
 
     def forget(self, source: SourceT) -> None:
-        """The source said goodbye."""
+        """End the source's lease, because it left."""
         self._silent.pop(source, None)
         self._longer.pop(source, None)
 
     def round(self, number: int) -> list[SourceT]:
-        """Our heartbeat `number` came back. Drops, and returns, whoever was silent for too many."""
+        """Our heartbeat `number` came back. Removes and returns the sources whose lease has ended."""
         if number <= self._last_round:
             return []  # repeated by the bus
         self._last_round = number

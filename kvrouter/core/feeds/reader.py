@@ -1,4 +1,4 @@
-"""The reader's side of a feed: applies frames in order, notices what is missing, has it repaired.
+"""The reader's side of a feed: it applies frames in order, notices gaps and recovers.
 
                  frame in order: apply
                     ┌──────┐
@@ -6,18 +6,17 @@
        │  heartbeat   gap, lost tail,    ^  │
        └──────────────new incarnation────┘  └─ two bad answers ──> broken ──30 s──> recovering
 
-While recovering, live frames are held. `due` says what to ask of the source; `answer` takes
-frames of its ring or chunks of a snapshot; `work` loads a snapshot in slices into a fresh place,
-and the sink switches to it in one step. A broken source counts for nothing: what was held of it is
-dropped, because it can no longer be kept up to date. Time is passed in; nothing here waits.
+While recovering, live frames are held. `due` returns the question for the source; `answer` takes frames of
+its ring or chunks of a snapshot; `work` loads a snapshot in slices into fresh slots, and the sink switches to
+them in one step. The state of a broken source is dropped, because it can no longer be kept up to date. Time
+is passed in; nothing here waits.
 
-One odd number (a seq far ahead, another version) is believed until the source's next heartbeat or
-answer says otherwise; another incarnation, until its lease has ended. What an answer brought is
-provisional: a heartbeat that arrived later and counts less disproves it, and the second such
-heartbeat in a row asks for a snapshot.
+One odd number (a seq far ahead, another version) counts only until the source's next heartbeat or answer;
+another incarnation, until its lease has ended. What an answer brought is provisional: if two later heartbeats
+in a row report fewer frames, a snapshot is asked for.
 
-Invariants: everything up to `seq` of `incarnation` is applied, nothing after it; held frames are
-newer than what was applied when they came.
+Invariants: everything up to `seq` of `incarnation` is applied, and nothing after it; held frames are newer
+than what was applied when they arrived.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from kvrouter.core.feeds.trust import (
     BROKEN_RETRY_S,
     QUESTIONS_A_SECOND,
     Backoff,
+    Doubts,
     FeedCounters,
     FeedState,
     PerSecond,
-    Trust,
 )
 from kvrouter.core.wire.ops import (
     VERSION,
@@ -53,9 +52,9 @@ _FOLLOWED = (FeedState.LIVE, FeedState.RECOVERING)
 
 
 class FeedReader:
-    """One source's feed as this replica sees it. `chance` returns a number in [0, 1), for jitter.
+    """The copy of one source's feed in this replica. `part`: the rank (KV) or the pool (sync).
 
-    `budget` bounds what all feeds of a replica hold.
+    `chance` returns a number in [0, 1), for jitter. `budget` bounds what all feeds of a replica hold.
     """
 
     def __init__(
@@ -68,33 +67,30 @@ class FeedReader:
         self.state = FeedState.WAITING
         self.incarnation = 0
         self.seq = 0
-        self.source_seq = 0
-        """The seq the source has sent, as it said last; `source_seq - seq` is the lag."""
-        self.heard_at: float | None = None
-        """When the source was last heard on this feed; None before its first word."""
-        self.flag = ""
-        """What is wrong with the source, for a person."""
+        self.source_seq = 0  # the last seq that the source reports to have sent
+        self.received_at: float | None = None  # of the last message; None before the first
+        self.flag = ""  # a sentence for operators: what is wrong with the source
         self.counters = FeedCounters()
         self._part = part
         self._sink = sink
         self._held = HeldFrames(budget or HeldBudget())
+        # The highest seq in live messages since the last question: an answer may be older than these.
         self._live_seq = 0
-        """The newest seq in the live traffic since the last question."""
+        # When the last answer was applied: only heartbeats that arrived later can disprove it.
         self._answered_at = 0.0
-        """When an answer was applied last: only heartbeats that arrived later can disprove it."""
         self._want_snapshot, self._wanted_incarnation = False, 0
         self._loading: Loading | None = None
         self._asked: ReplayRequest | None = None
         self._questions = self._bad_answers = 0
         self._backoff = Backoff(chance)
         self._rate = PerSecond(QUESTIONS_A_SECOND)
-        self._trust = Trust()
+        self._doubts = Doubts()
         self._recovering_since: float | None = None
         self._malformed_seq = 0
 
     @property
     def lag(self) -> int:
-        """Frames the source has sent that are not applied here."""
+        """Frames that the source has sent and that are not applied here."""
         return max(0, self.source_seq - self.seq)
 
     @property
@@ -104,12 +100,13 @@ class FeedReader:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether there is nothing to ask and nothing to load until the source is heard again."""
-        return self.state is FeedState.WAITING or (self.state is FeedState.LIVE and not self._trust.is_lost)
+        """Whether there is nothing to ask and nothing to load until the next message of the source."""
+        is_quiet = self.state is FeedState.LIVE and not self._doubts.is_repeated
+        return is_quiet or self.state is FeedState.WAITING
 
     @property
     def _newest(self) -> int:
-        """The greatest incarnation met."""
+        """The greatest incarnation received."""
         return max(self.incarnation, self._wanted_incarnation)
 
     @property
@@ -120,33 +117,34 @@ class FeedReader:
     # What arrives
 
     def frame(self, data: bytes, now: float) -> bool:
-        """A live frame; False if it is not of the life that is followed.
+        """Take a live frame; False if it is unreadable or of another incarnation or version.
 
-        Never raises: whatever is wrong with it is counted and repaired.
+        Never raises for bad data: that is counted and leads to a recovery.
         """
         try:
             decoded = decode_frame(data)
         except MalformedFrameError:
             self.counters.malformed += 1
-            return False  # its number is lost too: the next frame or heartbeat shows the gap
+            return False  # its number is unknown too: the next frame or heartbeat shows the gap
         if decoded.version != VERSION:
             self._meet_other_version(decoded.version, now)
             return False
         return self._see(decoded, len(data), now)
 
     def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
-        """The source says how far it is; False if a greater incarnation of it has been met.
+        """The source reports how many frames it has sent; False if it is of an older incarnation.
 
-        Its frames travel on the same subscription, before this. `now` is when the heartbeat arrived, which
-        may be some time ago where much waits to be applied.
+        Frames arrive on the same subscription as the heartbeat that counts them, and before it. `now` is when
+        the heartbeat arrived, which may be long ago if the inbox is long.
         """
         if incarnation < self._newest:
             return False
         if incarnation > self._newest:
             self._meet(incarnation, seq, now)
-        self.heard_at = now
+        self.received_at = now
         self.source_seq = seq
         self._live_seq = max(self._live_seq, seq)
+        # questions + 1: every held frame arrived before this heartbeat, so none can be newer
         self.counters.unsent += self._held.drop_unsent(seq, self._questions + 1)
         if incarnation == self.incarnation and self.state in _FOLLOWED:
             self._compare_seq(seq, now)
@@ -154,15 +152,15 @@ class FeedReader:
 
     def _compare_seq(self, seq: int, now: float) -> None:
         is_low = seq < self.seq and now > self._answered_at
-        if self._trust.is_broken_by(is_low):
+        if self._doubts.is_proved_by(is_low=is_low):
             self.counters.unsent += 1
-            self._doubt("more was applied than it says it has sent", now)
+            self._doubt("it reports fewer frames than were applied here", now)
         elif self.state is FeedState.LIVE and seq > self.seq:
             self.counters.gaps += 1
             self._recover(now)
 
     def answer(self, data: bytes, now: float) -> None:
-        """What the source answered to the request that `due` returned."""
+        """Take the source's answer to the request that `due` returned."""
         asked, self._asked = self._asked, None
         if self.state is not FeedState.RECOVERING:
             return
@@ -179,7 +177,7 @@ class FeedReader:
             self._replay(answer, now)
 
     def _meet_bad_answer(self, reason: str, now: float) -> None:
-        """Ask again after a pause: the first may be damage, or forged. The second breaks the source."""
+        """Ask again after a pause; the second bad answer in a row breaks the source."""
         self.counters.malformed += 1
         self._bad_answers += 1
         if self._bad_answers < BAD_ANSWERS:
@@ -194,26 +192,26 @@ class FeedReader:
         self._backoff.begin(now)
 
     def break_down(self, now: float) -> None:
-        """A step on what the source sent has raised: this feed alone stops, and restarts after a pause."""
+        """Processing the source's data has raised: stop this feed alone, and restart it after a pause."""
         self.counters.errors += 1
-        self._break("an internal error met what it sent (see the log)", now)
+        self._break("its data led to an internal error (see the log)", now)
 
     def close(self) -> None:
-        """The source is gone: what was half loaded takes no room any longer."""
+        """The source has gone: free what was held and half loaded."""
         self._held.clear()
         self._give_up_load()
 
     def due(self, now: float) -> ReplayRequest | None:
-        """The request to send now, if any. The caller reports back with `answer` or `failed`."""
+        """The request to send now, if any. The caller then calls `answer` or `failed`."""
         if self.state is FeedState.BROKEN and self._backoff.is_over(now):
             self._recover(now, snapshot=True)
-        if self.state is FeedState.LIVE and self._trust.wants_snapshot(now):
+        if self.state is FeedState.LIVE and self._doubts.wants_snapshot(now):
             self._recover(now, snapshot=True)
         is_waiting = self.is_asking or self.is_loading or not self._backoff.is_over(now)
         if self.state is not FeedState.RECOVERING or is_waiting:
             return None
         if self._loading is None and not self._rate.allows(now):
-            return None
+            return None  # chunks are not limited: each question for one follows an answer
         self._questions += 1
         self._live_seq = 0
         self._asked = self._question()
@@ -226,7 +224,7 @@ class FeedReader:
         return ReplayRequest(VERSION, self._part, self._newest, 0 if self._want_snapshot else self.seq + 1)
 
     def work(self, hashes: int, now: float) -> None:
-        """Load about this many hashes of a snapshot, or what costs as much."""
+        """Load ops of a snapshot that cost about as much as this many hashes (see `cost`)."""
         loading = self._loading
         if loading is None:
             return
@@ -244,7 +242,7 @@ class FeedReader:
     # Frames
 
     def _see(self, decoded: Decoded, size: int, now: float) -> bool:
-        self.heard_at = now
+        self.received_at = now
         self.counters.unknown_ops += decoded.unknown_ops
         if decoded.incarnation < self._newest:
             self.counters.stale += 1
@@ -254,7 +252,7 @@ class FeedReader:
         self.source_seq = max(self.source_seq, decoded.seq)
         self._live_seq = max(self._live_seq, decoded.seq)
         if self.state is FeedState.BROKEN:
-            return True  # the snapshot to come has it
+            return True  # the next snapshot contains it
         if self.state is not FeedState.LIVE:
             self._hold(decoded, size, now)
         elif decoded.seq <= self.seq:
@@ -268,11 +266,11 @@ class FeedReader:
         return True
 
     def _meet(self, incarnation: int, seq: int, now: float) -> None:
-        """A greater incarnation: the source started anew. If it has sent nothing yet, so do we."""
+        """A greater incarnation: the source restarted. Before its first frame no snapshot is needed."""
         self.close()
         self.source_seq = self._live_seq = seq
         self._malformed_seq = self._bad_answers = 0
-        self._trust = Trust()
+        self._doubts = Doubts()
         if seq > 0:
             self._wanted_incarnation = incarnation
             self._recover(now, snapshot=True)
@@ -295,45 +293,46 @@ class FeedReader:
                 self.counters.contradictions += 1
                 self._doubt(f"contradicts itself: {trouble}", now)
             if self.state is not FeedState.LIVE and self._want_snapshot:
-                return
+                return  # `seq` stays: the frame is not applied to its end, and the snapshot replaces it
         self.seq = decoded.seq
         self._backoff.reset()
         self.counters.applied += 1
 
     def _meet_malformed(self, seq: int, now: float) -> None:
-        """Ask for the frame again; if it comes malformed a second time, for a snapshot."""
+        """Ask for the frame again; if it is malformed a second time, ask for a snapshot."""
         self.counters.malformed += 1
         second = self._malformed_seq == seq
         self._malformed_seq = seq
         self._recover(now, snapshot=second)
 
     def _meet_other_version(self, version: int, now: float) -> None:
-        """Flagged; a source that does speak this version says so by its answer, and the flag goes."""
+        """Set the flag and ask: an answer in this version proves a damaged byte and clears the flag."""
         self.counters.other_versions += 1
-        self.flag = f"speaks version {version}, this replica {VERSION}"
+        self.flag = f"sends frames of version {version}; this replica reads version {VERSION}"
         if self.state is FeedState.LIVE:
             self._recover(now)
 
     def _compare(self, check: Check, now: float) -> None:
         if self._sink.agrees(check):
-            self._trust.confirm()
+            self._doubts.clear()
             self.flag = ""
-            if self._trust.may_fill_up(now) and self._sink.has_room_again():
+            if self._doubts.may_fill_up(now) and self._sink.has_room_again():
                 self._recover(now, snapshot=True)
             return
         self.counters.digest_mismatches += 1
-        self._doubt("its digest keeps differing from what is held here", now)
+        self._doubt("its digest keeps differing from the copy's", now)
 
     def _doubt(self, reason: str, now: float) -> None:
-        """What is held here is not what the source has."""
-        may_ask = self._trust.doubt(now)
-        if self._trust.is_lost:
+        """The copy differs from what the source has."""
+        may_ask = self._doubts.add(now)
+        if self._doubts.is_repeated:
             self.flag = reason
-        if may_ask:  # else go on with what there is: a snapshot did not help a moment ago
+        if may_ask:  # else continue with the copy: a snapshot did not help a moment ago
             self._recover(now, snapshot=True)
 
     def _hold(self, decoded: Decoded, size: int, now: float) -> None:
         if not self._held.hold(decoded, size, self._questions):
+            # without the held frames there is a gap before the next one: this recovery cannot end well
             self.counters.held_overflows += 1
             self._held.clear()
             self._give_up_load()
@@ -351,7 +350,7 @@ class FeedReader:
 
     def _replay(self, answer: ReplayFrames, now: float) -> None:
         if self._want_snapshot:
-            return  # meanwhile frames are not enough
+            return  # since the question something happened that frames cannot repair
         before = self.seq
         self._bad_answers = 0
         self._answered_at = now
@@ -366,7 +365,7 @@ class FeedReader:
             self._backoff.begin(now)
 
     def _learn_end(self, seq: int) -> None:
-        """The source had sent `seq` frames when it answered; what counts more and came before is damage."""
+        """The source had sent `seq` frames when it answered: a higher number received before is damage."""
         self.counters.unsent += self._held.drop_unsent(seq, self._questions)
         self.source_seq = max(seq, self._live_seq)
 
@@ -384,20 +383,20 @@ class FeedReader:
             self._apply(decoded, now)
 
     def _catch_up(self, now: float) -> None:
-        """Go on with what was held; if that does not reach what the source has sent, ask for the rest."""
+        """Apply held frames; if they end before what the source has sent, ask for the rest."""
         self._drain_held(now)
         if self.state is FeedState.LIVE and self.seq < self.source_seq:
             self._recover(now)
         if self.state is not FeedState.LIVE:
             return
-        if not self._trust.is_lost:
+        if not self._doubts.is_repeated:
             self.flag = ""
         if self._recovering_since is not None:
             self.counters.recovery_s = now - self._recovering_since
             self._recovering_since = None
 
     def _drain_held(self, now: float) -> None:
-        """Apply held frames that follow on; what lies behind a further gap stays held."""
+        """Apply held frames up to the next gap; frames behind it stay held."""
         while self._held and self.state is FeedState.LIVE:
             decoded = self._held.first
             if decoded.incarnation == self.incarnation and decoded.seq > self.seq + 1:
@@ -414,7 +413,7 @@ class FeedReader:
         loading = self._loading
         if loading is None or not loading.is_next(chunk):
             if chunk.chunk != 0:
-                self._give_up_load()  # its snapshot is gone: the next request begins anew
+                self._give_up_load()  # the source no longer keeps that snapshot: ask for a new one
                 self._backoff.begin(now)
                 return
             self._sink.begin_load()
@@ -428,18 +427,18 @@ class FeedReader:
         self._bad_answers = 0
         self._sink.finish_load()
         if loading.incarnation > self._newest:
-            self.source_seq = 0  # it started again meanwhile: the old numbers are void
+            self.source_seq = 0  # the source restarted meanwhile: the old numbers are void
         self.incarnation = self._wanted_incarnation = loading.incarnation
         self.seq = loading.as_of_seq
         self._answered_at = now
         self.source_seq = max(self.source_seq, self.seq)
         self.counters.snapshots += 1
-        self._trust.renew()
+        self._doubts.renew()
         self._want_snapshot = False
         self.state = FeedState.LIVE
         self._catch_up(now)
         if self._want_snapshot:
-            self._backoff.begin(now)  # the snapshot did not lead on: a frame behind it may be poisoned
+            self._backoff.begin(now)  # the snapshot did not help: the frame after it may be poisoned
 
     def _give_up_load(self) -> None:
         if self._loading is not None:

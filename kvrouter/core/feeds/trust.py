@@ -1,4 +1,4 @@
-"""Where a feed's reader stands, and what has happened to it."""
+"""A reader's state, its counters, and when it may ask its source again."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+# A snapshot costs the source up to megabytes, so one that did not help is not asked for again at once.
 BROKEN_RETRY_S = 30.0
-"""A snapshot that did not help is asked for again after so long."""
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 5.0
+# One heartbeat that reports fewer frames than were applied here may itself be damaged; a second in a row
+# proves that the applied frames did not come from the source.
 LOW_BEATS = 2
-"""This many heartbeats in a row that count less than was applied prove that what was applied was forged."""
+# The first unusable answer may be damage, or forged. The second in a row breaks the source.
 BAD_ANSWERS = 2
-"""This many answers in a row that cannot be used break a source."""
+# Of one process: an answer may have a megabyte. Joining replicas ask for some 30 chunks a second each.
 ANSWERS_A_SECOND = 500
-"""Of one process: an answer may have a megabyte. Replicas that join ask for some 30 chunks a second each."""
+# Of one reader, chunks of a snapshot aside: a flood of damaged frames must not become a flood of questions.
 QUESTIONS_A_SECOND = 32
-"""Of one reader, chunks of a snapshot aside: a flood of damaged frames must not become one of questions."""
 
 
 class FeedState(Enum):
-    """Where a reader stands."""
-
     WAITING = "waiting"
     RECOVERING = "recovering"
     LIVE = "live"
@@ -43,19 +42,19 @@ class FeedCounters:
     snapshots: int = 0
     contradictions: int = 0
     digest_mismatches: int = 0
-    unsent: int = 0
-    """Frames met that the source, by its own word, has not sent."""
+    unsent: int = 0  # frames that, by the source's heartbeat or answer, it has not sent
     other_versions: int = 0
     held_overflows: int = 0
     failures: int = 0
-    errors: int = 0
-    """Steps that raised: each is a bug here."""
-    recovery_s: float = 0.0
-    """How long the last recovery took."""
+    errors: int = 0  # exceptions while data of the feed was processed: each is a bug of kvrouter
+    recovery_s: float = 0.0  # duration of the last recovery
 
 
 class Backoff:
-    """Pauses between questions: they double up to five seconds, with jitter. `chance` is in [0, 1)."""
+    """Pauses between questions. They double up to LAST_RETRY_S; `chance` in [0, 1) makes them differ.
+
+    Without the jitter all replicas that lost the same frame would ask its source at the same moment.
+    """
 
     def __init__(self, chance: Callable[[], float]) -> None:
         self._chance = chance
@@ -63,30 +62,28 @@ class Backoff:
         self._until = 0.0
 
     def is_over(self, now: float) -> bool:
-        """Whether one may ask."""
         return now >= self._until
 
     def begin(self, now: float) -> None:
-        """A question did not help: a pause."""
+        """Start the next pause, after a question that did not help."""
         delay = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(self._attempts, 10))
         self._attempts += 1
         self.wait(delay * (0.5 + self._chance()), now)
 
     def wait(self, seconds: float, now: float) -> None:
-        """A pause of this length."""
         self._until = now + seconds
 
     def end(self, now: float) -> None:
-        """There is something new to ask: at once. The next pause is as long as it would have been."""
+        """End the pause, because there is something new to ask. The next one is not shorter for that."""
         self._until = now
 
     def reset(self) -> None:
-        """It helped: the next pause is the shortest."""
+        """Make the next pause the shortest again."""
         self._attempts = 0
 
 
 class PerSecond:
-    """At most `most` of something in each second."""
+    """Allows `most` events in each second."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -94,40 +91,41 @@ class PerSecond:
         self._count = 0
 
     def allows(self, now: float) -> bool:
-        """Whether one more may happen now; if so it is counted."""
+        """Whether one more may happen now. Counts it."""
         if now - self._began >= 1.0:
             self._began, self._count = now, 0
         self._count += 1
         return self._count <= self._most
 
 
-class Trust:
-    """Whether what is held can be what the source has.
+class Doubts:
+    """Evidence that the copy differs from what the source has.
 
-    A doubt means a snapshot. Trust is lost with the second in a row: then a snapshot every 30 s.
+    The first doubt asks for a snapshot at once. After the second in a row a snapshot has not helped, and
+    another one is asked for every BROKEN_RETRY_S.
     """
 
     def __init__(self) -> None:
-        self._doubts = 0
+        self._count = 0
         self._not_before = 0.0
         self._low_beats = 0
         self._no_fill_up_before = 0.0
 
     @property
-    def is_lost(self) -> bool:
+    def is_repeated(self) -> bool:
         """Whether the last snapshot did not help."""
-        return self._doubts > 1
+        return self._count > 1
 
-    def doubt(self, now: float) -> bool:
-        """Something differs; returns whether a snapshot may be asked for now."""
-        self._doubts += 1
-        if self.is_lost and now < self._not_before:
+    def add(self, now: float) -> bool:
+        """Count a doubt; returns whether a snapshot may be asked for now."""
+        self._count += 1
+        if self.is_repeated and now < self._not_before:
             return False
         self._not_before = now + BROKEN_RETRY_S
         return True
 
-    def is_broken_by(self, is_low: bool) -> bool:
-        """A heartbeat came, which counts less than was applied or not; whether that proves something."""
+    def is_proved_by(self, *, is_low: bool) -> bool:
+        """Whether LOW_BEATS heartbeats in a row, this one included, report fewer frames than were applied."""
         self._low_beats = self._low_beats + 1 if is_low else 0
         if self._low_beats < LOW_BEATS:
             return False
@@ -135,23 +133,23 @@ class Trust:
         return True
 
     def wants_snapshot(self, now: float) -> bool:
-        """Whether it is time for another one, although nothing new differs: the feed may be quiet."""
-        if not self.is_lost or now < self._not_before:
+        """Whether another snapshot is due although no new doubt came: the feed may be quiet."""
+        if not self.is_repeated or now < self._not_before:
             return False
         self._not_before = now + BROKEN_RETRY_S
         return True
 
     def may_fill_up(self, now: float) -> bool:
-        """Whether it is time to see if there is room for what was refused; nothing is wrong with that."""
+        """Whether to check now if refused blocks fit again. That is no doubt: nothing differs."""
         if now < self._no_fill_up_before:
             return False
         self._no_fill_up_before = now + BROKEN_RETRY_S
         return True
 
     def renew(self) -> None:
-        """A snapshot was loaded. It counts for well until the next doubt, which is not the first."""
-        self._doubts = min(self._doubts, 1)
+        """A snapshot was loaded. One doubt remains until a digest agrees, so the next counts as repeated."""
+        self._count = min(self._count, 1)
 
-    def confirm(self) -> None:
-        """The source's digest agrees."""
-        self._doubts = 0
+    def clear(self) -> None:
+        """The source's digest agrees with the copy's."""
+        self._count = 0

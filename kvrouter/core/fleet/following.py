@@ -51,9 +51,9 @@ class Following:
             if len(self.readers) >= MOST_FEEDS:
                 return
             reader = self._begin(source, self._new_reader(source))
-            self._leases.heard(source)
+            self._leases.renew(source)
         if self._step(source, reader, now, reader.heartbeat, incarnation, seq, now):
-            self._leases.heard(source, interval_ms)
+            self._leases.renew(source, interval_ms)
         self._look_at(source, reader)
 
     def kv_frame(self, source: KvSource, data: bytes, now: float) -> bool:
@@ -75,7 +75,7 @@ class Following:
         is_good = bool(self._step(source, reader, now, reader.frame, data, now))
         if is_good:
             self._begin(source, reader)
-            self._leases.heard(source)
+            self._leases.renew(source)
         if source in self.readers:
             self._look_at(source, reader)
         return is_good

@@ -147,7 +147,7 @@ class Replica:
         if beat.card is None and (known is None or not known.has_shown_card_of(beat)):
             self._lacks_card = True
         if self._readiness.is_waiting_for(worker_id):
-            self._leases.heard(AwaitedSource(worker_id), beat.interval_ms)  # its card is asked for
+            self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # its card is asked for
         if beat.card is None and self._worker(worker_id) is None:
             return
         if not self._has_room(pool_id, served=True) or not self._has_room_for(worker_id, beat):
@@ -158,7 +158,7 @@ class Replica:
         if not self._is_in_batch:
             self.routers[pool_id].tell_workers()
         self._meet_awaited(worker_id)
-        self._leases.heard(WorkerSource(worker_id), beat.interval_ms)
+        self._leases.renew(WorkerSource(worker_id), beat.interval_ms)
         self._follow_worker(pool_id, worker_id, beat, now)
 
     @contextlib.contextmanager
@@ -195,7 +195,7 @@ class Replica:
             self.counters.members_refused += 1
             return
         self.peers[router_id] = beat
-        self._leases.heard(RouterSource(router_id), beat.interval_ms)
+        self._leases.renew(RouterSource(router_id), beat.interval_ms)
         self._wait_for_workers(beat, router_id)
         for pool_id, seq in beat.feeds.items() if self.settings.synced else ():
             self._hear_feed(SyncSource(PoolId(pool_id), router_id), beat, seq, now)
@@ -231,7 +231,7 @@ class Replica:
         unknown = [WorkerId(worker_id) for worker_id in beat.workers if worker_id not in self._worker_pools]
         self._readiness.wait_for(unknown, router_id)
         for worker_id in filter(self._readiness.is_waiting_for, unknown):
-            self._leases.heard(AwaitedSource(worker_id))
+            self._leases.renew(AwaitedSource(worker_id))
 
     def _meet_awaited(self, worker_id: WorkerId) -> None:
         self._readiness.met(worker_id)
@@ -244,7 +244,7 @@ class Replica:
         if not self._has_room(source.pool, served=False):
             return
         if self._feeds.sync_frame(source, data, now):
-            self._leases.heard(RouterSource(source.router_id))
+            self._leases.renew(RouterSource(source.router_id))
 
     # What to do
 
@@ -480,7 +480,7 @@ class Replica:
             for worker_id in removed:
                 del self._worker_pools[worker_id]
             for worker_id in members.difference(removed):
-                self._leases.heard(WorkerSource(worker_id))  # looked at again after another lease
+                self._leases.renew(WorkerSource(worker_id))  # looked at again after another lease
 
     def _remove_worker(self, worker_id: WorkerId) -> None:
         pool_id = self._worker_pools.pop(worker_id, None)
