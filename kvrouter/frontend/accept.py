@@ -26,7 +26,6 @@ from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
 from kvrouter.relay.request import Request
 from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.tokens import prompt as texts
-from kvrouter.tokens.plain_text import plain_text
 
 _MOST_CHARACTERS_PER_TOKEN = 64
 """A text with more for each token of the model's length is not tokenized: a 30 MB text takes 40 s."""
@@ -89,7 +88,7 @@ class Accept:
             lora_name,
             said.overlap_weight,
             said.temperature,
-            text=plain_text(asked.prompt) if policy.needs_text else "",
+            text=texts.plain_text(asked.prompt) if policy.needs_text else "",
             session=said.session,
             bucket=said.bucket,
             wanted=wanted,

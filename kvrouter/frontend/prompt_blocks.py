@@ -21,10 +21,10 @@ import structlog
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.cost import Prompt as HashedPrompt
 from kvrouter.core.wire.hashes import block_seed, seeded_prompt_hashes
-from kvrouter.tokens.engine import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import Prompt, PromptEncoder, TokenPrompt
+from kvrouter.tokens.remote_tokenizer import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
 from kvrouter.tokens.template_limits import TemplateLimitError
 from kvrouter.tokens.text_blocks import text_blocks
 

@@ -21,10 +21,10 @@ from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.prompt_blocks import Encoders, Naming, engine_url
 from kvrouter.telemetry.metrics import Sample
-from kvrouter.tokens.engine import EngineTokenizer, EngineTokenizerError
 from kvrouter.tokens.id_comparison import Difference, find_difference
 from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt, has_media
+from kvrouter.tokens.remote_tokenizer import EngineTokenizer, EngineTokenizerError
 
 log = structlog.get_logger()
 

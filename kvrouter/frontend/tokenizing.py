@@ -17,12 +17,11 @@ from kvrouter.frontend.flags.tokens import TokenOptions, Way
 from kvrouter.frontend.prompt_blocks import Encoders, LocalBlocks, PromptBlocks, RemoteBlocks, TextBlocks
 from kvrouter.frontend.token_checks import TokenChecks
 from kvrouter.telemetry.metrics import Sample
-from kvrouter.tokens.engine import EngineTokenizer
 from kvrouter.tokens.hub import model_directory
 from kvrouter.tokens.prefix_hashes import PrefixHashes
-from kvrouter.tokens.prefix_store import PrefixStore
-from kvrouter.tokens.prefix_tokens import CacheSettings
+from kvrouter.tokens.prefix_tokens import CacheSettings, PrefixStore
 from kvrouter.tokens.prompt import PromptEncoder
+from kvrouter.tokens.remote_tokenizer import EngineTokenizer
 from kvrouter.tokens.tokenizer import PrefixCache
 
 log = structlog.get_logger()

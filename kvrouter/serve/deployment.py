@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import structlog
@@ -18,12 +19,13 @@ from kvrouter.processes.children import Child
 from kvrouter.processes.output import Output
 from kvrouter.serve.engines import EngineSpec
 from kvrouter.serve.options import ServeOptions
-from kvrouter.serve.report import report
-from kvrouter.serve.tokenizers import Tokenizers
+from kvrouter.serve.tokenizers import TokenizerReport, Tokenizers
 from kvrouter.worker.engines.discovery import learn_patiently
 from kvrouter.worker.engines.facts import EngineFacts, with_discovered
 from kvrouter.worker.engines.http import EngineHttp
 from kvrouter.worker.engines.vllm import CACHED_TOKENS_UNKNOWN
+from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.zmq.sockets import FeedOptions
 
 log = structlog.get_logger()
 
@@ -201,3 +203,32 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 def _python(part: str) -> list[str]:
     return [sys.executable, "-m", f"kvrouter.{part}"]
+
+
+def report(
+    options: AgentOptions, facts: EngineFacts, tokenizer: TokenizerReport, *, no_events: str = ""
+) -> Iterator[str]:
+    """The lines of one engine's block. `no_events` says why the frontends do not use events, if so."""
+    settled, models, scrape = with_discovered(options, facts), facts.models, facts.scrape
+    loras = f", LoRA: {', '.join(models.lora_names)}" if models.lora_names else ""
+    block_size = options.block_size or scrape.block_size
+    capacity = f"{scrape.device_blocks:,} ({scrape.device_blocks * block_size:,} tokens)"
+    host = f", {scrape.host_blocks:,} in host memory" if scrape.host_blocks else ""
+    yield f"engine {options.worker_id} at {options.engine_url}: {facts.kind} {facts.version}".rstrip()
+    yield f"  model       {options.model or ', '.join(models.served_names)}{loras}"
+    yield f"  block size  {block_size} tokens"
+    yield f"  blocks      {capacity if scrape.device_blocks else 'unknown'}{host}"
+    yield f"  ranks       {settled.ranks}"
+    unused = f" (not used: {no_events})" if no_events else ""
+    feeds = ", ".join(_feed_text(feed) for feed in settled.feeds)
+    yield f"  events      {feeds + unused if feeds else 'none: placed by load'}"
+    if settled.feeds:
+        yield f"  replay      {', '.join(feed.replay for feed in settled.feeds if feed.replay) or 'none'}"
+    yield f"  tokenizer   {tokenizer.shown}"
+    for lack in (*facts.lacks, tokenizer.lack):
+        if lack:
+            yield f"  ! {lack}"
+
+
+def _feed_text(feed: FeedOptions) -> str:
+    return f"{feed.events} (the engine connects to it)" if "*" in feed.events else feed.events

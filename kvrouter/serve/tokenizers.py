@@ -28,7 +28,7 @@ _ELSEWHERE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenizer:
+class TokenizerReport:
     """What of it is to be said of one engine."""
 
     shown: str
@@ -57,17 +57,17 @@ class Tokenizers:
         self._given = more
         return [f"--model-path={model}={path}" for model, path in more.items()]
 
-    def of(self, agent: AgentOptions, facts: EngineFacts) -> Tokenizer:
+    def of(self, agent: AgentOptions, facts: EngineFacts) -> TokenizerReport:
         """What the frontends have, or will have, for an engine's model."""
         if self._options.way != "local":
-            return Tokenizer(_ELSEWHERE[self._options.way])
+            return TokenizerReport(_ELSEWHERE[self._options.way])
         model = model_of(agent, facts)
         path = self._path(model, facts.models.served_names)
         if path is not None:
-            return Tokenizer(str(path))
+            return TokenizerReport(str(path))
         if model in self._found:
-            return Tokenizer("none", NOT_IN_USE.format(model=model, path=self._found[model]))
-        return Tokenizer("none", NO_TOKENIZER.format(where=_where(facts), model=model))
+            return TokenizerReport("none", NOT_IN_USE.format(model=model, path=self._found[model]))
+        return TokenizerReport("none", NO_TOKENIZER.format(where=_where(facts), model=model))
 
     def _path(self, model: str, names: Sequence[str]) -> Path | str | None:
         """As the frontends look it up: any name of the model will do, and last the unnamed default."""

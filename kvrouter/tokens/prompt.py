@@ -18,8 +18,7 @@ from typing import Any, Self, TypeAlias
 from msgspec import Struct, field
 
 from kvrouter.tokens.messages import Message, is_text
-from kvrouter.tokens.prefix_store import PrefixStore
-from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded
+from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore
 from kvrouter.tokens.template import ChatTemplate
 from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, PrefixCache, Tokenizer
 
@@ -180,6 +179,17 @@ def has_media(prompt: Prompt) -> bool:
     return any(isinstance(part, dict) and not is_text(part) for part in parts)
 
 
+def plain_text(prompt: Prompt | None) -> str:
+    """Message contents joined without separator, text parts only; or the prompt. Token ids have none."""
+    match prompt:
+        case ChatPrompt():
+            return "".join(_text_of(message.get("content")) for message in prompt.messages)
+        case TextPrompt():
+            return "".join(prompt.texts)
+        case _:
+            return ""
+
+
 def _content_characters(content: object) -> int:
     if isinstance(content, str):
         return len(content)
@@ -208,3 +218,11 @@ def _are_short(texts: Sequence[object]) -> bool:
         return False
     lengths = [len(text) for text in texts if isinstance(text, str)]
     return len(lengths) == len(texts) and sum(lengths) <= INLINE_CHARACTERS
+
+
+def _text_of(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    return "".join(text for text in texts if isinstance(text, str))

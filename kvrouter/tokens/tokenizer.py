@@ -18,8 +18,7 @@ from typing import Self, TypeVar
 import tokenizers
 
 from kvrouter.errors import BadRequestError, ConfigError
-from kvrouter.tokens.prefix_store import PrefixStore
-from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixTokens, trial_fault
+from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore, PrefixTokens, trial_fault
 from kvrouter.tokens.splits import Splits, find_splits
 
 INLINE_CHARACTERS = 400

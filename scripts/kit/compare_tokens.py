@@ -22,10 +22,10 @@ import uvloop
 
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend.bodies.openai import CompletionRequest, parse_chat, parse_completion
-from kvrouter.tokens.engine import EngineTokenizer, EngineTokenizerError
 from kvrouter.tokens.id_comparison import find_difference
 from kvrouter.tokens.prefix_tokens import CacheSettings
 from kvrouter.tokens.prompt import PromptEncoder, TokenPrompt
+from kvrouter.tokens.remote_tokenizer import EngineTokenizer, EngineTokenizerError
 
 Body = dict[str, Any]
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvrouter.telemetry.log_stream import MAX_LINES
+from kvrouter.telemetry.logs import MAX_LINES
 
 SPEAK = """
 import logging, structlog

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.wire.hashes import block_hashes, block_seed, seeded_prompt_hashes, sequence_hashes
 from kvrouter.tokens.prefix_hashes import ENTRY_BYTES, LEAST_TOKENS, MOST_STEPS, NEAR_TOKENS, PrefixHashes
-from kvrouter.tokens.prefix_store import PrefixStore
-from kvrouter.tokens.prefix_tokens import Beginnings, CacheSettings, Encoded, PrefixTokens
+from kvrouter.tokens.prefix_tokens import Beginnings, CacheSettings, Encoded, PrefixStore, PrefixTokens
 from kvrouter.tokens.splits import find_splits
 from kvrouter.tokens.tokenizer import Tokenizer
 from tests.tokens.kinds import CORPUS, build

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from kvrouter.errors import BadRequestError, ConfigError
 from kvrouter.tokens.messages import Message
-from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt, text_characters
+from kvrouter.tokens.prompt import (
+    ChatPrompt,
+    Prompt,
+    PromptEncoder,
+    TextPrompt,
+    TokenPrompt,
+    plain_text,
+    text_characters,
+)
 from kvrouter.tokens.tokenizer import Tokenizer
 
 LONG = "It was the best of times, it was the worst of times. " * 50
@@ -126,3 +134,24 @@ def test_text_characters() -> None:
     assert 5 == text_characters(TextPrompt(["ab", "cde"]))
     assert 0 == text_characters(TokenPrompt([[1] * 1000]))
     assert 5 == text_characters(ChatPrompt([{"role": "system", "content": "ab"}, parts, {"role": "tool"}]))
+
+
+def test_contents_are_joined_without_separator() -> None:
+    """Roles and templates are no part of it; of parts only the texts are."""
+    parts = [
+        {"type": "text", "text": "b"},
+        {"type": "image_url", "image_url": {"url": "u"}},
+        5,
+        {"type": "text"},
+    ]
+    chat = ChatPrompt(
+        [{"role": "system", "content": "a"}, {"role": "user", "content": parts}, {"content": None}]
+    )
+
+    assert "ab" == plain_text(chat)
+
+
+def test_plain_text_of_other_prompts() -> None:
+    """Text is itself; token ids, and what only the engine knows, have none."""
+    assert "xy" == plain_text(TextPrompt(["x", "y"]))
+    assert "" == plain_text(TokenPrompt([[1, 2]])) == plain_text(None)

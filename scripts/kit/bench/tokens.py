@@ -23,11 +23,10 @@ from pathlib import Path
 import tokenizers
 from rich.table import Table
 
-from kvrouter.tokens.prefix_store import PrefixStore
-from kvrouter.tokens.prefix_tokens import PrefixTokens
+from kvrouter.tokens.prefix_tokens import PrefixStore, PrefixTokens
 from kvrouter.tokens.splits import find_splits
 from kvrouter.tokens.tiny import build_tiny_model
-from scripts.kit.bench.machine import machine
+from scripts.kit.bench.meter import machine
 from scripts.kit.script import log_directory, new_console
 
 MOST = 1 / 5

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvrouter.serve.report import report
-from kvrouter.serve.tokenizers import Tokenizer
+from kvrouter.serve.deployment import report
+from kvrouter.serve.tokenizers import TokenizerReport
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
@@ -33,14 +33,14 @@ engine e-1 at http://e:1: vllm 0.32.0
   ranks       2
   events      tcp://e:2, tcp://e:3
   replay      tcp://e:4, tcp://e:5
-  tokenizer   /models/tiny""" == "\n".join(report(OPTIONS, facts, Tokenizer("/models/tiny")))
+  tokenizer   /models/tiny""" == "\n".join(report(OPTIONS, facts, TokenizerReport("/models/tiny")))
 
 
 def test_much_missing() -> None:
     """What is missing is said with what to do about it."""
     facts = EngineFacts(Models(("m",), ()), "", Scrape(), tokenizer="Org/Model", lacks=(EVENTS_OFF,))
 
-    lines = list(report(OPTIONS, facts, Tokenizer("none", "no tokenizer: why")))
+    lines = list(report(OPTIONS, facts, TokenizerReport("none", "no tokenizer: why")))
 
     assert "  blocks      unknown" in lines
     assert "  events      none: placed by load" in lines
@@ -52,7 +52,7 @@ def test_events_not_used() -> None:
     """Events that the frontends do not use are said to be unused, and why."""
     facts = EngineFacts(Models(("m",), ()), "", Scrape(), feeds=(FeedOptions("tcp://e:2"),))
 
-    lines = list(report(OPTIONS, facts, Tokenizer("none: by text"), no_events="--tokenizer none"))
+    lines = list(report(OPTIONS, facts, TokenizerReport("none: by text"), no_events="--tokenizer none"))
 
     assert "  events      tcp://e:2 (not used: --tokenizer none)" in lines
     assert "  tokenizer   none: by text" == lines[-1]

@@ -14,9 +14,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvrouter.tls import trusting
-from kvrouter.tokens import engine
-from kvrouter.tokens.engine import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
+from kvrouter.tokens import remote_tokenizer
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
+from kvrouter.tokens.remote_tokenizer import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
 from tests.certificates import Authority
 
 Reply = Callable[[dict[str, Any]], web.StreamResponse]
@@ -125,7 +125,7 @@ async def test_nobody_there(free_port: Callable[[], int]) -> None:
 
 async def test_too_slow(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """No request waits long for its tokens."""
-    monkeypatch.setattr(engine, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(remote_tokenizer, "TIMEOUT_S", 0.05)
     server.gate.clear()
     async with EngineTokenizer.open() as engines:
         with pytest.raises(EngineTokenizerError, match="TimeoutError"):
@@ -134,7 +134,7 @@ async def test_too_slow(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None
 
 async def test_bounded(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond so many calls at once nobody is asked; places are given back, also by those who leave."""
-    monkeypatch.setattr(engine, "MOST_CALLS", 2)
+    monkeypatch.setattr(remote_tokenizer, "MOST_CALLS", 2)
     server.gate.clear()
     async with EngineTokenizer.open() as engines:
         waiting = asyncio.create_task(engines.tokenize(server.url, "m", TextPrompt(["a", "b"])))
