@@ -15,7 +15,7 @@ from kvrouter.core.wire.hashes import prompt_hashes
 from scripts.kit.bench.hashes import built
 from scripts.kit.bench.index import MOST_BLOCKS, decision, overlap, resident
 from scripts.kit.bench.index_fixtures import BLOCK_SIZE, HOLDERS, microseconds, new_targets
-from scripts.kit.bench.machine import machine
+from scripts.kit.bench.meter import machine
 from scripts.kit.bench.plot import Point, write_plot
 
 TARGETS = (8, 16, 32, 64, 128, 256, 512, 1000)

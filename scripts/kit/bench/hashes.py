@@ -18,7 +18,7 @@ from kvrouter.core.wire.hashes import block_hashes, block_seed, prompt_hashes, s
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Beginnings
 from scripts.kit.bench.index_fixtures import BLOCK_SIZE, microseconds
-from scripts.kit.bench.machine import machine
+from scripts.kit.bench.meter import machine
 
 PROMPTS = 200
 PART_TOKENS = 60

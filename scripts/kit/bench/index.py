@@ -36,7 +36,7 @@ from scripts.kit.bench.index_fixtures import (
     new_targets,
     random_hashes,
 )
-from scripts.kit.bench.machine import machine
+from scripts.kit.bench.meter import machine
 from scripts.kit.bench.policies import new_pool
 
 SHARED_BLOCKS = 62

@@ -26,10 +26,15 @@ from rich.table import Table
 
 from kvrouter.simulate.percentiles import percentiles
 from scripts.kit import deployment
-from scripts.kit.bench.machine import machine
-from scripts.kit.bench.meter import cpu_ns
-from scripts.kit.bench.mock_engine import mock_engine
-from scripts.kit.bench.mock_fleet import BLOCK_SIZE, MODEL, PREFIX_BLOCKS, PREFIXES, prefix_tokens
+from scripts.kit.bench.meter import cpu_ns, machine
+from scripts.kit.bench.mock_fleet import (
+    BLOCK_SIZE,
+    MODEL,
+    PREFIX_BLOCKS,
+    PREFIXES,
+    mock_engine,
+    prefix_tokens,
+)
 from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
 from scripts.kit.http_client import Client, HttpError

@@ -31,7 +31,7 @@ from scripts.kit.bench.long_world import (
     Memory,
     World,
 )
-from scripts.kit.bench.machine import machine
+from scripts.kit.bench.meter import machine
 from scripts.kit.script import new_console
 
 SMALL = Load(

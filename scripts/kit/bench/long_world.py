@@ -32,7 +32,7 @@ from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION, decode_frame
 from kvrouter.policies import PolicySettings, new_policy
-from scripts.kit.bench.instructions import instructions
+from scripts.kit.bench.meter import instructions
 
 P = ParamSpec("P")
 R = TypeVar("R")

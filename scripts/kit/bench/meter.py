@@ -1,12 +1,23 @@
-"""What a process has used so far: CPU time from /proc, messages and bytes from its own /metrics."""
+"""What benches measure with: CPU time, memory and messages of processes, instructions of a call.
+
+CPU time and memory are read from /proc, messages and bytes from a process's own /metrics.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any, ParamSpec
 
+from kvrouter.version import __version__
 from scripts.kit.http_client import Client
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +85,34 @@ def _samples(text: str) -> Iterator[tuple[str, float]]:
         name, _, value = line.partition(" ")
         if name in _COUNTERS:
             yield name, float(value)
+
+
+def instructions(act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> int:
+    """Bytecode instructions of one call, the same on every machine and load. Work inside C is not counted."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act(*args, **kwargs)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def machine() -> dict[str, object]:
+    """Where and when something was measured, for a bench's JSON."""
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.processor(),
+        "cores": len(cpus),
+        "python": platform.python_version(),
+        "kvrouter": __version__,
+    }

@@ -31,7 +31,7 @@ from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
-from scripts.kit.bench.machine import machine
+from scripts.kit.bench.meter import machine
 
 BLOCK_SIZE, BLOCKS = 16, 562
 """9,000 tokens: Heimdall's published prompt."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
-from scripts.kit.bench.machine import machine
+from scripts.kit.bench.meter import machine
 from scripts.kit.bench.wire import growth, tables
 from scripts.kit.bench.wire.growth import Growth
 from scripts.kit.bench.wire.rounds import Contender, Results, run_rounds, warm

@@ -32,7 +32,7 @@ from kvrouter.relay.framing import LAST_CHUNK, chunk
 from kvrouter.relay.request import ArrivingBytes
 from kvrouter.relay.upstream import Connection, Upstream
 from kvrouter.telemetry.logs import set_up_logs
-from scripts.kit.bench.machine import machine
+from scripts.kit.bench.meter import machine
 from scripts.kit.bench.wire.routers import Workers
 from scripts.kit.bench.wire.stage import FLAGS, Stage, namespace, open_stage
 from scripts.kit.bench.wire.works import SHORT_BODIES

@@ -22,8 +22,7 @@ import uvloop
 from kvrouter.tokens.tiny import VOCABULARY_SIZE, build_tiny_model
 from scripts.kit import deployment
 from scripts.kit.bench import visibility
-from scripts.kit.bench.machine import machine
-from scripts.kit.bench.meter import Usage, usage
+from scripts.kit.bench.meter import Usage, machine, usage
 from scripts.kit.bench.sync_report import Cost, Visibility, median_cost, summary, tables
 from scripts.kit.deployment import Deployment, Plan
 from scripts.kit.figures import MachineTime

@@ -22,12 +22,9 @@ import uvloop
 from rich.console import Console
 
 from kvrouter.bus.connection import BusError
-from kvrouter.config import open_bus
 from kvrouter.simulate.traces import TraceError
-from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.verify import VerifyError, compare
 from kvrouter.version import __version__
-from scripts.kit import deployment
 from scripts.kit.chaos import haproxy
 from scripts.kit.chaos.faults import (
     KEPT,
@@ -39,12 +36,11 @@ from scripts.kit.chaos.faults import (
     state_file,
 )
 from scripts.kit.chaos.judge import RowResult, judge, table
-from scripts.kit.chaos.stage import Stage
-from scripts.kit.chaos.truth import watching
+from scripts.kit.chaos.stage import Stage, open_stage
 from scripts.kit.demo import load_requests
 from scripts.kit.deployment import Plan
 from scripts.kit.fleet import Fleet, FleetError
-from scripts.kit.http_client import Client, HttpError
+from scripts.kit.http_client import HttpError
 from scripts.kit.load import LoadRequest
 from scripts.kit.script import log_directory, new_console, until_signalled
 from scripts.kit.steady import SteadyLoad
@@ -88,7 +84,8 @@ async def _run(options: Options) -> int:
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(log_directory("chaos"))
         fleet = await stack.enter_async_context(Fleet(directory))
-        stage = await _set_up(stack, console, fleet)
+        console.print(f"starting NATS, {ENGINES} engines with their agents, and {REPLICAS} replicas")
+        stage = await open_stage(stack, fleet, _plan(directory))
         requests = load_requests(700, output_divisor=OUTPUT_DIVISOR)
         rows = [row for row in ROWS if not options.only or row.name in options.only]
         results = []
@@ -101,15 +98,10 @@ async def _run(options: Options) -> int:
         return 0
 
 
-async def _set_up(stack: AsyncExitStack, console: Console, fleet: Fleet) -> Stage:
-    console.print(f"starting NATS, {ENGINES} engines with their agents, and {REPLICAS} replicas")
-    client = Client()
-    stack.callback(client.close)
-    build_tiny_model(fleet.directory / "model")
-    nats_url = await deployment.start_nats(fleet, client)
-    plan = Plan(
+def _plan(directory: Path) -> Plan:
+    return Plan(
         "kv",
-        fleet.directory / "model",
+        directory / "model",
         engines=ENGINES,
         replicas=REPLICAS,
         num_blocks=NUM_BLOCKS,
@@ -119,14 +111,8 @@ async def _set_up(stack: AsyncExitStack, console: Console, fleet: Fleet) -> Stag
             KEPT: (f"--replay-buffer={KEPT_REPLAY_BUFFER}",),
             LATE: (f"--replay-buffer={SHORT_REPLAY_BUFFER}",),
         },
-        agent_flags={KEPT: (f"--state-file={state_file(fleet.directory)}",)},
+        agent_flags={KEPT: (f"--state-file={state_file(directory)}",)},
     )
-    deployed = await deployment.deploy(fleet, client, plan, nats_url)
-    watches = {
-        engine.url: await stack.enter_async_context(watching(engine.kv_events)) for engine in deployed.engines
-    }
-    bus = await stack.enter_async_context(open_bus(nats_url, name="chaos"))
-    return Stage(fleet, client, plan, deployed, bus, watches)
 
 
 async def _run_row(

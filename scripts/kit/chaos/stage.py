@@ -6,13 +6,17 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from kvrouter.bus import Bus
+from kvrouter.config import open_bus
+from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.verify import VerifyError, compare
 from kvrouter.worker.options import worker_id_of
+from scripts.kit import deployment
 from scripts.kit.chaos.judge import CLEAN_LIMIT_S, Damage, Leftovers
-from scripts.kit.chaos.truth import EngineWatch, agent_blocks, phantom_blocks
+from scripts.kit.chaos.truth import EngineWatch, agent_blocks, phantom_blocks, watching
 from scripts.kit.deployment import Deployment, Plan
 from scripts.kit.fleet import Fleet, Process
 from scripts.kit.http_client import Client, HttpError
@@ -142,3 +146,17 @@ class Stage:
         held = len(self.watches[url].held())
         partial = ", partial" if target["partial"] else ""
         return f"the index names {target['blocks']} of the engine's {held} blocks{partial}"
+
+
+async def open_stage(stack: AsyncExitStack, fleet: Fleet, plan: Plan) -> Stage:
+    """Start NATS and everything in `plan`, and watch each engine's KV events."""
+    client = Client()
+    stack.callback(client.close)
+    build_tiny_model(plan.model_path)
+    nats_url = await deployment.start_nats(fleet, client)
+    deployed = await deployment.deploy(fleet, client, plan, nats_url)
+    watches = {
+        engine.url: await stack.enter_async_context(watching(engine.kv_events)) for engine in deployed.engines
+    }
+    bus = await stack.enter_async_context(open_bus(nats_url, name=plan.namespace))
+    return Stage(fleet, client, plan, deployed, bus, watches)

@@ -25,17 +25,12 @@ from nats.aio.msg import Msg
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.config import open_bus
-from kvrouter.tokens.tiny import build_tiny_model
-from scripts.kit import deployment
 from scripts.kit.chaos.judge import Damage
-from scripts.kit.chaos.stage import Stage
-from scripts.kit.chaos.truth import watching
+from scripts.kit.chaos.stage import Stage, open_stage
 from scripts.kit.demo import load_requests
 from scripts.kit.deployment import Plan
 from scripts.kit.fleet import Fleet, Process
 from scripts.kit.fuzz.mutate import Mutator
-from scripts.kit.http_client import Client
 from scripts.kit.script import log_directory, new_console
 from scripts.kit.steady import SteadyLoad
 
@@ -144,7 +139,7 @@ async def run(messages: int, rate: float, seed: int, flags: Sequence[str]) -> in
     console = new_console()
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(Fleet(stack.enter_context(log_directory("fuzz"))))
-        stage = await _set_up(stack, fleet, flags)
+        stage = await open_stage(stack, fleet, _plan(fleet.directory, flags))
         client = await nats.connect(stage.deployed.nats_url, no_echo=True, pending_size=64 * 2**20)
         stack.push_async_callback(client.close)
         attacker = Attacker(client, seed)
@@ -169,26 +164,16 @@ async def run(messages: int, rate: float, seed: int, flags: Sequence[str]) -> in
         return await _judge(console, stage, memory, healed_s, reasons)
 
 
-async def _set_up(stack: AsyncExitStack, fleet: Fleet, flags: Sequence[str]) -> Stage:
-    client = Client()
-    stack.callback(client.close)
-    build_tiny_model(fleet.directory / "model")
-    nats_url = await deployment.start_nats(fleet, client)
-    plan = Plan(
+def _plan(directory: Path, flags: Sequence[str]) -> Plan:
+    return Plan(
         "kv",
-        fleet.directory / "model",
+        directory / "model",
         engines=ENGINES,
         replicas=REPLICAS,
         num_blocks=2048,
         namespace=NAMESPACE,
         frontend_flags=tuple(flags),
     )
-    deployed = await deployment.deploy(fleet, client, plan, nats_url)
-    watches = {
-        engine.url: await stack.enter_async_context(watching(engine.kv_events)) for engine in deployed.engines
-    }
-    bus = await stack.enter_async_context(open_bus(nats_url, name="fuzz"))
-    return Stage(fleet, client, plan, deployed, bus, watches)
 
 
 def _watched(stage: Stage) -> list[Process]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import zmq
+import zmq.asyncio
+
+from kvrouter.worker.engines.vllm import BlockRemoved, decode_batch
 from scripts.kit.fleet import Fleet, FleetError, Process, wait_until_ok
 from scripts.kit.http_client import Client
 from scripts.kit.ports import free_ports
@@ -103,3 +110,33 @@ def _command(test: EngineTest, port: int, events: int, replay: int) -> list[str]
         "--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", str(len(test.adapters)),
         "--lora-modules", *(f"{name}={path}" for name, path in test.adapters.items()),
     ]  # fmt: skip
+
+
+@dataclass(slots=True)
+class Evictions:
+    """Blocks that all watched engines have removed."""
+
+    blocks: int = 0
+
+
+@contextlib.asynccontextmanager
+async def counting_evictions(endpoints: Sequence[str]) -> AsyncIterator[Evictions]:
+    """Count while inside."""
+    evictions = Evictions()
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe(b"")
+        for endpoint in endpoints:
+            socket.connect(endpoint)
+        task = asyncio.create_task(_count(socket, evictions))
+        try:
+            yield evictions
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _count(socket: zmq.asyncio.Socket, evictions: Evictions) -> None:
+    while True:
+        *_, payload = await socket.recv_multipart()
+        removed = [event for event in decode_batch(payload).events if isinstance(event, BlockRemoved)]
+        evictions.blocks += sum(len(event.block_hashes) for event in removed)

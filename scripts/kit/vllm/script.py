@@ -22,8 +22,7 @@ from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.script import log_directory, new_console, until_signalled
 from scripts.kit.vllm.answers import Sample, ask
-from scripts.kit.vllm.engines import BLOCK_SIZE, find_vllm
-from scripts.kit.vllm.evictions import counting
+from scripts.kit.vllm.engines import BLOCK_SIZE, counting_evictions, find_vllm
 from scripts.kit.vllm.report import Report, table
 from scripts.kit.vllm.stage import ENGINES, Stage, prepare, set_up
 from scripts.kit.vllm.workload import Request, Workload
@@ -97,7 +96,7 @@ async def _run(options: Options) -> int:
             stage.serve.log.read_text(errors="replace"), markup=False, highlight=False, soft_wrap=True
         )
         trial = Trial(stage, Workload(test.name, tuple(test.adapters), options.seed))
-        async with counting([engine.events for engine in stage.engines]) as evictions:
+        async with counting_evictions([engine.events for engine in stage.engines]) as evictions:
             await _send_all(console, trial, options.requests)
         took_s = time.monotonic() - started
         report = Report(trial.samples, evictions.blocks, await _versions(stage), took_s)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.ids import Target, WorkerId
-from scripts.kit.bench.instructions import instructions
+from scripts.kit.bench.meter import instructions
 from tests.core.forest import Forest
 
 pytestmark = pytest.mark.usefixtures("core")

@@ -10,7 +10,7 @@ from kvrouter.core.tables import text_index
 from kvrouter.core.tables.text_index import TextIndex, TextIndexSettings
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.errors import ConfigError
-from scripts.kit.bench.instructions import instructions
+from scripts.kit.bench.meter import instructions
 
 A, B, C = (Target(WorkerId(name)) for name in "abc")
 ALL = (A, B, C)
