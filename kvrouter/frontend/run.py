@@ -7,15 +7,16 @@ import contextlib
 import random
 import secrets
 import signal
+import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 import structlog
 from aiohttp import web
 
-from kvrouter.bus import Subjects
+from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.audit.watch import Watch
 from kvrouter.core.fleet.pool import NewIndex
@@ -28,7 +29,8 @@ from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.aiohttp_connection import invite_body
-from kvrouter.frontend.busy import BusyThresholds
+from kvrouter.frontend.background import evict_texts, keep_watch, report_progress, running
+from kvrouter.frontend.busy_threshold import BusyThresholds
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
@@ -40,26 +42,21 @@ from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.sockets import Doors, open_doors, raise_limit, streams_within
 from kvrouter.frontend.state_metrics import index_maker, index_samples
-from kvrouter.frontend.text_eviction import texts_evicted
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
 from kvrouter.policies import POLICIES
 from kvrouter.policies import new_policy as policy_of
 from kvrouter.policies.guarded import Own
-from kvrouter.relay.certificate import DoorCertificate
 from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.loop import ReplicaLoop
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, set_aside_for_ever, thresholds_raised
 from kvrouter.telemetry.loop_lag import LoopLag
-from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, Sample, StateCollector
+from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
 from kvrouter.tls import trusting
 from kvrouter.tokens.prompt import PromptEncoder
 
 log = structlog.get_logger()
-
-WATCH_S = 1.0
-"""Between two looks for problems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +101,83 @@ async def serve(options: FrontendOptions) -> None:
     log.info("frontend.stopped")
 
 
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """The replica, and what makes it a member of its namespace."""
+
+    rules: Rules
+    replica: Replica
+    tokens: Tokens
+    doors: Doors
+    bus: Bus
+    waiting_room: WaitingRoom
+    replica_loop: ReplicaLoop
+    watch: Watch
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestPath:
+    """What serves requests."""
+
+    accept: Accept
+    views: DecisionViews
+    completions: Completions
+
+
 @contextlib.asynccontextmanager
 async def running_frontend(
     options: FrontendOptions, hurried: asyncio.Event | None = None
 ) -> AsyncIterator[RunningFrontend]:
-    """A frontend that serves while inside; leaving drains what runs and says goodbye.
+    """A frontend that serves while inside. Leaving it drains, then leaves the namespace.
 
     `hurried` ends the draining early.
     """
+    registry = Registry()
+    tls = trusting(options.tls.worker_ca)
+    async with (
+        _open_member(options, registry, tls) as member,
+        _open_request_path(options, registry, member, tls) as path,
+        _run_tasks(options, registry, member, path.completions),
+        _left_at_the_end(member.replica_loop),
+    ):
+        admin = _new_admin(options, registry, member)
+        site = Site(path.completions, admin, _operators_routes(member, path, admin), options)
+        async with http_server(site, member.doors, hurried=hurried, options=options):
+            _log_start(options, member)
+            frontend = RunningFrontend(
+                member.doors.url,
+                member.doors.admin_url,
+                member.replica,
+                member.replica_loop,
+                member.watch,
+                admin,
+                path.completions,
+                member.waiting_room,
+                member.tokens,
+            )
+            try:
+                yield frontend
+            finally:
+                frontend.drain()
+
+
+@contextlib.asynccontextmanager
+async def _open_member(
+    options: FrontendOptions, registry: Registry, tls: ssl.SSLContext | None
+) -> AsyncIterator[_Member]:
+    """Read the models, listen on the ports, connect to NATS: errors of flags come before the namespace."""
+    rules = new_rules(options)
+    replica = new_replica(options, rules, index_maker(registry, is_on=options.index_metrics))
+    waiting_room = WaitingRoom(replica, options.admission, QueueMetrics(registry), random.random)
+    registry.register(StateCollector(lambda: rules.samples(replica.routers)))
+    registry.register(StateCollector(waiting_room.samples))
+    if options.index_metrics:
+        registry.register(StateCollector(lambda: index_samples(replica)))
     async with contextlib.AsyncExitStack() as stack:
-        registry = Registry()
-        rules = new_rules(options)
-        replica = new_replica(options, rules, index_maker(registry, is_on=options.index_metrics))
-        tls = trusting(options.tls.worker_ca)
         tokens = await stack.enter_async_context(open_tokens(options.tokens, replica, tls))
+        registry.register(StateCollector(tokens.samples))
         doors = stack.enter_context(open_doors(options.host, options.port, options.process, options.tls))
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
-        waiting_room = WaitingRoom(replica, options.admission, QueueMetrics(registry), random.random)
         replica_loop = ReplicaLoop(
             replica,
             bus,
@@ -129,94 +186,97 @@ async def running_frontend(
             address=doors.admin_url,
             on_change=waiting_room.wake,
         )
-        upstream = Upstream(tls)
-        stack.callback(upstream.close)
-        metrics = RequestMetrics(registry)
-        upkeep = PolicyUpkeep(replica)
-        stack.callback(upkeep.close)
         watch = Watch(replica, tokens.compared)
-        accept = Accept(replica, tokens.blocks, metrics, _dialect(options))
-        views = DecisionViews(rules.decisions, options.router_mode, logs=options.rules.log_decisions)
-        completions = Completions(
-            replica,
-            replica_loop.publishing,
-            watch,
-            accept,
-            views,
-            upstream=upstream,
-            probe=await stack.enter_async_context(probing(tls)),
-            waiting_room=waiting_room,
-            metrics=metrics,
-            limits=options.limits,
-            retries=options.retries,
-        )
-        parts = (tokens.samples, waiting_room.samples, completions.samples, upkeep.samples)
-        _register_state(registry, replica, rules, parts, of_index=options.index_metrics)
-        admin = Admin(
-            replica,
-            replica_loop,
-            watch,
-            bus,
-            registry,
-            tokens=tokens.shown,
-            queue=waiting_room.shown,
-            doors=doors,
-            ready_timeout_s=options.ready_timeout_s,
-        )
-        await replica_loop.subscribe()
-        await stack.enter_async_context(
-            _background(
-                replica_loop,
-                watch,
-                completions,
-                tokens,
-                upkeep,
-                certificate=doors.certificate,
-                options=options,
+        yield _Member(rules, replica, tokens, doors, bus, waiting_room, replica_loop, watch)
+
+
+@contextlib.asynccontextmanager
+async def _open_request_path(
+    options: FrontendOptions, registry: Registry, member: _Member, tls: ssl.SSLContext | None
+) -> AsyncIterator[_RequestPath]:
+    """`tls`: which workers are trusted."""
+    metrics = RequestMetrics(registry)
+    accept = Accept(member.replica, member.tokens.blocks, metrics, _dialect(options))
+    views = DecisionViews(member.rules.decisions, options.router_mode, logs=options.rules.log_decisions)
+    async with probing(tls) as probe:
+        with contextlib.closing(Upstream(tls)) as upstream:
+            completions = Completions(
+                member.replica,
+                member.replica_loop.publishing,
+                member.watch,
+                accept,
+                views,
+                upstream=upstream,
+                probe=probe,
+                waiting_room=member.waiting_room,
+                metrics=metrics,
+                limits=options.limits,
+                retries=options.retries,
             )
-        )
-        await stack.enter_async_context(texts_evicted(replica))
-        stack.enter_context(LoopLag(registry).watched())
-        stack.enter_context(Pauses(registry).watched())
-        stack.enter_context(thresholds_raised())
-        stack.callback(replica_loop.publishing.leave)
-        for_operators = _operators_routes(replica, rules, accept, views, admin)
-        site = Site(completions, admin, for_operators, options)
-        await stack.enter_async_context(http_server(site, doors, hurried=hurried, options=options))
-        _tell(options, tokens, doors, replica.router_id)
-        frontend = RunningFrontend(
-            doors.url, doors.admin_url, replica, replica_loop, watch, admin, completions, waiting_room, tokens
-        )
-        try:
-            yield frontend
-        finally:
-            frontend.drain()
+            registry.register(StateCollector(completions.samples))
+            yield _RequestPath(accept, views, completions)
 
 
-def _register_state(
-    registry: Registry,
-    replica: Replica,
-    rules: Rules,
-    parts: Iterable[Callable[[], Iterable[Sample]]],
-    *,
-    of_index: bool,
-) -> None:
-    """What is read off the state when somebody asks for metrics."""
-    for samples in parts:
-        registry.register(StateCollector(samples))
-    registry.register(StateCollector(lambda: rules.samples(replica.routers)))
-    if of_index:
-        registry.register(StateCollector(lambda: index_samples(replica)))
+@contextlib.asynccontextmanager
+async def _run_tasks(
+    options: FrontendOptions, registry: Registry, member: _Member, completions: Completions
+) -> AsyncIterator[None]:
+    """Follow the namespace, and run every other task of the replica."""
+    await member.replica_loop.subscribe()
+    certificate = member.doors.certificate
+    with contextlib.closing(PolicyUpkeep(member.replica)) as upkeep:
+        registry.register(StateCollector(upkeep.samples))
+        tasks = {
+            "replica": member.replica_loop.run(),
+            "watch": keep_watch(member.watch),
+            "tokens": member.tokens.run(),
+            "policies": upkeep.run(),
+            "texts": evict_texts(member.replica),
+            "hung engines": completions.hung_engines.run(),
+            "garbage": set_aside_for_ever(),
+        }
+        if certificate is not None:
+            tasks["certificate"] = certificate.run()
+        if options.track_output_blocks:
+            tasks["progress"] = report_progress(completions)
+        with LoopLag(registry).watched(), Pauses(registry).watched(), thresholds_raised():
+            async with running(tasks):
+                yield
 
 
-def _tell(options: FrontendOptions, tokens: Tokens, doors: Doors, router_id: RouterId) -> None:
-    """What a person should know of a replica that has begun to listen."""
-    for model, encoder in (tokens.encoders.by_name or {"": tokens.encoders.default}).items():
+@contextlib.asynccontextmanager
+async def _left_at_the_end(replica_loop: ReplicaLoop) -> AsyncIterator[None]:
+    """Publish that this replica leaves, once it serves nothing more and while its tasks still run."""
+    try:
+        yield
+    finally:
+        replica_loop.publishing.leave()
+
+
+def _new_admin(options: FrontendOptions, registry: Registry, member: _Member) -> Admin:
+    return Admin(
+        member.replica,
+        member.replica_loop,
+        member.watch,
+        member.bus,
+        registry,
+        tokens=member.tokens.shown,
+        queue=member.waiting_room.shown,
+        doors=member.doors,
+        ready_timeout_s=options.ready_timeout_s,
+    )
+
+
+def _log_start(options: FrontendOptions, member: _Member) -> None:
+    """Log where the replica listens, and what its tokenizers lack."""
+    encoders, doors = member.tokens.encoders, member.doors
+    for model, encoder in (encoders.by_name or {"": encoders.default}).items():
         path = options.tokens.model_paths.get(model, options.tokens.model_path)
         _warn_of_missing_tokenizer(options, encoder, path)
     for note in options.policy_notes:
         log.info("frontend.router_config", note=note)
     mode = options.policy.own.name if options.policy.own is not None else options.router_mode
+    router_id = member.replica.router_id
     log.info("frontend.listening", url=doors.url, admin=doors.admin_url, mode=mode, id=router_id)
 
 
@@ -263,73 +323,17 @@ def _dialect(options: FrontendOptions) -> Dialect:
     return Dialect(SERVED_MODES, options.router_mode, header, bucket.lower())
 
 
-def _operators_routes(
-    replica: Replica, rules: Rules, accept: Accept, views: DecisionViews, admin: Admin
-) -> list[web.RouteDef]:
+def _operators_routes(member: _Member, path: _RequestPath, admin: Admin) -> list[web.RouteDef]:
     """What operators ask about workers and routing, and may change of it."""
-    busy = BusyThresholds(replica, rules)
+    thresholds, views = BusyThresholds(member.replica, member.rules), path.views
     return [
         web.get("/workers", admin.workers),
-        web.post("/v1/route", DryRoute(accept, views).route, expect_handler=invite_body),
+        web.post("/v1/route", DryRoute(path.accept, views).route, expect_handler=invite_body),
         web.get("/decisions", views.last),
         web.get("/decisions/{request_id:.+}", views.one),
-        web.get("/busy_threshold", busy.show),
-        web.post("/busy_threshold", busy.change, expect_handler=invite_body),
+        web.get("/busy_threshold", thresholds.show),
+        web.post("/busy_threshold", thresholds.change, expect_handler=invite_body),
     ]
-
-
-@contextlib.asynccontextmanager
-async def _background(
-    replica_loop: ReplicaLoop,
-    watch: Watch,
-    completions: Completions,
-    tokens: Tokens,
-    upkeep: PolicyUpkeep,
-    *,
-    certificate: DoorCertificate | None,
-    options: FrontendOptions,
-) -> AsyncIterator[None]:
-    """The replica's own tasks. One that fails stops the service."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(replica_loop.run(), name="replica"),
-            tasks.create_task(_keep_watch(watch), name="watch"),
-            tasks.create_task(tokens.run(), name="tokens"),
-            tasks.create_task(upkeep.run(), name="policies"),
-            tasks.create_task(completions.hung_engines.run(), name="hung engines"),
-        ]
-        if certificate is not None:
-            running.append(tasks.create_task(certificate.run(), name="certificate"))
-        if options.track_output_blocks:
-            running.append(tasks.create_task(_report_progress(completions), name="progress"))
-        running.append(tasks.create_task(set_aside_for_ever(), name="garbage"))
-        try:
-            yield
-        finally:
-            for task in running:
-                task.cancel()
-
-
-async def _keep_watch(watch: Watch) -> None:
-    """Say once of each problem that it has begun, and once that it is over."""
-    while True:
-        steps = watch.steps()
-        look = watch.looking(steps)
-        for _ in range(steps):
-            await asyncio.sleep(WATCH_S / steps)
-            watch.settle(asyncio.get_running_loop().time())
-            next(look, None)
-        begun, over = watch.told()
-        for told in begun:
-            log.warning("worker.problem", worker=told.worker, pool=told.pool, problem=told.problem.text)
-        for told in over:
-            log.info("worker.problem_over", worker=told.worker, pool=told.pool, was=told.problem.text)
-
-
-async def _report_progress(completions: Completions) -> None:
-    while True:
-        await asyncio.sleep(1.0)
-        await completions.report_progress()
 
 
 def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder, path: str | None) -> None:

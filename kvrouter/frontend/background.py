@@ -1,0 +1,66 @@
+"""The tasks that one replica runs besides serving requests. One that fails stops the service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Mapping
+
+import structlog
+
+from kvrouter.core.audit.watch import Watch
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.frontend.completions import Completions
+
+log = structlog.get_logger()
+
+WATCH_S = 1.0
+PROGRESS_S = 1.0
+# At most, between two evictions of texts: a text index itself knows when its interval has passed.
+EVICTION_S = 1.0
+
+
+@contextlib.asynccontextmanager
+async def running(coroutines: Mapping[str, Coroutine[object, object, None]]) -> AsyncIterator[None]:
+    """Run the coroutines, by the name of their task, while inside."""
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(coroutine, name=name) for name, coroutine in coroutines.items()]
+        try:
+            yield
+        finally:
+            for task in started:
+                task.cancel()
+
+
+async def keep_watch(watch: Watch) -> None:
+    """Log each problem of a worker once when it begins, and once when it is over."""
+    while True:
+        steps = watch.steps()
+        look = watch.looking(steps)
+        for _ in range(steps):
+            await asyncio.sleep(WATCH_S / steps)
+            watch.settle(asyncio.get_running_loop().time())
+            next(look, None)
+        begun, over = watch.told()
+        for told in begun:
+            log.warning("worker.problem", worker=told.worker, pool=told.pool, problem=told.problem.text)
+        for told in over:
+            log.info("worker.problem_over", worker=told.worker, pool=told.pool, was=told.problem.text)
+
+
+async def report_progress(completions: Completions) -> None:
+    """Book the output blocks of running answers (`--router-track-output-blocks`)."""
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        await completions.report_progress()
+
+
+async def evict_texts(replica: Replica) -> None:
+    """Evict old texts of mode prefix-affinity, in slices: requests are served in between."""
+    loop = asyncio.get_running_loop()
+    while True:
+        indexes = [router.selection.state.texts for router in replica.routers.values()]
+        await asyncio.sleep(min([EVICTION_S, *(texts.settings.eviction_interval_secs for texts in indexes)]))
+        for texts in indexes:
+            for _ in texts.eviction(loop.time()):
+                await asyncio.sleep(0)
