@@ -50,6 +50,7 @@ class WaitingRoom:
         chance: Callable[[], float],
     ) -> None:
         self._replica = replica
+        self.is_on = settings.threshold > 0
         self._settings = settings
         self._metrics = metrics
         self._chance = chance
@@ -60,7 +61,7 @@ class WaitingRoom:
 
         Raises QueueFullError and QueueTimeoutError. Who names its target itself does not wait.
         """
-        if not self._settings.threshold or request.wanted is not None:
+        if not self.is_on or request.wanted is not None:
             return
         line = self._line(router.pool.id)
         now = asyncio.get_running_loop().time()
@@ -96,7 +97,7 @@ class WaitingRoom:
 
     def samples(self) -> Iterator[Sample]:
         """The queues as Prometheus samples."""
-        for pool_id in self._replica.routers if self._settings.threshold else ():
+        for pool_id in self._replica.routers if self.is_on else ():
             labels, shown = {"pool": str(pool_id)}, self.shown(pool_id)
             length, longest_s = shown["waiting"], shown["longest_wait_s"]
             yield "kvrouter_queue_length", "gauge", "Requests that wait for a worker", labels, length

@@ -145,7 +145,7 @@ class Completions:
         failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
-        if work.is_completion:
+        if work.is_completion and self._waiting_room.is_on:
             await self._waiting_room.admitted(work.router, work.route)
         for tries in range(self._retries + 1):
             if tries > 1:
@@ -178,7 +178,8 @@ class Completions:
         """Choose and book, and tell the peers."""
         router, route = work.router, work.route
         placement = router.route(route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks)
-        self._decisions.log_last()
+        if self._decisions.logs:
+            self._decisions.log_last()
         self._publishing.flush_soon()
         if route.prompts:
             self._metrics.prompt_tokens.inc(route.isl)

@@ -34,7 +34,7 @@ class DecisionViews:
     def __init__(self, kept: DecisionRing | None, own_mode: str, *, logs: bool) -> None:
         self._kept = kept
         self._own_mode = own_mode
-        self._logs = logs
+        self.logs = logs and kept is not None
 
     def foretold(self, work: Work) -> Answer:
         """Where the request would go, and why; nothing is sent."""
@@ -66,10 +66,10 @@ class DecisionViews:
         return _json({"decisions": [self._summary(one) for one in kept]})
 
     def log_last(self) -> None:
-        """One event with every candidate's terms, if they are to be logged."""
-        if self._logs and self._kept is not None:
-            (decided,) = self._kept.last(1)
-            log.info("request.routed", **self._explained(decided))
+        """Log the last decision with every candidate's terms. Only where `logs` is set."""
+        assert self._kept is not None
+        (decided,) = self._kept.last(1)
+        log.info("request.routed", **self._explained(decided))
 
     def _summary(self, decided: Decided) -> dict[str, Any]:
         choice = next(one for one in decided.candidates if one.target == decided.order[0])

@@ -92,7 +92,7 @@ Seen = Callable[[Prompt, list[Encoded], Naming], None]
 class LocalBlocks:
     """By the tokenizer of a model directory; without one only prompts of token ids have hashes."""
 
-    def __init__(self, encoders: Encoders, seen: Seen, known: PrefixHashes) -> None:
+    def __init__(self, encoders: Encoders, seen: Seen | None, known: PrefixHashes) -> None:
         self._encoders = encoders
         self._seen = seen
         self._known = known
@@ -107,7 +107,7 @@ class LocalBlocks:
             return ()
         if encoded is None:
             return ()
-        if not isinstance(prompt, TokenPrompt):
+        if self._seen is not None and not isinstance(prompt, TokenPrompt):
             self._seen(prompt, encoded, naming)
         return _named(encoded, naming, self._known)
 

@@ -116,7 +116,7 @@ async def open_tokens(
             case "local":
                 if options.compare and any(each.can_encode_text for each in encoders.all().values()):
                     checks = TokenChecks(replica, encoders, engines)
-                blocks = LocalBlocks(encoders, checks.seen if checks else lambda *_: None, hashes)
+                blocks = LocalBlocks(encoders, checks.seen if checks else None, hashes)
             case "remote":
                 blocks = RemoteBlocks(engines, encoders.default)
             case "none":
