@@ -12,7 +12,7 @@ from typing import TypeAlias
 from msgspec import UNSET, Struct
 
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
@@ -58,10 +58,8 @@ Parse: TypeAlias = Callable[[bytes], openai.CompletionRequest]
 class Accept:
     """Makes work of requests."""
 
-    def __init__(
-        self, replica: Replica, blocks: PromptBlocks, metrics: RequestMetrics, dialect: Dialect
-    ) -> None:
-        self._replica = replica
+    def __init__(self, pools: Pools, blocks: PromptBlocks, metrics: RequestMetrics, dialect: Dialect) -> None:
+        self._pools = pools
         self._blocks = blocks
         self._metrics = metrics
         self._dialect = dialect
@@ -72,7 +70,7 @@ class Accept:
         large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None
         readable = body if large is None else large.rest
         asked = passthrough.parse(request, readable) if parse is None else parse(readable)
-        router = self._replica.router_for(asked.model)
+        router = self._pools.router_for(asked.model)
         if large is not None and large.runs and parse is not None:
             asked = await large.with_ids(asked, parse, _longest_context(router.pool))
         said = read_overrides(request.headers, asked.kvrouter, asked.session_id, self._dialect)

@@ -184,7 +184,7 @@ async def _open_member(
             Subjects(options.namespace),
             heartbeat_s=options.heartbeat_s,
             address=doors.admin_url,
-            on_change=waiting_room.wake,
+            on_change=waiting_room.wake if waiting_room.is_on else None,
         )
         watch = Watch(replica, tokens.compared)
         yield _Member(rules, replica, tokens, doors, bus, waiting_room, replica_loop, watch)
@@ -196,7 +196,7 @@ async def _open_request_path(
 ) -> AsyncIterator[_RequestPath]:
     """`tls`: which workers are trusted."""
     metrics = RequestMetrics(registry)
-    accept = Accept(member.replica, member.tokens.blocks, metrics, _dialect(options))
+    accept = Accept(member.replica.pools, member.tokens.blocks, metrics, _dialect(options))
     views = DecisionViews(member.rules.decisions, options.router_mode, logs=options.rules.log_decisions)
     async with probing(tls) as probe:
         with contextlib.closing(Upstream(tls)) as upstream:

@@ -49,7 +49,7 @@ class Inbox:
         recovery: Recovery,
         feed_log: FeedLog,
         *,
-        on_change: Callable[[], None],
+        on_change: Callable[[], None] | None,
     ) -> None:
         self.drops = 0
         self._replica = replica
@@ -140,7 +140,8 @@ class Inbox:
             self._recovery.request_due(
                 now, self.drain_soon
             )  # a snapshot is loaded: the next may be asked for
-        self._on_change()
+        if self._on_change is not None:
+            self._on_change()
         return bool(messages) or has_work
 
     # One message

@@ -35,7 +35,7 @@ class ReplicaLoop:
         *,
         heartbeat_s: float,
         address: str = "",
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] | None = None,
     ) -> None:
         self.log = FeedLog()
         self.members = Members(replica)

@@ -32,7 +32,7 @@ class Publishing:
         feed_log: FeedLog,
         *,
         address: str,
-        on_change: Callable[[], None],
+        on_change: Callable[[], None] | None,
     ) -> None:
         self.state: State = "up"
         self._replica = replica
@@ -60,7 +60,8 @@ class Publishing:
         self._is_flush_due = False
         for pool_id, router in self._replica.routers.items():
             self._publish(pool_id, router.frames())
-        self._on_change()
+        if self._on_change is not None:
+            self._on_change()
 
     def answer_replay(self, _subject: str, data: bytes, reply: str) -> None:
         """Answer a peer that asks for frames or a snapshot of this replica's bookings."""

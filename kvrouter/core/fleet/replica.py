@@ -103,8 +103,8 @@ class Replica:
         self.router_id = router_id
         self.incarnation = incarnation
         self.counters = ReplicaCounters()
-        self._pools = Pools(self._new_router, settings.lease_rounds)
-        self.routers = self._pools.routers
+        self.pools = Pools(self._new_router, settings.lease_rounds)
+        self.routers = self.pools.routers
         self.peers: dict[RouterId, RouterBeat] = {}
         self._worker_pools: dict[WorkerId, PoolId] = {}
         self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
@@ -284,7 +284,7 @@ class Replica:
         for router in self.routers.values():
             router.pool.approx.expire(now)
         needed = self._feeds.told_pools().union(self._worker_pools.values())
-        self._feeds.end_pools(self._pools.next_round(needed, now))
+        self._feeds.end_pools(self.pools.next_round(needed, now))
 
     def latch_ready(self, now: float) -> None:
         """Many times a second: it counts whether the replica was ready, not whether somebody asked then."""
@@ -301,7 +301,7 @@ class Replica:
             self.incarnation,
             state,
             address,
-            self._pools.told(),
+            self.pools.told(),
             self._round,
             round(self.settings.heartbeat_s * 1000),
             self._heard_workers() if names_workers else [],
@@ -337,11 +337,11 @@ class Replica:
 
     def router(self, pool_id: PoolId) -> Router:
         """The router of a pool; begun when the pool is first heard of."""
-        return self._pools.open(pool_id)
+        return self.pools.open(pool_id)
 
     def router_for(self, model: str | None) -> Router:
         """The router that serves a model; see Pools. Raises UnknownModelError or NoWorkersError."""
-        return self._pools.router_for(model)
+        return self.pools.router_for(model)
 
     def _new_router(self, pool_id: PoolId, seq: int) -> Router:
         return Router(
@@ -357,7 +357,7 @@ class Replica:
     def _has_room(self, pool_id: PoolId, *, served: bool) -> bool:
         if pool_id in self.routers:
             return True
-        has_room = self._pools.has_room(pool_id, served=served)
+        has_room = self.pools.has_room(pool_id, served=served)
         if served and not has_room:
             self._let_silent_go()
         self.counters.pools_refused += not has_room

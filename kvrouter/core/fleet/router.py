@@ -191,7 +191,8 @@ class Router:
         own = _Own(booking, request, selection.policy, choice.prefill_tokens, now, streamed, size)
         self._remember(own, choice, selection)
         worker = self.pool.targets[target]
-        card, wants_report = worker.card, worker.wants_report(target.rank)
+        card = worker.card
+        wants_report = card.repairs_by_report and worker.wants_report(target.rank)
         return Placement(
             booking.key, target, choice, card.url, card.rank_header, wants_report, order[1:], size
         )
