@@ -134,8 +134,9 @@ class FeedReader:
     def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
         """The source reports how many frames it has sent; False if it is of an older incarnation.
 
-        Frames arrive on the same subscription as the heartbeat that counts them, and before it. `now` is when
-        the heartbeat arrived, which may be long ago if the inbox is long.
+        Frames arrive on the same subscription as the heartbeat that counts them, and before it: NATS keeps
+        order only within one subscription. `now` is when the heartbeat arrived, which may be long
+        ago if the inbox is long.
         """
         if incarnation < self._newest:
             return False

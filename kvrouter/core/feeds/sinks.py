@@ -1,4 +1,4 @@
-"""Where feeds end: ops become changes of the index and of the active table."""
+"""The end of a feed: a sink turns ops into changes of the block index or of the bookings."""
 
 from __future__ import annotations
 
@@ -27,50 +27,52 @@ from kvrouter.core.wire.ops import (
 )
 from kvrouter.core.wire.values import MOST_ID_CHARACTERS
 
+# A target that stores more than 1.1 times what its card has room for contradicts itself: a target without a
+# bound could otherwise fill the index.
 CAPACITY_SLACK = 1.1
-"""A target may announce this much more than its card says before it is disbelieved."""
 
 
 class FeedSink(Protocol):
     """The table a feed writes to."""
 
     def apply(self, op: Op, now: float) -> str:
-        """Apply a live op. Returns why it cannot be true, given what is held here; empty if it can."""
+        """Apply a live op. Returns why it contradicts the copy; empty if it does not."""
         ...
 
     def agrees(self, check: Check) -> bool:
-        """Whether the source's count and digest are the table's own."""
+        """Whether the source's count and digest equal the copy's."""
         ...
 
     def has_room_again(self) -> bool:
-        """Whether what the table refused for want of room would be taken now."""
+        """Whether there is room now for blocks that the table refused."""
         ...
 
     def reset(self) -> None:
-        """The source begins anew with nothing."""
+        """The source has restarted and holds nothing."""
         ...
 
     def begin_load(self) -> None:
-        """A snapshot comes; an unfinished one is given up."""
+        """A snapshot begins; an unfinished one is dropped."""
         ...
 
     def load(self, op: Op, now: float) -> str:
-        """Take one op of the snapshot. Returns what `apply` returns."""
+        """Load one op of the snapshot. Returns what `apply` returns."""
         ...
 
     def finish_load(self) -> None:
-        """The snapshot is complete and counts from now on."""
+        """The snapshot is complete: it replaces the copy in one step."""
         ...
 
     def abandon_load(self) -> None:
-        """The snapshot is given up."""
+        """Drop the unfinished snapshot."""
         ...
 
 
 class KvSink:
-    """One rank's KV feed writes to the pool's index.
+    """Writes one rank's KV feed to the pool's index.
 
-    `capacity` returns how many blocks the target can hold over all its tiers; 0 means unknown.
+    `capacity` returns how many blocks the target can hold over all its tiers; 0: unknown. It is called for
+    each Stored, because a new card may change it.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class KvSink:
         self._fresh: Holding | None = None
 
     def apply(self, op: Op, now: float) -> str:
-        """Apply a live op; a contradiction is a missing parent, or more blocks than the card has room for."""
+        """A contradiction is a parent that is not held, or more blocks than the card has room for."""
         match op:
             case Stored():
                 return self._store(op)
@@ -98,29 +100,26 @@ class KvSink:
         if op.parent is not None and not self._index.holds(self._target, op.parent, tier):
             return self._without_parent(self._index.holding(self._target), op)
         if excess := self._excess(before):
-            return excess  # so that a target which ignores its bound cannot fill the index
+            return excess  # before storing: else each further op of such a target would fill the index
         self._index.store(self._target, op.hashes, tier)
         return self._excess(self._index.blocks(self._target))
 
     def agrees(self, check: Check) -> bool:
-        """Compare one tier set; the index knows what it has refused itself."""
+        # the index, not the sink: only it knows which blocks it has refused
         return self._index.agrees(self._target, TIERS[check.tier], check.count, check.digest)
 
     def has_room_again(self) -> bool:
-        """For a chain that the bounds of the index cut off."""
         return self._index.has_room_again(self._target)
 
     def reset(self) -> None:
-        """The rank holds nothing; it is known from now on."""
+        # an empty holding, so that the index knows the target from now on
         self._index.finish_load(self._target, self._index.begin_load(self._tier_sets, self._target))
 
     def begin_load(self) -> None:
-        """Load into fresh slots."""
         self.abandon_load()
         self._fresh = self._index.begin_load(self._tier_sets, self._target)
 
     def load(self, op: Op, now: float) -> str:
-        """Take one Stored of the snapshot; contradictions are those of `apply`."""
         if not isinstance(op, Stored) or self._fresh is None:
             return ""
         tier = TIERS[op.tier]
@@ -131,19 +130,17 @@ class KvSink:
         return self._excess(self._fresh.sets[-1].count)
 
     def finish_load(self) -> None:
-        """The fresh slots are the target's from now on."""
         if self._fresh is not None:
             self._index.finish_load(self._target, self._fresh)
             self._fresh = None
 
     def abandon_load(self) -> None:
-        """The fresh slots are swept by and by."""
         if self._fresh is not None:
             self._index.abandon_load(self._fresh)
             self._fresh = None
 
     def _without_parent(self, holding: Holding | None, op: Stored) -> str:
-        """No contradiction if the index's bounds may have cut the parent off: then these blocks go, too."""
+        """Not a contradiction if the index may have refused the parent: then it refuses these blocks, too."""
         if holding is None or not holding.is_truncated:
             return "it stores blocks whose parent it does not hold"
         self._index.refuse(holding, len(op.hashes) // 8)
@@ -157,20 +154,21 @@ class KvSink:
 
 
 class SyncSink:
-    """A peer's sync feed writes copies of its bookings to the pool's active table.
+    """Writes a peer's sync feed to the pool's bookings, as copies.
 
-    A snapshot is loaded booking by booking: each stands for itself, so what is the same stays, and
-    what the snapshot did not name is freed at its end.
+    A snapshot is loaded in place, because bookings do not depend on each other: equal ones stay, and at the
+    end those that the snapshot did not name are dropped. `booked`, `prefill_completed`, `assume` and `learn`
+    pass on the ops that change other tables.
     """
 
     def __init__(
         self,
         active: ActiveTable,
         router_id: RouterId,
+        *,
         booked: Callable[[float], None],
         prefill_completed: Callable[[Booking, float], None],
         assume: Callable[[ApproxEntry, float], None],
-        *,
         sessions: SessionTable | None = None,
         learn: Callable[[SentText, float], None] | None = None,
     ) -> None:
@@ -184,7 +182,7 @@ class SyncSink:
         self._named: set[int] = set()
 
     def apply(self, op: Op, now: float) -> str:
-        """Apply one of the three moments of a booking, or its progress; nothing contradicts."""
+        """Apply a moment of a booking, a session or a text. None can contradict: returns an empty text."""
         match op:
             case AddRequest():
                 self._active.book(_booking(self._router_id, op))
@@ -201,27 +199,23 @@ class SyncSink:
                 self._learn(op, now)
             case Bind() if self._sessions is not None:
                 target = Target(WorkerId(op.worker_id), op.rank)
-                self._sessions.hear(op.session, target, now, op.ttl_ms / 1000, self._router_id)
+                self._sessions.receive(op.session, target, now, op.ttl_ms / 1000, self._router_id)
         return ""
 
     def agrees(self, check: Check) -> bool:
-        """Compare the copies of all its bookings."""
         return (check.count, check.digest) == self._active.digest(self._router_id)
 
     def has_room_again(self) -> bool:
-        """Nothing is ever refused."""
-        return False
+        return False  # bookings are never refused
 
     def reset(self) -> None:
-        """The replica has no bookings any more."""
         self._active.drop_owner(self._router_id)
 
     def begin_load(self) -> None:
-        """Nothing is named yet."""
         self._named = set()
 
     def load(self, op: Op, now: float) -> str:
-        """Take one op of the snapshot; bookings come as AddRequest with their later moments behind."""
+        """Load one op. A booking comes as AddRequest, followed by its later moments."""
         match op:
             case AddRequest():
                 self._named.add(op.number)
@@ -232,32 +226,39 @@ class SyncSink:
                 self._assume(op, now)
             case Bind() if self._sessions is not None:
                 target = Target(WorkerId(op.worker_id), op.rank)
-                self._sessions.recall(op.session, target, now, op.ttl_ms / 1000, self._router_id)
+                self._sessions.restore(op.session, target, now, op.ttl_ms / 1000, self._router_id)
             case _:
                 return self.apply(op, now)
         return ""
 
     def finish_load(self) -> None:
-        """What the owner did not name has ended."""
+        # a booking that the owner did not name has ended
         for booking in self._active.bookings(self._router_id):
             if booking.key.number not in self._named:
                 self._active.drop(booking.key)
 
     def abandon_load(self) -> None:
-        """What was loaded stays: each booking stands for itself, and the next snapshot tells the rest."""
+        """Keep what was loaded: bookings do not depend on each other, and the next snapshot has the rest."""
 
 
 def add_request(booking: Booking, hashes: bytes) -> AddRequest:
-    """The op that makes a copy of a new booking at a peer; `hashes` are the packed ones."""
+    """The op from which a peer makes its copy of a booking. `hashes`: those of the booking, packed."""
     worker_id, rank = booking.target
     return AddRequest(
-        booking.key.number, booking.request_id[:MOST_ID_CHARACTERS], worker_id, rank, hashes,
-        booking.isl, booking.overlap_blocks, booking.prefill_tokens, booking.anonymous_blocks,
-    )  # fmt: skip
+        number=booking.key.number,
+        request_id=booking.request_id[:MOST_ID_CHARACTERS],
+        worker_id=worker_id,
+        rank=rank,
+        hashes=hashes,
+        isl=booking.isl,
+        overlap_blocks=booking.overlap_blocks,
+        prefill_tokens=booking.prefill_tokens,
+        anonymous_blocks=booking.anonymous_blocks,
+    )
 
 
 def booking_ops(booking: Booking, hashes: bytes) -> list[Op]:
-    """The ops that make a copy of this booking at a peer as it is now."""
+    """The ops that bring a peer's copy of this booking to its present state."""
     number = booking.key.number
     ops: list[Op] = [add_request(booking, hashes)]
     if booking.prefill_completed:
@@ -273,8 +274,8 @@ def _booking(router_id: RouterId, op: AddRequest) -> Booking:
         op.request_id,
         Target(WorkerId(op.worker_id), op.rank),
         hashes_of(op.hashes),
-        op.isl,
-        op.overlap_blocks,
-        op.prefill_tokens,
-        op.anonymous_blocks,
+        isl=op.isl,
+        overlap_blocks=op.overlap_blocks,
+        prefill_tokens=op.prefill_tokens,
+        anonymous_blocks=op.anonymous_blocks,
     )

@@ -1,10 +1,10 @@
-"""The owner's side of a feed: numbers frames, keeps the last ones, answers who missed some.
+"""The owner's side of a feed: it numbers frames, keeps the last ones and answers replay requests.
 
     append(ops) ──> frames n+1, n+2 …      to be published, in this order
          │
-       ring: … n-1, n                      4,096 frames or 8 MiB: replay for short gaps
+       ring: … n-1, n                      4,096 frames or 8 MiB: replay, for short gaps
          │
-       snapshot "as of n"                  for the rest: encoded once, shared by all who ask
+       snapshot "as of n"                  for longer ones: encoded once, shared by all readers
 
 Invariant: the ring holds consecutive frames and ends with `seq`.
 """
@@ -28,9 +28,12 @@ from kvrouter.core.wire.ops import (
 
 RING_FRAMES = 4096
 RING_BYTES = 8 * 1024 * 1024
+# Long enough for replicas that start together to share one snapshot: its encoding is the owner's cost.
 SNAPSHOT_KEPT_S = 10.0
+# Room for the arrays and numbers around a list of ops.
 _ENVELOPE_BYTES = 64
-"""Room for the arrays and numbers around a list of ops."""
+# msgpack's header of a byte string: one frame in an answer
+_FRAME_HEADER_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,8 @@ class _Snapshot:
 class FeedSource:
     """One feed as its owner writes it.
 
-    `state_ops(now)` returns ops that build the owner's present state from nothing; it is called in
-    the same plain call that reads `seq`, so a snapshot is exact as of that frame.
+    `state_ops(now)` returns ops that build the owner's present state from nothing. It is called in the same
+    plain call that reads `seq`, without an await between, so a snapshot is exact as of that frame.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class FeedSource:
         self._last_snapshot_id = 0
 
     def append(self, ops: Sequence[Op]) -> list[bytes]:
-        """Number the ops as one frame, or several if they exceed a frame's size; nothing if empty."""
+        """Number the ops as a frame, or several if they exceed a frame's size; returns what to publish."""
         if not ops:
             return []
         frames = [self._frame(1, ops)]
@@ -89,9 +92,9 @@ class FeedSource:
             self._ring_room += len(self._ring.popleft())
 
     def answer(self, request: ReplayRequest, max_bytes: int, now: float) -> bytes:
-        """Frames if the ring still has what is asked for, else a chunk of a snapshot.
+        """Frames if the ring has the requested one, else a chunk of a snapshot.
 
-        `max_bytes` is what one message may carry; an answer keeps below it.
+        The answer is shorter than `max_bytes`, the most that one message may carry.
         """
         self._forget_snapshots(now)
         room = max_bytes - _ENVELOPE_BYTES
@@ -110,14 +113,14 @@ class FeedSource:
     def _frames_from(self, from_seq: int, room: int) -> list[bytes]:
         frames: list[bytes] = []
         for index in range(len(self._ring) - (self.seq - from_seq + 1), len(self._ring)):
-            room -= len(self._ring[index]) + 5
+            room -= len(self._ring[index]) + _FRAME_HEADER_BYTES
             if frames and room < 0:
                 break
             frames.append(self._ring[index])
         return frames
 
     def _shared_snapshot(self, room: int, now: float) -> _Snapshot:
-        """A kept snapshot from which the ring still leads on, else a new one."""
+        """A kept snapshot whose next frame is still in the ring, else a new one."""
         for kept in self._snapshots.values():
             if kept.as_of_seq >= self.seq - len(self._ring):
                 return kept

@@ -401,9 +401,9 @@ class Router:
         return SyncSink(
             self.pool.active,
             router_id,
-            self.unseen.booked_elsewhere,
-            lambda booking, now: self.assume(booking, now, own=False),
-            self._take_assumption,
+            booked=self.unseen.booked_elsewhere,
+            prefill_completed=lambda booking, now: self.assume(booking, now, own=False),
+            assume=self._take_assumption,
             sessions=self.selection.state.sessions,
             learn=self._learn_text,
         )

@@ -1,10 +1,11 @@
-"""Which target a session is bound to: a bounded table with a time to live.
+"""Which target a session is bound to: a bounded table with a time to live (TTL).
 
     bind(session, target, now)  →  target_of(session) until ttl_s after the last use
 
-Every use renews the binding. Beyond `max_sessions` the least recently used is forgotten.
-Replicas tell each other of every use; two that bind one new session in the same moment settle on the
-lesser target, both of them. Invariant: `_bindings` stands in the order of last use.
+Every use renews the binding. Beyond `max_sessions` the least recently used binding is removed.
+
+Replicas publish every use. Two replicas that bind one new session at the same moment both keep the smaller
+target: each can find that without another message. Invariant: `_bindings` is in the order of last use.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from kvrouter.core.wire.ids import Target
 
 DEFAULT_TTL_S = 600.0
 DEFAULT_MAX_SESSIONS = 100_000
+# Two replicas that bind a session within 0.1 s had not received each other's binding.
 SETTLE_S = 0.1
-"""Bindings of one session by two replicas within this time did not know of each other."""
+# Each use removes up to two expired bindings: more than it can add, so the table needs no sweep of its own.
 _EXPIRED_A_USE = 2
-"""Each use takes out so many whose time is over, so that nobody has to walk the table."""
 
 
 class Binding(NamedTuple):
-    """A session's target, until when it holds, and which replica bound it when (its own: no name)."""
+    """A session's target. `router_id`: the replica that bound it; empty for this one."""
 
     target: Target
     expires: float
@@ -34,8 +35,6 @@ class Binding(NamedTuple):
 
 
 class SessionTable:
-    """Sessions and their targets, in one pool."""
-
     def __init__(self, ttl_s: float = DEFAULT_TTL_S, max_sessions: int = DEFAULT_MAX_SESSIONS) -> None:
         self.ttl_s = ttl_s
         self.max_sessions = max_sessions
@@ -45,24 +44,25 @@ class SessionTable:
         return len(self._bindings)
 
     def bind(self, session: str, target: Target, now: float, ttl_s: float | None = None) -> None:
-        """The session was served by this target just now; whatever it was bound to before."""
+        """The target has served the session just now: bind it, in place of any former binding."""
         self._put(session, Binding(target, now + (self.ttl_s if ttl_s is None else ttl_s), now))
 
-    def hear(self, session: str, target: Target, now: float, ttl_s: float, router_id: str) -> None:
-        """Another replica has bound the session."""
+    def receive(self, session: str, target: Target, now: float, ttl_s: float, router_id: str) -> None:
+        """Another replica has bound the session just now."""
         known = self._bindings.get(session)
         if known is not None and known.router_id != router_id and now - known.bound_at < SETTLE_S:
             target = min(target, known.target)
         self._put(session, Binding(target, now + ttl_s, now, router_id))
 
-    def recall(self, session: str, target: Target, now: float, ttl_s: float, router_id: str) -> None:
-        """A snapshot tells what a replica knows: news only if it lasts longer than what is known here."""
+    def restore(self, session: str, target: Target, now: float, ttl_s: float, router_id: str) -> None:
+        """A replica's snapshot has this binding. It counts only if it lasts longer than ours."""
         known = self._bindings.get(session)
         if known is None or known.expires < now + ttl_s:
+            # bound long before `now`: it must not take part in the settlement of a simultaneous binding
             self._put(session, Binding(target, now + ttl_s, now - SETTLE_S, router_id))
 
     def newest(self, now: float, most: int) -> Iterator[tuple[str, Target, float]]:
-        """The sessions used last, with the seconds they still have, in the order of their use."""
+        """The `most` sessions used last with their remaining seconds, in the order of their use."""
         last = list(islice(reversed(self._bindings.items()), most))
         for session, binding in reversed(last):
             if binding.expires > now:
@@ -76,20 +76,19 @@ class SessionTable:
             self._bindings.popitem(last=False)
 
     def target_of(self, session: str, now: float) -> Target | None:
-        """Where the session is bound to, if it still is."""
         binding = self._bindings.get(session)
         return binding.target if binding is not None and binding.expires > now else None
 
     def expire(self, now: float, most: int = DEFAULT_MAX_SESSIONS) -> None:
-        """Forget bindings whose time is over, least recently used first."""
+        """Remove expired bindings, least recently used first."""
         for _ in range(min(most, len(self._bindings))):
             session, binding = next(iter(self._bindings.items()))
             if binding.expires > now:
-                return  # a shorter time to live further back waits for its turn
+                return  # a binding behind it with a shorter TTL is removed later; `target_of` checks the time
             del self._bindings[session]
 
     def drop(self, target: Target) -> None:
-        """The target is gone, and with it every binding to it."""
+        """Remove every binding to a target that has left."""
         gone = [session for session, binding in self._bindings.items() if binding.target == target]
         for session in gone:
             del self._bindings[session]

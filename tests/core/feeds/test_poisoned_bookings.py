@@ -32,7 +32,9 @@ FORGED = AddRequest(2**40, "forged", "w1", 0, pack_hashes([1, 2]), 32, 0, 32)
 
 def sink_of(table: ActiveTable) -> SyncSink:
     """Writes ops of the peer's feed to the table."""
-    return SyncSink(table, PEER, lambda _: None, lambda *_: None, lambda *_: None)
+    return SyncSink(
+        table, PEER, booked=lambda _: None, prefill_completed=lambda *_: None, assume=lambda *_: None
+    )
 
 
 class PeerFeed:

@@ -58,9 +58,9 @@ def sync(active: ActiveTable, prefilled: list[Booking]) -> SyncSink:
     return SyncSink(
         active,
         OTHER,
-        lambda now: None,
-        lambda booking, now: prefilled.append(booking),
-        lambda entry, now: None,
+        booked=lambda now: None,
+        prefill_completed=lambda booking, now: prefilled.append(booking),
+        assume=lambda entry, now: None,
     )
 
 
@@ -185,9 +185,9 @@ def test_snapshot_hands_on_assumptions(active: ActiveTable) -> None:
     sync = SyncSink(
         active,
         OTHER,
-        lambda now: None,
-        lambda one, now: prefilled.append(one),
-        lambda one, now: entries.append(one),
+        booked=lambda now: None,
+        prefill_completed=lambda one, now: prefilled.append(one),
+        assume=lambda one, now: entries.append(one),
     )
     entry = ApproxEntry("w1", 0, pack_hashes(CHAIN), 5000)
     sync.apply(entry, 0.0)

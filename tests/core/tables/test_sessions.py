@@ -89,20 +89,20 @@ def test_replicas_that_bind_at_once_settle(sessions: SessionTable) -> None:
     sessions.bind("s", W2, 5.0)
     other.bind("s", W1, 5.0)
 
-    sessions.hear("s", W1, 5.01, 10.0, "other")
-    other.hear("s", W2, 5.01, 10.0, "this")
+    sessions.receive("s", W1, 5.01, 10.0, "other")
+    other.receive("s", W2, 5.01, 10.0, "this")
 
     assert W1 == sessions.target_of("s", 6.0) == other.target_of("s", 6.0)
 
 
 def test_a_later_binding_counts(sessions: SessionTable) -> None:
     """One replica may move a session at once; another's move counts when ours is old."""
-    sessions.hear("s", W1, 0.0, 10.0, "other")
-    sessions.hear("s", W2, 0.01, 10.0, "other")
+    sessions.receive("s", W1, 0.0, 10.0, "other")
+    sessions.receive("s", W2, 0.01, 10.0, "other")
     assert W2 == sessions.target_of("s", 0.02)
 
     sessions.bind("s", W1, 1.0)
-    sessions.hear("s", W2, 2.0, 10.0, "other")
+    sessions.receive("s", W2, 2.0, 10.0, "other")
     assert W2 == sessions.target_of("s", 11.9)
 
 
@@ -110,9 +110,9 @@ def test_a_snapshot_is_no_news_about_what_is_newer(sessions: SessionTable) -> No
     """It counts only where it lasts longer."""
     sessions.bind("s", W1, 5.0)
 
-    sessions.recall("s", W2, 5.5, 9.0, "other")
+    sessions.restore("s", W2, 5.5, 9.0, "other")
     assert W1 == sessions.target_of("s", 6.0)
-    sessions.recall("s", W2, 5.5, 9.9, "other")
+    sessions.restore("s", W2, 5.5, 9.9, "other")
     assert W2 == sessions.target_of("s", 6.0)
 
 
