@@ -27,8 +27,8 @@ from kvrouter.errors import (
 from kvrouter.frontend.aiohttp_connection import ClientConnection, as_response, too_large
 from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.relay.answer import Served, internal_error
-from kvrouter.relay.request import ArrivingBytes, Head, Request, Serve, host_error, request_id_of
-from kvrouter.relay.transport import tear
+from kvrouter.relay.request import ArrivingBytes, Request, RequestHead, Serve, host_error, request_id_of
+from kvrouter.relay.transport import reset
 
 log = structlog.get_logger()
 
@@ -90,8 +90,8 @@ class AlreadyWritten(web.StreamResponse):
 
     async def write_eof(self, _data: bytes = b"") -> None:
         """Nothing to send; if the answer is not whole, the connection is torn."""
-        if self._served.is_torn and self._client is not None and self._client.transport is not None:
-            tear(self._client.transport)
+        if self._served.needs_reset and self._client is not None and self._client.transport is not None:
+            reset(self._client.transport)
 
 
 def from_aiohttp(http: web.Request) -> Request:
@@ -99,7 +99,7 @@ def from_aiohttp(http: web.Request) -> Request:
     fields = [(name.lower(), value) for name, value in http.headers.items()]
     is_origin = http.raw_path.startswith("/")  # the form that servers are asked in; else a proxy is
     path = http.raw_path if is_origin else http.rel_url.raw_path_qs
-    head = Head(http.method, path, fields, wants_keep_alive=http.keep_alive)
+    head = RequestHead(http.method, path, fields, wants_keep_alive=http.keep_alive)
     return Request(head, AiohttpClient(http), arriving=partial(read_body, http))
 
 
@@ -146,7 +146,7 @@ def route(serve: Serve) -> HttpRoute:
                 async with asyncio.timeout(UNREAD_S):
                     await drained.wait()
             except TimeoutError:
-                served = Served(served.status, keeps_alive=False, is_torn=True)
+                served = Served(served.status, keeps_alive=False, needs_reset=True)
         return AlreadyWritten(served)
 
     return serve_http

@@ -24,7 +24,7 @@ from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
 from kvrouter.frontend.in_flight import InFlight, cut_off_error
 from kvrouter.frontend.operators import Gate
 from kvrouter.frontend.prediction_checks import compare, expect_events
-from kvrouter.relay.answer import Answer, Served, held_answer, internal_error
+from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
 from kvrouter.relay.engine_answers import UNKNOWN_MODEL
 from kvrouter.relay.exchange import (
     Attempt,
@@ -137,7 +137,7 @@ class Completions:
     def _fail(self, request: Request, request_id: str) -> Served:
         """A bug of ours, which the log has the place of."""
         if request.client.has_begun:
-            return Served(KvRouterError.status, keeps_alive=False, is_torn=True)
+            return Served(KvRouterError.status, keeps_alive=False, needs_reset=True)
         return self._say(request, openai.error_answer(internal_error(), request_id))
 
     async def _try_workers(self, work: Work) -> Outcome | None:
@@ -292,13 +292,13 @@ class Completions:
     def _tell(self, work: Work, outcome: Outcome | None) -> Served:
         """What the last worker came to, unless the client has it already."""
         match outcome:
-            case Done(status, keeps_alive, failure, is_torn):
+            case Done(status, keeps_alive, failure, needs_reset):
                 if failure:
                     self._metrics.broken.inc()
                     log.warning("request.broken_off", request=work.id, reason=failure)
-                return Served(status, keeps_alive, is_torn)
+                return Served(status, keeps_alive, needs_reset)
             case Rejected():
-                return self._say(work.request, held_answer(work.id, outcome))
+                return self._say(work.request, rejected_answer(work.id, outcome))
             case TimedOut(silent_s):
                 raise WorkerSilentError(f"the worker said nothing for {silent_s:g} s")
             case Lost(reason) | Retried(reason):

@@ -16,7 +16,7 @@ class Served(Struct, frozen=True):
 
     status: int
     keeps_alive: bool
-    is_torn: bool = False
+    needs_reset: bool = False
     """The answer is not whole, and its client could not be told: the connection has to be torn."""
 
 
@@ -59,7 +59,7 @@ def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
     return headers
 
 
-def held_answer(request_id: str, refusal: Rejected) -> Answer:
+def rejected_answer(request_id: str, refusal: Rejected) -> Answer:
     """The last worker's own refusal, passed on."""
     headers = {
         "x-request-id": request_id,

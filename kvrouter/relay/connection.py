@@ -21,9 +21,9 @@ from typing import TypeAlias, cast
 
 from kvrouter.errors import BodiesFullError
 from kvrouter.relay.answer import Served
-from kvrouter.relay.request import ArrivingBytes, Head, Request, Serve
+from kvrouter.relay.request import ArrivingBytes, Request, RequestHead, Serve
 from kvrouter.relay.request_parser import END, MAX_HEAD_BYTES, PlainHeads, may_be_plain
-from kvrouter.relay.transport import is_unsent, tear
+from kvrouter.relay.transport import is_unsent, reset
 
 PIPELINED_BYTES = 64 * 1024
 """More than this of requests to come is left unread while one is served."""
@@ -175,7 +175,7 @@ class PlainConnection(asyncio.Protocol):
         request = self._request(head, data[body_at:body_end], length)
         self._task = self._loop.create_task(self._serve(serve, request))
 
-    def _request(self, head: Head, begun: bytes, length: int) -> Request:
+    def _request(self, head: RequestHead, begun: bytes, length: int) -> Request:
         """With its body, or as much of it as is here."""
         if len(begun) == length:
             return Request(head, self, begun)
@@ -194,8 +194,8 @@ class PlainConnection(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         self._heard_at = self._loop.time()  # so long it may take the client to read what is left
-        if served.is_torn:
-            tear(transport)
+        if served.needs_reset:
+            reset(transport)
         elif not served.keeps_alive or self._body is not None:
             transport.close()
         elif self.is_slow:  # a client that reads no answers must not fill our memory with them

@@ -22,7 +22,7 @@ TAIL_READS = 4
 _NUMBER = re.compile(rb" ?(\d{1,12})[,} \n]")
 
 
-def is_refusal(status: int, *, serves_model: bool = False) -> bool:
+def is_rejection(status: int, *, serves_model: bool = False) -> bool:
     """Whether another worker may do better; every other 4xx is the client's own fault.
 
     `serves_model`: the worker has announced the model, so a 404 is its own fault. It serves another one now.

@@ -25,9 +25,9 @@ from typing import Protocol, TypeAlias
 from msgspec import Struct
 
 from kvrouter.errors import KvRouterError, WorkerDiedError, WorkerSilentError
-from kvrouter.relay.engine_answers import TAIL_BYTES, TAIL_READS, error_status_in, first_line, is_refusal
-from kvrouter.relay.framing import LAST_CHUNK, Body, ChunkContent, Head, chunk, content_of
-from kvrouter.relay.upstream import Connection
+from kvrouter.relay.engine_answers import TAIL_BYTES, TAIL_READS, error_status_in, first_line, is_rejection
+from kvrouter.relay.framing import LAST_CHUNK, Body, ChunkContent, ResponseHead, chunk, content_of
+from kvrouter.relay.upstream import WorkerConnection
 
 HELD_BYTES = 1024 * 1024
 """More of an answer than this is never held back or kept for later."""
@@ -51,7 +51,7 @@ class Done(Struct, frozen=True):
     status: int
     keeps_alive: bool
     failure: str = ""
-    is_torn: bool = False
+    needs_reset: bool = False
     """The client could not be told of the failure: its connection has to be torn."""
     spares_worker: bool = False
     """The failure says nothing about the worker."""
@@ -89,7 +89,7 @@ class TimedOut(Struct, frozen=True):
 Outcome: TypeAlias = Done | Rejected | Lost | Retried | TimedOut
 
 
-class Client(Protocol):
+class ClientSide(Protocol):
     """The client's side, as far as the relay needs it."""
 
     is_http_10: bool
@@ -130,8 +130,8 @@ class Attempt:
 
     def __init__(  # noqa: PLR0917  (by keyword they would cost each request 0.4 µs)
         self,
-        client: Client,
-        connection: Connection,
+        client: ClientSide,
+        connection: WorkerConnection,
         limits: Limits,
         error_event: Callable[[KvRouterError], bytes],
         added_headers: bytes,
@@ -143,7 +143,7 @@ class Attempt:
 
         `may_stay`: whether the client's connection may serve another request.
 
-        `serves_model`: see is_refusal.
+        `serves_model`: see is_rejection.
         """
         self.outcome: asyncio.Future[Outcome] = connection.loop.create_future()
         self.events = 0
@@ -155,7 +155,7 @@ class Attempt:
         self._error_event = error_event
         self._added_headers = added_headers
         self._on_first_data = on_first_data
-        self._head: Head | None = None
+        self._head: ResponseHead | None = None
         self._body: Body | None = None
         self._held = bytearray()
         self._content: ChunkContent | None = None
@@ -207,13 +207,13 @@ class Attempt:
 
     # Receiver
 
-    def answered(self, head: Head, data: bytes) -> None:
+    def answered(self, head: ResponseHead, data: bytes) -> None:
         """Head and body have arrived together."""
         self._head = head
         if not self.outcome.done():
             self._judge_whole(head, data)
 
-    def opened(self, head: Head, body: Body) -> None:
+    def opened(self, head: ResponseHead, body: Body) -> None:
         """The head has arrived; it is held."""
         self._heard_at = self._loop.time()
         self._head, self._body = head, body
@@ -268,7 +268,7 @@ class Attempt:
         head = self._head
         assert head is not None
         is_much = len(self._held) > (STREAM_HELD_BYTES if head.is_event_stream else HELD_BYTES)
-        if is_refusal(head.status, serves_model=self._serves_model):
+        if is_rejection(head.status, serves_model=self._serves_model):
             if is_much:
                 self._reject(head.status, _content(head, bytes(self._held)))
         elif is_much or head.status >= 300 or head.is_media:
@@ -276,7 +276,7 @@ class Attempt:
         elif head.is_event_stream:
             self._judge_stream(head, bytes(self._held))
 
-    def _judge_stream(self, head: Head, held: bytes) -> None:
+    def _judge_stream(self, head: ResponseHead, held: bytes) -> None:
         text = _content(head, held)
         event, is_whole = first_line(text)
         self._looks += 1
@@ -289,9 +289,9 @@ class Attempt:
         if not self._is_bad(event, text):
             self._commit(head, held)
 
-    def _judge_whole(self, head: Head, held: bytes) -> None:
+    def _judge_whole(self, head: ResponseHead, held: bytes) -> None:
         text = _content(head, held)
-        if is_refusal(head.status, serves_model=self._serves_model):
+        if is_rejection(head.status, serves_model=self._serves_model):
             self._reject(head.status, text)
             return
         if head.status < 300 and self._is_bad(first_line(text)[0] if head.is_event_stream else b"", text):
@@ -302,13 +302,13 @@ class Attempt:
     def _is_bad(self, event: bytes, text: bytes) -> bool:
         """Whether a 200 is none; the attempt is over then."""
         error_status = error_status_in(event) if event else 0
-        if error_status and is_refusal(error_status, serves_model=self._serves_model):
+        if error_status and is_rejection(error_status, serves_model=self._serves_model):
             self._reject(error_status, event.removeprefix(b"data:").strip())
         elif _has_aborted(text):
             self._finish(Lost(_ABORTED_REASON))
         return self.outcome.done()
 
-    def _commit(self, head: Head, held: bytes) -> None:
+    def _commit(self, head: ResponseHead, held: bytes) -> None:
         self._held = bytearray()
         self._is_holding = False
         if self._client.is_http_10 and head.is_chunked:
@@ -319,11 +319,11 @@ class Attempt:
         self._keeps_alive = self._keeps_alive and (passes_chunks or head.length is not None)
         self._pass_on(held, self._client_head(head, passes_chunks=passes_chunks))
 
-    def _client_head(self, head: Head, *, passes_chunks: bool) -> bytes:
+    def _client_head(self, head: ResponseHead, *, passes_chunks: bool) -> bytes:
         framing = b"transfer-encoding: chunked\r\n" if passes_chunks else b""
         buffering = _UNBUFFERED if head.is_event_stream else b""
         connection = b"connection: keep-alive\r\n" if self._keeps_alive else b"connection: close\r\n"
-        return b"".join((head.shown, framing, buffering, connection, self._added_headers, b"\r\n"))
+        return b"".join((head.forwarded, framing, buffering, connection, self._added_headers, b"\r\n"))
 
     # Relaying
 
@@ -368,7 +368,7 @@ class Attempt:
         if can_tell:
             event = self._error_event(error or WorkerDiedError(reason))
             self._client.write(chunk(event) + LAST_CHUNK if self._content is None else event)
-        self._finish(Done(head.status, False, reason, is_torn=not can_tell, spares_worker=spares_worker))
+        self._finish(Done(head.status, False, reason, needs_reset=not can_tell, spares_worker=spares_worker))
 
     # Ends
 
@@ -383,7 +383,7 @@ class Attempt:
             self._finish(TimedOut(limit))
         elif self._is_paused:
             reason = f"the client read nothing for {limit:g} s"
-            self._finish(Done(200, False, reason, is_torn=True, spares_worker=True))
+            self._finish(Done(200, False, reason, needs_reset=True, spares_worker=True))
         else:
             reason = f"the worker said nothing for {limit:g} s"
             self._break_off(reason, WorkerSilentError(reason))
@@ -402,7 +402,7 @@ class Attempt:
             self.outcome.set_result(outcome)
 
 
-def _content(head: Head, data: bytes) -> bytes:
+def _content(head: ResponseHead, data: bytes) -> bytes:
     return content_of(data) if head.is_chunked else data
 
 

@@ -56,14 +56,14 @@ class FramingError(KvRouterError):
     type = "BadGatewayError"
 
 
-class Head(Struct, frozen=True):
+class ResponseHead(Struct, frozen=True):
     """A response head. `length` is None for a body that is chunked or ends with the connection."""
 
     status: int
     headers: dict[bytes, bytes]
     """By name in lower case; of several with one name the last."""
-    shown: bytes
-    """The lines that a client is shown as they are; hop-by-hop headers and our own are left out."""
+    forwarded: bytes
+    """The lines that a client is forwarded as they are; hop-by-hop headers and our own are left out."""
     length: int | None
     is_chunked: bool
     keeps_alive: bool
@@ -73,7 +73,7 @@ class Head(Struct, frozen=True):
     """Whether the body is sound, pictures or other bytes that are no text."""
 
 
-def parse_head(data: bytes) -> Head:
+def parse_head(data: bytes) -> ResponseHead:
     """Read a head, without its closing empty line. Raises FramingError.
 
     Workers say the same again and again, but for the second in their `date`; so the last ones are remembered.
@@ -82,11 +82,11 @@ def parse_head(data: bytes) -> Head:
 
 
 @lru_cache(maxsize=512)
-def _remembered(data: bytes) -> Head:
+def _remembered(data: bytes) -> ResponseHead:
     return _parse(data)
 
 
-def _parse(data: bytes) -> Head:
+def _parse(data: bytes) -> ResponseHead:
     status_line, *lines = data.split(b"\r\n")
     version, _, rest = status_line.partition(b" ")
     status, _, reason = rest.partition(b" ")
@@ -101,15 +101,15 @@ def _parse(data: bytes) -> Head:
     left_out = hop_by_hop(connection)
     if is_chunked:
         left_out |= {b"content-length"}  # the two contradict each other (RFC 9112, 6.3)
-    shown = [b"HTTP/1.1 %b %b" % (status, reason)]
-    shown += [
+    forwarded = [b"HTTP/1.1 %b %b" % (status, reason)]
+    forwarded += [
         b"%b: %b" % field for field in everything if field[0] not in left_out and not _is_ours(field[0])
     ]
     kind = own.get(b"content-type", b"").lower()
-    return Head(
+    return ResponseHead(
         status=int(status),
         headers=own,
-        shown=b"\r\n".join(shown) + b"\r\n",
+        forwarded=b"\r\n".join(forwarded) + b"\r\n",
         length=length,
         is_chunked=is_chunked,
         keeps_alive=keeps_alive,
@@ -265,7 +265,7 @@ def chunk_bytes(start: bytes) -> int:
 Body = LengthBody | UntilCloseBody | ChunkedBody
 
 
-def body_of(head: Head) -> Body:
+def body_of(head: ResponseHead) -> Body:
     """The framing that a head announces."""
     if head.is_chunked:
         return ChunkedBody()

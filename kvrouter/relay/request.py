@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 
 from kvrouter.errors import BodiesFullError
 from kvrouter.relay.answer import Served
-from kvrouter.relay.exchange import Client
+from kvrouter.relay.exchange import ClientSide
 from kvrouter.relay.framing import hop_by_hop
 
 # Name in lower case, and value. Bytes that are not UTF-8 are lone surrogates in them, as in aiohttp's
@@ -54,7 +54,7 @@ def host_error(hosts: Sequence[str], *, is_http_10: bool) -> str:
     return "" if _HOST.fullmatch(hosts[0]) else f"host {hosts[0][:100]!r} is not HOST or HOST:PORT"
 
 
-class Head:
+class RequestHead:
     """A request's method, path (query included) and headers, without the body's length.
 
     Requests whose heads are equal share one object (request_parser.py), so what a worker gets of it is
@@ -122,8 +122,8 @@ class Request:
 
     def __init__(
         self,
-        head: Head,
-        client: Client,
+        head: RequestHead,
+        client: ClientSide,
         body: bytes | None = None,
         arriving: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import httptools
 
-from kvrouter.relay.request import Field, Head, host_error
+from kvrouter.relay.request import Field, RequestHead, host_error
 
 START = b"POST /"
 END = b"\r\n\r\n"
@@ -52,10 +52,10 @@ class PlainHeads:
     """
 
     def __init__(self) -> None:
-        self._known: dict[bytes, Head] = {}
+        self._known: dict[bytes, RequestHead] = {}
         """By the head without those digits, and the blanks before them."""
 
-    def read(self, head: bytes) -> tuple[Head, int] | None:
+    def read(self, head: bytes) -> tuple[RequestHead, int] | None:
         """`parse_plain`, or what it was the last time."""
         at = head.lower().find(_LENGTH) + len(_LENGTH)
         end = head.find(b"\r\n", at)
@@ -74,7 +74,7 @@ class PlainHeads:
         return read
 
 
-def parse_plain(head: bytes) -> tuple[Head, int] | None:
+def parse_plain(head: bytes) -> tuple[RequestHead, int] | None:
     """A head with its closing empty line, and the bytes of its body; None if it is not plain."""
     reader = _Reader()
     parser = httptools.HttpRequestParser(reader)
@@ -92,7 +92,7 @@ def parse_plain(head: bytes) -> tuple[Head, int] | None:
         return None
     fields = [field for field in reader.fields if field[0] != "content-length"]
     path = reader.url.decode("ascii")
-    return Head("POST", path, fields, wants_keep_alive=not _closes(fields)), int(length)
+    return RequestHead("POST", path, fields, wants_keep_alive=not _closes(fields)), int(length)
 
 
 def _closes(fields: list[Field]) -> bool:

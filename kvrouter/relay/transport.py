@@ -11,7 +11,7 @@ import termios
 _LINGER_0_S = struct.pack("ii", 1, 0)
 
 
-def tear(transport: asyncio.Transport) -> None:
+def reset(transport: asyncio.Transport) -> None:
     """Reset the connection: an answer that ends with it would look whole after an orderly end."""
     transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0_S)
     transport.abort()

@@ -27,7 +27,7 @@ from kvrouter.relay.framing import (
     MAX_HEAD_BYTES,
     Body,
     FramingError,
-    Head,
+    ResponseHead,
     UntilCloseBody,
     body_of,
     chunk_bytes,
@@ -57,11 +57,11 @@ class WorkerUnreachableError(KvRouterError):
 class Receiver(Protocol):
     """What a request wants to be told. All plain calls, made while the socket is being read."""
 
-    def answered(self, head: Head, data: bytes) -> None:
+    def answered(self, head: ResponseHead, data: bytes) -> None:
         """Head and body have arrived together: the answer is complete, and nothing else is told of it."""
         ...
 
-    def opened(self, head: Head, body: Body) -> None:
+    def opened(self, head: ResponseHead, body: Body) -> None:
         """The head has arrived."""
         ...
 
@@ -86,7 +86,7 @@ class Receiver(Protocol):
         ...
 
 
-class Connection(asyncio.Protocol):
+class WorkerConnection(asyncio.Protocol):
     """One connection to one worker."""
 
     __slots__ = (
@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol):
         "_pool", "_receiver", "_timer", "_timer_ends_at", "_transport", "_was_told_end", "loop",
     )  # fmt: skip
 
-    def __init__(self, pool: deque[Connection]) -> None:
+    def __init__(self, pool: deque[WorkerConnection]) -> None:
         self._has_served = False
         self._has_answered = False
         self._was_told_end = False
@@ -218,7 +218,7 @@ class Connection(asyncio.Protocol):
         if rest or self._body.is_over:
             self._read_body(self._body, receiver, rest)
 
-    def _next_head(self, begin: int) -> Head | None:
+    def _next_head(self, begin: int) -> ResponseHead | None:
         end = self._head.find(_END, begin)
         if (end if end >= 0 else len(self._head)) > MAX_HEAD_BYTES:
             raise FramingError(f"the response head exceeds {MAX_HEAD_BYTES} bytes")
@@ -299,9 +299,9 @@ class Upstream:
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         """`tls`: whom to trust behind https:// URLs; None: the system's authorities."""
         self._tls = tls
-        self._pools: dict[str, deque[Connection]] = {}
+        self._pools: dict[str, deque[WorkerConnection]] = {}
 
-    def idle(self, url: str) -> Connection | None:
+    def idle(self, url: str) -> WorkerConnection | None:
         """A connection to the worker that has served before, if there is one."""
         pool = self._pools.get(url)
         while pool:
@@ -310,11 +310,11 @@ class Upstream:
                 return connection
         return None
 
-    def pool(self, url: str) -> deque[Connection]:
+    def pool(self, url: str) -> deque[WorkerConnection]:
         """The idle connections to a worker, the last one to serve at the end."""
         return self._pools.setdefault(url, deque())
 
-    async def connect(self, url: str) -> Connection:
+    async def connect(self, url: str) -> WorkerConnection:
         """A new connection to the worker, idle here after its request.
 
         Raises WorkerUnreachableError, or OutOfResourcesError where it is not the worker's fault.
@@ -330,12 +330,12 @@ class Upstream:
                 ) from error
             raise WorkerUnreachableError(f"worker at {url} cannot be reached: {_reason(error)}") from error
 
-    async def _open(self, url: str, pool: deque[Connection]) -> Connection:
+    async def _open(self, url: str, pool: deque[WorkerConnection]) -> WorkerConnection:
         host, port, is_tls = address_of(url)
         tls = (self._tls or trusting(None)) if is_tls else None
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: Connection(pool), host, port, ssl=tls
+                lambda: WorkerConnection(pool), host, port, ssl=tls
             )
         return connection
 

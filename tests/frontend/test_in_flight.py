@@ -9,8 +9,8 @@ import pytest
 
 from kvrouter.errors import ShuttingDownError
 from kvrouter.frontend.in_flight import InFlight
-from kvrouter.relay.exchange import Client
-from kvrouter.relay.request import Head, Request
+from kvrouter.relay.exchange import ClientSide
+from kvrouter.relay.request import Request, RequestHead
 
 
 async def turn() -> None:
@@ -21,7 +21,7 @@ async def turn() -> None:
 
 def new_request() -> Request:
     """One whose client is never spoken to."""
-    return Request(Head("POST", "/", [], wants_keep_alive=True), cast(Client, None), b"")
+    return Request(RequestHead("POST", "/", [], wants_keep_alive=True), cast(ClientSide, None), b"")
 
 
 async def serve(

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvrouter.frontend.bodies.openai import error_event
 from kvrouter.relay.exchange import Attempt, Limits, Outcome
-from kvrouter.relay.upstream import Connection
+from kvrouter.relay.upstream import WorkerConnection
 
 
 class FakeTransport(asyncio.Transport):
@@ -60,7 +60,10 @@ class FakeClient:
 
 
 def attempt_on(
-    connection: Connection, client: FakeClient, headers: bytes = b"", mark: Callable[[], None] = lambda: None
+    connection: WorkerConnection,
+    client: FakeClient,
+    headers: bytes = b"",
+    mark: Callable[[], None] = lambda: None,
 ) -> Attempt:
     """One whose client's connection may stay."""
     return Attempt(client, connection, Limits(), error_event, headers, mark, True, False)
@@ -69,9 +72,9 @@ def attempt_on(
 class Rig:
     """One attempt on one connection, without sockets."""
 
-    def __init__(self, pool: deque[Connection] | None = None, **client: Any) -> None:
+    def __init__(self, pool: deque[WorkerConnection] | None = None, **client: Any) -> None:
         self.pool = deque() if pool is None else pool
-        self.connection = Connection(self.pool)
+        self.connection = WorkerConnection(self.pool)
         self.transport = FakeTransport()
         self.connection.connection_made(self.transport)
         self.begin(**client)

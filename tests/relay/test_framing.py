@@ -16,8 +16,8 @@ from kvrouter.relay.framing import (
     ChunkContent,
     ChunkedBody,
     FramingError,
-    Head,
     LengthBody,
+    ResponseHead,
     UntilCloseBody,
     body_of,
     chunk,
@@ -58,7 +58,7 @@ def feed(body: Body, pieces: list[bytes]) -> int:
     return taken
 
 
-def head(*lines: bytes) -> Head:
+def head(*lines: bytes) -> ResponseHead:
     """A parsed head of status 200 with these header lines."""
     return parse_head(b"\r\n".join([b"HTTP/1.1 200 OK", *lines]))
 
@@ -146,7 +146,7 @@ def test_heads_of_garbage(lines: list[tuple[bytes, bytes]]) -> None:
     except FramingError:
         return
     joined = b"".join(name + value for name, value in parsed.headers.items())
-    assert not {*joined, *parsed.shown.replace(b"\r\n", b"")} & {0, 10, 13, 127}
+    assert not {*joined, *parsed.forwarded.replace(b"\r\n", b"")} & {0, 10, 13, 127}
 
 
 def test_head() -> None:
@@ -154,7 +154,7 @@ def test_head() -> None:
     parsed = parse_head(b"HTTP/1.1 299 Very Fine\r\nX-One:  1 \r\nx-one:2\r\nContent-Length: 7")
 
     assert (299, 7, False, True) == (parsed.status, parsed.length, parsed.is_chunked, parsed.keeps_alive)
-    assert b"HTTP/1.1 299 Very Fine\r\nx-one: 1\r\nx-one: 2\r\ncontent-length: 7\r\n" == parsed.shown
+    assert b"HTTP/1.1 299 Very Fine\r\nx-one: 1\r\nx-one: 2\r\ncontent-length: 7\r\n" == parsed.forwarded
     assert {b"x-one": b"2", b"content-length": b"7"} == parsed.headers
 
 
@@ -202,7 +202,7 @@ def test_hop_by_hop() -> None:
         b"x-kept: 4",
     )
 
-    assert b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\nx-kept: 4\r\n" == parsed.shown
+    assert b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\nx-kept: 4\r\n" == parsed.forwarded
     assert b"x-a" in hop_by_hop(b"close , X-A")
 
 
@@ -210,7 +210,7 @@ def test_chunks_beat_length() -> None:
     """With both, chunks count, and the length is not passed on: a client might believe it."""
     parsed = head(b"content-length: 3", b"transfer-encoding: chunked")
 
-    assert (True, None, b"HTTP/1.1 200 OK\r\n") == (parsed.is_chunked, parsed.length, parsed.shown)
+    assert (True, None, b"HTTP/1.1 200 OK\r\n") == (parsed.is_chunked, parsed.length, parsed.forwarded)
 
 
 @pytest.mark.parametrize(

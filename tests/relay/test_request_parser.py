@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.relay.request import Head
+from kvrouter.relay.request import RequestHead
 from kvrouter.relay.request_parser import MAX_HEAD_BYTES, MOST_HEADS, PlainHeads, may_be_plain, parse_plain
 
 
@@ -117,7 +117,7 @@ def test_remembered_heads_say_what_parsing_says(heads: list[tuple[tuple[bytes, .
             assert _said(parse_plain(data)) == _said(remembering.read(data))
 
 
-def _said(read: tuple[Head, int] | None) -> tuple[object, ...] | None:
+def _said(read: tuple[RequestHead, int] | None) -> tuple[object, ...] | None:
     if read is None:
         return None
     head, length = read

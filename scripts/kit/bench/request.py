@@ -30,7 +30,7 @@ from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.relay.connection import Connections
 from kvrouter.relay.framing import LAST_CHUNK, chunk
 from kvrouter.relay.request import ArrivingBytes
-from kvrouter.relay.upstream import Connection, Upstream
+from kvrouter.relay.upstream import Upstream, WorkerConnection
 from kvrouter.telemetry.logs import set_up_logs
 from scripts.kit.bench.meter import machine
 from scripts.kit.bench.wire.routers import Workers
@@ -160,7 +160,7 @@ async def _measure(
     engine, figures = _Engine(), {}
     works = {"short": ANSWER, "stream": streamed(2), "longer": streamed(2 + EVENTS)}
 
-    def connect(upstream: Upstream, url: str) -> Coroutine[Any, Any, Connection]:
+    def connect(upstream: Upstream, url: str) -> Coroutine[Any, Any, WorkerConnection]:
         return engine.connect(upstream, url)  # which, being a method already, would not become Upstream's
 
     with mock.patch.object(Upstream, "connect", connect):
@@ -217,13 +217,13 @@ class _Engine:
         self._loop = asyncio.get_running_loop()
         self.answer = ANSWER
 
-    async def connect(self, upstream: Upstream, url: str) -> Connection:
+    async def connect(self, upstream: Upstream, url: str) -> WorkerConnection:
         """In place of `Upstream.connect`."""
-        connection = Connection(upstream.pool(url))
+        connection = WorkerConnection(upstream.pool(url))
         connection.connection_made(FakeTransport(lambda _: self._loop.call_soon(self._send, connection, 0)))
         return connection
 
-    def _send(self, connection: Connection, number: int) -> None:
+    def _send(self, connection: WorkerConnection, number: int) -> None:
         if number + 1 < len(self.answer):
             self._loop.call_soon(self._send, connection, number + 1)
         connection.data_received(self.answer[number])
