@@ -12,7 +12,7 @@ from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvrouter.bus import Bus
-from kvrouter.core.audit.watch import Watch
+from kvrouter.core.audit.findings import Audit
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import listed
@@ -49,7 +49,7 @@ class Admin:
         self,
         replica: Replica,
         replica_loop: ReplicaLoop,
-        watch: Watch,
+        audit: Audit,
         bus: Bus,
         registry: Registry,
         *,
@@ -61,7 +61,7 @@ class Admin:
         self.is_draining = False
         self._replica = replica
         self._loop = replica_loop
-        self._watch = watch
+        self._audit = audit
         self._bus = bus
         self._registry = registry
         self._tokens = tokens
@@ -70,7 +70,7 @@ class Admin:
         self._ready_timeout_s = ready_timeout_s
         self._gave_up_waiting = False
         self._started_at = asyncio.get_running_loop().time()
-        registry.register(StateCollector(lambda: samples(replica, replica_loop, watch, bus)))
+        registry.register(StateCollector(lambda: samples(replica, replica_loop, audit, bus)))
 
     async def live(self, _request: web.Request) -> web.Response:
         """200 while the loop turns."""
@@ -212,7 +212,7 @@ class Admin:
 
     def _problems(self, pool: Pool, worker_id: str) -> list[str]:
         """What the last look has found; an empty id stands for the pool itself."""
-        return [problem.text for problem in self._watch.problems(pool.id, worker_id)]
+        return [problem.text for problem in self._audit.problems(pool.id, worker_id)]
 
 
 def _pool(pool: Pool) -> dict[str, Any]:

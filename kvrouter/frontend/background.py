@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 
 import structlog
 
-from kvrouter.core.audit.watch import Watch
+from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.frontend.completions import Completions
 
 log = structlog.get_logger()
 
-WATCH_S = 1.0
+AUDIT_S = 1.0
 PROGRESS_S = 1.0
 # At most, between two evictions of texts: a text index itself knows when its interval has passed.
 EVICTION_S = 1.0
@@ -32,20 +32,24 @@ async def running(coroutines: Mapping[str, Coroutine[object, object, None]]) -> 
                 task.cancel()
 
 
-async def keep_watch(watch: Watch) -> None:
+async def audit_forever(audit: Audit) -> None:
     """Log each problem of a worker once when it begins, and once when it is over."""
     while True:
-        steps = watch.steps()
-        look = watch.looking(steps)
+        steps = audit.step_count()
+        parts = audit.steps(steps)
         for _ in range(steps):
-            await asyncio.sleep(WATCH_S / steps)
-            watch.settle(asyncio.get_running_loop().time())
-            next(look, None)
-        begun, over = watch.told()
-        for told in begun:
-            log.warning("worker.problem", worker=told.worker, pool=told.pool, problem=told.problem.text)
-        for told in over:
-            log.info("worker.problem_over", worker=told.worker, pool=told.pool, was=told.problem.text)
+            await asyncio.sleep(AUDIT_S / steps)
+            audit.check_events(asyncio.get_running_loop().time())
+            next(parts, None)
+        begun, over = audit.changes()
+        for finding in begun:
+            log.warning(
+                "worker.problem", worker=finding.worker, pool=finding.pool, problem=finding.problem.text
+            )
+        for finding in over:
+            log.info(
+                "worker.problem_over", worker=finding.worker, pool=finding.pool, was=finding.problem.text
+            )
 
 
 async def report_progress(completions: Completions) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 
 import structlog
 
-from kvrouter.core.audit.watch import Watch
+from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.wire.ids import Target
@@ -55,7 +55,7 @@ class Completions:
         self,
         replica: Replica,
         publishing: Publishing,
-        watch: Watch,
+        audit: Audit,
         accept: Accept,
         decisions: DecisionViews,
         *,
@@ -77,7 +77,7 @@ class Completions:
         self.hung_engines = HungEngines(self._running, replica.silent_workers, probe, self._now)
         self._replica = replica
         self._publishing = publishing
-        self._watch = watch
+        self._audit = audit
         self._accept = accept
         self._decisions = decisions
         self._waiting_room = waiting_room
@@ -247,7 +247,7 @@ class Completions:
     def _compare(self, work: Work, placement: Placement, tail: bytes) -> None:
         """Hold what was foretold against what the engine says in its answer, and later in its events."""
         if work.traits is not None:
-            compare(work.router, work.route, placement, work.traits, watch=self._watch, tail=tail)
+            compare(work.router, work.route, placement, work.traits, audit=self._audit, tail=tail)
             expect_events(work.router, work.route, placement, work.traits, now=self._now())
 
     def _first_data(self, work: Work, placement: Placement) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from kvrouter.core.audit.watch import Watch
+from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.predictions import Kind, Prediction
@@ -41,11 +41,11 @@ def _kind(prompt: Prompt | None, lora_name: str | None, salt: str | None) -> Kin
 
 
 def compare(
-    router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, watch: Watch, tail: bytes
+    router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, audit: Audit, tail: bytes
 ) -> None:
     """A good answer has come: hold what it says against what was foretold at its booking."""
     pool, choice = router.pool, placement.choice
-    is_firm = watch.is_firm(pool.id, choice.target) and traits.reads_cache
+    is_firm = audit.is_firm(pool.id, choice.target) and traits.reads_cache
     is_firm = is_firm and _names_blocks_of_engine(router, route, placement)
     prediction = Prediction(
         target=choice.target,

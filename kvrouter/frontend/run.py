@@ -18,7 +18,7 @@ from aiohttp import web
 
 from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
-from kvrouter.core.audit.watch import Watch
+from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.pool import NewIndex
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.routing.policy import Policy, PolicyState
@@ -29,7 +29,7 @@ from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.aiohttp_connection import invite_body
-from kvrouter.frontend.background import evict_texts, keep_watch, report_progress, running
+from kvrouter.frontend.background import audit_forever, evict_texts, report_progress, running
 from kvrouter.frontend.busy_threshold import BusyThresholds
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.decision_views import DecisionViews
@@ -67,7 +67,7 @@ class RunningFrontend:
     admin_url: str
     replica: Replica
     replica_loop: ReplicaLoop
-    watch: Watch
+    audit: Audit
     admin: Admin
     completions: Completions
     waiting_room: WaitingRoom
@@ -112,7 +112,7 @@ class _Member:
     bus: Bus
     waiting_room: WaitingRoom
     replica_loop: ReplicaLoop
-    watch: Watch
+    audit: Audit
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ async def running_frontend(
                 member.doors.admin_url,
                 member.replica,
                 member.replica_loop,
-                member.watch,
+                member.audit,
                 admin,
                 path.completions,
                 member.waiting_room,
@@ -186,8 +186,8 @@ async def _open_member(
             address=doors.admin_url,
             on_change=waiting_room.wake if waiting_room.is_on else None,
         )
-        watch = Watch(replica, tokens.compared)
-        yield _Member(rules, replica, tokens, doors, bus, waiting_room, replica_loop, watch)
+        audit = Audit(replica, tokens.compared)
+        yield _Member(rules, replica, tokens, doors, bus, waiting_room, replica_loop, audit)
 
 
 @contextlib.asynccontextmanager
@@ -203,7 +203,7 @@ async def _open_request_path(
             completions = Completions(
                 member.replica,
                 member.replica_loop.publishing,
-                member.watch,
+                member.audit,
                 accept,
                 views,
                 upstream=upstream,
@@ -228,7 +228,7 @@ async def _run_tasks(
         registry.register(StateCollector(upkeep.samples))
         tasks = {
             "replica": member.replica_loop.run(),
-            "watch": keep_watch(member.watch),
+            "audit": audit_forever(member.audit),
             "tokens": member.tokens.run(),
             "policies": upkeep.run(),
             "texts": evict_texts(member.replica),
@@ -257,7 +257,7 @@ def _new_admin(options: FrontendOptions, registry: Registry, member: _Member) ->
     return Admin(
         member.replica,
         member.replica_loop,
-        member.watch,
+        member.audit,
         member.bus,
         registry,
         tokens=member.tokens.shown,

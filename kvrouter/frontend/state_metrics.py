@@ -10,7 +10,7 @@ from dataclasses import asdict
 from prometheus_client import CollectorRegistry
 
 from kvrouter.bus import Bus
-from kvrouter.core.audit.watch import Watch
+from kvrouter.core.audit.findings import Audit
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.fleet.pool import NewIndex, Pool
 from kvrouter.core.fleet.replica import Replica
@@ -34,7 +34,7 @@ _COUNTED = {
 }
 
 
-def samples(replica: Replica, replica_loop: ReplicaLoop, watch: Watch, bus: Bus) -> Iterator[Sample]:
+def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus) -> Iterator[Sample]:
     """The state of a replica as Prometheus samples."""
     yield "kvrouter_nats_connected", "gauge", "1 while NATS answers", {}, float(bus.connected)
     yield "kvrouter_bus_published", "counter", "Messages sent", {}, bus.counters.published
@@ -67,7 +67,7 @@ def samples(replica: Replica, replica_loop: ReplicaLoop, watch: Watch, bus: Bus)
     for router in list(replica.routers.values()):
         yield from _pool_samples(router.pool)
         yield from _booking_samples(router.pool, {replica.router_id, *replica.peers})
-        yield from _prediction_samples(router, watch)
+        yield from _prediction_samples(router, audit)
     for source, reader in list(replica.readers.items()):
         yield from _feed_samples(source, reader)
 
@@ -112,22 +112,22 @@ def _feed_samples(source: Feed, reader: FeedReader) -> Iterator[Sample]:
 Labels = dict[str, str]
 
 
-def _prediction_samples(router: Router, watch: Watch) -> Iterator[Sample]:
+def _prediction_samples(router: Router, audit: Audit) -> Iterator[Sample]:
     """What is known of every worker that the pool has now."""
     pool = router.pool
-    yield from _of_problems(watch, pool.id, "")
+    yield from _of_problems(audit, pool.id, "")
     for worker_id in pool.workers:
         labels = {"pool": str(pool.id), "worker": str(worker_id)}
-        yield from _of_problems(watch, pool.id, worker_id)
+        yield from _of_problems(audit, pool.id, worker_id)
         record = router.truth.records.get(worker_id)
         if record is not None:
             yield from _of_predictions(record, labels)
             yield from _of_evidence(record, labels)
 
 
-def _of_problems(watch: Watch, pool_id: PoolId, worker_id: str) -> Iterator[Sample]:
+def _of_problems(audit: Audit, pool_id: PoolId, worker_id: str) -> Iterator[Sample]:
     """Those of a worker; an empty id stands for the pool itself."""
-    for problem in watch.problems(pool_id, worker_id):
+    for problem in audit.problems(pool_id, worker_id):
         labels = {"pool": str(pool_id), "worker": worker_id, "problem": problem.kind}
         yield "kvrouter_worker_problem", "gauge", "1 while /workers shows this problem", labels, 1.0
 

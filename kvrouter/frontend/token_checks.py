@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from kvrouter.core.audit.problems import Compared
+from kvrouter.core.audit.problems import TokenComparison
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
@@ -69,13 +69,13 @@ class PoolCheck:
     equal_prompts: frozenset[str] = frozenset()
     """Kinds of prompt whose ids were equal at their last comparison."""
 
-    def compared(self) -> Compared:
+    def compared(self) -> TokenComparison:
         """For the problems in /workers."""
         found = self.difference
         if found is None:
-            return Compared(self.equal_prompts)
+            return TokenComparison(self.equal_prompts)
         named = f"token ids of {self.prompt}s differ from those of {self.engine} at position {found.position}"
-        return Compared(self.equal_prompts, f"{named}: {found.remedy}")
+        return TokenComparison(self.equal_prompts, f"{named}: {found.remedy}")
 
     def shown(self) -> dict[str, Any]:
         """For /workers."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from kvrouter.core.audit.problems import NOT_COMPARED, Compared
+from kvrouter.core.audit.problems import NOT_COMPARED, TokenComparison
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.frontend.flags.tokens import TokenOptions, Way
@@ -47,7 +47,7 @@ class Tokens:
         if self.checks is not None:
             await self.checks.run()
 
-    def compared(self, pool_id: PoolId) -> Compared:
+    def compared(self, pool_id: PoolId) -> TokenComparison:
         """What is known of the token ids of a pool's engines."""
         check = self.checks.pools.get(pool_id) if self.checks is not None else None
         return check.compared() if check is not None else NOT_COMPARED

@@ -164,8 +164,8 @@ class Inbox:
                 self._replica.sync_frame(source, data, now)
             case WorkerSource(worker_id):
                 # Leases count from when a heartbeat arrived: a backlog here must not prolong them.
-                self._replica.worker_heard(worker_id, data, arrived)
-                self._members.worker_heard(worker_id)
+                self._replica.worker_heartbeat(worker_id, data, arrived)
+                self._members.worker_heartbeat(worker_id)
             case RouterSource(router_id):
                 self._router_heartbeat(router_id, data, arrived)
             case None:
@@ -175,11 +175,11 @@ class Inbox:
             self._log.malformed(subject, _why_malformed(source, data))
 
     def _router_heartbeat(self, router_id: RouterId, data: bytes, arrived: float) -> None:
-        self._replica.router_heard(router_id, data, arrived)
+        self._replica.router_heartbeat(router_id, data, arrived)
         if router_id == self._replica.router_id:
             self._members.round_ended()
         else:
-            self._members.replica_heard(router_id)
+            self._members.replica_heartbeat(router_id)
 
     def _source_of(self, subject: str) -> Source | None:
         source = self._sources.get(subject)

@@ -39,7 +39,7 @@ class Members:
         self._sizes: dict[PoolId, int] = {}
         self._lines = 0
 
-    def worker_heard(self, worker_id: WorkerId) -> None:
+    def worker_heartbeat(self, worker_id: WorkerId) -> None:
         """After a heartbeat: it has joined, or said goodbye."""
         found, seen = self._find(worker_id), self._workers.get(worker_id)
         if found is None:
@@ -53,7 +53,7 @@ class Members:
             facts = {"worker": worker_id, "pool": pool_id, "url": worker.card.url}
             self._say("worker.joined", **facts, why=_why_joined(seen, now))
 
-    def replica_heard(self, router_id: RouterId) -> None:
+    def replica_heartbeat(self, router_id: RouterId) -> None:
         """After a heartbeat of another replica."""
         peer = self._replica.peers.get(router_id)
         if peer is None:

@@ -100,7 +100,7 @@ class Publishing:
     def hello(self) -> None:
         """Ask all replicas and agents for a heartbeat, after every connection to NATS."""
         self._bus.publish(self._subjects.hello, b"")
-        self._replica.said_hello(self._loop.time())
+        self._replica.hello_sent(self._loop.time())
         self._publish_heartbeat()
 
     def answer_hello(self, _subject: str, _data: bytes, _reply: str) -> None:

@@ -223,9 +223,9 @@ class SimReplica(Process):
             case SyncSource() as source:
                 self.replica.sync_frame(source, data, now)
             case WorkerSource(worker_id):
-                self.replica.worker_heard(worker_id, data, arrived)
+                self.replica.worker_heartbeat(worker_id, data, arrived)
             case RouterSource(router_id):
-                self.replica.router_heard(router_id, data, arrived)
+                self.replica.router_heartbeat(router_id, data, arrived)
             case None:
                 assert not self.replica.is_watched, f"who sends on {subject}?"
 
@@ -291,7 +291,7 @@ class SimReplica(Process):
 
     def _say_hello(self) -> None:
         self.line.publish(self._subjects.hello, b"")
-        self.replica.said_hello(self.now())
+        self.replica.hello_sent(self.now())
         self._publish_heartbeat()
 
     def _answer_hello(self) -> None:

@@ -171,7 +171,7 @@ def say_load(sim: SimReplica, fleet: Fleet, waiting: int | None) -> None:
     publisher = agent.publishers[0]
     ranks = [RankBeat(0, publisher.incarnation, publisher.seq, waiting=waiting)]
     beat = WorkerBeat(VERSION, publisher.incarnation, "up", str(agent.pool_id), ranks, 1)
-    sim.replica.worker_heard(WorkerId(agent.card.worker_id), encode_beat(beat), sim.now())
+    sim.replica.worker_heartbeat(WorkerId(agent.card.worker_id), encode_beat(beat), sim.now())
 
 
 def waiting_seen(replica: Replica) -> int | None:

@@ -34,7 +34,7 @@ def new_replica(
         ReplicaSettings(settings or PoolSettings(), synced=synced), router_id, incarnation, new_policy,
         chance=lambda: 0.5,
     )  # fmt: skip
-    replica.said_hello(0.0)
+    replica.hello_sent(0.0)
     return replica
 
 
@@ -51,7 +51,9 @@ def hear_worker(
     """A worker's heartbeat arrives."""
     ranks = [RankBeat(0, rank_incarnation, seq)]
     beat = worker_beat(worker, incarnation=incarnation, state=state, ranks=ranks, pool=pool)
-    replica.worker_heard(WorkerId(worker if isinstance(worker, str) else worker.worker_id), encode(beat), 0.0)
+    replica.worker_heartbeat(
+        WorkerId(worker if isinstance(worker, str) else worker.worker_id), encode(beat), 0.0
+    )
 
 
 def rounds(replica: Replica, count: int, *others: Replica, address: str = "") -> None:
@@ -61,4 +63,4 @@ def rounds(replica: Replica, count: int, *others: Replica, address: str = "") ->
             one.next_round(0.0)
             beat = encode(one.heartbeat("up", address))
             for listener in (replica, *others):
-                listener.router_heard(one.router_id, beat, 0.0)
+                listener.router_heartbeat(one.router_id, beat, 0.0)

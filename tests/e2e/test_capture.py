@@ -63,7 +63,7 @@ class Routed:
             chance=random.Random(2).random,
         )
         beat = WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 1, 0)], 1, CARD)
-        self.replica.worker_heard(WORKER, beats.encode(beat), 0.0)
+        self.replica.worker_heartbeat(WORKER, beats.encode(beat), 0.0)
 
     def batch(self, payload: bytes, at: float) -> None:
         """The engine published a batch."""

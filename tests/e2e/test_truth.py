@@ -105,7 +105,7 @@ async def until_judged(fleet: Fleet) -> None:
         while any(router.truth._expected for router in routers):  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.05)
     for each in fleet.frontends:
-        each.watch.look()
+        each.audit.run()
 
 
 def metric(page: str, name: str, *labels: str) -> float:

@@ -60,10 +60,10 @@ async def test_truncated_target(fleet_of: FleetOf) -> None:
         reader = await first_reader(fleet)
         await until(lambda: reader.counters.applied == 1, "the frame is applied")
         (target,) = (await fleet.get("/workers")).json["targets"]
-        fleet.frontend.watch.look()
+        fleet.frontend.audit.run()
 
         assert (2, True) == (blocks(fleet), target["truncated"])
-        assert "--index-max-blocks" in fleet.frontend.watch.problems(POOL, "w0")[0].text
+        assert "--index-max-blocks" in fleet.frontend.audit.problems(POOL, "w0")[0].text
         assert (0, 0) == (reader.counters.digest_mismatches, agent.asked)
 
         agent.publish(Removed(0, pack_hashes(HASHES[2:3])), Check(2, sum(HASHES[:2]) % 2**64))

@@ -179,8 +179,8 @@ def record_of(fleet: Fleet) -> WorkerRecord:
 
 def problems(fleet: Fleet) -> list[str]:
     """What is wrong with the only worker, in words for metrics."""
-    fleet.frontend.watch.look()
-    return [problem.kind for problem in fleet.frontend.watch.problems(POOL, fleet.workers[0].id)]
+    fleet.frontend.audit.run()
+    return [problem.kind for problem in fleet.frontend.audit.problems(POOL, fleet.workers[0].id)]
 
 
 @pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "text"])
@@ -272,7 +272,7 @@ async def test_differ(fleet_of: FleetOf, model: Path, often: None) -> None:
         assert ("differs", 0) == (found["state"], found["difference"]["position"])
         metrics = (await fleet.get("/metrics")).body.decode()
         assert 'kvrouter_tokens_differ{pool="m-12345678"} 1.0' in metrics
-        fleet.frontend.watch.look()
+        fleet.frontend.audit.run()
         (pool,) = (await fleet.get("/workers")).json["pools"]
         (problem,) = pool["problems"]
         assert "token ids of texts differ" in problem

@@ -290,7 +290,7 @@ async def test_bug_behind_a_message(fleet_of: FleetOf, monkeypatch: pytest.Monke
     """A message that raises is counted and logged with its place; the replica goes on."""
     async with fleet_of() as fleet:
         with monkeypatch.context() as patch:
-            patch.setattr(fleet.frontend.replica, "worker_heard", lambda *_: 1 / 0)
+            patch.setattr(fleet.frontend.replica, "worker_heartbeat", lambda *_: 1 / 0)
             fleet.announce(fleet.workers[0])
             await until(lambda: fleet.frontend.replica_loop.log.errors == 1, "it is counted")
         fleet.announce(fleet.workers[0], state="draining")

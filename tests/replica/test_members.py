@@ -36,21 +36,21 @@ class Namespace:
         """A heartbeat."""
         card = Card(worker_id=worker_id, url=f"http://{worker_id}", model="m", block_size=block_size)
         beat = WorkerBeat(VERSION, incarnation, state, POOL, [], 1, card)
-        self.replica.worker_heard(WorkerId(worker_id), encode(beat), 0.0)
-        self.members.worker_heard(WorkerId(worker_id))
+        self.replica.worker_heartbeat(WorkerId(worker_id), encode(beat), 0.0)
+        self.members.worker_heartbeat(WorkerId(worker_id))
 
     def peer(self, router_id: str, state: State = "up") -> None:
         """A heartbeat."""
-        self.replica.router_heard(
+        self.replica.router_heartbeat(
             RouterId(router_id), encode(RouterBeat(VERSION, 1, state, "http://p", {}, 1)), 0
         )
-        self.members.replica_heard(RouterId(router_id))
+        self.members.replica_heartbeat(RouterId(router_id))
 
     def rounds(self, count: int) -> None:
         """One's own heartbeats come back."""
         for _ in range(count):
             self.replica.next_round(0.0)
-            self.replica.router_heard(ME, encode(self.replica.heartbeat("up", "")), 0.0)
+            self.replica.router_heartbeat(ME, encode(self.replica.heartbeat("up", "")), 0.0)
             self.members.round_ended()
 
 

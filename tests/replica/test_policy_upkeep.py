@@ -44,7 +44,7 @@ async def looked_after(new_policy: Policy) -> AsyncIterator[tuple[Replica, Polic
         lambda: (new_policy, PolicyState(fixed(0.0))),
         chance=fixed(0.5),
     )
-    replica.worker_heard(W1, encode(worker_beat(card("w1"), pool=PoolId("p"))), 0.0)
+    replica.worker_heartbeat(W1, encode(worker_beat(card("w1"), pool=PoolId("p"))), 0.0)
     upkeep = PolicyUpkeep(replica)
     task = asyncio.create_task(upkeep.run())
     yield replica, upkeep
@@ -65,7 +65,7 @@ async def test_pool_that_goes() -> None:
     async with looked_after(Own(policy, "fleeting")) as (replica, upkeep):
         await until(lambda: policy.refreshed > 1)
         (refresh,) = upkeep._refreshes.values()
-        replica.worker_heard(W1, encode(worker_beat("w1", state="leave", pool=PoolId("p"))), 1.0)
+        replica.worker_heartbeat(W1, encode(worker_beat("w1", state="leave", pool=PoolId("p"))), 1.0)
         for _ in range(20):
             replica.next_round(2.0)
         assert {} == replica.routers

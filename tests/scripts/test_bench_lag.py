@@ -42,7 +42,7 @@ def test_a_replica_follows_the_mocks() -> None:
     for subject, data in messages(wire):
         match SUBJECTS.parse_live(subject):
             case WorkerSource(worker_id):
-                replica.worker_heard(worker_id, data, 0.0)
+                replica.worker_heartbeat(worker_id, data, 0.0)
             case KvSource() as source:
                 replica.kv_frame(source, data, 0.0)
 

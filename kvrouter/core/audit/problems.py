@@ -1,9 +1,10 @@
-"""What is wrong with a worker, in sentences that say what to change.
+"""Problems of workers, in sentences that state the cause and what to change.
 
     the worker's card ───┐
-    its record's alarms ─┴─> problems of the worker: one for each cause, the cause nearest to its remedy
+    its record's alarms ─┴─> problems: one for each cause
 
-A tokenizer that differs makes lengths differ, hashes unknown and predictions wrong: it is named once.
+A tokenizer that differs makes lengths differ, hashes unknown and predictions wrong. So wrong events and
+predictions are reported only where neither the card nor the prompt lengths explain them.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ class Problem(Struct, frozen=True):
     text: str
 
 
-class Compared(Struct, frozen=True):
-    """What came of having an engine of the pool tokenize prompts, too."""
+class TokenComparison(Struct, frozen=True):
+    """How the frontend's token ids compare with those of an engine of the pool."""
 
     equal: frozenset[str] = frozenset()
-    """Kinds of prompt (`chat`, `text`) that last had equal ids."""
+    """Kinds of prompt (`chat`, `text`) whose ids were equal in the last comparison."""
     difference: str = ""
-    """Where ids differ and what to change; empty if they do not, or that is not known."""
+    """Where ids differ and what to change; empty if they are equal or were not compared."""
 
 
-NOT_COMPARED = Compared()
+NOT_COMPARED = TokenComparison()
 
 
 def problems_of(
-    pool: Pool, worker: Worker, record: WorkerRecord | None, compared: Compared = NOT_COMPARED
+    pool: Pool, worker: Worker, record: WorkerRecord | None, compared: TokenComparison = NOT_COMPARED
 ) -> list[Problem]:
-    """All that is known to be wrong with a worker; `record` is None before its first answer."""
+    """The problems of a worker; `record` is None before its first answer."""
     found = list(_of_card(pool, worker))
     if record is None:
         return found
@@ -63,13 +64,13 @@ def problems_of(
     return list(_of_events(pool, worker, record, compared))
 
 
-def problems_of_pool(compared: Compared) -> list[Problem]:
-    """What is wrong with the frontend's tokens for all workers of a pool."""
+def problems_of_pool(compared: TokenComparison) -> list[Problem]:
+    """Problems of the frontend's tokenizer, which concern all workers of a pool."""
     return [Problem("tokens_differ", compared.difference)] if compared.difference else []
 
 
 def shared_addresses(pool: Pool) -> list[str]:
-    """Sentences about engines that several workers of the pool claim as theirs."""
+    """Sentences about engines whose address is on the cards of several workers."""
     workers: dict[str, list[str]] = {}
     for worker_id, worker in pool.workers.items():
         workers.setdefault(worker.card.url, []).append(worker_id)
@@ -105,7 +106,7 @@ def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
         )
     elif not pool.settings.use_kv_events and worker.card.prefix_caching is False:
         yield Problem(
-            "uncached", "prefix caching is off, so nothing is foretold (vLLM: --enable-prefix-caching)"
+            "uncached", "prefix caching is off: no overlap is predicted (vLLM: --enable-prefix-caching)"
         )
     elif any(pool.index.is_truncated(target) for target in worker.targets()):
         yield Problem(
@@ -114,11 +115,11 @@ def _of_card(pool: Pool, worker: Worker) -> Iterator[Problem]:
             "--index-max-holders, or live with less overlap than there is",
         )
     elif pool.settings.use_kv_events and not worker.card.publishes_events:
-        yield Problem("no_events", f"its agent has no KV events, so nothing is foretold: {_START_EVENTS}")
+        yield Problem("no_events", f"its agent has no KV events, so no overlap is predicted: {_START_EVENTS}")
 
 
 def _of_tokens(record: WorkerRecord) -> Iterator[Problem]:
-    """The engine and the frontend count different tokens."""
+    """The engine counts other prompt tokens than the frontend."""
     bad, good = _kinds(record, lambda evidence: evidence.lengths.is_raised, _has_good_lengths)
     if bad:
         theirs, ours = record.last_lengths
@@ -130,20 +131,21 @@ def _of_tokens(record: WorkerRecord) -> Iterator[Problem]:
 
 
 def _tokenizer(bad: list[Kind]) -> str:
-    """Nothing but the engine's answer can be wrong where the client sent the token ids."""
-    if _are_all(bad, lambda kind: kind.prompt == "tokens"):
+    if _are_all(bad, lambda kind: kind.prompt == "tokens"):  # the frontend did not tokenize these
         return "the engine changes prompts that are sent as token ids"
     return f"{_TOKENIZER}, and its chat template too" if any(k.prompt == "chat" for k in bad) else _TOKENIZER
 
 
-def _of_events(pool: Pool, worker: Worker, record: WorkerRecord, compared: Compared) -> Iterator[Problem]:
-    """Its events, and what it reports, do not fit what was foretold."""
+def _of_events(
+    pool: Pool, worker: Worker, record: WorkerRecord, compared: TokenComparison
+) -> Iterator[Problem]:
+    """Its events, or the cached tokens it reports, do not match the predictions."""
     has_events = pool.settings.use_kv_events
     theirs, ours = record.last_cached
     if record.uneven.is_raised:
         yield Problem(
             "block_size",
-            f"reports cached tokens that are no multiple of the block size {pool.block_size} "
+            f"reports cached tokens that are not a multiple of the block size {pool.block_size} "
             f"(last {theirs}): its blocks have another size; correct --kv-cache-block-size of its agent "
             "and of the frontends",
         )
@@ -151,14 +153,14 @@ def _of_events(pool: Pool, worker: Worker, record: WorkerRecord, compared: Compa
         yield _unmatched_problem(pool, worker, *bad, compared)
     elif record.uncached.is_raised:
         yield Problem(
-            "uncached", f"reports 0 cached tokens where blocks were foretold: {_why_uncached(has_events)}"
+            "uncached", f"reports 0 cached tokens where blocks were predicted: {_why_uncached(has_events)}"
         )
     elif has_events and record.inexact.is_raised and not _is_partial(worker):
         yield Problem(
             "inexact",
-            f"reports other cached tokens than foretold in {record.inexact.bad} of the last "
-            f"{record.inexact.total} requests (last {theirs}, foretold {ours}): its events are incomplete or "
-            "come too late; look at the lag in /workers and at the log of its agent, and restart the agent",
+            f"reports other cached tokens than predicted in {record.inexact.bad} of the last "
+            f"{record.inexact.total} requests (last {theirs}, predicted {ours}): its events are incomplete "
+            "or come too late; look at the lag in /workers and at the log of its agent, and restart it",
         )
 
 
@@ -169,13 +171,13 @@ def _why_uncached(has_events: bool) -> str:
             "restart its agent"
         )
     return (
-        "prefix caching is off (vLLM: --enable-prefix-caching), or its cache forgets sooner than "
-        "--router-ttl-secs says: lower that, or use KV events"
+        "prefix caching is off (vLLM: --enable-prefix-caching), or its cache evicts blocks sooner than "
+        "--router-ttl-secs expects: lower that, or use KV events"
     )
 
 
 def _unmatched(record: WorkerRecord) -> tuple[list[Kind], list[Kind]] | None:
-    """Kinds of request whose blocks never turn up in the events, and those whose blocks do."""
+    """Kinds of request whose blocks no event names, and kinds whose blocks events name."""
     bad, good = _kinds(record, _is_unmatched, lambda evidence: evidence.unannounced.is_well)
     return (bad, good) if bad else None
 
@@ -183,15 +185,19 @@ def _unmatched(record: WorkerRecord) -> tuple[list[Kind], list[Kind]] | None:
 def _is_unmatched(evidence: KindEvidence) -> bool:
     if evidence.unannounced.is_raised:
         return True
+    # The engine had cached what the index did not know. That alone may be lost history, so it counts only
+    # while no event has named a block of this kind of request.
     return evidence.blind.is_raised and not evidence.unannounced.is_well
 
 
 def _unmatched_problem(
-    pool: Pool, worker: Worker, bad: list[Kind], good: list[Kind], compared: Compared
+    pool: Pool, worker: Worker, bad: list[Kind], good: list[Kind], compared: TokenComparison
 ) -> Problem:
     held = sum(pool.index.blocks(target) for target in worker.targets())
     if not held:
-        return Problem("no_events", f"has served requests, and no KV event has come from it: {_START_EVENTS}")
+        return Problem(
+            "no_events", f"has served requests, and no KV event has arrived from it: {_START_EVENTS}"
+        )
     return Problem(
         "hashes",
         f"its KV events never name the blocks of the requests it served {_of_kinds(bad)} ({held} other "
@@ -199,7 +205,7 @@ def _unmatched_problem(
     )
 
 
-def _why_unmatched(pool: Pool, bad: list[Kind], good: list[Kind], compared: Compared) -> str:
+def _why_unmatched(pool: Pool, bad: list[Kind], good: list[Kind], compared: TokenComparison) -> str:
     if _are_all(bad, lambda kind: kind.salt) and any(not kind.salt for kind in good):
         return (
             "its events do not carry the cache_salt of these requests; use an engine version whose events do"
@@ -210,8 +216,8 @@ def _why_unmatched(pool: Pool, bad: list[Kind], good: list[Kind], compared: Comp
     return _why_hashes_differ(pool, bad, good, compared) + unsure
 
 
-def _why_hashes_differ(pool: Pool, bad: list[Kind], good: list[Kind], compared: Compared) -> str:
-    if any(kind.prompt == "tokens" for kind in bad):
+def _why_hashes_differ(pool: Pool, bad: list[Kind], good: list[Kind], compared: TokenComparison) -> str:
+    if any(kind.prompt == "tokens" for kind in bad):  # not tokenized here, so the tokenizer is not the cause
         return (
             f"the block size differs (here {pool.block_size}; --kv-cache-block-size), or the events are "
             "those of another engine (--kv-events of its agent)"
@@ -245,9 +251,9 @@ def _kinds(
     return bad, good
 
 
-def _are_all(kinds: list[Kind], is_such: Callable[[Kind], bool]) -> bool:
-    """Whether there are any, and each is such a one."""
-    return bool(kinds) and all(is_such(kind) for kind in kinds)
+def _are_all(kinds: list[Kind], test: Callable[[Kind], bool]) -> bool:
+    """`all`, but False for an empty list."""
+    return bool(kinds) and all(test(kind) for kind in kinds)
 
 
 def _of_kinds(kinds: list[Kind]) -> str:

@@ -170,7 +170,7 @@ class Following:
         """What peers told of pools that are gone."""
         self._end_all(source for source in self._sync() if source.pool in pools)
 
-    def told_pools(self) -> set[PoolId]:
+    def pools_with_bookings(self) -> set[PoolId]:
         """Pools in which a peer says to have had bookings."""
         return {source.pool for source in self._sync() if self.readers[source].source_seq}
 

@@ -33,7 +33,7 @@ class Readiness:
         self._hello_at: float | None = None
         self._awaited: dict[WorkerId, RouterId] = {}
 
-    def said_hello(self, now: float) -> None:
+    def hello_sent(self, now: float) -> None:
         """A hello has gone out (again, after a reconnect)."""
         if self._hello_at is None:
             self._hello_at = now

@@ -1,6 +1,6 @@
 """One replica's whole state: its pools, the feeds it follows, and who is still there.
 
-    live messages ──> worker_heard / kv_frame / router_heard / sync_frame
+    live messages ──> worker_heartbeat / kv_frame / router_heartbeat / sync_frame
                               │
     feeds (one reader each) ──┴──> index and active table of the pool ──> Router.route
                               │
@@ -123,7 +123,7 @@ class Replica:
 
     # Messages
 
-    def worker_heard(self, worker_id: WorkerId, data: bytes, now: float) -> None:
+    def worker_heartbeat(self, worker_id: WorkerId, data: bytes, now: float) -> None:
         """A worker's heartbeat: its card, its load, and how far its feeds are."""
         try:
             beat = decode_worker_beat(data, worker_id)
@@ -178,7 +178,7 @@ class Replica:
         if not self._feeds.kv_frame(source, data, now):
             self.counters.unknown_messages += 1
 
-    def router_heard(self, router_id: RouterId, data: bytes, now: float) -> None:
+    def router_heartbeat(self, router_id: RouterId, data: bytes, now: float) -> None:
         """A replica's heartbeat; one's own, come back, is a round of the leases."""
         try:
             beat = decode_router_beat(data)
@@ -283,7 +283,7 @@ class Replica:
         self._round += 1
         for router in self.routers.values():
             router.pool.approx.expire(now)
-        needed = self._feeds.told_pools().union(self._worker_pools.values())
+        needed = self._feeds.pools_with_bookings().union(self._worker_pools.values())
         self._feeds.end_pools(self.pools.next_round(needed, now))
 
     def latch_ready(self, now: float) -> None:
@@ -329,9 +329,9 @@ class Replica:
         self._hello_again_round = self._round + self.settings.lease_rounds
         return True
 
-    def said_hello(self, now: float) -> None:
+    def hello_sent(self, now: float) -> None:
         """A hello has gone out (again, after a reconnect)."""
-        self._readiness.said_hello(now)
+        self._readiness.hello_sent(now)
 
     # Questions
 

@@ -153,7 +153,7 @@ def _router(replica: Replica) -> Router:
     """The pool's router, with one worker that takes everything."""
     card = Card(worker_id=WORKER, url="http://127.0.0.1:1", model=MODEL, block_size=BLOCK_SIZE)
     beat = WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 1, 0)], 1, card)
-    replica.worker_heard(WORKER, encode(beat), 0.0)
+    replica.worker_heartbeat(WORKER, encode(beat), 0.0)
     return replica.routers[POOL]
 
 

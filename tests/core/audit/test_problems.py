@@ -1,4 +1,4 @@
-"""What is wrong with a worker, and what its sentence tells an operator to change."""
+"""Problems of a worker, each with the change that its sentence asks an operator for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvrouter.core.audit.problems import Compared, Problem, name_conflicts, problems_of, problems_of_pool
+from kvrouter.core.audit.problems import (
+    Problem,
+    TokenComparison,
+    name_conflicts,
+    problems_of,
+    problems_of_pool,
+)
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.tables.block_index import IndexBounds
 from kvrouter.core.tables.predictions import (
@@ -29,28 +35,28 @@ Story = Callable[[PredictionTable], None]
 
 
 def answers(usage: Usage, blocks: int, count: int = WINDOW, **facts: Any) -> Story:
-    """So many answers with this usage, where so many blocks were foretold."""
+    """`count` answers with this usage, where `blocks` blocks were predicted."""
 
-    def tell(truth: PredictionTable) -> None:
+    def add_to(truth: PredictionTable) -> None:
         for _ in range(count):
             truth.observe(foretold(blocks, **facts), usage)
 
-    return tell
+    return add_to
 
 
 def events(found: bool, kind: Kind = TEXT) -> Story:
     """Requests whose blocks events have named, or not."""
 
-    def tell(truth: PredictionTable) -> None:
+    def add_to(truth: PredictionTable) -> None:
         for hash_ in range(LEAST):
             truth.expect(T1, kind, [hash_], 0.0)
         truth.look(ANNOUNCE_S, lambda *_: found)
 
-    return tell
+    return add_to
 
 
-def told(*stories: Story) -> WorkerRecord | None:
-    """Worker 1's record after all that."""
+def record_after(*stories: Story) -> WorkerRecord | None:
+    """The record of worker 1 after these stories."""
     truth = PredictionTable()
     for story in stories:
         story(truth)
@@ -59,7 +65,7 @@ def told(*stories: Story) -> WorkerRecord | None:
 
 def found(pool: Pool, *stories: Story) -> list[Problem]:
     """The problems of worker 1."""
-    return problems_of(pool, pool.workers[W1], told(*stories))
+    return problems_of(pool, pool.workers[W1], record_after(*stories))
 
 
 @pytest.fixture
@@ -107,8 +113,8 @@ CASES: dict[str, tuple[list[Story], str, str]] = {
     "salt alone": ([events(False, SALTED)], "hashes", "tokenizer differs.*or its events do not carry"),
     "adapter": ([events(False, ADAPTED), events(True)], "hashes", "LoRA adapters otherwise"),
     "never there": ([answers(Usage(100, 0), 4)], "uncached", "--enable-prefix-caching"),
-    "late": ([answers(Usage(100, 64), 0), events(True)], "inexact", r"last 64, foretold 0.*too late"),
-    "off by one": ([answers(Usage(100, 48), 4)], "inexact", r"16 of the last 16.*last 48, foretold 64"),
+    "late": ([answers(Usage(100, 64), 0), events(True)], "inexact", r"last 64, predicted 0.*too late"),
+    "off by one": ([answers(Usage(100, 48), 4)], "inexact", r"16 of the last 16.*last 48, predicted 64"),
 }
 
 
@@ -122,7 +128,7 @@ def test_problem(pool: Pool, case: str) -> None:
     assert re.search(pattern, problem.text), problem.text
 
 
-EQUAL = Compared(frozenset({"chat", "text"}))
+EQUAL = TokenComparison(frozenset({"chat", "text"}))
 
 
 @pytest.mark.parametrize(
@@ -131,13 +137,13 @@ EQUAL = Compared(frozenset({"chat", "text"}))
         (EQUAL, TEXT, r"for texts .*: an engine's own token ids are equal.*not those of this engine.*kv="),
         (EQUAL, CHAT, "not those of this engine .*--kv-events.*or the block size differs .here 16"),
         (EQUAL, SALTED, "not those of this engine.*or its events do not carry their cache_salt"),
-        (Compared(frozenset({"text"})), CHAT, "the chat template differs"),
-        (Compared(difference="at position 7: do this"), TEXT, "at position 7: do this"),
+        (TokenComparison(frozenset({"text"})), CHAT, "the chat template differs"),
+        (TokenComparison(difference="at position 7: do this"), TEXT, "at position 7: do this"),
     ],
 )
-def test_events_of_another_engine(pool: Pool, compared: Compared, kind: Kind, pattern: str) -> None:
+def test_events_of_another_engine(pool: Pool, compared: TokenComparison, kind: Kind, pattern: str) -> None:
     """Token ids that an engine has confirmed are not blamed for events that never match."""
-    (problem,) = problems_of(pool, pool.workers[W1], told(events(False, kind)), compared)
+    (problem,) = problems_of(pool, pool.workers[W1], record_after(events(False, kind)), compared)
 
     assert "hashes" == problem.kind
     assert re.search(pattern, problem.text), problem.text
@@ -148,7 +154,7 @@ def test_events_of_another_engine(pool: Pool, compared: Compared, kind: Kind, pa
 def test_tokens_differ() -> None:
     """Ids that differ from an engine's are a problem of the whole pool."""
     assert [] == problems_of_pool(EQUAL)
-    assert [Problem("tokens_differ", "do this")] == problems_of_pool(Compared(difference="do this"))
+    assert [Problem("tokens_differ", "do this")] == problems_of_pool(TokenComparison(difference="do this"))
 
 
 @pytest.mark.parametrize(
@@ -169,13 +175,13 @@ def test_no_problem(pool: Pool, stories: list[Story]) -> None:
 
 
 def test_it_passes(pool: Pool) -> None:
-    """When predictions come true again the worker is no longer flagged."""
+    """When predictions are right again the worker has no problem."""
     assert [] != found(pool, answers(Usage(90, 0), 0))
     assert [] == found(pool, answers(Usage(90, 0), 0), RIGHT)
 
 
 def test_no_event_at_all() -> None:
-    """A worker that serves requests and holds nothing has no events: how to start them is said."""
+    """A worker that serves requests and holds no block has no events; the text states how to start them."""
     (problem,) = found(new_pool(card()), events(False))
 
     assert "no_events" == problem.kind
@@ -183,7 +189,7 @@ def test_no_event_at_all() -> None:
 
 
 def test_agent_without_events() -> None:
-    """That an agent has no events to publish is known from its card, before any request."""
+    """The card of an agent without events makes the problem known before any request."""
     silent = card(publishes_events=False)
 
     assert ["no_events"] == [problem.kind for problem in found(new_pool(silent))]
@@ -191,7 +197,7 @@ def test_agent_without_events() -> None:
 
 
 def test_without_events() -> None:
-    """In approximate mode only what needs no events is judged, and forgetting sooner is explained."""
+    """Without events only lengths and cached tokens count, and the text names the TTL."""
     pool = new_pool(card(publishes_events=False), use_kv_events=False)
 
     assert [] == found(pool, answers(Usage(100, 64), 0))
@@ -201,7 +207,7 @@ def test_without_events() -> None:
 
 
 def test_partial_rank_knows_less(pool: Pool) -> None:
-    """After lost history too little is foretold; `partial` says so already."""
+    """After lost history too few blocks are predicted, which `partial` already states."""
     pool.update(W1, worker_beat(ranks=[RankBeat(0, 100, 0, partial=True)]))
 
     assert [] == found(pool, answers(Usage(100, 64), 3))

@@ -24,7 +24,7 @@ def test_many_cards_at_once() -> None:
     with mock.patch.object(Pool, "_choose_targets", autospec=True, side_effect=choose) as chosen:
         with replica.batch():
             for one in CARDS:
-                replica.worker_heard(WorkerId(one.worker_id), encode(worker_beat(one)), 0.0)
+                replica.worker_heartbeat(WorkerId(one.worker_id), encode(worker_beat(one)), 0.0)
 
         assert 1 == chosen.call_count
     assert 300 == len(replica.router(POOL).pool.targets)
@@ -33,10 +33,10 @@ def test_many_cards_at_once() -> None:
 def test_message_alone() -> None:
     """Outside a batch each message counts at once."""
     replica = new_replica()
-    replica.worker_heard(T1.worker_id, encode(worker_beat(card())), 0.0)
+    replica.worker_heartbeat(T1.worker_id, encode(worker_beat(card())), 0.0)
     assert [T1] == list(replica.router(POOL).pool.targets)
 
-    replica.worker_heard(T1.worker_id, encode(worker_beat("w1", state="down")), 0.0)
+    replica.worker_heartbeat(T1.worker_id, encode(worker_beat("w1", state="down")), 0.0)
 
     assert [] == list(replica.router(POOL).pool.targets)
 
@@ -46,7 +46,7 @@ def test_batch_that_fails() -> None:
     replica = new_replica()
     try:
         with replica.batch():
-            replica.worker_heard(T1.worker_id, encode(worker_beat(card())), 0.0)
+            replica.worker_heartbeat(T1.worker_id, encode(worker_beat(card())), 0.0)
             raise ZeroDivisionError
     except ZeroDivisionError:
         pass
@@ -62,9 +62,9 @@ def test_targets_that_are_too_many(state: State, monkeypatch: pytest.MonkeyPatch
 
     with replica.batch():
         for one in [card(f"w{n}", ranks=4) for n in range(5)]:
-            replica.worker_heard(WorkerId(one.worker_id), encode(worker_beat(one, state=state)), 0.0)
+            replica.worker_heartbeat(WorkerId(one.worker_id), encode(worker_beat(one, state=state)), 0.0)
 
     assert (2, 3) == (len(replica.router(POOL).pool.workers), replica.counters.members_refused)
-    replica.worker_heard(WorkerId("w1"), encode(worker_beat("w1", state="leave")), 0.0)
-    replica.worker_heard(WorkerId("w2"), encode(worker_beat(card("w2", ranks=4))), 0.0)
+    replica.worker_heartbeat(WorkerId("w1"), encode(worker_beat("w1", state="leave")), 0.0)
+    replica.worker_heartbeat(WorkerId("w2"), encode(worker_beat(card("w2", ranks=4))), 0.0)
     assert {"w0", "w2"} == set(replica.router(POOL).pool.workers)

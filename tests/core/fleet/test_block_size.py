@@ -456,6 +456,6 @@ def test_size_counts_once_a_round() -> None:
 
     beat = encode(replica.heartbeat("up", ""))
     for _ in range(3 * ROUNDS):
-        replica.router_heard(replica.router_id, beat, 0.0)
+        replica.router_heartbeat(replica.router_id, beat, 0.0)
 
     assert 16 == replica.router(POOL).pool.block_size

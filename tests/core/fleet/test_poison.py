@@ -57,7 +57,7 @@ def tell(sender: Replica, receiver: Replica) -> None:
 
 def hear_peer(replica: Replica, feeds: dict[str, int], incarnation: int = 1000) -> None:
     """A heartbeat in the peer's name."""
-    replica.router_heard(PEER, encode(RouterBeat(VERSION, incarnation, "up", "", feeds, 0)), 0.0)
+    replica.router_heartbeat(PEER, encode(RouterBeat(VERSION, incarnation, "up", "", feeds, 0)), 0.0)
 
 
 def repair(asking: Replica, owner: Replica) -> None:
@@ -368,7 +368,7 @@ def test_round_that_was_never_sent(pair: tuple[Replica, Replica], incarnation: i
     """A heartbeat in our own name that is not ours is no round; the leases go on."""
     first, _ = pair
     forged = RouterBeat(VERSION, incarnation, "up", "", {}, number)
-    first.router_heard(ME, encode(forged), 0.0)
+    first.router_heartbeat(ME, encode(forged), 0.0)
     assert 1 == first.counters.stale_heartbeats
 
     rounds(first, ROUNDS + 1)

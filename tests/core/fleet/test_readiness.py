@@ -51,10 +51,10 @@ def test_joiner_waits_for_workers_that_others_hear(replica: Replica) -> None:
     for name in ("w1", "w2"):
         hear_worker(peer, card(name))
     hear_worker(replica, card("w1"))
-    replica.router_heard(PEER, encode(peer.heartbeat("up", "")), 0.0)
+    replica.router_heartbeat(PEER, encode(peer.heartbeat("up", "")), 0.0)
     assert [] == list(peer.heartbeat("up", "").workers)
 
-    replica.router_heard(PEER, encode(peer.heartbeat("up", "", names_workers=True)), 0.0)
+    replica.router_heartbeat(PEER, encode(peer.heartbeat("up", "", names_workers=True)), 0.0)
     assert ["worker w2, known to replica peer, has not been heard"] == replica.not_ready(HELLO_S)
     hear_worker(replica, "w2")  # without its card, which a hello asks for
     assert replica.not_ready(HELLO_S)
@@ -66,7 +66,7 @@ def test_joiner_waits_for_workers_that_others_hear(replica: Replica) -> None:
 def test_joiner_does_not_wait_for_the_dead(replica: Replica) -> None:
     """One that stays silent for as long as a lease lasts would have been dropped by now."""
     beat = RouterBeat(VERSION, 5, "up", "", {}, 1, 1000, [f"w{n}" for n in range(1, 9)])
-    replica.router_heard(PEER, encode(beat), 0.0)
+    replica.router_heartbeat(PEER, encode(beat), 0.0)
     hear_worker(replica, card("w1"))
     assert 6 == len(replica.not_ready(HELLO_S))
     assert "nor have 2 other workers" == replica.not_ready(HELLO_S)[-1]
@@ -184,7 +184,7 @@ def test_peers_that_take_no_requests(replica: Replica, state: State, address: st
         peer.give_up_waiting()
 
     for _ in range(2 * ROUNDS):
-        replica.router_heard(PEER, encode(peer.heartbeat(state, address)), 0.0)
+        replica.router_heartbeat(PEER, encode(peer.heartbeat(state, address)), 0.0)
         rounds(replica, 1)
 
     assert [] == replica.unserved()
@@ -197,7 +197,7 @@ def test_peer_that_leaves(replica: Replica) -> None:
     pass_rounds(ROUNDS, peer, replica)
     assert replica.unserved()
 
-    replica.router_heard(PEER, encode(peer.heartbeat("leave", URL)), 0.0)
+    replica.router_heartbeat(PEER, encode(peer.heartbeat("leave", URL)), 0.0)
 
     assert [] == replica.unserved()
 
@@ -207,7 +207,7 @@ def test_one_odd_heartbeat(replica: Replica) -> None:
     replica.give_up_waiting()
     hear_worker(replica, card("w1"))
     beat = RouterBeat(VERSION, 5, "up", URL, {}, 1, 60_000, [], {POOL: 16, OTHER: 16})
-    replica.router_heard(PEER, encode(beat), 0.0)
+    replica.router_heartbeat(PEER, encode(beat), 0.0)
 
     for _ in range(3 * ROUNDS):
         hear_worker(replica, "w1")
@@ -224,7 +224,7 @@ def test_few_pools_are_named(replica: Replica) -> None:
     for _ in range(ROUNDS):
         for number in range(50):
             beat = RouterBeat(VERSION, 5, "up", URL, {}, 1, 1000, [], serves)
-            replica.router_heard(RouterId(f"r{number}"), encode(beat), 0.0)
+            replica.router_heartbeat(RouterId(f"r{number}"), encode(beat), 0.0)
         rounds(replica, 1)
 
     reasons = replica.unserved()

@@ -116,7 +116,7 @@ def test_paused_replica_drops_nobody(replica: Replica) -> None:
 
     for _ in range(100):
         replica.next_round(0.0)
-    replica.router_heard(ME, encode(replica.heartbeat("up", "")), 0.0)
+    replica.router_heartbeat(ME, encode(replica.heartbeat("up", "")), 0.0)
 
     assert 2 == len(targets(replica))
 
@@ -207,8 +207,8 @@ def test_lower_incarnation_counts_once_the_greater_is_silent(replica: Replica) -
 
 def test_damaged_heartbeats_are_counted(replica: Replica) -> None:
     """Noise on a heartbeat's subject changes nothing."""
-    replica.worker_heard(W1, b"\xff", 0.0)
-    replica.router_heard(PEER, b"\x96\x01\x01\xa2up\xa1\xff\x80\x01", 0.0)
+    replica.worker_heartbeat(W1, b"\xff", 0.0)
+    replica.router_heartbeat(PEER, b"\x96\x01\x01\xa2up\xa1\xff\x80\x01", 0.0)
 
     assert 2 == replica.counters.malformed_heartbeats
     assert {} == replica.peers
@@ -273,7 +273,7 @@ def test_lease_of_a_slow_worker() -> None:
     replica = new_replica()
     for name, interval_ms in (("w1", 3000), ("w2", 1000)):
         told = msgspec.structs.replace(worker_beat(card(name)), interval_ms=interval_ms)
-        replica.worker_heard(WorkerId(name), encode(told), 0.0)
+        replica.worker_heartbeat(WorkerId(name), encode(told), 0.0)
 
     rounds(replica, ROUNDS)
 
@@ -296,7 +296,7 @@ def test_worker_that_comes_back_with_fewer_ranks() -> None:
     ranks = [RankBeat(0, 5, 0), RankBeat(1, 5, 0)]
     for life, count in ((1, 2), (2, 1)):
         told = WorkerBeat(VERSION, life, "up", POOL, ranks[:count], 1, card(ranks=count))
-        replica.worker_heard(W1, encode(told), 0.0)
+        replica.worker_heartbeat(W1, encode(told), 0.0)
         pool = replica.router(POOL).pool
         assert count == len(replica.readers)
         pool.index.store(Target(W1, count - 1), CHAIN)

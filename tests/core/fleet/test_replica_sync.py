@@ -241,7 +241,7 @@ def test_peer_that_leaves() -> None:
     place(first)
     carry(first, second)
 
-    second.router_heard(ME, encode(first.heartbeat("leave", "")), 0.0)
+    second.router_heartbeat(ME, encode(first.heartbeat("leave", "")), 0.0)
 
     assert {} == second.router(POOL).pool.active.owners()
     assert not any(isinstance(source, SyncSource) for source in second.readers)

@@ -1,6 +1,6 @@
-"""Looks at every worker once in a while: which problems have begun, and which are over.
+"""Audits every worker about once a second: which problems have begun, and which are over.
 
-Each problem is told once when it begins and once when it ends, whatever its sentence counts by then.
+A problem is reported once when it begins and once when it ends, even if the figures in its text change.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from kvrouter.core.audit.problems import (
     NOT_COMPARED,
-    Compared,
     Problem,
+    TokenComparison,
     name_conflicts,
     problems_of,
     problems_of_pool,
@@ -26,7 +26,7 @@ from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.core.wire.senders import KvSource
 
 
-class Told(Struct, frozen=True):
+class Finding(Struct, frozen=True):
     """A problem of a worker, or of a whole pool (`worker` is empty)."""
 
     pool: str
@@ -34,53 +34,51 @@ class Told(Struct, frozen=True):
     problem: Problem
 
 
+# How often an audit checks for expected events. Once is not enough: a small cache soon evicts a block again,
+# and an event that has come and gone in between would count as missing.
 MOST_STEPS = 40
-"""How often between two looks it is seen which events have come: a small cache soon drops a block."""
-
+# Without expected events an idle replica should seldom wake up.
 FEWEST_STEPS = 4
-"""The same where none is expected: a replica that has nothing to do should seldom wake up."""
-
 WORKERS_A_STEP = 25
 
-_Key = tuple[str, str, str]
-"""Pool, worker, kind of problem."""
+_Key = tuple[str, str, str]  # pool, worker, kind of problem
 
 
-class Watch:
-    """What one replica knows to be wrong with the workers it sees.
+class Audit:
+    """Problems of the workers that one replica sees.
 
-    `compared` tells what is known of the token ids of a pool's engines.
+    `compared` returns what is known about the token ids of a pool's engines.
     """
 
     def __init__(
-        self, replica: Replica, compared: Callable[[PoolId], Compared] = lambda _: NOT_COMPARED
+        self, replica: Replica, compared: Callable[[PoolId], TokenComparison] = lambda _: NOT_COMPARED
     ) -> None:
         self._replica = replica
         self._compared = compared
-        self._known: dict[_Key, Told] = {}
-        self._found: dict[_Key, Told] = {}
+        self._known: dict[_Key, Finding] = {}
+        self._found: dict[_Key, Finding] = {}
 
-    def steps(self) -> int:
-        """In how many steps to look, and how often to `settle` meanwhile."""
+    def step_count(self) -> int:
+        """Into how many steps to divide an audit; `check_events` is called at each."""
         routers = self._replica.routers.values()
         if any(router.truth.is_waiting for router in routers):
             return MOST_STEPS
         workers = sum(len(router.pool.workers) for router in routers)
         return max(FEWEST_STEPS, min(MOST_STEPS, workers // WORKERS_A_STEP))
 
-    def settle(self, now: float) -> None:
-        """Which events have come that are expected. To be called often: engines forget blocks, too."""
+    def check_events(self, now: float) -> None:
+        """Record which expected blocks the events have named by now."""
         for router in self._replica.routers.values():
             router.truth.look(now, partial(self._holds, router.pool))
 
-    def look(self) -> tuple[list[Told], list[Told]]:
-        """The problems that have begun since the last look, and those that are over."""
-        for _ in self.looking(1):
+    def run(self) -> tuple[list[Finding], list[Finding]]:
+        """Audit at once; returns the problems that have begun and those that are over."""
+        for _ in self.steps(1):
             pass
-        return self.told()
+        return self.changes()
 
-    def looking(self, steps: int) -> Iterator[None]:
-        """A look in so many steps at most: it is dear where there are thousands of workers."""
+    def steps(self, count: int) -> Iterator[None]:
+        """Audit in at most `count` steps: thousands of workers at once would delay requests."""
         for router in self._replica.routers.values():
             router.truth.keep(router.pool.workers)
         compared = {pool_id: self._compared(pool_id) for pool_id in self._replica.routers}
@@ -90,60 +88,62 @@ class Watch:
             for pool_id, router in self._replica.routers.items()
             for worker_id in router.pool.workers
         ]
-        share = -(-len(workers) // steps) or 1
+        share = -(-len(workers) // count) or 1
         for start in range(0, len(workers), share):
             for pool_id, worker_id in workers[start : start + share]:
                 found += self._of_worker(pool_id, worker_id, compared[pool_id])
             if start + share < len(workers):
                 yield
-        self._found = {(told.pool, told.worker, told.problem.kind): told for told in found}
+        self._found = {(one.pool, one.worker, one.problem.kind): one for one in found}
         yield
 
-    def told(self) -> tuple[list[Told], list[Told]]:
-        """What the last look has found that the one before it had not, and the other way round."""
+    def changes(self) -> tuple[list[Finding], list[Finding]]:
+        """Problems that have begun since the audit before, and those that are over."""
         found, before = self._found, self._known
         self._known = found
-        begun = [told for key, told in found.items() if key not in before]
-        return begun, [told for key, told in before.items() if key not in found]
+        begun = [one for key, one in found.items() if key not in before]
+        return begun, [one for key, one in before.items() if key not in found]
 
     def problems(self, pool_id: PoolId, worker_id: str) -> list[Problem]:
-        """What was wrong with a worker at the last look; an empty id means the pool itself."""
-        return [told.problem for key, told in self._known.items() if key[:2] == (pool_id, worker_id)]
+        """A worker's problems in the last audit; an empty id stands for the pool itself."""
+        return [one.problem for key, one in self._known.items() if key[:2] == (pool_id, worker_id)]
 
     def is_firm(self, pool_id: PoolId, target: Target) -> bool:
-        """Whether the index knows all that the target's engine holds."""
+        """Whether the index knows all blocks that the target's engine holds."""
         if not self._replica.settings.pool.use_kv_events:
             return True
         return self._is_live(pool_id, target) and not self._is_partial(pool_id, target)
 
-    def _of_pools(self, compared: dict[PoolId, Compared]) -> Iterator[Told]:
+    def _of_pools(self, compared: dict[PoolId, TokenComparison]) -> Iterator[Finding]:
         pools = [router.pool for router in self._replica.routers.values()]
         for pool_id, sentences in name_conflicts(pools).items():
-            yield Told(pool_id, "", Problem("name", sentences[0]))
+            yield Finding(pool_id, "", Problem("name", sentences[0]))
         for pool in pools:
             for sentence in shared_addresses(pool)[:1]:
-                yield Told(pool.id, "", Problem("address", sentence))
+                yield Finding(pool.id, "", Problem("address", sentence))
         for pool_id, known in compared.items():
             for problem in problems_of_pool(known):
-                yield Told(pool_id, "", problem)
+                yield Finding(pool_id, "", problem)
 
-    def _of_worker(self, pool_id: PoolId, worker_id: WorkerId, compared: Compared) -> Iterator[Told]:
+    def _of_worker(
+        self, pool_id: PoolId, worker_id: WorkerId, compared: TokenComparison
+    ) -> Iterator[Finding]:
         router = self._replica.routers.get(pool_id)
         worker = router.pool.workers.get(worker_id) if router is not None else None
         if router is None or worker is None:
-            return  # gone since the look began
+            return  # removed between two steps
         record = router.truth.records.get(worker_id)
         for problem in problems_of(router.pool, worker, record, compared):
-            if router.needs_tokens:  # else no overlap is predicted
-                yield Told(pool_id, worker_id, problem)
+            if router.needs_tokens:  # without tokens no overlap is predicted, so nothing can be wrong with it
+                yield Finding(pool_id, worker_id, problem)
 
     def _holds(self, pool: Pool, target: Target, hash_: int) -> bool | None:
-        """Whether events have named a block; None while that proves nothing."""
+        """Whether events have named a block; None while a missing block proves nothing."""
         if pool.index.holds(target, hash_, "disk"):
             return True
         if not self._is_live(pool.id, target):
             return None
-        # what was cached before the agent knew it is not announced again
+        # An engine does not announce again what it had cached before its agent started.
         return None if pool.index.blocks(target) and self._is_partial(pool.id, target) else False
 
     def _is_live(self, pool_id: PoolId, target: Target) -> bool:
