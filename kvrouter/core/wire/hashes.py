@@ -6,8 +6,8 @@ See docs/concepts/design.md#identities.
     block    b[0]             b[1]             b[2]               (a partial block has none)
     sequence s[0] = b[0]      s[1] = H(s0,b1)  s[2] = H(s1,b2)
 
-A sequence hash names a block and everything before it. The values are those of NVIDIA
-Dynamo's router 1.6.1: XXH3-64 over little-endian u32 tokens with seed 1337.
+A sequence hash names a block and everything before it. The values equal those of NVIDIA Dynamo's router 1.6.1:
+XXH3-64 over little-endian u32 tokens with seed 1337.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _MASK64 = (1 << 64) - 1
 _MAX_TOKEN = (1 << 32) - 1
 _NONE = array("Q")
 
+# Sequence hashes: array("Q"), which is the fastest; any sequence of numbers; or packed little-endian u64.
 Hashes: TypeAlias = Sequence[int] | bytes
-"""Sequence hashes: array("Q") at best, any sequence of numbers, or bytes: packed little-endian u64."""
 
+# `(start, end, id)`: the tokens [start, end) stand for the item with this id.
 Multimodal = tuple[int, int, str]
-"""`(start, end, id)`: the tokens [start, end) stand for the item with this id."""
 
 
 def block_seed(lora_name: str | None = None, salt: str | None = None) -> int:
-    """The seed of every block hash of a sequence: 1337, moved by a LoRA name and a cache salt.
+    """The seed of all block hashes of a sequence: 1337 plus the hashes of its LoRA name and cache salt.
 
     An empty string counts as absent.
     """
@@ -71,16 +71,16 @@ def block_hashes(
 def prompt_hashes(
     tokens: Sequence[int], block_size: int, *, lora_name: str | None = None, salt: str | None = None
 ) -> array[int]:
-    """The sequence hashes of a prompt's full blocks: `sequence_hashes(block_hashes(…))` in one go."""
+    """The sequence hashes of a prompt's full blocks: `sequence_hashes(block_hashes(…))` in one call."""
     return seeded_prompt_hashes(tokens, block_size, block_seed(lora_name, salt))
 
 
 def seeded_prompt_hashes(
     tokens: Sequence[int], block_size: int, seed: int, known: array[int] = _NONE
 ) -> array[int]:
-    """The same; `known` are the sequence hashes of its first blocks, which are not computed again.
+    """The sequence hashes of a prompt; `known`: those of its first blocks, which are not computed again.
 
-    Raises ValueError if more are known than the prompt has.
+    Raises ValueError if more are known than the prompt has blocks.
     """
     _step(block_size)
     native = versions.chosen.hashes
@@ -120,14 +120,14 @@ def _plain_block_hashes(tokens: Sequence[int], block_size: int, seed: int) -> li
             raise _bad_tokens(error) from None
     data = memoryview(_token_bytes(tokens))
     hashes = [xxh3_64_intdigest(data[i : i + step], seed) for i in range(0, len(data) - step + 1, step)]
-    return cast("list[BlockHash]", hashes)  # a NewType call on each would cost a third more
+    return cast("list[BlockHash]", hashes)  # a NewType call for each hash would cost a third more
 
 
 def sequence_hashes(hashes: Sequence[BlockHash], parent: SequenceHash | None = None) -> list[SequenceHash]:
-    """Chain block hashes; `parent` is the sequence hash just before the first, if any.
+    """Chain block hashes; `parent`: the sequence hash before the first, if any.
 
-    The chain always uses seed 1337, whatever seeded the blocks. Raises OverflowError or TypeError for what
-    is no 64-bit number.
+    The chain always uses seed 1337; LoRA and salt are in the block hashes. Raises OverflowError or TypeError
+    for a value that is not an unsigned 64-bit number.
     """
     blocks = hashes_of(hashes)
     above = None if parent is None else hashes_of((parent,))[0]
@@ -141,7 +141,7 @@ def _chain(hashes: Sequence[int], parent: int | None) -> list[int]:
     append, digest = chain.append, xxh3_64_intdigest
     previous = parent
     for block in hashes:
-        # as one little-endian number the previous hash is the low half, the block's the high half
+        # one little-endian number of 16 bytes: the previous hash is the low half, the block's the high half
         previous = (
             block if previous is None else digest((previous | block << 64).to_bytes(16, "little"), SEED)
         )
@@ -157,22 +157,22 @@ def multimodal_id(identifier: str) -> int:
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
-    """Hashes as packed little-endian u64: their form on the wire and at the index's door."""
-    packed = array("Q", hashes)  # of another array it is a copy
+    """Hashes as packed little-endian u64: their form on the wire. Always a copy."""
+    packed = array("Q", hashes)
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
 
 
 def hashes_of(hashes: Hashes) -> Sequence[int]:
-    """As numbers: packed ones are unpacked, without making an object of each; a list stays one.
+    """Hashes as numbers. Packed ones become an array, which holds no Python object for each; a list stays one.
 
-    Raises OverflowError, TypeError or ValueError for what is no row of 64-bit numbers.
+    Raises OverflowError, TypeError or ValueError for anything else than unsigned 64-bit numbers.
     """
     if type(hashes) is array and hashes.typecode == "Q":
         return hashes
     if type(hashes) is list:
-        checked = array("Q", hashes)
+        checked = array("Q", hashes)  # raises for a value out of range
         return hashes if hashes and type(hashes[0]) is int else checked
     if not isinstance(hashes, bytes | bytearray | memoryview):
         return array("Q", hashes)
@@ -184,12 +184,12 @@ def hashes_of(hashes: Hashes) -> Sequence[int]:
 
 
 def unpack_hashes(packed: bytes) -> list[SequenceHash]:
-    """The inverse of `pack_hashes`. Raises ValueError if the length is no multiple of 8."""
+    """The inverse of `pack_hashes`. Raises ValueError if the length is not a multiple of 8."""
     return cast("list[SequenceHash]", list(hashes_of(packed)))
 
 
 def pool_token(model: str) -> str:
-    """The pool's word in NATS subjects: a readable slug and 8 hex digits that keep it unique."""
+    """The pool's name in NATS subjects: a readable slug, and 8 hex digits that keep it unique."""
     slug = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in model)[:40]
     return f"{slug}-{xxh3_64_digest(model.encode())[:4].hex()}"
 

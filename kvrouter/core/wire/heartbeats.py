@@ -1,4 +1,4 @@
-"""Heartbeats and worker cards: who is there, how far its feeds are, what it can serve.
+"""Heartbeats and worker cards: state, load, the last frame of each feed, and what a worker can serve.
 
 See docs/concepts/design.md#wire.
 """
@@ -37,10 +37,10 @@ _Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_NAMES)]
 
 
 class Card(Struct, frozen=True, kw_only=True):
-    """What a worker can serve; it changes rarely.
+    """A worker's description; it changes rarely.
 
-    `tiers` maps a tier's name to its capacity in blocks, 0 meaning unknown. `rank_header` is the
-    request header that addresses a data-parallel rank; empty where there is only one.
+    `tiers` maps a tier's name to its capacity in blocks; 0: unknown. `rank_header`: the request header that
+    addresses a data-parallel rank; empty if there is only one rank.
     """
 
     worker_id: Identifier
@@ -48,8 +48,7 @@ class Card(Struct, frozen=True, kw_only=True):
     model: Line
     served_names: _Names = ()
     lora_names: _Names = ()
-    max_loras: Amount = 0
-    """Adapters it has room for at once; 0 if that is not known."""
+    max_loras: Amount = 0  # adapters that fit at the same time; 0: unknown
     block_size: BlockSize
     ranks: Ranks = 1
     rank_header: RankHeader = ""
@@ -64,15 +63,15 @@ class Card(Struct, frozen=True, kw_only=True):
     labels: Annotated[dict[Text, Text], Meta(max_length=256)] = {}
     started_at_us: Number = 0
     publishes_events: bool = True
+    # frontends add `kv_cache_report_mode: full` to requests for a partial rank
     repairs_by_report: bool = False
-    """Whether requests to a partial rank shall ask for `kv_cache_report_mode: full`."""
+    # for operators: which of the engine's events are not indexed, and why
     notes: _Texts = ()
-    """What an operator is to know about this engine's events: what of them is not indexed, and why."""
+    # whether the engine reuses computed blocks; None: not reported
     prefix_caching: bool | None = None
-    """Whether the engine reuses what it has computed; None if it does not say."""
 
     def names(self) -> tuple[str, ...]:
-        """Every model name a client may use for this worker."""
+        """Every model name that a client may use for this worker."""
         return (*(self.served_names or (self.model,)), *self.lora_names)
 
 
@@ -86,12 +85,11 @@ class RankBeat(Struct, frozen=True, array_like=True):
     running: Amount | None = None
     waiting: Amount | None = None
     kv_usage: Share | None = None
+    # adapters of waiting and of running requests, as the engine reports them; None: not reported
     waiting_loras: _Texts = ()
-    """Adapters that requests wait for, as the engine reports them."""
     running_loras: _Texts | None = None
-    """Adapters that requests in flight use; None: not reported."""
+    # engine metrics that the operator chose with the agent's `--metric`, by name
     metrics: Annotated[dict[Text, Finite], Meta(max_length=256)] = {}
-    """Statistics of an operator's own choice (`--metric` of the agent), by name."""
 
 
 class WorkerBeat(Struct, frozen=True, array_like=True):
@@ -104,17 +102,16 @@ class WorkerBeat(Struct, frozen=True, array_like=True):
     ranks: Annotated[list[RankBeat], Meta(max_length=1024)]
     card_version: Number
     card: Card | None = None
-    interval_ms: Amount | None = None
-    """Time between its heartbeats; None: an agent that does not say."""
+    interval_ms: Amount | None = None  # between its heartbeats; None: not reported
 
 
 class RouterBeat(Struct, frozen=True, array_like=True):
     """A replica's heartbeat. `feeds` maps a pool to the last seq of its sync feed.
 
     `round` counts this replica's own heartbeats: one that comes back proves that the bus works.
-    `workers` are those it hears; only the answer to a hello names them, for a replica that joins.
-    `serves` maps each pool in which it has a live target to the pool's block size there; empty
-    while it takes no requests, because it starts or drains.
+    `workers`: the workers whose heartbeats it receives, so that a joining replica knows which cards to wait
+    for; only the answer to a hello has them. `serves` maps each pool in which it has a live target to the
+    pool's block size there; it is empty while the replica starts or drains and takes no requests.
     """
 
     version: int
@@ -134,7 +131,7 @@ _decode_router = msgspec.msgpack.Decoder(RouterBeat).decode
 
 
 def decode_worker_beat(data: bytes, worker_id: WorkerId) -> WorkerBeat:
-    """Read a heartbeat that came on this worker's subject. Raises MalformedFrameError."""
+    """Read a heartbeat that arrived on this worker's subject. Raises MalformedFrameError."""
     try:
         beat = _decode_worker(data)
     except UNREADABLE as error:
@@ -147,7 +144,7 @@ def decode_worker_beat(data: bytes, worker_id: WorkerId) -> WorkerBeat:
 
 
 def card_trouble(card: Card) -> str:
-    """Why readers would refuse a card; empty if they would not."""
+    """Why readers would reject a card; empty if they would not."""
     try:
         beat = WorkerBeat(VERSION, 0, "up", "pool", [], 0, card)
         decode_worker_beat(encode(beat), WorkerId(card.worker_id))
@@ -170,7 +167,7 @@ def decode_router_beat(data: bytes) -> RouterBeat:
 
 
 def _contradiction(beat: WorkerBeat, worker_id: WorkerId) -> str:
-    """What the types cannot say is wrong with a heartbeat; empty if all fits together."""
+    """Why fields of a heartbeat that the types accept contradict each other; empty if they do not."""
     ranks = [rank.rank for rank in beat.ranks]
     if len(set(ranks)) < len(ranks):
         return f"names a rank twice: {ranks}"

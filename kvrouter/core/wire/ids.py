@@ -1,4 +1,4 @@
-"""The identities as types. A plain value is never passed where a name belongs.
+"""Identities as types, so that mypy notices a worker id in place of a pool.
 
 See docs/concepts/design.md#identities.
 """
@@ -10,18 +10,18 @@ from typing import NamedTuple, NewType
 
 WorkerId = NewType("WorkerId", str)
 RouterId = NewType("RouterId", str)
+# of the workers of one base model, which share one block index and one table of bookings
 PoolId = NewType("PoolId", str)
-"""The name of a base model; its workers share one index and one active table."""
 
+# both unsigned 64-bit; only a sequence hash names a block and everything before it
 BlockHash = NewType("BlockHash", int)
 SequenceHash = NewType("SequenceHash", int)
-"""Unsigned 64-bit: names a block and everything before it."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Target(NamedTuple):
-    """What a request is sent to: one data-parallel rank of one worker."""
+    """The destination of a request: one data-parallel rank of one worker."""
 
     worker_id: WorkerId
     rank: int = 0
@@ -31,12 +31,12 @@ class Target(NamedTuple):
 
 
 class BookingKey(NamedTuple):
-    """One request placed on one target by one replica. Never the client's request id."""
+    """One booking. The client's request id is no part of it: clients may reuse theirs."""
 
     router_id: RouterId
     number: int
 
 
 def is_identifier(name: str) -> bool:
-    """Whether `name` may stand in a NATS subject: 1 to 64 of A-Z a-z 0-9 _ -."""
+    """Whether `name` may be a part of a NATS subject: 1 to 64 of A-Z a-z 0-9 _ -."""
     return _IDENTIFIER.fullmatch(name) is not None

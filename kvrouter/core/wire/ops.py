@@ -1,10 +1,10 @@
-"""What travels in a feed: ops, frames, and the questions and answers that repair it.
+"""Ops, frames, and the messages that repair a feed: replay requests and their answers.
 
 See docs/concepts/design.md#wire.
 
-A frame is msgpack `[version, incarnation, seq, ops]`; an op is an array `[code, …]`; hashes inside
-an op are packed little-endian u64. A reader skips codes it does not know and fields behind those
-it knows, so that a newer source and an older reader can work side by side.
+A frame is msgpack `[version, incarnation, seq, ops]`; an op is an array `[code, …]`; hashes inside an op are
+packed little-endian u64. A reader skips unknown codes and additional fields, so that a newer source works with
+an older reader.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ from kvrouter.errors import MalformedFrameError
 VERSION = 1
 MAX_FRAME_BYTES = 512 * 1024
 MAX_FRAME_HASHES = 4096
+# 480 KB: an AddRequest must fit a frame. Its other blocks travel as a number (`anonymous_blocks`).
 MAX_BOOKING_HASHES = 60_000
-"""An AddRequest names at most this many blocks (480 KB); the rest travels as a number."""
-
+# Four bytes a character at most, so a SentText in any script fits a frame.
 MAX_SENT_CHARS = 100_000
-"""Of the text of one SentText: in UTF-8 it fits a frame, whatever it is written in."""
+# 32 GiB of one snapshot.
 MAX_CHUNKS = 1 << 16
-"""Of one snapshot: 32 GiB."""
 
 DEVICE, HOST, DISK = 0, 1, 2
 TIERS = ("device", "host", "disk")
 
 
 class Stored(Struct, frozen=True, array_like=True, tag=1):
-    """Blocks are now in `tier`; hashes parent first. `parent` is that of the first, None at a root."""
+    """Blocks are now in `tier`; hashes parent first. `parent`: that of the first hash, None at a root."""
 
     tier: Tier
     parent: U64 | None
@@ -58,11 +57,11 @@ class Removed(Struct, frozen=True, array_like=True, tag=2):
 
 
 class Cleared(Struct, frozen=True, array_like=True, tag=3):
-    """The rank holds nothing any more."""
+    """The rank has emptied its cache."""
 
 
 class Check(Struct, frozen=True, array_like=True, tag=4):
-    """The source's own count and digest of one tier set (KV) or of its bookings (sync), as of this op."""
+    """The source's count and digest of one tier set (KV) or of its bookings (sync), as of this op."""
 
     count: Amount
     digest: U64
@@ -70,7 +69,7 @@ class Check(Struct, frozen=True, array_like=True, tag=4):
 
 
 class AddRequest(Struct, frozen=True, array_like=True, tag=16):
-    """A booking begins: its blocks are active on the target and `prefill_tokens` are charged there."""
+    """A booking begins: its blocks are active on the target, and `prefill_tokens` are charged there."""
 
     number: Number
     request_id: RequestId
@@ -96,14 +95,14 @@ class Free(Struct, frozen=True, array_like=True, tag=18):
 
 
 class Progress(Struct, frozen=True, array_like=True, tag=19):
-    """The booking's output now fills this many blocks of its own."""
+    """The booking's output has filled this many blocks so far."""
 
     number: Number
     output_blocks: Amount
 
 
 class Bind(Struct, frozen=True, array_like=True, tag=20):
-    """A session keeps to a target for `ttl_ms`."""
+    """A session is bound to a target for `ttl_ms`."""
 
     session: Session
     worker_id: ShortText
@@ -112,7 +111,7 @@ class Bind(Struct, frozen=True, array_like=True, tag=20):
 
 
 class ApproxEntry(Struct, frozen=True, array_like=True, tag=21):
-    """Snapshots only: blocks a target is assumed to hold for `ttl_ms` more."""
+    """Blocks that a target is assumed to hold for another `ttl_ms`. In snapshots only."""
 
     worker_id: ShortText
     rank: Rank
@@ -121,7 +120,7 @@ class ApproxEntry(Struct, frozen=True, array_like=True, tag=21):
 
 
 class SentText(Struct, frozen=True, array_like=True, tag=22):
-    """Mode prefix-affinity: the target has computed a prompt with this text, or one that begins with it."""
+    """Mode prefix-affinity: the target has computed a prompt that is this text or begins with it."""
 
     worker_id: ShortText
     rank: Rank
@@ -160,9 +159,9 @@ class _Envelope(Struct, frozen=True, array_like=True):
 
 
 class ReplayRequest(Struct, frozen=True, array_like=True):
-    """What a reader asks of a source: the frames from `from_seq`, or a chunk of a snapshot.
+    """A reader's question: the frames from `from_seq`, or a chunk of a snapshot.
 
-    `part` is the rank (KV) or the pool (sync). `from_seq` 0 asks for a snapshot at once.
+    `part`: the rank (KV) or the pool (sync). `from_seq` 0 asks for a snapshot without a look at the ring.
     """
 
     version: int
@@ -174,14 +173,14 @@ class ReplayRequest(Struct, frozen=True, array_like=True):
 
 
 class ReplayFrames(Struct, frozen=True, array_like=True, tag=0):
-    """Encoded frames, in order; as many as fit one message. `seq`: how many the source has sent in all."""
+    """Encoded frames, in order, as many as fit one message. `seq`: the last that the source has sent."""
 
     frames: list[bytes]
     seq: Number | None = None
 
 
 class SnapshotChunk(Struct, frozen=True, array_like=True, tag=1):
-    """Chunk `chunk` of `chunks` of everything the source held as of frame `as_of_seq`."""
+    """Chunk `chunk` of `chunks` of the source's complete state as of frame `as_of_seq`."""
 
     snapshot_id: Number
     as_of_seq: Number
@@ -192,7 +191,7 @@ class SnapshotChunk(Struct, frozen=True, array_like=True, tag=1):
 
 
 class PartialChunk(SnapshotChunk, frozen=True, array_like=True, tag=1):
-    """A chunk of a newer source as it is read here: without the `unknown_ops` whose codes are unknown."""
+    """A chunk of a newer source without its ops of unknown codes, which `unknown_ops` counts."""
 
     unknown_ops: int = 0
 
@@ -219,14 +218,14 @@ _decode_request = msgspec.msgpack.Decoder(ReplayRequest).decode
 _decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _KNOWN_CODES = frozenset({1, 2, 3, 4, 16, 17, 18, 19, 20, 21, 22})
 _WITH_HASHES = (Stored, Removed, AddRequest, ApproxEntry)
+# What msgspec raises for malformed bytes: besides its own error, for deep nesting and for text not in UTF-8.
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
-"""What msgspec raises for bytes that are not what they claim to be."""
 
 
 class Decoded(Struct, frozen=True):
     """A frame as far as it could be read.
 
-    `ops` is None if the frame is of another version, or malformed: then `trouble` says what is wrong.
+    `ops` is None if the frame is of another version or malformed; of a malformed one `trouble` is the reason.
     """
 
     version: int
@@ -245,12 +244,12 @@ def decode_frame(data: bytes) -> Decoded:
             _check_hashes(frame.ops)
             return Decoded(VERSION, frame.incarnation, frame.seq, frame.ops)
     except (*UNREADABLE, MalformedFrameError):
-        pass
+        pass  # the fast path failed; the slow one finds out which case it is
     return _decode_leniently(data)
 
 
 def _decode_leniently(data: bytes) -> Decoded:
-    """The slow path, for frames with codes unknown here, of another version, or malformed."""
+    """For frames with unknown codes, of another version, or malformed. Far slower: it decodes op by op."""
     try:
         envelope = _decode_envelope(data)
     except UNREADABLE as error:
@@ -265,7 +264,7 @@ def _decode_leniently(data: bytes) -> Decoded:
 
 
 def _known_ops(encoded: Raw) -> tuple[list[Op], int]:
-    """The ops with known codes, and how many others there are. Raises MalformedFrameError."""
+    """The ops with known codes, and the number of others. Raises MalformedFrameError."""
     try:
         raw_ops = _decode_raw_ops(encoded)
         known = [raw for raw in raw_ops if _decode_code(raw)[0] in _KNOWN_CODES]
@@ -277,7 +276,7 @@ def _known_ops(encoded: Raw) -> tuple[list[Op], int]:
 
 
 def _check_hashes(ops: Sequence[Op]) -> None:
-    """What the types do not say. Raises MalformedFrameError."""
+    """Check what the types cannot express. Raises MalformedFrameError."""
     for op in ops:
         if isinstance(op, _WITH_HASHES) and len(op.hashes) & 7:
             raise MalformedFrameError(f"{len(op.hashes)} bytes of hashes: not a multiple of 8")
@@ -308,18 +307,11 @@ def decode_answer(data: bytes) -> Answer:
 
 
 def _decode_newer_chunk(data: bytes, error: Exception) -> PartialChunk:
-    """A chunk with ops whose codes are unknown here; `error` is raised on for any other answer."""
+    """Read a chunk with ops of unknown codes. Raises MalformedFrameError with `error` for other data."""
     try:
         envelope = _decode_chunk_envelope(data)
     except UNREADABLE:
         raise MalformedFrameError(f"not a replay answer: {error}") from None
     ops, unknown = _known_ops(envelope.ops)
-    return PartialChunk(
-        envelope.snapshot_id,
-        envelope.as_of_seq,
-        envelope.chunk,
-        envelope.chunks,
-        ops,
-        envelope.incarnation,
-        unknown,
-    )
+    fields = msgspec.structs.asdict(envelope) | {"ops": ops, "unknown_ops": unknown}
+    return PartialChunk(**fields)

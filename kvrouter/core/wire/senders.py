@@ -1,4 +1,4 @@
-"""Who speaks on the bus. Feeds and heartbeats are told apart by these, subjects are made from them."""
+"""The senders of live messages: NATS subjects are made from them, and leases and feeds are kept by them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KvSource(NamedTuple):
 
     @property
     def target(self) -> Target:
-        """The target whose blocks the feed tells of."""
+        """The target whose blocks the feed describes."""
         return Target(self.worker_id, self.rank)
 
 
@@ -40,7 +40,7 @@ class SyncSource(NamedTuple):
 
 
 class AwaitedSource(NamedTuple):
-    """A worker that a peer knows and that has not been heard here."""
+    """A worker that a peer knows, and whose heartbeat has not arrived here yet."""
 
     worker_id: WorkerId
 
@@ -50,7 +50,7 @@ Source: TypeAlias = WorkerSource | RouterSource | AwaitedSource | KvSource | Syn
 
 
 def name(source: Feed) -> str:
-    """A feed's name for people: `kv w1/0`, `sync 3f2a`."""
+    """A feed's name in logs and `/ready`: `kv w1/0`, `sync 3f2a in POOL`."""
     if isinstance(source, KvSource):
         return f"kv {source.target}"
     return f"sync {source.router_id} in {source.pool}"

@@ -1,8 +1,8 @@
-"""What a value that arrives may be: ranges, lengths and forms, for everything that travels on NATS.
+"""Types for every value that arrives over NATS: ranges, lengths and forms.
 
-Whoever may publish on NATS can send any bytes. The structs of events.py and beats.py declare their fields
-with the types below, so msgspec refuses what is out of range while it decodes, in C. What a type cannot say
-(a port) a function here checks; ops.py checks that hashes are whole.
+Any client that may publish on NATS can send any bytes. The structs of ops.py and heartbeats.py declare their
+fields with the types below, so msgspec rejects a value out of range while it decodes, in C. What a type
+cannot express is checked after decoding: a URL's port by `url_error`, whole hashes in ops.py.
 
 The ranges leave room: a frame number plus one, and any sum of 2^14 amounts, still fit into 64 bits.
 """
@@ -19,44 +19,45 @@ MOST_NUMBER = 1 << 62
 MOST_AMOUNT = 1 << 48
 MOST_RANKS = 1024
 MOST_SHARE = 16
+# far below the largest float, 1.8e308: a sum over all workers stays finite
 MOST_FINITE = 1e300
+# models, adapters or notes in one message
 MOST_NAMES = 4096
-"""Of models, adapters or notes in one message."""
 MOST_TEXT_CHARACTERS = 4096
+# A request's id on the wire is only displayed, so the sender cuts a longer one.
 MOST_ID_CHARACTERS = 256
-"""Of a request's id on the wire: it is only shown, so a longer one is cut by the sender."""
+# The largest block in use is that of Mamba layers in vLLM's hybrid models: some thousands of tokens.
 MOST_BLOCK_SIZE = 1 << 20
-"""Tokens. The largest block in use is that of Mamba layers in vLLM's hybrid models, some thousands."""
 
+# A hash or a digest. No upper bound: MessagePack carries at most 64 bits.
 U64 = Annotated[int, Meta(ge=0)]
-"""A hash or a digest; MessagePack carries no more than 64 bits."""
+# Block hashes are computed over token ids of 32 bits.
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
-"""Block hashes take token ids as 32 bits."""
+# A frame's seq, an incarnation, a booking's number, a round.
 Number = Annotated[int, Meta(ge=0, le=MOST_NUMBER)]
-"""A frame's seq, an incarnation, a booking's number, a round."""
+# Tokens, blocks, requests or milliseconds.
 Amount = Annotated[int, Meta(ge=0, le=MOST_AMOUNT)]
-"""Tokens, blocks, requests or milliseconds."""
 Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
 Ranks = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 BlockSize = Annotated[int, Meta(ge=1, le=MOST_BLOCK_SIZE)]
 Tier = Annotated[int, Meta(ge=0, le=2)]
+# A fraction 0..1 of the KV blocks. Engines that also count swapped blocks report more than 1.
 Share = Annotated[float, Meta(ge=0, le=MOST_SHARE)]
-"""A fraction 0..1 of KV blocks; engines that count what they swap out report more."""
 Finite = Annotated[float, Meta(ge=-MOST_FINITE, le=MOST_FINITE)]
 
+# Worker ids, router ids and pools: they are parts of NATS subjects, where a dot or a space has a meaning.
 Identifier = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
-"""May stand in a NATS subject: worker ids, router ids, pools."""
 ShortText = Annotated[str, Meta(max_length=64)]
+# A name that clients use and logs quote: without control characters it cannot forge a log line.
 Line = Annotated[str, Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
-"""A name that clients use, and logs quote: no control characters, so it cannot forge a log line."""
+# For operators; displayed only where it is escaped.
 Text = Annotated[str, Meta(max_length=MOST_TEXT_CHARACTERS)]
-"""For people, and shown only where it is escaped."""
 RequestId = Annotated[str, Meta(max_length=MOST_ID_CHARACTERS)]
 Session = Annotated[str, Meta(max_length=1024)]
+# Added to every request to the worker: only X- headers, so that a card cannot set Host or Content-Length.
 RankHeader = Annotated[str, Meta(pattern=r"\A(?:[Xx]-[A-Za-z0-9-]{1,62})?\Z")]
-"""Goes into every request to the worker, so it must not be a header with a meaning of its own."""
+# Empty, or checked further by `url_error`.
 Url = Annotated[str, Meta(max_length=512, pattern=r"\A(?:https?://[A-Za-z0-9._~:@\[\]/%-]+)?\Z")]
-"""Empty, or checked further by `url_error`."""
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})?|\[[0-9A-Fa-f:.]+\]")
 
@@ -64,7 +65,7 @@ _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})?|\[[0-9A-Fa-f:.]+\]")
 def url_error(url: str) -> str:
     """Why this is not the address of an HTTP server; empty if it is.
 
-    A user, a query or a fragment is refused: nothing here would send it.
+    A user, a query or a fragment is an error: requests to the worker would be sent without it.
     """
     try:
         parts = urlsplit(url)
