@@ -93,6 +93,21 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def not_negative_int(text: str) -> int:
+    """An argparse type."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 0")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    value = not_negative(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be from 0 to 1")
+    return value
+
+
 def _number(text: str) -> float:
     try:
         value = float(text)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-import msgspec
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -24,8 +23,8 @@ from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.senders import Feed, KvSource, SyncSource, name
 from kvrouter.errors import UnknownModelError
-from kvrouter.frontend.bodies.openai import ModelEntry, model_body, models_body
-from kvrouter.frontend.listing import model_entries
+from kvrouter.frontend.aiohttp_requests import json_response
+from kvrouter.frontend.bodies.models import ModelEntry, model_body, model_entries, models_body
 from kvrouter.frontend.sockets import Doors
 from kvrouter.frontend.state_metrics import samples
 from kvrouter.replica.loop import ReplicaLoop
@@ -82,7 +81,7 @@ class Admin:
         Else 200, degraded or not.
         """
         status, body = self._readiness()
-        return _json(body | self._feed_states("verbose" in request.query), status=status)
+        return json_response(body | self._feed_states("verbose" in request.query), status=status)
 
     def is_ready(self) -> bool:
         """Whether /ready is 200."""
@@ -120,7 +119,7 @@ class Admin:
 
     async def health(self, _request: web.Request) -> web.Response:
         """200 with details."""
-        return _json(
+        return json_response(
             {
                 "status": "degraded" if self._degraded() else "ok",
                 "reasons": self._degraded(),
@@ -146,7 +145,7 @@ class Admin:
     async def workers(self, _request: web.Request) -> web.Response:
         """Every target, every feed this replica follows and its own: one plain call, as of one moment."""
         self._loop.publishing.flush()
-        return _json(
+        return json_response(
             {
                 "router_id": self._replica.router_id,
                 "replica_sync": self._replica.settings.synced,
@@ -296,9 +295,3 @@ def _bookings(pool_id: str, router: Router) -> dict[str, Any]:
             for router_id, count in pool.active.owners().items()
         },
     }
-
-
-def _json(body: dict[str, Any], status: int = 200) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(body) + b"\n", status=status, content_type="application/json"
-    )

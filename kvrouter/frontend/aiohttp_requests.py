@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeAlias
 
+import msgspec
 import structlog
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -42,6 +43,12 @@ STALLED_S = 75.0
 ARRIVING = web.AppKey("arriving", ArrivingBytes)
 
 HttpRoute: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body) + b"\n", status=status, content_type="application/json"
+    )
 
 
 class AiohttpClient:

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.aiohttp_requests import read_body
+from kvrouter.frontend.aiohttp_requests import json_response, read_body
 from kvrouter.frontend.rules import Rules
 
 _Share = Annotated[float, Meta(ge=0, le=1)]
@@ -39,7 +39,7 @@ class BusyThresholds:
     async def show(self, _http: web.Request) -> web.Response:
         """GET."""
         routers = [router for router in self._replica.routers.values() if router.pool.names]
-        return _json({"thresholds": [self._shown(router) for router in routers]})
+        return json_response({"thresholds": [self._shown(router) for router in routers]})
 
     async def change(self, http: web.Request) -> web.Response:
         """POST. Raises BadRequestError or UnknownModelError."""
@@ -52,7 +52,7 @@ class BusyThresholds:
             now.active_decode_blocks_threshold if blocks is UNSET else blocks,
             now.active_prefill_tokens_threshold if tokens is UNSET else tokens,
         )
-        return _json(self._shown(router))
+        return json_response(self._shown(router))
 
     def _shown(self, router: Router) -> dict[str, object]:
         settings = self._rules.filters(router.pool.id)
@@ -69,7 +69,3 @@ def _read(body: bytes) -> _Wanted:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         names = ", ".join(_Wanted.__struct_fields__)
         raise BadRequestError(f"/busy_threshold: {error}; fields: {names}") from None
-
-
-def _json(body: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body) + b"\n", content_type="application/json")

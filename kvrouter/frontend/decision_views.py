@@ -20,6 +20,7 @@ from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Selection, Verdict
 from kvrouter.errors import BadRequestError, UnknownDecisionError
 from kvrouter.frontend.accept import Work
+from kvrouter.frontend.aiohttp_requests import json_response
 from kvrouter.relay.answer import Answer
 
 log = structlog.get_logger()
@@ -53,7 +54,7 @@ class DecisionViews:
                 f"no decision about {request_id!r} is kept here: this replica keeps its own last "
                 f"{self._kept.capacity if self._kept is not None else 0} (--decisions)"
             )
-        return _json({"request_id": request_id, "decisions": [self._explained(one) for one in found]})
+        return json_response({"request_id": request_id, "decisions": [self._explained(one) for one in found]})
 
     async def last(self, http: web.Request) -> web.Response:
         """GET /decisions: the newest first, without their candidates. Raises BadRequestError."""
@@ -63,7 +64,7 @@ class DecisionViews:
                 f"limit={limit!r}: must be a whole number from 1 to {MOST_LISTED}", param="limit"
             )
         kept = self._kept.last(int(limit)) if self._kept is not None else []
-        return _json({"decisions": [self._summary(one) for one in kept]})
+        return json_response({"decisions": [self._summary(one) for one in kept]})
 
     def log_last(self) -> None:
         """Log the last decision with every candidate's terms. Only where `logs` is set."""
@@ -144,10 +145,6 @@ def _load(one: Candidate) -> dict[str, Any]:
         "waiting": one.waiting,
         "kv_usage": one.kv_usage,
     }
-
-
-def _json(body: dict[str, Any]) -> web.Response:
-    return web.Response(body=_encoded(body), content_type="application/json")
 
 
 def _encoded(body: dict[str, Any]) -> bytes:

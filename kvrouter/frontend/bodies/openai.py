@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable
 from typing import Annotated, Any, TypeGuard, TypeVar
 
 import msgspec
@@ -46,16 +45,6 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """As vLLM has it: lower goes first."""
     engine_arguments: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     """vLLM's `vllm_xargs`, as they stand in the body."""
-
-
-class ModelEntry(msgspec.Struct, frozen=True):
-    """One line of /v1/models: a base model, or a LoRA adapter with its base model as `parent`."""
-
-    id: str
-    created_s: int
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
 
 
 class _Common(msgspec.Struct):
@@ -133,28 +122,6 @@ def error_answer(error: KvRouterError, request_id: str) -> Answer:
 def error_event(error: KvRouterError) -> bytes:
     """The same as a server-sent event, for a stream whose status has gone out already."""
     return b"data: " + error_body(error) + b"\n\n"
-
-
-def models_body(models: Iterable[ModelEntry]) -> bytes:
-    """The JSON of /v1/models, as vLLM lists them."""
-    return msgspec.json.encode({"object": "list", "data": [_listed(model) for model in models]})
-
-
-def model_body(model: ModelEntry) -> bytes:
-    """The JSON of /v1/models/NAME."""
-    return msgspec.json.encode(_listed(model))
-
-
-def _listed(model: ModelEntry) -> dict[str, Any]:
-    return {
-        "id": model.id,
-        "object": "model",
-        "created": model.created_s,
-        "owned_by": "kvrouter",
-        "root": model.root or model.id,
-        "parent": model.parent,
-        "max_model_len": model.max_model_len,
-    }
 
 
 def _decode(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrouter.bus import NatsOptions
-from kvrouter.config import FlagHelp, add_common_flags, nats_options, not_negative, positive, positive_int
+from kvrouter.config import (
+    FlagHelp,
+    add_common_flags,
+    nats_options,
+    not_negative,
+    not_negative_int,
+    positive,
+    positive_int,
+)
 from kvrouter.core.fleet.pool import PoolSettings
 from kvrouter.core.fleet.replica import ReplicaSettings
 from kvrouter.core.routing.admission import AdmissionSettings
@@ -197,7 +205,7 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--router-approx-capacity-blocks",
-        type=_whole,
+        type=not_negative_int,
         default=0,
         metavar="N",
         help="without KV events: blocks a worker is assumed to hold at most; 0: as many as it says it has",
@@ -229,14 +237,14 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
 def _add_index_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--index-max-blocks",
-        type=_whole,
+        type=not_negative_int,
         default=0,
         metavar="N",
         help="distinct blocks remembered per model; 0: as many as the workers hold",
     )
     group.add_argument(
         "--index-max-holders",
-        type=_whole,
+        type=not_negative_int,
         default=0,
         metavar="N",
         help="workers remembered per block; 0: all",
@@ -250,7 +258,9 @@ def _add_index_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_http_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--retries", type=_whole, default=2, help="other workers tried before the first byte")
+    group.add_argument(
+        "--retries", type=not_negative_int, default=2, help="other workers tried before the first byte"
+    )
     group.add_argument(
         "--first-byte-timeout",
         type=positive,
@@ -282,9 +292,3 @@ def _add_http_flags(group: argparse._ArgumentGroup) -> None:
         default=300.0,
         help="seconds that running requests have to finish after that; then they are cut off",
     )
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 0")
-    return int(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvrouter.config import not_negative, positive, positive_int
+from kvrouter.config import not_negative, positive, positive_int, share
 from kvrouter.core.tables.text_index import TextIndexSettings
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.flags.rules import header_name
@@ -55,7 +55,7 @@ def add_policy_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--sticky-hit-rate",
-        type=_share,
+        type=share,
         default=default.sticky_hit_rate,
         help="sticky: part of the prompt that has to be cached",
     )
@@ -104,7 +104,7 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
             "requests between most and least loaded",
         ),
         "--match-rate-threshold": (
-            _share,
+            share,
             _DEFAULTS.match_rate_threshold,
             "part of the text that has to match",
         ),
@@ -201,10 +201,3 @@ def _stage_one(text: str) -> str:
 
 def _or_infinite(text: str) -> float:
     return float("inf") if text == "inf" else not_negative(text)
-
-
-def _share(text: str) -> float:
-    value = not_negative(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be from 0 to 1")
-    return value

@@ -6,7 +6,7 @@ import argparse
 import re
 from dataclasses import dataclass, field
 
-from kvrouter.config import positive, positive_int
+from kvrouter.config import positive, positive_int, share
 from kvrouter.core.routing.breaker import BreakerSettings
 from kvrouter.core.routing.filters import FilterSettings
 from kvrouter.core.tables.sessions import DEFAULT_TTL_S
@@ -127,17 +127,6 @@ def header_name(text: str) -> str:
     if not _HEADER.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no header's name")
     return text
-
-
-def share(text: str) -> float:
-    """An argparse type: a number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be from 0 to 1")
-    return value
 
 
 def _decisions(text: str) -> int:

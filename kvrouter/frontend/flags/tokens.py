@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvrouter.config import positive_int, read_key
+from kvrouter.config import not_negative_int, positive_int, read_key
 from kvrouter.errors import ConfigError
 from kvrouter.tokens.prefix_tokens import CacheSettings
 
@@ -62,7 +62,7 @@ def add_token_flags(group: argparse._ArgumentGroup) -> None:
     add("--engine-api-key-file", type=Path, metavar="FILE", help="bearer token for the engines' /tokenize")
     add(
         "--prefix-store-blocks",
-        type=_whole,
+        type=not_negative_int,
         default=500_000,
         help="prefix-token cache: pieces of text whose tokens are kept; 0 switches it off",
     )
@@ -129,9 +129,3 @@ def _share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be above 0 and at most 1")
     return value
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 0")
-    return int(text)

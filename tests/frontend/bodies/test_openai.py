@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from kvrouter.errors import BadRequestError, KvRouterError, NoWorkersError, UnknownModelError
 from kvrouter.frontend.bodies.openai import (
     CompletionRequest,
-    ModelEntry,
     error_body,
     error_event,
-    models_body,
     parse_chat,
     parse_completion,
 )
@@ -287,20 +285,3 @@ def test_error_event(error: KvRouterError) -> None:
     assert event.endswith(b"}\n\n")
     assert 2 == event.count(b"\n")
     assert error.status == json.loads(event.removeprefix(b"data: "))["error"]["code"]
-
-
-def test_models() -> None:
-    """Base models and adapters are listed as vLLM lists them."""
-    models = [
-        ModelEntry("base", created_s=1, max_model_len=4096),
-        ModelEntry("lora", created_s=2, root="/loras/a", parent="base"),
-    ]
-
-    listed = json.loads(models_body(models))
-
-    common = {"object": "model", "owned_by": "kvrouter"}
-    assert "list" == listed["object"]
-    assert [
-        {"id": "base", "created": 1, "root": "base", "parent": None, "max_model_len": 4096, **common},
-        {"id": "lora", "created": 2, "root": "/loras/a", "parent": "base", "max_model_len": None, **common},
-    ] == listed["data"]

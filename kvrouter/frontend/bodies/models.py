@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.pools import pool_serving
 from kvrouter.core.wire.heartbeats import Card
-from kvrouter.frontend.bodies.openai import ModelEntry
+
+
+class ModelEntry(msgspec.Struct, frozen=True):
+    """One line of /v1/models: a base model, or a LoRA adapter with its base model as `parent`."""
+
+    id: str
+    created_s: int
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
 
 
 def model_entries(pools: Iterable[Pool]) -> list[ModelEntry]:
@@ -42,3 +54,25 @@ def _adapters(card: Card) -> Iterator[ModelEntry]:
 
 def _created_s(card: Card) -> int:
     return card.started_at_us // 1_000_000
+
+
+def models_body(models: Iterable[ModelEntry]) -> bytes:
+    """The JSON of /v1/models, as vLLM lists them."""
+    return msgspec.json.encode({"object": "list", "data": [_listed(model) for model in models]})
+
+
+def model_body(model: ModelEntry) -> bytes:
+    """The JSON of /v1/models/NAME."""
+    return msgspec.json.encode(_listed(model))
+
+
+def _listed(model: ModelEntry) -> dict[str, Any]:
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "kvrouter",
+        "root": model.root or model.id,
+        "parent": model.parent,
+        "max_model_len": model.max_model_len,
+    }
