@@ -6,8 +6,8 @@ See docs/concepts/design.md#identities.
     block    b[0]             b[1]             b[2]               (a partial block has none)
     sequence s[0] = b[0]      s[1] = H(s0,b1)  s[2] = H(s1,b2)
 
-A sequence hash names a block and everything before it. The values equal those of NVIDIA Dynamo's router 1.6.1:
-XXH3-64 over little-endian u32 tokens with seed 1337.
+A sequence hash names a block and everything before it. The values are those of NVIDIA Dynamo's router
+1.6.1: XXH3-64 over little-endian u32 tokens with seed 1337.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def pack_hashes(hashes: Iterable[int]) -> bytes:
 
 
 def hashes_of(hashes: Hashes) -> Sequence[int]:
-    """Hashes as numbers. Packed ones become an array, which holds no Python object for each; a list stays one.
+    """Hashes as numbers. Packed ones become an array, without a Python object for each; a list stays.
 
     Raises OverflowError, TypeError or ValueError for anything else than unsigned 64-bit numbers.
     """

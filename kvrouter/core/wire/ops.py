@@ -3,8 +3,8 @@
 See docs/concepts/design.md#wire.
 
 A frame is msgpack `[version, incarnation, seq, ops]`; an op is an array `[code, …]`; hashes inside an op are
-packed little-endian u64. A reader skips unknown codes and additional fields, so that a newer source works with
-an older reader.
+packed little-endian u64. A reader skips unknown codes and additional fields, so that a newer source works
+with an older reader.
 """
 
 from __future__ import annotations
