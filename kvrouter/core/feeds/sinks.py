@@ -8,7 +8,7 @@ from typing import Protocol
 from kvrouter.core.tables.block_index import BlockIndex, Holding
 from kvrouter.core.tables.bookings import ActiveTable, Booking
 from kvrouter.core.tables.sessions import SessionTable
-from kvrouter.core.wire.hashes import hashes_of
+from kvrouter.core.wire.hashes import hash_array
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import (
     TIERS,
@@ -273,7 +273,7 @@ def _booking(router_id: RouterId, op: AddRequest) -> Booking:
         BookingKey(router_id, op.number),
         op.request_id,
         Target(WorkerId(op.worker_id), op.rank),
-        hashes_of(op.hashes),
+        hash_array(op.hashes),
         isl=op.isl,
         overlap_blocks=op.overlap_blocks,
         prefill_tokens=op.prefill_tokens,
