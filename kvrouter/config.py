@@ -17,7 +17,7 @@ from kvrouter.bus.embedded import DEFAULT_URL, embedded_server
 from kvrouter.bus.options import NatsOptions
 from kvrouter.core.feeds.lease import MAX_INTERVAL_MS
 from kvrouter.core.native import versions
-from kvrouter.core.wire.ids import is_identifier
+from kvrouter.core.wire.ids import IDENTIFIER_RULE, is_identifier
 from kvrouter.errors import ConfigError
 
 log = structlog.get_logger()
@@ -50,7 +50,7 @@ class FlagHelp(argparse.ArgumentDefaultsHelpFormatter):
 def identifier(text: str) -> str:
     """An argparse type: a namespace or a worker id."""
     if not is_identifier(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: use 1 to 64 of A-Z a-z 0-9 _ -")
+        raise argparse.ArgumentTypeError(f"{text!r}: {IDENTIFIER_RULE}")
     return text
 
 

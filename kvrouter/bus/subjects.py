@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import re
 
-from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId, is_identifier
+from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId, check_identifier, is_identifier
 from kvrouter.core.wire.senders import Feed, KvSource, RouterSource, Source, SyncSource, WorkerSource
-from kvrouter.errors import ConfigError
 
 _RANK = re.compile(r"[0-9]{1,4}")
 
@@ -26,8 +25,7 @@ class Subjects:
     """The subjects of one namespace."""
 
     def __init__(self, namespace: str) -> None:
-        if not is_identifier(namespace):
-            raise ConfigError(f"namespace {namespace!r}: use 1 to 64 of A-Z a-z 0-9 _ -")
+        check_identifier("namespace", namespace)
         self._root = f"kvrouter.{namespace}"
         self.hello = f"{self._root}.hello"
         self.live = f"{self._root}.live.>"

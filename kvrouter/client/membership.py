@@ -22,7 +22,7 @@ from kvrouter.config import open_bus
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.routing.policy import Policy, PolicyState
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
-from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId, is_identifier
+from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId, check_identifier
 from kvrouter.core.wire.ops import VERSION, ReplayRequest
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.errors import ConfigError, NoWorkersError
@@ -151,8 +151,7 @@ class HandFed:
 
     def _hear(self, card: Card) -> None:
         """As if the worker had announced itself."""
-        if not is_identifier(card.worker_id):
-            raise ConfigError(f"worker_id {card.worker_id!r}: use 1 to 64 of A-Z a-z 0-9 _ -")
+        check_identifier("worker_id", card.worker_id)
         ranks = [RankBeat(rank, 0, 0) for rank in range(card.ranks)]
         beat = WorkerBeat(VERSION, 0, "up", BY_HAND, ranks, 1, card)
         self._replica.take_worker_beat(WorkerId(card.worker_id), beat, self._clock())

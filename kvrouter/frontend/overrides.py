@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.policy import Wanted, parse_wanted
+from kvrouter.core.wire.values import valid_unicode
 from kvrouter.errors import BadRequestError, UnknownTargetError
 
 DIRECT = "direct"
@@ -102,7 +103,7 @@ def read_overrides(
     readers = _READERS | {"mode": lambda one: _mode(one, dialect)}
     found = {name: readers[name](one) for name, one in said.items()}
     bucket = headers.get(dialect.bucket_header, "") if dialect.bucket_header else ""
-    overrides = Overrides(**found, bucket=_unicode(bucket)[:_MOST_BUCKET_CHARACTERS])
+    overrides = Overrides(**found, bucket=valid_unicode(bucket)[:_MOST_BUCKET_CHARACTERS])
     _check_target(overrides, said, dialect)
     return overrides
 
@@ -200,10 +201,6 @@ def _check_target(overrides: Overrides, said: Mapping[str, _Said], dialect: Dial
             "mode direct needs a target: send the header x-kvrouter-target: <worker_id>[/<rank>]",
             param="x-kvrouter-target",
         )
-
-
-def _unicode(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 _Reader: TypeAlias = Callable[[_Said], Any]

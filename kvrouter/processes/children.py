@@ -28,13 +28,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
-class Backoff:
-    """How long to wait before the next start."""
+class RestartDelay:
+    """The pause before the next start: it doubles while the child keeps failing early."""
 
     delay_s: float = 0.0
 
     def after(self, lived_s: float) -> float:
-        """Twice as long as the last time, unless the child has lived a while."""
+        """The pause after a run of `lived_s` seconds."""
         is_first = self.delay_s == 0.0 or lived_s >= STEADY_S
         self.delay_s = FIRST_DELAY_S if is_first else min(self.delay_s * 2, LONGEST_DELAY_S)
         return self.delay_s
@@ -53,7 +53,7 @@ class Child:
         self._output = output
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
-        self._backoff = Backoff()
+        self._restart_delay = RestartDelay()
         self._exit_code = 0
         self._lived_s = 0.0
 
@@ -80,7 +80,7 @@ class Child:
         """Say that it has ended, and wait before it may start again; `end` cuts that short."""
         if self.is_ending:
             return
-        delay_s = self._backoff.after(self._lived_s)
+        delay_s = self._restart_delay.after(self._lived_s)
         log.warning("child.ended", name=self.name, exit_code=self._exit_code, starts_again_in_s=delay_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):

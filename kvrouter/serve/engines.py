@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from kvrouter.core.wire.ids import is_identifier
+from kvrouter.core.wire.ids import check_identifier
 from kvrouter.errors import ConfigError
 from kvrouter.worker.options import worker_id_of
 
@@ -51,7 +51,8 @@ def read_engine(text: str) -> EngineSpec:
         if not equals or not value:
             raise ConfigError(f"--engine {text!r}: {pair!r} is no key=value")
         if key == "id":
-            worker_id = _checked_id(text, value)
+            check_identifier(f"--engine {text!r}: id", value)
+            worker_id = value
         elif key.startswith(_LABEL) and key != _LABEL:
             labels[key.removeprefix(_LABEL)] = value
         elif key in _FLAGS:
@@ -92,12 +93,6 @@ def _worker_id_of(url: str) -> str:
         return worker_id_of(url)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--engine-url", "--engine")) from None
-
-
-def _checked_id(text: str, value: str) -> str:
-    if not is_identifier(value):
-        raise ConfigError(f"--engine {text!r}: id={value}: use 1 to 64 of A-Z a-z 0-9 _ -")
-    return value
 
 
 def _checked(text: str, key: str, value: str) -> str:

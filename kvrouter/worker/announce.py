@@ -22,7 +22,7 @@ from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.feeds.trust import ANSWERS_A_SECOND, PerSecond
 from kvrouter.core.wire.heartbeats import Card, RankBeat
-from kvrouter.core.wire.ids import WorkerId, is_identifier
+from kvrouter.core.wire.ids import WorkerId, check_identifier
 from kvrouter.core.wire.ops import decode_request
 from kvrouter.errors import ConfigError, MalformedFrameError
 from kvrouter.worker.announcer import Announcer
@@ -171,5 +171,4 @@ def _check(publishers: Sequence[KvPublisher], url: str, namespace: str) -> None:
         raise ConfigError("the ranks of a worker have one worker_id and one block size")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url {url!r}: use http://HOST:PORT")
-    if not is_identifier(namespace):
-        raise ConfigError(f"namespace {namespace!r}: use 1 to 64 of A-Z a-z 0-9 _ -")
+    check_identifier("namespace", namespace)

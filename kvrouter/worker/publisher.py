@@ -11,7 +11,7 @@ from typing import Protocol
 from kvrouter.bus.subjects import Subjects
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.wire.hashes import pool_token
-from kvrouter.core.wire.ids import PoolId, WorkerId, is_identifier
+from kvrouter.core.wire.ids import PoolId, WorkerId, check_identifier
 from kvrouter.core.wire.ops import DEVICE, MAX_FRAME_HASHES, TIERS, Op, Removed, ReplayRequest, Stored
 from kvrouter.errors import ConfigError
 from kvrouter.worker.blocks.engine_blocks import (
@@ -219,8 +219,7 @@ def _check_arguments(nats: Outlet, worker_id: str, block_size: int, rank: int) -
         raise ConfigError(
             f"a {type(nats).__module__} client: give the connection that kvrouter.connect opens"
         )
-    if not is_identifier(worker_id):
-        raise ConfigError(f"worker_id {worker_id!r}: use 1 to 64 of A-Z a-z 0-9 _ -")
+    check_identifier("worker_id", worker_id)
     if block_size < 1 or rank < 0:
         raise ConfigError(f"block_size {block_size} and rank {rank}: at least 1 and at least 0")
 

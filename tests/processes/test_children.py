@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.processes import children
-from kvrouter.processes.children import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S, Backoff, Child
+from kvrouter.processes.children import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S, Child, RestartDelay
 from kvrouter.processes.output import Output
 from tests.serve.serving import is_alive
 
@@ -53,15 +53,15 @@ def child(script: str, heard: Heard) -> Child:
     return Child("c", ["/bin/sh", "-c", script], heard.output)
 
 
-def test_backoff() -> None:
+def test_delay() -> None:
     """Starts that fail come more and more slowly, up to a bound; a child that lived starts soon again."""
-    backoff = Backoff()
+    delay = RestartDelay()
 
-    delays = [backoff.after(0.0) for _ in range(10)]
+    delays = [delay.after(0.0) for _ in range(10)]
 
     assert [FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S] == delays[:3]
     assert LONGEST_DELAY_S == max(delays) == delays[-1]
-    assert FIRST_DELAY_S == backoff.after(STEADY_S)
+    assert FIRST_DELAY_S == delay.after(STEADY_S)
 
 
 async def test_output_and_exit_code(heard: Heard) -> None:

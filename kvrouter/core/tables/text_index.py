@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from kvrouter.core.wire.ids import Target
 from kvrouter.core.wire.ops import MAX_SENT_CHARS, SentText
+from kvrouter.core.wire.values import valid_unicode
 from kvrouter.errors import ConfigError
 
 # An eviction of 500 nodes takes less than a millisecond; between two steps requests are routed.
@@ -283,7 +284,7 @@ class SentTexts:
 
     def add(self, target: Target, text: str) -> SentText:
         """The target has computed this text; returns the op to publish."""
-        op = SentText(target.worker_id, target.rank, _without_surrogates(text[:MAX_SENT_CHARS]))
+        op = SentText(target.worker_id, target.rank, valid_unicode(text[:MAX_SENT_CHARS]))
         self._kept.append(op)
         self._chars += len(op.text)
         while self._chars > KEPT_CHARS:
@@ -293,8 +294,3 @@ class SentTexts:
     def __iter__(self) -> Iterator[SentText]:
         """Oldest first."""
         return iter(self._kept)
-
-
-def _without_surrogates(text: str) -> str:
-    """A Python program's text may contain half a surrogate pair, which msgpack's UTF-8 cannot carry."""
-    return text.encode(errors="replace").decode()

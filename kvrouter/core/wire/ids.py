@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, NewType
 
+from kvrouter.errors import ConfigError
+
 WorkerId = NewType("WorkerId", str)
 RouterId = NewType("RouterId", str)
 # of the workers of one base model, which share one block index and one table of bookings
@@ -17,7 +19,10 @@ PoolId = NewType("PoolId", str)
 BlockHash = NewType("BlockHash", int)
 SequenceHash = NewType("SequenceHash", int)
 
-_IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# One token of a NATS subject: neither ".", "*", ">" nor a space.
+IDENTIFIER_PATTERN = "[A-Za-z0-9_-]{1,64}"
+IDENTIFIER_RULE = "use 1 to 64 of A-Z a-z 0-9 _ -"
+_IDENTIFIER = re.compile(IDENTIFIER_PATTERN)
 
 
 class Target(NamedTuple):
@@ -40,3 +45,9 @@ class BookingKey(NamedTuple):
 def is_identifier(name: str) -> bool:
     """Whether `name` may be a part of a NATS subject: 1 to 64 of A-Z a-z 0-9 _ -."""
     return _IDENTIFIER.fullmatch(name) is not None
+
+
+def check_identifier(what: str, name: str) -> None:
+    """Raise ConfigError, naming `what`, unless `name` is an identifier."""
+    if not is_identifier(name):
+        raise ConfigError(f"{what} {name!r}: {IDENTIFIER_RULE}")

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from kvrouter.core.wire.ids import IDENTIFIER_PATTERN
+
 MOST_NUMBER = 1 << 62
 MOST_AMOUNT = 1 << 48
 MOST_RANKS = 1024
@@ -46,7 +48,7 @@ Share = Annotated[float, Meta(ge=0, le=MOST_SHARE)]
 Finite = Annotated[float, Meta(ge=-MOST_FINITE, le=MOST_FINITE)]
 
 # Worker ids, router ids and pools: they are parts of NATS subjects, where a dot or a space has a meaning.
-Identifier = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+Identifier = Annotated[str, Meta(pattern=rf"\A{IDENTIFIER_PATTERN}\Z")]
 ShortText = Annotated[str, Meta(max_length=64)]
 # A name that clients use and logs quote: without control characters it cannot forge a log line.
 Line = Annotated[str, Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
@@ -76,3 +78,8 @@ def url_error(url: str) -> str:
     if parts.scheme not in {"http", "https"} or not _HOST.fullmatch(host) or port == 0:
         return f"url {url!r}: use http://HOST:PORT or https://HOST:PORT"
     return f"url {url!r}: without a query or fragment" if parts.query or parts.fragment else ""
+
+
+def valid_unicode(text: str) -> str:
+    """`text` with "?" for each lone surrogate: JSON can put one in a str, and UTF-8 cannot hold it."""
+    return text.encode("utf-8", "replace").decode("utf-8")

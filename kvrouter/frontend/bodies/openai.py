@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeGuard, TypeVar
 
 import msgspec
 
-from kvrouter.core.wire.values import TokenId
+from kvrouter.core.wire.values import TokenId, valid_unicode
 from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.relay.answer import Answer, error_headers
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -106,7 +106,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 def error_body(error: KvRouterError) -> bytes:
     """The JSON that OpenAI clients expect with a status of 400 and above."""
     details = {
-        "message": _as_unicode(str(error)),
+        "message": valid_unicode(str(error)),
         "type": error.type,
         "param": getattr(error, "param", None),
         "code": error.status,
@@ -232,8 +232,3 @@ def _kept_tokens(body: _Common) -> slice | None:
     if count is None or count < 1:
         return None  # -1 is the model's own limit, which only its engine knows
     return slice(count) if body.truncation_side == "right" else slice(-count, None)
-
-
-def _as_unicode(text: str) -> str:
-    """A message may quote half a surrogate pair, which has no place in JSON."""
-    return text.encode("utf-8", "replace").decode("utf-8")
