@@ -16,7 +16,7 @@ from kvrouter.client.membership import (
     check_block_size,
     deepest_first,
     joined,
-    new_replica,
+    replica_with,
     until_serving,
 )
 from kvrouter.core.fleet.pool import PoolSettings
@@ -41,7 +41,7 @@ class KvIndexer(HandFed):
 
     def __init__(self, block_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         settings = ReplicaSettings(PoolSettings(block_size=check_block_size(block_size)))
-        super().__init__(new_replica(settings, Random), clock)
+        super().__init__(replica_with(Random, settings), clock)
         self.block_size = block_size
         self._pool = BY_HAND
         self._ranks: dict[str, int] = {}

@@ -21,7 +21,7 @@ from kvrouter.client.membership import (
     HandFed,
     check_block_size,
     joined,
-    new_replica,
+    replica_with,
     until_serving,
 )
 from kvrouter.core.fleet.pool import PoolSettings
@@ -86,9 +86,9 @@ class KvRouter(HandFed):
     ) -> None:
         _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
         pool = PoolSettings(use_kv_events, ttl_s, block_size=check_block_size(block_size))
-        replica = new_replica(
-            ReplicaSettings(pool),
+        replica = replica_with(
             _maker(policy, settings),
+            ReplicaSettings(pool),
             overlap_weight=overlap_weight,
             temperature=temperature,
         )
@@ -121,8 +121,8 @@ class KvRouter(HandFed):
         """
         _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
         member = ReplicaSettings(PoolSettings(use_kv_events, ttl_s), replica_sync, heartbeat_s=heartbeat_s)
-        replica = new_replica(
-            member, _maker(policy, settings), overlap_weight=overlap_weight, temperature=temperature
+        replica = replica_with(
+            _maker(policy, settings), member, overlap_weight=overlap_weight, temperature=temperature
         )
         async with joined(replica, nats, namespace, heartbeat_s=heartbeat_s) as replica_loop:
             pool = await until_serving(replica, model, ready_timeout_s)

@@ -9,11 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import secrets
-import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import replace
 
 import structlog
 
@@ -22,11 +18,11 @@ from kvrouter.config import open_bus
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.routing.policy import Policy, PolicyState
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
-from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId, check_identifier
+from kvrouter.core.wire.ids import PoolId, Target, WorkerId, check_identifier
 from kvrouter.core.wire.ops import VERSION, ReplayRequest
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.errors import ConfigError, NoWorkersError
-from kvrouter.replica.loop import ReplicaLoop
+from kvrouter.replica.loop import ReplicaLoop, empty_replica, first_turn
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 
 log = structlog.get_logger()
@@ -38,22 +34,19 @@ _LOOK_S = 0.01
 _AT_ONCE = 16
 
 
-def new_replica(
-    settings: ReplicaSettings,
+def replica_with(
     new_policy: Callable[[], Policy],
+    settings: ReplicaSettings,
     *,
     overlap_weight: float | None = None,
     temperature: float = 0.0,
 ) -> Replica:
-    """A replica's state, empty, with a random id."""
+    """A replica without any state whose pools use these policies."""
 
     def with_state() -> tuple[Policy, PolicyState]:
-        turn = random.randrange(1_000_000)
-        return new_policy(), PolicyState(random.random, overlap_weight, temperature, turn)
+        return new_policy(), PolicyState(random.random, overlap_weight, temperature, first_turn())
 
-    router_id = RouterId(uuid.uuid4().hex[:12])
-    settings = replace(settings, pool=replace(settings.pool, placement_secret=secrets.randbits(64)))
-    return Replica(settings, router_id, time.time_ns() // 1000, with_state, chance=random.random)
+    return empty_replica(settings, with_state)
 
 
 @contextlib.asynccontextmanager

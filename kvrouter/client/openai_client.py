@@ -20,7 +20,7 @@ import msgspec
 
 from kvrouter.bus import NatsOptions
 from kvrouter.bus.embedded import DEFAULT_URL
-from kvrouter.client.membership import READY_TIMEOUT_S, joined, new_replica, until_serving
+from kvrouter.client.membership import READY_TIMEOUT_S, joined, replica_with, until_serving
 from kvrouter.core.fleet.pool import PoolSettings
 from kvrouter.core.fleet.replica import ReplicaSettings
 from kvrouter.core.fleet.router import Router
@@ -74,7 +74,7 @@ class Client:
         self._first_byte_timeout_s = first_byte_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._ready_timeout_s = ready_timeout_s
-        self._replica = new_replica(ReplicaSettings(PoolSettings(use_kv_events=False)), Random)
+        self._replica = replica_with(Random, ReplicaSettings(PoolSettings(use_kv_events=False)))
         self._pool: PoolId | None = None
         self._http: aiohttp.ClientSession | None = None
         self._open = contextlib.AsyncExitStack()

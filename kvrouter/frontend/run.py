@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import secrets
 import signal
 import ssl
-import time
-import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -24,7 +21,6 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.routing.policy import Policy, PolicyState
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.tables.text_index import TextIndex
-from kvrouter.core.wire.ids import RouterId
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.admission_queue import WaitingRoom
@@ -47,7 +43,7 @@ from kvrouter.policies import POLICIES
 from kvrouter.policies import new_policy as policy_of
 from kvrouter.policies.guarded import Own
 from kvrouter.relay.upstream import Upstream
-from kvrouter.replica.loop import ReplicaLoop
+from kvrouter.replica.loop import ReplicaLoop, empty_replica, first_turn
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, set_aside_for_ever, thresholds_raised
@@ -292,29 +288,21 @@ def new_replica(
     if options.policy.own is not None:
         options.policy.own.begin()
     rules = rules or new_rules(options)
-    pool = replace(options.replica.pool, new_index=new_index, placement_secret=secrets.randbits(64))
 
     def new_policy() -> tuple[Policy, PolicyState]:
         policy = policy_of(options.router_mode, options.policy)
-        turn = random.randrange(1_000_000)  # so that replicas do not all begin with the same worker
         state = PolicyState(
             random.random,
             options.overlap_weight,
             options.temperature,
-            turn,
+            first_turn(),
             texts=TextIndex(options.texts),
             sessions=rules.new_sessions(),
         )
         return policy, state
 
-    return Replica(
-        replace(options.replica, pool=pool),
-        RouterId(uuid.uuid4().hex[:12]),
-        int(time.time() * 1_000_000),
-        new_policy,
-        chance=random.random,
-        new_rules=rules.of_pool,
-    )
+    settings = replace(options.replica, pool=replace(options.replica.pool, new_index=new_index))
+    return empty_replica(settings, new_policy, rules.of_pool)
 
 
 def _dialect(options: FrontendOptions) -> Dialect:

@@ -8,10 +8,18 @@ bus <── Publishing <── Replica     own bookings, heartbeats, hellos; ans
 from __future__ import annotations
 
 import asyncio
+import random
+import secrets
+import time
+import uuid
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvrouter.bus import Bus, Subjects
-from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.fleet.replica import Replica, ReplicaSettings
+from kvrouter.core.fleet.router import RouterRules
+from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.wire.ids import PoolId, RouterId
 from kvrouter.replica.feed_log import FeedLog
 from kvrouter.replica.inbox import Inbox
 from kvrouter.replica.members import Members
@@ -19,6 +27,28 @@ from kvrouter.replica.publishing import Publishing
 from kvrouter.replica.recovery import Recovery
 
 TICK_S = 0.1
+
+
+def empty_replica(
+    settings: ReplicaSettings,
+    new_policy: Callable[[], tuple[Policy, PolicyState]],
+    new_rules: Callable[[PoolId], RouterRules] = lambda _pool: RouterRules(),
+) -> Replica:
+    """A replica without any state: a random id, an incarnation from the clock, a random placement secret."""
+    settings = replace(settings, pool=replace(settings.pool, placement_secret=secrets.randbits(64)))
+    return Replica(
+        settings,
+        RouterId(uuid.uuid4().hex[:12]),
+        time.time_ns() // 1000,
+        new_policy,
+        chance=random.random,
+        new_rules=new_rules,
+    )
+
+
+def first_turn() -> int:
+    """Where a policy that takes targets in turn begins: not all replicas should begin with the same one."""
+    return random.randrange(1_000_000)
 
 
 class ReplicaLoop:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.client.membership import new_replica
+from kvrouter.client.membership import replica_with
 from kvrouter.core.fleet.replica import ReplicaSettings
 from kvrouter.core.native import versions
 from kvrouter.core.tables.table import CountedSet, FlatTable
@@ -107,7 +107,7 @@ def test_each_process_draws_a_secret() -> None:
     """Frontends and library objects draw one for their pools; the core draws none."""
     options = parse_options([])
     drawn = [serve.new_replica(options).settings.pool.placement_secret for _ in range(2)]
-    drawn += [new_replica(ReplicaSettings(), Random).settings.pool.placement_secret for _ in range(2)]
+    drawn += [replica_with(Random, ReplicaSettings()).settings.pool.placement_secret for _ in range(2)]
 
     assert 4 == len({*drawn, 0} - {0})
     assert 0 == options.replica.pool.placement_secret
