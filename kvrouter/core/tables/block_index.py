@@ -5,15 +5,14 @@
 
 Overlap is exact because publishers keep every tier set prefix-closed after every single hash.
 
-With bounds a chain is refused from the first block on for which there is no room, never in the
-middle, so a truncated target undercounts and is still exact in what it counts. A refused block is
-not remembered: that is what the bound is for. A truncated target's digest therefore says nothing,
-until it is equal to its source's again; and the first refused block of each chain is kept, up to
-64 of them, to see when there is room again for what was refused.
+With bounds, a chain is refused from the first block without room, never in the middle, so a truncated target
+undercounts and is exact in what it counts. Refused blocks are not remembered, since memory is what the bound
+limits. So a truncated target's digest differs from its source's for a good reason, until it is equal again.
+The first refused block of each chain is kept, up to 64 of them, to notice when there is room again.
 
-Invariants: a slot belongs to one target and tier set; a tier set's count and digest are those of
-the hashes its slot holds; a narrower set is contained in every wider one; `_widest` has the slot
-of the widest set of every holding, one being loaded included.
+Invariants: a slot belongs to one target and tier set; a tier set's count and digest are those of the hashes
+in its slot; every wider set contains the narrower ones; `_widest` has the slot of the widest set of each
+holding, including one that is being loaded.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from kvrouter.core.wire.hashes import Hashes, hashes_of
 from kvrouter.core.wire.ids import Target
 from kvrouter.core.wire.ops import TIERS
 
-_MAX_REFUSED = 64
+_MAX_REFUSED = 64  # samples: each is looked up when room is checked
 
 
 class Wider(NamedTuple):
-    """The owner of a slot that holds more than the device's blocks."""
+    """The label of a slot for a wider tier set; the label of a device's slot is the plain Target."""
 
     target: Target
     tier: int
@@ -39,7 +38,7 @@ class Wider(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IndexBounds:
-    """Distinct blocks in one pool's index, and targets that one block is remembered of; 0: no bound."""
+    """Distinct blocks in one pool's index, and targets that are kept for one block; 0: no bound."""
 
     max_blocks: int = 0
     max_holders: int = 0
@@ -47,8 +46,6 @@ class IndexBounds:
 
 @dataclass(slots=True)
 class IndexCounters:
-    """What happened to an index, in blocks and look-ups."""
-
     stored_blocks: int = 0
     removed_blocks: int = 0
     refused_blocks: int = 0
@@ -57,27 +54,27 @@ class IndexCounters:
 
 @dataclass(slots=True)
 class Holding:
-    """What one target holds: a tier set for the device and for each wider tier it has."""
+    """What one target holds: a tier set for the device and for each wider tier that it has."""
 
     sets: list[SlotSet] = field(default_factory=list)
+    # the target that this is loaded for: its present holding must not count as another holder of a block
     replaces: Target | None = None
-    """The target it is being loaded for, whose present holding does not count as another's."""
+    # blocks were refused, and the digest has not been equal to the source's since
     is_truncated: bool = False
-    """Whether blocks were refused, and its digest has not been its source's since."""
+    # the first refused block of each chain
     refused: dict[int, None] = field(default_factory=dict)
-    """Where chains were refused: the first block of each."""
+    # mask of the tier sets that were equal to the source's when they were last compared
     agreed_sets: int = 0
-    """Mask of the tier sets that were equal to the source's when last compared."""
 
     def refuse(self, hash_: int) -> None:
-        """The chain ends before this block."""
+        """Note that a chain was cut off before this block."""
         self.is_truncated = True
         self.agreed_sets = 0
         if len(self.refused) < _MAX_REFUSED:
             self.refused[hash_] = None
 
     def compare(self, tier: int, *, is_equal: bool) -> None:
-        """Truncated no more when every set is equal again: what was refused has been removed since."""
+        """Note a comparison with the source. All sets equal: the refused blocks have been removed there."""
         bit = 1 << tier
         self.agreed_sets = self.agreed_sets | bit if is_equal else self.agreed_sets & ~bit
         if self.agreed_sets == (1 << len(self.sets)) - 1:
@@ -88,8 +85,8 @@ class Holding:
 class BlockIndex:
     """`sequence hash -> targets`, for one pool.
 
-    `tier` is "device", "host" or "disk". Hashes that are stored come parent first. `placement_secret` is a
-    random 64-bit number that keeps clients from slowing the native version down with chosen prompts.
+    `tier` is "device", "host" or "disk". Hashes to store come parent first. `placement_secret`: see
+    `new_table`.
     """
 
     def __init__(self, bounds: IndexBounds | None = None, placement_secret: int = 0) -> None:
@@ -100,18 +97,17 @@ class BlockIndex:
         self._slots = Slots(self._table)
         self._holdings: dict[Target, Holding] = {}
         self._owners: dict[int, Target | Wider] = {}
-        self._wider_slots = 0
-        """Slots that look-ups see and that hold more than the device's blocks."""
+        self._wider_slots = 0  # slots labelled Wider
         self._is_bounded = bool(self.bounds.max_blocks or self.bounds.max_holders)
+        # A short way for nearly all targets: those with only a device, in an index without bounds.
         self._plain: dict[Target, SlotSet] = {}
-        """Of targets with nothing but their device, in an index without bounds: nearly all. A short way."""
 
     def __len__(self) -> int:
         """Distinct blocks held by any target."""
         return len(self._table)
 
     def targets(self) -> list[Target]:
-        """Every target that has been stored to and not dropped."""
+        """Every target that was stored to and has not been dropped."""
         return list(self._holdings)
 
     def store(self, target: Target, hashes: Hashes, tier: str = "device") -> None:
@@ -130,9 +126,9 @@ class BlockIndex:
         self.load(holding, hashes, tier)
 
     def remove(self, target: Target, hashes: Hashes, tier: str = "device") -> None:
-        """The blocks left `tier` and all narrower ones; unknown ones are passed over."""
+        """The blocks left `tier` and all narrower ones; unknown blocks are ignored."""
         plain = self._plain.get(target)
-        if plain is not None:  # whatever the tier: it has left the device, and there is nothing wider
+        if plain is not None:  # no need to look at the tier: every tier's removal includes the device
             self.counters.removed_blocks += plain.discard(hashes)
             return
         holding = self._holdings.get(target)
@@ -146,21 +142,22 @@ class BlockIndex:
             holding.refused.pop(hash_, None)
 
     def clear(self, target: Target) -> None:
-        """The target holds nothing any more."""
+        """The target has emptied its cache."""
         holding = self._holdings.get(target)
         if holding is not None and (holding.is_truncated or any(one.count for one in holding.sets)):
             self.counters.removed_blocks += holding.sets[-1].count
+            # into fresh slots: `sweep` empties the old ones in slices, here it would be one long call
             self.finish_load(target, self.begin_load(len(holding.sets)))
 
     def drop(self, target: Target) -> None:
-        """The target is gone; its slots are swept by and by."""
+        """Forget the target; `sweep` empties its slots in steps."""
         holding = self._holdings.pop(target, None)
         self._plain.pop(target, None)
         if holding is not None:
             self._retire(holding)
 
     def overlap(self, hashes: Hashes) -> dict[Target, int]:
-        """Leading blocks that each target holds on its device without a gap; targets with none are absent."""
+        """Leading blocks that each target holds on its device without a gap. Targets with none are absent."""
         found = self.depths(hashes)
         if self._wider_slots:
             return {owner: depth for owner, depth in found.items() if isinstance(owner, Target)}
@@ -178,13 +175,13 @@ class BlockIndex:
         return found
 
     def depths(self, hashes: Hashes) -> dict[Target | Wider, int]:
-        """How deep each set holds the chain, by its owner: a target's device, or a wider set of its."""
+        """How deep each tier set holds the chain: a device's by its Target, a wider one's by its Wider."""
         self.counters.lookups += 1
         return self._table.depths(hashes)
 
     @property
     def has_wider_tiers(self) -> bool:
-        """Whether any target has more than its device."""
+        """Whether any target has another tier than its device."""
         return self._wider_slots > 0
 
     def holds(self, target: Target, hash_: int, tier: str = "device") -> bool:
@@ -196,7 +193,7 @@ class BlockIndex:
         return self._table.holds(sets[min(TIERS.index(tier), len(sets) - 1)].slot, hash_)
 
     def digest(self, target: Target, tier: str = "device") -> tuple[int, int]:
-        """`(count, sum of hashes mod 2^64)` of one tier set; (0, 0) for a target or tier unknown here."""
+        """`(count, sum of hashes mod 2^64)` of one tier set; (0, 0) for an unknown target or tier."""
         holding = self._holdings.get(target)
         tier_number = TIERS.index(tier)
         if holding is None or tier_number >= len(holding.sets):
@@ -204,7 +201,7 @@ class BlockIndex:
         return holding.sets[tier_number].count, holding.sets[tier_number].digest
 
     def agrees(self, target: Target, tier: str, count: int, digest: int) -> bool:
-        """Whether a tier set is what its source says. A truncated one may have less, and never more."""
+        """Whether a tier set equals its source's. A truncated one may have fewer blocks, but not more."""
         is_equal = (count, digest) == self.digest(target, tier)
         holding = self._holdings.get(target)
         if holding is None or not holding.is_truncated:
@@ -213,15 +210,16 @@ class BlockIndex:
         return is_equal or self.digest(target, tier)[0] < count
 
     def is_truncated(self, target: Target) -> bool:
-        """Whether some of the target's blocks were refused for want of room."""
+        """Whether some of the target's blocks were refused because there was no room."""
         holding = self._holdings.get(target)
         return holding is not None and holding.is_truncated
 
     def has_room_again(self, target: Target) -> bool:
-        """Whether a block that was refused would be taken now; with some room to spare."""
+        """Whether a refused block would be accepted now."""
         holding = self._holdings.get(target)
         if holding is None or not holding.refused:
             return False
+        # 5 % to spare: else each removed block would start a recovery that is truncated again
         spare = max(1, self.bounds.max_blocks // 20)
         return any(self._accepted(holding, (hash_,), spare) for hash_ in holding.refused)
 
@@ -231,23 +229,23 @@ class BlockIndex:
         return holding.sets[-1].count if holding else 0
 
     def holders(self) -> int:
-        """Pairs of a block and a target that holds it."""
+        """The number of pairs (block, target that holds it)."""
         return sum(holding.sets[-1].count for holding in self._holdings.values())
 
     def size_bytes(self) -> int:
-        """What the table takes, about."""
+        """About the memory of the table."""
         return self._table.size_bytes()
 
-    # A snapshot is loaded into fresh slots, in slices, while look-ups still see the old ones.
+    # A snapshot is loaded into fresh slots, in slices. Until it is complete, look-ups see the old ones.
 
     def begin_load(self, tier_sets: int = 1, replaces: Target | None = None) -> Holding:
-        """Fresh, empty sets that no look-up sees yet; `replaces`: the target they are for."""
+        """Fresh, empty sets that no look-up sees yet. `replaces`: the target that they are for."""
         holding = Holding([self._table.slot_set(self._slots.take()) for _ in range(tier_sets)], replaces)
         self._widest |= 1 << holding.sets[-1].slot
         return holding
 
     def load(self, holding: Holding, hashes: Hashes, tier: str = "device") -> None:
-        """Store into a holding; it must have the tier. What there is no room for is refused."""
+        """Store into a holding that has the tier. Blocks without room are refused."""
         if self._is_bounded:
             hashes = self._with_room(holding, hashes_of(hashes))
         before = holding.sets[-1].count
@@ -256,16 +254,15 @@ class BlockIndex:
         self.counters.stored_blocks += holding.sets[-1].count - before
 
     def refuse(self, holding: Holding, blocks: int) -> None:
-        """Blocks below one that was refused: there is no place for them."""
+        """Count blocks below a refused one: without their parent they must not be stored."""
         self.counters.refused_blocks += blocks
         holding.is_truncated, holding.agreed_sets = True, 0
 
     def holding(self, target: Target) -> Holding | None:
-        """What the target holds; None if it is unknown."""
         return self._holdings.get(target)
 
     def widen_load(self, holding: Holding, tier_sets: int) -> None:
-        """There turns out to be a wider tier: that set starts as a copy of the widest so far."""
+        """Add wider tiers. Their sets start as copies of the widest so far, which they must contain."""
         while len(holding.sets) < tier_sets:
             widest = holding.sets[-1]
             wider = self._table.slot_set(self._slots.take())
@@ -280,17 +277,16 @@ class BlockIndex:
         return self._table.holds(sets[min(TIERS.index(tier), len(sets) - 1)].slot, hash_)
 
     def finish_load(self, target: Target, holding: Holding) -> None:
-        """From now on look-ups see this holding as the target's."""
+        """Make this the target's holding: from now on look-ups see it."""
         self.drop(target)
         self._holdings[target] = holding
         self._own(target, holding)
 
     def abandon_load(self, holding: Holding) -> None:
-        """Give up fresh sets that were not finished."""
         self._retire(holding)
 
     def sweep(self) -> bool:
-        """Do one small step of tidying after drop or clear; returns whether there is more to do."""
+        """Empty one shard of dropped slots; returns whether there is more to do."""
         return self._slots.sweep()
 
     def check(self) -> None:
@@ -329,7 +325,7 @@ class BlockIndex:
             self._slots.retire(tier_set.slot)
 
     def _with_room(self, holding: Holding, hashes: Sequence[int]) -> Sequence[int]:
-        """As many of the hashes, from the first on, as there is room for."""
+        """The hashes before the first one without room. Notes the refusal."""
         accepted = self._accepted(holding, hashes)
         if accepted < len(hashes):
             self.counters.refused_blocks += len(hashes) - accepted

@@ -1,18 +1,17 @@
-"""Requests in flight: which blocks they hold and what prefill is still charged, per target.
+"""Requests in flight: the blocks that they hold and the prefill tokens still charged, per target.
 
     booking (router, number) ── target ── its sequence hashes, prefill tokens, output blocks
                                    │
-    active blocks of a target = distinct hashes its bookings hold + blocks without a name
+    active blocks of a target = distinct hashes that its bookings hold + blocks without a hash
 
-A booking belongs to the replica that made it; here own bookings and copies of the peers' stand
-side by side. Bookings on targets unknown here are kept: only their owner ends them.
+A booking belongs to the replica that made it. The table has this replica's bookings and copies of its peers'.
+Bookings on unknown targets are kept, because only their owner ends them.
 
-A replica may end with thousands of bookings. They are its own no longer at once; what they hold is
-taken off in slices (`sweep`), deepest blocks first, so that sets stay prefix-closed.
+A replica may end with thousands of bookings. They leave their owner at once; the blocks that they hold are
+released in slices (`sweep`), deepest blocks first, so that each set stays prefix-closed.
 
-Invariants: a hash's reference count on a target is the number of its bookings there that name it,
-dropped ones not yet swept included; charged tokens are the sum over bookings whose prefill is not
-completed.
+Invariants: a hash's reference count on a target is the number of bookings there that name it, including
+dropped ones that are not yet swept; charged tokens are the sum over bookings whose prefill is not completed.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target
 from kvrouter.core.wire.values import MOST_ID_CHARACTERS
 
-SWEEP_HASHES = 512
-"""Taking off this many takes about 1 ms."""
+SWEEP_HASHES = 512  # about 1 ms
 _MASK64 = (1 << 64) - 1
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -40,8 +38,8 @@ _encode = msgspec.msgpack.Encoder().encode
 class Booking:
     """One request placed on one target by one replica.
 
-    `hashes` are distinct, parent first; `anonymous_blocks` are prompt blocks whose hashes are not
-    known; `output_blocks` are those the answer has filled.
+    `hashes`: distinct, parent first. `anonymous_blocks`: prompt blocks whose hashes are not known.
+    `output_blocks`: blocks that the answer has filled so far.
     """
 
     key: BookingKey
@@ -56,9 +54,10 @@ class Booking:
     prefill_completed: bool = False
 
     def digest(self) -> int:
-        """What a Check of the owner's feed adds up: all that a copy holds.
+        """The booking's part of the digest in a Check: a hash over all that a copy holds.
 
-        The hashes too: a copy with as many others would charge the right load, and share the wrong blocks.
+        Over the hashes and not their number: a copy with as many other blocks would show the right load, and
+        share the wrong blocks with other requests.
         """
         facts = (
             self.key.number,
@@ -78,49 +77,47 @@ class Booking:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """What the bookings on one target add up to."""
+    """The sums over the bookings on one target."""
 
     held: CountedSet
     nameless_blocks: int = 0
     charged_tokens: int = 0
     requests: int = 0
-    place: int | None = None
-    """In the columns; None if it is not lined up."""
+    place: int | None = None  # in the columns; None: the target is not in the roster
 
     @property
     def is_empty(self) -> bool:
-        """Whether no booking is left here."""
         return not self.requests and not self.held.count
 
 
 @dataclass(slots=True)
 class _Owner:
-    """One replica's bookings, and the digest of them all: made when asked for, as most have ended by then.
+    """One replica's bookings, and the digest of them all.
 
-    Invariant: the digest is that of the bookings, but for those in `changed` as they were in `parts`.
+    Most bookings end before a Check asks for the digest, so a booking is hashed only then.
+
+    Invariant: `total` is the sum of `parts`, the hashes of the bookings as of when each was last counted; all
+    bookings that have changed since, or were never counted, are in `changed`.
     """
 
     bookings: dict[int, Booking] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
     parts: dict[int, int] = field(default_factory=dict)
-    """What each booking adds to the digest, as of when it was counted."""
     total: int = 0
 
     def count(self, number: int) -> None:
-        """The booking counts as it is now."""
+        """Hash the booking as it is now."""
         self.changed.discard(number)
         part = self.bookings[number].digest()
         self.total = (self.total - self.parts.get(number, 0) + part) & _MASK64
         self.parts[number] = part
 
     def digest(self) -> int:
-        """Of all bookings as they are now."""
         for number in list(self.changed):
             self.count(number)
         return self.total
 
     def end(self, number: int) -> Booking | None:
-        """The booking is no longer one of these."""
         booking = self.bookings.pop(number, None)
         if booking is not None:
             self.changed.discard(number)
@@ -137,57 +134,59 @@ class ActiveTable:
         self._loads: dict[Target, _Load] = {}
         self._owners: dict[RouterId, _Owner] = {}
         self._places: dict[Target, int] = {}
+        # Charged tokens, active blocks and requests of the roster's targets: candidates are made of copies of
+        # these arrays. Written when they are next read, since a load changes several times between decisions.
         self._columns = (array("q"), array("q"), array("q"))
-        self._unshown: set[_Load] = set()
-        """Loads that have changed since the columns were last looked at."""
+        self._outdated: set[_Load] = set()  # loads that have changed since
         self._dropped: deque[Booking] = deque()
+        # of the first dropped booking: how many of its hashes are not released yet; None: it was not begun
         self._dropped_left: int | None = None
-        """Of the first dropped: how many of its hashes still count; None if it counts whole."""
 
     def book(self, booking: Booking) -> None:
-        """A request begins. One booked before under the same key is replaced."""
+        """A request begins. A booking with the same key is replaced."""
         router_id, number = booking.key
         owner = self._owners.get(router_id)
         if owner is not None and number in owner.bookings:
             self.free(booking.key)
-            owner = self._owners.get(router_id)
+            owner = self._owners.get(router_id)  # None if that was its last booking
         load = self._loads.get(booking.target) or self._begin(booking.target)
         if booking.hashes:
             load.held.add(booking.hashes)
         load.nameless_blocks += booking.anonymous_blocks + booking.output_blocks
         load.charged_tokens += 0 if booking.prefill_completed else booking.prefill_tokens
         load.requests += 1
-        self._unshown.add(load)
+        self._outdated.add(load)
         if owner is None:
             owner = self._owners[router_id] = _Owner()
         owner.bookings[number] = booking
         owner.changed.add(number)
 
     def mark_prefill_completed(self, key: BookingKey) -> Booking | None:
-        """Its tokens are no longer charged. Returns the booking if this was news."""
+        """End the booking's charge. Returns the booking if it was charged until now."""
         booking = self.booking(key)
         if booking is None or booking.prefill_completed:
             return None
         booking.prefill_completed = True
         load = self._loads[booking.target]
         load.charged_tokens -= booking.prefill_tokens
-        self._unshown.add(load)
+        self._outdated.add(load)
         self._owners[key.router_id].changed.add(key.number)
         return booking
 
     def progress(self, key: BookingKey, output_blocks: int) -> None:
-        """Its answer now fills `output_blocks` blocks; fewer than before is passed over."""
+        """The answer has filled `output_blocks` blocks. A lower number than before is ignored."""
         booking = self.booking(key)
         if booking is None or output_blocks <= booking.output_blocks:
             return
         load = self._loads[booking.target]
         load.nameless_blocks += output_blocks - booking.output_blocks
-        self._unshown.add(load)
+        self._outdated.add(load)
         booking.output_blocks = output_blocks
-        self._owners[key.router_id].count(key.number)  # long answers have their share of the work now
+        # hashed at once: the next Check would otherwise hash all long answers in one call
+        self._owners[key.router_id].count(key.number)
 
     def free(self, key: BookingKey) -> Booking | None:
-        """The request ends; a second time changes nothing. Returns the booking that ended."""
+        """The request ends. Returns its booking; None if it has ended before."""
         booking = self._disown(key)
         if booking is not None:
             self._uncharge(booking)
@@ -195,19 +194,19 @@ class ActiveTable:
         return booking
 
     def drop(self, key: BookingKey) -> None:
-        """The request has ended, as it turns out; what it holds is taken off by `sweep`."""
+        """End the booking now, and let `sweep` release its blocks."""
         booking = self._disown(key)
         if booking is not None:
             self._dropped.append(booking)
 
     def drop_owner(self, router_id: RouterId) -> None:
-        """All bookings of a replica have ended; what they hold is taken off by `sweep`."""
+        """End all bookings of a replica now, and let `sweep` release their blocks."""
         owner = self._owners.pop(router_id, None)
         if owner is not None:
             self._dropped.extend(owner.bookings.values())
 
     def sweep(self, hashes: int = SWEEP_HASHES) -> bool:
-        """Take about this many hashes of dropped bookings off; returns whether there is more to do."""
+        """Release about this many hashes of dropped bookings; returns whether there is more to do."""
         while self._dropped and hashes > 0:
             hashes -= self._sweep_first(hashes)
         return bool(self._dropped)
@@ -224,15 +223,14 @@ class ActiveTable:
             self._dropped.popleft()
             self._dropped_left = None
         self._release(booking, taken)
-        return 8 + len(taken)  # a booking without blocks costs something, too
+        return 8 + len(taken)  # a booking without blocks costs as much as eight hashes
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody's bookings are left, dropped ones included."""
+        """Whether no booking of any replica is left, dropped ones included."""
         return all(load.is_empty for load in self._loads.values())
 
     def booking(self, key: BookingKey) -> Booking | None:
-        """The booking under this key, if it is in flight."""
         owner = self._owners.get(key.router_id)
         return owner.bookings.get(key.number) if owner else None
 
@@ -251,23 +249,23 @@ class ActiveTable:
         return (len(owner.bookings), owner.digest()) if owner else (0, 0)
 
     def line_up(self, targets: Sequence[Target]) -> None:
-        """Keep the loads of these in columns, in this order."""
+        """Keep the loads of these targets in columns, in this order."""
         self._places = {target: place for place, target in enumerate(targets)}
         self._columns = (nothing := array("q", bytes(8 * len(targets))), nothing[:], nothing[:])
         for target, load in list(self._loads.items()):
             load.place = self._places.get(target)
             if load.place is None and load.is_empty:
                 self._end(target, load)
-        self._unshown = set(self._loads.values())
+        self._outdated = set(self._loads.values())
 
     def lined_up(self) -> tuple[array[int], array[int], array[int]]:
-        """Charged tokens, active blocks and requests of the targets that are lined up; copies."""
-        self._show_all()
+        """Charged tokens, active blocks and requests of the targets of `line_up`, as copies."""
+        self._update_columns()
         charged, blocks, requests = self._columns
         return charged[:], blocks[:], requests[:]
 
     def load(self, target: Target) -> tuple[int, int, int]:
-        """`(charged tokens, active blocks, requests)` of the target, in one look-up."""
+        """`(charged tokens, active blocks, requests)` of the target."""
         load = self._loads.get(target)
         if load is None:
             return 0, 0, 0
@@ -279,17 +277,17 @@ class ActiveTable:
         return load.charged_tokens if load else 0
 
     def blocks(self, target: Target) -> int:
-        """Active blocks of the target: distinct named ones, and those without a name."""
+        """Active blocks of the target: distinct hashes, and blocks without a hash."""
         load = self._loads.get(target)
         return load.held.count + load.nameless_blocks if load else 0
 
     def requests(self, target: Target) -> int:
-        """Requests in flight on the target, booked by any replica."""
+        """Requests in flight on the target, of all replicas."""
         load = self._loads.get(target)
         return load.requests if load else 0
 
     def depths(self, hashes: Sequence[int]) -> dict[Target, int]:
-        """Leading blocks of the chain that requests in flight hold, per target; 0 is left out."""
+        """Leading blocks of the chain that requests in flight hold, per target; absent if 0."""
         return self._table.depths(hashes)
 
     def check(self) -> None:
@@ -306,7 +304,7 @@ class ActiveTable:
         for target in self._loads:
             here = [booking for booking in everything if booking.target == target]
             self._check_target(target, here, extra if swept and swept.target == target else [])
-        self._show_all()
+        self._update_columns()
         lined_up = [self.load(target) for target in self._places]
         if lined_up != list(zip(*self._columns, strict=True)):
             raise AssertionError(f"the columns are off: {self._columns} != {lined_up}")
@@ -333,21 +331,17 @@ class ActiveTable:
         load = self._loads[target] = _Load(self._table.counted_set(slot), place=self._places.get(target))
         return load
 
-    def _show_all(self) -> None:
-        """Bring the columns up to date."""
-        for load in self._unshown:
-            self._show(load)
-        self._unshown.clear()
-
-    def _show(self, load: _Load) -> None:
-        if load.place is not None:
-            charged, blocks, requests = self._columns
-            charged[load.place] = load.charged_tokens
-            blocks[load.place] = load.held.count + load.nameless_blocks
-            requests[load.place] = load.requests
+    def _update_columns(self) -> None:
+        charged, blocks, requests = self._columns
+        for load in self._outdated:
+            if load.place is not None:
+                charged[load.place] = load.charged_tokens
+                blocks[load.place] = load.held.count + load.nameless_blocks
+                requests[load.place] = load.requests
+        self._outdated.clear()
 
     def _disown(self, key: BookingKey) -> Booking | None:
-        """Take the booking from its owner; it still counts on its target."""
+        """Take the booking from its owner. It still counts in its target's load."""
         owner = self._owners.get(key.router_id)
         if owner is None:
             return None
@@ -357,24 +351,24 @@ class ActiveTable:
         return booking
 
     def _uncharge(self, booking: Booking) -> None:
-        """Take all but its hashes off its target."""
+        """Take the booking out of its target's load, except for its hashes."""
         load = self._loads[booking.target]
         load.nameless_blocks -= booking.anonymous_blocks + booking.output_blocks
         load.charged_tokens -= 0 if booking.prefill_completed else booking.prefill_tokens
         load.requests -= 1
-        self._unshown.add(load)
+        self._outdated.add(load)
 
     def _release(self, booking: Booking, hashes: Sequence[int]) -> None:
-        """Take these hashes of an uncharged booking off its target."""
+        """Release these hashes of an uncharged booking."""
         load = self._loads[booking.target]
         if hashes:
             load.held.discard(hashes)
-            self._unshown.add(load)
+            self._outdated.add(load)
         if load.place is None and load.is_empty:
             self._end(booking.target, load)
 
     def _end(self, target: Target, load: _Load) -> None:
-        """Nothing is left of this load, and nobody looks at it."""
-        self._unshown.discard(load)
+        """Remove an empty load that is not in the columns."""
+        self._outdated.discard(load)
         del self._loads[target]
         self._slots.give_back(load.held.slot)

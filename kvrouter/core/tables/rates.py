@@ -1,8 +1,8 @@
-"""How fast targets prefill, learnt from streamed requests, to predict the end of those not streamed.
+"""How fast targets prefill: measured on streamed requests, to predict the end of prefill of all others.
 
-rate  = charged tokens when it was booked, its own included / (first data byte - sent)
-time  = charged tokens / median of the target's last 32 rates; of the pool's last 512 where it has none
-peak  = the best of the target's last 32 rates; the pool's best where it has none (mode sticky)
+rate  = charged tokens as of the booking, including its own / (first data byte - sent)
+time  = charged tokens / median of the target's last 32 rates; without any, of the pool's last 512
+peak  = the highest of the target's last 32 rates; without any, of the pool's (mode sticky)
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from statistics import median
 from kvrouter.core.wire.ids import Target
 
 SAMPLES = 32
+# of all targets together: enough for a median, and few enough to sort during a request
 POOL_SAMPLES = 512
-"""Of all targets together: enough for a median, and few enough to sort for a request."""
+# a shorter time measures the event loop and not a prefill
 MIN_SECONDS = 1e-4
-"""Shorter than this is a measurement of the loop, not of a prefill."""
 
 
 class PrefillRates:
@@ -26,14 +26,12 @@ class PrefillRates:
     def __init__(self) -> None:
         self._samples: dict[Target, deque[float]] = {}
         self._peaks: dict[Target, float] = {}
-        self._unpeaked: set[Target] = set()
-        """Those with newer samples than their peak."""
+        self._unpeaked: set[Target] = set()  # targets whose samples are newer than their peak
         self._latest: deque[tuple[Target, float]] = deque(maxlen=POOL_SAMPLES)
-        self._pool_median: float | None = None
-        """Of the latest; None: to be reckoned."""
+        self._pool_median: float | None = None  # None: not computed since the last sample
 
     def observe(self, target: Target, charged_tokens: int, seconds: float) -> None:
-        """A streamed request with this much charged before it got its first data byte after `seconds`."""
+        """Record a streamed request: its first data byte came `seconds` after it was sent."""
         if charged_tokens > 0 and seconds >= MIN_SECONDS:
             samples = self._samples.get(target)
             if samples is None:
@@ -45,7 +43,7 @@ class PrefillRates:
             self._unpeaked.add(target)
 
     def seconds(self, target: Target, charged_tokens: int) -> float | None:
-        """How long a prefill behind this much will take; None without any sample."""
+        """The predicted time to prefill so many tokens; None without any sample."""
         samples = self._samples.get(target)
         if samples:
             return charged_tokens / median(samples)
@@ -56,9 +54,9 @@ class PrefillRates:
         return charged_tokens / self._pool_median
 
     def peaks(self, targets: Sequence[Target]) -> list[float | None]:
-        """The fastest that each has been seen to prefill lately, in tokens per second.
+        """Each target's highest recent rate, in tokens per second.
 
-        The pool's fastest where it has no sample; None without any.
+        The pool's highest for a target without samples; None if no target has any.
         """
         self._peaks.update({target: max(self._samples[target]) for target in self._unpeaked})
         self._unpeaked.clear()
@@ -66,7 +64,6 @@ class PrefillRates:
         return [self._peaks.get(target, fastest) for target in targets]
 
     def forget(self, target: Target) -> None:
-        """The target is gone."""
         if self._samples.pop(target, None) is not None:
             self._latest = deque((one for one in self._latest if one[0] != target), maxlen=POOL_SAMPLES)
             self._pool_median = None

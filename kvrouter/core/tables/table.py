@@ -1,14 +1,14 @@
-"""The flat table under the index and the active table: sequence hash → set of slots.
+"""The flat table under the block index and the bookings: sequence hash → set of slots.
 
     rows[h & 1023]: { h: 0b01101, … }      bit s set  ⇔  slot s holds h
-    labels:         [owner of slot 0, …]   look-ups answer with owners; a slot without one is not seen
+    labels:         [owner of slot 0, …]   look-ups return owners; they ignore a slot without one
 
-A sequence hash names its whole prefix, so no tree is needed: as long as each slot's set is
-prefix-closed, the depth at which a slot stops holding a request's chain is found by bisection.
-The rows are cut into shards so that sweeping a dead slot, and growing, happen in small steps.
+A sequence hash names its whole prefix, so no tree is needed: as long as each slot's set is prefix-closed, the
+depth at which a slot stops holding a request's chain is found by bisection. The rows are in 1,024 shards, so
+that growing, and sweeping a dead slot, are small steps.
 
-This is the specification; native/table.pyx is its twin in C, with the same door: a few calls, each for
-a whole event or request. Hashes come as array("Q"), packed little-endian u64, or any numbers.
+This file is the specification; native/table.pyx is the same in C, with the same few calls, each for a whole
+event or request. Hashes come as array("Q"), packed little-endian u64, or any sequence of numbers.
 
 Invariant: no row has an empty mask.
 """
@@ -24,25 +24,25 @@ from kvrouter.core.wire.hashes import Hashes, hashes_of
 
 _SHARDS = 1024
 _SHARD_MASK = _SHARDS - 1
-_ROW_BYTES = sys.getsizeof(1 << 63) + sys.getsizeof(1)
+_ROW_BYTES = sys.getsizeof(1 << 63) + sys.getsizeof(1)  # a hash and a mask; the dict adds its entry
 _MASK64 = (1 << 64) - 1
-_MAX_SHARED_MASKS = 4096
+_MAX_SHARED_MASKS = 4096  # when the cache is full it is emptied; rows keep the objects they have
 
 
 def new_table(placement_secret: int = 0) -> FlatTable:
-    """A table of the version that this process uses.
+    """A table of the version in use.
 
-    `placement_secret` (64 bits) decides where the native version places hashes. A table of hashes that
-    clients can choose needs one that they do not know; no answer depends on it.
+    `placement_secret` (64 bits) decides where the native version places hashes. Clients choose prompts and so
+    hashes; without a secret they could crowd them into a few places and slow it down. No answer depends on it.
     """
     native = versions.chosen.table
     return FlatTable(placement_secret) if native is None else native.FlatTable(placement_secret)
 
 
 class FlatTable:
-    """Sets of slots by hash. Slots are small numbers that the caller hands out.
+    """Sets of slots by hash. Slots are small numbers that the caller assigns (`Slots`).
 
-    `placement_secret` is for the native version: here dicts place hashes.
+    `placement_secret` is unused here, where dicts place hashes.
     """
 
     shards = _SHARDS
@@ -51,23 +51,23 @@ class FlatTable:
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         self._labels: list[Any] = []
         self._visible = 0
+        # Masks used last. A mask of 1,000 slots takes 160 bytes, so rows with equal masks share one object.
         self._masks: dict[int, int] = {}
-        """Masks met lately: rows with equal masks share one number, however many slots there are."""
 
     def __len__(self) -> int:
-        """Distinct hashes held by any slot, dead ones not yet swept included."""
+        """Distinct hashes held by any slot, including dead slots that are not yet swept."""
         return sum(map(len, self._shards))
 
     def slot_set(self, slot: int) -> SlotSet:
-        """What the slot holds, counted; it must hold nothing yet."""
+        """A counted view of the slot, which must be empty."""
         return SlotSet(self, slot)
 
     def counted_set(self, slot: int) -> CountedSet:
-        """The same for hashes that are held several times."""
+        """The same, for hashes that are added several times."""
         return CountedSet(self, slot)
 
     def label(self, slot: int, owner: Any) -> None:
-        """Look-ups see the slot as `owner`'s; None: they do not see it."""
+        """Look-ups return `owner` for the slot. None: they ignore the slot."""
         self._labels.extend([None] * (slot + 1 - len(self._labels)))
         self._labels[slot] = owner
         self._visible = self._visible & ~(1 << slot) if owner is None else self._visible | 1 << slot
@@ -80,7 +80,7 @@ class FlatTable:
         for hash_ in hashes_of(hashes):
             shard = shards[hash_ & _SHARD_MASK]
             mask = shard.get(hash_, 0)
-            if mask is not old:  # neighbours on a chain mostly have the same
+            if mask is not old:  # neighbours on a chain mostly share one mask object: compute the next once
                 if mask & bit:
                     continue
                 old, new = mask, self._shared(mask | bit)
@@ -110,10 +110,10 @@ class FlatTable:
         return removed, total & _MASK64
 
     def accepted(self, slot: int, hashes: Hashes, room: int, others: int, max_holders: int) -> int:
-        """How many of the hashes, from the first on, there is room for in `slot`.
+        """How many of the hashes, from the first on, have room in `slot`.
 
-        `room`: rows that may be added; no hash may be taken that `max_holders` (0: no bound) of the
-        slots in `others` (a mask) hold already.
+        `room`: rows that may be added. A hash has no room if `max_holders` (0: no bound) of the slots in
+        `others` (a mask) hold it already.
         """
         shards, bit, listed = self._shards, 1 << slot, hashes_of(hashes)
         for place, hash_ in enumerate(listed):
@@ -129,7 +129,7 @@ class FlatTable:
         return len(listed)
 
     def size_bytes(self) -> int:
-        """What the rows take, about: the dicts, and a hash and a mask as Python numbers for each."""
+        """About the memory of the rows: the dicts, and a hash and a mask as Python numbers for each."""
         return sum(map(sys.getsizeof, self._shards)) + _ROW_BYTES * len(self)
 
     def holds(self, slot: int, hash_: int) -> bool:
@@ -137,13 +137,13 @@ class FlatTable:
         return bool(self._shards[hash_ & _SHARD_MASK].get(hash_, 0) >> slot & 1)
 
     def depths(self, hashes: Hashes) -> dict[Any, int]:
-        """How deep each owner's slot holds the chain; owners with nothing are absent.
+        """How deep each owner's slot holds the chain; owners of depth 0 are absent.
 
-        Exact if every slot's set is prefix-closed. Each depth at which somebody's set ends is found
-        by galloping and then bisecting from the one before.
+        Exact if every slot's set is prefix-closed. The next depth at which a slot's set ends is found by
+        galloping from the one before, and then by bisection.
         """
         found: dict[Any, int] = {}
-        listed = hashes  # of a list few are looked at
+        listed = hashes  # a list is not converted: few of its hashes are looked at
         if type(hashes) is not list or not (hashes and isinstance(hashes[0], int)):
             listed = hashes_of(hashes)
         if not listed:
@@ -185,7 +185,7 @@ class FlatTable:
             found[labels[slot]] = depth
 
     def copy_slot(self, source: int, copy: int) -> None:
-        """Let `copy`, which holds nothing, hold exactly what `source` holds; walks the whole table."""
+        """Let `copy`, which is empty, hold exactly what `source` holds. Walks the whole table."""
         source_bit, copy_bit = 1 << source, 1 << copy
         for shard in self._shards:
             for hash_, mask in shard.items():
@@ -193,7 +193,7 @@ class FlatTable:
                     shard[hash_] = self._shared(mask | copy_bit)
 
     def sweep(self, slots: Sequence[int], shard_number: int) -> None:
-        """Take `slots` out of one shard."""
+        """Remove `slots` from one shard."""
         shard, gone = self._shards[shard_number], sum(1 << slot for slot in set(slots))
         for hash_ in [hash_ for hash_, mask in shard.items() if mask & gone]:
             mask = shard[hash_] & ~gone
@@ -210,14 +210,14 @@ class FlatTable:
                     raise AssertionError(f"row {hash_} in shard {number} has mask {mask}")
 
     def _shared(self, mask: int) -> int:
-        """An equal number that other rows have, too."""
+        """The equal object that other rows have, if there is one."""
         if len(self._masks) >= _MAX_SHARED_MASKS:
             self._masks.clear()
         return self._masks.setdefault(mask, mask)
 
 
 class SlotSet:
-    """What one slot holds, counted: how many hashes, and their sum mod 2^64."""
+    """One slot's hashes, with their number and their sum mod 2^64."""
 
     def __init__(self, table: FlatTable, slot: int) -> None:
         self._table = table
@@ -226,14 +226,14 @@ class SlotSet:
         self.digest = 0
 
     def add(self, hashes: Hashes) -> int:
-        """Hold these; returns how many were new."""
+        """Returns how many hashes were new."""
         added, total = self._table.add(self.slot, hashes)
         self.count += added
         self.digest = (self.digest + total) & _MASK64
         return added
 
     def discard(self, hashes: Hashes) -> int:
-        """No longer hold these; returns how many were held."""
+        """Returns how many of the hashes were held."""
         removed, total = self._table.discard(self.slot, hashes)
         self.count -= removed
         self.digest = (self.digest - total) & _MASK64
@@ -241,7 +241,7 @@ class SlotSet:
 
 
 class CountedSet:
-    """Hashes that one slot may hold several times; the table has each once. `count`: different ones."""
+    """One slot's hashes with reference counts. The table has each hash once."""
 
     def __init__(self, table: FlatTable, slot: int) -> None:
         self._table = table
@@ -250,11 +250,11 @@ class CountedSet:
 
     @property
     def count(self) -> int:
-        """How many different hashes are held."""
+        """The number of different hashes."""
         return len(self._counts)
 
     def add(self, hashes: Hashes) -> None:
-        """Hold each once more."""
+        """Add one reference to each."""
         counts, listed = self._counts, hashes_of(hashes)
         first = [hash_ for hash_ in listed if hash_ not in counts]
         for hash_ in listed:
@@ -262,7 +262,7 @@ class CountedSet:
         self._table.add(self.slot, first)
 
     def discard(self, hashes: Hashes) -> None:
-        """Hold each once less. Raises KeyError for one that is not held."""
+        """Remove one reference from each. Raises KeyError for a hash without one."""
         counts, last = self._counts, []
         for hash_ in hashes_of(hashes):
             count = counts[hash_]
@@ -274,14 +274,16 @@ class CountedSet:
         self._table.discard(self.slot, last)
 
     def counts(self) -> dict[int, int]:
-        """How often each is held. For checks."""
+        """The references of each hash. For checks."""
         return dict(self._counts)
 
 
 class Slots:
-    """Hands out slot numbers; a dead slot is swept out of the table before it is handed out again.
+    """Assigns slot numbers. A dead slot is swept out of the table before its number is used again.
 
-    Invariant: a slot is in use, dying or free, never two of them.
+    A number is used again because masks have as many bits as the highest slot.
+
+    Invariant: a slot is either in use, or dying (`_waiting`, then `_dying`), or free.
     """
 
     def __init__(self, table: FlatTable) -> None:
@@ -294,7 +296,7 @@ class Slots:
         self._next_shard = 0
 
     def take(self) -> int:
-        """A slot that holds nothing and has no label."""
+        """A slot that is empty and has no label."""
         self.in_use += 1
         if self._free:
             return self._free.pop()
@@ -302,19 +304,22 @@ class Slots:
         return self._count - 1
 
     def retire(self, slot: int) -> None:
-        """The slot no longer counts; what it holds is swept by and by."""
+        """Hide the slot from look-ups now, and let `sweep` empty it."""
         self.in_use -= 1
         self._table.label(slot, None)
         self._waiting.append(slot)
 
     def give_back(self, slot: int) -> None:
-        """Return a slot that is known to hold nothing."""
+        """Return a slot that the caller knows to be empty."""
         self.in_use -= 1
         self._table.label(slot, None)
         self._free.append(slot)
 
     def sweep(self) -> bool:
-        """Sweep one shard; returns whether there is more to do."""
+        """Sweep one shard; returns whether there is more to do.
+
+        All dying slots are swept in the same pass; slots that are retired during it wait for the next one.
+        """
         if not self._dying:
             self._dying, self._waiting, self._next_shard = self._waiting, [], 0
             if not self._dying:
@@ -328,7 +333,7 @@ class Slots:
 
 
 def bits(mask: int) -> list[int]:
-    """The numbers of the bits set in `mask`, lowest first."""
+    """The numbers of the bits that are set in `mask`, lowest first."""
     numbers = []
     while mask:
         low = mask & -mask
