@@ -1,8 +1,8 @@
-"""GET and POST /busy_threshold: Dynamo's door for the thresholds of filter `busy`, while running.
+"""GET and POST /busy_threshold, as in NVIDIA Dynamo: the thresholds of filter `busy` at run time.
 
-POST {"model": "m", "active_decode_blocks_threshold": 0.85}   sets that one; null switches it off
-POST {"model": "m"}                                           shows both
-GET                                                           shows those of every model
+POST {"model": "m", "active_decode_blocks_threshold": 0.85}   sets one; null switches it off
+POST {"model": "m"}                                           replies with both
+GET                                                           replies with those of every model
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ class _Wanted(Struct, forbid_unknown_fields=True):
 
 
 class BusyThresholds:
-    """Of this replica: each has its own."""
+    """The thresholds of this replica. Other replicas keep theirs: set them at each one."""
 
     def __init__(self, replica: Replica, rules: Rules) -> None:
         self._replica = replica
         self._rules = rules
 
     async def show(self, _http: web.Request) -> web.Response:
-        """GET."""
         routers = [router for router in self._replica.routers.values() if router.pool.names]
         return json_response({"thresholds": [self._shown(router) for router in routers]})
 

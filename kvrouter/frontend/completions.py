@@ -1,4 +1,9 @@
-"""The request path, top to bottom: parse, tokens, hashes, route, relay, free."""
+"""The request path, top to bottom: accept, wait for room, place, relay, compare, free.
+
+accept.py ──> Work ──> admission_queue.py ──> Router.route ──> relay ──> prediction_checks.py
+^                        │
+└── another worker ──────┘ failed before the first byte
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.wire.ids import Target
 from kvrouter.errors import KvRouterError, NoWorkersError, WorkerDiedError, WorkerSilentError
-from kvrouter.frontend import circuits, passthrough
+from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept, Parse, Work
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.frontend.bodies import openai
@@ -24,6 +29,7 @@ from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
 from kvrouter.frontend.in_flight import InFlight, cut_off_error
 from kvrouter.frontend.operators import Gate
 from kvrouter.frontend.prediction_checks import compare, expect_events
+from kvrouter.frontend.rules import record_outcome
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
 from kvrouter.relay.engine_answers import UNKNOWN_MODEL
 from kvrouter.relay.exchange import (
@@ -43,13 +49,15 @@ from kvrouter.telemetry.metrics import RequestMetrics, Sample
 
 log = structlog.get_logger()
 
+# The first retry comes at once, later ones after up to 4, 8, … times this: a fleet that is down for a moment
+# must not get every request `--retries` times in the same millisecond.
 RETRY_DELAY_S = 0.05
+# Answers whose progress is booked without letting requests in between: it takes less than 1 ms.
 PROGRESS_SLICE = 500
-"""Answers whose progress is looked at in one go: less than 1 ms."""
 
 
 class Completions:
-    """Serves /v1/chat/completions and /v1/completions, and passes on the routes of passthrough.py."""
+    """Serves chats and completions, and passes on the routes of passthrough.py."""
 
     def __init__(
         self,
@@ -68,9 +76,8 @@ class Completions:
     ) -> None:
         self._in_flight = InFlight()
         self.idle = self._in_flight.idle
-        """Set while no request is being served."""
+        # While draining, answers close their connections, so that clients reconnect to another replica.
         self.is_draining = False
-        """Set: answers close their connections, so that clients come back to another replica."""
         self._loop = asyncio.get_running_loop()
         self._now = self._loop.time
         self._running: dict[Attempt, Running] = {}
@@ -87,7 +94,7 @@ class Completions:
         self._retries = retries
 
     def routes(self, gate: Gate) -> dict[str, Serve]:
-        """What is served here, by path; all of it is sent with POST. `gate` is asked about dry runs."""
+        """The POST routes. `gate` decides who may ask for a dry run."""
         return {
             "/v1/chat/completions": partial(self.serve, openai.parse_chat, gate),
             "/v1/completions": partial(self.serve, openai.parse_completion, gate),
@@ -95,10 +102,10 @@ class Completions:
         }
 
     async def serve(self, parse: Parse | None, gate: Gate, request: Request) -> Served:
-        """Serve one request; every error becomes an OpenAI body, a client that leaves frees everything.
+        """Serve one request to its end. Every error becomes an OpenAI body.
 
-        Without a way to parse it is a route of passthrough.py: nothing is known of its tokens, so it goes by
-        load.
+        `parse` is None for the routes of passthrough.py: their tokens are not known, so they are placed by
+        load. If the client disconnects, the task is cancelled, and the booking is freed on the way out.
         """
         received_at = self._now()
         request_id = request_id_of(request.headers)
@@ -107,18 +114,18 @@ class Completions:
             work = await self._accept.work(request, parse, request_id, received_at)
             if work.is_dry_run:
                 gate("a dry run", request.headers)
-                served = self._say(request, self._decisions.foretold(work))
+                served = self._reply(request, self._decisions.preview(work))
             else:
-                served = self._tell(work, await self._try_workers(work))
+                served = self._finish(work, await self._try_workers(work))
                 self._in_flight.answered(request)
         except KvRouterError as error:
-            served = self._say(request, openai.error_answer(error, request_id), closes=error.is_body_left)
+            served = self._reply(request, openai.error_answer(error, request_id), closes=error.is_body_left)
         except asyncio.CancelledError:
             refusal = self._in_flight.take_refusal(request)
-            if refusal is None:
+            if refusal is None:  # the client left; else cut_off cancelled the request
                 self._metrics.cancelled.inc()
                 raise
-            served = self._say(request, openai.error_answer(refusal, request_id))
+            served = self._reply(request, openai.error_answer(refusal, request_id))
         except Exception:
             log.exception("request.failed", path=request.head.path)
             served = self._fail(request, request_id)
@@ -128,20 +135,20 @@ class Completions:
         self._metrics.duration.observe(self._now() - received_at)
         return served
 
-    def _say(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
-        """An answer of our own."""
+    def _reply(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
+        """Write an answer that no worker made."""
         keeps_alive = request.head.wants_keep_alive and not self.is_draining and not closes
         request.client.write(answer.encode(keeps_alive=keeps_alive))
         return Served(answer.status, keeps_alive)
 
     def _fail(self, request: Request, request_id: str) -> Served:
-        """A bug of ours, which the log has the place of."""
+        """Reply to a request that raised an unexpected error. The log has its traceback."""
         if request.client.has_begun:
             return Served(KvRouterError.status, keeps_alive=False, needs_reset=True)
-        return self._say(request, openai.error_answer(internal_error(), request_id))
+        return self._reply(request, openai.error_answer(internal_error(), request_id))
 
     async def _try_workers(self, work: Work) -> Outcome | None:
-        """Route and relay; a worker that fails before the first byte is replaced, `retries` times at most."""
+        """Route and relay. If a worker fails before the first byte, try another, `retries` times at most."""
         failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
@@ -155,27 +162,28 @@ class Completions:
             except NoWorkersError:
                 if outcome is None:
                     raise
-                break  # nobody is left to try: the last worker's own answer says most
+                break  # no worker is left: the client gets the last one's own answer
             outcome = None
             try:
                 running = Running(work, placement, failed if tries < self._retries else None)
                 outcome = await self._exchange(running)
                 if isinstance(outcome, Lost) and outcome.was_idle:
-                    # the worker closed an idle connection just as the request went out: that is no failure
+                    # The worker closed an idle connection while the request went out. HTTP/1.1 allows it at
+                    # any time, so it does not count as a failure of the worker.
                     outcome = None
                     outcome = await self._exchange(running, fresh=True)
             finally:
                 self._end(work, placement, outcome)
             if isinstance(outcome, (Done, TimedOut)):
                 break
-            # all ranks of the worker: they share its server
+            # Exclude all ranks of the worker: they share its HTTP server.
             failed = failed.union(work.router.pool.targets_of(placement.target.worker_id))
             fallbacks = placement.fallbacks
-            self._note_failure(work, placement, outcome)
+            self._log_failure(placement, outcome)
         return outcome
 
     def _place(self, work: Work, failed: frozenset[Target], fallbacks: tuple[Target, ...]) -> Placement:
-        """Choose and book, and tell the peers."""
+        """Choose and book. The AddRequest goes to the peers at the end of this turn of the loop."""
         router, route = work.router, work.route
         placement = router.route(route, self._now(), streamed=work.stream, exclude=failed, prefer=fallbacks)
         if self._decisions.logs:
@@ -187,10 +195,10 @@ class Completions:
         return placement
 
     def _end(self, work: Work, placement: Placement, outcome: Outcome | None) -> None:
-        """An attempt has ended, and with it its booking; without an outcome its client left, or we failed."""
+        """Free the booking of an attempt. `outcome` is None if the client left or an error was raised."""
         router = work.router
         if router.circuits is not None:
-            circuits.tell(router.circuits, placement.target, outcome)
+            record_outcome(router.circuits, placement.target, outcome)
         if outcome is not None:
             router.answered(placement.key, _status_of(outcome))
             if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
@@ -201,19 +209,7 @@ class Completions:
     async def _exchange(self, running: Running, *, fresh: bool = False) -> Outcome:
         """Send the request to the placement's worker, and its answer to the client."""
         work, placement = running.work, running.placement
-        body = work.body
-        if placement.wants_report and work.is_completion:
-            body = with_report_mode(body, has_arguments=work.has_engine_arguments)
-        is_direct = work.route.wanted is not None
         request = work.request
-        head = request.head.for_worker(
-            placement.url,
-            work.id,
-            len(body),
-            rank=placement.target.rank,
-            rank_header=placement.rank_header,
-            keeps_rank=is_direct,
-        )
         try:
             connection = None if fresh else self._upstream.idle(placement.url)
             if connection is None:
@@ -229,11 +225,11 @@ class Completions:
             _response_headers(work, placement, self._replica.router_id),
             partial(self._first_data, work, placement),
             request.head.wants_keep_alive and not self.is_draining,
-            work.is_completion,  # only then the path is one that every engine of the model has
+            work.is_completion,  # of other routes a 404 may mean that the engine does not have the route
         )
         self._running[attempt] = running
         try:
-            attempt.send(head + body)
+            attempt.send(_bytes_for(work, placement))
             outcome = await attempt.outcome
             if isinstance(outcome, Done) and outcome.status == 200 and not outcome.failure:
                 self._compare(work, placement, attempt.tail)
@@ -245,7 +241,7 @@ class Completions:
             del self._running[attempt]
 
     def _compare(self, work: Work, placement: Placement, tail: bytes) -> None:
-        """Hold what was foretold against what the engine says in its answer, and later in its events."""
+        """Compare the prediction with the usage in the answer, and expect the events of its blocks."""
         if work.traits is not None:
             compare(work.router, work.route, placement, work.traits, audit=self._audit, tail=tail)
             expect_events(work.router, work.route, placement, work.traits, now=self._now())
@@ -257,40 +253,39 @@ class Completions:
         self._publishing.flush_soon()
 
     async def report_progress(self) -> None:
-        """Book the output blocks that running answers have filled; called once a second."""
+        """Book the output blocks that running answers have filled."""
         running = list(self._running.items())
         for start in range(0, len(running), PROGRESS_SLICE):
             for attempt, one in running[start : start + PROGRESS_SLICE]:
-                # one that has ended meanwhile is passed over
+                # `progress` ignores a booking that was freed since `running` was copied
                 one.work.router.progress(one.placement.key, attempt.events)
             self._publishing.flush_soon()
             await asyncio.sleep(0)
 
     def samples(self) -> Iterator[Sample]:
-        """For /metrics."""
         in_flight = self._in_flight.count
         yield "kvrouter_requests_in_flight", "gauge", "Requests being served here", {}, in_flight
 
     def cut_off(self) -> None:
-        """End what runs: answers that have begun with an error event, all other requests with 503."""
+        """End every request: answers that have begun get an error event, all others are answered with 503."""
         begun = {attempt: one.work.request for attempt, one in self._running.items() if attempt.is_committed}
         self._in_flight.refuse_waiting(set(begun.values()))
         for attempt in begun:
             attempt.cut_off(cut_off_error())
 
-    def _note_failure(self, work: Work, placement: Placement, failure: Rejected | Lost | Retried) -> None:
+    def _log_failure(self, placement: Placement, failure: Rejected | Lost | Retried) -> None:
         match failure:
             case Rejected(status, body=body):
-                reason, said = "retried" if status == UNKNOWN_MODEL else str(status), body[:200]
-            case Lost(said):
+                reason, detail = "retried" if status == UNKNOWN_MODEL else str(status), body[:200]
+            case Lost(detail):
                 reason = "lost"
-            case Retried(said):
+            case Retried(detail):
                 reason = "retried"
         self._metrics.failed_attempts.inc(reason)
-        log.warning("worker.failed_request", worker=str(placement.target), reason=reason, said=said)
+        log.warning("worker.failed_request", worker=str(placement.target), reason=reason, detail=detail)
 
-    def _tell(self, work: Work, outcome: Outcome | None) -> Served:
-        """What the last worker came to, unless the client has it already."""
+    def _finish(self, work: Work, outcome: Outcome | None) -> Served:
+        """Reply with the last outcome, unless the client has the worker's answer already."""
         match outcome:
             case Done(status, keeps_alive, failure, needs_reset):
                 if failure:
@@ -298,17 +293,33 @@ class Completions:
                     log.warning("request.broken_off", request=work.id, reason=failure)
                 return Served(status, keeps_alive, needs_reset)
             case Rejected():
-                return self._say(work.request, rejected_answer(work.id, outcome))
+                return self._reply(work.request, rejected_answer(work.id, outcome))
             case TimedOut(silent_s):
-                raise WorkerSilentError(f"the worker said nothing for {silent_s:g} s")
+                raise WorkerSilentError(f"the worker sent nothing for {silent_s:g} s")
             case Lost(reason) | Retried(reason):
                 raise WorkerDiedError(reason)
             case None:
                 raise NoWorkersError("no worker was tried")
 
 
+def _bytes_for(work: Work, placement: Placement) -> bytes:
+    """The request as its worker gets it, head and body."""
+    body = work.body
+    if placement.wants_report and work.is_completion:
+        body = with_report_mode(body, has_arguments=work.has_engine_arguments)
+    head = work.request.head.for_worker(
+        placement.url,
+        work.id,
+        len(body),
+        rank=placement.target.rank,
+        rank_header=placement.rank_header,
+        keeps_rank=work.route.wanted is not None,
+    )
+    return head + body
+
+
 def _status_of(outcome: Outcome) -> int:
-    """The HTTP status that the worker has answered with, or that of its silence."""
+    """The status that policies get: the worker's, or the one that stands for its silence or loss."""
     match outcome:
         case Done(status) | Rejected(status):
             return status

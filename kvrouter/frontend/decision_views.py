@@ -37,7 +37,7 @@ class DecisionViews:
         self._own_mode = own_mode
         self.logs = logs and kept is not None
 
-    def foretold(self, work: Work) -> Answer:
+    def preview(self, work: Work) -> Answer:
         """Where the request would go, and why; nothing is sent."""
         decision = work.router.decide(work.route, asyncio.get_running_loop().time())
         selection = work.router.modes.of(work.route.mode)

@@ -1,7 +1,7 @@
-"""POST /v1/route: where a request would go, and why. The body is that of the request itself.
+"""POST /v1/route: where a request would go, and why. The body is the request itself.
 
-Whether it is a chat or a completion shows in its fields; `path` (`/v1/embeddings`) or `kind` (`chat`,
-`completion`, `other`) say it where they do not.
+A body with `messages` is a chat, any other a completion. The field `path` (`/v1/embeddings`) or `kind`
+(`chat`, `completion`, `other`) overrides this.
 """
 
 from __future__ import annotations
@@ -37,32 +37,30 @@ class _Kind(Struct):
 
 
 class DryRoute:
-    """Answers what routing would do."""
-
     def __init__(self, accept: Accept, views: DecisionViews) -> None:
         self._accept = accept
         self._views = views
 
     async def route(self, http: web.Request) -> web.Response:
-        """POST /v1/route. Raises what the request itself would be refused with."""
+        """POST /v1/route. Raises the errors that the request itself would raise."""
         request = from_aiohttp(http)
         kind = _kind(await request.read())
         now = asyncio.get_running_loop().time()
         request_id = request_id_of(request.headers)
         work = await self._accept.work(request, _PARSERS[kind], request_id, now)
-        return as_response(self._views.foretold(work))
+        return as_response(self._views.preview(work))
 
 
 def _kind(body: bytes) -> str:
     try:
-        said = msgspec.json.decode(body, type=_Kind)
+        described = msgspec.json.decode(body, type=_Kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(f"/v1/route takes the JSON body of a request: {error}") from None
-    if said.kind is not None:
-        return said.kind
-    if said.path is None:
-        return "completion" if said.messages is UNSET else "chat"
-    if said.path not in _KINDS and said.path not in passthrough.POST_ROUTES:
+    if described.kind is not None:
+        return described.kind
+    if described.path is None:
+        return "completion" if described.messages is UNSET else "chat"
+    if described.path not in _KINDS and described.path not in passthrough.POST_ROUTES:
         known = ", ".join([*_KINDS, *passthrough.POST_ROUTES])
-        raise BadRequestError(f"`path`: {said.path!r} is not served; use one of {known}", param="path")
-    return _KINDS.get(said.path, "other")
+        raise BadRequestError(f"`path`: {described.path!r} is not served; use one of {known}", param="path")
+    return _KINDS.get(described.path, "other")

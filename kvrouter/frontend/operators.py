@@ -1,9 +1,9 @@
-"""Who may ask what is for operators.
+"""Which clients may use the routes for operators.
 
-    admin listener    every client: --admin-host limits who can connect
-    clients' port     none; with --admin-key-file those that send `Authorization: Bearer KEY`
+    admin listener    every client that can connect (--admin-host)
+    clients' port     none; with --admin-key-file, clients that send `Authorization: Bearer KEY`
 
-For operators are the views of a replica's state, what changes it, and dry runs.
+Routes for operators show or change a replica's state, or reply with a decision (dry runs).
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from typing import TypeAlias
 from kvrouter.errors import OperatorsOnlyError, WrongAdminKeyError
 
 Gate: TypeAlias = Callable[[str, Mapping[str, str]], None]
-"""Called with what is asked for and the request's headers. Raises KvRouterError if this client may not."""
+"""Gets what is requested and the request's headers. Raises KvRouterError to reject the request."""
 
 
-def open_gate(_asked: str, _headers: Mapping[str, str]) -> None:
-    """The gate of the admin listener: every client may."""
+def open_gate(_requested: str, _headers: Mapping[str, str]) -> None:
+    """The gate of the admin listener: it lets every client in."""
 
 
 def gate_of(key: str | None) -> Gate:
-    """The gate of the clients' port; without a key it is closed."""
+    """The gate of the clients' port. Without a key it rejects every client."""
     if key is None:
         return _closed_gate
     expected = key.encode()
 
-    def keyed_gate(asked: str, headers: Mapping[str, str]) -> None:
+    def keyed_gate(requested: str, headers: Mapping[str, str]) -> None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        # compare_digest: the time it takes does not reveal how much of the key is right
         is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), expected)
         if scheme.lower() != "bearer" or not is_right:
             raise WrongAdminKeyError(
-                f"{asked} is for operators: send `Authorization: Bearer KEY` with the key of "
-                "--admin-key-file, or ask on the admin listener (--admin-port)"
+                f"{requested} is for operators: send `Authorization: Bearer KEY` with the key of "
+                "--admin-key-file, or use the admin listener (--admin-port)"
             )
 
     return keyed_gate
 
 
-def _closed_gate(asked: str, _headers: Mapping[str, str]) -> None:
+def _closed_gate(requested: str, _headers: Mapping[str, str]) -> None:
     raise OperatorsOnlyError(
-        f"{asked} is for operators and not served on this port: ask on the replica's admin listener "
+        f"{requested} is for operators and not served on this port: use the replica's admin listener "
         "(--admin-port, by default --port + 100 on 127.0.0.1; logged at start as frontend.listening)"
     )

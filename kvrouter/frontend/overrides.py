@@ -1,13 +1,13 @@
-"""What one request says about its own routing: headers, and a `kvrouter` object in its JSON body.
+"""Routing settings that one request brings: headers, and a `kvrouter` object in its JSON body.
 
     x-kvrouter-mode            {"mode": …}            one of the modes
     x-kvrouter-overlap-weight  {"overlap_weight": …}  a number of at least 0
     x-kvrouter-temperature     {"temperature": …}     a number of at least 0
     x-kvrouter-dry-run         {"dry_run": …}         true or false
     x-kvrouter-target          {"target": …}          worker_id or worker_id/rank (mode direct)
-    x-session-id               {"session": …}         what keeps requests together; also `session_id`
+    x-session-id               {"session": …}         the session's name; also `session_id`
 
-A header comes before the object: whoever stands in front of us sets headers. A wrong value is refused.
+Headers win over the object: gateways in front of kvrouter set headers. A wrong value is a 400.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 @dataclass(frozen=True)
 class Dialect:
-    """What this frontend lets a request say."""
+    """The modes and headers that this frontend accepts."""
 
     modes: Collection[str]
     own_mode: str
@@ -44,7 +44,7 @@ class Dialect:
 
     @cached_property
     def places(self) -> dict[str, str]:
-        """The header of each field."""
+        """The header of each field of `Overrides`."""
         return {
             "mode": "x-kvrouter-mode",
             "overlap_weight": "x-kvrouter-overlap-weight",
@@ -56,14 +56,14 @@ class Dialect:
 
     @cached_property
     def headers(self) -> frozenset[str]:
-        """All headers that say something about routing."""
+        """All headers that change routing."""
         own = {self.bucket_header} if self.bucket_header else set()
         return frozenset(self.places.values()).union(own)
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What a request says. Nothing said: None or empty."""
+    """A request's settings. None or empty: not given."""
 
     mode: str = ""
     overlap_weight: float | None = None
@@ -78,40 +78,39 @@ _NOTHING = Overrides()
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """A value, and where it stood."""
+class _Given:
+    """A value, and where it was given."""
 
     value: Any
     field: str
     place: str
 
     def wrong(self, what: str) -> BadRequestError:
-        """The error that names the place."""
         return BadRequestError(f"{self.place}: {self.value!r} {what}", param=self.field)
 
 
 def read_overrides(
     headers: Mapping[str, str], body: Mapping[str, Any] | None, session_id: str | None, dialect: Dialect
 ) -> Overrides:
-    """Everything the request says. Raises BadRequestError, naming the field and what it may be."""
+    """Read all settings. Raises BadRequestError, which names the field and its valid values."""
     if body is None and not session_id and dialect.headers.isdisjoint(headers):
         return _NOTHING
     places = dialect.places
-    said = {**_in_body(body or {}, places), **_in_headers(headers, places)}
-    if session_id and "session" not in said:
-        said["session"] = _Said(session_id, "session_id", "`session_id`")
+    given = {**_in_body(body or {}, places), **_in_headers(headers, places)}
+    if session_id and "session" not in given:
+        given["session"] = _Given(session_id, "session_id", "`session_id`")
     readers = _READERS | {"mode": lambda one: _mode(one, dialect)}
-    found = {name: readers[name](one) for name, one in said.items()}
+    found = {name: readers[name](one) for name, one in given.items()}
     bucket = headers.get(dialect.bucket_header, "") if dialect.bucket_header else ""
     overrides = Overrides(**found, bucket=valid_unicode(bucket)[:_MOST_BUCKET_CHARACTERS])
-    _check_target(overrides, said, dialect)
+    _check_target(overrides, given, dialect)
     return overrides
 
 
 def find_wanted(target: str, headers: Mapping[str, str], pool: Pool) -> Wanted | None:
-    """The target a client names, with the rank from its own header if it says none itself.
+    """The target that a client names. Its rank may be in the header `x-data-parallel-rank` instead.
 
-    Raises BadRequestError for a rank that is none, UnknownTargetError for what the pool does not have.
+    Raises BadRequestError for a wrong rank, UnknownTargetError for a target that the pool does not have.
     """
     if not target:
         return None
@@ -133,14 +132,16 @@ def find_wanted(target: str, headers: Mapping[str, str], pool: Pool) -> Wanted |
     return Wanted(wanted.worker_id, rank)
 
 
-def _in_headers(headers: Mapping[str, str], places: Mapping[str, str]) -> dict[str, _Said]:
+def _in_headers(headers: Mapping[str, str], places: Mapping[str, str]) -> dict[str, _Given]:
     given = [(field, header, headers.get(header)) for field, header in places.items()]
     return {
-        field: _Said(value, header, f"header {header}") for field, header, value in given if value is not None
+        field: _Given(value, header, f"header {header}")
+        for field, header, value in given
+        if value is not None
     }
 
 
-def _in_body(body: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, _Said]:
+def _in_body(body: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, _Given]:
     unknown = sorted(body.keys() - places.keys())
     if unknown:
         raise BadRequestError(
@@ -148,54 +149,54 @@ def _in_body(body: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, _S
             param=f"kvrouter.{unknown[0]}",
         )
     return {
-        field: _Said(value, f"kvrouter.{field}", f"`kvrouter.{field}`")
+        field: _Given(value, f"kvrouter.{field}", f"`kvrouter.{field}`")
         for field, value in body.items()
         if value is not None
     }
 
 
-def _mode(said: _Said, dialect: Dialect) -> str:
-    if not isinstance(said.value, str) or said.value not in {*dialect.modes, dialect.own_mode}:
-        raise said.wrong(f"is no mode; use one of {', '.join(sorted(dialect.modes))}")
-    return said.value
+def _mode(given: _Given, dialect: Dialect) -> str:
+    if not isinstance(given.value, str) or given.value not in {*dialect.modes, dialect.own_mode}:
+        raise given.wrong(f"is not a mode; use one of {', '.join(sorted(dialect.modes))}")
+    return given.value
 
 
-def _amount(said: _Said) -> float:
+def _amount(given: _Given) -> float:
     try:
-        value = -1.0 if isinstance(said.value, bool) else float(said.value)
+        value = -1.0 if isinstance(given.value, bool) else float(given.value)
     except (TypeError, ValueError, OverflowError):
         value = -1.0
     if not (value >= 0 and math.isfinite(value)):
-        raise said.wrong("is no number of at least 0")
+        raise given.wrong("is not a number of at least 0")
     return value
 
 
-def _switch(said: _Said) -> bool:
-    value = _SWITCH.get(said.value.lower()) if isinstance(said.value, str) else said.value
+def _switch(given: _Given) -> bool:
+    value = _SWITCH.get(given.value.lower()) if isinstance(given.value, str) else given.value
     if not isinstance(value, bool):
-        raise said.wrong("must be true or false")
+        raise given.wrong("must be true or false")
     return value
 
 
-def _session(said: _Said) -> str:
-    value = said.value
+def _session(given: _Given) -> str:
+    value = given.value
     if not isinstance(value, str) or not value.isprintable() or len(value) > MOST_SESSION_CHARACTERS:
-        raise said.wrong(f"must be text of at most {MOST_SESSION_CHARACTERS} printable characters")
+        raise given.wrong(f"must be text of at most {MOST_SESSION_CHARACTERS} printable characters")
     return value
 
 
-def _target(said: _Said) -> str:
-    if not isinstance(said.value, str):
-        raise said.wrong("must be text: <worker_id> or <worker_id>/<rank>")
-    parse_wanted(said.value)
-    return said.value
+def _target(given: _Given) -> str:
+    if not isinstance(given.value, str):
+        raise given.wrong("must be text: <worker_id> or <worker_id>/<rank>")
+    parse_wanted(given.value)
+    return given.value
 
 
-def _check_target(overrides: Overrides, said: Mapping[str, _Said], dialect: Dialect) -> None:
-    """A target and mode direct need each other: neither is ignored in silence."""
+def _check_target(overrides: Overrides, given: Mapping[str, _Given], dialect: Dialect) -> None:
+    """A target needs mode direct, and mode direct a target: neither is ignored without an error."""
     is_direct = (overrides.mode or dialect.own_mode) == DIRECT
     if overrides.target and not is_direct:
-        raise said["target"].wrong("is heeded in mode direct only: send x-kvrouter-mode: direct, too")
+        raise given["target"].wrong("needs mode direct: also send x-kvrouter-mode: direct")
     if is_direct and not overrides.target:
         raise BadRequestError(
             "mode direct needs a target: send the header x-kvrouter-target: <worker_id>[/<rank>]",
@@ -203,7 +204,7 @@ def _check_target(overrides: Overrides, said: Mapping[str, _Said], dialect: Dial
         )
 
 
-_Reader: TypeAlias = Callable[[_Said], Any]
+_Reader: TypeAlias = Callable[[_Given], Any]
 _READERS: dict[str, _Reader] = {
     "overlap_weight": _amount,
     "temperature": _amount,

@@ -1,4 +1,4 @@
-"""What is kept of a request so that its prediction can be held against the engine's answer."""
+"""Compares the prediction of a request with the usage in its answer and with the engine's later events."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, has_media
 
 
 class Traits(Struct, frozen=True):
-    """What decides whether and how a request can be compared."""
+    """Properties of a request that decide whether its prediction can be compared, and how."""
 
     kind: Kind | None
     is_single: bool
     reads_cache: bool
-    """Whether the engine uses what it has cached; else nothing is wrong if it reports none."""
+    """False if the engine computes the whole prompt, cached or not: 0 cached tokens are right then."""
 
     @classmethod
     def of(cls, request: CompletionRequest, lora_name: str | None, prompts: int) -> Traits:
-        """The traits of a request with so many prompts."""
+        """`prompts`: the number of prompts whose tokens are known."""
         kind = _kind(request.prompt, lora_name, request.cache_salt)
         is_single = prompts == 1 and request.n == 1 and not request.is_beam_search
         return cls(kind, is_single, request.reads_cache)
@@ -33,17 +33,17 @@ _WORDS: dict[type, str] = {ChatPrompt: "chat", TextPrompt: "text"}
 
 
 def _kind(prompt: Prompt | None, lora_name: str | None, salt: str | None) -> Kind | None:
-    """None if the tokens are not known, or stand in for what only the engine can count."""
+    """None if the tokens are not known. Media are placeholders: only the engine knows their tokens."""
     if prompt is None or has_media(prompt):
         return None
     name = _WORDS.get(type(prompt), "tokens")
-    return Kind(name, bool(lora_name), bool(salt))  # type: ignore[arg-type]  # one of its three words
+    return Kind(name, bool(lora_name), bool(salt))  # type: ignore[arg-type]  # one of Kind's three names
 
 
 def compare(
     router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, audit: Audit, tail: bytes
 ) -> None:
-    """A good answer has come: hold what it says against what was foretold at its booking."""
+    """Compare the prediction made at the booking with the usage in the answer's last bytes (`tail`)."""
     pool, choice = router.pool, placement.choice
     is_firm = audit.is_firm(pool.id, choice.target) and traits.reads_cache
     is_firm = is_firm and _names_blocks_of_engine(router, route, placement)
@@ -64,7 +64,7 @@ def compare(
 def expect_events(
     router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, now: float
 ) -> None:
-    """A request was served: the engine's events must name its first block."""
+    """Expect the first block of a served request in the worker's events."""
     worker = router.pool.workers.get(placement.target.worker_id)
     announces = worker is not None and worker.card.publishes_events and router.pool.settings.use_kv_events
     if announces and traits.kind is not None and _names_blocks_of_engine(router, route, placement):
@@ -72,9 +72,9 @@ def expect_events(
 
 
 def _names_blocks_of_engine(router: Router, route: RouteRequest, placement: Placement) -> bool:
-    """Whether the request was hashed, and booked, with the block size of its engine.
+    """Whether the request was hashed and booked in the block size of its engine.
 
-    Else nothing was predicted, and no event names its blocks.
+    If not, nothing was predicted, and no event contains its blocks.
     """
     worker = router.pool.workers.get(placement.target.worker_id)
     if worker is None or placement.block_size != worker.card.block_size:

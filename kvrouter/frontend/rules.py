@@ -1,28 +1,35 @@
-"""What holds for every router of this replica beside its policy: filters, circuits, decisions kept.
+"""What applies to every router of a replica besides its policy: filters, circuit breakers, kept decisions.
 
 flags ──> Rules ──of_pool──> each new router
-POST /busy_threshold ──set_thresholds──┘ from its next request on
+POST /busy_threshold ──set_thresholds──> a router, from its next request on
+each attempt's outcome ──record_outcome──> the circuit of its target
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+
+import structlog
 
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.breaker import CircuitBreakers
 from kvrouter.core.routing.decisions import DecisionRing
 from kvrouter.core.routing.filters import FilterSettings, new_filters
 from kvrouter.core.tables.sessions import SessionTable
-from kvrouter.core.wire.ids import PoolId
+from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.frontend.flags.rules import RuleOptions
 from kvrouter.policies import PolicySettings, new_policy
+from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected, Retried, TimedOut
 from kvrouter.telemetry.metrics import Sample
+
+log = structlog.get_logger()
 
 
 class Rules:
-    """The rules of one replica. Thresholds set at run time stay with their pool."""
+    """The rules of one replica. Thresholds set at run time apply again if a pool is dropped and returns."""
 
     def __init__(self, options: RuleOptions, mode: str, policy: PolicySettings) -> None:
         self.options = options
@@ -33,11 +40,9 @@ class Rules:
         self._filters: dict[PoolId, FilterSettings] = {}
 
     def new_sessions(self) -> SessionTable:
-        """An empty table for one pool."""
         return SessionTable(self.options.session_ttl_s)
 
     def of_pool(self, pool_id: PoolId) -> RouterRules:
-        """The rules of a new router."""
         circuits = CircuitBreakers(self.options.breaker) if self.options.breaker is not None else None
         return RouterRules(
             new_filters(self.filters(pool_id), circuits),
@@ -62,12 +67,31 @@ class Rules:
         router.selection.filters = new_filters(self.filters(pool_id), router.circuits)
 
     def samples(self, routers: Mapping[PoolId, Router]) -> Iterator[Sample]:
-        """For /metrics."""
         kept = len(self.decisions) if self.decisions is not None else 0
-        yield "kvrouter_decisions_kept", "gauge", "Decisions that /decisions knows", {}, kept
+        yield "kvrouter_decisions_kept", "gauge", "Decisions kept for /decisions", {}, kept
         for pool_id, router in routers.items():
             labels, sessions = {"pool": str(pool_id)}, router.selection.state.sessions
             yield "kvrouter_sessions", "gauge", "Sessions bound to a target", labels, len(sessions)
             for target in router.circuits.open_targets() if router.circuits is not None else ():
                 own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
-                yield "kvrouter_circuit_open", "gauge", "1: passed over after failures", own, 1
+                yield "kvrouter_circuit_open", "gauge", "1 while the target is skipped after failures", own, 1
+
+
+def record_outcome(circuits: CircuitBreakers, target: Target, outcome: Outcome | None) -> None:
+    """Pass how an attempt ended to the target's circuit. None: the client left, or the replica failed."""
+    match outcome:
+        case None | Done(spares_worker=True):
+            circuits.abandoned(target)
+        case Lost() | Retried() | TimedOut():
+            _failed(circuits, target)
+        case Rejected(status=status) if status >= 500:
+            _failed(circuits, target)
+        case Done(failure=failure) if failure:
+            _failed(circuits, target)
+        case Rejected() | Done():
+            circuits.succeeded(target)
+
+
+def _failed(circuits: CircuitBreakers, target: Target) -> None:
+    if circuits.failed(target, asyncio.get_running_loop().time()):
+        log.warning("worker.circuit_opened", worker=str(target), open_s=circuits.settings.open_s)
