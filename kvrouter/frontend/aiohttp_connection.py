@@ -1,4 +1,4 @@
-"""A client's connection where aiohttp itself answers: what is no HTTP, and bodies it is not to send."""
+"""A client's connection that aiohttp keeps, and what aiohttp answers before a route is called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from kvrouter.relay.request import new_request_id, request_id_of
 
 
 class ClientConnection(web.RequestHandler):
-    """aiohttp's, with OpenAI's form for what comes to no route: broken HTTP, an unknown packing."""
+    """aiohttp's connection, with OpenAI's form for errors before any route: invalid HTTP, unknown encodings.
+
+    It calls back once a slow client has caught up; aiohttp (3.14) has no public way to wait for that.
+    """
 
     __slots__ = ("_waiting",)
 
@@ -24,11 +27,10 @@ class ClientConnection(web.RequestHandler):
         self._waiting: list[Callable[[], None]] = []
 
     def when_drained(self, call: Callable[[], None]) -> None:
-        """Call once the client has caught up; never, if it leaves instead."""
+        """Call once the client has caught up; never if it leaves."""
         self._waiting.append(call)
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
         super().resume_writing()
         waiting, self._waiting = self._waiting, []
         for call in waiting:
@@ -41,22 +43,22 @@ class ClientConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The same answer in another form. Raises ConnectionError if another one has begun."""
+        """Aiohttp's answer in OpenAI's form. Raises ConnectionError if another answer has begun."""
         super().handle_error(request, status, exc, message)
         error = internal_error()
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            said = " ".join((message or HTTPStatus(status).phrase).split())
-            error = BadRequestError(f"the request cannot be read: {said[:300]}")
+            reason = " ".join((message or HTTPStatus(status).phrase).split())
+            error = BadRequestError(f"the request cannot be read: {reason[:300]}")
         answer = as_response(error_answer(error, new_request_id()))
         answer.force_close()
         return answer
 
 
 async def invite_body(http: web.Request) -> web.StreamResponse | None:
-    """`Expect: 100-continue`: a client that asks is told at once if its body is too large."""
+    """Answer `Expect: 100-continue`: send the body, or an error at once if it is too large."""
     if (http.content_length or 0) > http.client_max_size:
         answer = as_response(error_answer(too_large(http), request_id_of(http.headers)))
-        answer.force_close()  # the body may come all the same
+        answer.force_close()  # the client may send the body all the same
         return answer
     if http.version >= HttpVersion11 and http.headers.get("expect", "").lower() == "100-continue":
         await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -65,11 +67,10 @@ async def invite_body(http: web.Request) -> web.StreamResponse | None:
 
 
 def too_large(http: web.Request) -> RequestTooLargeError:
-    """What the client is told of a body above the limit."""
     most = http.client_max_size
     return RequestTooLargeError(f"the request body is too large: {most} bytes are allowed (--max-body-mb)")
 
 
 def as_response(answer: Answer) -> web.Response:
-    """The answer, for aiohttp to send."""
+    """The answer as aiohttp's own response."""
     return web.Response(status=answer.status, body=answer.body, headers=answer.fields)

@@ -1,4 +1,4 @@
-"""Requests that aiohttp has read: what it parses, we serve, and write the answers ourselves.
+"""Requests that aiohttp has parsed. The router serves them and writes the answers to the socket itself.
 
 web.Request ──> Request ──serve──> Served ──> AlreadyWritten
 """
@@ -33,11 +33,12 @@ from kvrouter.relay.transport import reset
 
 log = structlog.get_logger()
 
+# A client that has not read its answer for this long is disconnected. As long as on plain connections.
 UNREAD_S = 75.0
-"""A client that has not read its answer for so long has no use for another one."""
 
+# A client that sends no more of a body for this long is disconnected. As long as on plain connections.
+# aiohttp (3.14) has no such limit: stopped bodies would hold up the drain of a replica.
 STALLED_S = 75.0
-"""A client that sends nothing more of a body for so long is not waited for; the same on plain connections."""
 
 
 ARRIVING = web.AppKey("arriving", ArrivingBytes)
@@ -52,7 +53,7 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 
 class AiohttpClient:
-    """The client behind a request, as relay.Client wants it."""
+    """The ClientSide (relay/exchange.py) of a request that aiohttp has parsed."""
 
     def __init__(self, http: web.Request) -> None:
         self.is_http_10 = http.version <= HttpVersion10
@@ -60,7 +61,7 @@ class AiohttpClient:
         self._protocol = http.protocol
 
     def write(self, data: bytes) -> None:
-        """Send; a client that has left is no error."""
+        """Send. If the client has left, this does nothing."""
         self.has_begun = True
         transport = self._protocol.transport
         if transport is not None:
@@ -78,7 +79,7 @@ class AiohttpClient:
 
 
 class AlreadyWritten(web.StreamResponse):
-    """Tells aiohttp that the response has gone out, and whether the connection can be used again."""
+    """Makes aiohttp believe that it has sent the response; says whether the connection stays open."""
 
     def __init__(self, served: Served) -> None:
         super().__init__(status=served.status)
@@ -91,12 +92,12 @@ class AlreadyWritten(web.StreamResponse):
         return self._served.keeps_alive
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Nothing to send."""
+        """Send nothing."""
         self._client = request
         return None
 
     async def write_eof(self, _data: bytes = b"") -> None:
-        """Nothing to send; if the answer is not whole, the connection is torn."""
+        """Send nothing, but reset the connection if the answer is incomplete."""
         if self._served.needs_reset and self._client is not None and self._client.transport is not None:
             reset(self._client.transport)
 
@@ -104,14 +105,14 @@ class AlreadyWritten(web.StreamResponse):
 def from_aiohttp(http: web.Request) -> Request:
     """The request as the request path sees it."""
     fields = [(name.lower(), value) for name, value in http.headers.items()]
-    is_origin = http.raw_path.startswith("/")  # the form that servers are asked in; else a proxy is
+    is_origin = http.raw_path.startswith("/")  # else the absolute form, which clients send to proxies
     path = http.raw_path if is_origin else http.rel_url.raw_path_qs
     head = RequestHead(http.method, path, fields, wants_keep_alive=http.keep_alive)
     return Request(head, AiohttpClient(http), arriving=partial(read_body, http))
 
 
 async def read_body(http: web.Request) -> bytes:
-    """The body, whole. Raises BadRequestError, of whatever kind, or BodiesFullError."""
+    """The whole body. Raises a subclass of BadRequestError, or BodiesFullError."""
     if http.content_length is not None and http.content_length > http.client_max_size:
         raise too_large(http)
     arriving, body = http.app[ARRIVING], bytearray()
@@ -128,7 +129,7 @@ async def _read_into(body: bytearray, http: web.Request, arriving: ArrivingBytes
             async with asyncio.timeout(STALLED_S):
                 piece = await http.content.readany()
         except TimeoutError:
-            raise RequestStalledError(f"no more of the request body has come for {STALLED_S:g} s") from None
+            raise RequestStalledError(f"no more of the request body arrived for {STALLED_S:g} s") from None
         except (web.RequestPayloadError, BadHttpMessage) as error:
             raise BadRequestError(f"the request body cannot be read: {error}") from None
         if not piece:
@@ -140,13 +141,13 @@ async def _read_into(body: bytearray, http: web.Request, arriving: ArrivingBytes
 
 
 def route(serve: Serve) -> HttpRoute:
-    """What serves requests, as aiohttp calls it."""
+    """Make an aiohttp route of a way to serve requests."""
 
     async def serve_http(http: web.Request) -> web.StreamResponse:
         request = from_aiohttp(http)
         served = await serve(request)
         if served.keeps_alive and request.client.is_slow:
-            # else a client that sends requests and reads no answers would fill our memory
+            # Else a client that sends requests and reads no answers would fill the memory.
             drained = asyncio.Event()
             request.client.when_drained(drained.set)
             try:
@@ -160,34 +161,35 @@ def route(serve: Serve) -> HttpRoute:
 
 
 def _head_error(request: web.Request) -> KvRouterError | None:
-    """Why the request is refused, whatever it asks for; aiohttp looks neither at hosts nor at the version."""
+    """Why the request is rejected on any route. aiohttp (3.14) checks neither `host` nor the version."""
     if request.version.major != 1:
-        return HttpVersionError("HTTP/1.1 is spoken here")
-    trouble = host_error(request.headers.getall("host", []), is_http_10=request.version <= HttpVersion10)
-    return BadRequestError(trouble) if trouble else None
+        return HttpVersionError(f"HTTP/{request.version.major} is not supported: use HTTP/1.1")
+    wrong = host_error(request.headers.getall("host", []), is_http_10=request.version <= HttpVersion10)
+    return BadRequestError(wrong) if wrong else None
 
 
 @web.middleware
 async def openai_errors(request: web.Request, handler: HttpRoute) -> web.StreamResponse:
-    """Unknown routes and our own bugs are answered in OpenAI's form too."""
-    if refusal := _head_error(request):
-        answer = error_answer(refusal, request_id_of(request.headers))
-        AiohttpClient(request).write(answer.encode(keeps_alive=False))  # aiohttp would answer as HTTP/2.0
-        return AlreadyWritten(Served(refusal.status, keeps_alive=False))
+    """Answer unknown routes and bugs in OpenAI's form as well."""
+    if error := _head_error(request):
+        answer = error_answer(error, request_id_of(request.headers))
+        # Written here, since aiohttp's own response would have the version of the request, HTTP/2.0.
+        AiohttpClient(request).write(answer.encode(keeps_alive=False))
+        return AlreadyWritten(Served(error.status, keeps_alive=False))
     try:
         return await handler(request)
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
+    except web.HTTPMethodNotAllowed as wrong_method:
+        allowed = ", ".join(sorted(wrong_method.allowed_methods))
         wrong = WrongMethodError(f"{request.method} {request.path}: use {allowed}")
         response = as_response(error_answer(wrong, request_id_of(request.headers)))
         response.headers["allow"] = allowed
         return response
-    except web.HTTPException as error:
-        kind = NoRouteError if error.status == 404 else KvRouterError
-        trouble = kind(f"{request.method} {request.path}: {error.reason}")
-    except KvRouterError as error:
-        trouble = error
+    except web.HTTPException as no_route:
+        kind = NoRouteError if no_route.status == 404 else KvRouterError
+        error = kind(f"{request.method} {request.path}: {no_route.reason}")
+    except KvRouterError as expected:
+        error = expected
     except Exception:
         log.exception("request.failed", path=request.path)
-        trouble = internal_error()
-    return as_response(error_answer(trouble, request_id_of(request.headers)))
+        error = internal_error()
+    return as_response(error_answer(error, request_id_of(request.headers)))

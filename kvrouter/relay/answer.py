@@ -1,4 +1,4 @@
-"""What we answer ourselves, as bytes; and what is left to do for a client's connection after an answer."""
+"""Answers that the router writes itself, and what an answer leaves to do with the client's connection."""
 
 from __future__ import annotations
 
@@ -12,29 +12,27 @@ from kvrouter.relay.exchange import Rejected
 
 
 class Served(Struct, frozen=True):
-    """A request has been answered, by whomever: its client has it all, or as much as there is."""
+    """A request has been answered, by a worker or by the router."""
 
     status: int
     keeps_alive: bool
+    # The answer is incomplete, and only a reset of the connection can still show that.
     needs_reset: bool = False
-    """The answer is not whole, and its client could not be told: the connection has to be torn."""
 
 
 class Answer(Struct, frozen=True):
-    """An answer of our own."""
+    """An answer that the router writes. `headers` have lower-case names; the default type is JSON."""
 
     status: int
     body: bytes
     headers: Mapping[str, str]
-    """In lower case; `content-type` is JSON unless it is said here."""
 
     @property
     def fields(self) -> dict[str, str]:
-        """All headers of the answer itself."""
+        """The headers, without those that frame the body or belong to the connection."""
         return {"content-type": "application/json", **self.headers}
 
     def encode(self, *, keeps_alive: bool) -> bytes:
-        """Head and body."""
         fields = self.fields
         fields["content-length"] = str(len(self.body))
         fields["connection"] = "keep-alive" if keeps_alive else "close"
@@ -46,11 +44,11 @@ def _reason(status: int) -> str:
     try:
         return HTTPStatus(status).phrase
     except ValueError:
-        return ""  # a worker may say anything
+        return ""  # a rejected answer has the worker's status, which may be any number
 
 
 def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
-    """The headers of an answer whose body is this error."""
+    """The headers of an answer whose body is this error, in any API's form."""
     headers = {"x-request-id": request_id}
     if error.status == 503:
         headers["retry-after"] = str(error.retry_after_s)
@@ -59,19 +57,19 @@ def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
     return headers
 
 
-def rejected_answer(request_id: str, refusal: Rejected) -> Answer:
-    """The last worker's own refusal, passed on."""
+def rejected_answer(request_id: str, rejected: Rejected) -> Answer:
+    """The answer with which the last worker rejected the request."""
     headers = {
         "x-request-id": request_id,
-        "content-type": refusal.content_type.decode("utf-8", "surrogateescape"),
+        "content-type": rejected.content_type.decode("utf-8", "surrogateescape"),
     }
-    if refusal.retry_after or refusal.status == 503:
-        headers["retry-after"] = refusal.retry_after.decode("utf-8", "surrogateescape") or str(
+    if rejected.retry_after or rejected.status == 503:
+        headers["retry-after"] = rejected.retry_after.decode("utf-8", "surrogateescape") or str(
             KvRouterError.retry_after_s
         )
-    return Answer(refusal.status, refusal.body, headers)
+    return Answer(rejected.status, rejected.body, headers)
 
 
 def internal_error() -> KvRouterError:
-    """What a client is told of a bug of ours."""
+    """What a client gets for a bug in the router."""
     return KvRouterError("internal error; the log of this replica has the details")

@@ -1,4 +1,4 @@
-"""The certificate that a replica's doors show, renewed while they are open."""
+"""The certificate of a replica's listeners, renewed while they are open."""
 
 from __future__ import annotations
 
@@ -15,48 +15,51 @@ from kvrouter.tls import CertificateFiles, server_context
 
 log = structlog.get_logger()
 
+# A renewed certificate is in use after this long at most. Each look costs two calls of stat.
 LOOK_EVERY_S = 10.0
-"""How long a renewed certificate waits at most. The look is two calls of stat."""
 
 _Marks: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
 class DoorCertificate:
-    """Each handshake shows the newest certificate that could be read; connections that are there go on.
+    """Each handshake presents the newest certificate that could be read; open connections continue.
 
-    A context is never changed: beside a new certificate of another kind (ECDSA for RSA) OpenSSL would go on
-    to show the old one, and a key that does not fit would leave it with half of a pair.
+    A renewal makes a new SSLContext and never changes the old one. OpenSSL keeps one certificate per kind of
+    key, so next to a new ECDSA certificate it would still present the old RSA one. And a key that does not
+    fit would leave the context with half of a pair.
     """
 
     def __init__(self, files: CertificateFiles) -> None:
         """Raises ConfigError."""
         self._files = files
         self._marks = self._look_at_files()
-        self._trouble = ""
+        self._last_error = ""
+        # Servers are opened with `context`, which passes each handshake on to the newest one.
         self.context = self._newest = server_context(files)
-        """The one that servers are opened with; it passes each handshake on to the newest."""
         self.context.sni_callback = self._show_newest
 
     async def run(self) -> None:
-        """Renew it whenever its files have changed."""
+        """Renew the certificate whenever its files have changed."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             self.renew()
 
     def renew(self) -> None:
-        """Take what is in the files, if it is new and whole; otherwise the former one stays."""
+        """Read the files if they have changed. If they cannot be used, the previous certificate stays."""
         marks = self._look_at_files()
         if marks == self._marks:
             return
         try:
             self._newest = server_context(self._files)
         except ConfigError as error:
-            if str(error) != self._trouble:
-                effect = "the former certificate stays in use; looked at again until it can be used"
+            if str(error) != self._last_error:  # once per cause, not every 10 s
+                effect = (
+                    "the previous certificate stays in use; the files are read again until they can be used"
+                )
                 log.warning("frontend.certificate_not_renewed", error=str(error), effect=effect)
-            self._trouble = str(error)
+            self._last_error = str(error)
             return
-        self._marks, self._trouble = marks, ""
+        self._marks, self._last_error = marks, ""
         log.info("frontend.certificate_renewed", cert=str(self._files.cert))
 
     def _show_newest(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
@@ -67,7 +70,10 @@ class DoorCertificate:
 
 
 def _marks(path: Path) -> tuple[int, int, int] | None:
-    """What changes with a file's content, or with the file that a link leads to; None: there is none."""
+    """What changes with a file's content or with the file that a link points to; None: no such file.
+
+    Kubernetes and certbot replace certificates by changing a symbolic link, hence the inode.
+    """
     try:
         found = os.stat(path)
     except OSError:

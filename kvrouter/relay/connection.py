@@ -1,15 +1,15 @@
-"""A client's connection as long as its requests are plain: read here, served, answered to its socket.
+"""A client's connection while its requests are plain: read here, served, and answered to its socket.
 
     waiting ──plain head──> serving ──answered──> waiting ──> …
        │ anything else         │ client gone: the request's task is cancelled
-       v                       v
-    handed over, bytes and all, to aiohttp, which keeps it from then on
+       v
+    handed over to aiohttp, with all unread bytes; aiohttp keeps it from then on
 
-So what HTTP knows beyond a POST with a length (other methods, HTTP/1.0, chunked and packed bodies,
-`Expect`, upgrades, broken heads, bodies above the limit) is served by aiohttp, routes and errors included.
+A plain request is a POST with a length (request_parser.py). aiohttp serves all else, routes and errors
+included: other methods, HTTP/1.0, chunked and compressed bodies, `Expect`, upgrades, invalid heads, bodies
+above the limit.
 
-A client that has sent its request and shuts its sending side down counts as one that has left:
-there is no telling the two apart.
+A client that shuts down its sending side after its request counts as gone: the two look the same.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from kvrouter.relay.request import ArrivingBytes, Request, RequestHead, Serve
 from kvrouter.relay.request_parser import END, MAX_HEAD_BYTES, PlainHeads, may_be_plain
 from kvrouter.relay.transport import is_unsent, reset
 
+# While a request is served, at most this much of the following requests is read. Without the bound a client
+# that sends faster than it is served made the buffer grow from 64 to 197 MB in 4 s.
 PIPELINED_BYTES = 64 * 1024
-"""More than this of requests to come is left unread while one is served."""
+# A slow client's unsent bytes: beyond this its worker is paused. uvloop (0.23) has this limit for TCP, but
+# 512 KiB for TLS.
 UNSENT_BYTES = 64 * 1024
-"""More than this for a slow client is not taken from the worker; over TLS uvloop's own limit is 512 KiB."""
+# The clock of uvloop (0.23) has whole ms, so a timer may end this much too early.
 _TIMER_S = 0.001
-"""The loop's clock ticks in ms: a timer may come this much too early."""
 
 NewConnection: TypeAlias = Callable[[], asyncio.Protocol]
 
 
 class Connections:
-    """What all connections of a server share, and which of them are open."""
+    """What the connections of a server share, and the set of open ones."""
 
     def __init__(
         self,
@@ -56,22 +58,20 @@ class Connections:
         self.heads = PlainHeads()
 
     def new(self) -> PlainConnection:
-        """One, for the next client."""
         return PlainConnection(self)
 
     @property
     def unread(self) -> int:
-        """Connections with something that is written and not sent, since their clients have not read on."""
+        """The number of connections whose clients have not yet read all that was written for them."""
         return sum(connection.has_unread for connection in self.open)
 
     def close(self) -> None:
-        """End the connections that are left."""
         for connection in list(self.open):
             connection.close()
 
 
 class PlainConnection(asyncio.Protocol):
-    """One client's connection; for its requests, the client (relay.Client)."""
+    """One client's connection, and the ClientSide (exchange.py) of its requests."""
 
     is_http_10 = False
 
@@ -81,70 +81,66 @@ class PlainConnection(asyncio.Protocol):
         self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._unread = b""
-        """What has come and belongs to no request yet."""
-        self._body: _ArrivingBody | None = None
-        """Set while the body of the request being served is not complete."""
-        self._task: asyncio.Task[None] | None = None
-        """Set while a request is served."""
+        self._unread = b""  # arrived, and not yet part of a request
+        self._body: _ArrivingBody | None = None  # set while the served request's body is incomplete
+        self._task: asyncio.Task[None] | None = None  # set while a request is served
         self._is_reading = True
         self._waiting: list[Callable[[], None]] = []
-        self._heard_at = 0.0
-        self._timer: asyncio.TimerHandle
-        """From when the client has come: a TLS handshake may fail, and then it never does."""
+        self._active_at = 0.0
+        self._timer: asyncio.TimerHandle  # not before connection_made: a TLS handshake may fail
 
-    # relay.Client
+    # ClientSide
 
     def write(self, data: bytes) -> None:
-        """Send; a client that has left is no error."""
+        """Send. If the client has left, this does nothing."""
         self.has_begun = True
         if self._transport is not None:
             self._transport.write(data)
 
     def when_drained(self, call: Callable[[], None]) -> None:
-        """Call once the client has caught up; never, if it leaves instead."""
+        """Call once the client has caught up; never if it leaves."""
         self._waiting.append(call)
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has come."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but no subclass
+        # A cast, since uvloop's transports are not subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
         self._connections.open.add(self)
-        self._heard_at = self._loop.time()
+        self._active_at = self._loop.time()
         self._timer = self._loop.call_later(self._connections.keep_alive_s, self._watch)
         if transport.get_extra_info("sslcontext") is not None:
             self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
         raw = transport.get_extra_info("socket")
-        if raw is not None:  # a client that vanishes without a word is noticed, some day
+        if raw is not None:  # else a client whose host vanished during a long answer would never be noticed
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has left: so does its request."""
+        """The client has left: cancel its request."""
         self._transport = None
         self._timer.cancel()
         self._connections.open.discard(self)
         if self._body is not None:
-            self._body.let_go()
+            self._body.drop()
         if self._task is not None:
             self._task.cancel()
-            self._task = None  # it will hold its error, whose frames hold us: a ring that outlives both
+            # The task keeps its CancelledError, whose frames refer to this object: without this the two form
+            # a cycle that only the garbage collector frees.
+            self._task = None
 
     def pause_writing(self) -> None:
-        """What we send piles up."""
         self.is_slow = True
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
         self.is_slow = False
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call()
 
     def data_received(self, data: bytes) -> None:
-        """The next piece: of a body, of the next head, or of what has to wait for its turn."""
+        """Bytes of a body, of the next head, or of requests that wait for their turn."""
         if self._body is not None:
-            self._heard_at = self._loop.time()
+            self._active_at = self._loop.time()
             data = self._body.feed(data)
             if self._body.is_whole:
                 self._body = None
@@ -154,10 +150,10 @@ class PlainConnection(asyncio.Protocol):
         if len(self._unread) > PIPELINED_BYTES:
             self._pause()
 
-    # One request after the other
+    # One request after another
 
     def _next(self) -> None:
-        """Serve the next request, once its head is here."""
+        """Serve the next request once its head is complete."""
         data = self._unread
         end = data.find(END, 0, MAX_HEAD_BYTES)
         if end < 0 and may_be_plain(data):
@@ -176,10 +172,10 @@ class PlainConnection(asyncio.Protocol):
         self._task = self._loop.create_task(self._serve(serve, request))
 
     def _request(self, head: RequestHead, begun: bytes, length: int) -> Request:
-        """With its body, or as much of it as is here."""
+        """A request with the part of its body that has arrived."""
         if len(begun) == length:
             return Request(head, self, begun)
-        self._heard_at = self._loop.time()
+        self._active_at = self._loop.time()
         self._body = _ArrivingBody(length, self._loop.create_future(), self._connections.arriving)
         self._body.feed(begun)
         return Request(head, self, arriving=self._body.whole)
@@ -193,30 +189,30 @@ class PlainConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        self._heard_at = self._loop.time()  # so long it may take the client to read what is left
+        self._active_at = self._loop.time()  # the client has keep_alive_s to read the rest of the answer
         if served.needs_reset:
             reset(transport)
         elif not served.keeps_alive or self._body is not None:
             transport.close()
-        elif self.is_slow:  # a client that reads no answers must not fill our memory with them
+        elif self.is_slow:  # else a client that sends requests and reads no answers would fill the memory
             self._pause()
-            self.when_drained(self._go_on)
+            self.when_drained(self._continue)
         else:
-            self._go_on()
+            self._continue()
 
     def _pause(self) -> None:
         if self._is_reading:
             self._is_reading = False
             cast(asyncio.Transport, self._transport).pause_reading()
 
-    def _go_on(self) -> None:
-        """The client has what was sent: the next request."""
+    def _continue(self) -> None:
+        """The client has received enough of the answer: serve the next request."""
         transport = self._transport
         if transport is None or transport.is_closing() or self._task is not None:
             return
         if self._unread:
             self._next()
-        if len(self._unread) <= PIPELINED_BYTES:  # else each request served would let in another read
+        if len(self._unread) <= PIPELINED_BYTES:  # else each served request would allow another read
             self._resume(transport)
 
     def _resume(self, transport: asyncio.Transport) -> None:
@@ -225,7 +221,7 @@ class PlainConnection(asyncio.Protocol):
             transport.resume_reading()
 
     def _hand_over(self) -> None:
-        """From here on it is aiohttp's, with everything that belongs to no request yet."""
+        """Give the connection to aiohttp, with all bytes that are not yet part of a request."""
         transport = cast(asyncio.Transport, self._transport)
         self._timer.cancel()
         self._connections.open.discard(self)
@@ -241,19 +237,18 @@ class PlainConnection(asyncio.Protocol):
 
     @property
     def has_unread(self) -> bool:
-        """Whether a part of what was written is still here."""
+        """Whether a part of what was written has not reached the client's host."""
         return is_unsent(self._transport)
 
     def close(self) -> None:
-        """The server ends: so do its connections."""
         if self._transport is not None:
             self._transport.close()
 
     def _watch(self) -> None:
-        """The timer: a client that sends no head, or nothing more of a body, is not waited for."""
-        left_s = self._heard_at + self._connections.keep_alive_s - self._loop.time()
+        """The timer: close if the client has sent no head, or no more of its body, for keep_alive_s."""
+        left_s = self._active_at + self._connections.keep_alive_s - self._loop.time()
         if self._task is not None and self._body is None:
-            left_s = self._connections.keep_alive_s  # it is our turn
+            left_s = self._connections.keep_alive_s  # the router is at work, not the client
         if left_s > 0:
             self._timer = self._loop.call_later(max(left_s, _TIMER_S), self._watch)
         elif self._transport is not None:
@@ -271,7 +266,6 @@ class _ArrivingBody:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is missing."""
         return self._missing <= 0
 
     def feed(self, data: bytes) -> bytes:
@@ -279,25 +273,24 @@ class _ArrivingBody:
         taken, rest = data[: self._missing], data[self._missing :]
         self._missing -= len(taken)
         if self._done.done():
-            return rest  # it is no longer wanted
+            return rest  # rejected, or its request is gone: only skip it
         try:
             self._arriving.take(len(taken))
         except BodiesFullError as error:
-            self.let_go()
+            self.drop()
             self._done.set_exception(error)
-            self._done.exception()  # looked at: should its request have gone, nobody else will
+            self._done.exception()  # marks it as retrieved: asyncio would log it if the request is gone
             return rest
         self._data += taken
         if self.is_whole:
             self._done.set_result(bytes(self._data))
-            self.let_go()
+            self.drop()
         return rest
 
-    def let_go(self) -> None:
-        """It is whole, or nobody waits for it any longer."""
+    def drop(self) -> None:
+        """Free the bytes: the body is complete, or its request is gone."""
         self._arriving.give_back(len(self._data))
         self._data = bytearray()
 
     async def whole(self) -> bytes:
-        """All of it."""
         return await self._done

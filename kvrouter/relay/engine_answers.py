@@ -15,23 +15,24 @@ from kvrouter.core.tables.predictions import Usage
 _RETRIABLE = frozenset({408, 429})
 UNKNOWN_MODEL = 404
 
+# The usage of vLLM and SGLang ends within this much of the body's end.
 TAIL_BYTES = 1024
-# The usage event, `[DONE]` and the end of the body may come in reads of their own.
+# The usage event, `[DONE]` and the end of the body may each come in a read of its own.
 TAIL_READS = 4
 # A whole number: the delimiter shows that no chunk boundary cuts it.
 _NUMBER = re.compile(rb" ?(\d{1,12})[,} \n]")
 
 
 def is_rejection(status: int, *, serves_model: bool = False) -> bool:
-    """Whether another worker may do better; every other 4xx is the client's own fault.
+    """Whether another worker may accept the request. Every other 4xx is the client's fault.
 
-    `serves_model`: the worker has announced the model, so a 404 is its own fault. It serves another one now.
+    `serves_model`: the worker has announced the model. A 404 then means that it serves another model by now.
     """
     return status >= 500 or status in _RETRIABLE or (serves_model and status == UNKNOWN_MODEL)
 
 
 def first_line(text: bytes) -> tuple[bytes, bool]:
-    """The first line of a stream that does not only name its event, and whether all of it is there."""
+    """The first line of a stream that is not an `event:` line, and whether the line is complete."""
     line, newline, rest = text.lstrip().partition(b"\n")
     if newline and line.startswith(b"event:"):
         line, newline, _ = rest.partition(b"\n")
@@ -39,13 +40,16 @@ def first_line(text: bytes) -> tuple[bytes, bool]:
 
 
 def error_status_in(event: bytes) -> int:
-    """The status inside an event `data: {"error": …}`; 0 if it is no error."""
-    if b'"error"' not in event:
+    """The status in an event `data: {"error": …}`; 0 if the event is not an error.
+
+    An overloaded vLLM reports it in the first event of a stream that began with 200.
+    """
+    if b'"error"' not in event:  # nearly always: no need to parse the JSON
         return 0
     try:
         body = msgspec.json.decode(event.removeprefix(b"data:").strip())
     except (ValueError, RecursionError):
-        return 0  # broken JSON, broken UTF-8, nested for ever
+        return 0  # invalid JSON, invalid UTF-8, or nested too deeply
     error = body.get("error") if isinstance(body, dict) else None
     if not error:
         return 0
@@ -54,7 +58,7 @@ def error_status_in(event: bytes) -> int:
 
 
 def find_usage(tail: bytes) -> Usage:
-    """What the last usage in these bytes says; None where there is none, or only a part of it."""
+    """The numbers of the last usage in these bytes; None where one is missing or cut off."""
     return Usage(_last_number(tail, b'"prompt_tokens":'), _last_number(tail, b'"cached_tokens":'))
 
 

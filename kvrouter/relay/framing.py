@@ -1,7 +1,7 @@
 """HTTP/1.1 responses as bytes: where the head ends, where the body ends. Pure; nothing is decoded.
 
-The relay passes a worker's bytes on as they are, chunk framing included. It needs to know only
-what kind of answer it is (the head) and when it is over (so that the connection can be used again).
+The relay passes a worker's bytes on as they are, chunk framing included. It needs to know only what kind of
+answer it is (the head) and when it ends (then the connection can serve another request).
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from kvrouter.errors import KvRouterError
 
 MAX_HEAD_BYTES = 64 * 1024
 _MAX_SIZE_LINE = 1024
+# Longer heads are parsed each time. With 512 of them the cache holds half a MiB of heads at most.
 _MOST_REMEMBERED_BYTES = 1024
+# No answer has 10^18 bytes, and `int` raises for numbers of more than 4,300 digits.
 _MAX_LENGTH_DIGITS = 18
-"""Python refuses to read numbers of thousands of digits; no answer has 10^18 bytes."""
+# Not allowed in a head. A client may take a lone CR or LF for the end of a line, and see another header.
 _CONTROL_CHARACTERS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-"""What may not stand in a head. A client would take a lone CR or LF for the end of a line."""
 
 _BLANK = re.compile(rb"[ \t]")
 
 _MEDIA = (b"audio/", b"image/", b"video/", b"application/octet-stream")
 
+# Headers of one connection, which are not forwarded (RFC 9110, 7.6.1).
 HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -38,45 +40,45 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-"""Headers that belong to one connection (RFC 9110, 7.6.1) and are not passed on."""
 
 
 def hop_by_hop(connection: bytes) -> frozenset[bytes]:
-    """The headers not to pass on, given the `connection` header, which may name more of them."""
+    """The headers not to forward: the known ones, and those that the `connection` header names."""
     if not connection:
         return HOP_BY_HOP
     named = {name.strip() for name in connection.lower().split(b",")}
-    return HOP_BY_HOP | (named - {b"content-length"})  # without it the body would have no end
+    return HOP_BY_HOP | (named - {b"content-length"})  # without it the body's end is unknown
 
 
 class FramingError(KvRouterError):
-    """The worker's answer is no HTTP/1.1 response."""
+    """The worker's answer is not an HTTP/1.1 response."""
 
     status = 502
     type = "BadGatewayError"
 
 
 class ResponseHead(Struct, frozen=True):
-    """A response head. `length` is None for a body that is chunked or ends with the connection."""
+    """A response head. `length` is None if the body is chunked or ends with the connection.
+
+    `headers` are by name in lower case; of several with one name the last. `forwarded` are the lines for the
+    client, without hop-by-hop headers and the headers that the router sets itself. `is_media`: audio, images
+    or other bytes that are not text.
+    """
 
     status: int
     headers: dict[bytes, bytes]
-    """By name in lower case; of several with one name the last."""
     forwarded: bytes
-    """The lines that a client is forwarded as they are; hop-by-hop headers and our own are left out."""
     length: int | None
     is_chunked: bool
     keeps_alive: bool
     is_event_stream: bool
-    """Whether the body is a stream of server-sent events."""
     is_media: bool
-    """Whether the body is sound, pictures or other bytes that are no text."""
 
 
 def parse_head(data: bytes) -> ResponseHead:
     """Read a head, without its closing empty line. Raises FramingError.
 
-    Workers say the same again and again, but for the second in their `date`; so the last ones are remembered.
+    A worker's heads are equal except for the second in `date`, so the last ones are remembered.
     """
     return _remembered(data) if len(data) <= _MOST_REMEMBERED_BYTES else _parse(data)
 
@@ -100,7 +102,8 @@ def _parse(data: bytes) -> ResponseHead:
     length, is_chunked = _body_framing(int(status), own)
     left_out = hop_by_hop(connection)
     if is_chunked:
-        left_out |= {b"content-length"}  # the two contradict each other (RFC 9112, 6.3)
+        # With both, a client could read another length than the relay: request smuggling (RFC 9112, 6.3).
+        left_out |= {b"content-length"}
     forwarded = [b"HTTP/1.1 %b %b" % (status, reason)]
     forwarded += [
         b"%b: %b" % field for field in everything if field[0] not in left_out and not _is_ours(field[0])
@@ -119,12 +122,12 @@ def _parse(data: bytes) -> ResponseHead:
 
 
 def _is_ours(name: bytes) -> bool:
-    """Whether we say it ourselves; vLLM echoes the request id with --enable-request-id-headers."""
+    """Whether the router sets this header: vLLM echoes x-request-id with --enable-request-id-headers."""
     return name in {b"x-request-id", b"x-accel-buffering"} or name.startswith(b"x-kvrouter-")
 
 
 def _by_name(fields: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Of several with one name the last. Raises FramingError where more than one says how the body ends."""
+    """Of several with one name the last. Raises FramingError if two state how the body ends."""
     names = [name for name, _ in fields]
     for name in (b"content-length", b"transfer-encoding"):
         if names.count(name) > 1:
@@ -140,7 +143,7 @@ def _split_line(line: bytes) -> tuple[bytes, bytes]:
 
 
 def _body_framing(status: int, headers: dict[bytes, bytes]) -> tuple[int | None, bool]:
-    if status in {204, 304}:
+    if status in {204, 304}:  # they have no body, and may have a length all the same (RFC 9110, 8.6)
         return 0, False
     coding = headers.get(b"transfer-encoding", b"identity").lower()
     if coding == b"chunked":
@@ -183,19 +186,18 @@ class UntilCloseBody:
     is_at_boundary = False
 
     def feed(self, data: bytes) -> int:
-        """All of it."""
         return len(data)
 
 
 class ChunkedBody:
-    """A chunked body: walks from size line to size line, never looking at what lies between.
+    """A chunked body: steps from size line to size line, without reading what is between them.
 
         1a CRLF  26 bytes  CRLF  …  0 CRLF  [trailers]  CRLF
 
-    `_left` counts the bytes of the current chunk still to come, its closing CRLF included;
+    `_left` counts the bytes of the current chunk still to come, its closing CRLF included.
     `_line` keeps a size line (or trailer) of which only a part has arrived.
-    At a boundary another chunk could be written without tearing one. Data that is one whole chunk, as
-    `chunk_bytes` tells, and comes at a boundary changes nothing here: it need not be fed.
+    `is_at_boundary`: the next byte begins a chunk, so the relay could insert one of its own here. A read that
+    is one whole chunk (see `chunk_bytes`) and arrives at a boundary changes nothing: it need not be fed.
     """
 
     __slots__ = ("_in_trailers", "_left", "_line", "is_at_boundary", "is_over")
@@ -240,22 +242,22 @@ class ChunkedBody:
 
 @lru_cache(maxsize=4096)
 def _chunk_size(line: bytes) -> int:
-    """What a size line says; most of a stream's events are of a few sizes."""
+    """The size in a size line. Cached: most events of a stream have one of a few sizes."""
     digits = line.partition(b";")[0].strip()
     if not digits or len(digits) > 16 or digits.strip(b"0123456789abcdefABCDEF"):
         raise FramingError(f"a chunk's size line is {line[:40]!r}")
     return int(digits, 16)
 
 
+# Three hex digits and CRLF: the size line of a chunk below 4 KiB, as events are.
 CHUNK_START_BYTES = 5
-"""The size line of a chunk below 4 KiB, as events are, is no longer."""
 
 
 @lru_cache(maxsize=4096)
 def chunk_bytes(start: bytes) -> int:
     """Length of the chunk, framing included, whose first CHUNK_START_BYTES these are.
 
-    0 if they do not tell: the last chunk, a longer size line. Raises FramingError.
+    0 if the length is not known from them: the last chunk, or a longer size line. Raises FramingError.
     """
     line, newline, _ = start.partition(b"\n")
     size = _chunk_size(line) if newline else 0
@@ -266,14 +268,13 @@ Body = LengthBody | UntilCloseBody | ChunkedBody
 
 
 def body_of(head: ResponseHead) -> Body:
-    """The framing that a head announces."""
     if head.is_chunked:
         return ChunkedBody()
     return UntilCloseBody() if head.length is None else LengthBody(head.length)
 
 
 class ChunkContent:
-    """Takes the content out of a chunked body, piece by piece. The pieces have passed a ChunkedBody."""
+    """Extracts the content of a chunked body, piece by piece. A ChunkedBody has checked the pieces."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -281,7 +282,6 @@ class ChunkContent:
         self._is_over = False
 
     def feed(self, data: bytes) -> bytes:
-        """The content in the next piece."""
         parts, position = [], 0
         while position < len(data) and not self._is_over:
             if self._left == 0:
@@ -307,14 +307,13 @@ class ChunkContent:
 
 
 def content_of(data: bytes) -> bytes:
-    """What is in the chunks of a body, or of its beginning; the data have passed a ChunkedBody."""
+    """The content of a chunked body, or of its beginning. A ChunkedBody has checked the data."""
     if chunk_bytes(data[:CHUNK_START_BYTES]) == len(data):  # one chunk, as a stream's first event is
         return data[data.find(b"\n") + 1 : -len(b"\r\n")]
     return ChunkContent().feed(data)
 
 
 def chunk(data: bytes) -> bytes:
-    """One chunk of a chunked body."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 

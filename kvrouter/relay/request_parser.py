@@ -1,7 +1,7 @@
-"""Heads of plain requests: what we read ourselves, and what is better left to aiohttp. Pure.
+"""Reads the heads of plain requests; all others are left to aiohttp. Pure.
 
-Plain is a POST of HTTP/1.1 with a host and a length, and nothing that changes how its body is to be read.
-httptools (llhttp, the parser of Node and of aiohttp) reads the whole head; what it objects to is not plain.
+A plain request is a POST with HTTP/1.1, a host, a length, and nothing that changes how its body is read.
+httptools (llhttp, the parser of Node and of aiohttp) reads the whole head. What it rejects is not plain.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from kvrouter.relay.request import Field, RequestHead, host_error
 
 START = b"POST /"
 END = b"\r\n\r\n"
+# A client that ends its head like this waits for an answer, while the head never ends for us. aiohttp rejects
+# it with 400 at once.
 _LF_END = b"\n\n"
-"""Ends no head, though its writer may think so, and would wait for an answer."""
+# aiohttp's limit for one line: a longer head may have a line that is too long.
 MAX_HEAD_BYTES = 8190
-"""aiohttp's own limit for one line: a head that is longer may have a line that is too long."""
 
+# Clients with more different heads than this are rare; 256 heads are 2 MiB at most.
 MOST_HEADS = 256
 _LENGTH = b"\r\ncontent-length:"
 _MOST_DIGITS = 15
+# With one of these the body is not simply the bytes after the head.
 _CHANGES_BODY = frozenset({"transfer-encoding", "content-encoding", "expect", "upgrade"})
-"""Headers after which the body is not simply what follows."""
 
 
 class _Reader:
-    """What httptools tells of a head."""
+    """Collects what httptools reports of a head."""
 
     __slots__ = ("fields", "is_complete", "url")
 
@@ -45,18 +47,18 @@ class _Reader:
 
 
 class PlainHeads:
-    """Reads heads, and remembers them: a client's are the same but for the length of the body.
+    """Reads heads and remembers them: those of one client differ only in the length of the body.
 
-    A head that equals one read before in everything but the digits of its first `content-length` is as plain
-    as that was. `MOST_HEADS` are remembered; then all are forgotten.
+    A head that equals a remembered one in all but the digits of its first `content-length` is plain as well.
+    After `MOST_HEADS` all are forgotten.
     """
 
     def __init__(self) -> None:
+        # By the head without those digits and the blanks before them.
         self._known: dict[bytes, RequestHead] = {}
-        """By the head without those digits, and the blanks before them."""
 
     def read(self, head: bytes) -> tuple[RequestHead, int] | None:
-        """`parse_plain`, or what it was the last time."""
+        """`parse_plain`, from memory if possible."""
         at = head.lower().find(_LENGTH) + len(_LENGTH)
         end = head.find(b"\r\n", at)
         digits = head[at:end].lstrip(b" ")
@@ -75,7 +77,7 @@ class PlainHeads:
 
 
 def parse_plain(head: bytes) -> tuple[RequestHead, int] | None:
-    """A head with its closing empty line, and the bytes of its body; None if it is not plain."""
+    """Parse a head that ends with its empty line; returns it and its body's length, or None if not plain."""
     reader = _Reader()
     parser = httptools.HttpRequestParser(reader)
     try:
@@ -83,7 +85,7 @@ def parse_plain(head: bytes) -> tuple[RequestHead, int] | None:
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
         return None
     is_post = reader.is_complete and parser.get_method() == b"POST" and parser.get_http_version() == "1.1"
-    names = dict(reader.fields)  # two of one name that matter here are no valid head
+    names = dict(reader.fields)  # llhttp rejects a second length; of the others only the presence matters
     if not is_post or not reader.url.startswith(b"/") or not _CHANGES_BODY.isdisjoint(names):
         return None
     length = names.get("content-length", "")
@@ -96,12 +98,15 @@ def parse_plain(head: bytes) -> tuple[RequestHead, int] | None:
 
 
 def _closes(fields: list[Field]) -> bool:
-    """Whether the client wants no other answer here; the parser forgets it once a body of 0 bytes is over."""
-    said = [value for name, value in fields if name == "connection"]
-    return any(word.strip().lower() == "close" for word in ",".join(said).split(","))
+    """Whether the client asks to close the connection.
+
+    httptools (0.9) cannot be asked: `should_keep_alive` is reset as soon as a body of 0 bytes has ended.
+    """
+    values = [value for name, value in fields if name == "connection"]
+    return any(word.strip().lower() == "close" for word in ",".join(values).split(","))
 
 
 def may_be_plain(data: bytes) -> bool:
     """Whether the beginning of a head may become a plain one."""
-    begins_so = data.startswith(START) or START.startswith(data)
-    return begins_so and len(data) <= MAX_HEAD_BYTES and _LF_END not in data
+    is_post = data.startswith(START) or START.startswith(data)
+    return is_post and len(data) <= MAX_HEAD_BYTES and _LF_END not in data

@@ -12,13 +12,17 @@ _LINGER_0_S = struct.pack("ii", 1, 0)
 
 
 def reset(transport: asyncio.Transport) -> None:
-    """Reset the connection: an answer that ends with it would look whole after an orderly end."""
+    """Reset the connection, so that the client sees an error.
+
+    After an orderly end an incomplete answer whose body ends with the connection would look complete.
+    """
+    # With SO_LINGER 0 the kernel sends RST; `abort` alone sends FIN once the buffers are empty.
     transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0_S)
     transport.abort()
 
 
 def is_unsent(transport: asyncio.WriteTransport | None) -> bool:
-    """Whether a part of what was written is still here; it would be lost with the process."""
+    """Whether a part of what was written is still in this process, and would be lost with it."""
     if transport is None:
         return False
     if transport.get_write_buffer_size():
@@ -26,5 +30,6 @@ def is_unsent(transport: asyncio.WriteTransport | None) -> bool:
     sock = transport.get_extra_info("socket")
     if transport.get_extra_info("sslcontext") is None or sock is None or sock.fileno() < 0:
         return False
-    # what TLS has sealed waits in a transport that tells nothing; while it does, so does the kernel's queue
+    # uvloop 0.23 counts only plain bytes: what TLS has encrypted waits in an inner transport without a public
+    # size. While something waits there, the kernel's queue (TIOCOUTQ) is not empty either.
     return any(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))

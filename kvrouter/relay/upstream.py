@@ -1,14 +1,14 @@
-"""Connections to workers: pooled, raw, one request at a time, bytes handed on as they arrive.
+"""Pooled connections to workers: one request at a time, bytes passed on as they arrive.
 
-    idle ──send──> waiting for the head ──> body ──over──> idle
+    idle ──send──> waiting for the head ──> body ──complete──> idle
                         │                     │
                         └──── closed ─────────┴──> gone
 
-What arrives goes, in the same call that read it, to the `Receiver` of the request. No limit is
-put on the number of connections: the router decides how much a worker gets.
+Each read goes to the request's `Receiver` in the same call. The number of connections has no limit: the
+router decides how many requests a worker gets.
 
-A connection has one timer, which runs on while requests come and go: when it ends, whoever waits is asked how
-long he goes on waiting. A timer of each request's own would cost it more than its bytes do.
+A connection has one timer for all its requests. When it ends, it asks the receiver how much longer to wait.
+Making and cancelling a timer for each request was a third of what an attempt costs.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ from kvrouter.relay.framing import (
 )
 from kvrouter.tls import tls_trouble, trusting
 
+# Idle connections close after this long. uvicorn, the server of vLLM and SGLang, closes its side after 5 s:
+# a request sent just then would be lost.
 IDLE_S = 4.0
-"""Idle connections are closed after this long: uvicorn, vLLM's server, closes its side after 5 s."""
 CONNECT_TIMEOUT_S = 5.0
+# Heads with a status of 1xx before the answer's own. Engines send one at most; without a bound a worker that
+# sends them without end takes time that grows with the square of their bytes.
 MOST_INTERIM_HEADS = 16
-"""Heads with a status of 1xx before the answer's own; engines send one at most."""
 _END = b"\r\n\r\n"
+# Connecting failed because of this process, not the worker: no descriptor, memory or port is left.
 _OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Why connecting fails here, whatever the worker does: no descriptor, no memory or no port is left."""
+# The clock of uvloop (0.23) has whole ms, so a timer may end this much too early. With less than this it
+# would end again and again within the same ms.
 _TIMER_S = 0.001
-"""The loop's clock ticks in ms: a timer may come this much too early."""
 
 
 class WorkerUnreachableError(KvRouterError):
@@ -55,10 +58,10 @@ class WorkerUnreachableError(KvRouterError):
 
 
 class Receiver(Protocol):
-    """What a request wants to be told. All plain calls, made while the socket is being read."""
+    """What a connection reports to its request. All are plain calls, made while the socket is being read."""
 
     def answered(self, head: ResponseHead, data: bytes) -> None:
-        """Head and body have arrived together: the answer is complete, and nothing else is told of it."""
+        """The whole answer arrived in one read. No other call follows."""
         ...
 
     def opened(self, head: ResponseHead, body: Body) -> None:
@@ -70,7 +73,7 @@ class Receiver(Protocol):
         ...
 
     def received_chunk(self, data: bytes) -> None:
-        """The same for data that is one whole chunk, as nearly everything in a stream is."""
+        """`received` for data that is exactly one chunk, as nearly every read of a stream is."""
         ...
 
     def ended(self) -> None:
@@ -82,7 +85,7 @@ class Receiver(Protocol):
         ...
 
     def watch(self, now: float) -> float:
-        """Asked now and then: for how many more seconds it waits; it may give up instead."""
+        """How many seconds to wait before the next call of this. The receiver may give up instead."""
         ...
 
 
@@ -90,14 +93,26 @@ class WorkerConnection(asyncio.Protocol):
     """One connection to one worker."""
 
     __slots__ = (
-        "_body", "_has_answered", "_has_served", "_head", "_idle_since", "_interim_heads", "_keeps_alive",
-        "_pool", "_receiver", "_timer", "_timer_ends_at", "_transport", "_was_told_end", "loop",
+        "_body",
+        "_got_eof",
+        "_has_answered",
+        "_has_served",
+        "_head",
+        "_idle_since",
+        "_interim_heads",
+        "_keeps_alive",
+        "_pool",
+        "_receiver",
+        "_timer",
+        "_timer_ends_at",
+        "_transport",
+        "loop",
     )  # fmt: skip
 
     def __init__(self, pool: deque[WorkerConnection]) -> None:
         self._has_served = False
         self._has_answered = False
-        self._was_told_end = False
+        self._got_eof = False
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
@@ -121,7 +136,7 @@ class WorkerConnection(asyncio.Protocol):
         return self._has_served and not self._has_answered
 
     def send(self, data: bytes, receiver: Receiver, ask_by: float) -> None:
-        """Send a request; the receiver is told what happens from now on, and asked by then if it waits."""
+        """Send a request. All that follows goes to `receiver`; `watch` is first called at `ask_by`."""
         self._receiver, self._body, self._head, self._has_answered = receiver, None, b"", False
         self._interim_heads = 0
         if self._transport is None:
@@ -130,22 +145,22 @@ class WorkerConnection(asyncio.Protocol):
         self._look_by(ask_by)
         self._transport.write(data)
 
-    # A request is cancelled when its handler wakes up. By then its answer may be complete, and the
-    # connection serve another: so each of these names the receiver it means.
+    # A request is cancelled when its task wakes up. By then its answer may be complete and the connection
+    # may serve another request. So each of these names the receiver it is for.
 
     def cancel(self, receiver: Receiver) -> None:
-        """Nobody wants the answer any more: the worker notices at once."""
+        """The answer is no longer wanted: close, so that the worker stops working on it."""
         if self._receiver is receiver:
             self._receiver = None
             self._close()
 
     def pause(self, receiver: Receiver) -> None:
-        """Stop reading: the client is slower than the worker."""
+        """Stop reading from the worker."""
         if self._receiver is receiver and self._transport is not None:
             self._transport.pause_reading()
 
     def resume(self, receiver: Receiver) -> None:
-        """Go on reading."""
+        """Continue to read from the worker."""
         if self._receiver is receiver and self._transport is not None:
             self._transport.resume_reading()
 
@@ -153,20 +168,22 @@ class WorkerConnection(asyncio.Protocol):
         """The worker is gone."""
         self._close()
 
-    # asyncio.Protocol (asyncio and uvloop set TCP_NODELAY on the sockets they connect)
+    # asyncio.Protocol. asyncio and uvloop set TCP_NODELAY on the sockets they connect. Without it clients
+    # would wait 40 ms for the first event of a stream, as behind sglang-router (docs/benchmarks.md).
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but no subclass
+        # A cast, since uvloop's transports are not subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
         if transport.get_extra_info("sslcontext") is not None:
-            # while paused read nothing ahead: uvloop drops it if the connection ends meanwhile
+            # While TLS reading is paused, read nothing ahead: uvloop 0.23 drops what it has read and not yet
+            # delivered if the connection ends meanwhile.
             cast(Any, transport).set_read_buffer_limits(high=1)
 
     def data_received(self, data: bytes) -> None:
-        """Find the end of the head, then of the body; hand everything on."""
+        """Find the end of the head, then of the body; pass everything on."""
         receiver, body = self._receiver, self._body
         if receiver is None:
-            self._close()  # bytes that nobody asked for
+            self._close()  # bytes without a request: what comes next cannot be assigned to one
             return
         try:
             if body is None:
@@ -179,25 +196,25 @@ class WorkerConnection(asyncio.Protocol):
             self._lose(str(error))
 
     def eof_received(self) -> None:
-        """The worker says that there is no more; a TLS connection may end without, and was cut off then."""
-        self._was_told_end = True
+        """The worker ended the connection in order. A TLS connection that was cut off ends without this."""
+        self._got_eof = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the receiver, unless the body ends with the connection."""
+        """Report the loss, unless the body ends with the connection."""
         self._transport = None
         self._stop_timer()
         if self in self._pool:
             self._pool.remove(self)
         body = self._body
-        if exc is None and self._was_told_end and isinstance(body, UntilCloseBody):
+        if exc is None and self._got_eof and isinstance(body, UntilCloseBody):
             self._finish()
         elif self._receiver is not None:
             self._lose(str(exc) if exc else "closed the connection")
 
     def _begin(self, receiver: Receiver, data: bytes) -> None:
-        """Collect the head; what comes after it belongs to the body."""
+        """Collect the head; what follows it belongs to the body."""
         self._has_answered = True
-        begin = max(0, len(self._head) - len(_END))  # before it no head ends
+        begin = max(0, len(self._head) - len(_END))  # the bytes before have been searched already
         self._head += data
         head = self._next_head(begin)
         while head is not None and head.status < 200:
@@ -230,7 +247,10 @@ class WorkerConnection(asyncio.Protocol):
     def _read_body(self, body: Body, receiver: Receiver, data: bytes) -> None:
         taken = body.feed(data)
         if taken < len(data):
-            data, self._keeps_alive = data[:taken], False  # more than the body: not to be trusted again
+            data, self._keeps_alive = (
+                data[:taken],
+                False,
+            )  # bytes after the body: close, they would be taken for the next head
         if data:
             receiver.received(data)
         if body.is_over:
@@ -243,20 +263,20 @@ class WorkerConnection(asyncio.Protocol):
             receiver.ended()
 
     def _release(self) -> None:
-        """The answer is complete: rest until the next request."""
+        """The answer is complete: become idle, or close."""
         self._receiver = self._body = None
         if not self._keeps_alive or not self.is_usable:
             self._close()
             return
         self._has_served = True
         if self._transport is not None:
-            self._transport.resume_reading()  # it may have been paused when the last bytes came
+            self._transport.resume_reading()  # the client may have been slow when the last bytes arrived
         self._idle_since = self.loop.time()
         self._look_by(self._idle_since + IDLE_S)
         self._pool.append(self)
 
     def _look_by(self, at: float) -> None:
-        """Have the timer end then at the latest."""
+        """Let the timer end at this time at the latest."""
         if self._timer is not None:
             if self._timer_ends_at <= at:
                 return
@@ -265,7 +285,7 @@ class WorkerConnection(asyncio.Protocol):
         self._timer = self.loop.call_later(max(at - self.loop.time(), _TIMER_S), self._look)
 
     def _look(self) -> None:
-        """The timer: close, unless who waits, or the next request, may still have to wait."""
+        """The timer ended: close, unless the receiver waits longer or the connection may still be idle."""
         self._timer = None
         now, receiver = self.loop.time(), self._receiver
         left_s = self._idle_since + IDLE_S - now if receiver is None else receiver.watch(now)
@@ -297,12 +317,12 @@ class Upstream:
     """The pools of idle connections, by worker."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        """`tls`: whom to trust behind https:// URLs; None: the system's authorities."""
+        """`tls` verifies workers with https:// URLs; None: with the system's certificate authorities."""
         self._tls = tls
         self._pools: dict[str, deque[WorkerConnection]] = {}
 
     def idle(self, url: str) -> WorkerConnection | None:
-        """A connection to the worker that has served before, if there is one."""
+        """An idle connection to the worker, or None. The most recently used one: it is least likely stale."""
         pool = self._pools.get(url)
         while pool:
             connection = pool.pop()
@@ -311,21 +331,21 @@ class Upstream:
         return None
 
     def pool(self, url: str) -> deque[WorkerConnection]:
-        """The idle connections to a worker, the last one to serve at the end."""
+        """The idle connections to a worker, the most recently used one last."""
         return self._pools.setdefault(url, deque())
 
     async def connect(self, url: str) -> WorkerConnection:
-        """A new connection to the worker, idle here after its request.
+        """A new connection to the worker, which joins the pool after its first request.
 
-        Raises WorkerUnreachableError, or OutOfResourcesError where it is not the worker's fault.
+        Raises WorkerUnreachableError, or OutOfResourcesError where this process is at its limits.
         """
         try:
             return await self._open(url, self.pool(url))
         except (OSError, TimeoutError, ValueError) as error:
             if isinstance(error, OSError) and error.errno in _OWN_FAULTS:
-                why = os.strerror(error.errno)
+                reason = os.strerror(error.errno)
                 raise OutOfResourcesError(
-                    f"this replica cannot connect to a worker: {why}; raise its limit of file descriptors"
+                    f"this replica cannot connect to a worker: {reason}; raise its limit of file descriptors"
                     " (ulimit -n), or run more replicas"
                 ) from error
             raise WorkerUnreachableError(f"worker at {url} cannot be reached: {_reason(error)}") from error
@@ -340,7 +360,7 @@ class Upstream:
         return connection
 
     def forget(self, url: str) -> None:
-        """The worker is gone: close what is idle."""
+        """The worker is gone: close its idle connections."""
         for connection in list(self._pools.pop(url, ())):
             connection.close()
 
@@ -351,12 +371,13 @@ class Upstream:
 
 
 def address_of(url: str) -> tuple[str, int, bool]:
-    """Host, port, and whether TLS is spoken there. Raises ValueError."""
+    """Host, port, and whether the URL asks for TLS. Raises ValueError."""
     parts = urlsplit(url)
     is_tls = parts.scheme == "https"
     return parts.hostname or "127.0.0.1", parts.port or (443 if is_tls else 80), is_tls
 
 
 def _reason(error: Exception) -> str:
-    wordless = "timed out" if isinstance(error, TimeoutError) else "it breaks off the connection"
-    return tls_trouble(error) or str(error) or wordless
+    # Some errors have an empty text: asyncio's TimeoutError, and ConnectionResetError during a handshake.
+    fallback = "timed out" if isinstance(error, TimeoutError) else "it breaks off the connection"
+    return tls_trouble(error) or str(error) or fallback

@@ -74,7 +74,7 @@ async def test_one_chunk_of_a_stream() -> None:
     """It shows that the worker is alive, may pause it, and is not passed on if the worker gives up in it."""
     rig = Rig()
     rig.read(SSE_HEAD, chunk(event("a")), chunk(event("b")))
-    rig.attempt._heard_at = -1000.0
+    rig.attempt._active_at = -1000.0
     rig.client.is_slow = True
     rig.read(chunk(event("c")))
     now = asyncio.get_running_loop().time()
