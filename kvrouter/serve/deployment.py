@@ -25,7 +25,7 @@ from kvrouter.worker.engines.facts import EngineFacts, with_discovered
 from kvrouter.worker.engines.http import EngineHttp
 from kvrouter.worker.engines.vllm import CACHED_TOKENS_UNKNOWN
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 
 log = structlog.get_logger()
 
@@ -95,7 +95,7 @@ class Deployment:
         self._facts[engine.worker_id] = facts
         self._tokenizers.learn(self._options.agent(engine), facts)
         self._report()
-        if self._approximate and facts.feeds:
+        if self._approximate and facts.endpoints:
             self._say("this engine publishes KV events now: start kvrouter serve again to route by them")
         self._one_known.set()
         if len(self._facts) == len(self._options.engines):
@@ -157,7 +157,7 @@ class Deployment:
 
     def _has_events(self) -> bool:
         return any(
-            with_discovered(self._options.agent(engine), facts).feeds
+            with_discovered(self._options.agent(engine), facts).endpoints
             for engine in self._options.engines
             if (facts := self._facts.get(engine.worker_id))
         )
@@ -220,15 +220,15 @@ def report(
     yield f"  blocks      {capacity if scrape.device_blocks else 'unknown'}{host}"
     yield f"  ranks       {settled.ranks}"
     unused = f" (not used: {no_events})" if no_events else ""
-    feeds = ", ".join(_feed_text(feed) for feed in settled.feeds)
+    feeds = ", ".join(_endpoint_text(feed) for feed in settled.endpoints)
     yield f"  events      {feeds + unused if feeds else 'none: placed by load'}"
-    if settled.feeds:
-        yield f"  replay      {', '.join(feed.replay for feed in settled.feeds if feed.replay) or 'none'}"
+    if settled.endpoints:
+        yield f"  replay      {', '.join(feed.replay for feed in settled.endpoints if feed.replay) or 'none'}"
     yield f"  tokenizer   {tokenizer.shown}"
     for lack in (*facts.lacks, tokenizer.lack):
         if lack:
             yield f"  ! {lack}"
 
 
-def _feed_text(feed: FeedOptions) -> str:
+def _endpoint_text(feed: EventEndpoints) -> str:
     return f"{feed.events} (the engine connects to it)" if "*" in feed.events else feed.events

@@ -107,7 +107,7 @@ class EngineHistory:
         self.cleared()
         self._adapter.forget()
         self.seen = TierSets()
-        self.is_complete, self._blocks.hears_reports = is_complete, not is_complete
+        self.is_complete, self._blocks.expects_reports = is_complete, not is_complete
 
     def _apply(self, payload: bytes) -> None:
         try:
@@ -115,12 +115,12 @@ class EngineHistory:
             if self._rank is not None and batch.rank not in {None, self._rank}:
                 self.is_complete = False
                 return
-            self._adapter.tell(batch, self)
+            self._adapter.publish(batch, self)
         except (MalformedFrameError, ValueError):  # the agent loses its history by it, too
             self._begin(is_complete=False)
             return
         if batch.clears:
-            self.is_complete, self._blocks.hears_reports = True, False
+            self.is_complete, self._blocks.expects_reports = True, False
 
     # What the adapter says: see its Sink
 
@@ -269,7 +269,7 @@ class Engines:
         """Where the engine says that its replays are, by rank. Raises KvRouterError."""
         options = AgentOptions(card.url, card.worker_id, block_size=card.block_size)
         async with EngineHttp.open(card.url, self._access.api_key, self._access.tls_ca) as http:
-            return [feed.replay or "" for feed in (await learn(http, options)).feeds]
+            return [feed.replay or "" for feed in (await learn(http, options)).endpoints]
 
 
 def _shown(hashes: set[int]) -> str:

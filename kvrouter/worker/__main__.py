@@ -1,7 +1,7 @@
-"""`python -m kvrouter.worker`: the agent beside an engine.
+"""`python -m kvrouter.worker`: the agent of an engine.
 
-SIGTERM or SIGINT: no new requests, leave when those that run have ended; a second one: leave now.
-SIGUSR1: no new requests, until the next SIGUSR1.
+SIGTERM or SIGINT: take no new requests and leave when the running ones have ended; the second signal: leave
+now. SIGUSR1: take no new requests until the next SIGUSR1.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _service(arguments: argparse.Namespace) -> tuple[Sequence[Duty], Awaitable[None]]:
-    """What runs, the agent of one engine or of several, and what the signals of the process say to each."""
+    """The agent of one engine, or those of several, with the Duty of each, which the signals change."""
     if arguments.engines is not None:
         engines = read_engines(arguments)
         duties = [Duty(asyncio.Event()) for _ in engines.agents]

@@ -1,40 +1,34 @@
-"""The Python door for engines that have no adapter: a worker that its own program announces.
+"""The Python interface for engines without an adapter: a program announces its own worker.
 
     async with connect("nats://127.0.0.1:4222") as nats:
         blocks = KvPublisher(nats, "trt-0", block_size=32)
         async with announce(nats, [blocks], url="http://10.0.0.7:8000", model="llama") as worker:
             blocks.stored([11, 12], token_ids)
 
-What `python -m kvrouter.worker` does for an engine that it watches from outside, this does for one that
-speaks for itself: heartbeats, the card, frames and answers to who missed some, `leave` at the end.
+`python -m kvrouter.worker` watches an engine from outside. Here the engine's own program reports: this module
+publishes heartbeats, the card and frames, answers replicas that missed some, and publishes `leave` at the
+end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-
-import structlog
 
 from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
-from kvrouter.core.feeds.trust import ANSWERS_A_SECOND, PerSecond
 from kvrouter.core.wire.heartbeats import Card, RankBeat
-from kvrouter.core.wire.ids import WorkerId, check_identifier
-from kvrouter.core.wire.ops import decode_request
-from kvrouter.errors import ConfigError, MalformedFrameError
+from kvrouter.core.wire.ids import WorkerId
+from kvrouter.errors import ConfigError
 from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.engines.metrics import RankLoad
-from kvrouter.worker.publisher import KvPublisher
-
-log = structlog.get_logger()
+from kvrouter.worker.publisher import KvPublisher, ReplayAnswers
 
 
 @contextlib.asynccontextmanager
 async def connect(nats: str, *, name: str = "worker") -> AsyncIterator[Bus]:
-    """A connection to NATS that always comes back: URLs as `--nats` takes them."""
+    """A connection to NATS that reconnects by itself. `nats` has the form of the flag `--nats`."""
     async with open_bus(nats, name=name) as bus:
         yield bus
 
@@ -57,14 +51,14 @@ async def announce(
     labels: Mapping[str, str] | None = None,
     heartbeat_s: float = 1.0,
 ) -> AsyncIterator[Announcement]:
-    """Announce a worker with one publisher per rank, and run them, as long as this is open.
+    """Announce a worker with one publisher per rank, and run them until the block ends.
 
     `url` is its OpenAI-compatible HTTP server as frontends reach it. `tiers` maps "device" (and "host",
-    "disk") to capacities in blocks, 0 meaning unknown: a rank that publishes more is disbelieved.
+    "disk") to capacities in blocks, 0 meaning unknown: replicas ignore a rank that publishes more.
     `rank_header` is the request header that addresses a rank. Raises ConfigError, and TakenOverError in a
     group once another program announces the same worker id.
     """
-    _check(publishers, url, namespace)
+    _check(publishers, url)
     worker_id = publishers[0].worker_id
     card = Card(
         worker_id=worker_id,
@@ -90,7 +84,7 @@ async def announce(
 
 
 class Announcement:
-    """A worker that is announced. Tell it of the engine's load, and when the engine is down."""
+    """An announced worker. Call it with the engine's load, and when the engine goes down or comes up."""
 
     def __init__(self, nats: Bus, subjects: Subjects, card: Card, publishers: Sequence[KvPublisher]) -> None:
         self._nats = nats
@@ -98,7 +92,7 @@ class Announcement:
         self._publishers = publishers
         self._loads: dict[int, RankLoad] = {}
         self._is_open = True
-        self._answers = PerSecond(ANSWERS_A_SECOND)
+        self._answers = ReplayAnswers(nats, publishers)
         incarnation = max(publisher.incarnation for publisher in publishers)
         self._announcer = Announcer(nats, subjects, card, incarnation, self._rank_beats)
 
@@ -111,20 +105,20 @@ class Announcement:
         kv_usage: float | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """What the next heartbeat says of a rank: requests, and the fraction 0..1 of its blocks in use.
+        """Set a rank's load for the next heartbeat: requests, and the fraction 0..1 of its blocks in use.
 
-        `metrics` are statistics of one's own, for policies of one's own.
+        `metrics` are additional statistics, for custom policies.
         """
         self._loads[rank] = RankLoad(running, waiting, kv_usage, metrics=metrics or {})
 
     def down(self) -> None:
-        """The engine takes no requests, and its caches are gone."""
+        """Announce that the engine takes no requests, and that its caches are empty."""
         for publisher in self._publishers:
             publisher.cleared()
         self._announcer.set_state("down")
 
     def up(self) -> None:
-        """It takes requests again."""
+        """Announce that the engine takes requests again."""
         self._announcer.set_state("up")
 
     @contextlib.asynccontextmanager
@@ -151,24 +145,14 @@ class Announcement:
         ]
 
     def _on_replay(self, subject: str, payload: bytes, reply: str) -> None:
-        try:
-            request = decode_request(payload)
-        except MalformedFrameError as error:
-            log.warning("replay.malformed", error=str(error))
-            return
-        if not self._is_open or not reply or request.part not in range(len(self._publishers)):
-            return
-        publisher = self._publishers[int(request.part)]
-        now = time.monotonic()
-        if self._answers.allows(now):
-            self._nats.publish(reply, publisher.answer(request, self._nats.max_payload, now))
+        if self._is_open:  # the program's own connection stays subscribed after the block
+            self._answers.answer(payload, reply)
 
 
-def _check(publishers: Sequence[KvPublisher], url: str, namespace: str) -> None:
+def _check(publishers: Sequence[KvPublisher], url: str) -> None:
     if [publisher.rank for publisher in publishers] != list(range(len(publishers))) or not publishers:
         raise ConfigError("give one KvPublisher per rank, in order from rank 0")
     if len({(publisher.worker_id, publisher.block_size) for publisher in publishers}) > 1:
         raise ConfigError("the ranks of a worker have one worker_id and one block size")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url {url!r}: use http://HOST:PORT")
-    check_identifier("namespace", namespace)

@@ -1,4 +1,4 @@
-"""Tells all frontends that a worker is there: heartbeats, its card, the answer to a hello, leave."""
+"""Announces a worker to all frontends: heartbeats, its card, the answer to a hello, leave."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ from kvrouter.errors import ConfigError, KvRouterError, MalformedFrameError
 
 log = structlog.get_logger()
 
+# The card is the largest part of a heartbeat and rarely changes; a replica that misses it sends a hello.
 CARD_EVERY_S = 10.0
+# Wait this long after a hello, so that several hellos in a row get one answer (all within 50 ms).
 HELLO_DELAY_S = 0.01
-"""Hellos that come together get one answer; all within 50 ms."""
+# A single heartbeat with a later incarnation may be forged or damaged. The agent gives way only if a second
+# one arrives in another of its heartbeat intervals, at most this many later.
 SUSPECTED_BEATS = 5
-"""A later agent is believed in when it speaks again within so many of our heartbeats, not in the same."""
 
 
 class TakenOverError(KvRouterError):
     """Another agent with the same worker id has started later."""
 
 
-class Line(Protocol):
-    """As much of a Bus as an announcer needs."""
+class BusLike(Protocol):
+    """The part of a Bus that an announcer uses."""
 
     def publish(self, subject: str, payload: bytes) -> bool:
-        """Send, in order; False, and nothing is sent, while there is no connection."""
+        """Send in order. Returns False, and sends nothing, while there is no connection."""
 
     async def subscribe(self, subject: str, on_message: Callable[[str, bytes, str], None]) -> None:
         """Call `on_message` for each message."""
@@ -52,15 +54,15 @@ class Line(Protocol):
 
 
 class Announcer:
-    """One worker as others see it. `rank_beats` is asked again for each heartbeat.
+    """Publishes one worker's heartbeats. It calls `rank_beats` for each of them.
 
-    Nothing is sent that readers would refuse: to them the worker would be silent, and nobody would know
-    why. Raises ConfigError for a card of that kind.
+    Each heartbeat is decoded before it is sent: a frontend would ignore a malformed one without a trace, and
+    the worker would look silent. Raises ConfigError for a card that frontends would reject.
     """
 
     def __init__(
         self,
-        bus: Line,
+        bus: BusLike,
         subjects: Subjects,
         card: Card,
         incarnation: int,
@@ -84,27 +86,27 @@ class Announcer:
         self._suspect = 0
         self._suspected_beat = 0
         self._beats = 0
-        self._trouble = ""
+        self._warned = ""
 
     async def subscribe(self) -> None:
-        """Listen for hellos, and for another agent with the same worker id."""
+        """Subscribe to hellos, and to heartbeats of another agent with the same worker id."""
         await self._bus.subscribe(self._subjects.hello, lambda *_: self.hurry())
         await self._bus.subscribe(self._subject, self._on_own_subject)
         self._bus.on_connect(self.hurry)
 
     def update(self, card: Card) -> None:
-        """Announce another card, if it is another. One that readers would refuse is not announced."""
+        """Announce the card, if it has changed. A card that frontends would reject is not announced."""
         if card == self.card:
             return
         if trouble := card_trouble(card):
-            self._warn_once("worker.card_refused", trouble)
+            self._warn_once("worker.card_rejected", trouble)
         else:
             self.card = card
             self.card_version += 1
             self.hurry()
 
     def set_state(self, state: State) -> None:
-        """Announce another state at once."""
+        """Announce the state at once, if it has changed."""
         if state != self.state:
             self.state = state
             self.hurry()
@@ -115,7 +117,7 @@ class Announcer:
         self._hurry.set()
 
     def beat(self, now: float) -> None:
-        """Send a heartbeat, with the card if that is due."""
+        """Send a heartbeat, with the card every CARD_EVERY_S."""
         self._beats += 1
         card = self.card if now - self._card_sent_at >= CARD_EVERY_S else None
         if not self._send(self.state, card):
@@ -127,11 +129,11 @@ class Announcer:
             log.info("worker.up", worker=self.card.worker_id, card=self.card.model, ranks=self.card.ranks)
 
     def leave(self) -> None:
-        """Say that the worker goes."""
+        """Announce that the worker leaves."""
         self._send("leave", None)
 
     async def run(self, heartbeat_s: float) -> None:
-        """Send heartbeats for ever. Raises TakenOverError."""
+        """Send heartbeats until cancelled. Raises TakenOverError."""
         self._interval_ms = round(heartbeat_s * 1000)
         while not self._successor:
             self.beat(time.monotonic())
@@ -150,13 +152,13 @@ class Announcer:
         try:
             payload = self._heartbeat(state, card, ranks)
         except (MalformedFrameError, OverflowError, TypeError, ValueError) as error:
-            self._warn_once("worker.load_refused", str(error))
+            self._warn_once("worker.load_rejected", str(error))
             bare = [RankBeat(rank.rank, rank.incarnation, rank.seq, rank.partial) for rank in ranks]
             payload = self._heartbeat(state, card, bare)
         return self._bus.publish(self._subject, payload)
 
     def _heartbeat(self, state: State, card: Card | None, ranks: list[RankBeat]) -> bytes:
-        """Encoded, and read once as readers will read it."""
+        """An encoded heartbeat. Raises the errors of a heartbeat that frontends could not decode."""
         pool = pool_token(self.card.model)
         beat = WorkerBeat(
             VERSION, self.incarnation, state, pool, ranks, self.card_version, card, self._interval_ms
@@ -165,20 +167,20 @@ class Announcer:
         decode_worker_beat(payload, WorkerId(self.card.worker_id))
         return payload
 
-    def _warn_once(self, event: str, trouble: str) -> None:
-        if trouble != self._trouble:
-            self._trouble = trouble
-            log.warning(event, worker=self.card.worker_id, trouble=trouble)
+    def _warn_once(self, event: str, reason: str) -> None:
+        if reason != self._warned:
+            self._warned = reason
+            log.warning(event, worker=self.card.worker_id, reason=reason)
 
     def _on_own_subject(self, subject: str, payload: bytes, reply: str) -> None:
-        """Our own echo, or a stranger of our name: who started later stays."""
+        """Take a heartbeat of this worker id: this agent's echo, or another agent. The later one stays."""
         with contextlib.suppress(MalformedFrameError):
             incarnation = decode_worker_beat(payload, WorkerId(self.card.worker_id)).incarnation
             if incarnation > self.incarnation:
-                self._meet_later(incarnation)
+                self._suspect_successor(incarnation)
 
-    def _meet_later(self, incarnation: int) -> None:
-        """One heartbeat may be damage or malice; two with a heartbeat of ours between them are an agent."""
+    def _suspect_successor(self, incarnation: int) -> None:
+        """Give way to a later agent after its second heartbeat, see SUSPECTED_BEATS."""
         beats_ago = self._beats - self._suspected_beat
         if incarnation == self._suspect and 0 < beats_ago <= SUSPECTED_BEATS:
             self._successor = incarnation

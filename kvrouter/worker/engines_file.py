@@ -1,12 +1,12 @@
-"""`--engines FILE`: several engines, one process. An entry has the agent's own flags as its keys.
+"""`--engines FILE`: agents for several engines in one process. An entry has the agent's flags as its keys.
 
     [[engine]]
     engine-url = "http://10.0.0.1:8000"
-    kv-topic = "kv@10.0.0.1@Qwen/Qwen3-32B"     # what its events are told apart by
+    kv-topic = "kv@10.0.0.1@Qwen/Qwen3-32B"     # identifies its events on a shared endpoint
     label = ["zone=a"]
 
-What is on the command line holds for every engine that does not say otherwise. A file that ends in
-`.json` holds the same as JSON: `{"engine": [{"engine-url": …}, …]}`.
+A flag on the command line holds for every engine whose entry does not set it. A file that ends in `.json`
+has the same content as JSON: `{"engine": [{"engine-url": …}, …]}`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_THE_PROCESS = ("nats", "namespace", "heartbeat-s", "log-", "engines", "help"
 
 @dataclass(frozen=True, slots=True)
 class EngineList:
-    """The agents of one process. `shared` has the endpoints that several of them hear, with all topics."""
+    """The agents of one process. `shared` has the endpoints that several of them use: endpoint -> topics."""
 
     agents: Sequence[AgentOptions]
     shared: dict[str, tuple[str, ...]]
@@ -39,8 +39,7 @@ class EngineList:
 
 
 class _EntryParser(argparse.ArgumentParser):
-    """Says what is wrong instead of ending the process."""
-
+    # argparse would end the process instead.
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
@@ -50,13 +49,13 @@ def read_engines(flags: argparse.Namespace) -> EngineList:
     path: Path = flags.engines
     if flags.engine_url or flags.worker_id or flags.state_file:
         raise ConfigError(
-            "--engine-url, --worker-id and --state-file belong into the entries of --engines FILE"
+            "--engine-url, --worker-id and --state-file belong in the entries of --engines FILE"
         )
     entries = _entries(path, _read(path))
     agents = [_agent(f"{path}: {name}", entry, flags) for name, entry in _named(entries)]
     names = [f"{path}: {name}" for name, _ in _named(entries)]
     for what in ("worker-id", "state-file"):
-        _refuse_equals(what, [getattr(agent, what.replace("-", "_")) for agent in agents], names)
+        _reject_duplicates(what, [getattr(agent, what.replace("-", "_")) for agent in agents], names)
     return EngineList(agents, _shared(agents, names), flags.kv_topic)
 
 
@@ -72,7 +71,7 @@ def _read(path: Path) -> Any:
 
 
 def _entries(path: Path, content: Any) -> list[dict[str, Any]]:
-    """The list of engines, and nothing else beside it."""
+    """The entries of the file, which must contain nothing else."""
     engines = content.get("engine") if isinstance(content, dict) else None
     if not isinstance(engines, list) or not engines or not all(isinstance(entry, dict) for entry in engines):
         raise ConfigError(f"--engines {path}: give one [[engine]] table for each engine")
@@ -97,9 +96,9 @@ def _agent(name: str, entry: dict[str, Any], flags: argparse.Namespace) -> Agent
     base = copy(flags)
     base.engines, base.kv_topic = None, None
     try:
-        own = parser.parse_args([*_arguments(entry)], namespace=base)
-        own.kv_topic = own.kv_topic or _default_topic(own)
-        return read_options(own)
+        settings = parser.parse_args([*_arguments(entry)], namespace=base)
+        settings.kv_topic = settings.kv_topic or _default_topic(settings)
+        return read_options(settings)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
@@ -108,7 +107,7 @@ def _arguments(entry: dict[str, Any]) -> Iterator[str]:
     """An entry as command-line arguments."""
     for key, value in entry.items():
         if key.startswith(_OF_THE_PROCESS):
-            raise ConfigError(f"{key!r} holds for the whole process: give --{key} on the command line")
+            raise ConfigError(f"{key!r} is a setting of the whole process: give --{key} on the command line")
         if isinstance(value, bool):
             yield f"--{key}" if value else f"--no-{key}"
             continue
@@ -118,37 +117,39 @@ def _arguments(entry: dict[str, Any]) -> Iterator[str]:
             yield f"--{key}={single}"
 
 
-def _default_topic(own: argparse.Namespace) -> str:
-    """`kv@HOST@…`, the common form; on an endpoint of its own an engine needs no topic."""
-    if not own.kv_events or not is_bound(own.kv_events) or not own.engine_url:
+def _default_topic(settings: argparse.Namespace) -> str:
+    """`kv@HOST@`, which begins the usual topics. An engine on a separate endpoint needs no topic."""
+    if not settings.kv_events or not is_bound(settings.kv_events) or not settings.engine_url:
         return ""
-    return f"kv@{urlsplit(own.engine_url).hostname}@"
+    return f"kv@{urlsplit(settings.engine_url).hostname}@"
 
 
 def _shared(agents: Sequence[AgentOptions], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Endpoints that are bound here, or heard by several engines, with their topics."""
+    """Endpoints that are bound here, or used by several engines: endpoint -> topics. Raises ConfigError."""
     users: dict[str, list[tuple[str, str]]] = {}
     for agent, name in zip(agents, names, strict=True):
-        for feed in agent.feeds:
-            users.setdefault(feed.events, []).append((feed.topic, name))
+        for each in agent.endpoints:
+            users.setdefault(each.events, []).append((each.topic, name))
     shared = {}
     for endpoint, pairs in users.items():
         if len(pairs) > 1 or is_bound(endpoint):
-            topics, whose = zip(*pairs, strict=True)
+            topics, owners = zip(*pairs, strict=True)
             if not all(topics):
+                owner = owners[topics.index("")]
                 raise ConfigError(
-                    f"{whose[topics.index('')]}: kv-topic: say whose events on {endpoint} are its own"
+                    f"{owner}: kv-topic is missing: several engines may publish on {endpoint}, "
+                    "so give the topic of this one's events"
                 )
-            _refuse_equals("kv-topic", topics, whose)
+            _reject_duplicates("kv-topic", topics, owners)
             shared[endpoint] = topics
     return shared
 
 
-def _refuse_equals(what: str, values: Sequence[object], names: Sequence[str]) -> None:
+def _reject_duplicates(what: str, values: Sequence[object], names: Sequence[str]) -> None:
     seen: dict[object, str] = {}
     for value, name in zip(values, names, strict=True):
         if value is not None and value in seen:
             raise ConfigError(
-                f"{name}: {what} {str(value)!r} is also that of {seen[value]}: give each its own"
+                f"{name}: {what} {str(value)!r} is already used by {seen[value]}: give each engine another"
             )
         seen[value] = name

@@ -1,4 +1,4 @@
-"""What an agent is told on its command line."""
+"""The settings of an agent, and the flags that set them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from kvrouter.config import (
 )
 from kvrouter.errors import ConfigError
 from kvrouter.tls import trusting
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 
+# Every heartbeat carries them.
 MOST_METRICS = 16
-"""They travel in every heartbeat."""
 _METRIC = re.compile(r"([A-Za-z_]\w{0,63})=([A-Za-z_:][\w:]{0,199})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Settings of an agent. `feeds` has one entry per rank, none without KV events; times in s."""
+    """Settings of an agent. `endpoints` has one entry per rank; empty: no KV events. Times in seconds."""
 
     engine_url: str
     worker_id: str
     nats: NatsOptions | str = "embedded"
     namespace: str = "default"
-    feeds: Sequence[FeedOptions] = ()
+    endpoints: Sequence[EventEndpoints] = ()
+    # The topic of the flags, also for endpoints that the engine reports.
     topic: str = ""
-    """That of the flags: it counts for `feeds` that the engine tells, too."""
     ranks: int = 1
     model: str | None = None
     advertise_url: str | None = None
@@ -46,11 +46,11 @@ class AgentOptions:
     max_batched_tokens: int = 0
     max_sequences: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
+    # Additional series of the engine's /metrics to report: report name -> series.
     metrics: Mapping[str, str] = field(default_factory=dict)
-    """Series of the engine's /metrics to report beside the load, by the name to give each."""
     api_key: str | None = None
+    # Trusted in addition to the system's authorities, if the engine speaks HTTPS.
     tls_ca: Path | None = None
-    """Trusted beside the system's authorities, if the engine speaks HTTPS."""
     flush_s: float = 0.010
     heartbeat_s: float = 1.0
     probe_s: float = 1.0
@@ -76,86 +76,92 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `python -m kvrouter.worker`."""
     add_common_flags(parser)
     add = parser.add_argument
-    add("--engine-url", metavar="URL", help="the engine's HTTP server, as seen from here")
+    add("--engine-url", metavar="URL", help="the engine's HTTP server, as the agent reaches it")
     add(
         "--engines",
         type=Path,
         metavar="FILE",
-        help="agents for several engines in this process, as listed in a TOML or JSON file: [[engine]] "
+        help="run agents for several engines in this process, listed in a TOML or JSON file: [[engine]] "
         'entries with these flags as keys (engine-url = "http://…"); --kv-topic then filters for all',
     )
-    add("--advertise-url", metavar="URL", help="the same as frontends see it (default: --engine-url)")
+    add("--advertise-url", metavar="URL", help="the engine as frontends reach it (default: --engine-url)")
     add("--engine-api-key-file", type=Path, metavar="FILE", help="bearer token for the engine")
     add(
         "--worker-tls-ca",
         type=Path,
         metavar="FILE",
-        help="authorities of the engine's certificate (https:// URL), trusted beside the system's",
+        help="authorities of the engine's certificate (https:// URL), trusted in addition to the system's",
     )
     add("--kv-events", metavar="ENDPOINT[,…]", help="ZMQ endpoint of the engine's KV events; one per rank")
     add("--kv-replay", metavar="ENDPOINT[,…]", help="ZMQ endpoint of its replay; one per rank")
-    add("--kv-topic", default="", help="subscribe to topics that begin so (default: all)")
+    add("--kv-topic", default="", help="subscribe only to topics with this prefix (default: all)")
     add(
         "--dp-size",
         type=positive_int,
-        help="ranks, if the engine does not tell; from one endpoint, rank r's port is r higher",
+        help="ranks, if the engine does not report them; with one endpoint, rank r's port is r higher",
     )
     add(
         "--kv-flush-ms",
         type=not_negative,
         default=10.0,
-        help="milliseconds: at most one frame per rank in this time",
+        help="milliseconds between two frames of a rank",
     )
-    add("--kv-cache-block-size", type=positive_int, help="in place of the engine's metrics")
-    add("--worker-id", type=identifier, help="survives restarts (default: host and port of the engine)")
-    add("--model", help="name of the base model, and so of the pool (default: the engine's first)")
+    add(
+        "--kv-cache-block-size",
+        type=positive_int,
+        help="block size in tokens, instead of the engine's metrics",
+    )
+    add("--worker-id", type=identifier, help="keep it across restarts (default: host and port of the engine)")
+    add("--model", help="name of the base model, which names the pool (default: the engine's first model)")
     add(
         "--max-num-batched-tokens",
         type=positive_int,
         default=0,
-        help="the engine's, for the card; 0: not told",
+        help="the engine's setting, for the card; 0: unknown",
     )
-    add("--max-num-seqs", type=positive_int, default=0, help="the engine's, for the card; 0: not told")
+    add("--max-num-seqs", type=positive_int, default=0, help="the engine's setting, for the card; 0: unknown")
     add("--label", action="append", default=[], metavar="KEY=VALUE", help="zone, node, group …; repeatable")
     add(
         "--metric",
         action="append",
         default=[],
         metavar="NAME=SERIES",
-        help="one more series of the engine's /metrics to report, for policies of one's own; repeatable",
+        help="report one more series of the engine's /metrics, for custom policies; repeatable",
     )
     add("--state-file", type=Path, metavar="FILE", help="keep the table of blocks here across restarts")
     add(
         "--kv-repair",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="after lost history, have requests make the engine announce the blocks they re-use "
-        "(only where it can: vLLM 0.24 and later)",
+        help="after lost history, requests ask the engine to announce the blocks that they reuse "
+        "(vLLM 0.24 and later)",
     )
     add(
         "--drain-timeout",
         type=not_negative,
         default=300.0,
         metavar="S",
-        help="on SIGTERM wait this long for the engine's requests to end before leaving; 0: leave at once",
+        help="seconds after SIGTERM that the engine's requests get to finish; 0: leave at once",
     )
     add("--probe-s", type=positive, default=1.0, help="seconds between health probes; 3 misses mean down")
 
 
 def read_options(arguments: argparse.Namespace) -> AgentOptions:
-    """Check what the flags say together. Raises ConfigError."""
+    """The settings in the flags. Raises ConfigError, also where flags do not fit together."""
     if not arguments.engine_url:
-        raise ConfigError("--engine-url: say where the engine is (or list several in --engines FILE)")
-    feeds = read_feeds(arguments.kv_events, arguments.kv_replay, arguments.kv_topic, arguments.dp_size)
+        raise ConfigError("--engine-url is missing: give the engine's URL, or list several in --engines FILE")
+    endpoints = read_endpoints(
+        arguments.kv_events, arguments.kv_replay, arguments.kv_topic, arguments.dp_size
+    )
     default_id = worker_id_of(arguments.engine_url)
     return AgentOptions(
         engine_url=arguments.engine_url,
         worker_id=arguments.worker_id or default_id,
         nats=nats_options(arguments),
         namespace=arguments.namespace,
-        feeds=feeds,
+        endpoints=endpoints,
         topic=arguments.kv_topic or "",
-        ranks=arguments.dp_size or len(feeds) or 1,
+        ranks=arguments.dp_size or len(endpoints) or 1,
         model=arguments.model,
         advertise_url=arguments.advertise_url,
         block_size=arguments.kv_cache_block_size,
@@ -174,8 +180,10 @@ def read_options(arguments: argparse.Namespace) -> AgentOptions:
     )
 
 
-def read_feeds(events: str | None, replay: str | None, topic: str, ranks: int | None) -> list[FeedOptions]:
-    """One feed per rank, from a list of endpoints or from the first rank's. Raises ConfigError."""
+def read_endpoints(
+    events: str | None, replay: str | None, topic: str, ranks: int | None
+) -> list[EventEndpoints]:
+    """The endpoints of each rank, from one for every rank or from the first rank's. Raises ConfigError."""
     if not events:
         if replay:
             raise ConfigError("--kv-replay without --kv-events: give both")
@@ -183,7 +191,7 @@ def read_feeds(events: str | None, replay: str | None, topic: str, ranks: int | 
     event_endpoints = _endpoints("--kv-events", events, ranks)
     replay_endpoints = _endpoints("--kv-replay", replay, len(event_endpoints)) if replay else []
     return [
-        FeedOptions(endpoint, replay_endpoints[rank] if replay_endpoints else None, topic)
+        EventEndpoints(endpoint, replay_endpoints[rank] if replay_endpoints else None, topic)
         for rank, endpoint in enumerate(event_endpoints)
     ]
 
@@ -198,7 +206,7 @@ def _endpoints(flag: str, text: str, ranks: int | None) -> list[str]:
 
 
 def offset_port(flag: str, endpoint: str, rank: int) -> str:
-    """The endpoint of a rank as vLLM derives it: the port plus the rank."""
+    """The endpoint of a rank as vLLM derives it: the port plus the rank. Raises ConfigError."""
     if rank == 0:
         return endpoint
     address, _, port = endpoint.rpartition(":")
@@ -215,7 +223,7 @@ def _read_label(text: str) -> tuple[str, str]:
 
 
 def read_metric_flags(texts: Sequence[str]) -> dict[str, str]:
-    """`NAME=SERIES`, each name once. Raises ConfigError."""
+    """`NAME=SERIES` of each flag. Raises ConfigError, also if a name is given twice."""
     found: dict[str, str] = {}
     for text in texts:
         match = _METRIC.fullmatch(text)

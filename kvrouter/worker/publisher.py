@@ -1,4 +1,4 @@
-"""The KV feed of one rank: engine events in, numbered frames out (docs/concepts/design.md#feeds)."""
+"""The KV feed of one rank: engine events become numbered frames (docs/concepts/design.md#feeds)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,24 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import structlog
+
 from kvrouter.bus.subjects import Subjects
 from kvrouter.core.feeds.source import FeedSource
+from kvrouter.core.feeds.trust import ANSWERS_A_SECOND, PerSecond
 from kvrouter.core.wire.hashes import pool_token
 from kvrouter.core.wire.ids import PoolId, WorkerId, check_identifier
-from kvrouter.core.wire.ops import DEVICE, MAX_FRAME_HASHES, TIERS, Op, Removed, ReplayRequest, Stored
-from kvrouter.errors import ConfigError
+from kvrouter.core.wire.ops import (
+    DEVICE,
+    MAX_FRAME_HASHES,
+    TIERS,
+    Op,
+    Removed,
+    ReplayRequest,
+    Stored,
+    decode_request,
+)
+from kvrouter.errors import ConfigError, MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import (
     MAX_HELD_BLOCKS,
     BlockIds,
@@ -22,27 +34,39 @@ from kvrouter.worker.blocks.engine_blocks import (
     EngineHash,
 )
 
+# Between two digests of a feed. In quiet times it is sent less often, but it is sent: a reader with a wrong
+# copy would otherwise not notice before the next change.
 CHECK_EVERY_S = 1.0
 QUIET_CHECK_S = 10.0
-"""The same for a feed on which nothing happens."""
+
+
+log = structlog.get_logger()
 
 
 class Outlet(Protocol):
-    """As much of a Bus as a feed needs."""
+    """The part of a Bus that a feed uses."""
 
     def publish(self, subject: str, payload: bytes) -> bool:
-        """Send, in order; False, and nothing is sent, while there is no connection."""
+        """Send in order. Returns False, and sends nothing, while there is no connection."""
+
+
+class ReplayOutlet(Outlet, Protocol):
+    """The part of a Bus that answers to replay requests use."""
+
+    @property
+    def max_payload(self) -> int:
+        """The server's limit for one message, in bytes."""
 
 
 class KvPublisher:
     """One rank's blocks and their feed. Call it from one thread; `run` it in a task to send.
 
-    What is stored and removed is collected, and leaves in at most one frame per `flush_s` (more
-    only where a frame would name more than 4,096 hashes). While the bus is away nothing is sent:
-    frames are numbered all the same, and readers have them replayed.
+    Changes are collected and sent in one frame per `flush_s` (in more frames only if one would contain more
+    than 4,096 hashes). While the bus is disconnected nothing is sent; frames are numbered all the same, and
+    replicas request them later.
 
-    Nobody listens to a worker that has not been announced: see `announce`, which also runs it. Until
-    then `model` and `namespace`, and so the subject, may be open. Raises ConfigError.
+    Replicas ignore the frames of a worker that is not announced: `announce` announces and runs it. Until then
+    `model` and `namespace`, and so the subject, may be missing. Raises ConfigError.
     """
 
     def __init__(
@@ -61,8 +85,8 @@ class KvPublisher:
         _check_arguments(nats, worker_id, block_size, rank)
         self.worker_id = worker_id
         self.block_size = block_size
+        # The largest block size of a store on the device in this life of the engine; 0: none yet.
         self.event_block_size = 0
-        """The largest that stores on the device have had in this life of the engine; 0: none yet."""
         self.rank = rank
         self.blocks = EngineBlocks(max_held_blocks)
         self._bus = nats
@@ -77,13 +101,13 @@ class KvPublisher:
             self.address(model, namespace)
 
     def address(self, model: str, namespace: str) -> None:
-        """Say of which pool it is: that is where its frames go."""
+        """Set the pool, and so the subject of the frames."""
         pool = PoolId(pool_token(model))
         self._subject = Subjects(namespace).live_kv(pool, WorkerId(self.worker_id), self.rank)
 
     @property
     def incarnation(self) -> int:
-        """Which life of the feed this is; µs since the epoch when it began."""
+        """The start of this life of the feed, in µs since the epoch."""
         return self._feed.incarnation
 
     @property
@@ -103,14 +127,13 @@ class KvPublisher:
         ids: Sequence[BlockIds] = (),
         block_size: int | None = None,
     ) -> None:
-        """The engine stored a chain of blocks, the first below `parent`.
+        """The engine stored a chain of blocks; the parent of the first one is `parent`.
 
-        Hashes are the engine's own names: any integers or bytes. `token_ids` are those of all blocks,
-        one after the other; without any, only hashes that are known count (a copy in another tier).
-        `lora_name` and `salt` matter at a root, and are handed down. `ids`: per block, the 64-bit ids of
-        the multimodal items that touch it; None for a block that cannot be named. `block_size`: that of
-        these blocks, where it may be another than the publisher's. Raises ValueError if these do not fit
-        together.
+        Hashes are the engine's own names: any integers or bytes. `token_ids` has the tokens of all blocks in
+        order; if it is empty, only hashes that are known already count (a copy in another tier). `lora_name`
+        and `salt` matter at a root, and hold for all blocks below it. `ids`: per block, the 64-bit ids of the
+        multimodal items that touch it; None for a block that cannot be named. `block_size`: the size of these
+        blocks, if it may differ from the publisher's. Raises ValueError if the arguments do not fit together.
         """
         self._collect(
             self.blocks.stored(
@@ -128,32 +151,32 @@ class KvPublisher:
             self.event_block_size = max(self.event_block_size, block_size)
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
-        """The engine dropped one copy of each of these blocks from a tier."""
+        """The engine removed one copy of each of these blocks from a tier."""
         self._collect(self.blocks.removed(engine_hashes, _tier_number(tier)))
 
     def cleared(self) -> None:
-        """The engine dropped everything."""
+        """The engine removed all blocks from all tiers."""
         self._collect(self.blocks.cleared())
 
     def begin_life(self) -> None:
-        """The engine is another process: nothing is left of what it held, nor known of its blocks' size."""
+        """The engine is another process: forget the blocks of the former one, and their size."""
         self.event_block_size = 0
         self.cleared()
 
     def lose_history(self, incarnation: int) -> None:
-        """Begin a new life with an empty table: what was published may no longer be there."""
+        """Begin a new life with an empty table: published blocks may no longer exist."""
         self.blocks.cleared()
         self._pending.clear()
         self._is_unchecked = False
-        if self.seq:  # else nobody has been told anything yet
+        if self.seq:  # otherwise no frame has been sent that could be wrong
             self._feed = self._new_feed(max(incarnation, self.incarnation + 1))
 
     def restore(self, image: BlocksImage, event_block_size: int) -> None:
-        """Go on with the table of the agent before, in this feed's own life.
+        """Continue with the table of a former agent, in this feed's new life.
 
-        Not in the former life: its ring is gone, and frames sent after the table was kept have used
-        its next numbers. The restored table counts as frame 1, which is nowhere to be had: readers
-        take a snapshot, and keep what they hold of the former life until that is loaded.
+        The former life cannot be continued: its ring is lost, and frames sent after the table was saved have
+        used its next numbers. The restored table counts as frame 1, which no ring contains, so readers take a
+        snapshot. They keep their copy of the former life until the snapshot is loaded.
         """
         self.event_block_size = event_block_size
         self.blocks.restore(image)
@@ -162,15 +185,12 @@ class KvPublisher:
         self._filled.set()
 
     def answer(self, request: ReplayRequest, max_bytes: int, now: float) -> bytes:
-        """Frames or a piece of a snapshot. What is pending leaves first: a snapshot names a frame."""
-        self.flush(now)
+        """Encoded frames, or a chunk of a snapshot."""
+        self.flush(now)  # first: a snapshot is as of a frame, so no op may be pending
         return self._feed.answer(request, max_bytes, now)
 
     def flush(self, now: float) -> None:
-        """Send what is pending, and the digest: once a second, and every 10 s while nothing happens.
-
-        Without the latter a reader that was misled in quiet times would not learn of it.
-        """
+        """Send pending changes, and the digest if it is due."""
         if self._subject is None:
             raise ConfigError(f"worker {self.worker_id}: announce it, or give the publisher a model")
         ops, self._pending = self._pending, []
@@ -183,7 +203,7 @@ class KvPublisher:
                 self._bus.publish(self._subject, frame)
 
     async def run(self) -> None:
-        """Flush for ever."""
+        """Flush until cancelled."""
         while True:
             await self._wait_until_due()
             self._filled.clear()
@@ -195,7 +215,7 @@ class KvPublisher:
         return CHECK_EVERY_S if self._is_unchecked else QUIET_CHECK_S
 
     async def _wait_until_due(self) -> None:
-        """Until something is pending, or a digest is owed for what was sent."""
+        """Wait until a change is pending or a digest is due."""
         if not self.seq and not self._is_unchecked:
             await self._filled.wait()
             return
@@ -214,10 +234,35 @@ class KvPublisher:
         return FeedSource(incarnation, lambda _now: self.blocks.state_ops())
 
 
+class ReplayAnswers:
+    """Answers the replay requests for a worker's KV feeds, at most ANSWERS_A_SECOND per second.
+
+    Any program on NATS may request snapshots, and each one takes time of the event loop.
+    """
+
+    def __init__(self, bus: ReplayOutlet, publishers: Sequence[KvPublisher]) -> None:
+        self._bus = bus
+        self._publishers = publishers
+        self._limit = PerSecond(ANSWERS_A_SECOND)
+
+    def answer(self, payload: bytes, reply: str) -> None:
+        """Answer on the subject `reply`. Requests for an unknown rank are ignored, malformed ones logged."""
+        try:
+            request = decode_request(payload)
+        except MalformedFrameError as error:
+            log.warning("replay.malformed", error=str(error))
+            return
+        if not reply or request.part not in range(len(self._publishers)):
+            return
+        publisher, now = self._publishers[int(request.part)], time.monotonic()
+        if self._limit.allows(now):
+            self._bus.publish(reply, publisher.answer(request, self._bus.max_payload, now))
+
+
 def _check_arguments(nats: Outlet, worker_id: str, block_size: int, rank: int) -> None:
     if inspect.iscoroutinefunction(nats.publish):
         raise ConfigError(
-            f"a {type(nats).__module__} client: give the connection that kvrouter.connect opens"
+            f"nats is a {type(nats).__module__} client: give a connection opened by kvrouter.connect"
         )
     check_identifier("worker_id", worker_id)
     if block_size < 1 or rank < 0:
@@ -233,12 +278,12 @@ def _tier_number(tier: str) -> int:
 def _frames_of(ops: Sequence[Op]) -> list[list[Op]]:
     """Cut ops into lists that name at most 4,096 hashes each."""
     frames: list[list[Op]] = []
-    room = 0
+    left = 0
     for op in ops:
         count = len(op.hashes) // 8 if isinstance(op, Stored | Removed) else 0
-        if not frames or count > room:
+        if not frames or count > left:
             frames.append([])
-            room = MAX_FRAME_HASHES
+            left = MAX_FRAME_HASHES
         frames[-1].append(op)
-        room -= count
+        left -= count
     return frames

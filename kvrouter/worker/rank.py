@@ -1,24 +1,24 @@
-"""One rank of an engine: what arrives on its event socket becomes its KV feed.
+"""One rank of an engine: the events of its socket become its KV feed.
 
-    whole ──gap, malformed, overfull, nothing to begin from──> partial ──mended──> (as good as) whole
+    whole ──gap, malformed, overfull, no beginning──> partial ──mended──> (as good as) whole
 
-After lost history the table begins empty: what the engine holds from before is not in it, and will
-not be until it is stored, or announced, anew. Nothing marks the end of that, so a rank counts as
-mended only when what was missed can hardly be there any more:
+After lost history the table begins empty: blocks that the engine holds from before are missing until the
+engine stores or announces them again. No event marks the end of that, so a rank counts as mended only when
+hardly any missed block can still exist:
 
 - the engine has emptied its cache, or has restarted; or
-- with repair, nothing is held back and the engine has since evicted twice as many blocks as it has
-  room for. It evicts what was not used for longest: a block of which we still know nothing has not
-  been hit by a request that asked for a report, so it has been evicted in the first round, or in
-  the second if a request held it during the first. (A request that lasts longer than both rounds, or
-  one that did not come through a frontend, may leave a block unknown: an undercount.) Other tiers
-  than the device keep their own order: where there are any, only an empty cache will do.
+- with repair, no block is held back and the engine has since evicted twice its capacity. It evicts the
+  least recently used blocks. A block that is still unknown was not hit by a request that asked for a report,
+  so it was evicted in the first round, or in the second if a request held it during the first. (A request
+  that lasts longer than both rounds, or did not come through a frontend, may leave a block unknown: an
+  undercount.) Other tiers have their own order of eviction: with them only an empty cache counts.
 
-That reports may still come has its price: a block stored twice at the root for real
-(by two requests at once) counts once, and is withdrawn when one copy goes. If that happens to a rank
-that is not partial, it is partial again: the next request that hits the other copy announces it.
+Reports have a price: if two requests at once really store the same block at the root, it counts once, and is
+withdrawn when one copy is removed. If that happens to a rank that is not partial, the rank becomes partial
+again, and the next request that hits the other copy makes the engine announce it.
 
-On a busy engine mending takes minutes, on a quiet one for ever; until then the rank says `partial`.
+On a busy engine mending takes minutes, on a quiet one it may never happen; until then the rank is announced
+as `partial`.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ from kvrouter.worker.engines.adapter import Adapter, Batch, Reasons
 from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.zmq.ordering import Action, Apply, Continued, EngineStream, Lost, Restarted, digest_of
-from kvrouter.worker.zmq.sockets import ZmqFeed
+from kvrouter.worker.zmq.sockets import EngineEvents
 
 log = structlog.get_logger()
 
-# Seconds between events that cannot be followed and the next attempt to read the rank's history: it
-# doubles while they recur, because reading 10,000 batches again and again would cost more than it mends.
+# Seconds between events that cannot be followed and the next attempt to read the rank's history. The pause
+# doubles while such events recur, because each attempt reads up to 10,000 batches.
 READ_AGAIN_S = 5.0
 MOST_READ_AGAIN_S = 40.0
+# Two, because a running request may hold a block through the first turnover: see above.
 TURNOVERS_UNTIL_MENDED = 2
-TABLE_FULL = "the agent's table is full: blocks beyond it are not indexed"
+TABLE_FULL = "the agent's table is full: further blocks are not indexed"
 
 
 class EngineRank:
-    """Applies a rank's batches to its publisher, and begins a new life where they cannot be trusted.
+    """Applies a rank's batches to its publisher, and begins a new life if they cannot be trusted.
 
-    `stream` puts the batches in order. `capacity_blocks` bounds what may be published, 0 meaning
-    unknown: more than the engine has room for means that removals were missed. `repairs`: whether
-    frontends ask for reports while the rank is partial; None: if its events have the shape of
-    vLLMs that can. `former`: what the agent before left of this rank. `has_siblings`: whether it is one
-    of several, so that a batch that names another rank came to the wrong feed.
+    `stream` puts the batches in order. `capacity_blocks` is the engine's number of blocks, 0 if unknown: if
+    more are published, removals were missed. `repairs`: frontends ask for reports while the rank is partial;
+    None: the shape of the events decides, because only newer vLLMs can report. `former` is the rank's saved
+    state. `has_siblings`: it is one of several ranks, so a batch that names another rank came to the wrong
+    endpoint.
     """
 
     def __init__(
@@ -74,40 +75,39 @@ class EngineRank:
         self.capacity_blocks = capacity_blocks
         self.repairs = repairs
         self.losses: Counter[str] = Counter()
+        # Set after events that could not be followed, although the engine may still have its history.
         self.lost_track = asyncio.Event()
-        """Set where the engine's history may be had, but what was read of it could not be followed."""
         self._stream = stream
         self._former = former
         self._adapter: Adapter[Any] = VllmAdapter() if adapter is None else adapter
         self._has_siblings = has_siblings
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._was_partial = False
         self._is_down = False
+        # Nothing has been missed since the first batch that was applied.
         self._is_whole = True
-        """Whether nothing has been missed since the beginning, which the stream knows of."""
+        # Something was missed, but the missed blocks no longer exist.
         self._is_mended = False
-        """Whether what was missed no longer matters."""
         self._first_ts: float | None = None
+        # The last batch applied: its number, and the digest of its bytes.
         self._position: tuple[int, bytes] | None = None
-        """The last batch applied: its number, and the digest of its bytes."""
         self._removals_before = publisher.blocks.device_removals
-        # whatever else is lost: requests that the agent before had asked for may still be under way
-        publisher.blocks.hears_reports = former is not None and former.head.hears_reports
+        # even if the rest of the state is lost: requests that asked for reports may still be running
+        publisher.blocks.expects_reports = former is not None and former.head.expects_reports
 
     @property
     def skipped(self) -> Reasons:
-        """Events that were not passed on, by reason."""
         return self._adapter.skipped
 
     @property
     def notes(self) -> list[str]:
-        """What an operator is to know about the rank's events: a bounded number of sentences."""
+        """What an operator should know about the rank's events: a bounded number of sentences."""
         notes = [*self._adapter.notes, *(f"events skipped: {reason}" for reason in self.skipped)]
         return [*notes, TABLE_FULL] if self.publisher.blocks.refused_stores else notes
 
     @property
     def is_settled(self) -> bool:
-        """Whether the table is what is known of the engine: not while it is down or looked for."""
+        """Whether the table shows the present blocks: not while the engine is down or its history is read."""
         return not (self._is_down or self._stream.is_beginning)
 
     @property
@@ -115,16 +115,16 @@ class EngineRank:
         """Whether the engine may hold blocks that are not published."""
         return self.is_settled and not self._is_mended and not self._has_everything
 
-    def tell_partial(self) -> bool:
-        """Whether to announce it as partial; from then on requests may ask the engine for reports."""
+    def announce_partial(self) -> bool:
+        """Whether to announce the rank as partial. From then on requests may ask the engine for reports."""
         if self.is_partial and self.repairs:
-            self.publisher.blocks.hears_reports = True
+            self.publisher.blocks.expects_reports = True
         return self.is_partial
 
     def on_action(self, action: Action) -> None:
-        """Do what the stream of batches says."""
+        """Apply an action of the stream of batches."""
         if self._is_down and not isinstance(action, Restarted):
-            return  # once it is up again its history is read anew
+            return  # once the engine is up its history is read again
         match action:
             case Apply():
                 self._apply(action)
@@ -136,21 +136,21 @@ class EngineRank:
                 self._continue()
             case Lost():
                 self._lose("gap")
-        self._say_if_partial()
+        self._log_partial()
 
     def set_repairs(self, repairs: bool | None) -> None:
-        """Note what the engine's version says; if it says nothing, what its events showed stays."""
+        """Set whether the engine's version can report; None leaves what its events have shown."""
         if repairs is not None:
             self.repairs = repairs
 
     def go_down(self) -> None:
-        """The engine is gone, and what it held with it."""
+        """The engine is gone, and its blocks with it."""
         self._is_down = True
         self._begin()
         self.publisher.begin_life()
 
     def give_up(self) -> None:
-        """An event has broken something: what the table says is in doubt."""
+        """Applying an event has raised an error: the table may be wrong."""
         self._lose_track("failed")
 
     def is_older_than(self, engine_started_s: float) -> bool:
@@ -158,7 +158,7 @@ class EngineRank:
         return self._first_ts is not None and self._first_ts < engine_started_s
 
     def state(self) -> RankState | None:
-        """The rank for the agent that comes next; None before the first batch. Call it when settled."""
+        """The rank's state to save; None before the first batch. Call it only while `is_settled`."""
         if self._position is None:
             return None
         seq, digest = self._position
@@ -170,7 +170,7 @@ class EngineRank:
             self._stream.is_complete,
             self._is_whole,
             self._is_mended,
-            blocks.hears_reports,
+            blocks.expects_reports,
             blocks.device_removals - self._removals_before,
             self._adapter.group,
             self._first_ts,
@@ -178,20 +178,20 @@ class EngineRank:
         )
         return RankState(head, blocks.image())
 
-    async def follow(self, feed: ZmqFeed) -> None:
-        """Apply the rank's events. An error in them stops this rank alone, which goes on after a pause."""
+    async def follow(self, events: EngineEvents) -> None:
+        """Apply the rank's events. An error in them stops only this rank, and only for READ_AGAIN_S."""
         while True:
             try:
-                await feed.run(self.on_action)
+                await events.run(self.on_action)
             except Exception as error:
                 log.error(
-                    "engine.feed_failed", rank=self.publisher.rank, retry_s=READ_AGAIN_S, exc_info=error
+                    "engine.events_failed", rank=self.publisher.rank, retry_s=READ_AGAIN_S, exc_info=error
                 )
                 self.give_up()
                 await asyncio.sleep(READ_AGAIN_S)
 
-    async def read_again(self, feed: ZmqFeed) -> None:
-        """Read the history again after events that could not be followed, less often while they recur."""
+    async def read_again(self, events: EngineEvents) -> None:
+        """Read the history again after events that could not be followed."""
         clock, pause_s, read_at = asyncio.get_running_loop().time, READ_AGAIN_S, float("-inf")
         while True:
             await self.lost_track.wait()
@@ -199,7 +199,7 @@ class EngineRank:
             pause_s = READ_AGAIN_S if is_new else min(2 * pause_s, MOST_READ_AGAIN_S)
             await asyncio.sleep(pause_s)
             self.lost_track.clear()
-            feed.restart()
+            events.restart()
             read_at = clock()
 
     @property
@@ -213,15 +213,15 @@ class EngineRank:
             self._lose_track("malformed", error=str(error))
             return
         if self._has_siblings and batch.rank not in {None, self.publisher.rank}:
-            self._refuse(batch)
+            self._ignore(batch)
             return
         if self._first_ts is None:
             self._first_ts = batch.ts
         self._position = (action.seq, digest_of(action.payload))
         self._expect_reports(batch)
         doubts_before = self.publisher.blocks.doubtful_removals
-        self._adapter.tell(batch, self.publisher)
-        self._say_what_is_new()
+        self._adapter.publish(batch, self.publisher)
+        self._log_news()
         if self.is_partial:
             self._mend(batch)
         elif self.publisher.blocks.doubtful_removals > doubts_before:
@@ -229,39 +229,37 @@ class EngineRank:
         if 0 < self.capacity_blocks < self.publisher.blocks.count(DEVICE):
             self._lose_track("overfull", capacity_blocks=self.capacity_blocks)
 
-    def _refuse(self, batch: Batch[Any]) -> None:
-        """Another rank's events: what they name is not here, and what is here they do not name."""
+    def _ignore(self, batch: Batch[Any]) -> None:
+        """Skip events of another rank: they name blocks of another cache."""
         reason = f"events of rank {batch.rank} on the endpoint of rank {self.publisher.rank}: "
         self.skipped.note(reason + "give the endpoints in the order of the ranks")
-        self._say_what_is_new()
+        self._log_news()
         self._is_whole = False
 
-    def _say_what_is_new(self) -> None:
+    def _log_news(self) -> None:
         """Log each reason and each note once."""
-        for reason in self.skipped.keys() - self._said:
+        for reason in self.skipped.keys() - self._logged:
             log.warning("engine.event_skipped", rank=self.publisher.rank, reason=reason)
-        for note in set(self._adapter.notes) - self._said:
+        for note in set(self._adapter.notes) - self._logged:
             log.info("engine.note", rank=self.publisher.rank, note=note)
-        self._said.update(self.skipped, self._adapter.notes)
+        self._logged.update(self.skipped, self._adapter.notes)
 
     def _expect_reports(self, batch: Batch[Any]) -> None:
-        """While something is missing, requests may ask for reports; ours, or those of an agent before.
-
-        It stays so even when nothing is missing any more: a request can be queued for minutes, and a
-        frontend that is cut off from NATS goes on asking. The price is small, see EngineBlocks.
-        """
+        """Expect reports once blocks are missing."""
+        # It stays so when nothing is missing any more: a request may wait in a queue for minutes, and a
+        # frontend that lost NATS goes on asking. The price is small, see EngineBlocks.
         if self.repairs is None and batch.can_report:
             self.repairs = True
         if self.repairs and not self._has_everything:
-            self.publisher.blocks.hears_reports = True
+            self.publisher.blocks.expects_reports = True
 
     def _mend(self, batch: Batch[Any]) -> None:
-        """See whether the rank is as good as whole now."""
-        self.publisher.blocks.forget_uncounted()  # they have been asked for
+        """Check whether the rank is as good as whole now."""
+        self.publisher.blocks.forget_uncounted()  # while partial, these stores are taken for reports
         self._is_mended = batch.clears or self._is_turned_over()
 
     def _doubt(self) -> None:
-        """Something may be missing again, though nothing that is published is wrong."""
+        """A block may be missing again, although every published block is right."""
         self._is_whole = self._is_mended = False
         self._removals_before = self.publisher.blocks.device_removals
 
@@ -274,7 +272,7 @@ class EngineRank:
         return evicted >= TURNOVERS_UNTIL_MENDED * self.capacity_blocks
 
     def _continue(self) -> None:
-        """The engine has returned the batch that was the last of the agent before: go on from there."""
+        """The engine has returned the last batch of the saved state: continue from there."""
         former = self._former
         assert former is not None, "continued without a state"
         head = former.head
@@ -300,7 +298,7 @@ class EngineRank:
         self.lost_track.set()
 
     def _lose(self, reason: str, **facts: object) -> None:
-        """Undercount is allowed, overcount never: begin again with an empty table."""
+        """Begin again with an empty table: an undercount is allowed, an overcount never."""
         self._begin()
         self._is_whole = False
         self.losses[reason] += 1
@@ -308,7 +306,7 @@ class EngineRank:
             log.warning("engine.history_lost", rank=self.publisher.rank, reason=reason, **facts)
         self.publisher.lose_history(time.time_ns() // 1000)
 
-    def _say_if_partial(self) -> None:
+    def _log_partial(self) -> None:
         if self.is_partial == self._was_partial or not self.is_settled:
             return
         self._was_partial = self.is_partial

@@ -1,7 +1,7 @@
 """Agents for several engines in one process: one bus, one socket per shared endpoint.
 
-An agent that ends with an error, whatever it is, does not disturb the others and is started again after a
-pause. One that was taken over (another agent has its worker id) is started again once that one is silent.
+An agent that ends with any error does not disturb the others and is started again after a pause. An agent
+that was taken over (another agent uses its worker id) is started again once that other agent is silent.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from kvrouter.worker.drain import Duty
 from kvrouter.worker.engines_file import EngineList
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.shared_socket import SharedSocket
-from kvrouter.worker.zmq.sockets import ZmqFeed
+from kvrouter.worker.zmq.sockets import EngineEvents
 
 log = structlog.get_logger()
 
 RETRY_S = 10.0
+# Heartbeats of the other agent that may be lost before it counts as gone: two agents with one id would
+# otherwise take the worker over from each other without end.
 _SILENT_BEATS = 5
 
 
@@ -59,24 +61,24 @@ async def _keep(
     duty: Duty,
     retry_s: float,
 ) -> None:
-    """One engine's agent, again and again."""
+    """Run one engine's agent, and start it again after each error."""
     while not duty.leave.is_set():
         try:
-            async with _feeds(options, sockets) as feeds:
-                await serve_engine(options, bus, feeds, duty)
+            async with _open_events(options, sockets) as events:
+                await serve_engine(options, bus, events, duty)
             return
-        except Exception as error:  # whatever one engine has brought about: the others' agents go on
+        except Exception as error:  # any: one engine must not stop the agents of the others
             errors = leaves(error)
         duty.dismiss()
         for each in errors:
-            _say(options, each)
+            _log_failure(options, each)
         if any(isinstance(each, TakenOverError) for each in errors):
             await _until_silent(options, bus, duty, retry_s)
         else:
             await _pause(duty, retry_s)
 
 
-def _say(options: AgentOptions, error: BaseException) -> None:
+def _log_failure(options: AgentOptions, error: BaseException) -> None:
     trace = None if isinstance(error, KvRouterError) else error
     log.error(
         "worker.failed",
@@ -94,25 +96,27 @@ async def _pause(duty: Duty, seconds: float) -> None:
 
 
 async def _until_silent(options: AgentOptions, bus: Bus, duty: Duty, retry_s: float) -> None:
-    """Return when the agent that has taken over has said nothing for `retry_s` and five heartbeats."""
-    heard = asyncio.Event()
+    """Wait until the other agent has sent nothing for `retry_s` and for _SILENT_BEATS heartbeats."""
+    received = asyncio.Event()
     subject = Subjects(options.namespace).live_worker(WorkerId(options.worker_id))
     with bus.part() as part:
-        await part.subscribe(subject, lambda *_: heard.set())
-        heard.set()
-        while not duty.leave.is_set() and (heard.is_set() or not bus.connected):
-            heard.clear()
+        await part.subscribe(subject, lambda *_: received.set())
+        received.set()
+        while not duty.leave.is_set() and (received.is_set() or not bus.connected):
+            received.clear()
             await _pause(duty, max(retry_s, _SILENT_BEATS * options.heartbeat_s))
 
 
 @contextlib.asynccontextmanager
-async def _feeds(options: AgentOptions, sockets: Mapping[str, SharedSocket]) -> AsyncIterator[list[ZmqFeed]]:
-    """Each rank's feed, on a shared socket where there is one."""
+async def _open_events(
+    options: AgentOptions, sockets: Mapping[str, SharedSocket]
+) -> AsyncIterator[list[EngineEvents]]:
+    """Each rank's events, on a shared socket if its endpoint has one."""
     async with contextlib.AsyncExitStack() as stack:
-        feeds = []
-        for feed in options.feeds:
-            if feed.events in sockets:
-                feeds.append(stack.enter_context(sockets[feed.events].feed(feed)))
+        opened = []
+        for each in options.endpoints:
+            if each.events in sockets:
+                opened.append(stack.enter_context(sockets[each.events].events(each)))
             else:
-                feeds.append(await stack.enter_async_context(ZmqFeed.open(feed)))
-        yield feeds
+                opened.append(await stack.enter_async_context(EngineEvents.open(each)))
+        yield opened

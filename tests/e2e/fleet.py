@@ -18,7 +18,7 @@ from kvrouter.mocker.engine import EngineConfig
 from kvrouter.mocker.server import Mocker, running_mocker
 from kvrouter.worker.agent import serve as serve_agent
 from kvrouter.worker.options import AgentOptions, worker_id_of
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 
 PATIENCE_S = 20.0
 
@@ -109,7 +109,7 @@ async def running_agent(mocker: Mocker, nats_url: str, namespace: str) -> AsyncI
         worker_id=worker_id_of(mocker.url),
         nats=nats_url,
         namespace=namespace,
-        feeds=[FeedOptions(mocker.kv_events, mocker.kv_replay)],
+        endpoints=[EventEndpoints(mocker.kv_events, mocker.kv_replay)],
     )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(serve_agent(options, stop))

@@ -19,7 +19,7 @@ from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.worker.agent import serve as serve_agent
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 from tests.e2e.fleet import PATIENCE_S, frontend_flags, until
 
 HEARTBEAT_S = 0.1
@@ -40,9 +40,9 @@ class EngineProcess:
         return f"http://127.0.0.1:{self.ports[0]}"
 
     @property
-    def feed(self) -> FeedOptions:
+    def feed(self) -> EventEndpoints:
         """Its events."""
-        return FeedOptions(f"tcp://127.0.0.1:{self.ports[1]}", f"tcp://127.0.0.1:{self.ports[2]}")
+        return EventEndpoints(f"tcp://127.0.0.1:{self.ports[1]}", f"tcp://127.0.0.1:{self.ports[2]}")
 
     async def start(self, block_size: int) -> None:
         """Return when the process runs; its agent sees when it serves."""

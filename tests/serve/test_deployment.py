@@ -9,7 +9,7 @@ from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.engines.vllm import EVENTS_OFF
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 
 OPTIONS = AgentOptions("http://e:1", "e-1")
 
@@ -21,7 +21,7 @@ def test_everything_found() -> None:
         "0.32.0",
         Scrape(block_size=32, device_blocks=1000, host_blocks=50),
         ranks=2,
-        feeds=(FeedOptions("tcp://e:2", "tcp://e:4"), FeedOptions("tcp://e:3", "tcp://e:5")),
+        endpoints=(EventEndpoints("tcp://e:2", "tcp://e:4"), EventEndpoints("tcp://e:3", "tcp://e:5")),
         tokenizer="/models/tiny",
     )
 
@@ -50,7 +50,7 @@ def test_much_missing() -> None:
 
 def test_events_not_used() -> None:
     """Events that the frontends do not use are said to be unused, and why."""
-    facts = EngineFacts(Models(("m",), ()), "", Scrape(), feeds=(FeedOptions("tcp://e:2"),))
+    facts = EngineFacts(Models(("m",), ()), "", Scrape(), endpoints=(EventEndpoints("tcp://e:2"),))
 
     lines = list(report(OPTIONS, facts, TokenizerReport("none: by text"), no_events="--tokenizer none"))
 

@@ -25,7 +25,7 @@ from kvrouter.worker.engines.adapter import Batch, Sink
 from kvrouter.worker.engines.http import EngineError
 from kvrouter.worker.engines.vllm import Event, VllmAdapter
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq.sockets import FeedOptions, ZmqFeed
+from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fake_engine import EngineServer, EventSockets, pack, store
 from tests.worker.listener import Listener
@@ -63,7 +63,7 @@ async def scene(nats_url: str, free_port: Callable[[], int]) -> AsyncIterator[Sc
         Listener.open(nats_url, namespace, "tiny") as listener,
     ):
         await events.send(pack(store(1)))
-        feeds = [FeedOptions(events.events, events.replay)]
+        feeds = [EventEndpoints(events.events, events.replay)]
         options = AgentOptions(
             engine.url, "w", nats_url, namespace, feeds, heartbeat_s=0.05, probe_s=0.02, flush_s=0.001
         )
@@ -73,7 +73,7 @@ async def scene(nats_url: str, free_port: Callable[[], int]) -> AsyncIterator[Sc
 async def test_replay_is_learnt(scene: Scene) -> None:
     """With only the events given, what was cached before is replayed from where the engine says."""
     scene.engine.sources = {"0": scene.events.source()}
-    options = replace(scene.options, feeds=[FeedOptions(scene.events.events)])
+    options = replace(scene.options, endpoints=[EventEndpoints(scene.events.events)])
 
     async with scene.agent(options):
         await scene.listener.until_held({A})
@@ -146,15 +146,15 @@ async def test_events_break_something(scene: Scene, monkeypatch: pytest.MonkeyPa
     """An event that nobody foresaw breaks its feed for a pause; then the history is read anew."""
     monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.05)
     is_sound = asyncio.Event()
-    tell = VllmAdapter.tell
+    publish = VllmAdapter.publish
 
     def broken(adapter: VllmAdapter, batch: Batch[Event], sink: Sink) -> None:
-        tell(adapter, batch, sink)
+        publish(adapter, batch, sink)
         if not is_sound.is_set():
             is_sound.set()
             raise IndexError("an event that nobody foresaw")
 
-    monkeypatch.setattr(VllmAdapter, "tell", broken)
+    monkeypatch.setattr(VllmAdapter, "publish", broken)
     async with scene.agent():
         await is_sound.wait()
         await scene.listener.until_held({A})
@@ -169,11 +169,11 @@ async def test_reading_breaks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as patch:
             is_read = asyncio.Event()
 
-            def broken(_feed: ZmqFeed, _topic: bytes) -> bool:
+            def broken(_feed: EngineEvents, _topic: bytes) -> bool:
                 is_read.set()
                 raise IndexError("a topic that nobody foresaw")
 
-            patch.setattr(ZmqFeed, "_is_ours", broken)
+            patch.setattr(EngineEvents, "_is_followed", broken)
             await scene.events.send(pack(store(2, parent=1)))
             await is_read.wait()
 
@@ -199,8 +199,8 @@ async def test_history_is_read_again(scene: Scene, monkeypatch: pytest.MonkeyPat
 
 async def test_odd_replay_endpoint(scene: Scene) -> None:
     """Where no replay can be asked for, events are followed all the same."""
-    feed = FeedOptions(scene.events.events, "tcp://nowhere", replay_timeout_s=0.05)
-    options = replace(scene.options, feeds=[feed])
+    feed = EventEndpoints(scene.events.events, "tcp://nowhere", replay_timeout_s=0.05)
+    options = replace(scene.options, endpoints=[feed])
     async with scene.agent(options):
         await scene.events.until_subscribed()
         await scene.events.send(pack(store(1, 2)))
@@ -374,7 +374,7 @@ async def test_namesake(scene: Scene) -> None:
 
 async def test_without_events(scene: Scene) -> None:
     """An engine without events is announced as such, with its load."""
-    async with scene.agent(replace(scene.options, feeds=())):
+    async with scene.agent(replace(scene.options, endpoints=())):
         beat = await scene.listener.beat(lambda beat: beat.card is not None)
 
     assert beat.card is not None
@@ -386,7 +386,7 @@ async def test_discovers_events(scene: Scene) -> None:
     """Without endpoints in its flags the agent takes those that the engine tells."""
     scene.engine.sources = {"0": scene.events.source()}
 
-    async with scene.agent(replace(scene.options, feeds=())):
+    async with scene.agent(replace(scene.options, endpoints=())):
         beat = await scene.listener.beat(lambda beat: beat.card is not None)
         await scene.listener.until_held({A})
 
@@ -397,7 +397,7 @@ async def test_discovers_events(scene: Scene) -> None:
 async def test_events_move(scene: Scene) -> None:
     """An engine that comes back with events elsewhere, or with events at last, ends the agent."""
     scene.engine.sources = {}
-    task = asyncio.create_task(serve(replace(scene.options, feeds=()), asyncio.Event()))
+    task = asyncio.create_task(serve(replace(scene.options, endpoints=()), asyncio.Event()))
     await scene.listener.beat(lambda beat: beat.card is not None)
     scene.engine.is_healthy = False
     await scene.listener.beat(lambda beat: beat.state == "down")

@@ -21,7 +21,7 @@ from kvrouter.mocker.server import Mocker, running_mocker
 from kvrouter.worker.agent import serve
 from kvrouter.worker.blocks.state import StateFile
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 from tests.worker.listener import Listener
 
 SIZE = 4
@@ -111,7 +111,7 @@ async def scene(
         aiohttp.ClientSession() as http,
     ):
         options = AgentOptions(
-            mocker.url, "w", nats_url, namespace, [FeedOptions(mocker.kv_events, mocker.kv_replay)],
+            mocker.url, "w", nats_url, namespace, [EventEndpoints(mocker.kv_events, mocker.kv_replay)],
             heartbeat_s=0.05, flush_s=0.001, state_file=path, state_every_s=3600,
         )  # fmt: skip
         yield Scene(mocker, listener, options, http, _eavesdrop(mocker, monkeypatch))
@@ -252,8 +252,8 @@ async def test_another_engine(scene: Scene) -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
             other_scene.names = _eavesdrop(other, monkeypatch)
             await other_scene.ask(prompt(2), prompt(3), prompt(4))
-            feeds = [FeedOptions(other.kv_events, other.kv_replay)]
-            options = replace(scene.options, engine_url=other.url, feeds=feeds)
+            feeds = [EventEndpoints(other.kv_events, other.kv_replay)]
+            options = replace(scene.options, engine_url=other.url, endpoints=feeds)
             async with other_scene.agent(options) as second:
                 await other_scene.until_exact()
 
@@ -282,7 +282,7 @@ async def _kept_blocks(scene: Scene) -> int:
     options = scene.options
     assert options.state_file is not None
     with StateFile.open(options.state_file, f"{options.namespace}/w") as file:
-        state = await asyncio.to_thread(file.load)
+        state = await asyncio.to_thread(file.read)
     rank = state.ranks.get(0) if state else None  # there is none before the first batch
     return len(rank.image.known) if rank else 0
 

@@ -129,7 +129,7 @@ def test_card_that_readers_would_refuse(bus: FakeBus, announcer: Announcer) -> N
             announcer.beat(0.0)
 
     assert [CARD, None, None] == [beat.card for beat in beats(bus)]
-    assert 1 == [entry["event"] for entry in logs].count("worker.card_refused")
+    assert 1 == [entry["event"] for entry in logs].count("worker.card_rejected")
 
 
 @pytest.mark.parametrize("running", [2**70, -1, 1e300])
@@ -143,7 +143,7 @@ def test_load_that_readers_would_refuse(bus: FakeBus, running: int) -> None:
         announcer.beat(1.0)
 
     assert [[RankBeat(0, 5, 7, True)]] * 2 == [beat.ranks for beat in beats(bus)]
-    assert 1 == [entry["event"] for entry in logs].count("worker.load_refused")
+    assert 1 == [entry["event"] for entry in logs].count("worker.load_rejected")
 
 
 def hear(bus: FakeBus, incarnation: int) -> None:

@@ -19,7 +19,7 @@ from kvrouter.worker.engines.vllm import decode_batch
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Apply, EngineStream
-from kvrouter.worker.zmq.sockets import FeedOptions, ZmqFeed
+from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fake_engine import EventSockets
 from tests.worker.fakes import FakeBus
@@ -147,7 +147,9 @@ async def test_over_sockets(name: str, names_topic: bool) -> None:
     async with EventSockets.open(names_topic_in_replays=names_topic) as engine:
         for payload in payloads[:40]:
             await engine.send(payload)
-        async with ZmqFeed.open(FeedOptions(engine.events, engine.replay, verify_after_s=0.1)) as feed:
+        async with EngineEvents.open(
+            EventEndpoints(engine.events, engine.replay, verify_after_s=0.1)
+        ) as feed:
             rank = EngineRank(
                 KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="tiny", incarnation=1), feed.stream
             )

@@ -20,7 +20,7 @@ from tests.worker.fake_engine import EngineServer
 from tests.worker.listener import Listener
 
 BUSY, IDLE, UNKNOWN = {0: RankLoad(1, 0)}, {0: RankLoad(0, 0)}, {0: RankLoad()}
-NO_ANSWER = "the engine does not tell its load"
+NO_ANSWER = "the engine does not report its load"
 SOON_S = 10.0
 _namespaces = itertools.count()
 
@@ -199,10 +199,10 @@ async def test_second_sigterm(nats_url: str, engine: EngineServer) -> None:
         code, said = await agent.ended()
 
     assert 0 == code
-    assert "told to leave now" in said
+    assert "leaving at once on request" in said
 
 
-@pytest.mark.parametrize(("limit_s", "why"), [("0", "0: nothing is waited for"), ("0.5", "0.5 has passed")])
+@pytest.mark.parametrize(("limit_s", "why"), [("0", "0: leaving at once"), ("0.5", "0.5 has passed")])
 async def test_drain_timeout(nats_url: str, engine: EngineServer, limit_s: str, why: str) -> None:
     """Requests that outlast --drain-timeout are left."""
     async with running_agent(nats_url, engine, "--drain-timeout", limit_s) as agent:

@@ -47,11 +47,13 @@ def test_entries(tmp_path: Path) -> None:
     first, second = read(written(tmp_path, TWO_PODS), *flags).agents
 
     assert ("10-0-0-1-8000", "second") == (first.worker_id, second.worker_id)
-    assert [("tcp://*:5557", None, "kv@10.0.0.1@")] == [(f.events, f.replay, f.topic) for f in first.feeds]
+    assert [("tcp://*:5557", None, "kv@10.0.0.1@")] == [
+        (f.events, f.replay, f.topic) for f in first.endpoints
+    ]
     assert [
         ("tcp://*:5557", "tcp://10.0.0.2:5657", "kv@10.0.0.2@Qwen/Qwen3-32B"),
         ("tcp://*:5558", "tcp://10.0.0.2:5658", "kv@10.0.0.2@Qwen/Qwen3-32B"),
-    ] == [(feed.events, feed.replay, feed.topic) for feed in second.feeds]
+    ] == [(feed.events, feed.replay, feed.topic) for feed in second.endpoints]
     assert [{"rack": "r", "zone": "a", "node": "1"}, {"rack": "r"}] == [
         dict(first.labels),
         dict(second.labels),
@@ -78,7 +80,7 @@ def test_own_endpoints(tmp_path: Path) -> None:
     engines = read(written(tmp_path, text))
 
     assert {} == engines.shared
-    assert ["", ""] == [agent.feeds[0].topic for agent in engines.agents]
+    assert ["", ""] == [agent.endpoints[0].topic for agent in engines.agents]
 
 
 def test_json(tmp_path: Path) -> None:
@@ -96,25 +98,25 @@ def test_json(tmp_path: Path) -> None:
         ("engine = 3", r"give one \[\[engine\]\] table"),
         ("[[engine]", "is not valid TOML"),
         ('port = 1\n[[engine]]\nengine-url = "http://e:1"', "unknown key 'port'"),
-        ("[[engine]]\nmodel = 'm'", r"engine 1 \(no engine-url\): --engine-url: say where"),
+        ("[[engine]]\nmodel = 'm'", r"engine 1 \(no engine-url\): --engine-url is missing"),
         ("[[engine]]\nengine-url = 'e'", r"engine 1 \(e\): --engine-url 'e': use http://HOST:PORT"),
         ("[[engine]]\nengine-url = 'http://e'\nurl = 'x'", r"engine 1 .*unrecognized arguments: --url=x"),
         ("[[engine]]\nengine-url = 'http://e'\ndp-size = 0", r"--dp-size: '0': must be a whole number"),
-        ("[[engine]]\nengine-url = 'http://e'\nnats = 'x'", r"'nats' holds for the whole process"),
+        ("[[engine]]\nengine-url = 'http://e'\nnats = 'x'", r"'nats' is a setting of the whole process"),
         ("[[engine]]\nengine-url = 'http://e'\nlabel = [[1]]", r"'label' must be text or a number"),
         (
             "[[engine]]\nengine-url = 'http://e'\n" * 2,
-            r"engine 2 .*worker-id 'e-80' is also that of .*engine 1",
+            r"engine 2 .*worker-id 'e-80' is already used by .*engine 1",
         ),
         (
             "[[engine]]\nengine-url = 'http://e:1'\nkv-events = 'tcp://*:5'\n"
             "[[engine]]\nengine-url = 'http://e:2'\nkv-events = 'tcp://*:5'\n",
-            r"engine 2 .*kv-topic 'kv@e@' is also that of .*engine 1",
+            r"engine 2 .*kv-topic 'kv@e@' is already used by .*engine 1",
         ),
         (
             "[[engine]]\nengine-url = 'http://e:1'\nkv-events = 'tcp://p:5'\n"
             "[[engine]]\nengine-url = 'http://e:2'\nkv-events = 'tcp://p:5'\n",
-            r"engine 1 .*kv-topic: say whose events on tcp://p:5 are its own",
+            r"engine 1 .*kv-topic is missing: several engines may publish on tcp://p:5",
         ),
     ],
 )
@@ -132,7 +134,7 @@ def test_no_file() -> None:
 
 def test_flags_of_one_engine(tmp_path: Path) -> None:
     """What only one engine can have is no flag beside the file."""
-    with pytest.raises(ConfigError, match="belong into the entries"):
+    with pytest.raises(ConfigError, match="belong in the entries"):
         read(written(tmp_path, TWO_PODS), "--worker-id", "w")
 
 

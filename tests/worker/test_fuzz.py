@@ -25,7 +25,7 @@ from kvrouter.worker.engines.vllm import VllmAdapter, decode_batch
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import Action, EngineStream, Numbered, Restarted, Step
-from kvrouter.worker.zmq.sockets import FeedOptions, ZmqFeed
+from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.connecting_engine import Connecting
 from tests.worker.fakes import FakeBus
@@ -56,7 +56,7 @@ def another_life(name: str) -> list[Message]:
 class Way:
     """A rank at the end of a feed, and a reader of what it publishes."""
 
-    def __init__(self, feed: ZmqFeed | None = None, adapter: VllmAdapter | None = None) -> None:
+    def __init__(self, feed: EngineEvents | None = None, adapter: VllmAdapter | None = None) -> None:
         self.bus = FakeBus()
         self.publisher = KvPublisher(self.bus, "w", 32, model="tiny", incarnation=1)
         self.stream = feed.stream if feed else EngineStream(can_replay=False)
@@ -66,7 +66,7 @@ class Way:
         self._now = 0.0
 
     def hear(self, message: Message) -> None:
-        """What ZmqFeed does with a message, without a socket."""
+        """What EngineEvents does with a message, without a socket."""
         if len(message) == 3 and len(message[1]) == 8:
             self.do(self.stream.receive(int.from_bytes(message[1], "big"), message[2]))
 
@@ -218,7 +218,7 @@ async def test_over_a_socket(seed: int, free_port: Callable[[], int]) -> None:
     """The same over ZMQ: what no feed can read is counted, and the feed lives on."""
     port = free_port()
     async with (
-        ZmqFeed.open(FeedOptions(f"tcp://*:{port}")) as feed,
+        EngineEvents.open(EventEndpoints(f"tcp://*:{port}")) as feed,
         Connecting.open(f"tcp://127.0.0.1:{port}", "kv@e@tiny") as engine,
     ):
         way = Way(feed)

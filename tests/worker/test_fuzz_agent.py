@@ -12,7 +12,7 @@ from kvrouter.bus import Bus, BusError, NatsOptions
 from kvrouter.worker import rank as rank_module
 from kvrouter.worker.agent import serve
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 from scripts.kit.chaos.truth import agent_blocks
 from scripts.kit.fuzz.engine import CAPACITY_BLOCKS, HonestEngine, Kind, ServedEngine
 from scripts.kit.fuzz.zmq import hostile
@@ -28,7 +28,7 @@ async def test_agent_outlives_its_engine(
     namespace = f"fuzz-{kind}-{free_port()}"
     stop = asyncio.Event()
     async with ServedEngine.open(kind, seed=7) as engine, Bus.open(NatsOptions((nats_url,)), name="t") as bus:
-        feed = FeedOptions(engine.events, engine.replay, replay_timeout_s=0.2, verify_after_s=0.1)
+        feed = EventEndpoints(engine.events, engine.replay, replay_timeout_s=0.2, verify_after_s=0.1)
         options = AgentOptions(engine.url, "w", nats_url, namespace, [feed], heartbeat_s=0.05, probe_s=0.5)
         task = asyncio.create_task(serve(options, stop))
         await engine.until_subscribed()

@@ -210,7 +210,7 @@ class World:
         published, cached = agent.published, self.engine.cached()
         assert published <= cached, "overcount"
         assert agent.rank.publisher.blocks.held_blocks <= NUM_BLOCKS
-        if not agent.rank.is_partial and not agent.rank.publisher.blocks.hears_reports:
+        if not agent.rank.is_partial and not agent.rank.publisher.blocks.expects_reports:
             assert published == cached
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvrouter.errors import ConfigError
 from kvrouter.worker.engines.facts import can_report
-from kvrouter.worker.options import AgentOptions, add_flags, read_feeds, read_options, worker_id_of
+from kvrouter.worker.options import AgentOptions, add_flags, read_endpoints, read_options, worker_id_of
 
 
 def read(*flags: str) -> AgentOptions:
@@ -23,7 +23,7 @@ def test_defaults() -> None:
     """Without further flags: one rank, no events, an id made of host and port."""
     options = read()
 
-    assert ("127-0-0-1-25100", 1, []) == (options.worker_id, options.ranks, options.feeds)
+    assert ("127-0-0-1-25100", 1, []) == (options.worker_id, options.ranks, options.endpoints)
     assert (0.010, 1.0) == (options.flush_s, options.heartbeat_s)
 
 
@@ -48,7 +48,7 @@ def test_bad_url() -> None:
 
 def test_ranks_from_the_first_port() -> None:
     """From one endpoint, rank r's port is r higher, for events and replay."""
-    feeds = read("--kv-events", "tcp://e:5557", "--kv-replay", "tcp://e:5657", "--dp-size", "2").feeds
+    feeds = read("--kv-events", "tcp://e:5557", "--kv-replay", "tcp://e:5657", "--dp-size", "2").endpoints
 
     assert [("tcp://e:5557", "tcp://e:5657"), ("tcp://e:5558", "tcp://e:5658")] == [
         (feed.events, feed.replay) for feed in feeds
@@ -59,7 +59,7 @@ def test_ranks_listed() -> None:
     """Endpoints may be listed, one per rank."""
     options = read("--kv-events", "tcp://e:1,tcp://e:5")
 
-    assert (2, ["tcp://e:1", "tcp://e:5"]) == (options.ranks, [feed.events for feed in options.feeds])
+    assert (2, ["tcp://e:1", "tcp://e:5"]) == (options.ranks, [feed.events for feed in options.endpoints])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_ranks_listed() -> None:
 def test_feeds_that_do_not_fit(events: str | None, replay: str | None, ranks: int | None) -> None:
     """Endpoints that do not fit the ranks are refused."""
     with pytest.raises(ConfigError):
-        read_feeds(events, replay, "", ranks)
+        read_endpoints(events, replay, "", ranks)
 
 
 def test_labels_and_key(tmp_path: Path) -> None:

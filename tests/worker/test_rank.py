@@ -396,7 +396,7 @@ def test_reports_before_the_first_batch() -> None:
     scene = Scene(repairs=True, stream=stream)
     scene.rank = EngineRank(scene.rank.publisher, stream, 2, repairs=True)
     stream.begin()
-    assert scene.rank.tell_partial()
+    assert scene.rank.announce_partial()
 
     for seq, events in enumerate([[store(1)], [store(1)], [remove(1)]]):
         for action in stream.receive(seq, msgpack.packb([1.0, events, 0])).actions:

@@ -21,7 +21,7 @@ from kvrouter.worker.drain import Duty
 from kvrouter.worker.engines_file import EngineList
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.shared_process import serve_all
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 from tests.worker.connecting_engine import Connecting
 from tests.worker.fake_engine import EngineServer, pack, store
 from tests.worker.listener import Listener
@@ -46,7 +46,7 @@ class Scene:
         topics = ("kv@a@tiny", "kv@b@tiny")
         agents = [
             AgentOptions(
-                server.url, worker_id, self.nats_url, self.namespace, [FeedOptions(endpoint, topic=topic)],
+                server.url, worker_id, self.nats_url, self.namespace, [EventEndpoints(endpoint, topic=topic)],
                 heartbeat_s=0.05, probe_s=0.02, flush_s=0.001,
             )
             for server, worker_id, topic in zip(self.servers, "ab", topics, strict=True)

@@ -6,7 +6,7 @@
 
 Once history was lost, an engine may be asked for reports (`kv_cache_report_mode: full`): it then
 announces blocks that it had already, one event per request that begins at the root, and looks like
-a real one. With `hears_reports` a Stored at the root therefore adds no reference to a block that has
+a real one. With `expects_reports` a Stored at the root therefore adds no reference to a block that has
 one: so ours never exceed the engine's. (vLLM 0.32, `emit_cached_block_events`; what it really stored
 below a known block comes in an event of its own, with a parent, and always counts.)
 
@@ -111,7 +111,7 @@ class EngineBlocks:
     def __init__(
         self, max_held_blocks: int = MAX_HELD_BLOCKS, max_known_blocks: int = MAX_KNOWN_BLOCKS
     ) -> None:
-        self.hears_reports = False
+        self.expects_reports = False
         self.max_held_blocks = max_held_blocks
         self.max_known_blocks = max_known_blocks
         self.refused_stores = 0
@@ -177,7 +177,7 @@ class EngineBlocks:
                 f"{len(engine_hashes)} blocks of {block_size} with {len(token_ids)} tokens, {len(ids)} ids"
             )
         chain = _Chain(engine_hashes, token_ids, block_size, ids)
-        is_counted = not (self.hears_reports and parent is None)
+        is_counted = not (self.expects_reports and parent is None)
         self._store(chain, parent, block_seed(lora_name, salt), tier, is_counted=is_counted)
         return self._published.take_ops()
 

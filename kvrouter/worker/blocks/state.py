@@ -1,10 +1,14 @@
-"""What an agent keeps for the one that comes after it, as bytes (docs/concepts/design.md#agent-state).
+"""The saved state of an agent: its bytes, and the file (docs/concepts/design.md#agent-state).
 
     magic │ u32 length, record │ u32 length, record │ … │ xxh3_128 of everything before
             Header               RankHead, then its KnownRows and HeldRows …
 
-Records are msgpack. They are made one by one, each in well under a millisecond, from an image that
-no longer changes: so a large table never holds up a heartbeat.
+Records are msgpack. Each is encoded in well under a millisecond, from an image that no longer changes, and
+other tasks run in between: so a large table never delays a heartbeat.
+
+The file is read once at the start, and replaced as a whole every few seconds. The new file is written under
+another name and then renamed, so a complete file exists at every moment, also if the agent is killed. It
+contains token ids (of blocks held back), so only its owner may read it.
 """
 
 from __future__ import annotations
@@ -35,15 +39,15 @@ _DIGEST_BYTES = 16
 
 
 class ForeignStateError(KvRouterError):
-    """The file is somebody else's."""
+    """The file belongs to another agent, or is not an agent's state."""
 
 
 class DamagedStateError(KvRouterError):
-    """The file was an agent's state, and cannot be used."""
+    """The file is an agent's state, but it cannot be used."""
 
 
 class Header(Struct, frozen=True, array_like=True, tag=0):
-    """Whose state it is. `incarnation` is the greatest this agent and its feeds have used."""
+    """The owner of the state. `incarnation` is the greatest one that this agent and its feeds have used."""
 
     version: int
     owner: str
@@ -52,7 +56,7 @@ class Header(Struct, frozen=True, array_like=True, tag=0):
 
 
 class RankHead(Struct, frozen=True, array_like=True, tag=1):
-    """One rank as of the engine's batch `seq`, whose bytes have `digest`. See EngineRank for the rest."""
+    """One rank as of the engine's batch `seq`, whose bytes have `digest`. EngineRank explains the rest."""
 
     rank: int
     seq: int
@@ -60,7 +64,7 @@ class RankHead(Struct, frozen=True, array_like=True, tag=1):
     is_complete: bool
     is_whole: bool
     is_mended: bool
-    hears_reports: bool
+    expects_reports: bool
     removals: int
     group: int | None
     first_ts: float | None
@@ -68,13 +72,13 @@ class RankHead(Struct, frozen=True, array_like=True, tag=1):
 
 
 class KnownRows(Struct, frozen=True, array_like=True, tag=2):
-    """Some of the known blocks of the rank whose head came last."""
+    """Some of the known blocks of the rank of the RankHead before."""
 
     rows: Sequence[tuple[EngineHash, Known]]
 
 
 class HeldRows(Struct, frozen=True, array_like=True, tag=3):
-    """Some of the blocks that the rank holds back."""
+    """Some of the blocks that this rank holds back."""
 
     rows: Sequence[tuple[EngineHash, Held]]
 
@@ -95,7 +99,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class AgentState:
-    """All of an agent's ranks that have a position, by number."""
+    """All ranks of an agent that have applied a batch, by number."""
 
     header: Header
     ranks: Mapping[int, RankState] = field(default_factory=dict)
@@ -118,20 +122,20 @@ def digest_of_file(pieces: Iterable[bytes]) -> bytes:
 
 
 def decode_state(data: bytes, owner: str) -> AgentState:
-    """Read a file. Raises ForeignStateError if it is not `owner`'s, DamagedStateError if of no use."""
+    """Decode a file. Raises ForeignStateError if it is not `owner`'s, DamagedStateError if it is unusable."""
     if not data.startswith(MAGIC[: len(data)]):
-        raise ForeignStateError("it does not begin as an agent's state does")
+        raise ForeignStateError("it does not begin like an agent's state")
     body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if digest_of_file([body]) != digest:
-        raise DamagedStateError(f"its {len(data)} bytes do not have the digest at their end")
+        raise DamagedStateError(f"the digest at its end is not that of its {len(data)} bytes")
     try:
         records = [_decode_record.decode(record) for record in _cut(body)]
     except UNREADABLE as error:
         raise DamagedStateError(f"a record cannot be read: {error}") from None
     if not records or not isinstance(records[0], Header) or records[0].version != VERSION:
-        raise DamagedStateError(f"it is not of version {VERSION}")
+        raise DamagedStateError(f"its version is not {VERSION}")
     if records[0].owner != owner:
-        raise ForeignStateError(f"it belongs to {records[0].owner!r}, this is {owner!r}")
+        raise ForeignStateError(f"it belongs to {records[0].owner!r}, and this agent is {owner!r}")
     return AgentState(records[0], _gather(records[1:]))
 
 
@@ -180,50 +184,50 @@ log = structlog.get_logger()
 
 
 class StateFile:
-    """One agent's state file. A file that is somebody else's is left alone; a damaged one is replaced."""
+    """One agent's state file. The file of another agent is never changed; a damaged one is replaced."""
 
     def __init__(self, path: Path, owner: str, writer: ThreadPoolExecutor) -> None:
         self._path = path
         self._owner = owner
         self._writer = writer
-        self._is_ours = True
+        self._is_writable = True
         self._has_failed = False
         self._written: tuple[RankHead, ...] | None = None
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: Path, owner: str) -> Iterator[StateFile]:
-        """At the end what is being written is finished. One thread: writes keep their order."""
+        """The block ends after the last write. A single thread keeps writes in order."""
         with ThreadPoolExecutor(1, thread_name_prefix="state") as writer:
             yield cls(path, owner, writer)
 
-    def load(self) -> AgentState | None:
-        """What the agent before left; None, and a word about it, if that cannot be used."""
+    def read(self) -> AgentState | None:
+        """The saved state; None, and a log entry, if there is none that can be used."""
         try:
             return decode_state(self._path.read_bytes(), self._owner)
         except FileNotFoundError:
             log.info("state.none", file=str(self._path))
         except DamagedStateError as error:
-            log.warning("state.damaged", file=str(self._path), reason=str(error), next="starting without")
+            log.warning("state.damaged", file=str(self._path), reason=str(error), next="starting without it")
         except (ForeignStateError, OSError) as error:
-            self._is_ours = False
+            self._is_writable = False
             log.error(
-                "state.refused",
+                "state.rejected",
                 file=str(self._path),
                 reason=str(error),
-                next="starting without, and writing none: give another --state-file",
+                next="starting without it, and writing none: give another --state-file",
             )
         return None
 
     async def save(self, state: AgentState) -> None:
-        """Replace the file. The state is encoded here in slices, and written by a thread."""
+        """Replace the file, if the state has changed. Errors are logged, the first in a row only."""
         heads = tuple(rank.head for rank in state.ranks.values())
-        if not self._is_ours or heads == self._written:
+        if not self._is_writable or heads == self._written:
             return
         pieces = []
         for piece in encode_state(state):
             pieces.append(piece)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # other tasks run between two records
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._writer, replace_file, self._path, pieces)
@@ -239,12 +243,12 @@ class StateFile:
 
 
 def replace_file(path: Path, pieces: Sequence[bytes]) -> None:
-    """Write a whole file beside the old one, then put it in its place."""
+    """Write a complete file under another name, then rename it to `path`."""
     fresh = path.with_name(path.name + ".new")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "wb") as file:
         file.writelines(pieces)
         file.write(digest_of_file(pieces))
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # before the rename: after a power cut the new name could have no content
     fresh.replace(path)

@@ -1,9 +1,10 @@
-"""What an engine adapter is: it reads one engine's events, and says what they mean.
+"""What an engine adapter is: it decodes one engine's events and passes on what they mean.
 
-    payload ──decode──> Batch ──tell──> Sink (a KvPublisher)
+    payload ──decode──> Batch ──publish──> Sink (a KvPublisher)
 
-An adapter knows its engine's wire and nothing else. The order of batches, gaps and restarts are the
-stream's; references and prefix closure the publisher's; lost history the rank's: the same for all engines.
+An adapter knows only its engine's wire format. Everything else is the same for all engines: EngineStream
+handles the order of batches, gaps and restarts; the publisher counts references and keeps its sets
+prefix-closed; EngineRank handles lost history.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineHash
 
+# Reasons are built from texts that the engine sends, so their number needs a limit.
 MAX_REASONS = 32
 OTHER_REASONS = "other reasons"
 
@@ -22,20 +24,20 @@ Event = TypeVar("Event")
 
 
 class Reasons(Counter[str]):
-    """How often something was not passed on, by reason: a bounded number of them, the rest is one."""
+    """How often something was not passed on, by reason. Beyond MAX_REASONS all others count as one."""
 
     def note(self, reason: str, times: int = 1) -> None:
-        """Count a reason."""
         is_new = reason not in self and len(self) >= MAX_REASONS
         self[OTHER_REASONS if is_new else reason] += times
 
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[Event]):
-    """What an engine published at once; `ts` in seconds since the epoch. `skipped` counts by reason.
+    """What an engine published in one message; `ts` in seconds since the epoch.
 
-    `rank`: the engine's own number of the rank, None if it does not say. `clears`: whether it empties the
-    cache. `can_report`: whether the engine is one of those that announce reused blocks on demand.
+    `rank` is the engine's number of the rank, None if the batch has none. `skipped` counts events that were
+    not understood, by reason. `clears`: the batch empties the cache. `can_report`: the engine can announce
+    reused blocks on request.
     """
 
     ts: float
@@ -47,9 +49,9 @@ class Batch(Generic[Event]):
 
 
 class Sink(Protocol):
-    """Where events go: a KvPublisher."""
+    """The receiver of an adapter's output: a KvPublisher. Its methods are documented there."""
 
-    def stored(  # noqa: PLR0917  # KvPublisher's
+    def stored(  # noqa: PLR0917  # the signature of KvPublisher.stored
         self,
         engine_hashes: Sequence[EngineHash],
         token_ids: Sequence[int],
@@ -60,22 +62,19 @@ class Sink(Protocol):
         *,
         ids: Sequence[BlockIds] = (),
         block_size: int | None = None,
-    ) -> None:
-        """Blocks were stored."""
+    ) -> None: ...
 
-    def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
-        """Blocks were removed."""
+    def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None: ...
 
-    def cleared(self) -> None:
-        """Everything was removed."""
+    def cleared(self) -> None: ...
 
 
 class Adapter(Protocol[Event]):
-    """One engine's event wire.
+    """The wire format of one engine's events.
 
-    `skipped` counts what was not passed on, by a reason that says what to change if anything can be.
-    `group` is the KV group that is followed, None until events have shown it; a restarted agent restores it.
-    `notes` says what an operator is to know about these events: it goes on the worker's card.
+    `skipped` counts events that were not passed on; where an operator can do something about it, the reason
+    states what. `group` is the KV group that is followed, None until an event shows it; a restarted agent
+    restores it.
     """
 
     skipped: Reasons
@@ -83,13 +82,13 @@ class Adapter(Protocol[Event]):
 
     @property
     def notes(self) -> list[str]:
-        """A few short sentences, of which there can only be few."""
+        """What an operator should know about these events; goes on the worker's card. A bounded number."""
 
     def forget(self) -> None:
-        """What comes may be of another life of the engine: forget what its events have shown."""
+        """Forget what events have shown so far: the next ones may be from another life of the engine."""
 
     def decode(self, payload: bytes) -> Batch[Event]:
-        """Read what the engine published. Raises MalformedFrameError if a removal may be lost in it."""
+        """Decode a message. Raises MalformedFrameError if a removal may be lost in it."""
 
-    def tell(self, batch: Batch[Event], sink: Sink) -> None:
-        """Pass on a batch, in order."""
+    def publish(self, batch: Batch[Event], sink: Sink) -> None:
+        """Pass on the events of a batch, in order."""

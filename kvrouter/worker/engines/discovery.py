@@ -1,4 +1,4 @@
-"""Learning what an engine is, of whichever kind: by the name that its /v1/models gives as the owner."""
+"""Learning what an engine is. The `owned_by` of its /v1/models names its kind."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvrouter.worker.options import AgentOptions
 log = structlog.get_logger()
 
 _LEARN_EVERY_S = 0.5
-_SAY_EVERY_S = 10.0
+_LOG_EVERY_S = 10.0
 
+# What each kind of engine provides: a function that asks the engine, or raises EngineError.
 Learn: TypeAlias = Callable[[EngineHttp, Models, AgentOptions], Awaitable[EngineFacts]]
-"""What another kind of engine has to bring: ask it, or raise EngineError."""
 
 KINDS: Mapping[str, Learn] = {"vllm": learn_vllm, "sglang": learn_sglang, "mocker": learn_vllm}
 
 
 async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
-    """Ask the engine what it is; an unknown owner is asked as vLLM would be. Raises EngineError."""
+    """Ask the engine what it is. An unknown kind is treated as vLLM. Raises EngineError."""
     models = await engine.models()
     return await KINDS.get(models.owner, learn_vllm)(engine, models, options)
 
@@ -36,14 +36,14 @@ async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
 async def learn_patiently(
     engine: EngineHttp, options: AgentOptions, stop: asyncio.Event
 ) -> EngineFacts | None:
-    """Wait for the engine, saying so now and then; None if told to stop before it is up."""
-    said_at = float("-inf")
+    """Wait until the engine answers, and log the reason now and then; None if `stop` is set before."""
+    logged_at = float("-inf")
     while not stop.is_set():
         try:
             return await learn(engine, options)
         except EngineError as error:
-            if time.monotonic() - said_at >= _SAY_EVERY_S:
-                said_at = time.monotonic()
+            if time.monotonic() - logged_at >= _LOG_EVERY_S:
+                logged_at = time.monotonic()
                 log.info("engine.awaited", url=options.engine_url, reason=str(error))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LEARN_EVERY_S):

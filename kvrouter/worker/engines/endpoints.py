@@ -1,8 +1,10 @@
-"""Where an engine says its KV events are, as endpoints for whoever stands here.
+"""Where an agent reads an engine's KV events: from its flags, otherwise as the engine reports it.
 
-vLLM and SGLang bind an endpoint with `*` or `::` in it, and all their replay endpoints. With any other
-endpoint (0.0.0.0 too) they connect, and the subscriber has to bind that port:
+The engine reports its endpoints from its own point of view. vLLM and SGLang bind an endpoint with `*` or `::`
+in it, and all their replay endpoints. With any other endpoint (0.0.0.0 too) they connect, and the agent has
+to bind that port:
 
+    engine reports                     agent uses
     tcp://*:5557                   ->  tcp://ENGINE:5557       connect
     tcp://[::ffff:127.0.0.1]:5557  ->  tcp://127.0.0.1:5557    connect
     tcp://10.0.0.9:5557            ->  tcp://*:5557            bind
@@ -22,8 +24,8 @@ from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_RANKS, Line
 from kvrouter.errors import ConfigError
 from kvrouter.worker.engines.http import EngineError
-from kvrouter.worker.options import AgentOptions, offset_port, read_feeds
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.options import AgentOptions, offset_port, read_endpoints
+from kvrouter.worker.zmq.sockets import EventEndpoints
 
 _EVERY_ADDRESS = {"*", "0.0.0.0", "[::]", "::", "[::0]"}
 _MAPPED = "[::ffff:"
@@ -31,7 +33,7 @@ _ENDPOINT = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}|(?:ipc|inproc)://[^\s]+")
 
 
 class EventsConfig(Struct, frozen=True):
-    """What both engines call KVEventsConfig: of one rank, or of rank 0 with the ports of the others above."""
+    """What both engines call KVEventsConfig: for one rank, or for rank 0 (rank r's ports are r higher)."""
 
     enable_kv_cache_events: bool = True
     publisher: str | None = None
@@ -39,10 +41,10 @@ class EventsConfig(Struct, frozen=True):
     replay_endpoint: Line | None = None
     topic: Line = ""
 
-    def feed(self, host: str, *, binds: bool = False) -> FeedOptions | None:
-        """The feed of an engine at `host`; None if it publishes nothing. `binds`: it always does.
+    def endpoints(self, host: str, *, binds: bool = False) -> EventEndpoints | None:
+        """The endpoints of an engine at `host`; None if it publishes no events. Raises EngineError.
 
-        Raises EngineError.
+        `binds`: the engine binds whatever the endpoint looks like (the mocker does).
         """
         if not (self.enable_kv_cache_events and self.publisher == "zmq" and self.endpoint):
             return None
@@ -52,7 +54,7 @@ class EventsConfig(Struct, frozen=True):
         events = self.endpoint
         events = _reach(events, host) if binds or _is_bound(events) else _meet(events)
         replay = _reach(self.replay_endpoint, host) if self.replay_endpoint else None
-        return FeedOptions(events, replay, self.topic)
+        return EventEndpoints(events, replay, self.topic)
 
 
 _Sources = Annotated[dict[str, EventsConfig], Meta(max_length=MOST_RANKS)]
@@ -60,25 +62,25 @@ _decode_sources = msgspec.json.Decoder(_Sources).decode
 _decode_config = msgspec.json.Decoder(EventsConfig).decode
 
 
-def read_sources(body: bytes, host: str, *, binds: bool = False) -> tuple[FeedOptions, ...]:
-    """Read vLLM's /kv_event_sources: an entry per rank, none if events are off. Raises EngineError."""
+def read_sources(body: bytes, host: str, *, binds: bool = False) -> tuple[EventEndpoints, ...]:
+    """Read vLLM's /kv_event_sources: one entry per rank; empty if events are off. Raises EngineError."""
     try:
         sources = _decode_sources(body)
         ranks = [sources[number] for number in sorted(sources, key=int)]
     except (*UNREADABLE, ValueError) as error:
-        raise EngineError(f"/kv_event_sources is not what vLLM answers: {error}") from None
-    feeds = [rank.feed(host, binds=binds) for rank in ranks]
-    return tuple(feed for feed in feeds if feed is not None) if None not in feeds else ()
+        raise EngineError(f"/kv_event_sources is not in vLLM's format: {error}") from None
+    found = [rank.endpoints(host, binds=binds) for rank in ranks]
+    return tuple(each for each in found if each is not None) if None not in found else ()
 
 
-def read_config(text: str, host: str, ranks: int) -> tuple[FeedOptions, ...]:
-    """Read SGLang's --kv-events-config, whose ports are those of rank 0. Raises EngineError."""
+def read_config(text: str, host: str, ranks: int) -> tuple[EventEndpoints, ...]:
+    """Read SGLang's --kv-events-config; its ports are those of rank 0. Raises EngineError."""
     try:
         first = _decode_config(text)
-        feeds = [_of_rank(first, rank).feed(host) for rank in range(ranks)]
+        found = [_of_rank(first, rank).endpoints(host) for rank in range(ranks)]
     except (*UNREADABLE, ConfigError) as error:
-        raise EngineError(f"kv_events_config {text[:200]!r} is not what SGLang takes: {error}") from None
-    return tuple(feed for feed in feeds if feed is not None)
+        raise EngineError(f"kv_events_config {text[:200]!r} is not in SGLang's format: {error}") from None
+    return tuple(each for each in found if each is not None)
 
 
 def _of_rank(first: EventsConfig, rank: int) -> EventsConfig:
@@ -95,7 +97,7 @@ def _is_bound(endpoint: str) -> bool:
 
 
 def _reach(endpoint: str, host: str) -> str:
-    """Where to connect to what the engine has bound."""
+    """Where to connect to an endpoint that the engine has bound."""
     address, port = _split(endpoint)
     if address is None:
         return endpoint
@@ -112,54 +114,60 @@ def _meet(endpoint: str) -> str:
 
 
 def _split(endpoint: str) -> tuple[str | None, str]:
-    """Address and port; no address for what is not TCP."""
+    """Address and port; no address if the endpoint is not TCP."""
     if not endpoint.startswith("tcp://"):
         return None, ""
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return address, port
 
 
-_NO_REPLAY = "no replay: what was cached before kvrouter started stays unknown; "
+_NO_REPLAY = "no replay: blocks cached before kvrouter started stay unknown; "
 NO_REPLAY = _NO_REPLAY + 'add "replay_endpoint": "tcp://*:5657" to --kv-events-config'
 REPLAY_NOT_GIVEN = (
     _NO_REPLAY + "give replay=tcp://HOST:PORT (an agent: --kv-replay), the replay_endpoint of "
     "the engine's --kv-events-config"
 )
 OTHER_ENDPOINT = (
-    "the engine says its events are at {told}, but kv= (an agent: --kv-events) gives {given}: leave it out, "
-    "unless it leads there by another way"
+    "the engine reports its events at {reported}, but kv= (an agent: --kv-events) is {given}: remove kv=, "
+    "unless it reaches the same port by another address"
 )
 
 
-def settled_feeds(options: AgentOptions, told: Sequence[FeedOptions], ranks: int) -> Sequence[FeedOptions]:
-    """One feed for each of an engine's ranks. Raises ConfigError."""
-    feeds = options.feeds
-    if not feeds:
-        return [replace(feed, topic=options.topic) for feed in told] if options.topic else told
-    if len(feeds) == 1 == options.ranks < ranks:
-        feeds = read_feeds(feeds[0].events, feeds[0].replay, feeds[0].topic, ranks)
-    return [feed if feed.replay else replace(feed, replay=_replay(feed, told)) for feed in feeds]
+def settled_endpoints(
+    options: AgentOptions, reported: Sequence[EventEndpoints], ranks: int
+) -> Sequence[EventEndpoints]:
+    """The endpoints of each rank: those of the flags, completed by what the engine reports.
+
+    Raises ConfigError.
+    """
+    given = options.endpoints
+    if not given:
+        return [replace(each, topic=options.topic) for each in reported] if options.topic else reported
+    if len(given) == 1 == options.ranks < ranks:
+        given = read_endpoints(given[0].events, given[0].replay, given[0].topic, ranks)
+    return [each if each.replay else replace(each, replay=_replay(each, reported)) for each in given]
 
 
-def feed_lacks(options: AgentOptions, told: Sequence[FeedOptions], ranks: int) -> Iterator[str]:
-    """What is missing of the endpoints, and where flags and engine contradict each other."""
-    feeds = settled_feeds(options, told, ranks)
-    others = [feed.events for feed in feeds if _of_port(feed, told) is None]
-    if told and others:
-        yield OTHER_ENDPOINT.format(told=", ".join(feed.events for feed in told), given=", ".join(others))
-    if not all(feed.replay for feed in feeds):
-        is_told = any(feed.replay for feed in told) or not told
-        yield REPLAY_NOT_GIVEN if is_told else NO_REPLAY
+def endpoint_lacks(options: AgentOptions, reported: Sequence[EventEndpoints], ranks: int) -> Iterator[str]:
+    """Which endpoints are missing, and where flags and engine contradict each other."""
+    settled = settled_endpoints(options, reported, ranks)
+    others = [each.events for each in settled if _of_port(each, reported) is None]
+    if reported and others:
+        places = ", ".join(each.events for each in reported)
+        yield OTHER_ENDPOINT.format(reported=places, given=", ".join(others))
+    if not all(each.replay for each in settled):
+        has_replay = any(each.replay for each in reported) or not reported
+        yield REPLAY_NOT_GIVEN if has_replay else NO_REPLAY
 
 
-def _replay(feed: FeedOptions, told: Sequence[FeedOptions]) -> str | None:
-    same = _of_port(feed, told)
+def _replay(given: EventEndpoints, reported: Sequence[EventEndpoints]) -> str | None:
+    same = _of_port(given, reported)
     return same.replay if same is not None else None
 
 
-def _of_port(feed: FeedOptions, told: Sequence[FeedOptions]) -> FeedOptions | None:
-    """The one that the engine tells; its host may have several names."""
-    return next((other for other in told if _port(other.events) == _port(feed.events)), None)
+def _of_port(given: EventEndpoints, reported: Sequence[EventEndpoints]) -> EventEndpoints | None:
+    # by port alone: the engine's host may have several names
+    return next((other for other in reported if _port(other.events) == _port(given.events)), None)
 
 
 def _port(endpoint: str) -> str:

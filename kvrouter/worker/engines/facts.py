@@ -1,4 +1,4 @@
-"""What an engine is: said by itself, shown by its events, told by flags; and the card made of it all."""
+"""What is known of an engine (its own reports, its events, the flags), and the card made of it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import dataclass, replace
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.values import MOST_NAMES, MOST_TEXT_CHARACTERS
-from kvrouter.worker.engines.endpoints import settled_feeds
+from kvrouter.worker.engines.endpoints import settled_endpoints
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 
+# vLLM and SGLang both read it.
 RANK_HEADER = "X-data-parallel-rank"
-"""Taken by vLLM and by SGLang."""
 
+# The first vLLM with `kv_cache_report_mode` (its pull request 45261, of June 2026; 0.23 has none).
 _FIRST_TO_REPORT = (0, 24)
-"""The first vLLM with `kv_cache_report_mode` (its pull request 45261, of June 2026; 0.23 has none)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the engine said about itself at one time. 0 means unknown.
+    """What the engine reported about itself at one time. 0 means unknown.
 
-    `feeds` are its events by rank, none if it publishes none or does not tell. `tokenizer` is a directory
-    or the name of a hub. `lacks` says what would make it serve better, each with how to get it.
+    `endpoints` has its events by rank; empty if it publishes none or does not report them. `tokenizer` is a
+    directory or a name on a hub. `lacks` names missing settings, each with the flag that adds it.
     """
 
     models: Models
@@ -35,22 +35,22 @@ class EngineFacts:
     scrape: Scrape
     kind: str = "vllm"
     ranks: int = 1
-    feeds: tuple[FeedOptions, ...] = ()
+    endpoints: tuple[EventEndpoints, ...] = ()
     max_batched_tokens: int = 0
     max_sequences: int = 0
     tokenizer: str = ""
     lacks: tuple[str, ...] = ()
 
     def with_scrape(self, scrape: Scrape) -> EngineFacts:
-        """The same after a later look at the metrics; what they do not tell stays as it is known."""
+        """The facts after a later scrape; values that it lacks stay as they are known."""
         return replace(self, scrape=scrape.or_else(self.scrape))
 
 
 def with_discovered(options: AgentOptions, facts: EngineFacts) -> AgentOptions:
-    """The options, with what the engine tells where the flags are silent. Raises ConfigError."""
-    feeds = settled_feeds(options, facts.feeds, facts.ranks)
-    ranks = len(feeds) if options.feeds else facts.ranks
-    return replace(options, feeds=feeds, ranks=max(options.ranks, ranks))
+    """The options, completed by what the engine reports. Raises ConfigError."""
+    endpoints = settled_endpoints(options, facts.endpoints, facts.ranks)
+    ranks = len(endpoints) if options.endpoints else facts.ranks
+    return replace(options, endpoints=endpoints, ranks=max(options.ranks, ranks))
 
 
 def build_card(
@@ -63,7 +63,7 @@ def build_card(
     repairs_by_report: bool = False,
     notes: Sequence[str] = (),
 ) -> Card:
-    """The card of an engine; `event_block_size`, `widest_tier` and `notes` are what its events have shown."""
+    """The card of an engine. Its events have shown `event_block_size`, `widest_tier` and `notes`."""
     models, scrape = facts.models, facts.scrape
     return Card(
         worker_id=options.worker_id,
@@ -83,7 +83,7 @@ def build_card(
         engine_version=facts.version,
         labels=dict(options.labels),
         started_at_us=started_at_us,
-        publishes_events=bool(options.feeds),
+        publishes_events=bool(options.endpoints),
         repairs_by_report=repairs_by_report,
         notes=tuple(note[:MOST_TEXT_CHARACTERS] for note in notes)[:MOST_NAMES],
         prefix_caching=scrape.has_prefix_caching,
@@ -91,15 +91,15 @@ def build_card(
 
 
 def _block_size(options: AgentOptions, scrape: Scrape, event_block_size: int) -> int:
-    """The larger of what the engine says of itself and what its events have shown; 0 if neither does.
+    """The larger of the engine's own size and that of its events; 0 if both are unknown.
 
-    - The flag stands in for the metrics, which are those of the last look: another process of the engine is
-      believed at once.
-    - Events count from the beginning of the engine's process on (`KvPublisher.begin_life`), or those of the
-      process before would contradict the new metrics, and no request of that size come to correct them.
-    - They may show a larger size: vLLM's metrics name the blocks of one rank, its events those of a whole
-      context-parallel group. They never lower it: KV groups with smaller blocks are announced as well, and a
-      size that went to and fro with each event would change the card with it.
+    - The flag replaces the size in the metrics. The metrics are those of the last scrape, so the size of a
+      restarted engine counts at once.
+    - Events count from the start of the engine's process (`KvPublisher.begin_life`). A larger size from an
+      earlier process would otherwise stay, and no later event could correct it.
+    - Events may raise the size: vLLM's metrics give the blocks of one rank, its events those of a whole
+      context-parallel group. They never lower it: an engine also announces KV groups with smaller blocks,
+      and a size that changed with every event would publish a new card each time.
     """
     return max(options.block_size or scrape.block_size, event_block_size)
 
@@ -111,7 +111,7 @@ def _tiers(scrape: Scrape, widest_tier: int) -> dict[str, int]:
 
 
 def can_report(options: AgentOptions, version: str, kind: str = "vllm") -> bool | None:
-    """Whether requests may ask the engine for reports; None if its events' shape must tell."""
+    """Whether requests may ask the engine for reports; None if only the shape of its events can show it."""
     if not options.kv_repair or kind == "sglang":
         return False
     numbers = re.match(r"v?(\d+)\.(\d+)", version)

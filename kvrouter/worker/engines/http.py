@@ -1,4 +1,4 @@
-"""What an engine says over HTTP about itself: models, version, metrics, health."""
+"""What an engine reports over HTTP about itself: models, version, metrics, health."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ HEALTH_TIMEOUT_S = 1.0
 
 
 class EngineError(KvRouterError):
-    """The engine does not answer, or not as an engine would."""
+    """The engine does not answer, or its answer is not an engine's."""
 
 
 class EngineGoneError(EngineError):
-    """Nobody listens at the engine's port."""
+    """The engine's port is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
     """What an engine serves: the ids of its base model, and of the LoRA adapters on it.
 
-    `root` is where the engine has the model from, `owner` what kind of engine it is.
+    `root` is the path or hub name that the engine loaded the model from; `owner` names the kind of engine.
     """
 
     served_names: tuple[str, ...]
@@ -80,10 +80,10 @@ def read_models(body: bytes) -> Models:
     try:
         entries = _decode_models(body).data
     except UNREADABLE as error:
-        raise EngineError(f"/v1/models is not what an OpenAI server answers: {error}") from None
+        raise EngineError(f"/v1/models is not in OpenAI's format: {error}") from None
     base = [entry for entry in entries if entry.parent is None]
     if not base:
-        raise EngineError("/v1/models names no base model")
+        raise EngineError("/v1/models lists no base model")
     loras = tuple(entry.id for entry in entries if entry.parent is not None)
     return Models(
         tuple(entry.id for entry in base),
@@ -99,8 +99,8 @@ class EngineHttp:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self.health_path = "health"
-        self.own_metrics: Mapping[str, str] = {}
-        """Series to read beside those that are always read, by the name to give them."""
+        # Additional series of /metrics to read (flag --metric): report name -> series.
+        self.extra_metrics: Mapping[str, str] = {}
         self._session = session
 
     @classmethod
@@ -110,7 +110,7 @@ class EngineHttp:
     ) -> AsyncIterator[EngineHttp]:
         """A session for the engine at `url`; the key is sent as a bearer token. Raises ConfigError.
 
-        `tls_ca`: authorities to trust behind an https:// URL, beside the system's.
+        `tls_ca`: authorities to trust for an https:// URL, in addition to the system's.
         """
         headers = {**UNPACKED, "Authorization": f"Bearer {api_key}"} if api_key else UNPACKED
         async with aiohttp.ClientSession(
@@ -123,11 +123,11 @@ class EngineHttp:
             yield cls(session)
 
     async def models(self) -> Models:
-        """What the engine serves. Raises EngineError."""
+        """The models that the engine serves. Raises EngineError."""
         return read_models(await self._get("v1/models"))
 
     async def version(self) -> str:
-        """The engine's version; empty if it does not tell."""
+        """The engine's version; empty if it reports none."""
         try:
             return _decode_version(await self._get("version")).version
         except (EngineError, *UNREADABLE):
@@ -137,7 +137,7 @@ class EngineHttp:
         """The engine's metrics. Raises EngineError."""
         text = (await self._get("metrics")).decode(errors="replace")
         try:
-            return read_metrics(text, self.own_metrics)
+            return read_metrics(text, self.extra_metrics)
         except ValueError as error:
             raise EngineError(f"/metrics is not in Prometheus' text format: {error}") from None
 
@@ -151,7 +151,7 @@ class EngineHttp:
             return False
 
     async def find(self, path: str) -> bytes | None:
-        """What is at this path; None if the engine has nothing there. Raises EngineError."""
+        """The body at this path; None if the engine has no such path. Raises EngineError."""
         status, body = await self._answer("GET", path)
         if status == 404:
             return None
@@ -160,9 +160,9 @@ class EngineHttp:
         return body
 
     async def reports_cached_tokens(self, model: str) -> bool | None:
-        """Whether answers say how many prompt tokens were cached; None if the engine would not answer.
+        """Whether answers report the number of cached prompt tokens; None if the engine does not answer.
 
-        Asked with one token in and one out: that fills no block, so the cache stays as it is.
+        The test request has one token in and one out: it fills no block, so the cache stays unchanged.
         """
         body = {"model": model, "prompt": [1], "max_tokens": 1}
         try:
@@ -189,7 +189,7 @@ class EngineHttp:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without aiohttp's wording of where."""
+    """The cause alone: aiohttp's messages repeat the address."""
     if trouble := tls_trouble(error.__cause__):
         return trouble
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:

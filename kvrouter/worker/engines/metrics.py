@@ -1,4 +1,4 @@
-"""What an engine's /metrics says: load per rank, block size and capacity, in vLLM's and SGLang's names."""
+"""Reads an engine's /metrics: load per rank, block size and capacity, in vLLM's and SGLang's names."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvrouter.core.wire.values import (
     MOST_TEXT_CHARACTERS,
 )
 
+# Lines of one exposition. 64 data-parallel ranks of vLLM have about 40,000.
 MOST_LINES = 200_000
-"""Of an exposition. 64 data-parallel ranks of vLLM are about 40,000."""
+# Of a line that is parsed: prometheus_client's time grows with the square of the length of a line's labels.
 MOST_LINE_CHARACTERS = 32 * 1024
-"""Of a line that is parsed: a line's labels cost the parser the square of their length."""
+# Of all lines that are parsed: about 0.1 s, in which the agent does nothing else.
 MOST_PARSED_CHARACTERS = 512 * 1024
-"""Of all lines that are parsed: about 0.1 s."""
 
 _LOADS = {
     "vllm:num_requests_running": "running",
@@ -43,6 +43,7 @@ _GAUGES = {
     "sglang:max_total_num_tokens": "device_tokens",
     "sglang:hicache_host_total_tokens": "host_tokens",
 }
+# SGLang had its block size and capacity as labels until 0.5.10, and has had the gauges above since.
 _LABELS = {
     "vllm:cache_config_info": {
         "block_size": "block_size",
@@ -51,15 +52,15 @@ _LABELS = {
     },
     "sglang:cache_config_info": {"page_size": "block_size", "num_pages": "device_blocks"},
 }
-"""SGLang had them as labels until 0.5.10 and has the gauges above since."""
 
+# Adapters as labels. The value is a time: of several samples the newest counts.
 _LORAS = "vllm:lora_requests_info"
-"""Adapters as labels; its value is the time, and the newest sample counts."""
 
 _WANTED = (*_LOADS, *_GAUGES, *_LABELS, _LORAS)
 
+# The largest value of each number that is not an amount. A value out of range counts as not reported.
 _MOST = {"kv_usage": MOST_SHARE, "block_size": MOST_BLOCK_SIZE}
-"""The largest value of what is no amount. What is out of its range is taken as not reported."""
+# int() of a longer text costs time that grows with the square of its length; 18 digits fit 64 bits.
 _MOST_DIGITS = 18
 
 
@@ -67,7 +68,7 @@ _MOST_DIGITS = 18
 class RankLoad:
     """Requests running and waiting, and the fraction 0..1 of KV blocks in use; None: not reported.
 
-    `metrics` are the series that an operator has asked for, by the name given to each.
+    `metrics` are the additional series of --metric: report name -> value.
     """
 
     running: int | None = None
@@ -78,7 +79,7 @@ class RankLoad:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def beat(self, rank: int, incarnation: int, seq: int, *, is_partial: bool) -> RankBeat:
-        """What a heartbeat says of the rank."""
+        """The rank's part of a heartbeat."""
         return RankBeat(
             rank,
             incarnation,
@@ -95,9 +96,9 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One look at an engine. 0 means unknown; `started_s` is the process's start since the epoch.
+    """An engine's metrics at one time. 0 means unknown; `started_s` is its start in seconds since the epoch.
 
-    `has_prefix_caching` is None where the engine does not tell.
+    `has_prefix_caching` is None if the engine does not report it.
     """
 
     loads: Mapping[int, RankLoad] = field(default_factory=dict)
@@ -109,7 +110,7 @@ class Scrape:
     max_loras: int = 0
 
     def or_else(self, known: Scrape) -> Scrape:
-        """As seen now, with what was not told this time taken from what is known."""
+        """The same scrape, with `known` in place of each value that it lacks."""
         return replace(
             self,
             block_size=self.block_size or known.block_size,
@@ -122,15 +123,15 @@ class Scrape:
         )
 
 
-def read_metrics(text: str, own: Mapping[str, str] | None = None) -> Scrape:
-    """Read an exposition in Prometheus' text format. Raises ValueError if it is none, or far too long.
+def read_metrics(text: str, extra: Mapping[str, str] | None = None) -> Scrape:
+    """Read an exposition in Prometheus' text format. `extra` has additional series: report name -> series.
 
-    `own` names further series to read. Only lines of what is wanted are parsed: the rest, histograms
-    mostly, is a thousand lines.
+    Raises ValueError if the text has another format or exceeds the limits above.
     """
-    own = own or {}
-    reading = _Reading(own)
-    for family in text_string_to_metric_families(_wanted(text, (*_WANTED, *own.values()))):
+    extra = extra or {}
+    reading = _Reading(extra)
+    # Only the wanted lines are parsed: the others, mostly histograms, are a thousand lines per scrape.
+    for family in text_string_to_metric_families(_wanted(text, (*_WANTED, *extra.values()))):
         for sample in family.samples:
             if (_rank_named(sample) or 0) < MOST_RANKS:
                 reading.take(sample)
@@ -149,25 +150,24 @@ def _wanted(text: str, starts: tuple[str, ...]) -> str:
 
 
 class _Reading:
-    """What the samples so far have told. Of several for one thing the largest counts."""
+    """The values of the samples so far. Of several samples for one value the largest counts."""
 
-    def __init__(self, own: Mapping[str, str]) -> None:
-        self._own = own
+    def __init__(self, extra: Mapping[str, str]) -> None:
+        self._extra = extra
         self._loads: defaultdict[int, dict[str, float]] = defaultdict(dict)
         self._values: dict[str, float] = {}
         self._has_prefix_caching: bool | None = None
+        # By rank. A sample without a rank (None) holds for all ranks.
         self._metrics: defaultdict[int | None, dict[str, float]] = defaultdict(dict)
-        """By rank; None: what is said without a rank holds for all."""
         self._loras: dict[int | None, Sample] = {}
 
     def take(self, sample: Sample) -> None:
-        """One more."""
-        for name, series in self._own.items():
+        for name, series in self._extra.items():
             if sample.name == series:
                 of_rank = self._metrics[_rank_named(sample)]
                 _raise_to(of_rank, name, sample.value, least=-MOST_FINITE, most=MOST_FINITE)
         if sample.labels.get("priority"):
-            return  # SGLang's share of one priority: the sample without one is the sum
+            return  # SGLang's part of one priority: the sample without a priority is the sum
         if sample.name in _LOADS:
             _raise_within(self._loads[_rank_named(sample) or 0], _LOADS[sample.name], sample.value)
         elif sample.name in _GAUGES:
@@ -186,9 +186,8 @@ class _Reading:
         _raise_within(self._values, "max_loras", _number(sample.labels.get("max_lora")))
 
     def scrape(self) -> Scrape:
-        """All of it."""
-        told = {*self._loads, *self._metrics, *self._loras}
-        ranks = sorted(rank for rank in told if rank is not None) or ([0] if told else [])
+        named = {*self._loads, *self._metrics, *self._loras}
+        ranks = sorted(rank for rank in named if rank is not None) or ([0] if named else [])
         return _scrape({rank: self._load(rank) for rank in ranks}, self._values, self._has_prefix_caching)
 
     def _load(self, rank: int) -> RankLoad:
@@ -212,16 +211,14 @@ def _raise_within(values: dict[str, float], name: str, value: float) -> None:
 
 
 def _raise_to(values: dict[str, float], name: str, value: float, *, least: float, most: float) -> None:
-    """Keep the largest: the ranks' for a card, which has one number for all, and that of equal TP ranks.
-
-    A value out of range is ignored, NaN and infinity included: a heartbeat could not carry it.
-    """
+    """Keep the largest value. A value out of range is ignored, also NaN: a heartbeat could not carry it."""
+    # The largest, because a card has one number for all ranks, and tensor-parallel ranks report equal ones.
     if least <= value <= most:
         values[name] = max(values.get(name, value), value)
 
 
 def _rank_named(sample: Sample) -> int | None:
-    """VLLM's `engine`, SGLang's `dp_rank`; None if the sample names none."""
+    """The label `engine` (vLLM) or `dp_rank` (SGLang); None if the sample has neither."""
     label = sample.labels.get("engine", sample.labels.get("dp_rank"))
     return None if label is None else _number(label)
 
@@ -248,7 +245,7 @@ def _scrape(
 
 
 def _number(text: str | None) -> int:
-    """A label's number; 0 for what is none (vLLM writes "None"), beyond every range if it is very long."""
+    """A label's number; 0 if it has none (vLLM writes "None"), out of every range if it is too long."""
     if text is None or not text.isdecimal():
         return 0
     return int(text) if len(text) <= _MOST_DIGITS else MOST_NUMBER

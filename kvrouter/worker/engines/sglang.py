@@ -1,10 +1,13 @@
-"""SGLang's KV events: the wire and the array shape of vLLM up to 0.23, with less in them.
+"""SGLang: its KV events, and what the engine reports about itself.
 
-Read in SGLang's source (`disaggregation/kv_events.py`, `mem_cache/events.py`), not observed on an engine:
-one BlockStored per page of its radix tree, page hashes are signed 64-bit integers, a node's removals come
-parent first, a batch may lack its rank and a replay its topic. There are no extra keys and no LoRA names:
-what SGLang keeps apart by salt or adapter looks alike here. With EAGLE the token ids are pairs, and
-nothing can be named.
+The events use the wire and the array shape of vLLM up to 0.23, with fewer fields. This was read in SGLang's
+source (`disaggregation/kv_events.py`, `mem_cache/events.py`), not observed on an engine: one BlockStored per
+page of its radix tree; page hashes are signed 64-bit integers; a node's removals come parent first; a batch
+may lack its rank and a replay its topic. There are no extra keys and no LoRA names, so blocks that SGLang
+separates by salt or adapter look alike here. With EAGLE the token ids are pairs, and no block can be named.
+
+SGLang reports its settings at /server_info (older versions at /get_server_info), its API keys among them:
+only the fields below are read. /metrics exists only with --enable-metrics.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ from msgspec import Struct
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import MOST_AMOUNT, Amount, BlockSize, Ranks, Text
 from kvrouter.worker.engines.adapter import Sink
-from kvrouter.worker.engines.endpoints import feed_lacks, read_config
+from kvrouter.worker.engines.endpoints import endpoint_lacks, read_config
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.engines.vllm import BlockStored, VllmAdapter
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 
 EVENTS_OFF = (
     "events off: start SGLang with --kv-events-config "
@@ -40,12 +43,12 @@ PAGE_SIZE_1 = (
     "page size 1 makes every token a block, far too many to publish and compare: "
     "start SGLang with --page-size 16 (or 32, 64)"
 )
+# SGLang's /health generates a token and takes a second: too slow and too costly for one probe per second.
 HEALTH_PATH = "v1/models"
-"""SGLang's /health generates a token and takes a second: too slow, and too dear, for a probe a second."""
 
 
 class ServerInfo(Struct, frozen=True):
-    """The settings that matter here, of several hundred."""
+    """The settings that the agent uses, out of several hundred."""
 
     version: Text = ""
     model_path: Text = ""
@@ -63,7 +66,7 @@ class ServerInfo(Struct, frozen=True):
 
     @property
     def max_batched_tokens(self) -> int:
-        """Prompt tokens in one step; a chunk of -1 means that prompts are not cut."""
+        """Prompt tokens in one step. A chunk size of -1 means that prompts are not chunked."""
         chunk = self.chunked_prefill_size or 0
         return chunk if 0 < chunk <= MOST_AMOUNT else self.max_prefill_tokens or 0
 
@@ -76,7 +79,7 @@ def read_server_info(body: bytes) -> ServerInfo:
     try:
         return _decode_info(body)
     except UNREADABLE as error:
-        raise EngineError(f"/server_info is not what SGLang answers: {error}") from None
+        raise EngineError(f"/server_info is not in SGLang's format: {error}") from None
 
 
 async def learn_sglang(engine: EngineHttp, models: Models, options: AgentOptions) -> EngineFacts:
@@ -84,7 +87,7 @@ async def learn_sglang(engine: EngineHttp, models: Models, options: AgentOptions
     engine.health_path = HEALTH_PATH
     body = await engine.find("server_info") or await engine.find("get_server_info")
     if body is None:
-        raise EngineError("neither /server_info nor /get_server_info is there, as SGLang has them")
+        raise EngineError("the engine has neither /server_info nor /get_server_info, so it is not SGLang")
     return _facts(read_server_info(body), models, await _scrape(engine), options)
 
 
@@ -100,28 +103,28 @@ def _facts(info: ServerInfo, models: Models, scrape: Scrape, options: AgentOptio
     if block_size == 1:
         raise EngineError(PAGE_SIZE_1)
     if not block_size:
-        raise EngineError("/server_info tells no page size: give --kv-cache-block-size")
-    told = Scrape(
+        raise EngineError("/server_info has no page size: give --kv-cache-block-size")
+    settings = Scrape(
         block_size=block_size,
         device_blocks=(info.max_total_num_tokens or 0) // block_size,
         has_prefix_caching=not info.disable_radix_cache,
     )
-    feeds = _feeds(info, urlsplit(options.engine_url).hostname or "")
+    endpoints = _endpoints(info, urlsplit(options.engine_url).hostname or "")
     return EngineFacts(
         models,
         info.version,
-        scrape.or_else(told),
+        scrape.or_else(settings),
         "sglang",
         ranks=max(info.dp_size, 1),
-        feeds=feeds,
+        endpoints=endpoints,
         max_batched_tokens=info.max_batched_tokens,
         max_sequences=info.max_running_requests or 0,
         tokenizer=info.tokenizer_path or info.model_path,
-        lacks=tuple(_lacks(info, feeds, options)),
+        lacks=tuple(_lacks(info, endpoints, options)),
     )
 
 
-def _feeds(info: ServerInfo, host: str) -> tuple[FeedOptions, ...]:
+def _endpoints(info: ServerInfo, host: str) -> tuple[EventEndpoints, ...]:
     config = info.kv_events_config
     if not config:
         return ()
@@ -129,13 +132,13 @@ def _feeds(info: ServerInfo, host: str) -> tuple[FeedOptions, ...]:
     return read_config(text, host, max(info.dp_size, 1))
 
 
-def _lacks(info: ServerInfo, feeds: tuple[FeedOptions, ...], options: AgentOptions) -> Iterator[str]:
+def _lacks(info: ServerInfo, endpoints: tuple[EventEndpoints, ...], options: AgentOptions) -> Iterator[str]:
     if info.disable_radix_cache:
         yield CACHING_OFF
-    if not feeds:
+    if not endpoints:
         yield EVENTS_OFF
     else:
-        yield from feed_lacks(options, feeds, max(info.dp_size, 1))
+        yield from endpoint_lacks(options, endpoints, max(info.dp_size, 1))
     if not info.enable_metrics:
         yield NO_METRICS
     if not info.enable_cache_report:
@@ -146,7 +149,7 @@ PAGE_OF_ONE = "page size 1 is not indexed: start SGLang with --page-size 16 (or 
 
 
 class SglangAdapter(VllmAdapter):
-    """Tells a publisher what SGLang's events mean: vLLM's, but for its default page size of one token."""
+    """Passes SGLang's events to a publisher, except those of its default page size of one token."""
 
     def _stored(self, event: BlockStored, sink: Sink) -> None:
         if event.block_size == 1:

@@ -1,16 +1,20 @@
-"""vLLM's KV events: decoding both of their shapes, and what they mean for a publisher.
+"""vLLM: its KV events in both of their shapes, and what the engine reports about itself.
 
     payload = [ts, [event, …], data_parallel_rank]
     event   = {"type": "BlockStored", "block_hashes": …}      vLLM after June 2026
             | ["BlockStored", block_hashes, …]                 until 0.23, and SGLang
 
-Fields and meanings were observed on vLLM 0.32; later fields are ignored. A BlockStored that
-cannot be read is skipped (blocks are missed, none is imagined); a removal that cannot be read
-makes the batch malformed, because going on would leave blocks published that are gone.
+Fields and meanings were observed on vLLM 0.32; later fields are ignored. A BlockStored that cannot be read is
+skipped: its blocks are missed, which is only an undercount. A removal that cannot be read makes the batch
+malformed, because blocks that no longer exist would stay published.
 
-What is not followed, in either direction, so that stores and removals stay in balance: media that are
-no tier, all KV groups but one (the first with full attention), and `locality` REMOTE: such a block is
-in a store that other workers reach as well, so it is no reason to prefer this one.
+Three kinds of events are ignored, stores and removals alike, so that references stay in balance:
+
+- media that are not a tier;
+- all KV groups except the first one with full attention;
+- `locality` REMOTE: other workers reach such a block as well, so it does not speak for this worker.
+
+A mocker imitates vLLM, so this module serves it, too.
 """
 
 from __future__ import annotations
@@ -29,19 +33,19 @@ from kvrouter.core.wire.values import MOST_BLOCK_SIZE, TokenId
 from kvrouter.errors import MalformedFrameError
 from kvrouter.worker.blocks.engine_blocks import BlockIds
 from kvrouter.worker.engines.adapter import Batch, Reasons, Sink
-from kvrouter.worker.engines.endpoints import feed_lacks, read_sources
+from kvrouter.worker.engines.endpoints import endpoint_lacks, read_sources
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import Scrape
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 
+# An EngineHash; vLLM's are 8 or 32 bytes.
 Hash: TypeAlias = int | Annotated[bytes, Meta(max_length=64)]
-"""An EngineHash; vLLM's are 8 or 32 bytes."""
+# 0 where an offload tier names blocks without their tokens.
 Size = Annotated[int, Meta(ge=0, le=MOST_BLOCK_SIZE)]
-"""0 where an offload tier names blocks without their tokens."""
+# One entry per block: nil, or untagged values: LoRA name, [item, offset], salt, digest bytes.
 ExtraKeys: TypeAlias = list[list[Any] | None] | None
-"""One entry per block: nil, or untagged values: LoRA name, [item, offset], salt, digest bytes."""
 
 TIER_OF_MEDIUM = {
     None: "device", "GPU": "device",
@@ -49,14 +53,15 @@ TIER_OF_MEDIUM = {
     "STORAGE": "disk", "DISK": "disk",
 }  # fmt: skip
 _FULL_ATTENTION = {None, "full_attention", "mla_attention", "sink_full_attention"}
-_OWN = {None, "LOCAL", "local"}
+_LOCAL = {None, "LOCAL", "local"}
+# Notes and reasons travel on the worker's card, and quote texts of the engine: all three are limited.
 _MAX_KINDS = 8
 _MAX_WORD = 32
 _MAX_REASON = 160
 
 
 class BlockStored(Struct, frozen=True, tag="BlockStored", tag_field="type"):
-    """Physical blocks now hold these tokens; `token_ids` is empty for blocks named before."""
+    """Physical blocks now hold these tokens. Blocks that were announced before may come without tokens."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
@@ -140,7 +145,8 @@ def decode_batch(payload: bytes) -> Batch[Event]:
         maps = _decode_maps(payload)
     except UNREADABLE:
         return _decode_array_batch(payload)
-    return _batch(maps.ts, maps.rank, maps.events, can_report=True)  # reports are younger than maps
+    # maps came in vLLM before reports did, so an engine that sends maps may be able to report
+    return _batch(maps.ts, maps.rank, maps.events, can_report=True)
 
 
 def _decode_array_batch(payload: bytes) -> Batch[Event]:
@@ -152,11 +158,11 @@ def _decode_array_batch(payload: bytes) -> Batch[Event]:
 
 
 def _decode_leniently(payload: bytes) -> Batch[Event]:
-    """Event by event: for batches with types unknown here, or with something malformed."""
+    """Decode event by event: for batches with unknown types or malformed events."""
     try:
         raws = _decode_raws(payload)
     except UNREADABLE as error:
-        raise MalformedFrameError(f"no vLLM event batch: {error}") from None
+        raise MalformedFrameError(f"not a vLLM event batch: {error}") from None
     events: list[Event] = []
     skipped: Counter[str] = Counter()
     for raw in raws.events:
@@ -181,17 +187,18 @@ def _batch(
 
 
 def _decode_event(raw: Raw) -> Event | str:
-    """The event, or why it is skipped."""
+    """The event, or the reason why it is skipped."""
     content = memoryview(raw)
+    # MessagePack's markers of a map: fixmap, map 16, map 32
     is_map = len(content) > 0 and (content[0] & 0xF0 == 0x80 or content[0] in {0xDE, 0xDF})
     try:
         return _decode_map.decode(raw) if is_map else _decode_array.decode(raw)
     except UNREADABLE as error:
-        return _why_skipped(_event_type(raw), error)
+        return _skip_reason(_event_type(raw), error)
 
 
-def _why_skipped(name: str, error: Exception) -> str:
-    """Raises MalformedFrameError where an event of this type must not be missed."""
+def _skip_reason(name: str, error: Exception) -> str:
+    """Raises MalformedFrameError if an event of this type must not be missed."""
     if name in {"BlockRemoved", "AllBlocksCleared", "AllCacheCleared"}:
         raise MalformedFrameError(f"vLLM {name} that cannot be read: {error}")
     if name == "BlockStored":
@@ -208,7 +215,7 @@ def _event_type(raw: Raw) -> str:
 
 
 class VllmAdapter:
-    """Tells a publisher what vLLM's events mean. See `Adapter`."""
+    """Passes vLLM's events to a publisher. See `Adapter`."""
 
     def __init__(self) -> None:
         self.skipped = Reasons()
@@ -217,25 +224,23 @@ class VllmAdapter:
 
     @property
     def notes(self) -> list[str]:
-        """Which of several KV groups is followed."""
+        """Which KV group is followed, if there are several."""
         if not self._other_kinds:
             return []
         others = ", ".join(sorted(self._other_kinds))
         if self.group is None:
-            return [f"no KV group with full attention so far, so no overlap is known; there is {others}"]
-        return [f"of several KV groups, overlap is that of group {self.group}, not of {others}"]
+            return [f"no overlap is known: no KV group with full attention so far, only {others}"]
+        return [f"of several KV groups, overlap counts group {self.group}, not {others}"]
 
     def forget(self) -> None:
-        """Another life of the engine may have other KV groups."""
+        # another life of the engine may have other KV groups
         self.group = None
         self._other_kinds.clear()
 
     def decode(self, payload: bytes) -> Batch[Event]:
-        """Read a batch of either shape. Raises MalformedFrameError."""
         return decode_batch(payload)
 
-    def tell(self, batch: Batch[Event], sink: Sink) -> None:
-        """Pass on a batch, in order."""
+    def publish(self, batch: Batch[Event], sink: Sink) -> None:
         for reason, times in batch.skipped.items():
             self.skipped.note(reason, times)
         for event in batch.events:
@@ -268,23 +273,21 @@ class VllmAdapter:
             self.skipped.note("removal in another group")
 
     def _tier(self, event: BlockStored | BlockRemoved) -> str | None:
-        """The tier that counts the event's blocks, None (and counted) if none does."""
+        """The tier of the event's blocks; None, and counted as skipped, if they are not followed."""
         tier = TIER_OF_MEDIUM.get(event.medium and event.medium.upper())
         if tier is None:
             self.skipped.note(f"medium {_word(event.medium)}")
-        elif event.locality not in _OWN:
-            self.skipped.note(f"locality {_word(event.locality)}: blocks that other workers reach as well")
+        elif event.locality not in _LOCAL:
+            self.skipped.note(f"locality {_word(event.locality)}: other workers reach these blocks, too")
             return None
         return tier
 
     def _is_followed(self, event: BlockStored, tier: str) -> bool:
-        """Whether it is of the one KV group that counts: the first seen with full attention.
-
-        Offload tiers do not always tell the kind, so the device decides.
-        """
+        """Whether the event belongs to the KV group that counts: the first one with full attention."""
         is_full = event.kv_cache_spec_kind in _FULL_ATTENTION
         if event.group_idx is None:
             return is_full
+        # only the device decides: events of offload tiers may lack the kind of their group
         if self.group is None and is_full and tier == "device":
             self.group = event.group_idx
         is_followed = event.group_idx == (self.group or 0) and (is_full or self.group is not None)
@@ -294,7 +297,8 @@ class VllmAdapter:
 
 
 def _store(event: BlockStored, tier: str, sink: Sink) -> None:
-    """Pass it on. What is not on the device may lack its salt: then only known hashes count."""
+    # An event of an offload tier without extra keys may lack its salt, so its tokens do not name the blocks:
+    # only hashes that are known already count.
     can_name = bool(event.token_ids) and (tier == "device" or event.extra_keys is not None)
     salt, ids = read_extra_keys(event)
     sink.stored(
@@ -310,12 +314,12 @@ def _store(event: BlockStored, tier: str, sink: Sink) -> None:
 
 
 def _word(text: object) -> str:
-    """What an engine calls something, as part of a reason."""
+    """A name given by an engine, short enough for a reason."""
     return str(text)[:_MAX_WORD]
 
 
 def _is_whole(event: BlockStored) -> bool:
-    """Whether tokens and extra keys fit the hashes; offload tiers name no tokens."""
+    """Whether tokens and extra keys fit the hashes. Events of offload tiers have no tokens."""
     count = len(event.block_hashes)
     has_keys = event.extra_keys is None or len(event.extra_keys) == count
     has_tokens = event.block_size > 0 and len(event.token_ids) == count * event.block_size
@@ -323,9 +327,9 @@ def _is_whole(event: BlockStored) -> bool:
 
 
 def read_extra_keys(event: BlockStored) -> tuple[str | None, list[BlockIds]]:
-    """The salt, shown on a root block only, and each block's multimodal ids (see `BlockIds`)."""
+    """The salt (only a root block has it), and each block's multimodal ids (see `BlockIds`)."""
     if event.lora_id is not None and event.lora_name is None:
-        return None, [None] * len(event.block_hashes)  # a LoRA whose name is not told
+        return None, [None] * len(event.block_hashes)  # without the LoRA's name the blocks cannot be named
     if event.extra_keys is None:
         return None, []
     salt: str | None = None
@@ -333,7 +337,7 @@ def read_extra_keys(event: BlockStored) -> tuple[str | None, list[BlockIds]]:
     for index, keys in enumerate(event.extra_keys):
         rest = list(keys or ())
         if event.lora_name is not None and event.lora_name in rest:
-            rest.remove(event.lora_name)  # once: a salt may be the same word
+            rest.remove(event.lora_name)  # only the first: a salt may be the same text
         if index == 0 and event.parent_block_hash is None and rest and isinstance(rest[-1], str):
             salt = rest.pop()
         ids.append(_multimodal_ids(rest))
@@ -358,7 +362,7 @@ EVENTS_OFF = (
     '"replay_endpoint": "tcp://*:5657"}\''
 )
 ENDPOINTS_UNKNOWN = (
-    "event endpoints unknown, this vLLM is too old to tell them: give "
+    "event endpoints unknown, this vLLM is too old to report them: give "
     "kv=tcp://HOST:PORT,replay=tcp://HOST:PORT (an agent: --kv-events, --kv-replay) if its events are on"
 )
 CACHING_OFF = "prefix caching is off: start vLLM with --enable-prefix-caching"
@@ -373,17 +377,17 @@ async def learn_vllm(engine: EngineHttp, models: Models, options: AgentOptions) 
     sources = await engine.find("kv_event_sources")
     kind = "mocker" if models.owner == "mocker" else "vllm"
     host = urlsplit(options.engine_url).hostname or ""
-    feeds = read_sources(sources, host, binds=kind == "mocker") if sources is not None else None
-    ranks = max(len(feeds or ()), len(scrape.loads), 1)
+    endpoints = read_sources(sources, host, binds=kind == "mocker") if sources is not None else None
+    ranks = max(len(endpoints or ()), len(scrape.loads), 1)
     return EngineFacts(
         models,
         await engine.version(),
         scrape,
         kind,
         ranks=ranks,
-        feeds=feeds or (),
+        endpoints=endpoints or (),
         tokenizer=models.root,
-        lacks=tuple(_lacks(scrape, feeds, ranks, options)),
+        lacks=tuple(_lacks(scrape, endpoints, ranks, options)),
     )
 
 
@@ -395,18 +399,18 @@ async def _scrape(engine: EngineHttp, options: AgentOptions) -> Scrape:
             raise
         scrape = Scrape()
     if not (options.block_size or scrape.block_size):
-        raise EngineError("/metrics tells no block size: give --kv-cache-block-size")
+        raise EngineError("/metrics has no block size: give --kv-cache-block-size")
     return scrape
 
 
 def _lacks(
-    scrape: Scrape, told: tuple[FeedOptions, ...] | None, ranks: int, options: AgentOptions
+    scrape: Scrape, endpoints: tuple[EventEndpoints, ...] | None, ranks: int, options: AgentOptions
 ) -> Iterator[str]:
     if scrape.has_prefix_caching is False:
         yield CACHING_OFF
-    if told is None and not options.feeds:
+    if endpoints is None and not options.endpoints:
         yield ENDPOINTS_UNKNOWN
-    elif told == ():
+    elif endpoints == ():
         yield EVENTS_OFF
     else:
-        yield from feed_lacks(options, told or (), ranks)
+        yield from endpoint_lacks(options, endpoints or (), ranks)

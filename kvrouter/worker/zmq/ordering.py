@@ -1,21 +1,23 @@
-"""Puts an engine's batches in order: live ones, replayed ones, gaps, restarts.
-
-See docs/concepts/design.md#agent-state.
+"""Puts an engine's batches in order: live batches, replays, gaps and restarts. No sockets, no clock.
 
     begin ────ask 0────> recovering ──replayed──> live ──gap: ask next-1──> recovering …
     resume ──ask last──┘     │  live batches are held, in order of arrival
-                             └─ failed too often ──> lost, go on with what comes
+                             └─ failed MAX_ATTEMPTS times ──> lost; continue with live batches
 
-Engines number batches from 0 and start again when they restart, so a number alone proves nothing.
-A replay asks from the last batch applied, inclusive: if the engine returns that one unchanged,
-what follows is its continuation; if it returns another one, or none, the engine has restarted; if
-it no longer reaches back that far, history is lost. A live batch with an old number is a repeat if
-its bytes are known, else a restart. (An engine that restarts and happens to be heard again exactly at
-`next_seq` is not seen here: the agent compares the start of its process.) `resume` asks in the same
-way for the last batch that a former agent applied: nothing is gone on from before it has come back.
+Engines number batches from 0 and start again when they restart, so a number alone proves nothing. A replay
+is therefore requested from the last applied batch, inclusive:
 
-Invariants: all batches before `next_seq` since the last Restarted or Lost are applied, each
-once; digests are kept of the newest of them.
+- the engine returns that batch unchanged: the rest of the answer continues the known history;
+- it returns a different batch under that number, or nothing: it has restarted;
+- its buffer no longer reaches back that far: history is lost.
+
+A live batch with an old number is a repeat if its bytes are known, otherwise a restart. One restart is not
+visible here: an engine that restarts and is received again exactly at `next_seq`. The agent finds it by the
+start time of the process. `resume` requests the last batch that a former agent applied; its table is used
+only after that batch has come back unchanged.
+
+Invariants: all batches before `next_seq` since the last Restarted or Lost are applied, each once; digests
+are kept of the newest of them.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from typing import TypeAlias
 
 from xxhash import xxh3_128_digest
 
+# The size of vLLM's replay buffer: an older batch cannot be sent again.
 REMEMBERED_BATCHES = 10_000
-"""vLLM's own replay buffer: what is older cannot come again."""
+# Live batches that wait for a replay. Beyond either limit the oldest are dropped, which makes a gap.
 HELD_BATCHES = 20_000
 HELD_BYTES = 64 * 1024 * 1024
-"""Live batches that wait for a replay; beyond either the oldest go, and are a gap."""
+# Replays without an answer, or gaps without progress, until missing batches are given up.
 MAX_ATTEMPTS = 3
 
 
@@ -45,41 +48,41 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """What follows is the engine's history from its start: begin with an empty table."""
+    """The next batches are the engine's history from its start: begin with an empty table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """What follows continues what a former agent has applied: begin with its table."""
+    """The next batches continue what a former agent has applied: begin with its table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Batches are missing for good: what is in the table may no longer be there."""
+    """Batches are missing and cannot be had: blocks in the table may no longer exist."""
 
 
 Action: TypeAlias = Apply | Restarted | Continued | Lost
 Numbered: TypeAlias = tuple[int, bytes]
-"""A batch with its sequence number."""
+# A batch with its sequence number.
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do, in this order; then ask the engine for a replay from a number, unless None."""
+    """Actions to perform in order; then a replay to request from this number, unless it is None."""
 
     actions: Sequence[Action] = ()
     replay_from: int | None = None
 
 
 class EngineStream:
-    """The order of one rank's batches. Every method returns what follows from it."""
+    """The order of one rank's batches. Every method that takes an input returns the resulting Step."""
 
     def __init__(self, *, can_replay: bool) -> None:
         self.is_complete = False
         self.next_seq: int | None = None
         self._can_replay = can_replay
         self._asked: int | None = None
-        self._heard_before = 0
+        self._held_before_asking = 0
         self._attempts = 0
         self._held: deque[Numbered] = deque()
         self._held_bytes = 0
@@ -89,16 +92,16 @@ class EngineStream:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether a replay has been asked for and not answered."""
+        """Whether a replay has been requested and not answered."""
         return self._asked is not None
 
     @property
     def is_beginning(self) -> bool:
-        """Whether it is not known yet from where the engine's history can be had."""
+        """Whether it is not known yet where the available history begins."""
         return self.is_recovering and (self._is_unproven or self.next_seq == 0)
 
     def begin(self) -> Step:
-        """Start, or start over with an empty table, at the engine's first batch."""
+        """Start at the engine's first batch, with an empty table."""
         self._start_over()
         self._drop_held()
         self.next_seq = 0 if self._can_replay else None
@@ -106,9 +109,9 @@ class EngineStream:
         return Step([Restarted()], self._asked)
 
     def resume(self, seq: int, digest: bytes, *, was_complete: bool) -> Step:
-        """Go on behind batch `seq` that a former agent applied, if the engine returns that very batch."""
+        """Continue after batch `seq` of a former agent, if the engine returns that very batch."""
         if not self._can_replay:
-            return self.begin()  # nothing can be proven
+            return self.begin()  # without a replay nothing proves that the engine is the same
         self._start_over()
         self._drop_held()
         self.next_seq = seq + 1
@@ -118,24 +121,24 @@ class EngineStream:
         return Step((), seq)
 
     def verify(self) -> Step:
-        """Ask whether the engine still is the one that sent the last batch; for quiet times."""
+        """In quiet times: ask whether the engine is still the process that sent the last batch."""
         if not self._can_replay or self.is_recovering or self.next_seq is None:
             return Step()
         self._ask(max(0, self.next_seq - 1))
         return Step((), self._asked)
 
     def receive(self, seq: int, payload: bytes) -> Step:
-        """A live batch."""
+        """Take a live batch."""
         if self.is_recovering:
             self._hold(seq, payload)
             return Step()
         return self._advance([], [(seq, payload)])
 
     def replayed(self, asked: int, batches: Sequence[Numbered]) -> Step:
-        """Everything the engine returned for the number `asked`."""
+        """Take everything that the engine returned for the request from number `asked`."""
         if asked != self._asked:
-            return Step()  # we have started over meanwhile
-        held = self._take_held()[self._heard_before :]
+            return Step()  # the stream has started over since: the answer is stale
+        held = self._take_held()[self._held_before_asking :]
         self._ask(None)
         if self.next_seq and not self._continues(asked, batches):
             actions: list[Action] = [self._restart()]
@@ -151,7 +154,7 @@ class EngineStream:
         return self._advance(actions, [*batches, *held])
 
     def replay_failed(self, asked: int) -> Step:
-        """No answer for `asked`. Ask again, a few times; then go on with what arrives."""
+        """Take the failure of a replay: request it again or, after MAX_ATTEMPTS, do without."""
         if asked != self._asked:
             return Step()
         self._attempts += 1
@@ -160,28 +163,28 @@ class EngineStream:
             return Step((), asked)
         self._ask(None)
         actions: list[Action] = [self._lose(None)] if self._is_unproven else []
-        self._attempts = MAX_ATTEMPTS  # a gap is now given up
+        self._attempts = MAX_ATTEMPTS  # so that `_handle_gap` gives up the next gap without a replay
         self.next_seq = self.next_seq or None
         return self._advance(actions, self._take_held())
 
     def _continues(self, asked: int, batches: Sequence[Numbered]) -> bool:
-        """False if the answer shows that the engine is not the one that sent batch `asked`."""
+        """False if the answer shows that another process sent batch `asked`."""
         if not batches:
             return False
         seq, payload = batches[0]
         return seq > asked or self._digests.get(seq) in {None, digest_of(payload)}
 
     def _ask(self, seq: int | None) -> None:
-        """Ask for a replay from `seq`, or for none.
+        """Note that a replay from `seq` is requested, or none.
 
-        What was heard before the question is in the answer, or of another life of the engine:
-        an engine remembers a batch before it answers anything else.
+        Batches held at this moment need not be applied after the answer: an engine stores a batch in its
+        replay buffer before it answers, so they are in the answer, or from a former life of the engine.
         """
         self._asked = seq
-        self._heard_before = len(self._held)
+        self._held_before_asking = len(self._held)
 
     def _advance(self, actions: list[Action], batches: Iterable[Numbered]) -> Step:
-        """Go through batches in order of arrival; from a gap on they are held."""
+        """Apply batches in order of arrival; from a gap on, hold them."""
         for seq, payload in batches:
             if not self.is_recovering and self._is_repeat(seq, payload):
                 continue  # both live and replayed
@@ -189,7 +192,7 @@ class EngineStream:
                 actions.append(self._apply(seq, payload))
             else:
                 self._hold(seq, payload)
-        self._ask(self._asked)  # now, after all that was heard before
+        self._ask(self._asked)  # again: the loop may have held batches that arrived before this request
         return Step(actions, self._asked)
 
     def _is_repeat(self, seq: int, payload: bytes) -> bool:
@@ -197,20 +200,20 @@ class EngineStream:
         return is_old and self._digests.get(seq) == digest_of(payload)
 
     def _is_due(self, seq: int, actions: list[Action]) -> bool:
-        """Whether a batch can be applied now; if some before it are missing, sees to that."""
+        """Whether a batch can be applied now. A gap before it starts a replay, a lower number a new life."""
         if self.is_recovering:
             return False
         if self.next_seq is not None and seq < self.next_seq:
             actions.append(self._restart())
         if self.next_seq is None:
-            self.next_seq = seq  # the first batch heard, and nothing before it to be had
+            self.next_seq = seq  # the first batch received, and no replay can bring earlier ones
             self.is_complete = seq == 0
         elif seq > self.next_seq:
             self._handle_gap(seq, self.next_seq, actions)
         return self._asked is None
 
     def _handle_gap(self, seq: int, next_seq: int, actions: list[Action]) -> None:
-        """Ask for what is missing before `seq`, or give it up."""
+        """Request the batches that are missing before `seq`, or give them up."""
         if self._can_replay and self._attempts < MAX_ATTEMPTS:
             self._attempts += 1
             self._asked = max(0, next_seq - 1)
@@ -251,7 +254,7 @@ class EngineStream:
         self._held_bytes += len(payload)
         while len(self._held) > HELD_BATCHES or self._held_bytes > HELD_BYTES:
             self._held_bytes -= len(self._held.popleft()[1])
-            self._heard_before = max(0, self._heard_before - 1)
+            self._held_before_asking = max(0, self._held_before_asking - 1)
 
     def _take_held(self) -> list[Numbered]:
         held = list(self._held)
@@ -264,5 +267,5 @@ class EngineStream:
 
 
 def digest_of(payload: bytes) -> bytes:
-    """What is kept of a batch to know it again."""
+    """16 bytes by which a batch is recognised when it is sent again."""
     return xxh3_128_digest(payload)

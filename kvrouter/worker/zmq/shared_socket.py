@@ -1,11 +1,11 @@
-"""One event socket for several engines, which are told apart by topic.
+"""One event socket for several engines. The topic of a message identifies its engine.
 
-    engine a ──kv@a@m──┐                 ┌──> feed of a
-    engine b ──kv@b@m──┼──> SUB ──topic──┼──> feed of b
-    engine x ──kv@x@m──┘                 └──> nobody's: counted, said once, shown on the workers' cards
+    engine a ──kv@a@m──┐                 ┌──> events of a
+    engine b ──kv@b@m──┼──> SUB ──topic──┼──> events of b
+    engine x ──kv@x@m──┘                 └──> unknown topic: counted, logged once, noted on the workers' cards
 
-A topic names an engine if it is the engine's, or begins with it where that ends in `@`: so that
-`kv@10.0.0.1@` is not taken for a part of `kv@10.0.0.12@m`.
+A message belongs to an engine if its topic equals the engine's topic, or begins with it and the engine's
+topic ends in `@`. Because of the `@`, `kv@10.0.0.1@` does not match `kv@10.0.0.12@m`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ import zmq
 import zmq.asyncio
 
 from kvrouter.worker.engines.adapter import Reasons
-from kvrouter.worker.zmq.sockets import FeedOptions, ZmqFeed, open_sub, show_topic
+from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints, open_sub, show_topic
 
 log = structlog.get_logger()
 
+# Messages between two turns of other tasks: pyzmq's futures are done at once while messages wait, so the loop
+# below would never yield to the other tasks.
 _TURN_MESSAGES = 64
-"""Messages between two turns of other tasks: pyzmq's futures are done at once while messages wait."""
+# Topics come from outside: any program can connect to a bound endpoint and invent new ones.
 _MAX_CACHED_TOPICS = 4096
 
 
 class SharedSocket:
-    """A SUB socket whose messages go to the feed of their topic. `run` it in a task."""
+    """A SUB socket whose messages go to the engine of their topic. `run` it in a task."""
 
     def __init__(
         self, endpoint: str, topics: Collection[str], context: zmq.asyncio.Context, sub: zmq.asyncio.Socket
     ) -> None:
         self.malformed = 0
+        # Messages of topics that belong to no engine, by topic.
         self.unknown = Reasons()
-        """Messages of topics that are nobody's, by topic."""
         self._endpoint = endpoint
         self._topics = {topic.encode() for topic in topics}
         self._context = context
         self._sub = sub
-        self._feeds: dict[bytes, SharedFeed] = {}
+        self._events: dict[bytes, SharedEvents] = {}
         self._owners: dict[bytes, bytes | None] = {}
 
     @classmethod
@@ -49,27 +51,27 @@ class SharedSocket:
     async def open(
         cls, endpoint: str, topics: Collection[str], topic_filter: str
     ) -> AsyncIterator[SharedSocket]:
-        """Bind or connect; `topics` are the engines' own. Raises ConfigError."""
+        """Bind or connect; `topics` are those of the engines. Raises ConfigError."""
         with open_sub(endpoint, topic_filter) as (context, sub):
             yield cls(endpoint, topics, context, sub)
 
     @property
     def notes(self) -> list[str]:
-        """What an operator is to know about the endpoint."""
+        """What an operator should know about the endpoint."""
         return [f"unknown topic on {self._endpoint}: {topic}; add it to --engines" for topic in self.unknown]
 
     @contextlib.contextmanager
-    def feed(self, options: FeedOptions) -> Iterator[ZmqFeed]:
-        """The feed of one engine's topic, for as long as it is open."""
+    def events(self, options: EventEndpoints) -> Iterator[EngineEvents]:
+        """The events of one engine's topic, until the block ends."""
         topic = options.topic.encode()
-        feed = self._feeds[topic] = SharedFeed(self, options, self._context)
+        events = self._events[topic] = SharedEvents(self, options, self._context)
         try:
-            yield feed
+            yield events
         finally:
-            del self._feeds[topic]
+            del self._events[topic]
 
     async def run(self) -> None:
-        """Hand out messages for ever."""
+        """Pass each message to its engine, until cancelled."""
         count = 0
         while True:
             self._dispatch(await self._sub.recv_multipart())
@@ -86,11 +88,11 @@ class SharedSocket:
         owner = self._owner(frames[0])
         if owner is None:
             self._count_unknown(frames[0])
-        elif owner in self._feeds:  # else its engine is about to be tried again
-            self._feeds[owner].deliver(frames[1], frames[2])
+        elif owner in self._events:  # otherwise its agent has failed and waits for its next attempt
+            self._events[owner].deliver(frames[1], frames[2])
 
     def _owner(self, topic: bytes) -> bytes | None:
-        """The engine's topic that this one is, or begins with."""
+        """The topic of the engine to which a message of this topic belongs; None if there is none."""
         if topic in self._topics:
             return topic
         if topic not in self._owners and len(self._owners) < _MAX_CACHED_TOPICS:
@@ -110,14 +112,14 @@ class SharedSocket:
             log.warning("engine.unknown_topic", endpoint=self._endpoint, topic=shown, ignored=True)
 
 
-class SharedFeed(ZmqFeed):
-    """One engine's feed on a shared socket."""
+class SharedEvents(EngineEvents):
+    """One engine's events on a shared socket."""
 
-    def __init__(self, socket: SharedSocket, options: FeedOptions, context: zmq.asyncio.Context) -> None:
+    def __init__(self, socket: SharedSocket, options: EventEndpoints, context: zmq.asyncio.Context) -> None:
         super().__init__(options, context)
         self._socket = socket
 
     @property
     def notes(self) -> list[str]:
-        """What an operator is to know about the endpoint."""
+        """What an operator should know about the endpoint."""
         return self._socket.notes

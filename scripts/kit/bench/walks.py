@@ -51,7 +51,7 @@ from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.tokens.tiny import build_tiny_model
 from kvrouter.worker.agent import serve as serve_agent
 from kvrouter.worker.options import AgentOptions, worker_id_of
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 from scripts.kit import deployment
 from scripts.kit.fleet import Fleet, FleetError
 from scripts.kit.http_client import Client, HttpError, request_bytes
@@ -380,7 +380,7 @@ def _agent_options(mocker: Mocker, nats_url: str, namespace: str) -> AgentOption
         worker_id=worker_id_of(mocker.url),
         nats=nats_url,
         namespace=namespace,
-        feeds=[FeedOptions(mocker.kv_events, mocker.kv_replay)],
+        endpoints=[EventEndpoints(mocker.kv_events, mocker.kv_replay)],
         flush_s=0.0,  # it would wait for a clock that stands still
     )
 

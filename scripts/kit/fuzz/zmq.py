@@ -160,7 +160,7 @@ def _report(rounds: Sequence[Round], said: str, console: Console) -> int:
             str(number), f"{one.frames:,}", f"{one.sent_s:.1f} s", f"{one.equal_s:.1f} s", f"{mib:.0f} MiB"
         )
     console.print(table)
-    faults = [word for word in ("Traceback", "engine.feed_failed", "worker.failed") if word in said]
+    faults = [word for word in ("Traceback", "engine.events_failed", "worker.failed") if word in said]
     grown = rounds[-1].resident_bytes - rounds[0].resident_bytes
     if grown > MORE_BYTES:
         faults.append(f"{grown / 2**20:.0f} MiB more than after the first round")

@@ -281,7 +281,7 @@ def test_held_below_two_parents(table: EngineBlocks) -> None:
 
 def test_reports(table: EngineBlocks) -> None:
     """Where reports may come, a store at the root adds none to a reference; one below a parent does."""
-    table.hears_reports = True
+    table.expects_reports = True
     store(table, 0, 2)
     store(table, 0, 3)
     store(table, 2, 3)
@@ -300,7 +300,7 @@ def test_reports(table: EngineBlocks) -> None:
 
 def test_report_names_held_blocks(table: EngineBlocks) -> None:
     """Blocks held back keep the references they have when a report names what is above them."""
-    table.hears_reports = True
+    table.expects_reports = True
     store(table, 1, 3)
     store(table, 1, 3)
     store(table, 0, 3)

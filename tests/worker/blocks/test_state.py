@@ -183,7 +183,7 @@ async def test_save_and_load(file: StateFile, path: Path) -> None:
     """A saved state is loaded; only its owner may read it: prompts' tokens can be in it."""
     await file.save(STATE)
 
-    assert STATE == file.load()
+    assert STATE == file.read()
     assert 0o600 == stat.S_IMODE(look(path).st_mode)
     assert [path] == list(path.parent.iterdir())
 
@@ -196,12 +196,12 @@ async def test_unchanged(file: StateFile, path: Path) -> None:
     assert written == look(path).st_ino
 
     await file.save(state_of(HEAD))
-    assert state_of(HEAD) == file.load()
+    assert state_of(HEAD) == file.read()
 
 
 def test_none(file: StateFile) -> None:
     """Without a file there is nothing to go on from."""
-    assert file.load() is None
+    assert file.read() is None
 
 
 async def test_half_written(file: StateFile, path: Path) -> None:
@@ -209,7 +209,7 @@ async def test_half_written(file: StateFile, path: Path) -> None:
     await file.save(STATE)
     path.with_name("state.new").write_bytes(DATA[: len(DATA) // 2])
 
-    assert STATE == file.load()
+    assert STATE == file.read()
     await file.save(state_of(HEAD))
     assert [path] == list(path.parent.iterdir())
 
@@ -219,21 +219,21 @@ async def test_damaged(file: StateFile, path: Path, size: int) -> None:
     """Half a file is refused, with a word, and replaced by the next."""
     put(path, DATA[:size])
     with capture_logs() as logs:
-        assert file.load() is None
+        assert file.read() is None
     await file.save(STATE)
 
     assert [("state.damaged", "warning")] == [(entry["event"], entry["log_level"]) for entry in logs]
-    assert STATE == file.load()
+    assert STATE == file.read()
 
 
 async def test_foreign_file_stays(file: StateFile, path: Path) -> None:
     """A file that is somebody else's is neither used nor touched."""
     put(path, b"mine")
     with capture_logs() as logs:
-        assert file.load() is None
+        assert file.read() is None
     await file.save(STATE)
 
-    assert ["state.refused"] == [entry["event"] for entry in logs]
+    assert ["state.rejected"] == [entry["event"] for entry in logs]
     assert len(b"mine") == look(path).st_size
 
 

@@ -20,7 +20,7 @@ from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, w
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 
 DATA = Path(__file__).parents[2] / "data" / "engines"
 VLLM = {
@@ -108,8 +108,8 @@ async def test_vllm(vllm: Recorded) -> None:
         facts.scrape.block_size, facts.scrape.device_blocks, facts.scrape.has_prefix_caching,
     )  # fmt: skip
     assert "/models/tiny-qwen2" == facts.tokenizer
-    feed = FeedOptions("tcp://127.0.0.1:26557", "tcp://127.0.0.1:26657", "kv@127.0.0.1:26100@tiny")
-    assert (feed,) == facts.feeds
+    feed = EventEndpoints("tcp://127.0.0.1:26557", "tcp://127.0.0.1:26657", "kv@127.0.0.1:26100@tiny")
+    assert (feed,) == facts.endpoints
 
 
 async def test_vllm_without_events(vllm: Recorded) -> None:
@@ -123,7 +123,7 @@ async def test_vllm_without_events(vllm: Recorded) -> None:
     assert (vllm_texts.CACHING_OFF, vllm_texts.EVENTS_OFF) == facts.lacks
     card = build_card(vllm.options, facts, event_block_size=0, widest_tier=0, started_at_us=1)
     assert card.prefix_caching is False
-    assert not with_discovered(vllm.options, facts).feeds
+    assert not with_discovered(vllm.options, facts).endpoints
 
 
 @pytest.mark.parametrize(
@@ -142,31 +142,33 @@ async def test_block_size(vllm: Recorded, flag: int | None, events: int, size: i
 async def test_old_vllm(vllm: Recorded) -> None:
     """A vLLM that does not tell its endpoints is served with those of the flags, or says what to give."""
     del vllm.answers["/kv_event_sources"]
-    told = replace(vllm.options, feeds=[FeedOptions("tcp://e:1", "tcp://e:2")])
+    told = replace(vllm.options, endpoints=[EventEndpoints("tcp://e:1", "tcp://e:2")])
 
     assert (vllm_texts.ENDPOINTS_UNKNOWN,) == (await vllm.learn()).lacks
     assert () == (await vllm.learn(told)).lacks
-    assert (REPLAY_NOT_GIVEN,) == (await vllm.learn(replace(told, feeds=[FeedOptions("tcp://e:1")]))).lacks
+    assert (REPLAY_NOT_GIVEN,) == (
+        await vllm.learn(replace(told, endpoints=[EventEndpoints("tcp://e:1")]))
+    ).lacks
 
 
 async def test_events_by_flag(vllm: Recorded) -> None:
     """Events in the flags keep the replay that the engine tells: a flag overrides itself only."""
-    told = replace(vllm.options, feeds=[FeedOptions("tcp://localhost:26557")])
+    told = replace(vllm.options, endpoints=[EventEndpoints("tcp://localhost:26557")])
 
     facts = await vllm.learn(told)
 
     assert () == facts.lacks
-    feed = FeedOptions("tcp://localhost:26557", "tcp://127.0.0.1:26657")
-    assert [feed] == with_discovered(told, facts).feeds
+    feed = EventEndpoints("tcp://localhost:26557", "tcp://127.0.0.1:26657")
+    assert [feed] == with_discovered(told, facts).endpoints
 
 
 async def test_wrong_events_by_flag(vllm: Recorded) -> None:
     """Events at another port than the engine says: both are named, and what is missing then."""
-    told = replace(vllm.options, feeds=[FeedOptions("tcp://127.0.0.1:24666")])
+    told = replace(vllm.options, endpoints=[EventEndpoints("tcp://127.0.0.1:24666")])
 
     (contradiction, missing) = (await vllm.learn(told)).lacks
 
-    assert "its events are at tcp://127.0.0.1:26557, but kv=" in contradiction
+    assert "reports its events at tcp://127.0.0.1:26557, but kv=" in contradiction
     assert "gives tcp://127.0.0.1:24666" in contradiction
     assert "give replay=tcp://HOST:PORT" in missing
 
@@ -175,9 +177,9 @@ async def test_topic_by_flag(vllm: Recorded) -> None:
     """A topic in the flags leaves the endpoints to the engine."""
     told = replace(vllm.options, topic="kv@")
 
-    (feed,) = with_discovered(told, await vllm.learn(told)).feeds
+    (feed,) = with_discovered(told, await vllm.learn(told)).endpoints
 
-    assert FeedOptions("tcp://127.0.0.1:26557", "tcp://127.0.0.1:26657", "kv@") == feed
+    assert EventEndpoints("tcp://127.0.0.1:26557", "tcp://127.0.0.1:26657", "kv@") == feed
 
 
 async def test_no_replay(vllm: Recorded) -> None:
@@ -187,7 +189,7 @@ async def test_no_replay(vllm: Recorded) -> None:
     facts = await vllm.learn()
 
     assert (NO_REPLAY,) == facts.lacks
-    assert (FeedOptions("tcp://127.0.0.1:5557"),) == facts.feeds
+    assert (EventEndpoints("tcp://127.0.0.1:5557"),) == facts.endpoints
 
 
 async def test_vllm_ranks_without_events(vllm: Recorded) -> None:
@@ -203,13 +205,13 @@ async def test_vllm_ranks_without_events(vllm: Recorded) -> None:
 
 def test_flags_before_discovery() -> None:
     """Endpoints in the flags are kept; the first rank's stand for all that the engine has."""
-    told = AgentOptions("http://e:1", "w", feeds=[FeedOptions("tcp://e:5557", "tcp://e:5657", "t")])
-    feeds = (FeedOptions("tcp://x:1"), FeedOptions("tcp://x:2"))
-    facts = EngineFacts(Models(("m",), ()), "", Scrape(), ranks=2, feeds=feeds)
+    told = AgentOptions("http://e:1", "w", endpoints=[EventEndpoints("tcp://e:5557", "tcp://e:5657", "t")])
+    feeds = (EventEndpoints("tcp://x:1"), EventEndpoints("tcp://x:2"))
+    facts = EngineFacts(Models(("m",), ()), "", Scrape(), ranks=2, endpoints=feeds)
 
     settled = with_discovered(told, facts)
 
-    assert [*told.feeds, FeedOptions("tcp://e:5558", "tcp://e:5658", "t")] == list(settled.feeds)
+    assert [*told.endpoints, EventEndpoints("tcp://e:5558", "tcp://e:5658", "t")] == list(settled.endpoints)
     assert 2 == settled.ranks
     assert told == with_discovered(told, replace(facts, ranks=1))
 
@@ -226,7 +228,7 @@ async def test_sglang(sglang: Recorded) -> None:
     assert (8192, 128, "/models/qwen2.5-0.5b-instruct") == (
         facts.max_batched_tokens, facts.max_sequences, facts.tokenizer,
     )  # fmt: skip
-    assert ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"] == [feed.events for feed in facts.feeds]
+    assert ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"] == [feed.events for feed in facts.endpoints]
     assert (sglang_texts.CACHED_TOKENS_UNKNOWN,) == facts.lacks
 
 

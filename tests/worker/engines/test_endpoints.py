@@ -7,7 +7,7 @@ import pytest
 from kvrouter.errors import KvRouterError
 from kvrouter.worker.engines.endpoints import EventsConfig, read_config, read_sources
 from kvrouter.worker.engines.http import EngineError
-from kvrouter.worker.zmq.sockets import FeedOptions
+from kvrouter.worker.zmq.sockets import EventEndpoints
 
 
 @pytest.mark.parametrize(
@@ -24,23 +24,23 @@ from kvrouter.worker.zmq.sockets import FeedOptions
 )
 def test_as_seen_from_here(told: str, host: str, seen: str) -> None:
     """What the engine binds is connected to at its host; where it connects, the agent binds."""
-    feed = EventsConfig(publisher="zmq", endpoint=told).feed(host)
+    feed = EventsConfig(publisher="zmq", endpoint=told).endpoints(host)
 
-    assert feed == FeedOptions(seen)
+    assert feed == EventEndpoints(seen)
 
 
 def test_replay_is_always_bound() -> None:
     """A replay endpoint is the engine's own, whatever its form."""
     config = EventsConfig(publisher="zmq", endpoint="tcp://10.0.0.9:1", replay_endpoint="tcp://0.0.0.0:2")
 
-    assert FeedOptions("tcp://*:1", "tcp://engine:2") == config.feed("engine")
+    assert EventEndpoints("tcp://*:1", "tcp://engine:2") == config.endpoints("engine")
 
 
 def test_an_engine_that_binds_any_endpoint() -> None:
     """A mocker binds a plain address, too."""
     config = EventsConfig(publisher="zmq", endpoint="tcp://127.0.0.1:1")
 
-    assert FeedOptions("tcp://127.0.0.1:1") == config.feed("engine", binds=True)
+    assert EventEndpoints("tcp://127.0.0.1:1") == config.endpoints("engine", binds=True)
 
 
 def test_ranks_in_their_order() -> None:
@@ -82,8 +82,8 @@ def test_sglang_ranks() -> None:
     feeds = read_config(text, "e", 2)
 
     assert (
-        FeedOptions("tcp://e:5557", "tcp://e:5657", "t"),
-        FeedOptions("tcp://e:5558", "tcp://e:5658", "t"),
+        EventEndpoints("tcp://e:5557", "tcp://e:5657", "t"),
+        EventEndpoints("tcp://e:5558", "tcp://e:5658", "t"),
     ) == feeds
 
 

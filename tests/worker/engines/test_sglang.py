@@ -30,7 +30,7 @@ class Bench:
     def hear(self, *events: object) -> list[set[int]]:
         """A batch of two fields, as SGLang's without data parallelism; returns what is held per tier set."""
         payload = msgpack.packb([1.5, events])
-        self.adapter.tell(self.adapter.decode(payload), self._publisher)
+        self.adapter.publish(self.adapter.decode(payload), self._publisher)
         self._publisher.flush(1.0)
         self._publisher.blocks.check()
         for _, frame in self._bus.take():

@@ -70,7 +70,7 @@ def told_by(*events: object) -> tuple[list[tuple[Any, ...]], dict[str, int]]:
     """What a sink is told of events, and what was skipped."""
     ledger = Ledger()
     adapter = VllmAdapter()
-    adapter.tell(adapter.decode(pack(*events)), ledger)
+    adapter.publish(adapter.decode(pack(*events)), ledger)
     return ledger.told, dict(adapter.skipped)
 
 
@@ -267,16 +267,14 @@ def test_groups_are_noted() -> None:
     window = {**STORED, "group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
     full = {**STORED, "group_idx": 1, "kv_cache_spec_kind": "full_attention"}
 
-    adapter.tell(adapter.decode(pack(window)), Ledger())
+    adapter.publish(adapter.decode(pack(window)), Ledger())
     before = adapter.notes
-    adapter.tell(adapter.decode(pack(full)), Ledger())
+    adapter.publish(adapter.decode(pack(full)), Ledger())
 
     assert [
-        "no KV group with full attention so far, so no overlap is known; there is group 0 (sliding_window)"
+        "no overlap is known: no KV group with full attention so far, only group 0 (sliding_window)"
     ] == before
-    assert [
-        "of several KV groups, overlap is that of group 1, not of group 0 (sliding_window)"
-    ] == adapter.notes
+    assert ["of several KV groups, overlap counts group 1, not group 0 (sliding_window)"] == adapter.notes
 
 
 def test_offloaded_blocks_decide_no_group() -> None:

@@ -16,7 +16,7 @@ from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import EngineStream
 from kvrouter.worker.zmq.shared_socket import SharedSocket
-from kvrouter.worker.zmq.sockets import FeedOptions, ZmqFeed, is_bound
+from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints, is_bound
 from tests.worker.connecting_engine import Connecting
 from tests.worker.fakes import FakeBus
 
@@ -33,7 +33,7 @@ class Scene:
     """A bound socket, two feeds on it, and engines that connect."""
 
     def __init__(
-        self, endpoint: str, socket: SharedSocket, feeds: list[ZmqFeed], stack: contextlib.AsyncExitStack
+        self, endpoint: str, socket: SharedSocket, feeds: list[EngineEvents], stack: contextlib.AsyncExitStack
     ) -> None:
         self.socket = socket
         self.feeds = feeds
@@ -69,7 +69,9 @@ async def open_scene(port: int, topic_filter: str = "") -> AsyncIterator[Scene]:
     endpoint = f"tcp://*:{port}"
     async with contextlib.AsyncExitStack() as stack:
         socket = await stack.enter_async_context(SharedSocket.open(endpoint, TOPICS, topic_filter))
-        feeds = [stack.enter_context(socket.feed(FeedOptions(endpoint, topic=topic))) for topic in TOPICS]
+        feeds = [
+            stack.enter_context(socket.events(EventEndpoints(endpoint, topic=topic))) for topic in TOPICS
+        ]
         scene = Scene(f"tcp://127.0.0.1:{port}", socket, feeds, stack)
         tasks = [asyncio.create_task(socket.run())]
         tasks += [
@@ -153,7 +155,7 @@ async def test_engine_between_two_attempts(free_port: Callable[[], int]) -> None
     """An engine whose agent is about to be tried again is no unknown one."""
     endpoint = f"tcp://*:{free_port()}"
     async with SharedSocket.open(endpoint, TOPICS, "") as socket:
-        with socket.feed(FeedOptions(endpoint, topic=TOPICS[0])):
+        with socket.events(EventEndpoints(endpoint, topic=TOPICS[0])):
             pass
         socket._dispatch([b"kv@10.0.0.1@tiny", bytes(8), b"x"])
 

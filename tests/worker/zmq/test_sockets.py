@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from kvrouter.errors import ConfigError
 from kvrouter.worker.zmq import sockets as zmq_feed
 from kvrouter.worker.zmq.ordering import Action, Apply, Numbered
-from kvrouter.worker.zmq.sockets import FeedOptions, ZmqFeed, ask_replay
+from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints, ask_replay
 from tests.worker.fake_engine import EventSockets
 
 
@@ -37,10 +37,10 @@ class Heard:
 
 
 @contextlib.asynccontextmanager
-async def running(options: FeedOptions) -> AsyncIterator[tuple[ZmqFeed, Heard]]:
+async def running(options: EventEndpoints) -> AsyncIterator[tuple[EngineEvents, Heard]]:
     """A feed at work."""
     heard = Heard()
-    async with ZmqFeed.open(options) as feed:
+    async with EngineEvents.open(options) as feed:
         task = asyncio.create_task(feed.run(heard.on_action))
         yield feed, heard
         task.cancel()
@@ -56,9 +56,9 @@ async def engine() -> AsyncIterator[EventSockets]:
         yield sockets
 
 
-def options(engine: EventSockets) -> FeedOptions:
+def options(engine: EventSockets) -> EventEndpoints:
     """Where its sockets are."""
-    return FeedOptions(engine.events, engine.replay)
+    return EventEndpoints(engine.events, engine.replay)
 
 
 async def test_replay_then_live(engine: EventSockets) -> None:
@@ -104,7 +104,7 @@ async def test_quiet_engine(engine: EventSockets) -> None:
 
 async def test_no_replay_answer(engine: EventSockets, free_port: Callable[[], int]) -> None:
     """Where nobody answers replays, live batches are taken as they come."""
-    nobody = FeedOptions(engine.events, f"tcp://127.0.0.1:{free_port()}", replay_timeout_s=0.02)
+    nobody = EventEndpoints(engine.events, f"tcp://127.0.0.1:{free_port()}", replay_timeout_s=0.02)
     async with running(nobody) as (feed, heard):
         await engine.until_subscribed()
         await engine.send(b"a1")
@@ -140,7 +140,7 @@ async def test_bound_endpoint(free_port: Callable[[], int]) -> None:
     context = zmq.asyncio.Context()
     pub = context.socket(zmq.XPUB)
     pub.connect(f"tcp://127.0.0.1:{port}")
-    async with running(FeedOptions(f"tcp://*:{port}")) as (feed, heard):
+    async with running(EventEndpoints(f"tcp://*:{port}")) as (feed, heard):
         async with asyncio.timeout(5):
             await pub.recv()
         await pub.send_multipart([b"t", (0).to_bytes(8, "big"), b"a0"])
@@ -183,5 +183,5 @@ async def test_too_long_a_message(engine: EventSockets, monkeypatch: pytest.Monk
 async def test_bad_endpoint() -> None:
     """An endpoint that is none is refused at once, naming the flag."""
     with pytest.raises(ConfigError, match="--kv-events nonsense"):
-        async with ZmqFeed.open(FeedOptions("nonsense")):
+        async with EngineEvents.open(EventEndpoints("nonsense")):
             pass
