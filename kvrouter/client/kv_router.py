@@ -38,7 +38,7 @@ from kvrouter.core.wire.values import MOST_ID_CHARACTERS
 from kvrouter.errors import ConfigError
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.importing import OwnPolicies
-from kvrouter.replica.policy_upkeep import tell_news
+from kvrouter.replica.policy_upkeep import log_mistakes
 
 _SWEPT = 512
 """Blocks of what has ended, taken off at each call."""
@@ -247,7 +247,7 @@ class KvRouter(HandFed):
             self._router.mark_prefill_completed(key, now)
         self._router.pool.approx.expire(now)
         self._router.pool.sweep(_SWEPT)
-        tell_news(self._router.selection.policy)
+        log_mistakes(self._router.selection.policy)
         return now
 
 

@@ -1,8 +1,6 @@
-"""Who is there: one line in the log when a worker or a replica joins, leaves or is lost.
+"""Logs each worker and replica that joins, leaves or is lost, and each change of a pool's block size.
 
-And when a pool's block size changes, as that of its engines does.
-
-Nothing else tells of it: with one of two workers gone, all that is left is well.
+Nothing else reports a loss: with one of two workers gone, requests still succeed and readiness holds.
 """
 
 from __future__ import annotations
@@ -17,8 +15,9 @@ from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 
 log = structlog.get_logger()
 
+# Per round of the heartbeat. The others are counted in one more line: when a thousand workers join together,
+# a thousand lines would delay requests and hide everything else.
 MOST_LINES = 50
-"""In one round of the heartbeat; who comes or goes beyond that is counted in one more line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,47 +28,46 @@ class _Seen:
 
 
 class Members:
-    """Compares who is known with who was known. It changes nothing."""
+    """Compares the members a replica knows now with those it knew before. It changes nothing."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._workers: dict[WorkerId, _Seen] = {}
-        self._replicas: dict[RouterId, int] = {}
-        """Rounds since the replica was heard."""
+        self._replicas: dict[RouterId, int] = {}  # rounds since the last heartbeat
         self._sizes: dict[PoolId, int] = {}
         self._lines = 0
 
     def worker_heartbeat(self, worker_id: WorkerId) -> None:
-        """After a heartbeat: it has joined, or said goodbye."""
+        """Called after each heartbeat of a worker."""
         found, seen = self._find(worker_id), self._workers.get(worker_id)
         if found is None:
             if self._workers.pop(worker_id, None) is not None:
-                self._say("worker.left", worker=worker_id, why="it said goodbye")
+                self._log("worker.left", worker=worker_id, reason="left")
             return
         pool_id, worker = found
         now = _Seen(pool_id, worker.incarnation, worker.silent)
         if now != seen:
             self._workers[worker_id] = now
             facts = {"worker": worker_id, "pool": pool_id, "url": worker.card.url}
-            self._say("worker.joined", **facts, why=_why_joined(seen, now))
+            self._log("worker.joined", **facts, reason=_why_joined(seen, now))
 
     def replica_heartbeat(self, router_id: RouterId) -> None:
-        """After a heartbeat of another replica."""
+        """Called after each heartbeat of another replica."""
         peer = self._replica.peers.get(router_id)
         if peer is None:
             if self._replicas.pop(router_id, None) is not None:
-                self._say("replica.left", replica=router_id, why="it said goodbye")
+                self._log("replica.left", replica=router_id, reason="left")
             return
         if router_id not in self._replicas:
-            self._say("replica.joined", replica=router_id, url=peer.address)
+            self._log("replica.joined", replica=router_id, url=peer.address)
         self._replicas[router_id] = 0
 
     def silent_rounds(self, router_id: RouterId) -> int:
-        """How many rounds ago a replica was heard last."""
+        """Rounds since the last heartbeat of a replica."""
         return self._replicas.get(router_id, 0)
 
     def round_ended(self) -> None:
-        """After a round of the leases: who is gone without a goodbye is lost."""
+        """Called after each round of the leases: a member that is gone and has not left is lost."""
         if self._lines > MOST_LINES:
             log.warning("members.more", came_or_went=self._lines - MOST_LINES, see="/workers")
         self._lines = 0
@@ -77,8 +75,8 @@ class Members:
             self._check_worker(worker_id, seen)
         for router_id in self._replicas.keys() - self._replica.peers.keys():
             del self._replicas[router_id]
-            why = "silent past its lease: its bookings are dropped"
-            self._warn("replica.lost", replica=router_id, why=why)
+            reason = "silent for longer than its lease: its bookings are dropped"
+            self._warn("replica.lost", replica=router_id, reason=reason)
         for router_id in self._replicas:
             self._replicas[router_id] += 1
         self._check_sizes()
@@ -88,25 +86,27 @@ class Members:
         for pool_id, size in sizes.items():
             before = self._sizes.get(pool_id)
             if before and before != size:
-                self._say("pool.block_size", pool=pool_id, before=before, now=size)
+                self._log("pool.block_size", pool=pool_id, before=before, now=size)
         self._sizes = sizes
 
     def _check_worker(self, worker_id: WorkerId, seen: _Seen) -> None:
         found = self._find(worker_id)
         if found is None:
             del self._workers[worker_id]
-            why = "silent past its lease: it gets no requests, its blocks are forgotten"
-            self._warn("worker.lost", worker=worker_id, pool=seen.pool, why=why)
+            reason = "silent for longer than its lease: it gets no requests, its blocks are dropped"
+            self._warn("worker.lost", worker=worker_id, pool=seen.pool, reason=reason)
         elif found[1].silent and not seen.silent:
             self._workers[worker_id] = _Seen(seen.pool, seen.incarnation, silent=True)
-            why = "silent past its lease; its pool has nobody else, so it is tried while its port answers"
-            self._warn("worker.lost", worker=worker_id, pool=seen.pool, why=why)
+            reason = (
+                "silent for longer than its lease; its pool has no other, so it stays while its port answers"
+            )
+            self._warn("worker.lost", worker=worker_id, pool=seen.pool, reason=reason)
 
     def _find(self, worker_id: WorkerId) -> tuple[PoolId, Worker] | None:
         pools = (router.pool for router in self._replica.routers.values())
         return next(((pool.id, pool.workers[worker_id]) for pool in pools if worker_id in pool.workers), None)
 
-    def _say(self, event: str, **facts: object) -> None:
+    def _log(self, event: str, **facts: object) -> None:
         self._lines += 1
         if self._lines <= MOST_LINES:
             log.info(event, **facts)
@@ -119,7 +119,7 @@ class Members:
 
 def _why_joined(seen: _Seen | None, now: _Seen) -> str:
     if seen is None:
-        return "new here"
+        return "new"
     if seen.pool != now.pool:
-        return f"it has moved from pool {seen.pool}"
-    return "its agent was started again" if seen.incarnation != now.incarnation else "it is heard again"
+        return f"moved from pool {seen.pool}"
+    return "its agent was restarted" if seen.incarnation != now.incarnation else "its heartbeats are back"

@@ -1,10 +1,10 @@
-"""What policies of one's own need of the event loop: their refreshes run here, and their mistakes are told.
+"""Runs the refreshes of custom policies and logs their mistakes.
 
-    every 0.1 s:  a policy not seen before   ──> a task of its own: refresh, wait refresh_s, refresh, …
-                  one whose pool is gone     ──> close
-                  news of what went wrong    ──> the log, once for each kind
+    every 0.1 s:  a new policy                      ──> a task: refresh, wait refresh_s, refresh, …
+                  a policy whose pool is gone       ──> close
+                  a mistake of a kind not seen yet  ──> the log
 
-A refresh that takes longer than 30 s is ended. `choose` never waits for one.
+A refresh that takes longer than 30 s is cancelled. `choose` never waits for a refresh.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ REFRESH_TIMEOUT_S = 30.0
 
 
 class PolicyUpkeep:
-    """Looks after the own policies of a replica's pools; nothing to do where a mode is used."""
+    """Looks after the custom policies of a replica's pools. A built-in mode needs no upkeep."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._refreshes: dict[Own, asyncio.Task[None] | None] = {}
-        """Of each policy in use; None where it has nothing to refresh."""
+        self._refreshes: dict[Own, asyncio.Task[None] | None] = {}  # None: the policy has no refresh
         self._past_troubles: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look after the policies until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._look(tasks)
                 await asyncio.sleep(LOOK_S)
 
     def _look(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin with the policies of new pools, end with those of pools that are gone."""
+        """Start refreshing the policies of new pools; close those whose pools are gone."""
         policies = list(self._policies())
         for policy in self._refreshes.keys() - set(policies):
             self._end(policy)
@@ -53,10 +52,10 @@ class PolicyUpkeep:
                 self._refreshes[policy] = (
                     tasks.create_task(_refresh_forever(policy), name=name) if policy.refresh_s > 0 else None
                 )
-            tell_news(policy)
+            log_mistakes(policy)
 
     def close(self) -> None:
-        """The service ends: the policies close what they have opened."""
+        """Close all policies at the end of the service."""
         for policy in {*self._policies(), *self._refreshes}:
             self._end(policy)
 
@@ -65,7 +64,7 @@ class PolicyUpkeep:
         if refresh is not None:
             refresh.cancel()
         policy.close()
-        tell_news(policy)
+        log_mistakes(policy)
         self._past_troubles.update(policy.troubles)
 
     def samples(self) -> Iterator[Sample]:
@@ -73,7 +72,7 @@ class PolicyUpkeep:
         troubles = self._past_troubles.copy()
         for policy in self._policies():
             troubles.update(policy.troubles)
-        text = "Mistakes of the own policy, by where; after those of choose the least-loaded worker was taken"
+        text = "Mistakes of the custom policy, by place; after one in choose the least-loaded worker is taken"
         for where, count in troubles.items():
             yield "kvrouter_policy_troubles", "counter", text, {"where": where}, count
 
@@ -94,12 +93,13 @@ async def _refresh_forever(policy: Own) -> None:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            policy.failed("refresh", error)  # not we: what it waited for was cancelled
+            # Not this task was cancelled, but a future that the refresh awaited: a mistake like any other.
+            policy.failed("refresh", error)
         await asyncio.sleep(policy.refresh_s)
 
 
-def tell_news(policy: Policy) -> None:
-    """Log what has gone wrong for the first time; a built-in mode has no news."""
+def log_mistakes(policy: Policy) -> None:
+    """Log the mistakes of a custom policy that are new; a built-in mode makes none."""
     for trouble in policy.take_news() if isinstance(policy, Own) else ():
         log.warning(
             "policy.trouble",
@@ -107,5 +107,5 @@ def tell_news(policy: Policy) -> None:
             where=trouble.where,
             what=trouble.what,
             traceback=trouble.traceback or None,
-            effect="counted in kvrouter_policy_troubles, and not told again",
+            effect="counted in kvrouter_policy_troubles; not logged again",
         )

@@ -1,4 +1,4 @@
-"""The replica on the bus: what it hears, what it says, what it repairs."""
+"""The replica on the bus: it receives, publishes and repairs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ONE = SSE_HEAD + chunk(event("a"))
 
 
 class Agent:
-    """The KV feed of worker w0 as its agent keeps it; it answers replay requests unless told not to."""
+    """The KV feed of worker w0 as its agent keeps it; it answers replay requests if `answers`."""
 
     def __init__(self, fleet: Fleet, *, answers: bool = True) -> None:
         self.source = FeedSource(5, lambda _now: [self._all()])
@@ -46,7 +46,7 @@ class Agent:
         return Stored(0, None, pack_hashes(HASHES[:3]))
 
     async def listen(self) -> None:
-        """Answer whoever asks."""
+        """Receive replay requests."""
         await self._fleet.bus.subscribe(self._fleet.subjects.kv_replay(WorkerId("w0")), self._answer)
 
     def _answer(self, _subject: str, data: bytes, reply: str) -> None:
@@ -61,18 +61,18 @@ class Agent:
                 self._fleet.bus.publish(self._fleet.subjects.live_kv(POOL, WorkerId("w0"), 0), frame)
 
     def beat(self) -> None:
-        """Say how far the feed is."""
+        """Publish a heartbeat with the feed's seq."""
         beat = WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 5, self.source.seq)], 1)
         self._fleet.bus.publish(self._fleet.subjects.live_worker(WorkerId("w0")), encode(beat))
 
 
 def blocks(fleet: Fleet) -> int:
-    """What the index holds."""
+    """Blocks in the frontend's index."""
     return len(fleet.frontend.replica.routers[POOL].pool.index)
 
 
 async def test_frames_reach_the_index(fleet_of: FleetOf) -> None:
-    """Blocks that an agent tells of are found by the next request."""
+    """The next request finds the blocks that an agent has published."""
     async with fleet_of("--router-mode", "kv", publishes_events=True) as fleet:
         agent = Agent(fleet)
         agent.beat()
@@ -83,7 +83,7 @@ async def test_frames_reach_the_index(fleet_of: FleetOf) -> None:
 
 
 async def test_lost_frame_is_repaired(fleet_of: FleetOf) -> None:
-    """A frame that was lost is noticed by the next heartbeat and replayed."""
+    """The next heartbeat shows that a frame was lost, and the frame is replayed."""
     async with fleet_of(publishes_events=True) as fleet:
         agent = Agent(fleet)
         await agent.listen()
@@ -96,7 +96,7 @@ async def test_lost_frame_is_repaired(fleet_of: FleetOf) -> None:
 
 
 async def test_snapshot(fleet_of: FleetOf) -> None:
-    """Who comes late gets a snapshot."""
+    """A replica that missed all frames gets a snapshot."""
     async with fleet_of(publishes_events=True) as fleet:
         agent = Agent(fleet)
         await agent.listen()
@@ -107,7 +107,7 @@ async def test_snapshot(fleet_of: FleetOf) -> None:
 
 
 async def test_no_answer(fleet_of: FleetOf) -> None:
-    """An agent that answers no replay request is asked again; leaving does not wait for it."""
+    """An agent that does not answer is asked again. Leaving does not wait for its answer."""
     async with fleet_of(publishes_events=True) as fleet:
         agent = Agent(fleet, answers=False)
         agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), lost=True)
@@ -115,13 +115,13 @@ async def test_no_answer(fleet_of: FleetOf) -> None:
         reader = await first_reader(fleet)
         await until(lambda: reader.counters.failures >= 2, "asked again")
         await agent.listen()
-        await until(lambda: agent.asked, "asked where nobody answers")
+        await until(lambda: agent.asked, "asked, and it does not answer")
         started_at = asyncio.get_running_loop().time()
     assert asyncio.get_running_loop().time() - started_at < 1.5
 
 
 async def test_sixteen_recoveries_at_once(fleet_of: FleetOf) -> None:
-    """Of forty feeds to be repaired sixteen are asked for, and the next when one of these is answered."""
+    """Of forty feeds to be repaired sixteen are requested at a time, the next after each answer."""
     asked: list[tuple[bytes, str]] = []
     async with fleet_of(publishes_events=True, ranks=40) as fleet:
         subject = fleet.subjects.kv_replay(WorkerId("w0"))
@@ -140,8 +140,8 @@ async def test_sixteen_recoveries_at_once(fleet_of: FleetOf) -> None:
         await until(lambda: all(reader.state is FeedState.LIVE for reader in readers), "all are repaired")
 
 
-async def test_nobody_waits_for_a_worker_that_left(fleet_of: FleetOf) -> None:
-    """The place among the recoveries is free at once, not when the answer is overdue."""
+async def test_answer_of_a_worker_that_left_is_not_awaited(fleet_of: FleetOf) -> None:
+    """Its recovery is cancelled at once, without waiting for the timeout."""
     async with fleet_of(publishes_events=True) as fleet:
         agent = Agent(fleet, answers=False)
         await agent.listen()
@@ -151,7 +151,7 @@ async def test_nobody_waits_for_a_worker_that_left(fleet_of: FleetOf) -> None:
         (task,) = fleet.frontend.replica_loop.recovery._tasks.values()
 
         fleet.announce(fleet.workers[0], state="leave")
-        await until(task.done, "nobody waits for its answer")
+        await until(task.done, "its recovery is cancelled")
 
         assert task.cancelled()
         assert {} == fleet.frontend.replica_loop.recovery._tasks
@@ -165,31 +165,33 @@ async def first_reader(fleet: Fleet) -> FeedReader:
 
 async def test_hello_is_answered(fleet_of: FleetOf) -> None:
     """A hello is answered with a heartbeat, without waiting for the next one."""
-    heard: list[RouterBeat] = []
+    received: list[RouterBeat] = []
     async with fleet_of("--heartbeat-s", "10", "--lease-s", "600") as fleet:
         subject = fleet.subjects.live_router(fleet.frontend.replica.router_id)
-        await fleet.bus.subscribe(subject, lambda _s, data, _r: heard.append(decode_router_beat(data)))
+        await fleet.bus.subscribe(subject, lambda _s, data, _r: received.append(decode_router_beat(data)))
         fleet.bus.publish(fleet.subjects.hello, b"")
-        await until(lambda: heard, "the answer")
+        await until(lambda: received, "the answer")
 
-        assert ("up", fleet.frontend.admin_url) == (heard[0].state, heard[0].address)
+        assert ("up", fleet.frontend.admin_url) == (received[0].state, received[0].address)
 
 
 async def test_leave(fleet_of: FleetOf) -> None:
-    """The last thing a replica says is that it leaves."""
-    heard: list[RouterBeat] = []
+    """The last heartbeat of a replica states that it leaves."""
+    received: list[RouterBeat] = []
     async with AsyncExitStack() as outer:
         watcher = await outer.enter_async_context(fleet_of(scripts=()))
         async with fleet_of() as fleet:
             subject = fleet.subjects.live_router(fleet.frontend.replica.router_id)
-            await watcher.bus.subscribe(subject, lambda _s, data, _r: heard.append(decode_router_beat(data)))
+            await watcher.bus.subscribe(
+                subject, lambda _s, data, _r: received.append(decode_router_beat(data))
+            )
             fleet.bus.publish(fleet.subjects.hello, b"")
-            await until(lambda: heard, "it speaks")
-        await until(lambda: heard[-1].state == "leave", "it says goodbye")
+            await until(lambda: received, "it publishes")
+        await until(lambda: received[-1].state == "leave", "it leaves")
 
 
 async def test_peers_see_bookings(fleet_of: FleetOf) -> None:
-    """With sync every replica counts a request, wherever it came in, until its client leaves."""
+    """With sync every replica counts a request of any replica, until its client leaves."""
     async with fleet_of(*SYNCED, scripts=(says_and_stalls(ONE),), replicas=2) as fleet:
         async with fleet.connected() as client:
             client.send(STREAM)
@@ -198,7 +200,7 @@ async def test_peers_see_bookings(fleet_of: FleetOf) -> None:
 
 
 async def test_without_sync(fleet_of: FleetOf) -> None:
-    """Without sync nothing is sent, and what peers send is ignored."""
+    """Without sync a replica publishes no bookings and ignores those of peers."""
     script = says_and_stalls(ONE)
     async with fleet_of(scripts=(script,), replicas=2) as fleet, fleet.connected() as client:
         client.send(STREAM)
@@ -221,12 +223,12 @@ async def test_joiner_learns_of_bookings(fleet_of: FleetOf) -> None:
             await until(lambda: fleet.bookings() == 2, "both count it")
             second.replica._remove_router(RouterId(first.replica.router_id))  # as if its lease had ended
             assert 1 == fleet.bookings()
-            await until(lambda: fleet.bookings() == 2, "it is learnt anew")
+            await until(lambda: fleet.bookings() == 2, "the snapshot brings it back")
         await fleet.until_free()
 
 
 async def test_output_blocks(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an answer fills is booked as it grows."""
+    """Blocks that an answer fills are booked as it grows."""
     texts = [chunk(event(str(number))) for number in range(40)]
     async with fleet_of("--router-mode", "kv", scripts=(says_and_stalls(SSE_HEAD, *texts),)) as fleet:
         pool = fleet.frontend.replica.routers[POOL].pool
@@ -240,7 +242,7 @@ async def test_output_blocks(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_predicted_end_of_prefill(fleet_of: FleetOf) -> None:
-    """A plain answer has no first token: its prefill is taken to end when streams have shown it would."""
+    """An answer that is not streamed has no first token: the end of its prefill is predicted."""
     async with fleet_of("--router-mode", "kv", scripts=(says_and_stalls(),)) as fleet:
         router = fleet.frontend.replica.routers[POOL]
         pool = router.pool
@@ -253,7 +255,7 @@ async def test_predicted_end_of_prefill(fleet_of: FleetOf) -> None:
 
 
 async def test_garbage_on_the_bus(fleet_of: FleetOf) -> None:
-    """Whatever comes in on whatever subject, requests go on and the log stays clean."""
+    """Garbage on any subject: requests are served and no error is logged."""
     chance = random.Random(7)
     async with fleet_of(*SYNCED, publishes_events=True) as fleet:
         router_id, subjects = fleet.frontend.replica.router_id, fleet.subjects
@@ -280,14 +282,14 @@ async def test_garbage_on_the_bus(fleet_of: FleetOf) -> None:
         received = fleet.bus.counters.received
         await fleet.bus.subscribe(subjects.live_router(router_id), lambda *_: None)
         fleet.bus.publish(subjects.hello, b"")
-        await until(lambda: fleet.bus.counters.received > received, "the frontend still speaks")
+        await until(lambda: fleet.bus.counters.received > received, "the frontend still answers a hello")
 
         assert 200 == (await fleet.ask()).status
         assert 0 == fleet.frontend.replica_loop.log.errors
 
 
 async def test_bug_behind_a_message(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message that raises is counted and logged with its place; the replica goes on."""
+    """A message that raises is counted and logged with its traceback; later messages are applied."""
     async with fleet_of() as fleet:
         with monkeypatch.context() as patch:
             patch.setattr(fleet.frontend.replica, "worker_heartbeat", lambda *_: 1 / 0)
@@ -302,9 +304,9 @@ async def test_bug_behind_a_message(fleet_of: FleetOf, monkeypatch: pytest.Monke
 
 
 async def test_impossible_snapshot(fleet_of: FleetOf) -> None:
-    """A parent that no 64 bits can hold came from one answer and ended every replica: now it is refused.
+    """A parent outside 64 bits, in one answer, once ended every replica. Such an answer is rejected.
 
-    The feed is asked again, and right with the first answer that can be true.
+    The feed is asked again and recovers with the next answer.
     """
     answers = [[1, 1, 10, 0, 1, [[1, 0, -1, bytes(8)]], 5]]
     async with fleet_of(publishes_events=True) as fleet:
@@ -329,7 +331,7 @@ async def test_impossible_snapshot(fleet_of: FleetOf) -> None:
 
 
 async def test_bug_behind_a_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of a feed that raises is logged once with its place; the replica serves on."""
+    """A step of a feed that raises is logged once with its traceback; requests are served."""
     async with fleet_of(publishes_events=True) as fleet:
         agent = Agent(fleet)
         agent.beat()
@@ -346,8 +348,8 @@ async def test_bug_behind_a_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPa
         fleet.trouble.logs.clear()
 
 
-async def test_question_that_cannot_be_sent(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader hears that there is no answer, and asks again; it does not wait for ever."""
+async def test_replay_request_with_a_bug(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader counts a failure and asks again."""
     async with fleet_of(publishes_events=True) as fleet:
         agent = Agent(fleet)
         await agent.listen()
@@ -356,28 +358,28 @@ async def test_question_that_cannot_be_sent(fleet_of: FleetOf, monkeypatch: pyte
             agent.publish(Stored(0, None, pack_hashes(HASHES[:3])), lost=True)
             agent.beat()
             reader = await first_reader(fleet)
-            await until(lambda: reader.counters.failures, "it is told")
+            await until(lambda: reader.counters.failures, "the failure is counted")
 
         await until(lambda: blocks(fleet) == 3, "it is asked again")
 
 
 async def test_flood_of_hellos(fleet_of: FleetOf) -> None:
-    """Hellos that come together get one answer: it names all workers, and would cost a lot each time."""
-    heard: list[RouterBeat] = []
+    """Hellos that arrive together get one answer, because it names all workers and is costly."""
+    received: list[RouterBeat] = []
     async with fleet_of("--heartbeat-s", "10", "--lease-s", "600") as fleet:
         subject = fleet.subjects.live_router(fleet.frontend.replica.router_id)
-        await fleet.bus.subscribe(subject, lambda _s, data, _r: heard.append(decode_router_beat(data)))
+        await fleet.bus.subscribe(subject, lambda _s, data, _r: received.append(decode_router_beat(data)))
         for _ in range(2000):
             fleet.bus.publish(fleet.subjects.hello, b"")
-        await until(lambda: heard, "the answer")
+        await until(lambda: received, "the answer")
         fleet.announce(fleet.workers[0], state="leave")
         await until(lambda: not fleet.targets(fleet.frontend), "everything before this has arrived")
 
-        assert len(heard) < 100
+        assert len(received) < 100
 
 
 async def test_full_inbox(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit into the inbox is dropped and counted; it holds no more than its bound."""
+    """Messages beyond the inbox's bound are dropped and counted."""
     monkeypatch.setattr("kvrouter.replica.inbox.INBOX_BYTES", 1000)
     async with fleet_of(scripts=(OK,)) as fleet:
         inbox = fleet.frontend.replica_loop.inbox
@@ -391,7 +393,7 @@ async def test_full_inbox(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_backlog(fleet_of: FleetOf) -> None:
-    """What is more than a slice is worked off although nothing else comes."""
+    """Messages beyond one slice are applied in the next turns, without any further message."""
     async with fleet_of("--heartbeat-s", "10", "--lease-s", "300") as fleet:
         inbox = fleet.frontend.replica_loop.inbox
         for _ in range(20_000):
@@ -399,12 +401,12 @@ async def test_backlog(fleet_of: FleetOf) -> None:
         assert 20_000 == inbox.messages
         assert inbox.age_s > 0
 
-        await until(lambda: not inbox.messages, "it is worked off")
+        await until(lambda: not inbox.messages, "all are applied")
         assert (0, 0.0) == (inbox.messages, inbox.age_s)
 
 
 async def test_worker_leaves(fleet_of: FleetOf) -> None:
-    """A worker that says goodbye gets no request any more."""
+    """A worker that has left gets no request."""
     async with fleet_of(scripts=(OK, OK)) as fleet:
         fleet.announce(fleet.workers[0], state="leave")
         await until(lambda: len(fleet.targets(fleet.frontend)) == 1, "it is gone")
@@ -415,19 +417,19 @@ async def test_worker_leaves(fleet_of: FleetOf) -> None:
 
 
 async def test_approximate_entries(fleet_of: FleetOf) -> None:
-    """Without KV events, what was sent somewhere is expected there, on every replica; failures are not."""
+    """Without KV events every replica assumes the blocks of a request on its worker."""
     flags = (*SYNCED, "--no-kv-events")
     async with fleet_of(*flags, scripts=(OK,), replicas=2) as fleet:
         first = await fleet.ask()
         pools = [frontend.replica.routers[POOL].pool for frontend in fleet.frontends]
-        await until(lambda: [len(pool.index) for pool in pools] == [4, 4], "both expect the blocks")
+        await until(lambda: [len(pool.index) for pool in pools] == [4, 4], "both assume the blocks")
         second = await fleet.ask()
 
         assert ["0", "3"] == [each.header("x-kvrouter-overlap-blocks") for each in (first, second)]
 
 
 async def test_no_entry_of_a_failure(fleet_of: FleetOf) -> None:
-    """A request that failed has prefilled nothing."""
+    """A request that failed leaves no assumed blocks."""
     flags = ("--router-mode", "kv", "--no-kv-events")
     async with fleet_of(*flags, scripts=(says_and_stalls(answer(b"{}", 500)),)) as fleet:
         await fleet.ask()

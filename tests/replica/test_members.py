@@ -1,4 +1,4 @@
-"""What the log says of who is there."""
+"""The log has one line for each member that joins, leaves or is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ME = RouterId("me")
 
 
 class Namespace:
-    """A replica and what it hears, beside the members it tells of."""
+    """A replica, its Members, and the heartbeats that both receive."""
 
     def __init__(self) -> None:
         self.replica = Replica(ReplicaSettings(lease_rounds=2), ME, 1, self._policy, chance=lambda: 0.5)
@@ -47,7 +47,7 @@ class Namespace:
         self.members.replica_heartbeat(RouterId(router_id))
 
     def rounds(self, count: int) -> None:
-        """One's own heartbeats come back."""
+        """The replica's own heartbeats come back."""
         for _ in range(count):
             self.replica.next_round(0.0)
             self.replica.router_heartbeat(ME, encode(self.replica.heartbeat("up", "")), 0.0)
@@ -56,13 +56,13 @@ class Namespace:
 
 @pytest.fixture
 def logs() -> Iterator[list[dict[str, Any]]]:
-    """What is logged."""
+    """Entries of the log."""
     with capture_logs() as logs:
         yield logs  # type: ignore[misc]  # structlog says MutableMapping
 
 
-def told(logs: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Event, and of whom."""
+def members_of(logs: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Each event with its worker or replica."""
     return [(entry["event"], entry.get("worker", entry.get("replica", ""))) for entry in logs]
 
 
@@ -79,7 +79,7 @@ def test_block_size_changes(logs: list[dict[str, Any]]) -> None:
 
 
 def test_workers_come_and_go(logs: list[dict[str, Any]]) -> None:
-    """One line for each who joins, says goodbye or falls silent, however often it is heard."""
+    """One line for each worker that joins, leaves or is lost, however many heartbeats it sends."""
     space = Namespace()
     for _ in range(3):
         for worker in ("a", "b", "c"):
@@ -90,12 +90,12 @@ def test_workers_come_and_go(logs: list[dict[str, Any]]) -> None:
     space.rounds(1)
 
     joined = [("worker.joined", worker) for worker in ("a", "b", "c")]
-    assert [*joined, ("worker.left", "b"), ("worker.lost", "c")] == told(logs)
+    assert [*joined, ("worker.left", "b"), ("worker.lost", "c")] == members_of(logs)
     assert all(entry["pool"] == POOL for entry in logs if entry["event"] != "worker.left")
 
 
 def test_worker_that_comes_back(logs: list[dict[str, Any]]) -> None:
-    """Why it joins is said: new, heard again, its agent started anew."""
+    """The line has the reason: new, heartbeats are back, agent restarted."""
     space = Namespace()
     space.worker("a")
     space.rounds(2)
@@ -103,14 +103,14 @@ def test_worker_that_comes_back(logs: list[dict[str, Any]]) -> None:
     space.worker("a", incarnation=2)
 
     assert ["worker.joined", "worker.lost", "worker.joined", "worker.joined"] == [e["event"] for e in logs]
-    assert "nobody else" in logs[1]["why"]
-    assert ["new here", "it is heard again", "its agent was started again"] == [
-        entry["why"] for entry in logs if entry["event"] == "worker.joined"
+    assert "its pool has no other" in logs[1]["reason"]
+    assert ["new", "its heartbeats are back", "its agent was restarted"] == [
+        entry["reason"] for entry in logs if entry["event"] == "worker.joined"
     ]
 
 
 def test_replicas_come_and_go(logs: list[dict[str, Any]]) -> None:
-    """The same of replicas; one's own heartbeats are no news."""
+    """One line for each replica that joins, leaves or is lost; the replica itself has none."""
     space = Namespace()
     for peer in ("p", "p", "q"):
         space.peer(peer)
@@ -124,11 +124,11 @@ def test_replicas_come_and_go(logs: list[dict[str, Any]]) -> None:
         ("replica.left", "p"),
         ("replica.lost", "q"),
         ("replica.joined", "q"),
-    ] == told(logs)
+    ] == members_of(logs)
 
 
 def test_lines_are_bounded(logs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a thousand come at once, a few lines and a count are enough; the next round begins anew."""
+    """Of a thousand joins in one round a few are logged and the rest counted; the next round logs again."""
     monkeypatch.setattr(members, "MOST_LINES", 3)
     space = Namespace()
     for number in range(1000):
@@ -141,16 +141,16 @@ def test_lines_are_bounded(logs: list[dict[str, Any]], monkeypatch: pytest.Monke
 
 
 async def test_lost_worker_of_a_fleet(fleet_of: FleetOf) -> None:
-    """With one of two agents silent all that is left is well: the log and the metrics tell."""
+    """One of two agents is lost: requests still succeed, but the log and the metrics report it."""
     flags = ("--lease-s", "0.2", "--heartbeat-s", "0.05")
     async with fleet_of(*flags, scripts=()) as fleet:
         fleet.announce(FakeWorker("b", OK, "http://127.0.0.1:1"))
 
-        def told_while_the_other_speaks() -> bool:
+        def is_lost_while_the_other_is_up() -> bool:
             fleet.announce(FakeWorker("a", OK, "http://127.0.0.1:1"))
             return bool(fleet.logged("worker.lost"))
 
-        await until(told_while_the_other_speaks, "the loss is told")
+        await until(is_lost_while_the_other_is_up, "the loss is logged")
         lines = (await fleet.get("/metrics")).body.decode().splitlines()
 
         assert ["b"] == [entry["worker"] for entry in fleet.logged("worker.lost")]
@@ -158,8 +158,8 @@ async def test_lost_worker_of_a_fleet(fleet_of: FleetOf) -> None:
         assert f'kvrouter_workers{{pool="{POOL}"}} 1.0' in lines
 
 
-async def test_malformed_is_named_once(fleet_of: FleetOf) -> None:
-    """What cannot be read is logged once for each source, with the reason, and counted every time."""
+async def test_malformed_message_is_logged_once(fleet_of: FleetOf) -> None:
+    """A malformed message is logged once for each source, with the reason, and counted every time."""
     async with fleet_of(publishes_events=True) as fleet:
         replica, subjects = fleet.frontend.replica, fleet.subjects
         fleet.announce(fleet.workers[0], ranks_heard=[RankBeat(0, 1, 0)], publishes_events=True)
@@ -170,7 +170,7 @@ async def test_malformed_is_named_once(fleet_of: FleetOf) -> None:
             fleet.bus.publish(subjects.live_worker(WorkerId("w0")).replace("worker", "nothing"), b"")
             fleet.bus.publish(subjects.live_kv(POOL, WorkerId("w0"), 0), b"\xc1")
         fleet.bus.publish(subjects.live_worker(WorkerId("w0")), b"\xff")
-        await until(lambda: replica.counters.malformed_heartbeats == 8, "all have come")
+        await until(lambda: replica.counters.malformed_heartbeats == 8, "all have arrived")
         lines = (await fleet.get("/metrics")).body.decode().splitlines()
 
         named = [entry["subject"].split(".")[3] for entry in fleet.logged("feed.malformed")]

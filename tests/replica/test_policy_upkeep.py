@@ -21,7 +21,7 @@ from tests.policies.guarded_classes import Fails
 
 
 class Fleeting(Fails):
-    """Counts, and fails at it."""
+    """Counts its calls; every hook but refresh fails."""
 
     def __init__(self) -> None:
         self.refreshed = self.closed = 0
@@ -36,7 +36,7 @@ class Fleeting(Fails):
 
 @contextlib.asynccontextmanager
 async def looked_after(new_policy: Policy) -> AsyncIterator[tuple[Replica, PolicyUpkeep]]:
-    """A replica with one pool, and the upkeep at work."""
+    """A replica with one pool, and its upkeep running."""
     replica = Replica(
         ReplicaSettings(),
         RouterId("me"),
@@ -60,7 +60,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_pool_that_goes() -> None:
-    """Its policy is closed, refreshed no more, and its mistakes stay counted."""
+    """Its policy is closed and no longer refreshed; its mistakes stay in the metrics."""
     policy = Fleeting()
     async with looked_after(Own(policy, "fleeting")) as (replica, upkeep):
         await until(lambda: policy.refreshed > 1)
@@ -76,8 +76,8 @@ async def test_pool_that_goes() -> None:
     assert 1 == policy.closed
 
 
-async def test_a_built_in_mode_needs_nothing() -> None:
-    """No task, no metric."""
+async def test_built_in_mode_needs_no_upkeep() -> None:
+    """It has neither a task nor a metric."""
     async with looked_after(POLICIES["kv"]()) as (_, upkeep):
         upkeep._look(asyncio.TaskGroup())
         assert {} == upkeep._refreshes

@@ -44,7 +44,7 @@ class Publisher:
         await until(self.is_known, "the feed is followed")
 
     def frames(self, count: int) -> list[Message]:
-        """So many frames of eight new blocks each, not sent."""
+        """`count` frames of eight new blocks each, not sent."""
         subject = self._fleet.subjects.live_kv(POOL, WORKER, 0)
         made = []
         for _ in range(count):
@@ -56,7 +56,7 @@ class Publisher:
         return made
 
     def beat(self) -> None:
-        """Say how far the feed is."""
+        """Publish a heartbeat with the feed's seq."""
         beat = WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 5, self._source.seq)], 1)
         self._fleet.bus.publish(self._fleet.subjects.live_worker(WORKER), encode(beat))
 
@@ -71,7 +71,7 @@ class Publisher:
 
 
 def burst(nats_url: str, messages: Iterable[Message]) -> None:
-    """Have a server take all these while nothing else runs in this process: the loop is held up."""
+    """Send these to a server while the event loop is blocked."""
     address = urlsplit(nats_url)
     commands = b"".join(b"PUB %s %d\r\n%s\r\n" % (to.encode(), len(data), data) for to, data in messages)
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=20) as connection:
@@ -98,7 +98,7 @@ async def test_inbox_drops(
     count: int,
     repair: str,
 ) -> None:
-    """What the inbox has no room for is counted, said once, and fetched: from the ring, or as a snapshot."""
+    """Messages that a full inbox drops are counted, logged once and repaired: by replay or snapshot."""
     monkeypatch.setattr(f"kvrouter.replica.inbox.{limit[0]}", limit[1])
     async with fleet_of("--router-mode", "kv", publishes_events=True) as fleet:
         publisher = Publisher(fleet)
@@ -124,7 +124,7 @@ async def test_inbox_drops(
 async def test_the_server_drops_the_connection(
     new_nats_server: Callable[..., NatsServer], tmp_path: Path
 ) -> None:
-    """A server that closes a connection which does not read: it is built anew, and what was lost fetched."""
+    """A server closes a connection that does not read: the bus reconnects and the feed is repaired."""
     config = tmp_path / "nats.conf"
     config.write_text("max_pending: 1100000\nwrite_deadline: '100ms'\n")
     server = new_nats_server(config)
