@@ -64,7 +64,7 @@ class HeldFrames:
         return self._frames[0][3]
 
     def hold(self, frame: Decoded, size: int, question: int) -> bool:
-        """Keep a frame of `size` bytes; False if there is no room, then it is not kept."""
+        """Keep a frame of `size` bytes. False: there was no room, and it is not kept."""
         if self._bytes + size > HELD_BYTES or self._budget.used_bytes + size > self._budget.most_bytes:
             return False
         self._count += 1

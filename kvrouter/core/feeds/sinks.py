@@ -157,8 +157,8 @@ class SyncSink:
     """Writes a peer's sync feed to the pool's bookings, as copies.
 
     A snapshot is loaded in place, because bookings do not depend on each other: equal ones stay, and at the
-    end those that the snapshot did not name are dropped. `booked`, `prefill_completed`, `assume` and `learn`
-    pass on the ops that change other tables.
+    end bookings that the snapshot did not name are dropped. `booked`, `prefill_completed`, `assume` and
+    `learn` pass on the ops that change other tables.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ class Doubts:
         return True
 
     def may_fill_up(self, now: float) -> bool:
-        """Whether to check now if refused blocks fit again. That is no doubt: nothing differs."""
+        """Whether to check now if refused blocks fit again. Not a doubt: nothing differs."""
         if now < self._no_fill_up_before:
             return False
         self._no_fill_up_before = now + BROKEN_RETRY_S

@@ -1,7 +1,7 @@
-"""The approximate index, for engines without KV events: what was sent there is taken to stay a while.
+"""The approximate index, for engines without KV events: blocks sent to a target are assumed to stay there.
 
     insert(target, chain, now)  →  every block of the chain lives until now + ttl
-                                   (again from the start whenever it is used again)
+                                   (another use begins the time again)
 
     [1 2 3 4], then [1 2 5]:    ┌───┐     ┌───┐
                                 │1 2│─┬──>│3 4│      runs: blocks in a row that were last used together;
@@ -10,26 +10,26 @@
                                       └──>│ 5 │
                                           └───┘
 
-A chain's blocks are always renewed together with all their parents, so a parent never expires
-before its child; of those due at the same time the deepest goes first. Chains of one instant are
-told apart by a tick: the last one keeps the parents they share. The index so stays prefix-closed.
-The 120 s default is that of Dynamo's ApproxKvIndexer.
+A chain's blocks are renewed together with all their parents, so a parent never expires before its child; of
+blocks that expire at the same time the deepest goes first. A tick orders chains of the same instant: the
+last one keeps the parents that they share. So the index stays prefix-closed. The default of 120 s is that
+of Dynamo's ApproxKvIndexer.
 
-With a time to live of 0 only `capacity` ends an assumption: a target is assumed to hold no more
-than `capacity` blocks, and the least recently used chains go first.
+With a time to live of 0 only `capacity` ends an assumption: a target is assumed to hold at most `capacity`
+blocks, and the least recently used chains go first.
 
-Amortized cost of an insert: one step for each new block, one for each run on the chain's path, one
-cut and one join, and O(log runs). Runs that nothing branches off between any longer are joined when
-they are next used together, so a path has as many runs as live chains branch off it. A cut or join
-relabels the shorter part, in C. Renewing a run leaves its place in the heap; when that place comes
-up, the run is put back, once for all renewals since.
+Amortized cost of an insert: one step for each new block and for each run on the chain's path, one cut and
+one join, and O(log runs). When no live chain branches off between two runs any more, their next common use
+joins them, so a path has as many runs as live chains branch off it. A cut or join relabels the shorter
+part, in C. Renewing a run does not move its heap entry; when that entry comes up, the run is put back, once
+for all renewals.
 
-Memory: every live block is listed once; there are at most as many runs as live blocks, and heap
-entries as well. Nothing grows with the number of renewals.
+Memory: one entry for each live block, and at most as many runs and heap entries. Nothing grows with the
+number of renewals.
 
-Invariants: each block is in one run; no run is empty; what is before a run is the end of another,
-which expires no earlier and counts its branches; the heap names a block once at most, and the last
-block of each run at the run's place or an earlier one.
+Invariants: each block is in one run; no run is empty; the block before a run is the last of another run,
+which expires no earlier and counts its branches; the heap names a block at most once, and the last block of
+each run at the run's place or an earlier one.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.ids import Target
 
 DEFAULT_TTL_S = 120.0
-DEFAULT_CAPACITY_BLOCKS = 1_000_000
-"""Of a target whose card tells no capacity."""
+DEFAULT_CAPACITY_BLOCKS = 1_000_000  # of a target whose card has no capacity
 
 
 class _Stamp(NamedTuple):
-    """When something expires; among what expires at once, which came last."""
+    """When a run expires; the tick orders runs that expire at the same time by their last use."""
 
     expires: float
     tick: int
@@ -64,12 +63,11 @@ _NEVER = _Stamp(-math.inf, 0)
 
 
 class _Turn(NamedTuple):
-    """A run's place in the order in which runs go; of one chain's runs the deepest goes first."""
+    """A run's place in the order in which runs expire; of one chain's runs the deepest expires first."""
 
     stamp: _Stamp
     minus_end: int
-    last: int
-    """Its last block: cutting a run changes its beginning or makes a new one, but no end."""
+    last: int  # the last block, which identifies the run: a cut changes a run's beginning, never its end
 
 
 @dataclass(slots=True)
@@ -78,13 +76,10 @@ class _Run:
 
     hashes: array[int]
     stamp: _Stamp = _NEVER
-    end: int = 0
-    """How many blocks the chain that used it last has up to its last one."""
-    before: int | None = None
-    """The block before its first, in that chain."""
-    own: bool = False
-    branches: int = 0
-    """Runs that this one is before."""
+    end: int = 0  # depth of the last block, in the chain that used the run last
+    before: int | None = None  # the block before the first one, in that chain
+    own: bool = False  # from a booking of this replica
+    branches: int = 0  # runs whose `before` is the last block of this one
 
     @property
     def turn(self) -> _Turn:
@@ -93,21 +88,15 @@ class _Run:
 
 @dataclass(slots=True)
 class _Assumed:
-    """What one target is assumed to hold."""
+    """The blocks that one target is assumed to hold."""
 
-    runs: dict[int, _Run] = field(default_factory=dict)
-    """By block."""
-    turns: list[_Turn] = field(default_factory=list)
-    """A heap."""
-    listed: set[int] = field(default_factory=set)
-    """The blocks that the heap names: ends of runs, or of what are parts of runs now."""
+    runs: dict[int, _Run] = field(default_factory=dict)  # by block
+    turns: list[_Turn] = field(default_factory=list)  # a heap
+    listed: set[int] = field(default_factory=set)  # the blocks in `turns`: last blocks of runs, now or once
     newest: _Stamp = _NEVER
 
     def use(self, chain: array[int], stamp: _Stamp, *, own: bool) -> int:
-        """The chain's blocks live as long as the stamp says, or longer; returns how many were known.
-
-        Those are the blocks before the first new one.
-        """
+        """Renew or add the chain's blocks until the stamp; returns how many precede the first new block."""
         self.newest = max(self.newest, stamp)
         place, end, known = 0, 0, len(chain)
         before: _Run | None = None
@@ -117,7 +106,7 @@ class _Assumed:
                 known = min(known, place)
                 run = self._begin(chain, place)
             elif run.stamp == stamp:
-                place += 1  # named twice, by a peer that is not sound
+                place += 1  # a faulty peer has named the block twice
                 continue
             else:
                 run = self._part(run, chain, place)
@@ -133,7 +122,7 @@ class _Assumed:
         return known
 
     def oldest(self) -> _Run | None:
-        """The run that goes first."""
+        """The run that expires first."""
         while self.turns:
             turn = self.turns[0]
             run = self.runs.get(turn.last)
@@ -146,7 +135,7 @@ class _Assumed:
         return None
 
     def pop(self) -> array[int]:
-        """Take out `oldest`, which was just looked at; returns its blocks."""
+        """Remove `oldest`, which must have been called just before; returns its blocks."""
         last = heapq.heappop(self.turns).last
         self.listed.remove(last)
         run = self.runs[last]
@@ -156,12 +145,12 @@ class _Assumed:
         return run.hashes
 
     def all_runs(self) -> list[_Run]:
-        """In no order."""
+        """All runs, in no particular order."""
         ends = [(self.runs.get(turn.last), turn.last) for turn in self.turns]
         return [run for run, last in ends if run is not None and run.hashes[-1] == last]
 
     def path(self, run: _Run) -> Iterator[_Run]:
-        """The run, and what is before it, up to the first."""
+        """The run and its parents, up to the first."""
         while True:
             yield run
             if run.before is None:
@@ -169,7 +158,7 @@ class _Assumed:
             run = self.runs[run.before]
 
     def _begin(self, chain: array[int], place: int) -> _Run:
-        """A run of the unknown blocks that the chain has here."""
+        """A new run of the unknown blocks from `place` on."""
         run, end = _Run(chain), place
         while end < len(chain) and chain[end] not in self.runs:
             self.runs[chain[end]] = run
@@ -188,7 +177,7 @@ class _Assumed:
         run.before = last
 
     def _part(self, run: _Run, chain: array[int], place: int) -> _Run:
-        """What this run and the chain from here on have in common, cut out of the run if need be."""
+        """The part of the run that the chain from `place` on shares, cut out of the run if needed."""
         start = run.hashes.index(chain[place])  # 0, unless several prompts were booked as one
         if start:
             _, run = self._cut(run, start)
@@ -196,7 +185,7 @@ class _Assumed:
         return run if shared == len(run.hashes) else self._cut(run, shared)[0]
 
     def _cut(self, run: _Run, length: int) -> tuple[_Run, _Run]:
-        """Two runs, the upper with so many blocks. The longer one is the same object as before."""
+        """Cut the run after `length` blocks. The longer part stays the same object, so few blocks change."""
         upper, lower = (run, copy(run)) if length * 2 > len(run.hashes) else (copy(run), run)
         upper.hashes, lower.hashes = run.hashes[:length], run.hashes[length:]
         upper.end -= len(lower.hashes)
@@ -207,7 +196,7 @@ class _Assumed:
         return upper, lower
 
     def _join(self, upper: _Run, lower: _Run) -> _Run:
-        """One run of two. It is the longer one of them."""
+        """Join two runs. The longer one stays the same object, so few blocks change."""
         hashes = upper.hashes + lower.hashes
         end, before, branches = lower.end, upper.before, lower.branches
         run, shorter = (upper, lower) if len(upper.hashes) > len(lower.hashes) else (lower, upper)
@@ -247,7 +236,7 @@ class _Assumed:
 
 
 class ApproxIndex:
-    """Fills a BlockIndex with assumptions and takes them back when their time is over."""
+    """Stores assumed blocks in a BlockIndex and removes them when they expire."""
 
     def __init__(self, index: BlockIndex, ttl_s: float = DEFAULT_TTL_S) -> None:
         self.ttl_s = ttl_s
@@ -256,7 +245,7 @@ class ApproxIndex:
         self._tick = 0
 
     def listed(self) -> tuple[int, int]:
-        """Blocks that are listed, and heap entries, over all targets. The latter are no more than blocks."""
+        """The number of blocks and of heap entries, over all targets. Entries never exceed blocks."""
         assumed = self._targets.values()
         return sum(len(one.runs) for one in assumed), sum(len(one.turns) for one in assumed)
 
@@ -270,10 +259,10 @@ class ApproxIndex:
         own: bool = False,
         capacity: int = 0,
     ) -> None:
-        """The target is assumed to hold this chain (parent first) for `ttl_s` (else its own) from `now`.
+        """Assume that the target holds this chain (parent first) for `ttl_s` (else the index's) from `now`.
 
-        `own`: it comes from a booking of this replica, which therefore tells joiners of it.
-        `capacity`: blocks the target has room for; 0 if that is not known.
+        `own`: from a booking of this replica, whose snapshots therefore contain it.
+        `capacity`: blocks that the target has room for; 0: unknown.
         """
         if not hashes:
             return
@@ -283,33 +272,33 @@ class ApproxIndex:
         assumed = self._targets.setdefault(target, _Assumed())
         known = assumed.use(chain, stamp, own=own)
         if self._index.is_truncated(target):
-            self._index.store(target, chain)  # what was refused before may have room now
+            self._index.store(target, chain)  # all of it: blocks refused before may have room now
         elif known < len(chain):
             self._index.store(target, chain[known:])
         self._make_room(target, assumed, capacity or DEFAULT_CAPACITY_BLOCKS)
 
     def expire(self, now: float) -> None:
-        """Take back what is due."""
+        """Remove expired blocks from the index."""
         for target, assumed in self._targets.items():
             while (run := assumed.oldest()) is not None and run.stamp.expires <= now:
                 self._take_back_oldest(target, assumed)
 
     def drop(self, target: Target) -> None:
-        """The target is gone, and with it every assumption about it."""
+        """Forget the target."""
         self._targets.pop(target, None)
         self._index.drop(target)
 
     def own_entries(self, now: float) -> Iterator[tuple[Target, Sequence[int], float]]:
         """`(target, chain, seconds left)` of this replica's own entries, each target's in order of expiry.
 
-        An entry without an end has 0 seconds left: as long as whoever takes it keeps such things.
+        0 seconds: the entry does not expire here, and a peer keeps it for its own time to live.
         """
         for target, assumed in self._targets.items():
             covered: set[int] = set()
             live = [run for run in assumed.all_runs() if run.own and run.stamp.expires > now]
             for run in sorted(live, key=_turn):
                 if run.hashes[-1] in covered:
-                    continue
+                    continue  # a deeper run's chain contains it, with the same time
                 path = list(assumed.path(run))
                 covered.update(one.hashes[-1] for one in path if one.stamp == run.stamp)
                 chain = array("Q")
@@ -323,7 +312,7 @@ class ApproxIndex:
             assumed.check()
 
     def _make_room(self, target: Target, assumed: _Assumed, capacity: int) -> None:
-        """The chains used least recently go, each with all that no later one shares; the newest stays."""
+        """Remove least recently used chains, but not the parts that later ones share, and not the newest."""
         going: _Stamp | None = None
         while (run := assumed.oldest()) is not None and run.stamp != assumed.newest:
             if len(assumed.runs) <= capacity and run.stamp != going:
@@ -340,12 +329,12 @@ def _turn(run: _Run) -> _Turn:
 
 
 def _are_one(before: _Run, run: _Run) -> bool:
-    """Whether they were last used together, and nothing else branches off between them."""
+    """Whether both were last used by the same chain, and no other run branches off between them."""
     return before.branches == 1 and run.before == before.hashes[-1] and run.stamp == before.stamp
 
 
 def _shared_blocks(run: array[int], chain: array[int], start: int) -> int:
-    """How many blocks the run shares with the chain from `start` on: at least the first."""
+    """How many blocks the run shares with the chain from `start` on; the first is known to be shared."""
     most = min(len(run), len(chain) - start)
     if run[:most] == chain[start : start + most]:
         return most

@@ -275,7 +275,7 @@ def _note_cached(record: WorkerRecord, prediction: Prediction, cached_tokens: in
     if not prediction.blocks and not cached_tokens:
         return  # both sides have nothing: no evidence
     error = prediction.blocks * prediction.block_size - cached_tokens
-    # an estimate may be lower than the truth for a good reason, so a higher report is no evidence either
+    # an estimate may be lower than the truth for a good reason, so a higher report proves nothing
     has_more = prediction.is_estimate and error < 0
     if not has_more:
         record.inexact.note(error != 0)

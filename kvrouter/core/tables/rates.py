@@ -43,7 +43,7 @@ class PrefillRates:
             self._unpeaked.add(target)
 
     def seconds(self, target: Target, charged_tokens: int) -> float | None:
-        """The predicted time to prefill so many tokens; None without any sample."""
+        """The predicted time to prefill `charged_tokens`; None without any sample."""
         samples = self._samples.get(target)
         if samples:
             return charged_tokens / median(samples)

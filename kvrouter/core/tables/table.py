@@ -33,7 +33,7 @@ def new_table(placement_secret: int = 0) -> FlatTable:
     """A table of the version in use.
 
     `placement_secret` (64 bits) decides where the native version places hashes. Clients choose prompts and so
-    hashes; without a secret they could crowd them into a few places and slow it down. No answer depends on it.
+    hashes; without a secret they could crowd them into a few places and slow it down. It changes no answer.
     """
     native = versions.chosen.table
     return FlatTable(placement_secret) if native is None else native.FlatTable(placement_secret)

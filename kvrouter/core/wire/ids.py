@@ -36,7 +36,7 @@ class Target(NamedTuple):
 
 
 class BookingKey(NamedTuple):
-    """One booking. The client's request id is no part of it: clients may reuse theirs."""
+    """One booking. It does not contain the client's request id: clients may reuse theirs."""
 
     router_id: RouterId
     number: int
