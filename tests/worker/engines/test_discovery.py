@@ -169,7 +169,7 @@ async def test_wrong_events_by_flag(vllm: Recorded) -> None:
     (contradiction, missing) = (await vllm.learn(told)).lacks
 
     assert "reports its events at tcp://127.0.0.1:26557, but kv=" in contradiction
-    assert "gives tcp://127.0.0.1:24666" in contradiction
+    assert "is tcp://127.0.0.1:24666" in contradiction
     assert "give replay=tcp://HOST:PORT" in missing
 
 
