@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Twin of what core/routing/candidates.py does for each target: overlap where somebody holds something, and costs."""
+"""core/routing/candidates.py in C: overlap of the targets that hold blocks of a prompt, and costs of all targets."""
 
 from cpython cimport array
 from cpython.float cimport PyFloat_FromDouble
@@ -12,7 +12,7 @@ import array
 
 cdef extern from *:
     """
-    /* at += times * amount; whether that has no place in 64 bits, and at stays */
+    /* at += times * amount; true if that exceeds 64 bits: then `at` is unchanged */
     static inline int overflows(int64_t *at, int64_t times, int64_t amount)
     {
         int64_t product, sum;
@@ -20,7 +20,7 @@ cdef extern from *:
         *at = sum;
         return 0;
     }
-    /* rounded once, as Python does it */
+    /* a + b, rounded to a double once, as Python does it */
     static inline double sum_of(int64_t a, int64_t b)
     {
         int64_t sum;
@@ -53,7 +53,7 @@ def reckon_overlap(
     cdef PyObject *borrowed
     cdef PyObject *depth
     cdef PyObject *known
-    cdef object target, own_depth  # held: a target's own __eq__ may be any code
+    cdef object target, own_depth  # references, because a target's __eq__ may run any code, also free them
     cdef int64_t blocks, held
     columns[0], columns[1], columns[2] = column(overlap, count), column(widest, count), column(indexed, count)
     while PyDict_Next(cached, &at, &borrowed, &depth):
@@ -79,14 +79,14 @@ def reckon_overlap(
 
 
 cdef inline Py_ssize_t place_of(dict places, object target, Py_ssize_t count) except -2:
-    """Where the target's numbers are; -1: nowhere."""
+    """The target's index in the columns; -1 if it has none."""
     cdef PyObject *place = PyDict_GetItemWithError(places, target)
     cdef Py_ssize_t i
     if place == NULL:
         return -1
     i = <object> place
     if not 0 <= i < count:
-        raise IndexError("a place that no column has")
+        raise IndexError(f"place {i}: the columns have {count}")
     return i
 
 
@@ -105,7 +105,7 @@ cdef inline int reuse(
 
 
 cdef int64_t *column(array.array one, Py_ssize_t count) except? NULL:
-    """Its numbers, of which there must be so many."""
+    """The numbers of a column, of which there must be `count`."""
     if type(one) is not array.array or one.typecode != "q" or len(one) != count:
         raise ValueError(f"a column must be an array('q') of {count} numbers")
     return <int64_t *> one.data.as_longlongs

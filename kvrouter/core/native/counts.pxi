@@ -1,6 +1,6 @@
-# How often each hash is held in one slot: open addressing, linear probing, no marks for the deleted.
+# Reference counts of one slot's hashes: open addressing, linear probing, no marks for deleted entries.
 #
-# Invariants: at most half of the places are taken; between a hash's home and its place none is free.
+# Invariants: at most half of the places are taken; no place between a hash's home and its place is free.
 
 cdef struct Counted:
     uint64_t hash
@@ -9,7 +9,7 @@ cdef struct Counted:
 
 @cython.final
 cdef class CountedSet:
-    """Hashes that are held several times in one slot, and once in the table; see core/tables/table.py."""
+    """One slot's hashes with reference counts; see core/tables/table.py."""
 
     cdef FlatTable table
     cdef Keys keys
@@ -74,7 +74,7 @@ cdef class CountedSet:
             self.resize(self.size // 4)
 
     def counts(self):
-        """How often each hash is held. For tests."""
+        """The references of each hash. For tests."""
         cdef Py_ssize_t i
         return {self.places[i].hash: self.places[i].count for i in range(self.size) if self.places[i].count}
 
@@ -84,7 +84,7 @@ cdef class CountedSet:
     cdef inline Py_ssize_t fetch(
         self, const uint64_t *data, Py_ssize_t start, Py_ssize_t count, uint64_t *mixes
     ) noexcept:
-        """Have the next hashes' places come from memory all at the same time; see FlatTable.fetch."""
+        """Prefetch the next hashes' places together; see FlatTable.fetch."""
         cdef Py_ssize_t stop = start + AHEAD if start + AHEAD < count else count, i
         for i in range(start, stop):
             mixes[i - start] = mixed(&self.keys, data[i])
@@ -98,7 +98,7 @@ cdef class CountedSet:
         return &self.places[at]
 
     cdef void close(self, Counted *place) noexcept:
-        """Move up whoever stands behind a freed place because it was taken."""
+        """Move entries that probed past a freed place up, so that searches still find them."""
         cdef Py_ssize_t hole = place - self.places, at = hole, mask = self.size - 1
         while True:
             at = (at + 1) & mask

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Twin of the hash functions of core/wire/hashes.py: XXH3-64 over tokens, and the chain over its values.
+"""core/wire/hashes.py in C: XXH3-64 over tokens, and the chain over its values.
 
-Tokens may be any sequence of numbers; a list is read in place, an array('I') is not even copied.
+Tokens may be any sequence of numbers. A list is read item by item; an array('I') is used without a copy.
 """
 
 from cpython cimport array
@@ -67,7 +67,7 @@ def sequence_hashes(hashes, parent):
 
 
 def prompt_hashes(tokens, Py_ssize_t block_size, uint64_t seed, array.array known not None):
-    """The sequence hashes of a whole prompt, as an array('Q'); those of its first blocks are `known`."""
+    """The sequence hashes of a prompt, as an array('Q'). `known`: those of its first blocks."""
     cdef array.array held = _tokens(tokens, block_size)
     cdef Py_ssize_t count = len(held) // block_size, done = len(known)
     if type(known) is not array.array or known.typecode != "Q" or done > count:
@@ -89,9 +89,9 @@ def prompt_hashes(tokens, Py_ssize_t block_size, uint64_t seed, array.array know
 
 
 cdef array.array _tokens(object tokens, Py_ssize_t block_size):
-    """As C numbers, to be cut into blocks. Raises what array('I', …) raises for what is none."""
+    """The tokens as an array('I'). Raises what array('I', …) raises for a value that is not a token id."""
     if block_size < 1:
-        raise ValueError(f"block size {block_size}: use 1 or more")  # a division by 0 would end the process
+        raise ValueError(f"block size {block_size}: use 1 or more")  # C division by 0 ends the process
     if type(tokens) is array.array and (<array.array> tokens).typecode == "I":
         return tokens
     if type(tokens) is not list:
@@ -104,7 +104,7 @@ cdef array.array _tokens(object tokens, Py_ssize_t block_size):
     for i in range(count):
         one = <object> PyList_GET_ITEM(listed, i)
         if not isinstance(one, int):
-            return array.array("I", tokens)  # what has an __index__, or an error that says what is wrong
+            return array.array("I", tokens)  # converts by __index__, or raises an error with the reason
         value = PyLong_AsUnsignedLong(one)
         if value >> 32:
             raise OverflowError("unsigned int is greater than maximum")

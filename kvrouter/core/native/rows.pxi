@@ -1,27 +1,27 @@
 # Rows: hash → id of an interned set, in 2,048 shards, each of which grows and is swept alone.
 #
 #     shard ── bucket, bucket, …     a bucket is one cache line: five hashes, their ids, and `state`:
-#                                     rows here (three bits), rows that went past (all other bits)
+#                                     rows here (three bits), rows that passed by (all other bits)
 #
-# A row lives in its home bucket or, if that was full when it came, in the next with room (after the last
-# comes the first); every bucket it went past counts it. A search ends at the first bucket that no row went
-# past, or when it is home again: rows may have gone past every bucket of a small shard, and still do after
-# the full ones have lost rows.
-# Nothing is ever marked as deleted. A shard holds at most three rows a bucket (21 bytes a row), and
-# grows by half: 32 bytes a row right after. One of 10,000,000 / 2,048 rows does so in less than 0.1 ms.
+# A row is in its home bucket or, if that was full, in the next one with room (the first follows the last);
+# every bucket that it passed counts it. A search ends at the first bucket that no row has passed, or when it
+# is back home: rows may have passed every bucket of a small shard, and still count after full buckets have
+# lost rows.
+# No place is marked as deleted. A shard holds at most three rows per bucket (21 bytes a row), and grows by
+# half: 32 bytes a row just after. A shard of 10,000,000 / 2,048 rows grows in less than 0.1 ms.
 #
-# Invariants: a row's id is not 0; rows stand at the front of their bucket; `state` is right; a shard holds
-# at most three rows a bucket. So there is always a bucket with room, a new row finds it before it is home
-# again, and a search of one round has seen every place where its row can be.
+# Invariants: a row's id is not 0; rows are at the front of their bucket; `state` is right; a shard holds at
+# most three rows per bucket. So there is always a bucket with room, a new row finds it before it is back home,
+# and a search of one round has seen every place where its row can be.
 
 cdef enum:
     ROWS = 5
     SHARD_BITS = 11
     SHARD_COUNT = 2048
-    MOST = 3  # rows a bucket, on average: with four, every third bucket would be full
+    MOST = 3  # rows per bucket, on average: with four, every third bucket would be full
     SMALL = 4
-    PAST = 8  # one row more in the upper part of `state`
-    MAPPED = 64  # buckets, a page: as large as this they are not malloc's, which could not give them back
+    PAST = 8  # one in the upper part of `state`
+    MAPPED = 64  # buckets, one page: from here on by mmap, because malloc would not return the memory
 
 cdef struct Bucket:
     uint64_t hashes[ROWS]
@@ -42,7 +42,7 @@ cdef struct Place:
 
 
 cdef struct Keys:
-    # Where hashes are placed depends on these. They come from the table's secret.
+    # Made of the table's secret; they decide where hashes are placed.
     uint64_t added[2]
     uint64_t times[2]
 
@@ -57,12 +57,12 @@ cdef inline Keys keys_of(uint64_t secret) noexcept:
 
 
 cdef inline uint64_t mixed(const Keys *keys, uint64_t hash_) noexcept:
-    """The top bits choose the shard, those below the bucket.
+    """The top bits choose the shard, the next bits the bucket.
 
-    Sequence hashes are public, so a client could choose prompts whose rows all crowd into one bucket if it
-    knew where rows are placed. It does not: no answer, digest or message shows it, so hashes can only be
-    chosen blindly, and both factors of both products are unknown. Two rounds, because after one
-    multiplication evenly spaced hashes still have evenly spaced places, which some factors let coincide.
+    Sequence hashes are public, so a client that knew where rows are placed could choose prompts whose rows
+    crowd into one bucket. It cannot know: no answer, digest or message depends on the place, and both factors
+    of both products are secret. Two rounds, because after one multiplication evenly spaced hashes still have
+    evenly spaced places, which coincide for some factors.
     """
     return folded(folded(hash_ ^ keys.added[0], keys.times[0]) ^ keys.added[1], keys.times[1])
 
@@ -87,9 +87,9 @@ cdef class Rows:
             free_buckets(self.shards[i].buckets, self.shards[i].size)
 
     cdef inline uint64_t fetch(self, uint64_t hash_) noexcept:
-        """Have the hash's bucket on its way from memory, and the next: up to one search in ten goes on there.
+        """Prefetch the hash's bucket and the next one, where up to one search in ten ends.
 
-        Returns what `seek` needs.
+        Returns the mix that `seek` needs.
         """
         cdef uint64_t mix = mixed(&self.keys, hash_)
         cdef Shard *shard = &self.shards[mix >> (64 - SHARD_BITS)]
@@ -101,7 +101,7 @@ cdef class Rows:
         return mix
 
     cdef inline bint seek(self, uint64_t hash_, uint64_t mix, Place *place) noexcept:
-        """Find the hash's row; if there is none, `place` still knows its shard and home. `mix`: see `mixed`."""
+        """Find the hash's row. False: it has none; `place` then has its shard and home. `mix`: see `mixed`."""
         cdef Shard *shard = &self.shards[mix >> (64 - SHARD_BITS)]
         cdef uint32_t at, same, step
         cdef Bucket *bucket
@@ -119,7 +119,7 @@ cdef class Rows:
         return False
 
     cdef inline uint32_t find(self, uint64_t hash_) noexcept:
-        """The id of the hash's set; 0 if there is none."""
+        """The id of the hash's set; 0 without a row."""
         cdef Place place
         return self.set_at(&place)[0] if self.seek(hash_, mixed(&self.keys, hash_), &place) else 0
 
@@ -137,7 +137,7 @@ cdef class Rows:
         return 0
 
     cdef void erase(self, Place *place) noexcept:
-        """Take a row out. The last of its bucket takes its place."""
+        """Remove a row. The last row of its bucket takes its place."""
         cdef Bucket *bucket = &place.shard.buckets[place.bucket]
         cdef uint32_t last = (bucket.state & (PAST - 1)) - 1, at = place.home
         bucket.hashes[place.row], bucket.sets[place.row] = bucket.hashes[last], bucket.sets[last]
@@ -150,12 +150,12 @@ cdef class Rows:
         self.count -= 1
 
     cdef inline void thin(self, Shard *shard) noexcept:
-        """Give memory back when less than one row a bucket is left; without memory to do it with, later."""
+        """Shrink below one row per bucket. If there is no memory for the smaller copy, a later call does it."""
         if shard.rows < shard.size and shard.size > SMALL:
             self.resized(shard, shard.rows // 2 + 1)
 
     cdef bint resized(self, Shard *shard, uint32_t size) noexcept:
-        """Move all rows to as many new buckets; False if there is no memory for that."""
+        """Move all rows to `size` new buckets; False if there is no memory for them."""
         cdef Bucket *buckets = new_buckets(size)
         cdef Bucket *old = shard.buckets
         cdef uint32_t old_size = shard.size, i, row
@@ -187,7 +187,8 @@ cdef class Rows:
                     hash_, set_ = shard.buckets[at].hashes[row], shard.buckets[at].sets[row]
                     if row and not shard.buckets[at].sets[row - 1]:
                         raise AssertionError(f"a gap before row {hash_}")
-                    if not self.seek(hash_, mixed(&self.keys, hash_), &place) or (place.bucket, place.row) != (at, row):
+                    if not self.seek(hash_, mixed(&self.keys, hash_), &place) \
+                            or (place.bucket, place.row) != (at, row):
                         raise AssertionError(f"row {hash_} is not found where it is")
                     for step in range((at + shard.size - place.home) % shard.size):
                         states[(place.home + step) % shard.size] += PAST
@@ -205,7 +206,7 @@ cdef class Rows:
 
 
 cdef Bucket *new_buckets(uint32_t size) noexcept:
-    """Empty ones, or NULL. Whole pages come from the system, and small sets do not get between them."""
+    """Empty buckets, or NULL. Whole pages come from the system, so that they can be returned to it."""
     cdef void *memory = NULL
     if size >= MAPPED:
         memory = mmap(NULL, size * sizeof(Bucket), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
@@ -224,7 +225,7 @@ cdef void free_buckets(Bucket *buckets, uint32_t size) noexcept:
 
 
 cdef inline uint32_t same_hashes(const Bucket *bucket, uint64_t hash_) noexcept:
-    """A bit for each place with this hash, without a branch: which it is, nobody could foretell."""
+    """A bit for each place with this hash. Without branches, because no CPU could predict which place it is."""
     cdef const uint64_t *hashes = <const uint64_t *> &bucket.hashes[0]
     return (
         <uint32_t> (hashes[0] == hash_)
@@ -236,7 +237,7 @@ cdef inline uint32_t same_hashes(const Bucket *bucket, uint64_t hash_) noexcept:
 
 
 cdef inline void put(Shard *shard, uint64_t mix, uint64_t hash_, uint32_t number) noexcept:
-    """Into the first bucket with room, from the home on; there is one."""
+    """Put a row into the first bucket with room from its home on. The invariants guarantee one."""
     cdef uint32_t at = home_of(shard, mix)
     cdef uint32_t row
     cdef Bucket *bucket

@@ -4,10 +4,10 @@
 #     name ──> bucket ──> chain of ids             so the name of "one slot more" is known without a look
 #
 # A set is a list of slots or, where that is shorter, a bitset. Id 0 is the empty set, which no row has.
-# Pages and linear hashing: whatever grows grows by one page or one bucket, and is never copied whole.
+# Pages and linear hashing: memory grows by one page or one bucket, and is never copied as a whole.
 #
-# Invariants: no two live sets have the same members; a live set has rows (but for a moment, while one
-# is being made); a freed id is in the free list, and its count is 0.
+# Invariants: no two live sets have the same members; a live set has rows (except while it is being made);
+# a freed id is in the free list, and its count is 0.
 
 cdef enum:
     PAGE_BITS = 12
@@ -19,7 +19,7 @@ cdef struct HolderSet:
     uint32_t count
     uint32_t words  # of the bitset; 0: a list
     uint32_t next  # in its bucket's chain, or in the free list
-    uint64_t born  # ids are used again: with this it is known whether one still means the same set
+    uint64_t born  # ids are used again: an equal `born` proves that an id still means the same set
     void *members
 
 
@@ -30,8 +30,8 @@ cdef class HolderSets:
     cdef uint32_t page_count, head_page_count
     cdef uint32_t used, live, first_free
     cdef uint32_t level, split
-    cdef uint32_t width  # words of a bitset that any slot fits into
-    cdef uint64_t *scratch  # all zero but within a call
+    cdef uint32_t width  # words of a bitset that has room for every slot
+    cdef uint64_t *scratch  # all zero between calls
     cdef uint64_t births
     cdef uint64_t secret
     cdef size_t bytes
@@ -61,7 +61,7 @@ cdef class HolderSets:
         return &self.pages[number >> PAGE_BITS][number & (PAGE - 1)]
 
     cdef inline uint64_t birth(self, uint32_t number) noexcept:
-        """Another number than before if the set has ended since; that of the empty set is always 0."""
+        """Differs from an earlier value if the set has ended since. Always 0 for the empty set."""
         return self.at(number).born
 
     cdef inline uint32_t *head(self, uint64_t name) noexcept:
@@ -71,11 +71,11 @@ cdef class HolderSets:
         return &self.heads[bucket >> PAGE_BITS][bucket & (PAGE - 1)]
 
     cdef inline uint64_t part(self, uint32_t slot) noexcept:
-        """The slot's part of a set's name. With the secret, so that sets of equal names cannot be chosen."""
+        """The slot's part of a set's name. The secret keeps clients from choosing sets of equal names."""
         return scattered(self.secret ^ slot)
 
     cdef int grow_width(self, uint32_t words) except -1:
-        """Let slots up to 64 * words fit."""
+        """Make room for slots below 64 * words."""
         cdef uint64_t *wider
         if words > self.width:
             wider = <uint64_t *> taken(calloc(words, 8))
@@ -100,7 +100,7 @@ cdef class HolderSets:
         self.bytes += PAGE * sizeof(uint32_t)
         return 0
 
-    # What a set has
+    # Members of a set
 
     cdef inline bint has(self, uint32_t number, uint32_t slot) noexcept:
         cdef HolderSet *one = self.at(number)
@@ -153,7 +153,7 @@ cdef class HolderSets:
     # From one set to another
 
     cdef int64_t toggled(self, uint32_t number, uint32_t slot, int change) except -1:
-        """The id of the set with (change 1) or without (-1) this slot, which it has not, or has."""
+        """The id of the set plus (change 1) or minus (-1) this slot. The slot must be absent, or present."""
         cdef uint64_t name = self.part(slot)
         cdef uint32_t count = 1
         if number:
@@ -181,7 +181,7 @@ cdef class HolderSets:
         return self.interned(name, count) if count else 0
 
     cdef int64_t interned(self, uint64_t name, uint32_t count) except -1:
-        """The id of what the scratch words hold; they are zero again afterwards."""
+        """The id of the set in the scratch words, which are zero afterwards."""
         cdef uint32_t number = self.head(name)[0]
         cdef HolderSet *one
         try:
@@ -195,7 +195,7 @@ cdef class HolderSets:
             memset(self.scratch, 0, self.width * 8)
 
     cdef bint is_scratch(self, HolderSet *one) noexcept:
-        """Whether a set with as many members as the scratch words is what they hold."""
+        """Whether a set equals the scratch words. Their numbers of members must be equal."""
         cdef uint32_t i, slot
         if one.words:
             return memcmp(one.members, self.scratch, one.words * 8) == 0
@@ -206,7 +206,7 @@ cdef class HolderSets:
         return True
 
     cdef int64_t made(self, uint64_t name, uint32_t count) except -1:
-        """A new set of what the scratch words hold; without rows yet."""
+        """A new set of the members in the scratch words, without rows yet."""
         cdef uint32_t words = self.width, number = self.first_free, i, place = 0
         cdef uint64_t left
         cdef HolderSet *one
@@ -254,7 +254,7 @@ cdef class HolderSets:
         at[0] = self.at(number).next
 
     cdef int split_bucket(self) except -1:
-        """Linear hashing: with more sets than buckets, share one bucket's chain with a new one."""
+        """Linear hashing: if there are more sets than buckets, split one bucket's chain with a new bucket."""
         cdef uint32_t buckets = (<uint32_t> 1 << self.level) + self.split
         cdef uint32_t number, following
         cdef uint32_t *old
@@ -274,7 +274,7 @@ cdef class HolderSets:
         return 0
 
     cdef inline void release(self, uint32_t number) noexcept:
-        """One row less points here."""
+        """One row fewer has this set."""
         cdef HolderSet *one = self.at(number)
         one.rows -= 1
         if not one.rows:
@@ -308,7 +308,7 @@ cdef class HolderSets:
                 raise
             finally:
                 memset(self.scratch, 0, self.width * 8)
-            other = self.at(fresh)  # takes its place: all rows point to the old id
+            other = self.at(fresh)  # its contents move to the old id, which all rows point to
             self.unlink(fresh)
             self.bytes -= members_bytes(one)
             free(one.members)
@@ -330,7 +330,7 @@ cdef class HolderSets:
         return found
 
     cdef list chain(self, uint64_t name):
-        """The sets in the name's bucket; no more than there are, even if they lead in a circle."""
+        """The sets in the name's bucket. Ends even if a broken chain is a circle."""
         cdef uint32_t number = self.head(name)[0]
         cdef list found = []
         while number and <uint32_t> len(found) < self.live:
@@ -346,7 +346,7 @@ cdef class HolderSets:
                 continue
             members = tuple(self.slots(number))
             if members in seen or len(members) != self.at(number).count:
-                raise AssertionError(f"set {number} is double or has a wrong count: {members}")
+                raise AssertionError(f"set {number} exists twice or has a wrong count: {members}")
             seen.add(members)
             if self.at(number).rows != rows.get(number, 0) or not self.at(number).rows:
                 raise AssertionError(f"set {number} counts {self.at(number).rows} rows, not {rows.get(number)}")
@@ -357,7 +357,7 @@ cdef class HolderSets:
 
 
 cdef inline size_t members_bytes(HolderSet *one) noexcept:
-    """With what malloc adds."""
+    """The members' memory, with malloc's header."""
     return 16 + (one.words * 8 if one.words else one.count * 4)
 
 

@@ -1,4 +1,4 @@
-"""The door is that of the Python version."""
+"""The same classes as in the Python version."""
 
 from kvrouter.core.tables.table import CountedSet as CountedSet
 from kvrouter.core.tables.table import FlatTable as FlatTable

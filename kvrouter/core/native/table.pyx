@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Twin of core/tables/table.py: the flat table, what a slot holds, and what is counted in it.
+"""core/tables/table.py in C: the flat table, a slot's hashes, and reference counts.
 
 A call is atomic: it keeps the GIL, and no Python code runs in it while the table is half changed.
 """
@@ -27,7 +27,7 @@ cdef extern from *:
     static inline void prefetch(const void *at)
     {
         __builtin_prefetch(at);
-        __asm__ volatile (""); /* or gcc takes a function that does no more than this for pure, and drops its calls */
+        __asm__ volatile (""); /* else gcc takes this function for pure and drops its calls */
     }
     static inline uint64_t folded(uint64_t a, uint64_t b)
     {
@@ -46,7 +46,7 @@ cdef extern from *:
     void *MAP_FAILED
 
 cdef struct Turn:
-    # Where a set leads by one slot more or less. Neighbours on a chain mostly take the same turn.
+    # The last step from a set to the one with one slot more or less: neighbours on a chain mostly repeat it.
     uint32_t slot, old, to
     uint64_t old_born, to_born
     bint is_known
@@ -61,7 +61,7 @@ include "rows.pxi"
 include "counts.pxi"
 
 cdef enum:
-    AHEAD = 16  # hashes whose rows are fetched from memory at once; a power of two
+    AHEAD = 16  # rows fetched from memory at the same time, so that their latencies overlap; a power of two
     AHEAD_BUCKETS = 4
 
 cdef array.array _HASHES = array.array("Q")
@@ -99,7 +99,7 @@ cdef class FlatTable:
         return CountedSet(self, slot)
 
     def label(self, uint32_t slot, owner):
-        """Look-ups see the slot as `owner`'s; None: they do not see it."""
+        """Look-ups return `owner` for the slot. None: they ignore the slot."""
         cdef uint64_t bit = <uint64_t> 1 << (slot & 63)
         self.widen(slot)
         while len(self.labels) <= slot:
@@ -130,11 +130,11 @@ cdef class FlatTable:
         cdef uint64_t mixes[AHEAD]
         cdef Place place
         cdef uint32_t number
-        cdef object all_slots = 1  # a Python number: it has more than 64 bits
+        cdef object all_slots = 1  # a Python number, as it has more than 64 bits
         cdef bytes mask
         if type(others) is not int:
             raise TypeError("a mask of slots is an int")
-        held = viewed(hashes, &data, &count)  # the last step that may run a caller's code, which may widen
+        held = viewed(hashes, &data, &count)  # the last step that may run Python code, which may call `widen`
         self.widen(slot)
         all_slots = (all_slots << 64 * self.width) - 1
         mask = (others & all_slots).to_bytes(8 * self.width, "little")
@@ -160,14 +160,14 @@ cdef class FlatTable:
         return number != 0 and self.sets.has(number, slot)
 
     def depths(self, hashes):
-        """Gallop, then bisect, to each depth where somebody's set ends."""
+        """Find each depth at which a slot's set ends: gallop, then bisect."""
         cdef Chain chain
         cdef uint32_t low_set, high_set, last_set, number, alive, i
         cdef Py_ssize_t low = 0, high, middle, step
         cdef dict found = {}
         cdef Ended *ended
         cdef Py_ssize_t ends = 0
-        cdef object told = None
+        cdef object depth = None
         held = chained(hashes, &chain)
         if not chain.count:
             return found
@@ -184,7 +184,7 @@ cdef class FlatTable:
         ended = <Ended *> taken(malloc(alive * sizeof(Ended)))
         try:
             last_set = self.rows.find(nth(&chain, chain.count - 1))
-            while alive:  # all of them hold the chain down to `low`
+            while alive:  # the slots that hold the chain down to `low`
                 if last_set and self.sets.covers(last_set, self.alive, alive):
                     ends += self.end(&ended[ends], chain.count, 0)
                     break
@@ -204,13 +204,13 @@ cdef class FlatTable:
                         high, high_set = middle, number
                     else:
                         low, low_set = middle, number
-                i = self.end(&ended[ends], high, high_set)  # not all of them hold the one at `high`
+                i = self.end(&ended[ends], high, high_set)  # at least one of them does not hold the hash at `high`
                 alive, ends = alive - i, ends + i
                 low, low_set = high, high_set
-            for i in range(ends):  # at last: an owner's __hash__ may be any code, and may change the table
+            for i in range(ends):  # only now: an owner's __hash__ may run any code and change the table
                 if not i or ended[i].depth != ended[i - 1].depth:
-                    told = ended[i].depth
-                found[<object> PyList_GET_ITEM(self.labels, ended[i].slot)] = told
+                    depth = ended[i].depth
+                found[<object> PyList_GET_ITEM(self.labels, ended[i].slot)] = depth
         finally:
             free(ended)
         return found
@@ -238,7 +238,7 @@ cdef class FlatTable:
             free(doomed)
 
     def homes(self, hashes):
-        """Of each hash the shard, and its home there as a share of 2^32. For tests."""
+        """Each hash's shard, and its home there as a share of 2^32. For tests."""
         cdef const uint64_t *data
         cdef Py_ssize_t count, i
         held = viewed(hashes, &data, &count)
@@ -250,7 +250,7 @@ cdef class FlatTable:
         self.sets.check(self.rows.check())
 
     cdef int widen(self, uint32_t slot) except -1:
-        """Let the slot fit into every bitset."""
+        """Make every bitset wide enough for the slot."""
         cdef uint32_t words = max((slot >> 6) + 1, self.width)
         if words > self.width:
             words += words >> 2
@@ -315,9 +315,9 @@ cdef class FlatTable:
     cdef inline Py_ssize_t fetch(
         self, const uint64_t *data, Py_ssize_t start, Py_ssize_t count, uint64_t *mixes
     ) noexcept:
-        """Have the next rows come from memory all at the same time; returns where those end.
+        """Prefetch the next AHEAD rows together; returns the index after them.
 
-        `start` is a multiple of AHEAD: what `seek` needs of the hash at i is in `mixes[i & (AHEAD - 1)]`.
+        `start` is a multiple of AHEAD: the mix that `seek` needs for the hash at i is `mixes[i & (AHEAD - 1)]`.
         """
         cdef Py_ssize_t stop = start + AHEAD if start + AHEAD < count else count, i
         for i in range(start, stop):
@@ -325,7 +325,7 @@ cdef class FlatTable:
         return stop
 
     cdef inline int replace(self, Place *place, uint32_t number) except -1:
-        """Point a row to another set; to none: the row goes."""
+        """Point a row to another set; 0 erases the row."""
         cdef uint32_t old = self.rows.set_at(place)[0]
         if number:
             self.sets.at(number).rows += 1
@@ -337,7 +337,7 @@ cdef class FlatTable:
         return 0
 
     cdef inline bint is_known(self, const Turn *turn, uint32_t slot, uint32_t old) noexcept:
-        """Whether the last turn led from this set by this slot, and both its sets are what they were."""
+        """Whether the last turn was from this set by this slot, and both its sets are still the same."""
         if not turn.is_known or turn.old != old or turn.slot != slot:
             return False
         return turn.to_born == self.sets.birth(turn.to) and turn.old_born == self.sets.birth(old)
@@ -373,12 +373,12 @@ cdef class FlatTable:
                     row += 1
                 else:
                     self.sets.release(bucket.sets[row])
-                    self.rows.erase(&place)  # and look at what has taken its place
+                    self.rows.erase(&place)  # moves another row here, so `row` stays
             at += 1
         return 0
 
     cdef inline void fetch_sets(self, const Bucket *near, const Bucket *far) noexcept:
-        """Have the far rows' sets, and the members of the nearer ones', on their way from memory."""
+        """Prefetch the far rows' sets, and the members of the nearer rows' sets."""
         cdef uint32_t i
         for i in range(near.state & (PAST - 1)):
             prefetch(self.sets.at(near.sets[i]).members)
@@ -386,7 +386,7 @@ cdef class FlatTable:
             prefetch(self.sets.at(far.sets[i]))
 
     cdef uint32_t end(self, Ended *ended, Py_ssize_t depth, uint32_t number) noexcept:
-        """Whoever is alive and not in this set holds so much; returns how many. The others go on."""
+        """Record `depth` for the alive slots that are not in this set; returns how many. The others stay alive."""
         cdef uint64_t *kept = self.sets.scratch
         cdef uint64_t lost
         cdef uint32_t i, count = 0
@@ -404,7 +404,7 @@ cdef class FlatTable:
 
 
 cdef uint64_t *longer(uint64_t *words, uint32_t count, uint32_t wanted) except NULL:
-    """The words with zeros behind them; if there is no memory for that, the old ones stay."""
+    """The words, extended with zeros. Without memory it raises and the old ones stay valid."""
     words = <uint64_t *> taken(realloc(words, wanted * sizeof(uint64_t)))
     memset(&words[count], 0, (wanted - count) * sizeof(uint64_t))
     return words
@@ -412,7 +412,7 @@ cdef uint64_t *longer(uint64_t *words, uint32_t count, uint32_t wanted) except N
 
 @cython.final
 cdef class SlotSet:
-    """What one slot holds, counted; see core/tables/table.py."""
+    """See core/tables/table.py."""
 
     cdef FlatTable table
     cdef Turn adding, discarding
