@@ -19,6 +19,7 @@ CODE = [
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 CITATION = re.compile(r"\bdocs/[\w/-]+\.md(?:#[\w-]+)?")
+CITED_TEST = re.compile(r"(?<=[` ])((?:tests/[\w/]*)?test_[\w{},]+\.py)(?:::(\w+))?")
 
 
 def anchors(page: Path) -> set[str]:
@@ -52,3 +53,25 @@ def test_no_code_cites_a_page_outside_the_repository() -> None:
     """A reader has the repository only."""
     outside = re.compile("design " + "§|facts" + r"/\w+[.]md")
     assert [] == [path for path in [*PAGES, *CODE] if outside.search(path.read_text())]
+
+
+def without_braces(path: str) -> list[str]:
+    """`test_{a,b}.py` as the shell expands it."""
+    braces = re.search(r"\{(.*?)\}", path)
+    return [path.replace(braces[0], part) for part in braces[1].split(",")] if braces else [path]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_cited_tests_exist(page: Path) -> None:
+    """A page that says what shows a claim names a test that can be run."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    cited = CITED_TEST.findall(page.read_text())
+
+    missing = [
+        f"{path}::{name}"
+        for citation, name in cited
+        for path in without_braces(citation)
+        if not any(str(file).endswith(f"/{path}") and f"def {name}" in file.read_text() for file in files)
+    ]
+
+    assert [] == missing
