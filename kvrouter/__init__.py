@@ -1,6 +1,6 @@
 """kvrouter: a KV-cache-aware router for fleets of LLM engines.
 
-What others build on is imported from here; everything else may change without notice.
+Import the public names from here. Everything else may change without notice.
 """
 
 from importlib import import_module
@@ -47,6 +47,7 @@ __all__ = [
     "sequence_hashes",
 ]
 
+# A name is imported when it is first used: `block_hashes` must not wait for a NATS or HTTP client.
 _ON_DEMAND = {
     "ApproxKvIndexer": "kvrouter.client.indexers",
     "BlockIndex": "kvrouter.core.tables.block_index",
@@ -70,7 +71,6 @@ _ON_DEMAND = {
     "connect": "kvrouter.worker.announce",
     "sequence_hashes": "kvrouter.core.wire.hashes",
 }
-"""Each name waits for what it needs itself, a NATS or HTTP client among it, and for nothing else."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,1 +1,1 @@
-"""The parts of kvrouter inside somebody's own Python service (docs/library.md)."""
+"""The parts of kvrouter for use inside a Python service (docs/library.md)."""

@@ -1,4 +1,4 @@
-"""Who holds how much of a prompt: `KvIndexer` knows from KV events, `ApproxKvIndexer` from what was sent."""
+"""Overlap of a prompt with each worker: `KvIndexer` by KV events, `ApproxKvIndexer` by what was sent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_RANKS = 1024
 class KvIndexer(HandFed):
     """The blocks of one model's workers, from the KV events they publish.
 
-    Fed over NATS inside `subscribe`, or by hand with `apply`; not both.
+    Frames arrive over NATS inside `subscribe`, or by hand with `apply`; not both.
     """
 
     def __init__(self, block_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,20 +47,20 @@ class KvIndexer(HandFed):
         self._ranks: dict[str, int] = {}
 
     def apply(self, frame: bytes, worker_id: str, rank: int = 0) -> None:
-        """A frame that this worker's KvPublisher has sent, in order; the first makes the worker known."""
+        """Apply a frame of this worker's KvPublisher, in order; the first one adds the worker."""
         if not 0 <= rank < _MOST_RANKS:
             raise ConfigError(f"rank {rank}: use 0 to {_MOST_RANKS - 1}")
         if rank >= self._ranks.get(worker_id, 0):
-            self._hear(
+            self._take_card(
                 Card(worker_id=worker_id, url="", model="", block_size=self.block_size, ranks=rank + 1)
             )
             self._ranks[worker_id] = rank + 1
         super().apply(frame, worker_id, rank)
 
     def remove_worker(self, worker_id: str) -> None:
-        """The worker is gone, with all it held."""
+        """Drop the worker and its blocks."""
         if self._ranks.pop(worker_id, None) is not None:
-            self._goodbye(worker_id)
+            self._take_leave(worker_id)
 
     @contextlib.asynccontextmanager
     async def subscribe(
@@ -71,10 +71,10 @@ class KvIndexer(HandFed):
         model: str | None = None,
         ready_timeout_s: float = READY_TIMEOUT_S,
     ) -> AsyncIterator[KvIndexer]:
-        """Follow the workers of a namespace while this is open; begins when their blocks have been read.
+        """Follow the workers of a namespace while inside, once their blocks are known.
 
-        `model` is needed where several are served. Raises NoWorkersError if nobody is there in time, and
-        ConfigError if the model's blocks have another size.
+        `model` is needed where several are served. Raises NoWorkersError if no worker serves it within
+        `ready_timeout_s`, and ConfigError if the model's blocks have another size.
         """
         if self._ranks:
             raise ConfigError("this KvIndexer is fed by hand: make another one to subscribe")
@@ -88,7 +88,7 @@ class KvIndexer(HandFed):
     ) -> dict[str, int]:
         """Leading blocks of the prompt that each worker holds, on its best rank; the deepest first.
 
-        A worker that holds none has no entry.
+        Workers that hold none are left out.
         """
         return by_worker(self.find_matches_by_target(tokens, lora_name, salt))
 
@@ -105,19 +105,19 @@ class KvIndexer(HandFed):
     def _check_size(self, router: Router) -> None:
         sizes = {worker.card.block_size for worker in router.pool.workers.values()}
         if sizes and self.block_size not in sizes:
-            told = ", ".join(map(str, sorted(sizes)))
+            known = ", ".join(map(str, sorted(sizes)))
             raise ConfigError(
-                f"block_size {self.block_size}: the workers of {router.pool.model!r} have {told}"
+                f"block_size {self.block_size}: the workers of {router.pool.model!r} have {known}"
             )
 
 
 class ApproxKvIndexer:
-    """For engines without events: what was sent to a worker is taken to stay there for `ttl_s`."""
+    """For engines without events: blocks sent to a worker are assumed to stay there for `ttl_s`."""
 
     def __init__(
         self, block_size: int, ttl_s: float = DEFAULT_TTL_S, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if not ttl_s > 0:  # nor NaN
+        if not ttl_s > 0:  # `<=` would let NaN pass
             raise ConfigError(f"ttl_s {ttl_s:g}: use seconds, above 0")
         self.block_size = check_block_size(block_size)
         self._clock = clock
@@ -132,13 +132,13 @@ class ApproxKvIndexer:
         lora_name: str | None = None,
         salt: str | None = None,
     ) -> None:
-        """A prompt was sent to this worker: it holds the prompt's blocks from now on, for a time."""
+        """Assume that the worker holds the blocks of a prompt that was sent to it."""
         chain = _chain(tokens, self.block_size, lora_name, salt)
         self._approx.insert(Target(WorkerId(worker_id), rank), chain, self._clock())
         self._index.sweep()
 
     def remove_worker(self, worker_id: str) -> None:
-        """The worker is gone, and with it every assumption about it."""
+        """Drop the worker and all its assumed blocks."""
         for target in self._index.targets():
             if target.worker_id == worker_id:
                 self._approx.drop(target)

@@ -1,4 +1,4 @@
-"""`KvRouter`: the router of one model inside somebody's own service.
+"""`KvRouter`: the router of one model inside a Python service.
 
 route(tokens) ──> PlacedRequest: worker, rank, url       the request is booked
 its first data byte ──> mark_prefill_completed
@@ -40,18 +40,18 @@ from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.importing import OwnPolicies
 from kvrouter.replica.policy_upkeep import log_mistakes
 
+# Blocks swept at each call, about 1 ms: no task sweeps for a router by hand.
 _SWEPT = 512
-"""Blocks of what has ended, taken off at each call."""
 
 NewPolicy = str | Callable[[], object]
-"""A mode's name, or what makes a policy of one's own, such as its class; called once for each pool."""
+"""A mode's name, or a callable that returns a custom policy, such as its class: called once per pool."""
 
 
 class About(TypedDict, total=False):
-    """What else there is to know of a request."""
+    """Optional facts about a request."""
 
     request_id: str
-    """Only shown."""
+    """For logs and peers; it decides nothing."""
     lora_name: str | None
     salt: str | None
     multimodal: Sequence[Multimodal]
@@ -59,17 +59,17 @@ class About(TypedDict, total=False):
     temperature: float
     session: str
     text: str
-    """Of the prompt, for policies that look at it."""
+    """The prompt's text, for policies that use it."""
     target: str
-    """The worker, or `WORKER/RANK`, that shall serve it (mode direct)."""
+    """The worker, or `WORKER/RANK`, to use (mode direct)."""
     priority: int
 
 
 class KvRouter(HandFed):
-    """Places requests on the workers of one model, and knows what is in flight where.
+    """Places requests on the workers of one model and books them.
 
-    Use `connect` where the workers are on NATS; else make one and tell it of workers (`add_worker`) and
-    their KV frames (`apply`). All calls belong into one thread.
+    Use `connect` if the workers are on NATS. Otherwise construct one, and pass it the workers (`add_worker`)
+    and their KV frames (`apply`). Make all calls from one thread.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class KvRouter(HandFed):
         ready_timeout_s: float = READY_TIMEOUT_S,
         heartbeat_s: float = 1.0,
     ) -> AsyncIterator[KvRouter]:
-        """A router for a model of a namespace while this is open; begins when its workers are known.
+        """A router for a model of a namespace, once its workers are known.
 
-        It is one more replica beside the frontends: with `replica_sync` it shares its bookings with
-        theirs, and sees theirs. At the end it leaves. Raises NoWorkersError if nobody serves the model
-        in time.
+        It joins the frontends as one more replica: with `replica_sync` it publishes its bookings and
+        receives theirs. At the end it leaves. Raises NoWorkersError if no worker serves the model within
+        `ready_timeout_s`.
         """
         _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
         member = ReplicaSettings(PoolSettings(use_kv_events, ttl_s), replica_sync, heartbeat_s=heartbeat_s)
@@ -145,7 +145,7 @@ class KvRouter(HandFed):
         lora_names: Sequence[str] = (),
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """A worker takes requests; told again, what it says replaces what was known.
+        """Add a worker, or replace what is known of it.
 
         `kv_blocks`: how many blocks one of its ranks can hold; 0 if that is not known. Raises ConfigError.
         """
@@ -162,15 +162,15 @@ class KvRouter(HandFed):
             labels=dict(labels or {}),
             publishes_events=self._replica.settings.pool.use_kv_events,
         )
-        self._hear(card)
+        self._take_card(card)
 
     def remove_worker(self, worker_id: str) -> None:
-        """It takes no more requests. Requests in flight there are still to be freed."""
+        """Send it no more requests. The caller still frees the requests in flight there."""
         self._by_hand()
-        self._goodbye(worker_id)
+        self._take_leave(worker_id)
 
     def apply(self, frame: bytes, worker_id: str, rank: int = 0) -> None:
-        """A frame that this worker's KvPublisher has sent, in order; ignored for a worker not added."""
+        """Apply a frame of this worker's KvPublisher, in order; ignored if the worker is not added."""
         self._by_hand()
         super().apply(frame, worker_id, rank)
 
@@ -189,8 +189,8 @@ class KvRouter(HandFed):
     ) -> PlacedRequest:
         """Choose a worker for a prompt and book it there, in one step. Free what this returns.
 
-        `streamed` False: there is no first byte to tell of, so the end of prefill is predicted. `exclude`:
-        ids of workers that shall not be chosen. Raises NoWorkersError.
+        `streamed` False: the first byte will not be marked, so the end of prefill is predicted. `exclude`:
+        ids of workers that must not be chosen. Raises NoWorkersError.
         """
         now = self._tend()
         asked = self._request(tokens, about)
@@ -201,19 +201,19 @@ class KvRouter(HandFed):
     def explain(
         self, tokens: Sequence[int], *, exclude: Collection[str] = (), **about: Unpack[About]
     ) -> Decision:
-        """What `route` would choose and why: every target with the terms it was judged by. Books nothing."""
+        """What `route` would choose and why: every target with its cost terms. Books nothing."""
         asked = self._request(tokens, about)
         return self._router.decide(asked, self._tend(), exclude=self._targets_of(exclude))
 
     def worker_ids(self) -> list[str]:
-        """Who takes requests now."""
+        """Workers that take requests now."""
         return list(dict.fromkeys(target.worker_id for target in self._router.pool.targets))
 
     def _request(self, tokens: Sequence[int], about: About) -> RouteRequest:
         _check_amounts(overlap_weight=about.get("overlap_weight"), temperature=about.get("temperature"))
         lora_name, size = about.get("lora_name"), self._router.pool.block_size
         prompts: tuple[Prompt, ...] = ()
-        if size:  # else nobody is there to serve it
+        if size:  # 0 before the first worker: without a block size there are no blocks to hash
             hashes = block_hashes(
                 tokens,
                 size,
@@ -241,7 +241,7 @@ class KvRouter(HandFed):
         return frozenset(target for target in self._router.pool.targets if target.worker_id in wanted)
 
     def _tend(self) -> float:
-        """What the clock brings, where no task looks at it."""
+        """Apply what is due by the clock: a router by hand has no task for it."""
         now = self._clock()
         for key in self._router.due(now):
             self._router.mark_prefill_completed(key, now)
@@ -264,18 +264,18 @@ class _ConnectedRouter(KvRouter):
 
 
 def _nothing() -> None:
-    """Nobody shares the bookings of a router that is not on NATS."""
+    """A router that is not on NATS has no peers to publish its bookings to."""
 
 
 def _check_amounts(**amounts: float | None) -> None:
-    """Raise ConfigError for one that is given and is no number of at least 0."""
+    """Raise ConfigError for an amount that is given and is not a number of at least 0."""
     for name, amount in amounts.items():
         if amount is not None and not (isinstance(amount, int | float) and 0 <= amount < math.inf):
             raise ConfigError(f"{name} {amount!r}: use a number of at least 0")
 
 
 def _sendable(name: str, text: str) -> str:
-    """The text, which peers are to read. Raises ConfigError."""
+    """The text, if peers can decode it. Raises ConfigError."""
     if len(text) > MOST_ID_CHARACTERS or not text.isprintable():
         raise ConfigError(f"{name} {text[:80]!r}: use at most {MOST_ID_CHARACTERS} printable characters")
     return text
@@ -293,7 +293,7 @@ class PlacedRequest:
         on_change: Callable[[], None],
     ) -> None:
         self.candidates = candidates
-        """All it was chosen from."""
+        """All targets that were considered."""
         self._router = router
         self._placement = placement
         self._clock = clock
@@ -301,46 +301,46 @@ class PlacedRequest:
 
     @property
     def worker_id(self) -> str:
-        """Where it goes."""
+        """The worker to send the request to."""
         return self._placement.target.worker_id
 
     @property
     def rank(self) -> int:
-        """The data-parallel rank there."""
+        """The worker's data-parallel rank."""
         return self._placement.target.rank
 
     @property
     def url(self) -> str:
-        """The worker's address, as it announced it."""
+        """The worker's address, from its card."""
         return self._placement.url
 
     @property
     def headers(self) -> dict[str, str]:
-        """What the request has to carry to reach the rank."""
+        """Headers that the request must carry to reach the rank."""
         name = self._placement.rank_header
         return {name: str(self.rank)} if name else {}
 
     @property
     def overlap_blocks(self) -> int:
-        """Leading blocks of the prompt that are there already."""
+        """Leading blocks of the prompt that the worker holds."""
         return self._placement.choice.overlap_blocks
 
     def mark_prefill_completed(self) -> None:
-        """The first data byte is here. A second time changes nothing."""
+        """Call at the first data byte. A second call changes nothing."""
         self._router.first_byte(self._placement.key, self._clock())
         self._on_change()
 
     def progress(self, output_tokens: int) -> None:
-        """The answer has this many tokens so far; once a second is often enough."""
+        """Call with the number of tokens of the answer so far; once a second is enough."""
         self._router.progress(self._placement.key, output_tokens)
         self._on_change()
 
     def answered(self, status: int) -> None:
-        """Tell a policy of one's own with which status the worker has answered."""
+        """Pass the status of the worker's answer to a custom policy."""
         self._router.answered(self._placement.key, status)
 
     def free(self) -> None:
-        """The request has ended, in whatever way. A second time changes nothing."""
+        """Call when the request has ended, in any way. A second call changes nothing."""
         self._router.free(self._placement.key)
         self._on_change()
 
@@ -350,7 +350,7 @@ class PlacedRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Free it; a block that ends without an error has had its answer."""
+        """Free it. A block that ends without an error counts as answered with status 200."""
         if kind is None:
             self._router.answered(self._placement.key, 200)
             self._router.mark_prefill_completed(self._placement.key, self._clock())
@@ -360,10 +360,12 @@ class PlacedRequest:
 def _maker(policy: NewPolicy, settings: PolicySettings | None) -> Callable[[], Policy]:
     if not isinstance(policy, str):
         if settings is not None:
-            raise ConfigError("settings are those of a mode; what makes your own policy can set it up")
+            raise ConfigError(
+                "settings are those of a mode; a custom policy is configured by its own callable"
+            )
         own = OwnPolicies(getattr(policy, "__name__", type(policy).__name__), policy)
         own.begin()
         return own
     if policy not in POLICIES:
-        raise ConfigError(f"policy {policy!r}: use one of {', '.join(POLICIES)}, or a class of your own")
+        raise ConfigError(f"policy {policy!r}: use one of {', '.join(POLICIES)}, or a custom class")
     return lambda: new_policy(policy, settings or PolicySettings())

@@ -1,7 +1,7 @@
-"""How a library object comes to know workers: as a member on NATS, or told by hand.
+"""How a library object learns of workers: as a member on NATS, or by hand.
 
 joined    ──> a ReplicaLoop keeps its Replica in step, as in a frontend
-HandFed   ──> the caller brings cards and frames, and carries what is missing to and fro
+HandFed   ──> the caller passes cards and frames, and carries replay requests to the workers
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def replica_with(
 async def joined(
     replica: Replica, nats: NatsOptions | str, namespace: str, *, heartbeat_s: float = 1.0
 ) -> AsyncIterator[ReplicaLoop]:
-    """The replica is a member of the namespace as long as this is open, over a connection of its own."""
+    """The replica is a member of the namespace while inside, over its own connection."""
     async with contextlib.AsyncExitStack() as stack:
         bus = await stack.enter_async_context(open_bus(nats, name=f"library-{replica.router_id}"))
         replica_loop = ReplicaLoop(replica, bus, Subjects(namespace), heartbeat_s=heartbeat_s)
@@ -67,10 +67,10 @@ async def joined(
 
 @contextlib.asynccontextmanager
 async def _running(replica_loop: ReplicaLoop, upkeep: PolicyUpkeep) -> AsyncIterator[None]:
-    """No task group: what the caller's own block raises shall reach the caller as it is."""
+    # Not a task group: it would wrap an exception of the caller's block in an ExceptionGroup.
     tasks = [asyncio.create_task(replica_loop.run()), asyncio.create_task(upkeep.run())]
     for task in tasks:
-        task.add_done_callback(_tell_if_failed)
+        task.add_done_callback(_log_if_failed)
     try:
         yield
     finally:
@@ -79,7 +79,7 @@ async def _running(replica_loop: ReplicaLoop, upkeep: PolicyUpkeep) -> AsyncIter
         await asyncio.wait(tasks)
 
 
-def _tell_if_failed(task: asyncio.Task[None]) -> None:
+def _log_if_failed(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("library.task_failed", exc_info=task.exception())
 
@@ -87,7 +87,7 @@ def _tell_if_failed(task: asyncio.Task[None]) -> None:
 async def until_serving(replica: Replica, model: str | None, timeout_s: float) -> PoolId:
     """The model's pool, once the first recovery is complete. Raises NoWorkersError.
 
-    Remember its id, not its router: one that nobody has needed for a while is given up, and begun anew.
+    Keep its id, not its router: a pool without workers is given up after a while, and may come back.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
@@ -109,9 +109,9 @@ def _why_not_serving(replica: Replica, model: str | None) -> list[str]:
 
 
 class HandFed:
-    """A replica whose workers and frames come by calls, where there is no NATS.
+    """A replica without NATS: workers and frames arrive by calls.
 
-    Whatever carries the frames may lose or repeat some: `missing` says what to ask of which worker
+    The transport may lose or repeat frames: `missing` returns what to ask of which worker
     (`KvPublisher.answer` there), and `replayed` takes the answer.
     """
 
@@ -120,11 +120,11 @@ class HandFed:
         self._clock = clock
 
     def apply(self, frame: bytes, worker_id: str, rank: int = 0) -> None:
-        """A frame that this worker's KvPublisher has sent, in order. A damaged one counts as lost."""
+        """Apply a frame of this worker's KvPublisher, in order. A malformed frame counts as lost."""
         self._replica.kv_frame(KvSource(BY_HAND, WorkerId(worker_id), rank), frame, self._clock())
 
     def missing(self) -> list[tuple[Target, ReplayRequest]]:
-        """What to ask of which target now, because frames were lost or came before this began."""
+        """What to ask of which target now: frames that were lost or published before this began."""
         now = self._clock()
         return [
             (feed.target, request)
@@ -133,7 +133,7 @@ class HandFed:
         ]
 
     def replayed(self, target: Target, answer: bytes | None) -> None:
-        """What the worker has answered; None if it has not. Loads at once what that brings."""
+        """Load the answer of a worker; None if it did not answer."""
         now, source = self._clock(), KvSource(BY_HAND, target.worker_id, target.rank)
         if answer is None:
             self._replica.failed(source, now)
@@ -142,20 +142,19 @@ class HandFed:
         while self._replica.work(now):
             pass
 
-    def _hear(self, card: Card) -> None:
-        """As if the worker had announced itself."""
+    def _take_card(self, card: Card) -> None:
         check_identifier("worker_id", card.worker_id)
         ranks = [RankBeat(rank, 0, 0) for rank in range(card.ranks)]
         beat = WorkerBeat(VERSION, 0, "up", BY_HAND, ranks, 1, card)
         self._replica.take_worker_beat(WorkerId(card.worker_id), beat, self._clock())
 
-    def _goodbye(self, worker_id: str) -> None:
+    def _take_leave(self, worker_id: str) -> None:
         beat = WorkerBeat(VERSION, 0, "leave", BY_HAND, [], 1)
         self._replica.take_worker_beat(WorkerId(worker_id), beat, self._clock())
 
 
 def by_worker(overlap: Mapping[Target, int]) -> dict[str, int]:
-    """The deepest of each worker's ranks; given the deepest first, and so returned."""
+    """The deepest overlap of each worker's ranks. Input and result are ordered deepest first."""
     best: dict[str, int] = {}
     for target, depth in overlap.items():
         best.setdefault(target.worker_id, depth)
@@ -163,12 +162,12 @@ def by_worker(overlap: Mapping[Target, int]) -> dict[str, int]:
 
 
 def deepest_first(overlap: Mapping[Target, int]) -> dict[Target, int]:
-    """In the order of depth, then of names."""
+    """Ordered by depth, then by name."""
     return dict(sorted(overlap.items(), key=lambda found: (-found[1], found[0])))
 
 
 def check_block_size(block_size: int) -> int:
-    """Raise ConfigError for one that is none."""
+    """The block size. Raises ConfigError if it is not at least 1."""
     if block_size < 1:
-        raise ConfigError(f"block_size {block_size}: use the engines' own, at least 1")
+        raise ConfigError(f"block_size {block_size}: use that of the engines, at least 1")
     return block_size

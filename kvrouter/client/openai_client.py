@@ -1,8 +1,8 @@
 """`Client`: sends OpenAI bodies straight to the workers of one model, without a frontend.
 
-    generate = random, round_robin, direct ──> a worker ──POST──> its answers, as they come
+    generate = random, round_robin, direct ──> a worker ──POST──> its answers, as they arrive
 
-No KV overlap, no bookings, no retries: that is what a frontend or `KvRouter` is for.
+No KV overlap, no bookings, no retries: use a frontend or `KvRouter` for these.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from kvrouter.policies.plain import Direct, Random, RoundRobin
 from kvrouter.tls import trusting
 
 Answers = AsyncIterator[dict[str, Any]]
-"""Chunks of a stream, or one whole answer, as the worker sends them."""
+"""Chunks of a stream, or one whole answer."""
 
 _CONNECT_TIMEOUT_S = 10.0
 
 
 class Client:
-    """Use with `async with`; it begins when the model's workers are known.
+    """Use with `async with`, which waits until the model's workers are known.
 
-    `headers` go with each request, such as an API key. `worker_tls_ca`: authorities to trust behind
-    https:// URLs of workers, beside the system's. Raises NoWorkersError if nobody serves the model
-    within `ready_timeout_s`.
+    `headers` are sent with each request, such as an API key. `worker_tls_ca`: authorities to trust behind
+    https:// URLs of workers, in addition to the system's. Raises NoWorkersError if no worker serves the
+    model within `ready_timeout_s`.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class Client:
         self.namespace = namespace
         self.model = model
         self.generate = self.random
-        """The published default."""
         self._nats = nats if nats is not None else os.environ.get("NATS_URL", DEFAULT_URL)
         self._headers = dict(headers or {})
         self._worker_tls_ca = worker_tls_ca
@@ -96,7 +95,7 @@ class Client:
         await self._open.aclose()
 
     def worker_ids(self) -> list[str]:
-        """Who takes requests now."""
+        """Workers that take requests now."""
         return list(dict.fromkeys(target.worker_id for target in self._serving().pool.targets))
 
     def random(self, request: Mapping[str, Any]) -> Answers:
@@ -114,7 +113,7 @@ class Client:
     async def _send(
         self, request: Mapping[str, Any], policy: Policy, wanted: Wanted | None = None
     ) -> Answers:
-        """Choose, send, and pass on; leaving early closes the connection, so that the engine stops."""
+        """Choose a worker, send, yield its answers. Leaving early closes the connection: the engine stops."""
         path = _path_of(request)
         chosen = self._choose(str(request.get("model", self.model)), policy, wanted)
         worker_id, card = chosen.target.worker_id, chosen.card
@@ -137,7 +136,7 @@ class Client:
                     yield _checked(event, worker_id)
 
     async def _events(self, response: aiohttp.ClientResponse) -> Answers:
-        """What stands in the `data:` lines, until `[DONE]`."""
+        """The `data:` lines as JSON, until `[DONE]`."""
         rest = b""
         while True:
             async with asyncio.timeout(self._idle_timeout_s):
@@ -180,7 +179,7 @@ def _path_of(request: Mapping[str, Any]) -> str:
 
 
 def _checked(event: dict[str, Any], worker_id: str) -> dict[str, Any]:
-    """An engine that fails while it streams says so in an event."""
+    # An engine that fails in the middle of a stream reports it in an event: the status was sent before.
     error = event.get("error")
     if not error:
         return event
@@ -191,10 +190,10 @@ def _checked(event: dict[str, Any], worker_id: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _worker_errors(worker_id: str) -> Iterator[None]:
-    """Errors of the connection become those of kvrouter."""
+    """Raise errors of the connection as errors of kvrouter."""
     try:
         yield
     except TimeoutError as error:
-        raise WorkerSilentError(f"worker {worker_id} said nothing for too long") from error
+        raise WorkerSilentError(f"worker {worker_id} sent nothing for too long") from error
     except (aiohttp.ClientError, msgspec.DecodeError) as error:
         raise WorkerDiedError(f"worker {worker_id}: {error}") from error

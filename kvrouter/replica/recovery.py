@@ -58,7 +58,7 @@ class Recovery:
             data = await self._bus.request(
                 self._subjects.replay(source), encode_request(request), timeout_s=ANSWER_TIMEOUT_S
             )
-        except Exception as error:  # a bug in encoding, too: without `failed` the reader would wait for ever
+        except Exception as error:  # also a bug in encoding: without `failed` the reader would wait forever
             log.info("feed.no_answer", source=name(source), error=str(error))
             self._replica.failed(source, self._loop.time())
             return

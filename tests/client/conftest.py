@@ -1,4 +1,4 @@
-"""What the library's tests share."""
+"""Fixtures of the library's tests."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from tests.frontend.fleet import FleetOf, running_fleet
 
 @pytest.fixture
 def fleet_of(nats_url: str) -> FleetOf:
-    """Opens fleets of scripted workers, each in a namespace of its own."""
+    """Opens fleets of scripted workers, each in its own namespace."""
     return partial(running_fleet, nats_url)

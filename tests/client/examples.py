@@ -1,4 +1,4 @@
-"""The examples of docs/*.md, as they stand there."""
+"""The Python examples in docs/*.md."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def blocks(document: str) -> list[str]:
 
 
 def block(document: str, part: str) -> str:
-    """The one that contains `part`."""
+    """The example that contains `part`."""
     (found,) = [text for text in blocks(document) if part in text]
     return found
 
 
 async def output_of(program: str, nats: str = "", namespace: str = "") -> list[str]:
-    """The lines that it prints, the log left out; a program of its own, with this NATS and namespace."""
+    """Run the code as a program with this NATS and namespace; returns what it prints, without the log."""
     program = program.replace('"nats://127.0.0.1:4222"', repr(nats)).replace('"default"', repr(namespace))
     environment = {**os.environ, "PYTHONWARNINGS": "error"}
     process = await create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""Publishers whose frames are carried by hand, and a clock that is set."""
+"""Publishers whose frames a test carries by hand, and a clock that it sets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvrouter import KvPublisher
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -16,14 +16,14 @@ class Clock:
 
 
 class Hand:
-    """One rank of a worker, and the frames it has sent since they were last taken."""
+    """One rank of a worker, and its frames that were not taken yet."""
 
     def __init__(self, worker_id: str = "w1", rank: int = 0, block_size: int = 4) -> None:
         self._frames: list[bytes] = []
         self.publisher = KvPublisher(self, worker_id, block_size, rank, model="m", incarnation=7)
 
     def publish(self, _subject: str, payload: bytes) -> bool:
-        """As a bus would."""
+        """Take a frame, in place of a bus."""
         self._frames.append(payload)
         return True
 
@@ -34,7 +34,7 @@ class Hand:
         return self.frames()
 
     def frames(self) -> list[bytes]:
-        """What there is to carry."""
+        """Take the frames."""
         self.publisher.flush(0.0)
         frames, self._frames = self._frames, []
         return frames

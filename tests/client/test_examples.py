@@ -1,4 +1,4 @@
-"""Every example of docs/library.md runs, against a real NATS server and mockers where it wants them."""
+"""Every example of docs/library.md runs, with a real NATS server and mockers where it needs them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.e2e.fleet import Fleet, running_fleet
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a fleet is."""
+    """The NATS server and namespace of a fleet."""
 
     nats: str
     namespace: str
     fleet: Fleet
 
     async def output_of(self, part: str) -> list[str]:
-        """What the example that contains `part` prints here."""
+        """The output of the example that contains `part`."""
         return await output_of(block("library.md", part), nats=self.nats, namespace=self.namespace)
 
 
@@ -35,7 +35,7 @@ async def place(nats_url: str) -> AsyncIterator[Place]:
 
 
 def test_all_are_tried() -> None:
-    """As many examples as there are tests of one below."""
+    """Each example has a test below."""
     assert 7 == len(blocks("library.md"))
 
 
@@ -50,7 +50,7 @@ async def test_hashes() -> None:
 
 
 async def test_indexer_on_nats(place: Place) -> None:
-    """A prompt that a worker has computed is found there, by the worker and by its rank."""
+    """The indexer finds the worker that has computed a prompt, and its rank."""
     before, by_worker, by_target = await place.output_of("KvIndexer(16).subscribe")
 
     workers = {worker_id_of(mocker.url) for mocker in place.fleet.mockers}
@@ -65,7 +65,7 @@ async def test_indexer_by_hand() -> None:
 
 
 async def test_approximate_indexer() -> None:
-    """What was sent counts as held, until its worker is gone."""
+    """Blocks that were sent count as held until the worker is removed."""
     said = await output_of(block("library.md", "process_routing_decision"))
 
     assert ["{'w1': 3, 'w2': 2}", "{'w2': 2}"] == said
@@ -82,7 +82,7 @@ async def test_router_on_nats(place: Place) -> None:
 
 
 async def test_router_by_hand() -> None:
-    """Load spreads, overlap draws, and every term is told."""
+    """Load spreads requests, overlap attracts them, and `explain` lists every term."""
     spread, drawn, *terms = await output_of(block("library.md", "router.add_worker"))
 
     assert "True" == spread
@@ -92,7 +92,7 @@ async def test_router_by_hand() -> None:
 
 
 async def test_client(place: Place) -> None:
-    """A stream, a whole answer, and a worker of one's choice."""
+    """A stream, a whole answer, and a chosen worker."""
     workers, *chunks, answer, direct = await place.output_of("client.round_robin")
 
     assert 2 == workers.count("'") // 2

@@ -28,7 +28,7 @@ def take(indexer: KvIndexer, frames: list[bytes], worker_id: str = "w1", rank: i
 
 
 def test_best_rank(indexer: KvIndexer) -> None:
-    """By worker the deepest of its ranks counts, the deepest worker first; by target each of them."""
+    """A worker counts with its deepest rank; the deepest worker comes first."""
     take(indexer, Hand("w1").stores(1, PROMPT[:4]))
     take(indexer, Hand("w2", 1).stores(1, PROMPT), "w2", 1)
     take(indexer, Hand("w2", 0).stores(1, PROMPT[:8]), "w2", 0)
@@ -56,7 +56,7 @@ def test_nothing_is_known(indexer: KvIndexer) -> None:
 
 
 def test_a_worker_leaves_and_comes_back(indexer: KvIndexer) -> None:
-    """What it held is gone; a new life of its publisher begins with nothing."""
+    """Its blocks are dropped; a new incarnation of its publisher starts without blocks."""
     take(indexer, Hand().stores(1, PROMPT))
     indexer.remove_worker("w1")
     indexer.remove_worker("never seen")
@@ -67,11 +67,11 @@ def test_a_worker_leaves_and_comes_back(indexer: KvIndexer) -> None:
 
 
 def test_late_and_lost(indexer: KvIndexer) -> None:
-    """Who begins late, or loses a frame, asks; an answer that does not come is asked for again later."""
+    """After a late start or a lost frame `missing` returns a request, and again if no answer comes."""
     clock = indexer._clock
     assert isinstance(clock, Clock)
     hand = Hand()
-    hand.stores(1, PROMPT[:4])  # before anybody listened
+    hand.stores(1, PROMPT[:4])  # before the indexer applied any
     take(indexer, hand.stores(2, PROMPT[4:8], parent=1))
     ((target, _),) = indexer.missing()
     assert Target(WorkerId("w1")) == target
@@ -93,7 +93,7 @@ def test_late_and_lost(indexer: KvIndexer) -> None:
 
 
 def test_damaged_frame_is_a_lost_one(indexer: KvIndexer) -> None:
-    """It changes nothing; the next shows the gap."""
+    """It changes nothing; the next frame shows the gap."""
     hand = Hand()
     take(indexer, hand.stores(1, PROMPT[:4]))
     (frame,) = hand.stores(2, PROMPT[4:8], parent=1)
@@ -107,7 +107,7 @@ def test_damaged_frame_is_a_lost_one(indexer: KvIndexer) -> None:
 
 
 def test_wrong_arguments(indexer: KvIndexer) -> None:
-    """Each says what to use."""
+    """Each error states what to use."""
     with pytest.raises(ConfigError, match="block_size 0"):
         KvIndexer(0)
     with pytest.raises(ConfigError, match="rank 5000: use 0 to 1023"):
@@ -129,14 +129,14 @@ async def test_one_way_of_feeding(indexer: KvIndexer) -> None:
 
 
 async def test_nobody_is_there(nats_url: str) -> None:
-    """Not for ever: the error says what is missing."""
+    """It waits until the timeout; the error states what is missing."""
     with pytest.raises(NoWorkersError, match=r"not ready after 0\.3 s: .*no worker has been seen"):
         async with KvIndexer(16).subscribe(nats_url, uuid.uuid4().hex, ready_timeout_s=0.3):
             pass
 
 
 async def test_wrong_block_size_or_model(nats_url: str) -> None:
-    """An indexer that could never match says so at once."""
+    """An indexer that could never match raises at once."""
     namespace = uuid.uuid4().hex
     async with running_fleet(nats_url, namespace, frontends=1, mockers=1):
         with pytest.raises(ConfigError, match="block_size 32: the workers of 'tiny' have 16"):
@@ -148,7 +148,7 @@ async def test_wrong_block_size_or_model(nats_url: str) -> None:
 
 
 def test_assumptions_expire() -> None:
-    """Used again they live on; else they go after their time."""
+    """Assumed blocks expire `ttl_s` after their last use."""
     clock = Clock()
     indexer = ApproxKvIndexer(4, 120, clock=clock)
     indexer.process_routing_decision_for_request(PROMPT, "w1")

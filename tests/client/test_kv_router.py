@@ -26,7 +26,7 @@ def by_hand(*workers: str, clock: Clock | None = None, **settings: object) -> Kv
 
 
 def charged(router: KvRouter, tokens: list[int] = PROMPT) -> dict[str, tuple[float, float]]:
-    """Prefill and decode blocks that a prompt would make of each worker."""
+    """Prefill and decode blocks of each worker if it got the prompt."""
     verdicts = router.explain(tokens).verdicts
     return {
         str(one.target.worker_id): (one.terms["prefill_blocks"], one.terms["decode_blocks"])
@@ -49,7 +49,7 @@ def test_events_draw() -> None:
 
 
 def test_the_moments_of_a_request() -> None:
-    """Booked: charged and active. Prefilled: active. Progress: grows. Freed: nothing; twice is once."""
+    """A booking is charged and active, then only active, grows, and ends. A second call changes nothing."""
     router = by_hand("w1")
     assert {"w1": (1.0, 1.0)} == charged(router, [1, 2, 3, 4])
     placed = router.route(PROMPT)
@@ -65,7 +65,7 @@ def test_the_moments_of_a_request() -> None:
 
 
 def test_an_error_frees_and_assumes_nothing() -> None:
-    """Without events, only what was answered counts as held."""
+    """Without events, only the blocks of answered requests count as held."""
     router = by_hand("w1", use_kv_events=False)
     with pytest.raises(ValueError, match="mine"), router.route(PROMPT):
         raise ValueError("mine")
@@ -77,7 +77,7 @@ def test_an_error_frees_and_assumes_nothing() -> None:
 
 
 def test_assumptions_expire_by_the_clock() -> None:
-    """Also where no task looks at it."""
+    """Assumed blocks expire by the clock, although no task checks it."""
     clock = Clock()
     router = by_hand("w1", clock=clock, use_kv_events=False, ttl_s=10)
     with router.route(PROMPT):
@@ -88,7 +88,7 @@ def test_assumptions_expire_by_the_clock() -> None:
 
 
 def test_end_of_prefill_is_predicted() -> None:
-    """For what is not streamed, from the speed of what was."""
+    """The prefill of a request that is not streamed ends as fast as that of streams has."""
     clock = Clock()
     router = by_hand("w1", clock=clock)
     with router.route(PROMPT) as placed:
@@ -103,7 +103,7 @@ def test_end_of_prefill_is_predicted() -> None:
 
 
 def test_retry() -> None:
-    """A worker that failed the request is left out; nobody left is an error."""
+    """A worker that failed the request is excluded; with all excluded, NoWorkersError."""
     router = by_hand("w1", "w2")
     first = router.route(PROMPT)
     first.free()
@@ -113,7 +113,7 @@ def test_retry() -> None:
 
 
 def test_members() -> None:
-    """Nobody is an error; who is removed gets nothing more, who is told anew is replaced."""
+    """Without workers, NoWorkersError. A removed worker gets no request; one added again is replaced."""
     router = by_hand()
     with pytest.raises(NoWorkersError):
         router.route(PROMPT)
@@ -126,7 +126,7 @@ def test_members() -> None:
 
 
 def test_a_pool_that_was_given_up() -> None:
-    """All workers have left for longer than a lease: whoever comes then is routed to as ever."""
+    """All workers have left for longer than a lease; a worker added after that gets requests."""
     router = by_hand("w1")
     router.remove_worker("w1")
     for _ in range(20):
@@ -148,7 +148,7 @@ def test_adapters() -> None:
 
 
 def test_a_policy_of_ones_own() -> None:
-    """A class, made once for the pool; it is told what happens; its mistakes are kept from requests."""
+    """A custom class: made once for the pool, its hooks are called, its mistakes do not fail requests."""
     router = by_hand("w1", "w2", policy=Last)
     with router.route(PROMPT, request_id="r") as placed:
         assert "w2" == placed.worker_id
@@ -164,14 +164,14 @@ def test_a_policy_of_ones_own() -> None:
     [("kvv", "use one of kv, "), (NoChoose, "has no choose"), (lambda: 1 / 0, "ZeroDivisionError")],
 )
 def test_wrong_policy(policy: object, said: str) -> None:
-    """Said at once."""
+    """The constructor raises."""
     with pytest.raises(ConfigError, match=said):
         by_hand(policy=policy)
 
 
 @pytest.mark.parametrize("amount", [-1, float("nan"), float("inf"), "2"])
 def test_wrong_amounts(amount: Any) -> None:
-    """Weights, temperatures and times to live are numbers of at least 0, for all requests or one."""
+    """Weights, temperatures and TTLs must be at least 0, as a setting and for one request."""
     router = KvRouter(16)
 
     for name in ("overlap_weight", "temperature", "ttl_s"):
@@ -184,7 +184,7 @@ def test_wrong_amounts(amount: Any) -> None:
 
 
 def test_settings_of_a_mode() -> None:
-    """A mode's settings come in as one value; a class of one's own has none."""
+    """A mode takes its settings as one value; a custom class takes none."""
     costs = []
     for weight in (0.0, 7.0):
         router = by_hand("w1", settings=PolicySettings(active_request_weight=weight))
@@ -208,13 +208,13 @@ def test_mode_direct() -> None:
 
 
 def test_exclude_is_a_list() -> None:
-    """One id alone would be taken for a list of characters, and exclude nobody."""
+    """A string would be read as a list of characters and exclude no worker."""
     with pytest.raises(ConfigError, match="exclude 'w1': give a list"):
         KvRouter(16).route([1, 2, 3], exclude="w1")
 
 
 def test_wrong_arguments() -> None:
-    """Each says what to use."""
+    """Each error states what to use."""
     with pytest.raises(ConfigError, match="block_size 0"):
         KvRouter(0)
     with pytest.raises(ConfigError, match="ranks 0"):
@@ -224,13 +224,13 @@ def test_wrong_arguments() -> None:
 
 
 def bookings(fleet: Fleet) -> int:
-    """Requests in flight as the first frontend sees them."""
+    """Requests in flight, as known to the first frontend."""
     pools = [router.pool for router in fleet.frontends[0].replica.routers.values()]
     return sum(sum(pool.active.owners().values()) for pool in pools)
 
 
 async def test_a_replica_among_frontends(nats_url: str) -> None:
-    """Bookings are shared both ways; leaving takes them back."""
+    """Bookings are shared in both directions; leaving ends those of the library."""
     namespace = uuid.uuid4().hex
     async with running_fleet(nats_url, namespace, frontends=1, mockers=2) as fleet:
         async with KvRouter.connect(nats_url, namespace, "tiny", replica_sync=True) as router:
@@ -252,8 +252,8 @@ async def test_a_replica_among_frontends(nats_url: str) -> None:
         assert asyncio.get_running_loop().time() - left_at < 3, "not with the lease, which takes five seconds"
 
 
-async def test_errors_of_the_block_come_as_they_are(nats_url: str) -> None:
-    """Not wrapped in a group."""
+async def test_error_of_the_block_is_not_wrapped(nats_url: str) -> None:
+    """It is not an ExceptionGroup."""
     namespace = uuid.uuid4().hex
     async with running_fleet(nats_url, namespace, frontends=1, mockers=1):
         with pytest.raises(ValueError, match="mine"):
@@ -262,7 +262,7 @@ async def test_errors_of_the_block_come_as_they_are(nats_url: str) -> None:
 
 
 async def test_refresh_runs_inside_connect(nats_url: str) -> None:
-    """A policy of one's own is looked after as in a frontend, and closed at the end."""
+    """A custom policy is refreshed as in a frontend, and closed at the end."""
     namespace = uuid.uuid4().hex
     async with running_fleet(nats_url, namespace, frontends=1, mockers=1):
         async with KvRouter.connect(nats_url, namespace, "tiny", policy=Fails) as router:
@@ -272,7 +272,7 @@ async def test_refresh_runs_inside_connect(nats_url: str) -> None:
 
 
 async def test_no_server() -> None:
-    """It gives up in time, and says why."""
+    """The error after the timeout states why."""
     with pytest.raises(NoWorkersError, match="not connected to NATS yet"):
         async with KvRouter.connect("nats://127.0.0.1:1", "ns", "m", ready_timeout_s=0.2):
             pass

@@ -1,4 +1,4 @@
-"""Client: how workers are chosen, and what each failure looks like."""
+"""Client: its choice of workers, and the error for each failure."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ async def opened(
 
 
 async def all_of(answers: Any) -> list[dict[str, Any]]:
-    """Until it ends."""
+    """All answers."""
     return [one async for one in answers]
 
 
 async def test_choices(fleet_of: FleetOf, nats_url: str) -> None:
-    """Round-robin takes turns, random takes all in the end, direct takes the one named."""
+    """Round-robin takes turns, random reaches all workers, direct takes the named one."""
     async with fleet_of(scripts=(OK, OK, OK)) as fleet, opened(fleet, nats_url) as client:
         for _ in range(6):
             await all_of(client.round_robin(BODY))
@@ -77,7 +77,7 @@ async def test_choices(fleet_of: FleetOf, nats_url: str) -> None:
 
 
 async def test_requests(fleet_of: FleetOf, nats_url: str) -> None:
-    """The body's kind gives the path; the model is filled in; rank and own headers are sent."""
+    """The body determines the path; model, rank and custom headers are added."""
     headers = {"authorization": "Bearer k"}
     async with fleet_of() as fleet, opened(fleet, nats_url, ranks=2, headers=headers) as client:
         await all_of(client.direct({"messages": []}, "w0", rank=1))
@@ -92,7 +92,7 @@ async def test_requests(fleet_of: FleetOf, nats_url: str) -> None:
 
 
 async def test_stream(fleet_of: FleetOf, nats_url: str) -> None:
-    """Chunks as they come, comments and [DONE] left out, wherever the pieces are cut."""
+    """Chunks without comments and [DONE], wherever the connection splits them."""
     whole = SSE_HEAD + chunk(b": ping\n\n") + stream("a", "b")[len(SSE_HEAD) :]
     pieces = [whole[place : place + 7] for place in range(0, len(whole), 7)]
     async with fleet_of(scripts=(says(*pieces),)) as fleet, opened(fleet, nats_url) as client:
@@ -119,7 +119,7 @@ async def test_stream(fleet_of: FleetOf, nats_url: str) -> None:
 async def test_failures(
     fleet_of: FleetOf, nats_url: str, script: Any, error: type[KvRouterError], status: int, said: str
 ) -> None:
-    """Each is its own error, with the worker's name and a status; nothing is tried again."""
+    """Each failure has its error with the worker's id and a status; nothing is retried."""
     limits: dict[str, Any] = {"first_byte_timeout_s": 0.3, "idle_timeout_s": 0.3}
     async with fleet_of(scripts=(script,)) as fleet, opened(fleet, nats_url, **limits) as client:
         with pytest.raises(error, match=said) as raised:
@@ -130,7 +130,7 @@ async def test_failures(
 
 
 async def test_worker_that_is_gone(fleet_of: FleetOf, nats_url: str) -> None:
-    """Announced, and nobody listens."""
+    """The worker is announced, but its port is closed."""
     async with fleet_of(scripts=(OK,)) as fleet, opened(fleet, nats_url) as client:
         fleet.workers[0].url = "http://127.0.0.1:9"
         fleet.announce(fleet.workers[0])
@@ -140,7 +140,7 @@ async def test_worker_that_is_gone(fleet_of: FleetOf, nats_url: str) -> None:
 
 
 async def test_nobody(fleet_of: FleetOf, nats_url: str) -> None:
-    """All have left; the one named does not exist; nobody serves the model; and no client is open."""
+    """No live worker, an unknown target, a model that no worker serves, a client that is not open."""
     async with fleet_of(scripts=(OK,)) as fleet:
         async with opened(fleet, nats_url) as client:
             with pytest.raises(NoWorkersError, match="wanted target w9/0 takes no requests now"):
@@ -174,7 +174,7 @@ async def test_leaving_early(fleet_of: FleetOf, nats_url: str) -> None:
 
 
 async def test_workers_behind_tls(fleet_of: FleetOf, nats_url: str, tmp_path: Path) -> None:
-    """Workers whose authority is trusted are sent to over TLS; no other."""
+    """Requests go over TLS to workers whose authority is trusted, and only to those."""
     authority = Authority(tmp_path)
     async with fleet_of(worker_tls=authority.door()) as fleet:
         async with opened(fleet, nats_url, worker_tls_ca=authority.file) as client:

@@ -1,4 +1,4 @@
-"""What `import kvrouter` gives, and what it costs."""
+"""The public names, and what importing them loads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import kvrouter
 
 
 def modules_after(statement: str) -> set[str]:
-    """Everything that is loaded in a fresh interpreter afterwards."""
+    """Modules that a fresh interpreter has loaded after this code."""
     program = f"import sys\n{statement}\nprint(*sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return set(said.stdout.split())
 
 
 def test_import_is_cheap() -> None:
-    """Nothing of ours but the version, and nothing of others."""
+    """`import kvrouter` loads only its version."""
     loaded = modules_after("import kvrouter")
 
     ours = {name for name in loaded if name.startswith("kvrouter")}
@@ -34,7 +34,7 @@ def test_names_bring_only_what_they_need() -> None:
 
 
 def test_all_names_are_there() -> None:
-    """Each is what it says, and listed."""
+    """Each name can be imported and is in `__all__`."""
     for name in kvrouter.__all__:
         assert getattr(kvrouter, name) is not None
     assert set(kvrouter.__all__) == {*kvrouter._ON_DEMAND, "__version__"}
@@ -43,5 +43,5 @@ def test_all_names_are_there() -> None:
 
 
 def test_typed() -> None:
-    """Type checkers may rely on it."""
+    """The package has `py.typed`."""
     assert resources.files("kvrouter").joinpath("py.typed").is_file()
