@@ -103,7 +103,7 @@ class EngineRank:
     def notes(self) -> list[str]:
         """What an operator should know about the rank's events: a bounded number of sentences."""
         notes = [*self._adapter.notes, *(f"events skipped: {reason}" for reason in self.skipped)]
-        return [*notes, TABLE_FULL] if self.publisher.blocks.refused_stores else notes
+        return [*notes, TABLE_FULL] if self.publisher.blocks.rejected_stores else notes
 
     @property
     def is_settled(self) -> bool:

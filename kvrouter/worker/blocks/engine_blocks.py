@@ -4,19 +4,19 @@
         │
         └──held──> tokens, engine hash of the parent      named as soon as the parent is known
 
-Once history was lost, an engine may be asked for reports (`kv_cache_report_mode: full`): it then
-announces blocks that it had already, one event per request that begins at the root, and looks like
-a real one. With `expects_reports` a Stored at the root therefore adds no reference to a block that has
-one: so ours never exceed the engine's. (vLLM 0.32, `emit_cached_block_events`; what it really stored
-below a known block comes in an event of its own, with a parent, and always counts.)
+An engine hash is opaque. An engine stores and removes the same hash once per physical block, so references
+are counted. Several engine hashes may have one sequence hash (a LoRA that was loaded again from another
+path). Only the event of a root block has the seed (salt and LoRA name), which holds for all blocks below it.
 
-An engine hash is opaque. Engines store and remove the same hash once per physical block, so
-references are counted; several engine hashes may mean one sequence hash (a LoRA reloaded from
-another path). The seed, salt and LoRA, is shown on a root block only and handed down.
+After lost history, requests may ask the engine for reports (`kv_cache_report_mode: full`). For each such
+request that hits blocks from the root on, it announces these blocks again, in an event that looks like a real
+store. With `expects_reports` a store at the root therefore adds no reference to a block that already has one,
+so the references here never exceed the engine's. (Read in vLLM 0.32, `emit_cached_block_events`. Blocks that
+it really stores below a known block come in a separate event, with a parent, which always counts.)
 
-Invariants: every known or held engine hash has at least one reference; no hash is both; a held
-block's parent is not known; a block without a seed has no sequence hash, nor has any below it
-(its extra keys are not understood: it is never published).
+Invariants: every known or held engine hash has at least one reference; no hash is both; a held block's parent
+is not known; a block without a seed has no sequence hash, nor has any block below it (its extra keys are not
+understood, so it is never published).
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ from kvrouter.core.wire.ops import DEVICE, HOST, Op
 from kvrouter.worker.blocks.published import PublishedBlocks
 
 EngineHash: TypeAlias = int | bytes
+# The 64-bit multimodal ids of one block; None if its extra keys are not understood.
 BlockIds: TypeAlias = Sequence[int] | None
-"""The 64-bit multimodal ids of one block; None if its extra keys are not understood."""
+# References per tier.
+Refs: TypeAlias = tuple[int, int, int]
 
+# Held blocks keep their tokens. The agent sets the engine's number of blocks instead, if it is known.
 MAX_HELD_BLOCKS = 100_000
+# About 1 GB. An engine that publishes no removals would fill the table without end.
 MAX_KNOWN_BLOCKS = 2_000_000
-"""About 1 GB. An engine that tells no removals, or blocks that cannot be named, would fill it without end."""
 _NO_REFS = (0, 0, 0)
 
 
-Refs: TypeAlias = tuple[int, int, int]
-"""References per tier."""
-
-
 class Known(Struct, frozen=True, array_like=True, gc=False):
-    """An engine hash that has a name, or never will (`sequence` and `seed` None)."""
+    """An engine hash that has a sequence hash, or can never have one (`sequence` and `seed` None)."""
 
     sequence: int | None
+    # The parent's sequence hash.
     parent: int | None
-    """The sequence hash of its parent."""
     seed: int | None
     refs: Refs
 
@@ -69,7 +68,7 @@ class Held(Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class BlocksImage:
-    """A table at one moment. Its entries are values, so a shallow copy is a true one (100,000: 1–5 ms)."""
+    """A table at one moment. Entries never change, so a shallow copy is enough (100,000 blocks: 1–5 ms)."""
 
     known: dict[EngineHash, Known]
     held: dict[EngineHash, Held]
@@ -77,7 +76,7 @@ class BlocksImage:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Consecutive blocks as an event brings them: `token_ids` of all, `ids` per block or empty."""
+    """The consecutive blocks of an event: `token_ids` of all of them, `ids` per block or empty."""
 
     engine_hashes: Sequence[EngineHash]
     token_ids: Sequence[int]
@@ -85,18 +84,18 @@ class _Chain:
     ids: Sequence[BlockIds]
 
     def rest(self, start: int) -> _Chain:
-        """The blocks from `start` on as a chain of their own."""
+        """The chain without its first `start` blocks."""
         tokens = self.token_ids[start * self.block_size :]
         return _Chain(self.engine_hashes[start:], tokens, self.block_size, self.ids[start:])
 
     def held(self, index: int, parent: EngineHash) -> Held:
-        """One block of the chain, to be kept without references below `parent`."""
+        """One block of the chain, to be held below `parent`; it has no references yet."""
         tokens = self.token_ids[index * self.block_size : (index + 1) * self.block_size]
         ids = tuple(None if block is None else tuple(block) for block in self.ids[index : index + 1])
         return Held(parent, _NO_REFS, self.block_size, tuple(tokens), ids)
 
     def names(self, parent: int | None, seed: int | None) -> list[int | None]:
-        """Each block's sequence hash; None from the first that cannot be named on."""
+        """Each block's sequence hash; None for the first block that cannot be named and all after it."""
         count = len(self.engine_hashes)
         ids = self.ids or [()] * count
         understood = [] if seed is None else list(_until_none(ids))
@@ -106,7 +105,7 @@ class _Chain:
 
 
 class EngineBlocks:
-    """Engine events in, ops out: see the picture above."""
+    """Turns engine events into ops: see the picture above."""
 
     def __init__(
         self, max_held_blocks: int = MAX_HELD_BLOCKS, max_known_blocks: int = MAX_KNOWN_BLOCKS
@@ -114,13 +113,13 @@ class EngineBlocks:
         self.expects_reports = False
         self.max_held_blocks = max_held_blocks
         self.max_known_blocks = max_known_blocks
-        self.refused_stores = 0
-        """Stores that were not counted because the table is full."""
+        # Stores that were ignored because the table is full.
+        self.rejected_stores = 0
         self.ignored_removals = 0
+        # Blocks withdrawn although one of their stores was not counted: the engine may still have a copy.
         self.doubtful_removals = 0
-        """Blocks withdrawn although one of their stores was not counted: the engine may have a copy."""
+        # Physical blocks that the engine has removed from the device so far, known here or not.
         self.device_removals = 0
-        """Physical blocks that the engine has emptied so far, known or not."""
         self.dropped_held_blocks = 0
         self._published = PublishedBlocks()
         self._known: dict[EngineHash, Known] = {}
@@ -164,11 +163,11 @@ class EngineBlocks:
     ) -> list[Op]:
         """Count one reference to each of a chain of blocks, the first below `parent`.
 
-        `ids` has one entry per block, or none at all. Without tokens (vLLM's offload tiers) only
-        hashes known already count. Raises ValueError if tokens and hashes do not fit together.
+        `ids` has one entry per block, or is empty. Without tokens (vLLM's offload tiers) only hashes that are
+        known already count. Raises ValueError if tokens and hashes do not fit together.
         """
         if len(self._known) >= self.max_known_blocks:
-            self.refused_stores += 1
+            self.rejected_stores += 1
             return []
         if not token_ids:
             return self._stored_again(engine_hashes, tier)
@@ -182,7 +181,7 @@ class EngineBlocks:
         return self._published.take_ops()
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: int = DEVICE) -> list[Op]:
-        """Count one reference less to each; hashes without one in `tier` are ignored."""
+        """Remove one reference from each; hashes without a reference in `tier` are ignored."""
         if tier == DEVICE:
             self.device_removals += len(engine_hashes)
         for engine_hash in engine_hashes:
@@ -190,7 +189,7 @@ class EngineBlocks:
         return self._published.take_ops()
 
     def cleared(self) -> list[Op]:
-        """The engine holds nothing any more, in no tier."""
+        """Remove all blocks from all tiers."""
         self._known.clear()
         self._held.clear()
         self._waiting.clear()
@@ -199,15 +198,15 @@ class EngineBlocks:
         return self._published.take_ops()
 
     def forget_uncounted(self) -> None:
-        """Those stores were reports: nobody need doubt the removals that follow."""
+        """Take the stores that were not counted for reports: later removals of their blocks are certain."""
         self._uncounted.clear()
 
     def image(self) -> BlocksImage:
-        """What is in the table now, for `restore`; later changes do not touch it."""
+        """The present table, for `restore`; later changes do not alter it."""
         return BlocksImage(self._known.copy(), self._held.copy())
 
     def restore(self, image: BlocksImage) -> None:
-        """Take over a table as it was; this one must be empty. Its ops are those of `state_ops`."""
+        """Take over a saved table; this one must be empty. `state_ops` has the resulting ops."""
         self._known = image.known.copy()
         for sequence, parent, tier in _references(self._known):
             self._published.add(sequence, parent, tier)
@@ -246,7 +245,7 @@ class EngineBlocks:
     def _name(
         self, chain: _Chain, parent: int | None, seed: int | None, tier: int, *, is_counted: bool
     ) -> None:
-        """Learn and count a chain whose parent is known: all its hashes in one go."""
+        """Name and count a chain whose parent is known. All hashes are computed in one native call."""
         for engine_hash, sequence in zip(chain.engine_hashes, chain.names(parent, seed), strict=True):
             known = self._known.get(engine_hash)
             if known is None:
@@ -265,7 +264,7 @@ class EngineBlocks:
         self, engine_hash: EngineHash, sequence: int | None, parent: int | None, seed: int | None, tier: int
     ) -> None:
         if engine_hash in self._held:
-            self._drop_held(engine_hash)  # it was announced below another parent: believe the known one
+            self._drop_held(engine_hash)  # announced below another parent before: the known parent counts
         self._refer(engine_hash, _known(sequence, parent, seed), tier)
         self._name_waiting(engine_hash)
 
@@ -288,7 +287,7 @@ class EngineBlocks:
             self.dropped_held_blocks += 1
 
     def _name_waiting(self, engine_hash: EngineHash) -> None:
-        """Name what was held back below a block that is now known, however deep."""
+        """Name all blocks that were held below a block that is now known, at every depth."""
         pending = [engine_hash] if self._waiting else []
         while pending:
             above = pending.pop()
@@ -352,7 +351,7 @@ class EngineBlocks:
 
 
 def _known(sequence: int | None, parent: int | None, seed: int | None) -> Known:
-    """A block without references; without a name it has no seed to hand down either."""
+    """A block without references. A block without a sequence hash has no seed for the blocks below it."""
     return Known(sequence, parent, None if sequence is None else seed, _NO_REFS)
 
 

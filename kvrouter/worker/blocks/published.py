@@ -1,26 +1,26 @@
-"""What one rank has published: sequence hashes, prefix-closed in every tier set.
+"""The published blocks of one rank: sequence hashes, prefix-closed in every tier set.
 
 See docs/concepts/design.md#tiers.
 
-A block's level is the narrowest tier set it is in: device 0, device∪host 1, device∪host∪disk 2,
-none 3. Its references alone would put it at the level of the narrowest tier that has one; what
-is published is never narrower than its parent:
+A block's level is the narrowest tier set it is in: device 0, device∪host 1, device∪host∪disk 2, none 3. Its
+references alone give it the level of the narrowest tier that has one. Its published level is never narrower
+than its parent's:
 
     published = max(referenced, published of the parent)        a root's parent counts as 0
 
     A  referenced 0  published 0      in all three sets
-    ├─ B  referenced 1  published 1   has left the device, is still in host
+    ├─ B  referenced 1  published 1   removed from the device, still in host
     │  └─ C  referenced 0  published 1   on the device, but below a hole there
     └─ (D has no references: it is not in the table)
        └─ E  referenced 0  published 3   withheld until D returns
 
-Invariants, after every single hash that is written: published(child) >= published(parent), so
-each set is prefix-closed; counts and digests are those of the sets as written. Hence a block
-that leaves a set takes its descendants with it, deepest first, and one that enters comes before
-those that waited below it.
+Invariants, after every single hash that is written: published(child) >= published(parent), so each set is
+prefix-closed; counts and digests are those of the sets as written. Therefore a block that leaves a set takes
+its descendants with it, deepest first, and a block that enters a set is written before the waiting blocks
+below it.
 
-A reader keeps a wider set only once it has been told of one, or `Removed(device)` would lose what
-is still in host. So the first reference in a wider tier is written even where it changes nothing.
+A reader keeps a wider set only after an op has named its tier; otherwise `Removed(device)` would also remove
+blocks that are still in host. So the first reference in a wider tier is written even if it changes no set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvrouter.core.wire.ops import DEVICE, DISK, MAX_FRAME_HASHES, TIERS, Check,
 
 
 class OpWriter:
-    """Collects single steps in order; a Stored op is one chain, a Removed op one tier."""
+    """Collects single steps as ops: consecutive blocks of a chain share a Stored, of a tier a Removed."""
 
     def __init__(self) -> None:
         self._ops: list[Op] = []
@@ -43,7 +43,7 @@ class OpWriter:
         self._is_storing = False
 
     def store(self, tier: int, parent: int | None, sequence: int) -> None:
-        """Add a block below `parent`: to the open chain if it goes on from there."""
+        """Add a block below `parent`."""
         run = self._run
         goes_on = run and run[-1] == parent and self._is_storing and self._tier == tier
         if not goes_on or len(run) >= MAX_FRAME_HASHES:
@@ -52,7 +52,7 @@ class OpWriter:
         self._run.append(sequence)
 
     def remove(self, tier: int, sequence: int) -> None:
-        """Take a block out of `tier` and all narrower ones."""
+        """Remove a block from `tier` and all narrower tiers."""
         goes_on = not self._is_storing and self._tier == tier
         if not goes_on or len(self._run) >= MAX_FRAME_HASHES:
             self._end_run()
@@ -60,12 +60,12 @@ class OpWriter:
         self._run.append(sequence)
 
     def clear(self) -> None:
-        """Take out everything; what was written before no longer matters."""
+        """Remove all blocks. Ops written before no longer matter, so they are dropped."""
         self._run = []
         self._ops = [Cleared()]
 
     def take(self) -> list[Op]:
-        """What was written since the last time."""
+        """The ops written since the last call."""
         self._end_run()
         ops, self._ops = self._ops, []
         return ops
@@ -80,8 +80,8 @@ class OpWriter:
         )
 
 
+# The level of a block that is in no set.
 GONE = len(TIERS)
-"""The level of a block that is in no set."""
 _MASK64 = (1 << 64) - 1
 
 
@@ -96,7 +96,7 @@ class _Block:
         self.refs = [0] * GONE
 
     def referenced(self) -> int:
-        """The narrowest tier that has a reference; GONE without any."""
+        """The narrowest tier that has a reference; GONE without references."""
         for tier, count in enumerate(self.refs):
             if count:
                 return tier
@@ -104,11 +104,11 @@ class _Block:
 
 
 class PublishedBlocks:
-    """References in, ops out. `take_ops` hands over what has been written since the last time."""
+    """Turns references into ops, which `take_ops` returns."""
 
     def __init__(self) -> None:
-        self.widest = DEVICE  # the widest tier in which there has been a reference
-        self._told = DEVICE  # the widest of which readers of this content know
+        self.widest = DEVICE  # the widest tier in which a block has had a reference
+        self._known_tier = DEVICE  # the widest tier that the ops so far have named
         self._blocks: dict[int, _Block] = {}
         self._children: defaultdict[int | None, set[int]] = defaultdict(set)
         self._counts = [0] * (GONE + 1)  # of the blocks at each level, and so the sums
@@ -133,8 +133,8 @@ class PublishedBlocks:
         block.refs[tier] += 1
         if block.refs[tier] == 1:
             self._settle(sequence, block)
-            if self._told < tier and block.published < GONE:
-                self._tell_widest(sequence, block)
+            if self._known_tier < tier and block.published < GONE:
+                self._write_widest(sequence, block)
 
     def drop(self, sequence: int, tier: int) -> None:
         """Count one reference less; it must have been added."""
@@ -152,20 +152,20 @@ class PublishedBlocks:
             self._writer.clear()
         self._blocks.clear()
         self._children.clear()
-        self._told = DEVICE
+        self._known_tier = DEVICE
         self._counts = [0] * (GONE + 1)
         self._sums = [0] * (GONE + 1)
 
     def take_ops(self) -> list[Op]:
-        """The ops that lead from the last call's state to the present one."""
+        """The ops that lead from the state of the last call to the present one."""
         return self._writer.take()
 
     def state_ops(self) -> list[Op]:
         """Ops that build the present state from nothing, parents first."""
         writer = OpWriter()
         pending = list(self._children.get(None, ()))
-        if pending and self._told > DEVICE:
-            writer.store(self._told, None, pending[0])
+        if pending and self._known_tier > DEVICE:
+            writer.store(self._known_tier, None, pending[0])
         while pending:
             sequence = pending.pop()
             block = self._blocks[sequence]
@@ -175,8 +175,8 @@ class PublishedBlocks:
         return writer.take()
 
     def check_ops(self) -> list[Op]:
-        """Count and digest of each tier set that readers know of."""
-        return [Check(self.count(tier), self.digest(tier), tier) for tier in range(self._told + 1)]
+        """Count and digest of each tier set that readers keep."""
+        return [Check(self.count(tier), self.digest(tier), tier) for tier in range(self._known_tier + 1)]
 
     def _settle(self, sequence: int, block: _Block) -> None:
         level = self._due_level(block)
@@ -192,7 +192,7 @@ class PublishedBlocks:
         return GONE if parent is None else max(block.referenced(), parent.published)
 
     def _publish(self, sequence: int) -> None:
-        """Let a block into narrower sets, then those below it that only waited for it."""
+        """Add a block to narrower sets, then the blocks below it that waited for it."""
         pending = [sequence]
         while pending:
             current = pending.pop()
@@ -201,29 +201,29 @@ class PublishedBlocks:
             if level < block.published:
                 self._writer.store(level, block.parent, current)
                 self._move(current, block, level)
-                if self._told < self.widest:
-                    self._tell_widest(current, block)
+                if self._known_tier < self.widest:
+                    self._write_widest(current, block)
                 pending.extend(self._children.get(current, ()))
 
-    def _tell_widest(self, sequence: int, block: _Block) -> None:
-        """Let readers know of the widest tier that holds a published block."""
+    def _write_widest(self, sequence: int, block: _Block) -> None:
+        """Write a block once more in its widest tier, so that readers keep the set of that tier."""
         widest = max(tier for tier, count in enumerate(block.refs) if count)
-        if widest > self._told:
-            self._told = widest
+        if widest > self._known_tier:
+            self._known_tier = widest
             self._writer.store(widest, block.parent, sequence)
 
     def _withdraw(self, sequence: int, level: int) -> None:
-        """Take a block and all its descendants out of the sets narrower than `level`, deepest first."""
+        """Remove a block and all its descendants from the sets narrower than `level`, deepest first."""
         leaving = [sequence]
-        for current in leaving:  # grows while it is walked: every parent stands before its children
+        for current in leaving:  # grows during the loop: every parent comes before its children
             leaving.extend(
                 child for child in self._children.get(current, ()) if self._blocks[child].published < level
             )
         for current in reversed(leaving):
-            self._writer.remove(level - 1, current)  # gone: out of the widest set there can be
+            self._writer.remove(level - 1, current)  # from `level - 1`, the widest set that it leaves
             self._move(current, self._blocks[current], level)
         if not self.count(DISK):
-            self._told = DEVICE  # a snapshot of nothing tells of no tier
+            self._known_tier = DEVICE  # an empty snapshot names no tier either
 
     def _move(self, sequence: int, block: _Block, level: int) -> None:
         self._counts[block.published] -= 1
