@@ -1,10 +1,15 @@
-"""The NATS connection as the rest of kvrouter sees it: publish never waits, nothing ends it.
+"""The NATS connection for the rest of kvrouter: `publish` never waits, and no error of nats-py ends it.
 
-What nats-py does that this room hides: `connect` does not return while the server is away; a
-client can close for good, or end its own tasks and say nothing (a new one is built and subscribed
-anew); while it is disconnected it would buffer and later send stale frames (nothing is handed to it
-then: the rings repair); and its `publish` is a coroutine (one task sends in order what the plain
-`publish` here has queued).
+It hides these properties of nats-py:
+
+- `connect` does not return while the server is away, so a task of the bus connects in the background.
+- A client can close itself, or its tasks can end without an error report. The bus replaces such a client by a
+new
+  one and subscribes again.
+- While it is disconnected it would buffer frames and send them later, when they are stale. The bus gives it
+none:
+  readers request missing frames from their source's ring.
+- Its `publish` is a coroutine. One task sends in order what the plain `publish` of the bus has queued.
 """
 
 from __future__ import annotations
@@ -19,34 +24,36 @@ from dataclasses import dataclass
 import nats.errors
 import structlog
 
-from kvrouter.bus.nats_client import NatsClient, OnMessage, discard, why_past_help
+from kvrouter.bus.nats_client import NatsClient, OnMessage, discard, why_useless
 from kvrouter.bus.options import NatsOptions
 from kvrouter.bus.outage import Outage
 from kvrouter.errors import KvRouterError
 
 log = structlog.get_logger()
 
+# More than this waits only if NATS does not read. Further messages are dropped, and readers request them
+# later.
 OUTBOX_BYTES = 32 * 1024 * 1024
+# A server must accept the largest frame (512 KiB) and its envelope. NATS's default limit is 1 MiB.
 LEAST_PAYLOAD_BYTES = 513 * 1024
-"""What a server must let through: the largest frame (512 KiB) and its envelope. NATS's default is 1 MiB."""
+# nats-py keeps this much of one subscription if it queues messages (see nats_client), and drops the rest.
 PENDING_MESSAGES = 512 * 1024
 PENDING_BYTES = 128 * 1024 * 1024
-"""What nats-py keeps of one subscription, should it queue messages at all; beyond either it drops some."""
-LOOK_EVERY_S = 0.2
-"""How often the client is looked at."""
-PATIENCE_S = 10.0
-"""How long a client may be away from every server before a new one takes over."""
+# nats-py does not report the end of its tasks, so they are checked this often.
+CHECK_EVERY_S = 0.2
+# A client that is not connected to any server for this long is replaced by a new one.
+MAX_AWAY_S = 10.0
+# A new client gets the given servers and at most this many that the cluster has announced.
 MOST_DISCOVERED = 64
-"""How many servers of the cluster, beside the ones given, a new client is told of."""
 
 
 class BusError(KvRouterError):
-    """A request over NATS got no answer."""
+    """A request over NATS has got no answer."""
 
 
 @dataclass(slots=True)
 class BusCounters:
-    """What the bus has done, for metrics."""
+    """Totals since the start, for metrics."""
 
     published: int = 0
     published_bytes: int = 0
@@ -58,7 +65,7 @@ class BusCounters:
 
 
 class Bus:
-    """One connection that always comes back. Open it with `async with Bus.open(...)`."""
+    """One connection that reconnects by itself. Open it with `async with Bus.open(...)`."""
 
     def __init__(self, options: NatsOptions, name: str) -> None:
         self.counters = BusCounters()
@@ -69,8 +76,8 @@ class Bus:
         self._client_closed = asyncio.Event()
         self._discovered: list[str] = []
         self._subjects: list[str] = []
+        # By subject. A subject stays subscribed without receivers: a process has only a few subjects.
         self._receivers: dict[str, list[OnMessage]] = {}
-        """By subject. A subject stays subscribed when its last receiver has gone: a process has few."""
         self._connect_callbacks: list[Callable[[], None]] = []
         self._outbox: deque[tuple[str, bytes, str]] = deque()
         self._outbox_bytes = 0
@@ -80,10 +87,10 @@ class Bus:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, options: NatsOptions, *, name: str) -> AsyncIterator[Bus]:
-        """Connect in the background; the bus is usable at once and says `connected` when it is."""
+        """Connect in the background. The bus can be used at once; `connected` becomes true later."""
         bus = cls(options, name)
-        keeper = asyncio.create_task(bus._for_ever(bus._live_with_a_client), name="nats keeper")
-        sender = asyncio.create_task(bus._for_ever(bus._send_what_comes), name="nats sender")
+        keeper = asyncio.create_task(bus._repeat(bus._use_one_client), name="nats keeper")
+        sender = asyncio.create_task(bus._repeat(bus._send_next), name="nats sender")
         try:
             yield bus
         finally:
@@ -93,12 +100,12 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """Whether what is published now would leave."""
+        """Whether a message published now would be sent."""
         return self._client is not None and self._client.is_connected
 
     @property
     def outage_reason(self) -> str:
-        """Why it is not connected, as far as that is known."""
+        """Why the bus is not connected; empty if it is, or if the reason is not known."""
         return "" if self.connected else self._outage.reason
 
     @property
@@ -107,9 +114,9 @@ class Bus:
         return self._client.max_payload if self._client is not None else 1024 * 1024
 
     def publish(self, subject: str, payload: bytes, reply: str = "") -> bool:
-        """Queue a message, in order. False, and nothing is sent, while NATS is away.
+        """Queue a message, in order. Returns False, and sends nothing, while NATS is away.
 
-        `reply`: a subject for answers, where more than the first one is to be seen (else see `request`).
+        `reply`: the subject for answers, if all of them are wanted; for the first one alone see `request`.
         """
         if not self.connected or self._outbox_bytes + len(payload) > OUTBOX_BYTES:
             self.counters.unsent += 1
@@ -136,7 +143,7 @@ class Bus:
 
     @contextlib.contextmanager
     def part(self) -> Iterator[BusPart]:
-        """The same connection for a part of the process: what it subscribes to ends with the block."""
+        """The same connection for a part of the process. Its subscriptions end with the block."""
         part = BusPart(self)
         try:
             yield part
@@ -147,7 +154,7 @@ class Bus:
                 self._connect_callbacks.remove(callback)
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """Ask and return the first answer. Raises BusError: away, nobody there, or too late."""
+        """Return the first answer. Raises BusError: NATS is away, no responder, or no answer in time."""
         if self._client is None or not self.connected:
             raise BusError("NATS is away")
         try:
@@ -159,11 +166,9 @@ class Bus:
         data: bytes = reply.data
         return data
 
-    async def _for_ever(self, turn: Callable[[], Awaitable[None]]) -> None:
-        """Repeat `turn`, whatever comes out of nats-py: nothing of it ends the bus.
-
-        That includes cancellations that are not ours: nats-py cancels futures that others wait for.
-        """
+    async def _repeat(self, turn: Callable[[], Awaitable[None]]) -> None:
+        """Repeat `turn` after any error."""
+        # also after a CancelledError that this task did not get: nats-py cancels futures that others await
         while True:
             try:
                 await turn()
@@ -173,11 +178,11 @@ class Bus:
                 self._outage.failed(error)
                 await asyncio.sleep(_jitter(0.2))
 
-    async def _live_with_a_client(self) -> None:
-        """One client's life; the next one takes over when this one is past help."""
+    async def _use_one_client(self) -> None:
+        """Use one client from its connection until it is useless."""
         client = await self._build_client()
         try:
-            reason = await self._until_past_help(client)
+            reason = await self._until_useless(client)
         finally:
             self._discovered = [server.geturl() for server in client.discovered_servers][:MOST_DISCOVERED]
             self._client = None
@@ -185,28 +190,28 @@ class Bus:
         log.warning("nats.client_replaced", name=self._name, reason=reason)
         await asyncio.sleep(_jitter(0.2))
 
-    async def _until_past_help(self, client: NatsClient) -> str:
-        """Returns why the client is of no use any more."""
+    async def _until_useless(self, client: NatsClient) -> str:
+        """Wait until the client has stopped working; returns the reason."""
         loop = asyncio.get_running_loop()
         connected_at = loop.time()
-        while loop.time() - connected_at < PATIENCE_S:
+        while loop.time() - connected_at < MAX_AWAY_S:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_EVERY_S):
+                async with asyncio.timeout(CHECK_EVERY_S):
                     await self._client_closed.wait()
             self._client_closed.clear()
-            if reason := why_past_help(client):
+            if reason := why_useless(client):
                 return reason
             if client.is_connected:
                 connected_at = loop.time()
-        return f"not connected for {PATIENCE_S:g} s"
+        return f"not connected for {MAX_AWAY_S:g} s"
 
     async def _build_client(self) -> NatsClient:
-        """Connect a new client; returns when it is connected, however long that takes."""
+        """Return a new client once it is connected and has all subscriptions."""
         client = NatsClient()
         self._client_closed.clear()
         try:
             await self._connect(client)
-            for subject in self._subjects:  # grows if somebody subscribes meanwhile
+            for subject in self._subjects:  # may grow during the loop
                 await self._subscribe_client(client, subject)
             self._client = client
             await client.flush()
@@ -226,7 +231,7 @@ class Bus:
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
             connect_timeout=2,
-            ping_interval=1,
+            ping_interval=1,  # a dead connection is noticed after some 2 s; nats-py's default is 4 minutes
             max_outstanding_pings=2,
             reconnect_time_wait=_jitter(0.2),  # type: ignore[arg-type]  # it only sleeps on it
             max_reconnect_attempts=-1,
@@ -245,7 +250,7 @@ class Bus:
             subject, deliver, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
         )
 
-    async def _send_what_comes(self) -> None:
+    async def _send_next(self) -> None:
         await self._outbox_filled.wait()
         self._outbox_filled.clear()
         await self._send_outbox()
@@ -259,7 +264,7 @@ class Bus:
     async def _send(self, subject: str, payload: bytes, reply: str) -> None:
         if self._client is None or not self.connected or len(payload) > self.max_payload:
             self.counters.unsent += 1
-            return  # whoever misses it asks for a replay
+            return  # readers that miss it request a replay
         try:
             await self._client.publish(subject, payload, reply)
             self.counters.published += 1
@@ -271,10 +276,10 @@ class Bus:
             self._outage.warn("nats.unsent", error=str(error) or type(error).__name__, subject=subject)
 
     async def _finish(self) -> None:
-        """Let what was queued (a `leave`) go out, then close."""
+        """Send what is queued (a `leave`), then close."""
         if self._client is None:
             return
-        with contextlib.suppress(Exception):  # nothing that NATS does may spoil an orderly end
+        with contextlib.suppress(Exception):  # an error of NATS must not turn an orderly end into a failure
             async with asyncio.timeout(1.0):
                 await self._send_outbox()
                 await self._client.flush()
@@ -289,13 +294,13 @@ class Bus:
         for callback in self._connect_callbacks:
             try:
                 callback()
-            except Exception:  # it may run inside nats-py, which would end its own task
+            except Exception:  # it may run inside a task of nats-py, which an exception would end
                 log.exception("nats.on_connect_failed", name=self._name)
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
-            self.counters.slow_consumer_drops += 1  # one call for each message
-            self._outage.warn("nats.slow_consumer", effect="messages dropped; feeds repair what is missing")
+            self.counters.slow_consumer_drops += 1  # nats-py calls this once per dropped message
+            self._outage.warn("nats.slow_consumer", effect="messages dropped; feeds request them again")
             return
         self._outage.failed(error)
 
@@ -311,7 +316,7 @@ class Bus:
 
 
 class BusPart:
-    """See `Bus.part`."""
+    """A Bus for a part of the process, see `Bus.part`. Its methods are those of Bus."""
 
     def __init__(self, bus: Bus) -> None:
         self.subscriptions: list[tuple[str, OnMessage]] = []
@@ -320,33 +325,29 @@ class BusPart:
 
     @property
     def max_payload(self) -> int:
-        """The server's limit for one message, in bytes."""
         return self._bus.max_payload
 
     def publish(self, subject: str, payload: bytes) -> bool:
-        """See Bus."""
         return self._bus.publish(subject, payload)
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> None:
-        """See Bus."""
         self.subscriptions.append((subject, on_message))
         await self._bus.subscribe(subject, on_message)
 
     def on_connect(self, callback: Callable[[], None]) -> None:
-        """See Bus."""
         self.callbacks.append(callback)
         self._bus.on_connect(callback)
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    """Cancel a task until it has ended: nats-py's waits now and then swallow a cancellation."""
+    """Cancel a task again and again until it has ended: waits inside nats-py may swallow a cancellation."""
     while not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=0.1)
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether it is this task that shall end."""
+    """Whether this task was cancelled, rather than a future that it awaited."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 

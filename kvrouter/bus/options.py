@@ -1,4 +1,4 @@
-"""How to reach NATS, and who to be there."""
+"""How to reach NATS: servers, TLS and credentials, which are read from files."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ _SEED = re.compile(rb"BEGIN USER NKEY SEED-+\s+(\S+)")
 
 
 class CredsFile:
-    """A .creds file, as nats-py's call-backs want it.
+    """A .creds file (a user's JWT and the seed that proves it), for the callbacks of nats-py.
 
-    It is read anew for every connection, so that it can be renewed while the process runs. One that
-    is half written or gone at that moment does no harm: what it said before still holds.
+    It is read again for every connection, so that it can be renewed while the process runs. If it is half
+    written or missing at that moment, the content read before is used.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError if it is no .creds file."""
+        """Raises ConfigError if the file is not a .creds file."""
         self._path = path
         self._jwt, self._seed = self._read()
 
     def sign(self, nonce: str) -> bytes:
-        """The proof that one is who the JWT is about; asked for first."""
+        """The signed nonce, which proves the identity in the JWT. nats-py calls this before `jwt`."""
         with contextlib.suppress(ConfigError):
             self._jwt, self._seed = self._read()
         signature: bytes = nkeys.from_seed(bytearray(self._seed)).sign(nonce.encode())
         return base64.b64encode(signature)
 
     def jwt(self) -> bytearray:
-        """What the account says of the user."""
         return bytearray(self._jwt)
 
     def _read(self) -> tuple[bytes, bytes]:
@@ -52,7 +51,7 @@ class CredsFile:
         if jwt is None or seed is None or not _is_seed(seed[1]):
             lacks = "USER JWT" if jwt is None else "USER NKEY SEED"
             raise ConfigError(
-                f"--nats-creds {self._path}: no {lacks} in it; give a file as `nsc generate creds` writes it"
+                f"--nats-creds {self._path}: it has no {lacks}; give a file written by `nsc generate creds`"
             )
         return jwt[1], seed[1]
 
@@ -64,13 +63,13 @@ def check_seed_file(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--nats-nkey {path}: {error.strerror}") from None
     if not _is_seed(text):
-        raise ConfigError(f"--nats-nkey {path}: no nkey seed in it; it is one line that begins with SU")
+        raise ConfigError(f"--nats-nkey {path}: it has no nkey seed (one line that begins with SU)")
 
 
 def _is_seed(text: bytes) -> bool:
     try:
         nkeys.from_seed(bytearray(text))
-    except Exception:  # of many kinds
+    except Exception:  # nkeys raises many kinds
         return False
     return True
 
@@ -80,10 +79,10 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True, slots=True)
 class NatsOptions:
-    """Servers and credentials. User and password may stand in the URLs instead.
+    """Servers and credentials. The URLs may contain user and password instead.
 
-    Secrets come from files, so that they do not show in the list of processes. `tls_ca` alone is
-    enough for a server with a private CA; certificate and key where it asks for the client's.
+    Secrets are in files, so that the list of processes does not show them. A server with a private CA needs
+    `tls_ca`; one that asks for the client's certificate needs certificate and key, too.
     """
 
     servers: tuple[str, ...] = ("nats://127.0.0.1:4222",)
@@ -98,7 +97,7 @@ class NatsOptions:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether a server is to be started where none answers."""
+        """Whether to start a server on this machine if none answers."""
         return self.servers == (EMBEDDED,)
 
     def connect_arguments(self) -> dict[str, Any]:
@@ -127,13 +126,13 @@ class NatsOptions:
 
     def _check(self) -> None:
         if not self.servers:
-            raise ConfigError("--nats names at least one server")
+            raise ConfigError("--nats is empty: give at least one server")
         for server in self.servers:
             _check_server(server)
         if (self.user is None) != (self.password_file is None):
-            raise ConfigError("--nats-user and --nats-password-file go together")
+            raise ConfigError("--nats-user and --nats-password-file belong together: give both")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("--nats-tls-cert and --nats-tls-key go together")
+            raise ConfigError("--nats-tls-cert and --nats-tls-key belong together: give both")
 
     def _wants_tls(self) -> bool:
         named = self.tls_ca is not None or self.tls_cert is not None
@@ -157,7 +156,7 @@ def _check_server(server: str) -> None:
     except ValueError:  # brackets without an IPv6 address
         raise ConfigError(f"{flag}: use nats://HOST:PORT or {EMBEDDED}") from None
     if not _is_port(address):
-        raise ConfigError(f"{flag}: the port is a number from 1 to 65535")
+        raise ConfigError(f"{flag}: give a port from 1 to 65535")
     if scheme not in {"nats", "tls", "ws", "wss"} or not address.hostname:
         raise ConfigError(f"{flag}: use nats://HOST:PORT or {EMBEDDED}")
 
@@ -165,7 +164,7 @@ def _check_server(server: str) -> None:
 def _is_port(address: SplitResult) -> bool:
     try:
         return address.port is None or address.port > 0
-    except ValueError:  # no number, or too large a one
+    except ValueError:  # not a number, or above 65535
         return False
 
 

@@ -48,21 +48,21 @@ class Subjects:
         return f"{self._root}.live.sync.{pool}.{router_id}"
 
     def kv_replay(self, worker_id: WorkerId) -> str:
-        """Where an agent answers for its KV feeds."""
+        """The subject of replay requests to an agent."""
         return f"{self._root}.kv-replay.{worker_id}"
 
     def sync_replay(self, router_id: RouterId) -> str:
-        """Where a replica answers for its sync feeds."""
+        """The subject of replay requests to a replica."""
         return f"{self._root}.sync-replay.{router_id}"
 
     def replay(self, feed: Feed) -> str:
-        """Where the owner of a feed answers."""
+        """The subject of replay requests to the owner of a feed."""
         if isinstance(feed, KvSource):
             return self.kv_replay(feed.worker_id)
         return self.sync_replay(feed.router_id)
 
     def parse_live(self, subject: str) -> Source | None:
-        """What a live subject is about; None if it is none of ours, or names what nothing may be called."""
+        """The sender in a live subject; None if the subject is not one of these, or has an invalid name."""
         match subject.split(".")[self._live_parts :]:
             case ["worker", worker_id] if is_identifier(worker_id):
                 return WorkerSource(WorkerId(worker_id))

@@ -112,7 +112,7 @@ def test_file_that_is_none(file: Path, text: str) -> None:
     """It is refused before anything starts, and not quoted."""
     options = write(file, text)
 
-    with pytest.raises(ConfigError, match=rf"--nats-creds {file}: no USER (JWT|NKEY SEED) in it") as raised:
+    with pytest.raises(ConfigError, match=rf"--nats-creds {file}: it has no USER (JWT|NKEY SEED)") as raised:
         options.connect_arguments()
     assert user("router").seed.decode()[5:] not in str(raised.value)
 
@@ -121,5 +121,5 @@ def test_seed_file_that_is_none(file: Path) -> None:
     """The same for --nats-nkey."""
     file.write_text("hello\n")
 
-    with pytest.raises(ConfigError, match=f"--nats-nkey {file}: no nkey seed in it"):
+    with pytest.raises(ConfigError, match=f"--nats-nkey {file}: it has no nkey seed"):
         NatsOptions(nkey_file=file).connect_arguments()

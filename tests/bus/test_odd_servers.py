@@ -144,7 +144,7 @@ async def test_client_that_stays_away_is_replaced(
     new_nats_server: NewServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If nats-py neither connects nor ends, a new client takes over after a while."""
-    monkeypatch.setattr(connection, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(connection, "MAX_AWAY_S", 0.5)
     server = new_nats_server()
     server.start()
     async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
