@@ -1,4 +1,4 @@
-"""What is said of a replica: /live, /ready, /health, /metrics, /v1/models; to operators /workers."""
+"""Views of one replica: /live, /ready, /health, /metrics, /v1/models; for operators /workers."""
 
 from __future__ import annotations
 
@@ -32,18 +32,16 @@ from kvrouter.telemetry.exposition import Registry, exposition
 from kvrouter.telemetry.metrics import StateCollector
 from kvrouter.version import __version__
 
+# Up to this many feeds, /ready lists all; above it, only feeds that are behind: load balancers ask often.
 MOST_FEEDS = 100
-"""/ready names the feeds of a fleet up to this size; of a larger one those that are behind."""
 
 NOT_HERE = """\
-Several processes share this port, and each counts for itself: scrape their admin ports.
-This answer came from the one at {url}; its /workers names the others under `peers`.
+Several processes share this port, and each has its own counters: scrape their admin ports.
+This answer came from {url}; /workers there lists the other processes under `peers`.
 """
 
 
 class Admin:
-    """Read-only views of one replica."""
-
     def __init__(
         self,
         replica: Replica,
@@ -72,19 +70,18 @@ class Admin:
         registry.register(StateCollector(lambda: samples(replica, replica_loop, audit, bus)))
 
     async def live(self, _request: web.Request) -> web.Response:
-        """200 while the loop turns."""
+        """200 while the event loop runs."""
         return web.Response(text="ok\n")
 
     async def ready(self, request: web.Request) -> web.Response:
         """503 until the first recovery is complete, while draining, and while only peers can serve a pool.
 
-        Else 200, degraded or not.
+        Otherwise 200, degraded or not.
         """
         status, body = self._readiness()
         return json_response(body | self._feed_states("verbose" in request.query), status=status)
 
     def is_ready(self) -> bool:
-        """Whether /ready is 200."""
         return self._readiness()[0] == 200
 
     def _readiness(self) -> tuple[int, dict[str, Any]]:
@@ -101,13 +98,13 @@ class Admin:
         if unserved := self._replica.unserved():
             return 503, {"status": "unserved", "reasons": unserved}
         reasons = self._degraded()
-        if timed_out or (self._gave_up_waiting and reasons):  # said until all is well
+        if timed_out or (self._gave_up_waiting and reasons):  # reported until no reason is left
             limit = f"--ready-timeout {self._ready_timeout_s:g} s"
-            reasons.insert(0, f"ready although not complete: {limit} passed")
+            reasons.insert(0, f"not all workers and feeds are known, but {limit} passed")
         return 200, {"status": "degraded" if reasons else "ready", "reasons": reasons}
 
     def _feed_states(self, verbose: bool) -> dict[str, Any]:
-        """Per source its state and lag; of a large fleet only those that are not live, unless asked."""
+        """State and lag of each feed; in a large fleet only of feeds that are behind, unless `verbose`."""
         rows = [
             {"feed": name(source), "state": reader.state.value, "lag": reader.lag}
             for source, reader in self._replica.readers.items()
@@ -118,7 +115,6 @@ class Admin:
         return {"feeds": behind, "feeds_omitted": len(rows) - len(behind), "all_feeds": "/ready?verbose=1"}
 
     async def health(self, _request: web.Request) -> web.Response:
-        """200 with details."""
         return json_response(
             {
                 "status": "degraded" if self._degraded() else "ok",
@@ -132,18 +128,17 @@ class Admin:
         )
 
     async def clients_metrics(self, request: web.Request) -> web.Response:
-        """Prometheus; but not from a port where the next scrape would get another process's counters."""
+        """Metrics on the clients' port. On a shared port the next scrape might reach another process."""
         if self._doors.is_shared:
             return web.Response(status=421, text=NOT_HERE.format(url=self._doors.admin_url))
         return await self.metrics(request)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Prometheus."""
         body = await exposition(self._registry, names=request.query.getall("name[]", []))
         return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def workers(self, _request: web.Request) -> web.Response:
-        """Every target, every feed this replica follows and its own: one plain call, as of one moment."""
+        """All targets, feeds and bookings, as of one moment: no await comes between."""
         self._loop.publishing.flush()
         return json_response(
             {
@@ -210,7 +205,7 @@ class Admin:
             yield row | {"problems": self._problems(pool, target.worker_id)}
 
     def _problems(self, pool: Pool, worker_id: str) -> list[str]:
-        """What the last look has found; an empty id stands for the pool itself."""
+        """Problems that the last look found. An empty id stands for the pool itself."""
         return [problem.text for problem in self._audit.problems(pool.id, worker_id)]
 
 
@@ -234,7 +229,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "url": worker.card.url,
         "engine": f"{worker.card.engine} {worker.card.engine_version}".strip(),
         "state": "silent" if worker.silent else worker.state,
-        "refused": "",  # never said any more; kept for programs that read it
+        "refused": "",  # always empty; kept for programs that read it
         "block_size": worker.card.block_size,
         "notes": [*worker.card.notes, *filter(None, [pool.size_note(worker)])],
         "eligible": target in pool.targets,
@@ -263,7 +258,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
 
 
 def _tier_sets(pool: Pool, worker: Worker, target: Target) -> Iterator[dict[str, Any]]:
-    """The nested sets; one that no block has widened yet is equal to the narrower one."""
+    """The nested tier sets. A wider set without a block of its own tier equals the narrower one."""
     shown = (0, 0)
     for tier in TIERS[: worker.tier_sets()]:
         shown = max(shown, pool.index.digest(target, tier), key=lambda held: held[0])

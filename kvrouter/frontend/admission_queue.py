@@ -1,15 +1,16 @@
-"""Where requests wait while every worker they may go to is full: the shell around core/routing/admission.py.
+"""Where requests wait while every worker they may use is full: the shell around core/routing/admission.py.
 
     admitted() ──room──> the caller routes, at once
-        │ none
+        │ no room
         v
-    [ waiting ] <──look── at most 2 ms per peer after something has changed: a Free, a
-        │                 MarkPrefillCompleted, a heartbeat, one's own or a peer's
-        └──> first and room: routes · waited too long, or too many wait: 503 · client gone: out
+    [ waiting ] <──look── at most 2 ms per peer after a change: a Free, a MarkPrefillCompleted,
+        │                 a heartbeat, of this replica or of a peer
+        └──> first and room: routes · waited too long, or the queue is full: 503 · client gone: out
 
-Nothing polls: a look wakes only the first of each lane, and only after a change. Whoever leaves the
-queue, for whatever reason, has the next one looked at. Peers see the same change in the same instant;
-that each hesitates for another random time lets the first one's booking arrive before the next looks.
+Nothing polls: a look wakes only the first request of each lane, and only after a change. Every request that
+leaves the queue, for any reason, causes a look for the next one. All replicas see a change at the same
+instant. Each waits for another random time, so that the first one's booking arrives before the next one
+looks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvrouter.telemetry.metrics import QueueMetrics, Sample
 
 @dataclass(slots=True)
 class _Line:
-    """One pool's queue, how to wake those in it, and the look that is due."""
+    """One pool's queue, the events that wake its requests, and the timer of the next look."""
 
     queue: AdmissionQueue
     woken: dict[Ticket, asyncio.Event] = field(default_factory=dict)
@@ -59,7 +60,7 @@ class WaitingRoom:
     async def admitted(self, router: Router, request: RouteRequest) -> None:
         """Return when the request may be routed; the caller routes before it awaits anything else.
 
-        Raises QueueFullError and QueueTimeoutError. Who names its target itself does not wait.
+        A request that names its target does not wait. Raises QueueFullError or QueueTimeoutError.
         """
         if not self.is_on or request.wanted is not None:
             return
@@ -80,7 +81,7 @@ class WaitingRoom:
             self._leave(line, ticket, outcome)
 
     def wake(self) -> None:
-        """Something has changed: there may be room. Costs next to nothing while nobody waits."""
+        """Look soon: bookings or workers have changed. Costs next to nothing while no request waits."""
         for line in self._lines.values():
             self._look_soon(line)
 
@@ -96,12 +97,17 @@ class WaitingRoom:
         }
 
     def samples(self) -> Iterator[Sample]:
-        """The queues as Prometheus samples."""
         for pool_id in self._replica.routers if self.is_on else ():
             labels, shown = {"pool": str(pool_id)}, self.shown(pool_id)
             length, longest_s = shown["waiting"], shown["longest_wait_s"]
-            yield "kvrouter_queue_length", "gauge", "Requests that wait for a worker", labels, length
-            yield "kvrouter_queue_longest_wait_seconds", "gauge", "Of those that wait now", labels, longest_s
+            yield "kvrouter_queue_length", "gauge", "Requests waiting for a worker", labels, length
+            yield (
+                "kvrouter_queue_longest_wait_seconds",
+                "gauge",
+                "Longest wait of the requests that wait now",
+                labels,
+                longest_s,
+            )
 
     def _line(self, pool_id: PoolId) -> _Line:
         line = self._lines.get(pool_id)
@@ -139,7 +145,7 @@ class WaitingRoom:
         return line.queue.admit(ticket, has_room=has_room(router, request, now, line.queue))
 
     def _leave(self, line: _Line, ticket: Ticket, outcome: str) -> None:
-        """Out of the queue, however; the next one is looked at after this one is booked, if it will be."""
+        """Leave the queue. A timer makes the look, so the caller books before the next request is woken."""
         line.queue.leave(ticket)
         del line.woken[ticket]
         waited_s = asyncio.get_running_loop().time() - ticket.arrived
@@ -158,5 +164,5 @@ class WaitingRoom:
             line.woken[ticket].set()
 
     def _retry_after_s(self, line: _Line, now: float) -> int:
-        """As long as the one who has waited longest: that is how fast the queue moves."""
+        """The longest wait so far shows how fast the queue moves."""
         return max(1, math.ceil(line.queue.longest_wait_s(now)))

@@ -162,7 +162,7 @@ class Completions:
             except NoWorkersError:
                 if outcome is None:
                     raise
-                break  # no worker is left: the client gets the last one's own answer
+                break  # no worker is left: the client gets the answer of the last one
             outcome = None
             try:
                 running = Running(work, placement, failed if tries < self._retries else None)
@@ -319,7 +319,7 @@ def _bytes_for(work: Work, placement: Placement) -> bytes:
 
 
 def _status_of(outcome: Outcome) -> int:
-    """The status that policies get: the worker's, or the one that stands for its silence or loss."""
+    """The status that policies get: the worker's own, 504 for its silence, 502 for its loss."""
     match outcome:
         case Done(status) | Rejected(status):
             return status

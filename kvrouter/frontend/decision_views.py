@@ -1,7 +1,7 @@
-"""Decisions as people see them: foretold (a dry run), kept (/decisions), and in the log.
+"""Decisions as people see them: previewed (a dry run), kept (/decisions), and logged.
 
 POST /v1/route, x-kvrouter-dry-run   Router.decide     nothing is booked or sent
-GET  /decisions, /decisions/ID       DecisionRing      explained when asked for
+GET  /decisions, /decisions/ID       DecisionRing      explained on request
 --log-decisions                      DecisionRing      explained at once
 """
 
@@ -30,7 +30,7 @@ MOST_LISTED = 1000
 
 
 class DecisionViews:
-    """What one replica decided, and would decide."""
+    """`kept` is None if no decisions are kept."""
 
     def __init__(self, kept: DecisionRing | None, own_mode: str, *, logs: bool) -> None:
         self._kept = kept
@@ -38,7 +38,7 @@ class DecisionViews:
         self.logs = logs and kept is not None
 
     def preview(self, work: Work) -> Answer:
-        """Where the request would go, and why; nothing is sent."""
+        """Where the request would go, and why. Nothing is booked or sent."""
         decision = work.router.decide(work.route, asyncio.get_running_loop().time())
         selection = work.router.modes.of(work.route.mode)
         facts = self._facts(work.route, selection, decision.now) | {"dry_run": True}
@@ -46,12 +46,12 @@ class DecisionViews:
         return Answer(200, _encoded(body), {"x-request-id": work.id})
 
     async def one(self, http: web.Request) -> web.Response:
-        """GET /decisions/REQUEST_ID: every attempt, oldest first. Raises UnknownDecisionError."""
+        """GET /decisions/REQUEST_ID: every attempt, the oldest first. Raises UnknownDecisionError."""
         request_id = http.match_info["request_id"]
         found = self._kept.of(request_id) if self._kept is not None else []
         if not found:
             raise UnknownDecisionError(
-                f"no decision about {request_id!r} is kept here: this replica keeps its own last "
+                f"no decision about {request_id!r} is kept here: this replica keeps its last "
                 f"{self._kept.capacity if self._kept is not None else 0} (--decisions)"
             )
         return json_response({"request_id": request_id, "decisions": [self._explained(one) for one in found]})
@@ -108,7 +108,7 @@ class DecisionViews:
 
 
 def _given(own: float | None, general: float | None) -> float | None:
-    """A request's own setting before the operator's; None: the mode's."""
+    """The request's setting, or the operator's; None: the default of the mode."""
     return general if own is None else own
 
 
@@ -134,7 +134,7 @@ def _candidate(verdict: Verdict) -> dict[str, Any]:
 
 
 def _load(one: Candidate) -> dict[str, Any]:
-    """What it was judged on; amounts include the request itself, except where they say `active`."""
+    """Amounts include the request itself, except `active_blocks`, `requests`, `running` and `waiting`."""
     return {
         "overlap_blocks": one.overlap_blocks,
         "prefill_tokens": one.prefill_tokens,

@@ -1,12 +1,12 @@
-"""`--processes N`: N replicas on one port, each a process, kept in agreement by the sync feed alone.
+"""`--processes N`: N replicas on one port, each a process. They share bookings through the sync feed only.
 
     parent: binds and listens, never accepts ── the socket ──> process-1 … process-N accept from one queue
-       │  embedded NATS, if asked for                            │
-       └─ starts again whoever ends; one signal drains all       └─ an admin listener each
+       │  embedded NATS, if configured                           │
+       └─ restarts processes that end; one signal drains all     └─ an admin listener each
 
-Connections wait in the queue of the socket, which lives as long as anybody holds it: whoever ends, what it
-has not accepted goes to the others. With SO_REUSEPORT each process would have a queue of its own, and the
-kernel would reset what waits in it when the process ends.
+Connections wait in the queue of the socket, which exists until its last holder closes it. When a process
+ends, the others accept the connections that it did not. With SO_REUSEPORT each process would have its own
+queue, and the kernel would reset the connections in it when the process ends.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from kvrouter.telemetry.logs import set_up_logs
 log = structlog.get_logger()
 
 NAME = "parent"
+# The exit code of a process whose flags are wrong.
 WRONG_FLAGS = 2
-"""The exit code of a process that cannot start as it is told."""
+# What a process gets on top of --drain-timeout before it is killed: it cuts its requests off by itself.
 _CUT_OFF_S = 10.0
+# Exit codes of a process that is signalled before it has installed its signal handlers.
 _NOT_UP_YET = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
-"""How a process ends that is told to before it listens to signals."""
 
 
 class Processes:
-    """The N processes of one parent. `command` are a process's flags, before what differs between them."""
+    """The N processes of one parent. `command` contains the flags that all of them have."""
 
     def __init__(
         self, options: FrontendOptions, command: Sequence[str], listener: socket.socket, output: Output
@@ -67,7 +68,7 @@ class Processes:
         return self._code
 
     async def _keep(self, child: Child, number: int) -> None:
-        """Start it again whenever it ends; one that cannot start at all ends everything."""
+        """Restart a process whenever it ends. Wrong flags at its first start end the service."""
         while not child.is_ending:
             child.command = self._command_of(number, is_first=child.starts == 0)
             code = await child.run()
@@ -80,12 +81,12 @@ class Processes:
             await child.pause()
 
     def _note(self, child: Child, code: int) -> None:
-        """The first bad end of those that were to end is the parent's, too."""
+        """The first bad exit code during the drain becomes the parent's."""
         if child.is_ending and code not in _NOT_UP_YET:
             self._code = self._code or (code if code >= 0 else 1)
 
     def _command_of(self, number: int, *, is_first: bool) -> list[str]:
-        """One that comes back lets the others answer until it is in step, if there are others."""
+        """A restarted process does not accept until it is ready, if others accept meanwhile."""
         waits = (
             []
             if is_first or not any(child.is_running for child in self._children)
@@ -94,7 +95,7 @@ class Processes:
         return [*self._command, f"--process-number={number}", *waits]
 
     async def _drain(self, hurried: asyncio.Event) -> None:
-        """/ready is 503 in all of them, and they serve on for the grace; then they finish what runs."""
+        """/ready becomes 503 and they still serve for the grace. Then they finish their requests."""
         options = self._options
         patience_s = options.drain_timeout_s + _CUT_OFF_S
         log.info("frontend.draining", processes=len(self._children), grace_s=options.drain_grace_s)
@@ -105,12 +106,12 @@ class Processes:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(options.drain_grace_s):
                     await hurried.wait()
-        self._listener.close()  # or connections would queue while nobody accepts
+        self._listener.close()  # else connections would queue that no process accepts
         await asyncio.gather(*(child.end(patience_s) for child in self._children))
         log.info("frontend.stopped")
 
     async def _hurry(self, hurried: asyncio.Event) -> None:
-        """Two signals, as to a single frontend; two of a kind might arrive as one."""
+        """Send two signals, as for a single frontend. Two of the same kind may arrive as one."""
         await hurried.wait()
         for child in self._children:
             child.tell(signal.SIGTERM)
@@ -160,11 +161,11 @@ async def _run(options: FrontendOptions, arguments: Sequence[str], output: Outpu
 
 
 def _own_flags(options: FrontendOptions) -> list[str]:
-    """What one process is told differently; the last of several equal flags counts."""
+    """Flags that override the parent's: argparse takes the last of several."""
     return [
         "--processes=1",
         "--router-replica-sync",
-        "--drain-grace=0",  # the parent's part
+        "--drain-grace=0",  # the parent waits for the grace
         f"--admin-port={options.process.admin_port}",
     ]
 
@@ -177,7 +178,6 @@ def _admin_ports(options: FrontendOptions) -> str:
 
 
 async def _first_of(*events: asyncio.Event) -> None:
-    """Return when one of them is set."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -1,10 +1,10 @@
-"""The three ways of `--tokenizer` from a client's prompt to the hashes that routing needs.
+"""From a client's prompt to the hashes that routing needs, in the three ways of `--tokenizer`.
 
     local    chat template and tokenizer of --model-path
-    remote   a live worker's own, asked over HTTP
-    none     hashes of text; they meet assumptions only, so there are no KV events in this mode
+    remote   the tokenizer of a live worker, over HTTP
+    none     hashes of the text: they match assumed blocks only, so this mode has no KV events
 
-Prompts given as token ids need none of them. Nothing known (an empty tuple) means: placed by load alone.
+Prompts of token ids need no tokenizer. Without hashes (an empty tuple) a request is placed by load alone.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from kvrouter.tokens.text_blocks import text_blocks
 
 log = structlog.get_logger()
 
+# After FAILURES_IN_A_ROW, skip the engines for REST_S: each attempt delays its request until the time-out.
 FAILURES_IN_A_ROW = 3
 REST_S = 5.0
-"""After so many failures no engine is asked for so long: clients would wait for nothing."""
 
 Hashes = tuple[HashedPrompt, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What names a prompt's blocks besides its tokens."""
+    """What block hashes depend on besides the tokens, and whose they are."""
 
     pool: Pool
     model: str | None
-    """As the client names it; a LoRA adapter perhaps."""
+    """As the client names it: a base model or a LoRA adapter."""
     lora_name: str | None = None
     salt: str | None = None
 
@@ -60,37 +60,35 @@ class Encoders:
     def load(
         cls, read: Callable[[str | None], PromptEncoder], default: str | None, by_name: Mapping[str, str]
     ) -> Iterator[Encoders]:
-        """Read the models; `read` knows how. Raises ConfigError for a broken one."""
+        """Read the models with `read(path)`. Raises ConfigError for a broken one."""
         with contextlib.ExitStack() as stack:
             named = {name: stack.enter_context(read(path)) for name, path in by_name.items()}
             yield cls(stack.enter_context(read(default)), named)
 
     def of(self, pool: Pool) -> PromptEncoder:
-        """The encoder of a pool, found by any name that its base model is served by."""
+        """The encoder of a pool, by any name under which its base model is served."""
         for name, encoder in self.by_name.items():
             if name == pool.model or name in pool.names:
                 return encoder
         return self.default
 
     def all(self) -> dict[str, PromptEncoder]:
-        """By model; the default one under an empty name."""
+        """All encoders by model. The default one has an empty name."""
         return {"": self.default, **self.by_name}
 
 
 class PromptBlocks(Protocol):
-    """One of the three ways."""
-
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
-        """Hashes and length of each prompt, empty if they cannot be known. Raises BadRequestError."""
+        """Hashes and length of each prompt; empty if its tokens are not known. Raises BadRequestError."""
         ...
 
 
 Seen = Callable[[Prompt, list[Encoded], Naming], None]
-"""Told of every prompt that was tokenized here."""
+"""Called with every prompt that this process tokenized."""
 
 
 class LocalBlocks:
-    """By the tokenizer of a model directory; without one only prompts of token ids have hashes."""
+    """With the tokenizer of a model directory. Without one, only prompts of token ids have hashes."""
 
     def __init__(self, encoders: Encoders, seen: Seen | None, known: PrefixHashes) -> None:
         self._encoders = encoders
@@ -99,7 +97,6 @@ class LocalBlocks:
         self._has_warned = False
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
-        """See PromptBlocks."""
         try:
             encoded = await self._encoders.of(naming.pool).encode_known(prompt)
         except TemplateLimitError as error:
@@ -114,13 +111,13 @@ class LocalBlocks:
     def _warn_once(self, naming: Naming, error: TemplateLimitError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            effect = "such chats go where the least load is; correct the template, or give --chat-template"
+            effect = "chats with this template are placed by load; correct it, or give --chat-template"
             log.warning("template.limit", model=naming.model, reason=str(error), effect=effect)
 
 
 @dataclass(slots=True)
 class RemoteCounters:
-    """What became of prompts that engines were asked about."""
+    """Requests to engines' tokenizers, by result."""
 
     answered: int = 0
     refused: int = 0
@@ -129,7 +126,7 @@ class RemoteCounters:
 
 
 class RemoteBlocks:
-    """By the tokenizer of a live worker of the pool."""
+    """With the tokenizer of a live worker of the pool."""
 
     def __init__(self, engines: EngineTokenizer, encoder: PromptEncoder) -> None:
         self.counters = RemoteCounters()
@@ -139,7 +136,7 @@ class RemoteBlocks:
         self._rests_until = 0.0
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
-        """See PromptBlocks. Whatever fails: the request is placed by load, and the engine judges it."""
+        """After any failure the request is placed by load, and its engine accepts or rejects it."""
         if isinstance(prompt, TokenPrompt):
             return _named(await self._encoder.encode_known(prompt) or [], naming)
         url = engine_url(naming.pool, naming.model)
@@ -164,7 +161,7 @@ class RemoteBlocks:
         self.counters.failed += 1
         self._failures += 1
         if self._failures == FAILURES_IN_A_ROW:  # once, until an engine answers again
-            effect = f"texts and chats go where the least load is; asked again every {REST_S:g} s"
+            effect = f"texts and chats are placed by load; the next attempt is in {REST_S:g} s"
             log.warning("tokenizer.engines_fail", reason=str(error), effect=effect)
         if self._failures >= FAILURES_IN_A_ROW:
             self._rests_until = asyncio.get_running_loop().time() + REST_S
@@ -177,13 +174,12 @@ class RemoteBlocks:
 
 
 class TextBlocks:
-    """By text. Token ids have their usual hashes."""
+    """With hashes of the text. Token ids have their usual hashes."""
 
     def __init__(self, encoder: PromptEncoder) -> None:
         self._encoder = encoder
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
-        """See PromptBlocks."""
         if isinstance(prompt, TokenPrompt):
             return _named(await self._encoder.encode_known(prompt) or [], naming)
         size = naming.pool.block_size
@@ -193,7 +189,7 @@ class TextBlocks:
 
 
 def engine_url(pool: Pool, model: str | None) -> str | None:
-    """A worker of the pool that serves the model (None: any), at random; None if there is none."""
+    """A random worker of the pool that serves the model (None: any model); None without a live one."""
     cards = {worker.card.url: worker.card for worker in pool.targets.values()}
     urls = [url for url, card in cards.items() if model is None or model in card.names()]
     return random.choice(urls) if urls else None

@@ -57,7 +57,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class RunningFrontend:
-    """A replica that serves."""
+    """A replica that serves, as callers of `running_frontend` see it."""
 
     url: str
     admin_url: str
@@ -70,7 +70,7 @@ class RunningFrontend:
     tokens: Tokens
 
     def drain(self) -> None:
-        """Say so in /ready and to the peers, and let no connection stay."""
+        """Report it in /ready and to the peers, and close each connection after its next answer."""
         self.replica_loop.publishing.drain()
         self.admin.is_draining = self.completions.is_draining = True
 
@@ -88,7 +88,9 @@ async def serve(options: FrontendOptions) -> None:
     descriptors = raise_limit()
     log.info("frontend.descriptors", limit=descriptors, streams=streams_within(descriptors))
     async with running_frontend(options, hurried) as frontend:
-        if options.process.listen_fd is not None:  # the parent says so before it ends the others and us
+        if (
+            options.process.listen_fd is not None
+        ):  # the parent sends SIGUSR1 to all processes before it ends them
             loop.add_signal_handler(signal.SIGUSR1, frontend.drain)
         await stopped.wait()
         frontend.drain()
@@ -277,14 +279,13 @@ def _log_start(options: FrontendOptions, member: _Member) -> None:
 
 
 def new_rules(options: FrontendOptions) -> Rules:
-    """What the flags say about every router."""
     return Rules(options.rules, options.router_mode, options.policy)
 
 
 def new_replica(
     options: FrontendOptions, rules: Rules | None = None, new_index: NewIndex = BlockIndex
 ) -> Replica:
-    """The replica's state, empty, with a random id. Raises ConfigError if an own policy cannot be made."""
+    """An empty replica with a random id. Raises ConfigError if a custom policy cannot be made."""
     if options.policy.own is not None:
         options.policy.own.begin()
     rules = rules or new_rules(options)
@@ -306,13 +307,12 @@ def new_replica(
 
 
 def _dialect(options: FrontendOptions) -> Dialect:
-    """What requests may say about their routing."""
+    """Which overrides requests may bring."""
     header, bucket = options.rules.session_header, bucket_header(options.policy)
     return Dialect(SERVED_MODES, options.router_mode, header, bucket.lower())
 
 
 def _operators_routes(member: _Member, path: _RequestPath, admin: Admin) -> list[web.RouteDef]:
-    """What operators ask about workers and routing, and may change of it."""
     thresholds, views = BusyThresholds(member.replica, member.rules), path.views
     return [
         web.get("/workers", admin.workers),
@@ -330,12 +330,12 @@ def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder,
     if not encoder.can_encode_text:
         log.warning(
             "frontend.no_tokenizer",
-            effect="texts and chats go where the fewest requests are; prompts as token ids by KV overlap",
+            effect="texts and chats are placed by load; prompts of token ids by KV overlap",
             remedy="give --model-path DIR, or --tokenizer remote",
         )
     elif not encoder.can_encode_chats:
         log.warning(
             "frontend.no_chat_template",
-            effect="chats go where the fewest requests are",
+            effect="chats are placed by load",
             remedy=f"add chat_template.jinja to {path}, or give --chat-template FILE",
         )

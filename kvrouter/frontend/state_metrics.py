@@ -1,4 +1,4 @@
-"""The state of a replica as Prometheus samples: the bus, who is there, pools, targets, feeds."""
+"""The state of a replica as Prometheus samples: bus, members, pools, feeds, predictions, index."""
 
 from __future__ import annotations
 
@@ -25,45 +25,50 @@ from kvrouter.telemetry.metrics import Sample, Spread
 
 _COUNTED = {
     "malformed_heartbeats": "Heartbeats that could not be read",
-    "stale_heartbeats": "Heartbeats of a worker whose agent was started again since",
-    "unknown_messages": "Messages of no known subject, and KV frames of workers whose card is missing",
-    "workers_lost": "Workers dropped because they were silent past their lease",
-    "replicas_lost": "Replicas dropped because they were silent past their lease",
-    "pools_refused": "Messages about a pool that is one too many",
-    "members_refused": "Heartbeats of a worker or replica that is one too many",
+    "stale_heartbeats": "Heartbeats of an agent's earlier incarnation",
+    "unknown_messages": "Messages on unknown subjects, and KV frames of workers whose card is missing",
+    "workers_lost": "Workers dropped because their lease ended",
+    "replicas_lost": "Replicas dropped because their lease ended",
+    "pools_refused": "Messages about pools beyond the limit of pools",
+    "members_refused": "Heartbeats of workers or replicas beyond the limit of members",
 }
 
 
 def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus) -> Iterator[Sample]:
-    """The state of a replica as Prometheus samples."""
-    yield "kvrouter_nats_connected", "gauge", "1 while NATS answers", {}, float(bus.connected)
+    yield "kvrouter_nats_connected", "gauge", "1 while connected to NATS", {}, float(bus.connected)
     yield "kvrouter_bus_published", "counter", "Messages sent", {}, bus.counters.published
-    yield "kvrouter_bus_unsent", "counter", "Messages not sent (NATS away, or full)", {}, bus.counters.unsent
+    yield (
+        "kvrouter_bus_unsent",
+        "counter",
+        "Messages not sent: NATS away, or its buffer full",
+        {},
+        bus.counters.unsent,
+    )
     yield "kvrouter_bus_received", "counter", "Messages received", {}, bus.counters.received
     sent, got = bus.counters.published_bytes, bus.counters.received_bytes
     yield "kvrouter_bus_published_bytes", "counter", "Payload bytes sent", {}, sent
     yield "kvrouter_bus_received_bytes", "counter", "Payload bytes received", {}, got
     drops = bus.counters.slow_consumer_drops + replica_loop.inbox.drops
     yield "kvrouter_bus_dropped", "counter", "Messages dropped because this replica was slow", {}, drops
-    text = "Messages that have come and are not applied yet"
+    text = "Messages received and not applied yet"
     yield "kvrouter_inbox_messages", "gauge", text, {}, replica_loop.inbox.messages
     yield (
         "kvrouter_inbox_age_seconds",
         "gauge",
-        "How long the oldest of them has waited",
+        "Age of the oldest message in the inbox",
         {},
         replica_loop.inbox.age_s,
     )
     yield (
         "kvrouter_bus_errors",
         "counter",
-        "Messages that raised an error here: bugs",
+        "Messages whose processing raised an unexpected error: bugs",
         {},
         replica_loop.log.errors,
     )
     for counter, value in asdict(replica.counters).items():
         yield f"kvrouter_{counter}", "counter", _COUNTED[counter], {}, value
-    yield "kvrouter_replicas", "gauge", "Replicas known, this one included", {}, 1 + len(replica.peers)
+    yield "kvrouter_replicas", "gauge", "Known replicas, this one included", {}, 1 + len(replica.peers)
     for router in list(replica.routers.values()):
         yield from _pool_samples(router.pool)
         yield from _booking_samples(router.pool, {replica.router_id, *replica.peers})
@@ -75,7 +80,7 @@ def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus)
 def _pool_samples(pool: Pool) -> Iterator[Sample]:
     labels = {"pool": str(pool.id)}
     yield "kvrouter_index_blocks", "gauge", "Distinct blocks in the index", labels, len(pool.index)
-    yield "kvrouter_workers", "gauge", "Workers known", labels, len(pool.workers)
+    yield "kvrouter_workers", "gauge", "Known workers", labels, len(pool.workers)
     for worker in list(pool.workers.values()):
         for target in worker.targets():
             own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
@@ -84,11 +89,17 @@ def _pool_samples(pool: Pool) -> Iterator[Sample]:
             yield "kvrouter_active_blocks", "gauge", "Active blocks", own, active.blocks(target)
             charged = active.charged_tokens(target)
             yield "kvrouter_charged_prefill_tokens", "gauge", "Prefill tokens charged", own, charged
-            yield "kvrouter_target_eligible", "gauge", "1 if it takes requests", own, target in pool.targets
+            yield (
+                "kvrouter_target_eligible",
+                "gauge",
+                "1 if the target takes requests",
+                own,
+                target in pool.targets,
+            )
 
 
 def _booking_samples(pool: Pool, known: set[RouterId]) -> Iterator[Sample]:
-    """A replica that is known has a series, also while it has none: a series that ends looks like a loss."""
+    """Also 0 for known replicas without bookings: a series that ends would look like a lost replica."""
     for router_id, count in (dict.fromkeys(sorted(known), 0) | pool.active.owners()).items():
         labels = {"pool": str(pool.id), "router": router_id}
         yield "kvrouter_bookings", "gauge", "Requests in flight by replica", labels, count
@@ -97,23 +108,35 @@ def _booking_samples(pool: Pool, known: set[RouterId]) -> Iterator[Sample]:
 def _feed_samples(source: Feed, reader: FeedReader) -> Iterator[Sample]:
     labels = {"feed": name(source)}
     yield "kvrouter_feed_lag_frames", "gauge", "Frames sent and not applied", labels, reader.lag
-    yield "kvrouter_feed_live", "gauge", "1 if the copy is in step", labels, reader.state.value == "live"
+    yield (
+        "kvrouter_feed_live",
+        "gauge",
+        "1 if the copy is in step with its owner",
+        labels,
+        reader.state.value == "live",
+    )
     for counter, value in asdict(reader.counters).items():
         if counter != "recovery_s":
             own = {**labels, "event": counter}
-            yield "kvrouter_feed_events", "counter", "What happened on a feed", own, value
+            yield "kvrouter_feed_events", "counter", "Events of a feed", own, value
     if reader.received_at is not None:
         silent = asyncio.get_running_loop().time() - reader.received_at
-        yield "kvrouter_feed_staleness_seconds", "gauge", "Since the source was last heard", labels, silent
+        yield (
+            "kvrouter_feed_staleness_seconds",
+            "gauge",
+            "Time since the last message from the owner",
+            labels,
+            silent,
+        )
     recovery = reader.counters.recovery_s
-    yield "kvrouter_feed_last_recovery_seconds", "gauge", "How long the last repair took", labels, recovery
+    yield "kvrouter_feed_last_recovery_seconds", "gauge", "Duration of the last recovery", labels, recovery
 
 
 Labels = dict[str, str]
 
 
 def _prediction_samples(router: Router, audit: Audit) -> Iterator[Sample]:
-    """What is known of every worker that the pool has now."""
+    """Only of workers that the pool has now: their series end with them."""
     pool = router.pool
     yield from _of_problems(audit, pool.id, "")
     for worker_id in pool.workers:
@@ -126,7 +149,7 @@ def _prediction_samples(router: Router, audit: Audit) -> Iterator[Sample]:
 
 
 def _of_problems(audit: Audit, pool_id: PoolId, worker_id: str) -> Iterator[Sample]:
-    """Those of a worker; an empty id stands for the pool itself."""
+    """An empty worker id stands for the pool itself."""
     for problem in audit.problems(pool_id, worker_id):
         labels = {"pool": str(pool_id), "worker": worker_id, "problem": problem.kind}
         yield "kvrouter_worker_problem", "gauge", "1 while /workers shows this problem", labels, 1.0
@@ -138,17 +161,17 @@ def _of_predictions(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
         yield (
             "kvrouter_predictions",
             "counter",
-            "Predictions that an engine's report was held against",
+            "Predictions compared with an engine's report",
             own,
             count,
         )
-    text = "Prompt tokens foretold to be cached, where the engine reported them too"
+    text = "Prompt tokens predicted to be cached, of compared predictions"
     yield "kvrouter_predicted_cached_tokens", "counter", text, labels, record.predicted_tokens
     text = "Prompt tokens that the engine reported as cached"
     yield "kvrouter_reported_cached_tokens", "counter", text, labels, record.reported_tokens
     if record.inexact.total:
         share = 1 - record.inexact.bad / record.inexact.total
-        text = "Exact ones of the last 16 predictions that could be judged"
+        text = "Share of exact predictions among the last 16 that could be compared"
         yield "kvrouter_prediction_exact_ratio", "gauge", text, labels, share
     yield from _of_errors(record, labels)
 
@@ -157,32 +180,31 @@ def _of_errors(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
     count = 0
     for bound, own_count in zip([*map(str, ERROR_BLOCKS), "+Inf"], record.errors, strict=True):
         count += own_count
-        text = "Blocks foretold minus blocks reported; below 0 the engine had more"
+        text = "Blocks predicted minus blocks reported; below 0 the engine had more"
         yield "kvrouter_prediction_error_blocks", "histogram", text, {**labels, "le": bound}, count
 
 
 def _of_evidence(record: WorkerRecord, labels: Labels) -> Iterator[Sample]:
     for result, count in record.lengths.items():
-        text = "Answers whose prompt_tokens were those counted here, or not"
+        text = "Answers by whether their prompt_tokens equal the tokens counted here"
         yield "kvrouter_prompt_lengths", "counter", text, {**labels, "result": result}, count
     for result, count in record.announced.items():
-        text = "Served requests whose first block the worker's events named within 2 s, or not"
+        text = "Served requests by whether the worker's events contained their first block within 2 s"
         yield "kvrouter_announced_requests", "counter", text, {**labels, "result": result}, count
 
 
+# Bucket bounds. A look-up takes microseconds, and blocks the event loop: above 1 ms it is far too slow.
 LOOKUP_SECONDS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 0.1)
-"""Bucket bounds: a look-up takes microseconds, and a millisecond is one too many."""
 
 
 class MeasuredIndex(BlockIndex):
-    """A block index that tells how long each look-up took."""
+    """A block index that measures its look-ups (`--index-metrics`)."""
 
     def __init__(self, bounds: IndexBounds, placement_secret: int, observe: Callable[[float], None]) -> None:
         super().__init__(bounds, placement_secret)
         self._observe = observe
 
     def depths(self, hashes: Hashes) -> dict[Target | Wider, int]:
-        """See BlockIndex."""
         began = time.perf_counter()
         found = super().depths(hashes)
         self._observe(time.perf_counter() - began)
@@ -190,17 +212,19 @@ class MeasuredIndex(BlockIndex):
 
 
 def index_maker(registry: CollectorRegistry, *, is_on: bool) -> NewIndex:
-    """What makes the pools' indexes: such that measure themselves, or plain ones."""
+    """The maker of the pools' indexes."""
     if not is_on:
         return BlockIndex
     seconds = Spread(
-        "kvrouter_index_lookup_seconds", "Looking up one prompt's blocks", registry, bounds=LOOKUP_SECONDS
+        "kvrouter_index_lookup_seconds",
+        "Time of looking up one prompt's blocks",
+        registry,
+        bounds=LOOKUP_SECONDS,
     )
     return lambda bounds, secret: MeasuredIndex(bounds, secret, seconds.observe)
 
 
 def index_samples(replica: Replica) -> Iterator[Sample]:
-    """The indexes of all pools as Prometheus samples."""
     for router in replica.routers.values():
         yield from _index_samples_of(router.pool)
 
@@ -208,14 +232,32 @@ def index_samples(replica: Replica) -> Iterator[Sample]:
 def _index_samples_of(pool: Pool) -> Iterator[Sample]:
     labels, index = {"pool": str(pool.id)}, pool.index
     counted = index.counters
-    yield "kvrouter_index_holders", "gauge", "Pairs of a block and its holder", labels, index.holders()
-    yield "kvrouter_index_bytes", "gauge", "Memory of the index, about", labels, index.size_bytes()
+    yield (
+        "kvrouter_index_holders",
+        "gauge",
+        "Pairs of a block and a target that holds it",
+        labels,
+        index.holders(),
+    )
+    yield "kvrouter_index_bytes", "gauge", "Approximate memory of the index", labels, index.size_bytes()
     yield "kvrouter_index_lookups", "counter", "Prompts looked up", labels, counted.lookups
-    yield "kvrouter_index_stored_blocks", "counter", "Blocks that came", labels, counted.stored_blocks
-    yield "kvrouter_index_removed_blocks", "counter", "Blocks that went", labels, counted.removed_blocks
+    yield "kvrouter_index_stored_blocks", "counter", "Blocks stored", labels, counted.stored_blocks
+    yield "kvrouter_index_removed_blocks", "counter", "Blocks removed", labels, counted.removed_blocks
     refused = counted.refused_blocks
-    yield "kvrouter_index_refused_blocks", "counter", "Blocks beyond the bounds", labels, refused
+    yield (
+        "kvrouter_index_refused_blocks",
+        "counter",
+        "Blocks rejected beyond the index's bounds",
+        labels,
+        refused,
+    )
     for target in index.targets():
         own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
         truncated = index.is_truncated(target)
-        yield "kvrouter_target_truncated", "gauge", "1 if blocks of it were refused", own, truncated
+        yield (
+            "kvrouter_target_truncated",
+            "gauge",
+            "1 if the index rejected blocks of the target",
+            own,
+            truncated,
+        )

@@ -1,7 +1,7 @@
-"""Are the token ids made here those of the engines? Asked at the start, then now and then.
+"""Compares the token ids made here with those of an engine: at the start, then for a sample of prompts.
 
-One other id in the first block, and no request ever finds its prefix: the commonest silent failure of all. So
-for each pool a probe, and then one real prompt in a thousand, is tokenized by an engine as well.
+If one id in the first block differs, no request ever finds its cached prefix, and no error is raised.
+So for each pool a probe, and later one real prompt in a thousand, is also tokenized by an engine.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kvrouter.tokens.remote_tokenizer import EngineTokenizer, EngineTokenizerErr
 
 log = structlog.get_logger()
 
+# One prompt in ONE_IN is compared, and at most one per pool in AT_MOST_EVERY_S: it is work for the engine.
 ONE_IN = 1000
 AT_MOST_EVERY_S = 10.0
-"""Real prompts of one pool that are compared."""
+# Longer prompts are not compared: tokenizing them would take the engine too long.
 MOST_TOKENS = 20_000
-"""A longer prompt is not worth the engine's time."""
 LOOK_EVERY_S = 0.5
+# After a probe that no engine answered.
 PROBE_AGAIN_S = 30.0
-"""After a probe that no engine answered."""
 
 _PROBE_TEXT = "Hello, world! It's  1234 tokens,\n\n\tcaf\u00e9 \u4f60\u597d \U0001f642 <b>x</b> done. "
 _TEXT_PROBE = TextPrompt([_PROBE_TEXT])
@@ -51,7 +51,7 @@ _PROBES: tuple[ChatPrompt | TextPrompt, ...] = (_TEXT_PROBE, _CHAT_PROBE)
 
 @dataclass(slots=True)
 class PoolCheck:
-    """What comparisons have found in one pool; plain, as /workers shows it."""
+    """What comparisons have found in one pool. /workers contains its fields."""
 
     state: str = "unchecked"
     """unchecked, equal, differs, or unanswered."""
@@ -61,7 +61,7 @@ class PoolCheck:
     engine: str = ""
     reason: str = ""
     prompt: str = ""
-    """chat or text: what differs."""
+    """chat or text: the kind of prompt whose ids differ."""
     difference: Difference | None = None
     due_at: float = 0.0
     seen: int = 0
@@ -70,7 +70,6 @@ class PoolCheck:
     """Kinds of prompt whose ids were equal at their last comparison."""
 
     def compared(self) -> TokenComparison:
-        """For the problems in /workers."""
         found = self.difference
         if found is None:
             return TokenComparison(self.equal_prompts)
@@ -78,7 +77,6 @@ class PoolCheck:
         return TokenComparison(self.equal_prompts, f"{named}: {found.remedy}")
 
     def shown(self) -> dict[str, Any]:
-        """For /workers."""
         hidden = {"due_at", "seen", "pending", "equal_prompts"}
         return {
             field.name: getattr(self, field.name)
@@ -88,7 +86,7 @@ class PoolCheck:
 
 
 class TokenChecks:
-    """Compares, pool by pool, in a task of its own (`run`)."""
+    """Compares, one pool after the other, in the task `run`."""
 
     def __init__(self, replica: Replica, encoders: Encoders, engines: EngineTokenizer) -> None:
         self.pools: dict[PoolId, PoolCheck] = {}
@@ -97,7 +95,7 @@ class TokenChecks:
         self._engines = engines
 
     def seen(self, prompt: Prompt, encoded: list[Encoded], naming: Naming) -> None:
-        """A prompt was tokenized here: one in a thousand is kept for comparison."""
+        """Called for every prompt that was tokenized here. Keeps one in a thousand for `run`."""
         check = self.pools.get(naming.pool.id)
         if check is None or isinstance(prompt, TokenPrompt):
             return
@@ -109,7 +107,7 @@ class TokenChecks:
             check.pending = (prompt, list(encoded[0].ids), naming.model)
 
     async def run(self) -> None:
-        """For ever: probe the pools that are new, then what was sampled."""
+        """Probe new pools, and compare the prompts that `seen` kept. Never returns."""
         while True:
             for router in list(self._replica.routers.values()):
                 has_tokenizer = self._encoders.of(router.pool).can_encode_text
@@ -135,14 +133,14 @@ class TokenChecks:
             try:
                 encoded = await encoder.encode(probe)
             except BadRequestError:
-                continue  # a template of its own kind; real prompts will show
+                continue  # this template rejects the probe; real prompts are compared later
             if encoded and not await self._compare(pool, check, probe, encoded[0], None):
                 return
 
     async def _compare(
         self, pool: Pool, check: PoolCheck, prompt: ChatPrompt | TextPrompt, ids: list[int], model: str | None
     ) -> bool:
-        """Whether the engine has the same ids."""
+        """Compare with a random engine of the pool; returns whether its ids are the same."""
         url = engine_url(pool, model)
         try:
             if url is None:
@@ -153,7 +151,7 @@ class TokenChecks:
             check.reason = str(error)
             if check.state == "unchecked":
                 check.state = "unanswered"
-                effect = "whether tokens agree is not known; KV overlap may be zero for ever"
+                effect = "token ids may differ from the engine's; then the overlap is always zero"
                 log.warning("tokens.not_compared", pool=pool.id, reason=check.reason, effect=effect)
             return False
         is_chat = isinstance(prompt, ChatPrompt)
@@ -167,7 +165,7 @@ class TokenChecks:
             check.equal_prompts |= {prompt}
             if check.state != "differs":
                 check.state, check.reason = "equal", ""
-            elif check.prompt == prompt:  # the same kind of prompt is right again
+            elif check.prompt == prompt:  # a text that is equal does not repair a chat that differs
                 check.state, check.prompt, check.difference = "equal", "", None
                 log.info("tokens.equal_again", pool=pool.id)
             return True
@@ -176,37 +174,41 @@ class TokenChecks:
         is_news = check.state != "differs"
         check.state, check.prompt, check.difference = "differs", prompt, found
         if is_news:
-            _tell(pool, check, found)
+            _log_difference(pool, check, found)
         return False
 
     def shown(self) -> dict[str, Any]:
-        """For /workers: by pool."""
         return {str(pool): check.shown() for pool, check in self.pools.items()}
 
     def samples(self) -> Iterator[Sample]:
-        """For /metrics."""
         for pool, check in self.pools.items():
             labels = {"pool": str(pool)}
             differs = check.state == "differs"
-            yield "kvrouter_tokens_differ", "gauge", "1 if an engine has other token ids", labels, differs
+            yield (
+                "kvrouter_tokens_differ",
+                "gauge",
+                "1 if an engine makes other token ids than this replica",
+                labels,
+                differs,
+            )
             for result in ("equal", "different", "unanswered"):
                 own = {**labels, "result": result}
-                text = "Prompts tokenized by an engine, too, by result"
+                text = "Prompts whose token ids were compared with an engine's, by result"
                 yield "kvrouter_token_comparisons", "counter", text, own, getattr(check, result)
 
 
-def _tell(pool: Pool, check: PoolCheck, found: Difference) -> None:
-    """In the log: first where, and what to do."""
-    told = dataclasses.asdict(found)
+def _log_difference(pool: Pool, check: PoolCheck, found: Difference) -> None:
+    fields = dataclasses.asdict(found)
+    # the position and the remedy come first in the line: it is long
     log.warning(
         "tokens.differ",
         prompt=check.prompt,
-        position=told.pop("position"),
-        remedy=told.pop("remedy"),
-        here_text=told.pop("here_text"),
-        engine_text=told.pop("engine_text"),
+        position=fields.pop("position"),
+        remedy=fields.pop("remedy"),
+        here_text=fields.pop("here_text"),
+        engine_text=fields.pop("engine_text"),
         pool=pool.id,
         engine=check.engine,
-        effect="requests will not find their cached prefixes",
-        **told,
+        effect="requests do not find their cached prefixes",
+        **fields,
     )

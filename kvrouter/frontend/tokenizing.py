@@ -1,4 +1,4 @@
-"""The token side of a frontend: opened by its flags, and shown to operators."""
+"""How one frontend turns prompts into hashes: opened by its flags, reported in /workers and /metrics."""
 
 from __future__ import annotations
 
@@ -26,34 +26,32 @@ from kvrouter.tokens.tokenizer import PrefixCache
 
 log = structlog.get_logger()
 
+# Hashes of known prefixes get 1/_HASHES_SHARE of the memory for prefixes, their tokens the rest.
 _HASHES_SHARE = 8
-"""One part in so many of the room for known prefixes is for their hashes; the rest is for their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """How this frontend turns prompts into hashes, and what it found about that."""
+    """`store` and `hashes` are shared by all models."""
 
     way: Way
     encoders: Encoders
     store: PrefixStore
-    """Of all models together, as are the `hashes`."""
     hashes: PrefixHashes
     blocks: PromptBlocks
     checks: TokenChecks | None
 
     async def run(self) -> None:
-        """The comparisons, if there are any."""
+        """Run the comparisons with engines, if they are on."""
         if self.checks is not None:
             await self.checks.run()
 
     def compared(self, pool_id: PoolId) -> TokenComparison:
-        """What is known of the token ids of a pool's engines."""
         check = self.checks.pools.get(pool_id) if self.checks is not None else None
         return check.compared() if check is not None else NOT_COMPARED
 
     def shown(self) -> dict[str, Any]:
-        """For /workers; the model of `--model-path DIR` stands there as `default`."""
+        """For /workers. The model of `--model-path DIR` is named `default`."""
         caches = {name or "default": _shown_cache(cache) for name, cache in self._caches().items()}
         return {
             "tokenizer": self.way if self.way != "local" or caches else "ids only",
@@ -72,8 +70,7 @@ class Tokens:
         }
 
     def samples(self) -> Iterator[Sample]:
-        """For /metrics."""
-        text = "1 if known beginnings are reused"
+        text = "1 if tokens of known prefixes are reused"
         for name, cache in self._caches().items():
             yield "kvrouter_prefix_store_on", "gauge", text, {"model": name or "default"}, cache.is_on
         yield from _store_samples(self.store)
@@ -85,8 +82,7 @@ class Tokens:
                 text = "Prompts tokenized by engines, by result"
                 yield "kvrouter_remote_tokenizations", "counter", text, {"result": result}, count
 
-    def say_what_is_off(self) -> None:
-        """In the log, with the reason."""
+    def log_what_is_off(self) -> None:
         effect = "every prompt is tokenized from its start"
         for name, cache in self._caches().items():
             if not cache.is_on:
@@ -102,7 +98,7 @@ class Tokens:
 async def open_tokens(
     options: TokenOptions, replica: Replica, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Tokens]:
-    """Read the models, if there are any; `tls` says which engines are trusted. Raises ConfigError."""
+    """Read the models, if any are given. `tls`: which engines are trusted. Raises ConfigError."""
     async with contextlib.AsyncExitStack() as stack:
         cache = options.prefix_cache or CacheSettings()
         hashes_bytes = cache.max_bytes // _HASHES_SHARE
@@ -122,11 +118,11 @@ async def open_tokens(
             case "none":
                 log.warning(
                     "tokens.none",
-                    effect="--no-kv-events: text that was sent is assumed to stay for --router-ttl-secs",
+                    effect="no KV events: workers are assumed to hold sent text for --router-ttl-secs",
                 )
                 blocks = TextBlocks(encoders.default)
         tokens = Tokens(options.way, encoders, store, hashes, blocks, checks)
-        tokens.say_what_is_off()
+        tokens.log_what_is_off()
         yield tokens
 
 
@@ -155,22 +151,22 @@ def _shown_cache(cache: PrefixCache) -> dict[str, Any]:
 def _store_samples(store: PrefixStore) -> Iterator[Sample]:
     counters, held = store.counters, len(store)
     yield "kvrouter_prefix_store_blocks", "gauge", "Pieces of text whose tokens are kept", {}, held
-    yield "kvrouter_prefix_store_bytes", "gauge", "Memory they take, about", {}, store.held_bytes
-    yield "kvrouter_prefix_store_evicted", "counter", "Pieces pushed out", {}, counters.evicted_parts
+    yield "kvrouter_prefix_store_bytes", "gauge", "Approximate memory that they take", {}, store.held_bytes
+    yield "kvrouter_prefix_store_evicted", "counter", "Pieces evicted", {}, counters.evicted_parts
     for result, count in (
         ("known", counters.known_characters),
         ("tokenized", counters.tokenized_characters),
         ("skipped", counters.skipped_characters),
     ):
-        text = "Characters of long prompts: found in the cache, tokenized, or left out"
+        text = "Characters of long prompts: found in the cache, tokenized, or skipped"
         yield "kvrouter_prefix_store_characters", "counter", text, {"result": result}, count
 
 
 def _hash_samples(hashes: PrefixHashes) -> Iterator[Sample]:
     counters, held = hashes.counters, len(hashes)
-    yield "kvrouter_prefix_hashes", "gauge", "Beginnings of prompts whose block hashes are kept", {}, held
-    yield "kvrouter_prefix_hashes_bytes", "gauge", "Memory they take, about", {}, hashes.held_bytes
-    yield "kvrouter_prefix_hashes_evicted", "counter", "Beginnings pushed out", {}, counters.evicted
+    yield "kvrouter_prefix_hashes", "gauge", "Prefixes of prompts whose block hashes are kept", {}, held
+    yield "kvrouter_prefix_hashes_bytes", "gauge", "Approximate memory that they take", {}, hashes.held_bytes
+    yield "kvrouter_prefix_hashes_evicted", "counter", "Prefixes evicted", {}, counters.evicted
     for result, count in (("known", counters.known_blocks), ("hashed", counters.hashed_blocks)):
         text = "Blocks of prompts: their hashes found, or computed"
         yield "kvrouter_prefix_hashes_blocks", "counter", text, {"result": result}, count

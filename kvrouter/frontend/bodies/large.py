@@ -1,14 +1,14 @@
-"""Large bodies: what is in them is counted, and token ids are read, in slices, other requests between.
+"""Large bodies: values are counted and token ids read in slices, so that other requests run in between.
 
     body ──a slice at a time──> runs of ids, and the rest: the body with MARK in place of each run
     rest ──parsed──> the prompt is one run ──longer than any context──> 400
                          │                └────────────────────────────> its ids, a slice at a time
-                         ├─ many prompts, or of unknown use ──> not read: the request goes by load
-                         └─ a text, a chat ──> the runs stand in it: parsed as a whole
+                         ├─ many prompts, or of unknown use ──> not read: the request is placed by load
+                         └─ a text, a chat ──> the body is parsed as a whole, runs included
 
-JSON is decoded in one step that nothing can interrupt, 70 ns for each id: 6 M ids held the loop for 0.4 s,
-and 20 M empty lists in a chat for seconds, with a gigabyte of memory. So values are counted before. The
-engine gets the client's own bytes, and judges what is not looked at here.
+msgspec decodes JSON in one call that nothing can interrupt, 70 ns for each id: 6 M ids blocked the event loop
+for 0.4 s, and 20 M empty lists in a chat for seconds, with a gigabyte of memory. So values are counted first.
+The engine gets the client's own bytes, and checks what is not read here.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from kvrouter.frontend.bodies.edits import Edit, apply
 from kvrouter.frontend.bodies.openai import CompletionRequest
 from kvrouter.tokens.prompt import TokenPrompt
 
+# Bodies up to this size are parsed in one step: 131,072 ids of one digit, the worst case, take 9 ms.
 LARGE_BYTES = 256 * 1024
-"""Bodies of no more are parsed in one step."""
 SLICE_BYTES = 64 * 1024
+# Ids in several lists that are parsed in one step. Also the longest prompt if no worker's context is known.
 MOST_UNREAD_TOKENS = 131_072
-"""Ids that are parsed in one step where they are in several lists; and of a prompt if no context is known."""
+# The largest token id; no model has it. A client that sends it is served, at worst placed by load.
 MARK = 2**32 - 1
-"""The largest token id; no model has it. A client that sends it is served, by load at worst."""
-
+# JSON values in a large body, without lists of ids. Decoding them takes 50 ms. A message has about 8.
 MOST_VALUES = 200_000
-"""JSON values in a large body, lists of ids aside: decoding them takes 50 ms. A message has about 8."""
+# Larger than SLICE_BYTES: the inside of a string is skipped much faster than other JSON.
 STRING_SLICE_BYTES = 1024 * 1024
-"""Of the inside of a string, which is passed over much faster than other JSON."""
 
 _LEAST_CHARACTERS = 200
+# Finding the end of a string costs as much as skipping this many bytes.
 _VALUE_COST_BYTES = 64
-"""Finding a string's end costs as much as passing over so many bytes."""
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _START = re.compile(rb"\[\s*+\d[\d\s,]{%d}" % _LEAST_CHARACTERS)
 _IDS = re.compile(rb"[\d\s,]*+")
@@ -49,12 +48,12 @@ _MARKED = b"[%d]" % MARK
 _decode_ids = msgspec.json.Decoder(list[TokenId]).decode
 
 Run: TypeAlias = tuple[int, int]
-"""Where a long list of ids begins and ends, its brackets left out."""
+"""Start and end of a long list of ids, without its brackets."""
 Parse: TypeAlias = Callable[[bytes], CompletionRequest]
 
 
 class LargeBody:
-    """A body with its long lists of ids; a small one has none."""
+    """A body, with the places of its long lists of ids."""
 
     def __init__(self, body: bytes, runs: Sequence[Run] = ()) -> None:
         self.body = body
@@ -63,21 +62,22 @@ class LargeBody:
 
     @classmethod
     async def read(cls, body: bytes) -> LargeBody:
-        """Look for lists of ids. Raises BadRequestError if there are far too many other values."""
+        """Find the lists of ids. Raises BadRequestError if there are more than MOST_VALUES other values."""
         large = cls(body, await _runs(body))
         await _count_values(large.rest)
         return large
 
     async def with_ids(
-        self, asked: CompletionRequest, parse: Parse, longest_context: int
+        self, request: CompletionRequest, parse: Parse, longest_context: int
     ) -> CompletionRequest:
-        """The request that `rest` was parsed as, with the ids that it stands for. Raises BadRequestError.
+        """The request, with the ids in place of MARK. `request` was parsed from `rest`.
 
-        `longest_context`: of any worker of the model, in tokens; 0: not known.
+        `longest_context`: tokens of the longest context of the model's workers; 0 if not known.
+        Raises BadRequestError.
         """
-        prompt = asked.prompt
+        prompt = request.prompt
         if prompt is None:
-            return asked
+            return request
         if not isinstance(prompt, TokenPrompt):
             return await self._parsed(parse)
         counts = [self.body.count(b",", *run) + 1 for run in self.runs]
@@ -86,27 +86,27 @@ class LargeBody:
             return await self._parsed(parse)
         if is_one and counts[0] <= (longest_context or MOST_UNREAD_TOKENS):
             ids = await _ids(self.body, self.runs[0])
-            return msgspec.structs.replace(asked, prompt=TokenPrompt([ids], prompt.kept_tokens))
+            return msgspec.structs.replace(request, prompt=TokenPrompt([ids], prompt.kept_tokens))
         if is_one and longest_context and b'"truncate_prompt_tokens"' not in self.rest:
             raise BadRequestError(
                 f"the prompt has {counts[0]} token ids; the longest context of a worker of this model is "
                 f"{longest_context} tokens",
                 param="prompt",
             )
-        return msgspec.structs.replace(asked, prompt=None)
+        return msgspec.structs.replace(request, prompt=None)
 
     async def _parsed(self, parse: Parse) -> CompletionRequest:
         await _count_values(self.body)
         return parse(self.body)
 
     def edited(self, edits: Sequence[Edit]) -> bytes:
-        """The body after edits of what is not a long list of ids."""
+        """The body after edits. They get `rest`, so they are fast."""
         if not edits:
             return self.body
         edited = apply(edits, self.rest)
         pieces = edited.split(_MARKED) if self.runs else [edited]
         if len(pieces) != len(self.runs) + 1:
-            return apply(edits, self.body)  # the client itself has sent a MARK
+            return apply(edits, self.body)  # the client sent a MARK itself
         parts = [pieces[0]]
         for (start, end), piece in zip(self.runs, pieces[1:], strict=True):
             parts += [b"[", self.body[start:end], b"]", piece]
@@ -125,7 +125,7 @@ async def _runs(body: bytes) -> list[Run]:
     at, left = 0, SLICE_BYTES
     while at < len(body):
         begin, stop = at, at + SLICE_BYTES
-        start = _START.search(body, at, stop + 2 * _LEAST_CHARACTERS)  # one may begin at the slice's end
+        start = _START.search(body, at, stop + 2 * _LEAST_CHARACTERS)  # a run may begin at the slice's end
         if start is None:
             at = stop
         else:
@@ -133,7 +133,7 @@ async def _runs(body: bytes) -> list[Run]:
             while (end := _end_of_ids(body, at)) == at + SLICE_BYTES:
                 at = end
                 await asyncio.sleep(0)
-            if body[end : end + 1] == b"]":  # else other values stand in the list, too
+            if body[end : end + 1] == b"]":  # else the list contains other values, too
                 runs.append((start.start() + 1, end))
             at = end
         left -= at - begin + _VALUE_COST_BYTES
@@ -149,7 +149,7 @@ def _end_of_ids(body: bytes, at: int) -> int:
 
 
 async def _count_values(body: bytes) -> None:
-    """Pass over JSON, well-formed or not. Raises BadRequestError if it has more than MOST_VALUES."""
+    """Count the values of JSON, well-formed or not. Raises BadRequestError above MOST_VALUES."""
     values = at = 0
     left = SLICE_BYTES
     while at < len(body):
@@ -167,18 +167,18 @@ async def _count_values(body: bytes) -> None:
 
 
 async def _end_of_string(body: bytes, at: int) -> int:
-    """Behind the quote that closes it; the end of the body if none does."""
+    """The place after the closing quote, or after the body's end if there is no closing quote."""
     while True:
         found = _IN_STRING.match(body, at, at + STRING_SLICE_BYTES)
         end = found.end() if found is not None else at
-        if end < at + STRING_SLICE_BYTES - 1 or end >= len(body):  # a backslash may be the slice's last byte
+        if end < at + STRING_SLICE_BYTES - 1 or end >= len(body):  # the slice may end in a backslash
             return end + 1
         at = end
         await asyncio.sleep(0)
 
 
 async def _ids(body: bytes, run: Run) -> list[int]:
-    """The ids of a run. Raises BadRequestError."""
+    """Decode the ids of a run. Raises BadRequestError."""
     ids: list[int] = []
     at, end = run
     while at < end:

@@ -1,4 +1,4 @@
-"""/v1/models over the whole fleet: every name once, as the pool lists it that serves it."""
+"""/v1/models for the whole fleet: each name once, as listed by the pool that serves it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrouter.core.wire.heartbeats import Card
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
-    """One line of /v1/models: a base model, or a LoRA adapter with its base model as `parent`."""
+    """One entry of /v1/models: a base model, or a LoRA adapter with its base model as `parent`."""
 
     id: str
     created_s: int
@@ -23,14 +23,14 @@ class ModelEntry(msgspec.Struct, frozen=True):
 
 
 def model_entries(pools: Iterable[Pool]) -> list[ModelEntry]:
-    """Base models first, each followed by its adapters; the same list at every replica."""
+    """Pools by id; in each the base models, then the adapters. All replicas list the same."""
     known = sorted(pools, key=lambda pool: pool.id)
     listed = [(pool, entry) for pool in known for entry in _of_pool(pool)]
     return [entry for pool, entry in listed if pool_serving(entry.id, known) is pool]
 
 
 def _of_pool(pool: Pool) -> list[ModelEntry]:
-    """Of a name that several workers serve, the worker that started first tells the facts."""
+    """If several workers serve a name, the entry comes from the worker that started first."""
     cards = [worker.card for worker in pool.workers.values()]
     cards.sort(key=lambda card: (card.started_at_us, card.worker_id))
     found = [entry for card in cards for entry in _bases(card)]

@@ -1,7 +1,7 @@
-"""The OpenAI dialect: what clients send, and the errors and lists that we answer ourselves.
+"""OpenAI's request and error bodies.
 
-A body is parsed once, for what routing needs to know. Nothing is built from it: the client's own bytes go to
-the worker, and the engine judges all that is not said here (sampling parameters, limits, ...).
+A request body is parsed once, for the fields that routing needs. The client's own bytes go to the worker, and
+the engine checks all other fields (sampling parameters, limits, …).
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _Body = TypeVar("_Body")
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
-    """A chat or completion request, as far as the router must understand it."""
+    """The fields of a chat or completion request that routing needs."""
 
     model: str | None
-    """None if the client names none: engines accept that, and so do we where there is only one model."""
+    """None if the client names no model: kvrouter accepts it, as engines do, if it serves one model only."""
     stream: bool
     prompt: Prompt | None
-    """None if only the engine can know it (prompt embeddings, a template sent with the request)."""
+    """None if only the engine knows it (prompt embeddings, a template sent with the request)."""
     cache_salt: str | None
     session_id: str | None
     n: int
-    """Number of answers asked for."""
+    """Number of choices to generate."""
     kvrouter: dict[str, Any] | None = None
-    """What it says to the router (overrides.py); the engine never sees it."""
+    """Overrides for the router (overrides.py). They are removed before the engine gets the body."""
     reads_cache: bool = True
-    """False where vLLM computes the whole prompt, cached or not: it is asked for the prompt's logprobs."""
+    """False for requests for the prompt's logprobs: vLLM then computes the whole prompt, cached or not."""
     is_beam_search: bool = False
-    """vLLM searches by many short requests of its own, and says nothing of what they had cached."""
+    """vLLM runs a beam search as many short requests, and does not report their cached tokens."""
     priority: int = 0
-    """As vLLM has it: lower goes first."""
+    """As in vLLM, lower values go first."""
     engine_arguments: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    """vLLM's `vllm_xargs`, as they stand in the body."""
+    """The raw JSON of vLLM's `vllm_xargs`."""
 
 
 class _Common(msgspec.Struct):
-    """The fields that both kinds of body have; null stands for absent everywhere, as in the engine."""
+    """The fields of both kinds of body. As in the engine, null means absent."""
 
     model: str | None = None
     stream: bool | None = None
@@ -88,7 +88,7 @@ _COMPLETION = msgspec.json.Decoder(_CompletionBody)
 
 
 def parse_chat(body: bytes) -> CompletionRequest:
-    """A /v1/chat/completions body. Raises BadRequestError, whatever the bytes are."""
+    """Parse a /v1/chat/completions body. Any bytes that are not one raise BadRequestError."""
     chat = _decode(_CHAT, body)
     if not chat.messages:
         raise BadRequestError("`messages` must be a list with at least one message", param="messages")
@@ -96,7 +96,7 @@ def parse_chat(body: bytes) -> CompletionRequest:
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """A /v1/completions body. Raises BadRequestError, whatever the bytes are."""
+    """Parse a /v1/completions body. Any bytes that are not one raise BadRequestError."""
     completion = _decode(_COMPLETION, body)
     if not completion.prompt and completion.prompt_embeds is not msgspec.UNSET:
         return _request(completion, None)
@@ -120,7 +120,7 @@ def error_answer(error: KvRouterError, request_id: str) -> Answer:
 
 
 def error_event(error: KvRouterError) -> bytes:
-    """The same as a server-sent event, for a stream whose status has gone out already."""
+    """The same as a server-sent event, for a stream whose status was sent already."""
     return b"data: " + error_body(error) + b"\n\n"
 
 
@@ -212,7 +212,7 @@ def _completion_prompt(body: _CompletionBody) -> TextPrompt | TokenPrompt:
 
 def _is_token_ids(prompt: list[Any]) -> TypeGuard[list[int]]:
     try:
-        array("I", prompt)  # looks at 9,000 elements in 50 µs; a test of their types takes 150
+        array("I", prompt)  # checks 9,000 elements in 50 µs; testing their types takes 150 µs
     except TypeError:
         return False
     return True
@@ -227,7 +227,7 @@ def _is_list_of_strings(prompt: list[Any]) -> TypeGuard[list[str]]:
 
 
 def _kept_tokens(body: _Common) -> slice | None:
-    """What `truncate_prompt_tokens` leaves: the end of the prompt, unless the client says otherwise."""
+    """The part that `truncate_prompt_tokens` keeps: the end, unless `truncation_side` is right."""
     count = body.truncate_prompt_tokens
     if count is None or count < 1:
         return None  # -1 is the model's own limit, which only its engine knows
