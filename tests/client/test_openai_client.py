@@ -112,8 +112,8 @@ async def test_stream(fleet_of: FleetOf, nats_url: str) -> None:
         (says_and_resets(SSE_HEAD + chunk(event("a"))), WorkerDiedError, 502, "w0"),
         (says(SSE_HEAD + chunk(event("a")) + b"0\r\n\r\n"), WorkerDiedError, 502, "without .DONE."),
         (says(answer(b"{")), WorkerDiedError, 502, "w0"),
-        (says_and_stalls(), WorkerSilentError, 504, "w0 said nothing"),
-        (says_and_stalls(SSE_HEAD + chunk(event("a"))), WorkerSilentError, 504, "w0 said nothing"),
+        (says_and_stalls(), WorkerSilentError, 504, "w0 sent nothing"),
+        (says_and_stalls(SSE_HEAD + chunk(event("a"))), WorkerSilentError, 504, "w0 sent nothing"),
     ],
 )
 async def test_failures(
