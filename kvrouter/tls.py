@@ -1,4 +1,4 @@
-"""TLS, 1.2 at least and for HTTP/1.1 only: what a door shows, and whom a caller of workers trusts."""
+"""TLS for listeners and for calls to workers: version 1.2 or later, HTTP/1.1 only."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from pathlib import Path
 from kvrouter.errors import ConfigError
 
 _HTTP = ["http/1.1"]
+# OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_EMAIL_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH.
 _OTHER_NAME = {62, 63, 64}
-"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and its siblings for e-mail and IP addresses."""
-_EXPIRED = 10
+_EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """PEM files: a certificate, with those that lead to its authority, and its key."""
+    """PEM files: a certificate with its chain, and its key. `flags` begins the flags that name them."""
 
     cert: Path
     key: Path
     flags: str = "--tls"
-    """What the flags that name the two begin with."""
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Show this certificate. Raises ConfigError."""
+        """Use this certificate in `context`. Raises ConfigError."""
         _check(f"{self.flags}-cert", self.cert, b"CERTIFICATE-----", "certificate")
         _check(f"{self.flags}-key", self.key, b"PRIVATE KEY-----", "private key")
         try:
@@ -40,15 +39,15 @@ class CertificateFiles:
             ) from None
 
     def _refuse_password(self) -> str:
-        """OpenSSL would ask for it on the terminal."""
+        """Raise ConfigError: without a password callback OpenSSL would ask on the terminal."""
         raise ConfigError(
-            f"{self.flags}-key {self.key}: protected by a password; give a key without one, that only this "
-            f"user can read: openssl pkey -in {self.key} -out NEW"
+            f"{self.flags}-key {self.key}: protected by a password; use one without, that only this user can "
+            f"read: openssl pkey -in {self.key} -out NEW"
         )
 
 
 def server_context(files: CertificateFiles) -> ssl.SSLContext:
-    """For doors that show this certificate. Raises ConfigError."""
+    """A context for listeners with this certificate. Raises ConfigError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
@@ -59,9 +58,9 @@ def server_context(files: CertificateFiles) -> ssl.SSLContext:
 
 @lru_cache(maxsize=64)
 def trusting(ca: Path | None, flag: str = "--worker-tls-ca") -> ssl.SSLContext:
-    """For calls to whom the system's authorities, or those in `ca`, vouch for. Raises ConfigError.
+    """A context for calls to servers that the system's authorities, or those in `ca`, have signed.
 
-    Shared by all callers: reading the system's authorities takes 50 ms.
+    Raises ConfigError. All callers share it: reading the system's authorities takes 50 ms.
     """
     context = ssl.create_default_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -76,7 +75,7 @@ def trusting(ca: Path | None, flag: str = "--worker-tls-ca") -> ssl.SSLContext:
 
 
 def tls_trouble(error: BaseException | None) -> str:
-    """What went wrong in a call to a worker, and what to do; empty if it has nothing to do with TLS."""
+    """What went wrong with TLS in a call to a worker, and what to do; empty for other errors."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message.rstrip('.')}; {_remedy(error)}"
     if isinstance(error, ssl.SSLError):
@@ -93,10 +92,10 @@ def _remedy(error: ssl.SSLCertVerificationError) -> str:
 
 
 def _check(flag: str, path: Path, mark: bytes, what: str) -> None:
-    """OpenSSL's own errors name no file."""
+    """Check that the file has a PEM part of this kind. Raises ConfigError: OpenSSL's errors name no file."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     if mark not in content:
-        raise ConfigError(f"{flag} {path}: there is no {what} in PEM form in it")
+        raise ConfigError(f"{flag} {path}: the file has no {what} in PEM form")

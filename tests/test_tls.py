@@ -55,7 +55,7 @@ def missing(_authority: Authority, files: CertificateFiles) -> CertificateFiles:
 UNUSABLE = [
     (encrypted, r"--tls-key .*door\.key: protected by a password; .* openssl pkey"),
     (other_key, r"--tls-key .*other\.key: not the key of the certificate in .*door\.pem"),
-    (no_certificate, r"--tls-cert .*door\.key: there is no certificate in PEM form"),
+    (no_certificate, r"--tls-cert .*door\.key: the file has no certificate in PEM form"),
     (broken, r"--tls-cert .*door\.pem with --tls-key"),
     (missing, r"--tls-key /nowhere/key\.pem: No such file"),
 ]

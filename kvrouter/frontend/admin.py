@@ -25,7 +25,7 @@ from kvrouter.core.wire.senders import Feed, KvSource, SyncSource, name
 from kvrouter.errors import UnknownModelError
 from kvrouter.frontend.aiohttp_requests import json_response
 from kvrouter.frontend.bodies.models import ModelEntry, model_body, model_entries, models_body
-from kvrouter.frontend.sockets import Doors
+from kvrouter.frontend.sockets import Listeners
 from kvrouter.frontend.state_metrics import samples
 from kvrouter.replica.loop import ReplicaLoop
 from kvrouter.telemetry.exposition import Registry, exposition
@@ -52,7 +52,7 @@ class Admin:
         *,
         tokens: Callable[[], dict[str, Any]],
         queue: Callable[[PoolId], dict[str, Any]],
-        doors: Doors,
+        listeners: Listeners,
         ready_timeout_s: float,
     ) -> None:
         self.is_draining = False
@@ -63,7 +63,7 @@ class Admin:
         self._registry = registry
         self._tokens = tokens
         self._queue = queue
-        self._doors = doors
+        self._listeners = listeners
         self._ready_timeout_s = ready_timeout_s
         self._gave_up_waiting = False
         self._started_at = asyncio.get_running_loop().time()
@@ -129,8 +129,8 @@ class Admin:
 
     async def clients_metrics(self, request: web.Request) -> web.Response:
         """Metrics on the clients' port. On a shared port the next scrape might reach another process."""
-        if self._doors.is_shared:
-            return web.Response(status=421, text=NOT_HERE.format(url=self._doors.admin_url))
+        if self._listeners.is_shared:
+            return web.Response(status=421, text=NOT_HERE.format(url=self._listeners.admin_url))
         return await self.metrics(request)
 
     async def metrics(self, request: web.Request) -> web.Response:

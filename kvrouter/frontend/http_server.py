@@ -3,7 +3,8 @@
 connection ──plain request──> Completions.serve
 └──anything else──> aiohttp: the same routes, and all others
 
-Both listeners have all routes; the gate of each (operators.py) says who may ask what is for operators.
+Both ports, the clients' and the admin listener, have all routes. The gate of each port (operators.py) decides
+who may use the routes that are for operators.
 """
 
 from __future__ import annotations
@@ -28,31 +29,35 @@ from kvrouter.frontend.aiohttp_requests import ARRIVING, HttpRoute, openai_error
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.frontend.operators import Gate, gate_of, open_gate
-from kvrouter.frontend.sockets import BACKLOG, Doors
+from kvrouter.frontend.sockets import BACKLOG, Listeners
 from kvrouter.relay.connection import Connections
 from kvrouter.relay.request import ArrivingBytes
 from kvrouter.relay.transport import is_unsent
 
 log = structlog.get_logger()
 
+# Idle client connections stay open this long. Load balancers close theirs after 60 s (HAProxy, nginx): the
+# side that sends requests must close first, or a request may meet a closing connection.
 KEEP_ALIVE_S = 75.0
-"""Idle client connections; longer than what load balancers keep theirs (HAProxy, nginx: 60 s)."""
 
+# A client that does not finish its TLS handshake is disconnected after this long.
 HANDSHAKE_S = 10.0
-"""A client that does not finish its TLS handshake is not waited for."""
 
+# How often a process that waits until it is ready checks whether it is. Sometimes only the clock makes it
+# ready (--ready-timeout), and no event marks that.
 READY_LOOK_S = 0.05
-"""How often a process that waits until it is ready looks whether it is."""
 
+# How often a draining replica checks whether clients have read their answers: transports report only when
+# their buffers fall below the low-water mark, not when they are empty.
 UNREAD_LOOK_S = 0.02
-"""How often it is seen whether the last answers have been read, when a replica ends."""
 
+# Time that requests still running after the drain get to finish: once here, and twice in aiohttp (3.14),
+# where 0 means no limit.
 CUT_OFF_S = 0.1
-"""What requests that outlived the draining get to end in: once from us, twice from aiohttp (0: for ever)."""
 
 
 class Site:
-    """What a replica answers. `for_operators` are the routes that only they may ask."""
+    """The routes of a replica. `for_operators` are the routes behind the gate."""
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class Site:
         self.arriving = ArrivingBytes(options.max_body_bytes)
 
     def application(self, gate: Gate, metrics: HttpRoute) -> web.Application:
-        """All routes behind a gate."""
+        """All routes of a port, behind its gate."""
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[openai_errors])
         app[ARRIVING] = self.arriving
         completions, admin = self.completions, self.admin
@@ -78,7 +83,7 @@ class Site:
                     web.post(path, route(serve), expect_handler=invite_body)
                     for path, serve in completions.routes(gate).items()
                 ),
-                *(  # without HEAD: a worker's answer would have a length and no body, and be waited for
+                *(  # without HEAD: a worker's answer to it has a length and no body, and would never end
                     web.get(path, route(partial(completions.serve, None, gate)), allow_head=False)
                     for path in passthrough.GET_ROUTES
                 ),
@@ -95,7 +100,6 @@ class Site:
 
 
 def _behind(gate: Gate, definition: web.RouteDef) -> web.RouteDef:
-    """The same route, behind the gate."""
 
     async def serve(http: web.Request) -> web.StreamResponse:
         gate(f"{http.method} {http.path}", http.headers)
@@ -104,8 +108,8 @@ def _behind(gate: Gate, definition: web.RouteDef) -> web.RouteDef:
     return web.route(definition.method, definition.path, serve, **definition.kwargs)
 
 
-class _Listener:
-    """The connections of one port: plain ones, and those handed over to aiohttp."""
+class _Port:
+    """The connections of one port: plain ones, and the ones handed over to aiohttp."""
 
     def __init__(self, site: Site, gate: Gate, metrics: HttpRoute, options: FrontendOptions) -> None:
         self._runner = web.AppRunner(
@@ -131,7 +135,7 @@ class _Listener:
     async def listen(
         self, sock: socket.socket, tls: ssl.SSLContext | None, *, start_serving: bool
     ) -> asyncio.Server:
-        """A server whose clients are ours."""
+        """Accept connections on the socket."""
         return await self._loop.create_server(
             self._connections.new,
             sock=sock,
@@ -139,7 +143,9 @@ class _Listener:
             start_serving=start_serving,
             ssl=tls,
             ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-            ssl_shutdown_timeout=KEEP_ALIVE_S if tls else None,  # also what a client gets to read the rest
+            ssl_shutdown_timeout=KEEP_ALIVE_S
+            if tls
+            else None,  # the client reads the rest of an answer meanwhile
         )
 
     @property
@@ -153,25 +159,25 @@ class _Listener:
         return ClientConnection(
             self._runner.server,
             loop=self._loop,
-            access_log=None,  # AppRunner's own way to have none
+            access_log=None,  # as AppRunner does it without an access log
             keepalive_timeout=KEEP_ALIVE_S,
         )
 
 
 @contextlib.asynccontextmanager
 async def http_server(
-    site: Site, doors: Doors, *, hurried: asyncio.Event | None, options: FrontendOptions
+    site: Site, listeners: Listeners, *, hurried: asyncio.Event | None, options: FrontendOptions
 ) -> AsyncIterator[None]:
-    """Serve at the doors; on the way out stop accepting, let what runs finish, cut off the rest."""
+    """Serve on the listeners. On exit stop accepting, let running requests finish, cut off the rest."""
     logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
     gate, admin = gate_of(options.process.admin_key), site.admin
-    tls = doors.certificate.context if doors.certificate is not None else None
+    tls = listeners.certificate.context if listeners.certificate is not None else None
     async with (
-        _Listener(site, open_gate, admin.metrics, options) as operators,
-        _Listener(site, gate, admin.clients_metrics, options) as clients,
+        _Port(site, open_gate, admin.metrics, options) as operators,
+        _Port(site, gate, admin.clients_metrics, options) as clients,
     ):
-        own = await operators.listen(doors.admin, tls, start_serving=True)
-        server = await clients.listen(doors.main, tls, start_serving=False)
+        admin_server = await operators.listen(listeners.admin, tls, start_serving=True)
+        server = await clients.listen(listeners.main, tls, start_serving=False)
         opening = asyncio.create_task(_open(server, admin, waits=options.process.waits_until_ready))
         try:
             if not options.process.waits_until_ready:
@@ -179,7 +185,7 @@ async def http_server(
             yield
             opening.cancel()
             server.close()
-            await asyncio.sleep(0)  # connections accepted just now begin
+            await asyncio.sleep(0)  # lets connections that were accepted just now begin
             await _drain(
                 site.completions,
                 lambda: operators.unread + clients.unread,
@@ -188,19 +194,19 @@ async def http_server(
             )
         finally:
             opening.cancel()
-            server.close()  # also after an error inside
-            own.close()
+            server.close()  # again, if an error inside skipped the first call
+            admin_server.close()
 
 
 async def _open(server: asyncio.Server, admin: Admin, *, waits: bool) -> None:
-    """Accept, where other processes do so meanwhile, only when ready."""
-    while waits and not admin.is_ready():  # noqa: ASYNC110  # it becomes so by the clock, too
+    """Accept connections; if other processes share the port, only once this one is ready."""
+    while waits and not admin.is_ready():  # noqa: ASYNC110  # the clock alone may make it ready
         await asyncio.sleep(READY_LOOK_S)
     await server.start_serving()
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Whether aiohttp logs more than that a client speaks no proper HTTP (it is told so: 400)."""
+    """Whether aiohttp logs more than a client's invalid HTTP, which is answered with 400 and not logged."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
@@ -208,7 +214,7 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
 async def _drain(
     completions: Completions, unread: Callable[[], int], hurried: asyncio.Event | None, *, timeout_s: float
 ) -> None:
-    """Let what runs finish until a second signal or the time's end; then cut off the rest.
+    """Let running requests finish until `hurried` is set or `timeout_s` has passed; then cut off the rest.
 
     `unread` counts the connections whose clients have not read all of their answers.
     """
@@ -216,9 +222,9 @@ async def _drain(
     hurry = hurried.wait() if hurried is not None else None
     await wait_for_any(_drained(idle, unread), hurry, timeout_s=timeout_s)
     if not idle.is_set():
-        told = hurried is not None and hurried.is_set()
-        why = "a second signal" if told else f"--drain-timeout {timeout_s:g} has passed"
-        log.warning("frontend.cut_off", why=why)
+        is_hurried = hurried is not None and hurried.is_set()
+        reason = "a second signal" if is_hurried else f"--drain-timeout {timeout_s:g} has passed"
+        log.warning("frontend.cut_off", reason=reason)
         completions.cut_off()
         await wait_for_any(idle.wait(), timeout_s=CUT_OFF_S)
     if left := unread():
@@ -226,15 +232,15 @@ async def _drain(
 
 
 async def _drained(idle: asyncio.Event, unread: Callable[[], int]) -> None:
-    """Return when every request is over and every client has read its answer."""
+    """Return when every request has ended and every client has read its answer."""
     await idle.wait()
-    while unread():  # noqa: ASYNC110  # transports tell of their high-water mark only
+    while unread():  # noqa: ASYNC110  # see UNREAD_LOOK_S
         await asyncio.sleep(UNREAD_LOOK_S)
 
 
-async def wait_for_any(*things: Coroutine[Any, Any, object] | None, timeout_s: float) -> None:
-    """Wait until one of the things has come about, or the time has passed."""
-    waiting = [asyncio.create_task(thing) for thing in things if thing is not None]
+async def wait_for_any(*coroutines: Coroutine[Any, Any, object] | None, timeout_s: float) -> None:
+    """Wait until one of the coroutines has returned, or the time has passed; cancel the rest."""
+    waiting = [asyncio.create_task(each) for each in coroutines if each is not None]
     try:
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -1,19 +1,19 @@
-"""Moves requests away from engines that hang, as long as their clients have not seen a byte.
+"""Moves requests away from engines that hang, while their clients have not received a byte.
 
 Once a second, for each worker that requests wait for:
 
-    its agent says `down` ────────────────────────> streamed requests move
-    the agent says `down`, is silent past its lease
-    or has left, and a GET of the engine's /health,
-    sent from here, gets no answer ───────────────> all requests move
+    its agent reports `down` ─────────────────────> streamed requests move
+    the agent reports `down`, is silent past its
+    lease or has left, and the engine does not
+    answer a GET of /health from here ────────────> all requests move
 
-An agent that dies beside a healthy engine moves nothing. The answer to a request that is not streamed
-begins when it is whole, so what an agent says is not enough for it. A request moves as long as `--retries`
-allows, and only if another worker could take it now. In a second one of ten requests in flight moves, and at
-least one: an engine that hangs must not become a burst of prefills on the others.
+If only the agent dies, no request moves. The answer to a request that is not streamed begins when it is
+complete, so a late first byte proves nothing, and the agent's report alone does not move it. A request moves
+as long as `--retries` allows, and only if another worker could accept it now. In a second one of ten requests
+in flight moves, and at least one: an engine that hangs must not become a burst of prefills on the others.
 
-A pool's last worker stays although its agent is silent, as long as its engine answers: it is probed as well,
-and goes after three probes without an answer.
+A pool's last worker is kept when its agent falls silent, while its engine answers. It is probed as well, and
+removed after three probes without an answer.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from kvrouter.tls import trusting
 log = structlog.get_logger()
 
 LOOK_EVERY_S = 1.0
+# One of this many requests in flight moves in a second.
 MOVED_SHARE = 10
-"""One of so many requests in flight moves in a second."""
+# As long as connecting to a worker may take (upstream.CONNECT_TIMEOUT_S).
 PROBE_TIMEOUT_S = 5.0
-"""As long as connecting to a worker may take."""
+# Probes at one time. Other engines wait for their turn.
 MOST_PROBES = 32
-"""At once; other engines wait for their turn."""
+# An agent, too, reports its engine `down` after three failures.
 MISSES_UNTIL_GONE = 3
-"""As an agent that calls its engine down."""
+# In a second at most this many searches for another worker may find none; the other requests wait for their
+# turn. With a thousand full targets a search costs 0.7 ms.
 MOST_MISSES = 50
-"""So many requests a second are asked in vain whether another worker could take them; others wait for their
-turn. Where a thousand targets are full, each costs 0.7 ms."""
 
 
 class Running(Struct):
@@ -59,16 +59,16 @@ class Running(Struct):
 
     work: Work
     placement: Placement
+    # The targets that it must not move to; None: no retry is left, so it stays.
     excluded: frozenset[Target] | None
-    """Where it may not go if it moves; None: it stays, as no retry is left."""
 
 
+# Whether the engine at a URL answers.
 Probe: TypeAlias = Callable[[str], Awaitable[bool]]
-"""Whether the engine at a URL answers."""
 
 
 class HungEngines:
-    """Looks after the attempts in `running`, which others fill and empty."""
+    """Watches the attempts in `running`, which Completions fills and empties."""
 
     def __init__(
         self,
@@ -77,20 +77,20 @@ class HungEngines:
         probe: Probe,
         now: Callable[[], float],
     ) -> None:
-        """`silent_workers`: kept although their leases have ended. `now`: the clock of decisions."""
+        """`silent_workers` are kept although their leases have ended. `now` is the clock of decisions."""
         self._running = running
         self._silent_workers = silent_workers
         self._probe = probe
         self._now = now
+        # By URL, of suspected engines only: the running probe, or the last one. The oldest come first.
         self._probes: dict[str, asyncio.Future[bool]] = {}
-        """By URL, of engines in doubt only: the probe under way, or the last one. The oldest come first."""
+        # By URL: how many probes in a row got no answer. An answer removes the entry.
         self._misses: dict[str, int] = {}
-        """How many probes in a row an engine has not answered, by URL; not those that answered the last."""
+        # Attempts for which no other worker was found. They wait until all others have been tried.
         self._missed: set[Attempt] = set()
-        """Those for which no other worker was found, until all others have been looked at."""
 
     async def run(self) -> None:
-        """Look once a second, for ever."""
+        """Look once a second until cancelled."""
         try:
             while True:
                 await asyncio.sleep(LOOK_EVERY_S)
@@ -99,12 +99,12 @@ class HungEngines:
             self._keep_probing(set())
 
     async def look(self) -> int:
-        """Probe the engines in doubt, and move what waits for those that hang; returns how many moved."""
+        """Probe suspected engines and move the requests that wait for hung ones; returns how many moved."""
         doubts = {attempt: doubt for attempt, one in self._running.items() if (doubt := _doubt(attempt, one))}
         silent = self._silent_workers()
         urls = {self._running[attempt].placement.url for attempt in doubts}
         self._keep_probing(urls.union(worker.card.url for _, worker in silent))
-        self._let_go(silent)
+        self._remove_unreachable(silent)
         moved, most = 0, max(1, len(self._running) // MOVED_SHARE)
         misses = 0
         for attempt, reason in self._in_turn(dict(self._hanging(doubts))):
@@ -112,7 +112,7 @@ class HungEngines:
             if moved == most or misses == MOST_MISSES:
                 break
             if one is None or attempt.is_committed:
-                continue  # meanwhile
+                continue  # it ended or was answered during a sleep below
             if self._has_alternative(one):
                 attempt.move(reason)
                 moved += 1
@@ -122,30 +122,33 @@ class HungEngines:
             await asyncio.sleep(0)
         return moved
 
-    def _let_go(self, silent: Sequence[tuple[Pool, Worker]]) -> None:
-        """A worker without an agent is kept as its pool's last one only while its engine answers."""
+    def _remove_unreachable(self, silent: Sequence[tuple[Pool, Worker]]) -> None:
+        """Remove the workers kept without an agent whose engines do not answer either.
+
+        Otherwise the forged card of a worker that never existed would be kept as its pool's last one.
+        """
         for pool, worker in silent:
             if self._misses.get(worker.card.url, 0) >= MISSES_UNTIL_GONE:
                 pool.unreachable(WorkerId(worker.card.worker_id))
 
     def _in_turn(self, hanging: Mapping[Attempt, str]) -> list[tuple[Attempt, str]]:
-        """The oldest first, but those that were missed after all others."""
+        """The oldest first, but attempts in `_missed` last."""
         self._missed &= hanging.keys()
         if len(self._missed) == len(hanging):
             self._missed.clear()
         return sorted(hanging.items(), key=lambda one: one[0] in self._missed)
 
     def _hanging(self, doubts: Mapping[Attempt, str]) -> Iterator[tuple[Attempt, str]]:
-        """The attempts that should move, the oldest first, and why."""
+        """The attempts that should move, the oldest first, each with the reason."""
         for attempt, doubt in doubts.items():
             one = self._running[attempt]
             if one.placement.url in self._misses:
                 yield attempt, f"its agent is {doubt}, and the engine does not answer /health"
             elif doubt == "down" and one.work.stream:
-                yield attempt, "its agent says that the engine is down"
+                yield attempt, "its agent reports that the engine is down"
 
     def _keep_probing(self, urls: set[str]) -> None:
-        """Probe these engines again and again, and no others."""
+        """Keep a probe running for each of these engines, and end all other probes."""
         for url in self._probes.keys() - urls:
             self._probes.pop(url).cancel()
             self._misses.pop(url, None)
@@ -162,14 +165,14 @@ class HungEngines:
             self._probes[url] = asyncio.ensure_future(self._probe(url))
 
     def _has_alternative(self, one: Running) -> bool:
-        """Whether another worker could take it now."""
+        """Whether another worker could accept the request now."""
         router, excluded = one.work.router, one.excluded or frozenset()
-        own = router.pool.targets_of(one.placement.target.worker_id)
-        return router.has_eligible(one.work.route, self._now(), exclude=excluded.union(own))
+        present = router.pool.targets_of(one.placement.target.worker_id)
+        return router.has_eligible(one.work.route, self._now(), exclude=excluded.union(present))
 
 
 def _doubt(attempt: Attempt, one: Running) -> str:
-    """What speaks against the engine; empty: nothing, or the attempt does not wait, or it may not move."""
+    """Why the engine is suspected; empty if it is not, or if the attempt does not wait or must not move."""
     if attempt.is_committed or one.excluded is None or one.work.route.wanted is not None:
         return ""
     worker = one.work.router.pool.workers.get(one.placement.target.worker_id)
@@ -180,7 +183,7 @@ def _doubt(attempt: Attempt, one: Running) -> str:
 
 @contextlib.asynccontextmanager
 async def probing(tls: ssl.SSLContext | None) -> AsyncIterator[Probe]:
-    """Asks engines over HTTP. `tls`: whom to trust behind https:// URLs; None: the system's authorities."""
+    """Probes engines over HTTP. `tls` verifies https:// URLs; None: with the system's authorities."""
     timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
     connector = engine_connector(tls or trusting(None), limit=MOST_PROBES, force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
@@ -188,7 +191,7 @@ async def probing(tls: ssl.SSLContext | None) -> AsyncIterator[Probe]:
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
-    """Whether it says anything but that it is broken: behind a key, or without this route, it is well."""
+    """Whether the status is below 500. A healthy engine with a key, or without /health, sends 401 or 404."""
     try:
         async with http.get(f"{url}/health", allow_redirects=False) as response:
             return response.status < 500

@@ -1,6 +1,6 @@
-"""The requests being served: whether there are any, and how those are ended that outlive the draining.
+"""The requests being served: how many there are, and how they end if they outlive the drain.
 
-begun ──> waiting: body, tokens, a worker, its first byte ──> answering ──> over
+begun ──> waiting: body, tokens, a worker, its first byte ──> answering ──> ended
              │ refuse_waiting                                    │ Attempt.cut_off
              └──> 503                                            └──> error event
 """
@@ -16,22 +16,20 @@ from kvrouter.relay.request import Request
 
 
 class InFlight:
-    """Counts requests, and knows the tasks of those whose clients have seen nothing yet."""
+    """Counts the requests being served, and cancels those whose answers have not begun."""
 
     def __init__(self) -> None:
-        self.idle = asyncio.Event()
-        """Set while no request is being served."""
+        self.idle = asyncio.Event()  # set while no request is being served
         self.idle.set()
         self.count = 0
-        """Requests being served."""
         self._waiting: dict[Request, asyncio.Task[Any]] = {}
         self._refused: dict[Request, asyncio.Task[Any]] = {}
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
 
     def begin(self, request: Request) -> None:
-        """One more, served by the current task. Raises ShuttingDownError after the last one."""
-        task = asyncio.current_task(self._loop)  # told the loop it asks nobody, not even the system
+        """Count a request that the current task serves. Raises ShuttingDownError after `refuse_waiting`."""
+        task = asyncio.current_task(self._loop)  # without the loop it calls os.getpid to find it
         assert task is not None
         self.count += 1
         self.idle.clear()
@@ -40,11 +38,14 @@ class InFlight:
             raise cut_off_error()
 
     def answered(self, request: Request) -> None:
-        """Its client has the answer; what follows may wait for the client only."""
+        """The answer is written. The task may still wait for its client, and is no longer cancelled."""
         self._waiting.pop(request, None)
 
     def take_refusal(self, request: Request) -> ShuttingDownError | None:
-        """What its client is told if we cancelled it, which is taken back; None: the client has left."""
+        """The error for a request that `refuse_waiting` cancelled, whose task goes on to answer with it.
+
+        None if the task was cancelled because the client has left.
+        """
         task = self._refused.get(request)
         if task is None:
             return None
@@ -52,7 +53,6 @@ class InFlight:
         return cut_off_error()
 
     def end(self, request: Request) -> None:
-        """One less."""
         self.count -= 1
         self._waiting.pop(request, None)
         self._refused.pop(request, None)
@@ -60,7 +60,7 @@ class InFlight:
             self.idle.set()
 
     def refuse_waiting(self, answering: Container[Request]) -> None:
-        """Refuse, with 503, every request but those being answered, and every one that is still to come."""
+        """Answer all requests with 503, later ones too, except those in `answering`."""
         self._is_closed = True
         for request, task in self._waiting.items():
             if request not in answering:
@@ -69,5 +69,5 @@ class InFlight:
 
 
 def cut_off_error() -> ShuttingDownError:
-    """What a client is told whose request outlives the draining."""
+    """The error for requests that outlive the drain."""
     return ShuttingDownError("this replica is shutting down and can wait no longer; send the request again")

@@ -1,7 +1,7 @@
-"""The engine routes that are passed on without being understood: to a worker of the model, by least load.
+"""The engine routes that are passed on without reading their prompts: to a worker of the model, by load.
 
-Only what is listed here is passed. An engine's /metrics, /health and its administration (/reset_prefix_cache,
-/sleep, LoRA loading, …) concern one engine, and are not for whoever reaches the frontend.
+Only the routes listed here are passed on. An engine's /metrics, /health and administration
+(/reset_prefix_cache, /sleep, LoRA loading, …) concern one engine, and must not be open to every client.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NULL = msgspec.Raw(b"null")
 
 
 class _Body(msgspec.Struct):
-    """Nothing that may be large is made objects of: a body here has no other bound than its bytes."""
+    """The fields that placing needs. Values that may be large stay raw: nothing bounds the objects in them."""
 
     model: str | None = None
     stream: bool | None = None
@@ -63,15 +63,15 @@ _decode_overrides: Callable[[msgspec.Raw], dict[str, Any] | None] = msgspec.json
 
 
 def is_json(request: Request) -> bool:
-    """Whether the body is to be read, and may be changed, as JSON; that is what no type stands for, too."""
+    """Whether the body is read, and may be changed, as JSON. Without a content type it is taken for JSON."""
     kind = request.content_type
     return kind in {"application/json", "application/octet-stream"} or kind.endswith("+json")
 
 
 def parse(request: Request, body: bytes) -> CompletionRequest:
-    """What is needed to place the request: its model, from the body or else the query, and nothing else.
+    """The model, from the body or else the query, and the overrides; nothing else is read.
 
-    Raises BadRequestError for JSON that is none. What a form's fields mean is the engine's to judge.
+    Raises BadRequestError for invalid JSON. Invalid forms are left to the engine.
     """
     fields = _Body()
     if request.content_type == _FORM:
@@ -111,7 +111,7 @@ def _overrides(raw: msgspec.Raw) -> dict[str, Any] | None:
 
 
 def _of_form(body: bytes, boundary: re.Match[str] | None) -> _Body:
-    """The fields `model` and `stream` of a form; files in it are skipped, not copied."""
+    """The fields `model` and `stream` of a form. Files in it are skipped, not copied."""
     found: dict[str, str] = {}
     delimiter = b"--" + boundary[1].encode("utf-8", "surrogateescape") if boundary else b""
     start = body.find(delimiter) if boundary else -1

@@ -36,7 +36,7 @@ from kvrouter.frontend.http_server import Site, http_server, wait_for_any
 from kvrouter.frontend.hung_engines import probing
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.rules import Rules
-from kvrouter.frontend.sockets import Doors, open_doors, raise_limit, streams_within
+from kvrouter.frontend.sockets import Listeners, open_listeners, raise_limit, streams_within
 from kvrouter.frontend.state_metrics import index_maker, index_samples
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
 from kvrouter.policies import POLICIES
@@ -106,7 +106,7 @@ class _Member:
     rules: Rules
     replica: Replica
     tokens: Tokens
-    doors: Doors
+    listeners: Listeners
     bus: Bus
     waiting_room: WaitingRoom
     replica_loop: ReplicaLoop
@@ -140,11 +140,11 @@ async def running_frontend(
     ):
         admin = _new_admin(options, registry, member)
         site = Site(path.completions, admin, _operators_routes(member, path, admin), options)
-        async with http_server(site, member.doors, hurried=hurried, options=options):
+        async with http_server(site, member.listeners, hurried=hurried, options=options):
             _log_start(options, member)
             frontend = RunningFrontend(
-                member.doors.url,
-                member.doors.admin_url,
+                member.listeners.url,
+                member.listeners.admin_url,
                 member.replica,
                 member.replica_loop,
                 member.audit,
@@ -174,18 +174,20 @@ async def _open_member(
     async with contextlib.AsyncExitStack() as stack:
         tokens = await stack.enter_async_context(open_tokens(options.tokens, replica, tls))
         registry.register(StateCollector(tokens.samples))
-        doors = stack.enter_context(open_doors(options.host, options.port, options.process, options.tls))
+        listeners = stack.enter_context(
+            open_listeners(options.host, options.port, options.process, options.tls)
+        )
         bus = await stack.enter_async_context(open_bus(options.nats, name=f"frontend-{replica.router_id}"))
         replica_loop = ReplicaLoop(
             replica,
             bus,
             Subjects(options.namespace),
             heartbeat_s=options.heartbeat_s,
-            address=doors.admin_url,
+            address=listeners.admin_url,
             on_change=waiting_room.wake if waiting_room.is_on else None,
         )
         audit = Audit(replica, tokens.compared)
-        yield _Member(rules, replica, tokens, doors, bus, waiting_room, replica_loop, audit)
+        yield _Member(rules, replica, tokens, listeners, bus, waiting_room, replica_loop, audit)
 
 
 @contextlib.asynccontextmanager
@@ -221,7 +223,7 @@ async def _run_tasks(
 ) -> AsyncIterator[None]:
     """Follow the namespace, and run every other task of the replica."""
     await member.replica_loop.subscribe()
-    certificate = member.doors.certificate
+    certificate = member.listeners.certificate
     with contextlib.closing(PolicyUpkeep(member.replica)) as upkeep:
         registry.register(StateCollector(upkeep.samples))
         tasks = {
@@ -260,14 +262,14 @@ def _new_admin(options: FrontendOptions, registry: Registry, member: _Member) ->
         registry,
         tokens=member.tokens.shown,
         queue=member.waiting_room.shown,
-        doors=member.doors,
+        listeners=member.listeners,
         ready_timeout_s=options.ready_timeout_s,
     )
 
 
 def _log_start(options: FrontendOptions, member: _Member) -> None:
     """Log where the replica listens, and what its tokenizers lack."""
-    encoders, doors = member.tokens.encoders, member.doors
+    encoders, listeners = member.tokens.encoders, member.listeners
     for model, encoder in (encoders.by_name or {"": encoders.default}).items():
         path = options.tokens.model_paths.get(model, options.tokens.model_path)
         _warn_of_missing_tokenizer(options, encoder, path)
@@ -275,7 +277,7 @@ def _log_start(options: FrontendOptions, member: _Member) -> None:
         log.info("frontend.router_config", note=note)
     mode = options.policy.own.name if options.policy.own is not None else options.router_mode
     router_id = member.replica.router_id
-    log.info("frontend.listening", url=doors.url, admin=doors.admin_url, mode=mode, id=router_id)
+    log.info("frontend.listening", url=listeners.url, admin=listeners.admin_url, mode=mode, id=router_id)
 
 
 def new_rules(options: FrontendOptions) -> Rules:

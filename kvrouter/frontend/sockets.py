@@ -1,4 +1,4 @@
-"""The sockets a replica listens on: the port that clients use, and the admin listener."""
+"""The sockets a replica listens on, and the limit of descriptors for its connections."""
 
 from __future__ import annotations
 
@@ -12,57 +12,55 @@ from dataclasses import dataclass
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.flags.processes import ProcessOptions
 from kvrouter.frontend.flags.tls import TlsOptions
-from kvrouter.relay.certificate import DoorCertificate
+from kvrouter.relay.certificate import ServerCertificate
 
+# Connections that wait to be accepted. The kernel lowers it to net.core.somaxconn.
 BACKLOG = 4096
-"""Connections that wait to be accepted; the kernel may allow fewer."""
-
-_MOST = 1_048_576
-"""What Linux allows at most unless it is told otherwise; a hard limit may also be `unlimited`."""
-_OWN = 200
-"""For the listener, NATS, logs, files, idle connections and clients that ask for /metrics."""
-_PER_STREAM = 2
-"""The client's connection and the worker's."""
+# Linux's default for fs.nr_open, the most that setrlimit accepts, even where the hard limit is `unlimited`.
+_MOST_DESCRIPTORS = 1_048_576
+# For the listeners, NATS, logs, files, idle connections and clients of /metrics.
+_OTHER_DESCRIPTORS = 200
+# The client's connection and the worker's.
+_DESCRIPTORS_PER_STREAM = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
-    """Where one replica can be reached."""
+class Listeners:
+    """The two sockets of one replica: the clients' port and the admin listener.
+
+    `is_shared`: other processes accept from `main` as well; `admin` is never shared. `certificate` is for
+    both; without one they serve plain HTTP.
+    """
 
     main: socket.socket
     admin: socket.socket
-    """Of this very replica, and no other."""
     is_shared: bool
-    """Whether other processes accept from `main`, too."""
-    certificate: DoorCertificate | None
-    """What both show; None: they speak plain HTTP."""
+    certificate: ServerCertificate | None
 
     @property
     def url(self) -> str:
-        """Where clients ask."""
         return url(self.main, is_tls=self.certificate is not None)
 
     @property
     def admin_url(self) -> str:
-        """Where operators ask."""
         return url(self.admin, is_tls=self.certificate is not None)
 
 
 @contextlib.contextmanager
-def open_doors(host: str, port: int, process: ProcessOptions, tls: TlsOptions) -> Iterator[Doors]:
-    """Listen; the port that processes share has been opened by their parent. Raises ConfigError."""
-    certificate = DoorCertificate(tls.files) if tls.files is not None else None
+def open_listeners(host: str, port: int, process: ProcessOptions, tls: TlsOptions) -> Iterator[Listeners]:
+    """Open both sockets, or take a shared port from the parent process. Raises ConfigError."""
+    certificate = ServerCertificate(tls.files) if tls.files is not None else None
     with contextlib.ExitStack() as stack:
         if process.listen_fd is None:
             main = stack.enter_context(listen(host, port))
         else:
             main = stack.enter_context(_inherited(process.listen_fd))
         admin = stack.enter_context(listen(process.admin_host, process.own_admin_port, "--admin-port"))
-        yield Doors(main, admin, process.listen_fd is not None, certificate)
+        yield Listeners(main, admin, process.listen_fd is not None, certificate)
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A socket that connections queue at from now on. Raises ConfigError, naming the port's flag."""
+    """Open a listening socket. Raises ConfigError, which names the port's `flag`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,30 +74,30 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def _inherited(fd: int) -> socket.socket:
-    os.set_inheritable(fd, False)
+    os.set_inheritable(fd, False)  # this process starts none that should have it
     return socket.socket(fileno=fd)
 
 
 def url(listener: socket.socket, *, is_tls: bool) -> str:
-    """Where it can be reached, as far as it knows."""
+    """The URL of a listening socket, with the address it is bound to."""
     host, port, *_ = listener.getsockname()
     scheme = "https" if is_tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def raise_limit() -> int:
-    """Raise this process's soft limit as far as the hard one lets it; returns what it is now."""
+    """Raise this process's soft limit of descriptors to the hard one; returns the limit that holds now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return soft if soft != resource.RLIM_INFINITY else _MOST
+        return soft if soft != resource.RLIM_INFINITY else _MOST_DESCRIPTORS
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (ValueError, OSError):
-        return soft  # macOS has a limit of its own below the hard one
+        return soft  # macOS has another limit below the hard one
     return wanted
 
 
 def streams_within(limit: int) -> int:
-    """How many can be open at once with so many descriptors."""
-    return max(0, limit - _OWN) // _PER_STREAM
+    """How many streams can be open at once under this limit of descriptors."""
+    return max(0, limit - _OTHER_DESCRIPTORS) // _DESCRIPTORS_PER_STREAM

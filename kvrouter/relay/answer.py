@@ -29,7 +29,7 @@ class Answer(Struct, frozen=True):
 
     @property
     def fields(self) -> dict[str, str]:
-        """The headers, without those that frame the body or belong to the connection."""
+        """All headers but `content-length` and `connection`."""
         return {"content-type": "application/json", **self.headers}
 
     def encode(self, *, keeps_alive: bool) -> bytes:

@@ -21,7 +21,7 @@ LOOK_EVERY_S = 10.0
 _Marks: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
-class DoorCertificate:
+class ServerCertificate:
     """Each handshake presents the newest certificate that could be read; open connections continue.
 
     A renewal makes a new SSLContext and never changes the old one. OpenSSL keeps one certificate per kind of

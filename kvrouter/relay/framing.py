@@ -43,7 +43,7 @@ HOP_BY_HOP = frozenset(
 
 
 def hop_by_hop(connection: bytes) -> frozenset[bytes]:
-    """The headers not to forward: the known ones, and those that the `connection` header names."""
+    """The headers not to forward: HOP_BY_HOP, and what the `connection` header names."""
     if not connection:
         return HOP_BY_HOP
     named = {name.strip() for name in connection.lower().split(b",")}
@@ -58,7 +58,7 @@ class FramingError(KvRouterError):
 
 
 class ResponseHead(Struct, frozen=True):
-    """A response head. `length` is None if the body is chunked or ends with the connection.
+    """A response head. `length`: None if the body is chunked or ends with the connection.
 
     `headers` are by name in lower case; of several with one name the last. `forwarded` are the lines for the
     client, without hop-by-hop headers and the headers that the router sets itself. `is_media`: audio, images

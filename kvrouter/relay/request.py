@@ -116,7 +116,7 @@ def _host_of(url: str) -> str:
 
 
 class Request:
-    """A request whose head has been read. `body` is None while it is still arriving: see `read`."""
+    """A request whose head has been read. While the body is still arriving, `body` is None: see `read`."""
 
     __slots__ = ("_arriving", "body", "client", "head", "headers")
 

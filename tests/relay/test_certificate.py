@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from kvrouter.errors import ConfigError
-from kvrouter.relay.certificate import DoorCertificate
+from kvrouter.relay.certificate import ServerCertificate
 from kvrouter.tls import CertificateFiles
 from tests.certificates import Authority
 from tests.frontend.clients import connected
@@ -31,7 +31,7 @@ class Door:
     """A door without a socket, and its clients."""
 
     def __init__(self, authority: Authority, files: CertificateFiles) -> None:
-        self.certificate = DoorCertificate(files)
+        self.certificate = ServerCertificate(files)
         self._authority = authority
 
     def shown(self, ciphers: str = "DEFAULT") -> set[str]:
@@ -113,7 +113,7 @@ def test_broken_renewal(authority: Authority, logs: list[structlog.typing.EventD
     assert ["frontend.certificate_not_renewed", "frontend.certificate_renewed"] == [
         each["event"] for each in logs
     ]
-    assert f"--tls-key {files.key}: there is no private key" in logs[0]["error"]
+    assert f"--tls-key {files.key}: the file has no private key" in logs[0]["error"]
 
 
 def test_files_vanish(authority: Authority, logs: list[structlog.typing.EventDict]) -> None:
@@ -133,7 +133,7 @@ def test_unusable_at_first(authority: Authority) -> None:
     files.cert.unlink()
 
     with pytest.raises(ConfigError, match="No such file"):
-        DoorCertificate(files)
+        ServerCertificate(files)
 
 
 async def test_renewed_while_serving(

@@ -431,7 +431,7 @@ async def test_bug_after_the_first_byte(fleet_of: FleetOf) -> None:
         await wire.send(answer())
 
     async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
-        fleet.frontend.completions._tell = None  # type: ignore[method-assign, assignment]
+        fleet.frontend.completions._finish = None  # type: ignore[method-assign, assignment]
         client.send(BODY)
         await client.read_until(OK_BODY)
         with pytest.raises(ConnectionResetError):
