@@ -48,7 +48,7 @@ _NULL = msgspec.Raw(b"null")
 
 
 class _Body(msgspec.Struct):
-    """The fields that placing needs. Values that may be large stay raw: nothing bounds the objects in them."""
+    """The fields that placing needs. Values that may be large stay raw: nothing else bounds them."""
 
     model: str | None = None
     stream: bool | None = None
