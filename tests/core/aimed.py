@@ -1,4 +1,4 @@
-"""Hashes that a client could choose that knew a native table's placement secret."""
+"""Hashes that a client could choose if it knew a native table's placement secret."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AT_ONE_END = 64
 
 @functools.cache
 def aimed(secret: int) -> list[int]:
-    """Hashes of one shard: homes in its first bucket, then as many in its last, while it has up to 8."""
+    """Hashes of one shard: half have their home in its first bucket, half in its last, up to 8 buckets."""
     table: Any = native_table().FlatTable(secret)
     first: list[int] = []
     last: list[int] = []
@@ -36,5 +36,5 @@ def counted_together(secret: int) -> list[int]:
 
 
 def native_table() -> Any:
-    """The module, whichever version is in use."""
+    """The C module, also while the Python version is in use."""
     return importlib.import_module("kvrouter.core.native.table")

@@ -1,4 +1,4 @@
-"""Random forests of chains, and the index as one would write it without thinking of speed."""
+"""Random forests of chains, and a block index written for clarity, without regard to speed."""
 
 from __future__ import annotations
 
@@ -52,24 +52,23 @@ class NaiveIndex:
         self.sets: dict[Target, list[set[int]]] = {}
 
     def store(self, target: Target, hashes: Iterable[int], tier: str) -> None:
-        """Into that set and all wider ones."""
+        """Add to that set and all wider ones."""
         sets = self.sets.setdefault(target, [set() for _ in range(TIERS.index(tier) + 1)])
         while len(sets) <= TIERS.index(tier):
             sets.append(set(sets[-1]))
         add_to(sets, hashes, tier)
 
     def remove(self, target: Target, hashes: Iterable[int], tier: str) -> None:
-        """Out of that set and all narrower ones."""
+        """Remove from that set and all narrower ones."""
         for held in self.sets.get(target, [])[: TIERS.index(tier) + 1]:
             held.difference_update(hashes)
 
     def clear(self, target: Target) -> None:
-        """Out of all."""
         for held in self.sets.get(target, []):
             held.clear()
 
     def overlap_by_tier(self, chain: Sequence[int]) -> dict[Target, list[int]]:
-        """A walk along the chain, for every set of every target."""
+        """Walk along the chain, for every set of every target."""
         depths = {target: [walk(chain, held) for held in sets] for target, sets in self.sets.items()}
         return {target: found for target, found in depths.items() if any(found)}
 
@@ -81,7 +80,7 @@ class NaiveIndex:
 
 
 def add_to(sets: list[set[int]], hashes: Iterable[int], tier: str) -> None:
-    """What storing means for sets that exist."""
+    """Add to the tier's set and all wider ones that exist."""
     for held in sets[TIERS.index(tier) :]:
         held.update(hashes)
 
@@ -95,6 +94,6 @@ def walk(chain: Sequence[int], held: set[int]) -> int:
 
 
 def digest_of(held: Iterable[int]) -> tuple[int, int]:
-    """What a Check of these hashes says."""
+    """Count and digest that a Check of these hashes has."""
     listed = list(held)
     return len(listed), sum(listed) & MASK64

@@ -31,7 +31,7 @@ MAX_BYTES = 1024 * 1024
 
 
 class Owner:
-    """An agent's published set: the truth, and the ops that tell of its changes."""
+    """An agent's published sets, and the ops that describe their changes."""
 
     def __init__(self, forest: Forest, tier_sets: int = 1) -> None:
         self.forest = forest
@@ -40,7 +40,7 @@ class Owner:
         self.lose()
 
     def lose(self) -> None:
-        """It holds nothing."""
+        """Empty all sets."""
         self.truth.sets[TARGET] = [set() for _ in range(self._tier_sets)]
 
     @property
@@ -49,7 +49,7 @@ class Owner:
         return self.truth.sets[TARGET]
 
     def store(self, node: int, tier: int = 0) -> list[Op]:
-        """A chain is computed: tells of the blocks that were missing, parent first."""
+        """A chain is computed: ops for its missing blocks, parent first."""
         chain = self.forest.chain(node)
         held = sum(hash_ in self.sets[tier] for hash_ in chain)  # a prefix: the set is closed
         self.truth.store(TARGET, chain, TIERS[tier])
@@ -68,7 +68,7 @@ class Owner:
         return [Cleared()]
 
     def check(self) -> list[Op]:
-        """What the owner holds, as count and digest of each tier set."""
+        """A Check of each tier set."""
         return [Check(*self.truth.digest(TARGET, TIERS[tier]), tier=tier) for tier in range(self._tier_sets)]
 
     def state_ops(self) -> Iterator[Op]:
@@ -109,7 +109,7 @@ class Link:
         self.source = self.new_source(1000)
 
     def new_source(self, incarnation: int) -> FeedSource:
-        """The owner starts (again)."""
+        """The owner starts, or restarts."""
         self.source = FeedSource(
             incarnation, lambda _now: self.owner.state_ops(), ring_frames=self.ring_frames
         )
@@ -121,7 +121,6 @@ class Link:
         return frame
 
     def deliver(self, *frames: bytes) -> None:
-        """Frames arrive."""
         for frame in frames:
             self.reader.frame(frame, self.now)
 
@@ -130,11 +129,10 @@ class Link:
         self.deliver(*self.source.append(ops))
 
     def heartbeat(self) -> None:
-        """The source's heartbeat arrives."""
         self.reader.heartbeat(self.source.incarnation, self.source.seq, self.now)
 
     def ask(self) -> bytes | None:
-        """The answer to what the reader wants now; it has not arrived yet."""
+        """The answer to the reader's next question, not delivered yet. None: the reader asks nothing."""
         request = self.reader.due(self.now)
         if request is None:
             return None
@@ -152,7 +150,7 @@ class Link:
         return answer is not None
 
     def exchange_all(self, most: int = 200) -> int:
-        """Until nothing is to be asked at this moment; returns the requests it took."""
+        """Exchange until the reader asks nothing at this moment; returns the number of requests."""
         before = len(self.requests)
         for _ in range(most):
             if not self.exchange():
@@ -160,7 +158,7 @@ class Link:
         raise AssertionError(f"the reader still asks after {most} exchanges")
 
     def settle(self, seconds: float = 40.0) -> None:
-        """A clean link, a heartbeat a second, and this long at most until the reader is live."""
+        """Deliver a heartbeat a second on a clean link until the reader is live, for at most `seconds`."""
         until = self.now + seconds
         self.heartbeat()
         while self.exchange_all() or self.reader.state is not FeedState.LIVE:
@@ -169,14 +167,14 @@ class Link:
             self.heartbeat()
 
     def held(self) -> list[set[int]]:
-        """What the index knows the target to hold, tier by tier."""
+        """The blocks of the target in the index, tier by tier."""
         return [
             {hash_ for hash_ in self.owner.forest.hashes if self.index.holds(self.target, hash_, tier)}
             for tier in TIERS[: len(self.owner.sets)]
         ]
 
     def agrees(self) -> bool:
-        """Whether index and owner hold the same, tier by tier."""
+        """Whether index and owner hold the same blocks, tier by tier."""
         self.index.check()
         held = self.held()
         digests = [self.index.digest(self.target, tier) for tier in TIERS[: len(self.owner.sets)]]

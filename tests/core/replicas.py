@@ -1,4 +1,4 @@
-"""Replicas in memory, and what they hear."""
+"""Replicas in memory, and the heartbeats that they receive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def new_replica(
     settings: PoolSettings | None = None,
     policy: Callable[[], Policy] = Kv,
 ) -> Replica:
-    """A replica with a seeded chance that has said hello at 0.0."""
+    """A replica with seeded randomness that has sent its hello at 0.0."""
 
     def new_policy() -> tuple[Policy, PolicyState]:
         return policy(), PolicyState(random.Random(1).random)
@@ -38,7 +38,7 @@ def new_replica(
     return replica
 
 
-def hear_worker(
+def receive_worker(
     replica: Replica,
     worker: Card | str = "w1",
     *,
@@ -48,7 +48,7 @@ def hear_worker(
     rank_incarnation: int = 100,
     pool: PoolId = POOL,
 ) -> None:
-    """A worker's heartbeat arrives."""
+    """Deliver a worker's heartbeat."""
     ranks = [RankBeat(0, rank_incarnation, seq)]
     beat = worker_beat(worker, incarnation=incarnation, state=state, ranks=ranks, pool=pool)
     replica.worker_heartbeat(
@@ -57,7 +57,7 @@ def hear_worker(
 
 
 def rounds(replica: Replica, count: int, *others: Replica, address: str = "") -> None:
-    """Own heartbeats come back; `others` hear and are heard in each round."""
+    """Deliver the replica's own heartbeats back to it; it and `others` receive each other's in each round."""
     for _ in range(count):
         for one in (replica, *others):
             one.next_round(0.0)

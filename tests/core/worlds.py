@@ -20,7 +20,7 @@ T1, T2, T3 = Target(W1), Target(W2), Target(W3)
 
 
 def card(worker_id: str = "w1", **facts: Any) -> Card:  # a Card's own fields
-    """A worker's card, block size 16 unless told otherwise."""
+    """A worker's card with block size 16; `facts` are fields of Card."""
     told: dict[str, Any] = {"url": f"http://{worker_id}:9000", "model": "llama", "block_size": 16} | facts
     return Card(worker_id=worker_id, **told)
 
@@ -63,7 +63,7 @@ def chain_from(start: int, blocks: int) -> list[int]:
 
 
 def book(pool: Pool, target: Target, hashes: Sequence[int], prefill_tokens: int = 0) -> BookingKey:
-    """Somebody's request is in flight on the target."""
+    """Book a request of a peer on the target."""
     number = sum(pool.active.owners().values()) + 1
     key = BookingKey(OTHER, number)
     pool.active.book(Booking(key, "req", target, hashes, len(hashes) * 16, 0, prefill_tokens))
@@ -71,5 +71,5 @@ def book(pool: Pool, target: Target, hashes: Sequence[int], prefill_tokens: int 
 
 
 def fixed(chance: float) -> Callable[[], float]:
-    """Chance that is none."""
+    """A source of chance that always returns the same number."""
     return lambda: chance

@@ -8,6 +8,6 @@
 
 The Python version is the specification; tests/core runs on both. versions.py chooses one for the process.
 
-The C code keeps the GIL: its longest call takes well under a millisecond, and to get the GIL back from another
-thread costs up to five.
+The C code keeps the GIL: its longest call takes well under a millisecond, and to get the GIL back from
+another thread costs up to five.
 """

@@ -20,7 +20,7 @@ from kvrouter.core.wire.hashes import prompt_hashes
 from kvrouter.core.wire.heartbeats import State, encode
 from kvrouter.core.wire.ids import RouterId, Target, WorkerId
 from kvrouter.policies.kv import Kv
-from tests.core.replicas import ROUNDS, hear_worker, new_replica, rounds
+from tests.core.replicas import ROUNDS, new_replica, receive_worker, rounds
 from tests.core.worlds import (
     POOL,
     T1,
@@ -346,7 +346,7 @@ class Namespace:
 
     def _hear(self, replica: Replica, worker_id: str) -> None:
         shown = card(worker_id, block_size=self.sizes[worker_id], started_at_us=int(worker_id[1:]))
-        hear_worker(replica, shown, state=self.states[worker_id])
+        receive_worker(replica, shown, state=self.states[worker_id])
 
     def _look(self) -> None:
         up = sorted(Target(WorkerId(name)) for name, state in self.states.items() if state == "up")
@@ -436,10 +436,10 @@ def test_replica_that_is_cut_off_changes_nothing() -> None:
     """Rounds are its own heartbeats that came back."""
     replica = new_replica()
     for name in ("w1", "w2"):
-        hear_worker(replica, card(name))
+        receive_worker(replica, card(name))
     rounds(replica, ROUNDS + 1)
     for name in ("w1", "w2"):
-        hear_worker(replica, card(name, block_size=32))
+        receive_worker(replica, card(name, block_size=32))
 
     for _ in range(3 * ROUNDS):
         replica.next_round(0.0)
@@ -450,9 +450,9 @@ def test_replica_that_is_cut_off_changes_nothing() -> None:
 def test_size_counts_once_a_round() -> None:
     """A heartbeat of its own that the bus repeats does not count as another round."""
     replica = new_replica()
-    hear_worker(replica, card("w1"))
+    receive_worker(replica, card("w1"))
     rounds(replica, ROUNDS)
-    hear_worker(replica, card("w1", block_size=32))
+    receive_worker(replica, card("w1", block_size=32))
 
     beat = encode(replica.heartbeat("up", ""))
     for _ in range(3 * ROUNDS):

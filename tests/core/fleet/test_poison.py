@@ -16,7 +16,7 @@ from kvrouter.core.wire.senders import SyncSource
 from kvrouter.core.wire.values import MOST_NUMBER
 from tests.core.feeds.test_trouble import break_source
 from tests.core.links import TARGET, Link, frame_of
-from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
+from tests.core.replicas import ME, PEER, ROUNDS, new_replica, receive_worker, rounds
 from tests.core.worlds import POOL, card, chain_from, prompt, request
 
 FAR = 2**40
@@ -36,7 +36,7 @@ def pair() -> tuple[Replica, Replica]:
     """Two synced replicas; the second has a booking of which the first has a copy."""
     first, second = new_replica(ME), new_replica(PEER)
     for replica in (first, second):
-        hear_worker(replica, card("w1"))
+        receive_worker(replica, card("w1"))
     second.router(POOL).route(request(prompt(chain_from(1, 10))), 0.0)
     tell(second, first)
     rounds(first, 1, second)
@@ -397,7 +397,7 @@ def test_pools_by_a_peers_word_are_few_and_end(pair: tuple[Replica, Replica]) ->
     assert not any(seq for pool, seq in first.heartbeat("up", "").feeds.items() if pool != POOL)
 
     for _ in range(2 * (ROUNDS + 2)):
-        hear_worker(first, card("w1"))
+        receive_worker(first, card("w1"))
         rounds(first, 1, second)
 
     assert [POOL] == list(first.routers)

@@ -11,7 +11,7 @@ from kvrouter.core.fleet.pools import NAMES_KEPT_S, pool_serving
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId, WorkerId
 from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
-from tests.core.replicas import ROUNDS, hear_worker, new_replica, rounds
+from tests.core.replicas import ROUNDS, new_replica, receive_worker, rounds
 from tests.core.worlds import POOL, card, chain_from, prompt, request, worker_beat
 
 CHAIN = chain_from(1000, 10)
@@ -38,10 +38,10 @@ def replica() -> Replica:
 def test_pool_that_comes_back_goes_on_with_its_feed() -> None:
     """A pool nobody needs goes. If it comes back, its frames do not begin with 1 in the same life."""
     replica = new_replica()
-    hear_worker(replica, card())
+    receive_worker(replica, card())
     placed = replica.router(POOL).route(request(prompt(CHAIN)), 0.0)
     replica.router(POOL).frames()
-    hear_worker(replica, state="leave")
+    receive_worker(replica, state="leave")
     rounds(replica, 3 * ROUNDS)
     assert [POOL] == list(replica.routers), "its booking is still in flight"
 
@@ -60,13 +60,13 @@ def test_pool_that_comes_back_goes_on_with_its_feed() -> None:
     with pytest.raises(NoWorkersError, match="no worker has been seen"):
         replica.router_for("llama")
 
-    hear_worker(replica, card())
+    receive_worker(replica, card())
     assert {POOL: 2} == replica.heartbeat("up", "").feeds
 
 
 def test_heartbeats_without_a_card_begin_no_pool(replica: Replica) -> None:
     """A worker's pool begins with its card."""
-    hear_worker(replica, "w1")
+    receive_worker(replica, "w1")
 
     assert {} == replica.routers
 
@@ -75,10 +75,10 @@ def test_router_for_a_model(replica: Replica) -> None:
     """By served name, by adapter, by None where there is one pool; unknown names are a 404, none a 400."""
     with pytest.raises(NoWorkersError):
         replica.router_for("llama")
-    hear_worker(replica, card(lora_names=("adapterA",)))
+    receive_worker(replica, card(lora_names=("adapterA",)))
     assert POOL == replica.router_for("llama").pool.id == replica.router_for(None).pool.id
     assert POOL == replica.router_for("adapterA").pool.id
-    hear_worker(replica, card("w2", model="qwen"), pool=OTHER_POOL)
+    receive_worker(replica, card("w2", model="qwen"), pool=OTHER_POOL)
 
     with pytest.raises(UnknownModelError, match="llama, qwen"):
         replica.router_for("gpt")

@@ -11,7 +11,7 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.heartbeats import RouterBeat, State, encode
 from kvrouter.core.wire.ids import PoolId, RouterId
 from kvrouter.core.wire.ops import VERSION
-from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
+from tests.core.replicas import ME, PEER, ROUNDS, new_replica, receive_worker, rounds
 from tests.core.worlds import POOL, card
 
 
@@ -25,12 +25,12 @@ def test_ready_once_and_for_ever(replica: Replica) -> None:
     """Not before hello was answered, a worker seen and its feed live; afterwards always."""
     assert ["waiting for the answers to hello", "no worker has been seen"] == replica.not_ready(0.0)
     assert ["no worker has been seen"] == replica.not_ready(HELLO_S)
-    hear_worker(replica, card(), seq=5)
+    receive_worker(replica, card(), seq=5)
     assert ["kv w1/0: recovering, 5 frames behind"] == replica.not_ready(HELLO_S)
-    hear_worker(replica, card(), seq=0, rank_incarnation=101, incarnation=101)
+    receive_worker(replica, card(), seq=0, rank_incarnation=101, incarnation=101)
     assert [] == replica.not_ready(HELLO_S)
 
-    hear_worker(replica, state="leave", incarnation=101)
+    receive_worker(replica, state="leave", incarnation=101)
 
     assert [] == replica.not_ready(HELLO_S)
     assert ["no worker is known"] == replica.degraded()
@@ -38,9 +38,9 @@ def test_ready_once_and_for_ever(replica: Replica) -> None:
 
 def test_ready_is_latched_without_being_asked(replica: Replica) -> None:
     """A replica that was ready is ready, also if nobody asked before its only worker left."""
-    hear_worker(replica, card())
+    receive_worker(replica, card())
     replica.latch_ready(HELLO_S)
-    hear_worker(replica, state="leave")
+    receive_worker(replica, state="leave")
 
     assert [] == replica.not_ready(10.0)
 
@@ -49,17 +49,17 @@ def test_joiner_waits_for_workers_that_others_hear(replica: Replica) -> None:
     """One that does not answer hello in time is named by a replica that hears it."""
     peer = new_replica(PEER)
     for name in ("w1", "w2"):
-        hear_worker(peer, card(name))
-    hear_worker(replica, card("w1"))
+        receive_worker(peer, card(name))
+    receive_worker(replica, card("w1"))
     replica.router_heartbeat(PEER, encode(peer.heartbeat("up", "")), 0.0)
     assert [] == list(peer.heartbeat("up", "").workers)
 
     replica.router_heartbeat(PEER, encode(peer.heartbeat("up", "", names_workers=True)), 0.0)
     assert ["worker w2, known to replica peer, has not been heard"] == replica.not_ready(HELLO_S)
-    hear_worker(replica, "w2")  # without its card, which a hello asks for
+    receive_worker(replica, "w2")  # without its card, which a hello asks for
     assert replica.not_ready(HELLO_S)
 
-    hear_worker(replica, card("w2"))
+    receive_worker(replica, card("w2"))
     assert [] == replica.not_ready(HELLO_S)
 
 
@@ -67,12 +67,12 @@ def test_joiner_does_not_wait_for_the_dead(replica: Replica) -> None:
     """One that stays silent for as long as a lease lasts would have been dropped by now."""
     beat = RouterBeat(VERSION, 5, "up", "", {}, 1, 1000, [f"w{n}" for n in range(1, 9)])
     replica.router_heartbeat(PEER, encode(beat), 0.0)
-    hear_worker(replica, card("w1"))
+    receive_worker(replica, card("w1"))
     assert 6 == len(replica.not_ready(HELLO_S))
     assert "nor have 2 other workers" == replica.not_ready(HELLO_S)[-1]
 
     for _ in range(ROUNDS):
-        hear_worker(replica, "w1")
+        receive_worker(replica, "w1")
         rounds(replica, 1)
 
     assert [] == replica.not_ready(HELLO_S)
@@ -95,7 +95,7 @@ def ready(router_id: RouterId, *pools: PoolId) -> Replica:
 
 def serve(replica: Replica, pool: PoolId) -> None:
     """A worker of the pool is heard."""
-    hear_worker(replica, card(f"{replica.router_id}-{pool[:4]}", model=pool[:4]), pool=pool)
+    receive_worker(replica, card(f"{replica.router_id}-{pool[:4]}", model=pool[:4]), pool=pool)
 
 
 def pass_rounds(count: int, *replicas: Replica) -> None:
@@ -104,7 +104,7 @@ def pass_rounds(count: int, *replicas: Replica) -> None:
         for replica in replicas:
             for router in list(replica.routers.values()):
                 for worker_id in list(router.pool.workers):
-                    hear_worker(replica, worker_id, pool=router.pool.id)
+                    receive_worker(replica, worker_id, pool=router.pool.id)
         rounds(replicas[0], 1, *replicas[1:], address=URL)
 
 
@@ -119,10 +119,10 @@ def test_pool_that_peers_serve_and_this_replica_cannot(replica: Replica) -> None
     reason = f"pool {POOL}: peers serve it (peer), no target here: "
     assert [f"{reason}no worker has been heard"] == replica.unserved()
     assert [] == peer.unserved()
-    hear_worker(replica, card("w1"), state="down")
+    receive_worker(replica, card("w1"), state="down")
     assert [f"{reason}w1 down"] == replica.unserved()
 
-    hear_worker(replica, "w1")
+    receive_worker(replica, "w1")
     assert [] == replica.unserved()
 
 
@@ -161,10 +161,10 @@ def test_each_serves_what_the_other_cannot() -> None:
 def test_cut_off_replica_does_not_become_unready(replica: Replica) -> None:
     """Without rounds of its own, what it last heard of its peers proves nothing."""
     replica.give_up_waiting()
-    hear_worker(replica, card("w1"))
+    receive_worker(replica, card("w1"))
     peer = ready(PEER, POOL)
     pass_rounds(ROUNDS, peer, replica)
-    hear_worker(replica, state="leave")
+    receive_worker(replica, state="leave")
 
     for _ in range(3 * ROUNDS):
         replica.next_round(0.0)
@@ -179,7 +179,7 @@ def test_peers_that_take_no_requests(replica: Replica, state: State, address: st
     """One that drains, has no address (a library's), or has not been ready yet does not count."""
     replica.give_up_waiting()
     peer = new_replica(PEER)
-    hear_worker(peer, card("w1"))
+    receive_worker(peer, card("w1"))
     if is_ready:
         peer.give_up_waiting()
 
@@ -205,12 +205,12 @@ def test_peer_that_leaves(replica: Replica) -> None:
 def test_one_odd_heartbeat(replica: Replica) -> None:
     """One forged heartbeat, with an interval that makes for a long lease, does not make a replica unready."""
     replica.give_up_waiting()
-    hear_worker(replica, card("w1"))
+    receive_worker(replica, card("w1"))
     beat = RouterBeat(VERSION, 5, "up", URL, {}, 1, 60_000, [], {POOL: 16, OTHER: 16})
     replica.router_heartbeat(PEER, encode(beat), 0.0)
 
     for _ in range(3 * ROUNDS):
-        hear_worker(replica, "w1")
+        receive_worker(replica, "w1")
         rounds(replica, 1)
         assert [] == replica.unserved()
 

@@ -15,7 +15,7 @@ from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION, Frame, Stored
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.policies.plain import Random
-from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
+from tests.core.replicas import ME, PEER, ROUNDS, new_replica, receive_worker, rounds
 from tests.core.worlds import POOL, T1, W1, W2, card, chain_from, prompt, request, worker_beat
 
 CHAIN = chain_from(1000, 10)
@@ -35,7 +35,7 @@ def targets(replica: Replica, pool: PoolId = POOL) -> list[Target]:
 
 def test_join_by_hello(replica: Replica) -> None:
     """A worker's heartbeat with its card makes it a target, and its empty feed is live at once."""
-    hear_worker(replica, card())
+    receive_worker(replica, card())
 
     assert [T1] == targets(replica)
     assert FeedState.LIVE is replica.readers[KvSource(POOL, W1, 0)].state
@@ -46,7 +46,7 @@ def test_join_with_history(replica: Replica) -> None:
     """A worker that has sent frames is asked for them; its blocks are there after one exchange."""
     source = FeedSource(100, lambda _now: [Stored(0, None, pack_hashes(CHAIN))])
     source.append([Stored(0, None, pack_hashes(CHAIN))])
-    hear_worker(replica, card(), seq=1)
+    receive_worker(replica, card(), seq=1)
 
     [(feed, wanted)] = replica.due(0.0, 16)
     replica.answered(feed, source.answer(wanted, 10**6, 0.0), 0.0)
@@ -61,7 +61,7 @@ def test_frames_before_the_card_are_ignored(replica: Replica) -> None:
     frame = encode(Frame(VERSION, 100, 1, [Stored(0, None, pack_hashes(CHAIN))]))
 
     replica.kv_frame(KvSource(POOL, W1, 0), frame, 0.0)
-    hear_worker(replica, "w1", seq=1)
+    receive_worker(replica, "w1", seq=1)
 
     assert 1 == replica.counters.unknown_messages
     assert {} == replica.readers
@@ -69,10 +69,10 @@ def test_frames_before_the_card_are_ignored(replica: Replica) -> None:
 
 def test_leave(replica: Replica) -> None:
     """A worker that says goodbye is gone at once, with its blocks and its feeds."""
-    hear_worker(replica, card())
+    receive_worker(replica, card())
     replica.router(POOL).pool.index.store(T1, CHAIN)
 
-    hear_worker(replica, state="leave")
+    receive_worker(replica, state="leave")
 
     assert [] == targets(replica)
     assert {} == replica.readers
@@ -83,13 +83,13 @@ def test_leave_in_the_middle_of_a_snapshot(replica: Replica) -> None:
     """What was half loaded of a worker that left takes no room."""
     source = FeedSource(100, lambda _now: [Stored(0, None, pack_hashes([n])) for n in range(9000)])
     source.append([Stored(0, None, b"")])
-    hear_worker(replica, card(), seq=1)
+    receive_worker(replica, card(), seq=1)
     [(feed, wanted)] = replica.due(0.0, 16)
     replica.answered(feed, source.answer(wanted, 10**6, 0.0), 0.0)
     assert replica.work(0.0)
     assert FeedState.RECOVERING is replica.readers[feed].state
 
-    hear_worker(replica, state="leave")
+    receive_worker(replica, state="leave")
     while replica.work(0.0):
         pass
 
@@ -98,12 +98,12 @@ def test_leave_in_the_middle_of_a_snapshot(replica: Replica) -> None:
 
 def test_lease_is_counted_in_own_rounds(replica: Replica) -> None:
     """A silent worker is dropped after its lease, one that is heard stays."""
-    hear_worker(replica, card("w1"))
-    hear_worker(replica, card("w2"))
+    receive_worker(replica, card("w1"))
+    receive_worker(replica, card("w2"))
 
     for _ in range(ROUNDS + 1):
         rounds(replica, 1)
-        hear_worker(replica, "w2")
+        receive_worker(replica, "w2")
 
     assert [Target(W2)] == targets(replica)
     assert 1 == replica.counters.workers_lost
@@ -111,8 +111,8 @@ def test_lease_is_counted_in_own_rounds(replica: Replica) -> None:
 
 def test_paused_replica_drops_nobody(replica: Replica) -> None:
     """Rounds that did not come back do not count, however many were begun."""
-    hear_worker(replica, card("w1"))
-    hear_worker(replica, card("w2"))
+    receive_worker(replica, card("w1"))
+    receive_worker(replica, card("w2"))
 
     for _ in range(100):
         replica.next_round(0.0)
@@ -123,7 +123,7 @@ def test_paused_replica_drops_nobody(replica: Replica) -> None:
 
 def test_last_worker_is_kept_with_overlap_0(replica: Replica) -> None:
     """The lease of the only worker ends: requests still go there, and find nothing."""
-    hear_worker(replica, card())
+    receive_worker(replica, card())
     replica.router(POOL).pool.index.store(T1, CHAIN)
 
     rounds(replica, 3 * (ROUNDS + 1))
@@ -135,11 +135,11 @@ def test_last_worker_is_kept_with_overlap_0(replica: Replica) -> None:
 
 def test_silent_worker_comes_back(replica: Replica) -> None:
     """One that was kept is followed again when it speaks."""
-    hear_worker(replica, card())
+    receive_worker(replica, card())
     rounds(replica, ROUNDS + 1)
     assert {} == replica.readers
 
-    hear_worker(replica, "w1")
+    receive_worker(replica, "w1")
 
     assert not replica.router(POOL).pool.workers[W1].silent
     assert [KvSource(POOL, W1, 0)] == list(replica.readers)
@@ -147,25 +147,25 @@ def test_silent_worker_comes_back(replica: Replica) -> None:
 
 def test_silent_worker_that_refused_is_lost_quietly(replica: Replica) -> None:
     """One kept although silent, then found unreachable, does not disturb the leases afterwards."""
-    hear_worker(replica, card())
+    receive_worker(replica, card())
     rounds(replica, ROUNDS + 1)
 
     replica.router(POOL).pool.unreachable(W1)
     rounds(replica, 2 * (ROUNDS + 1))
 
     assert [] == targets(replica)
-    hear_worker(replica, card())
+    receive_worker(replica, card())
     assert [T1] == targets(replica)
 
 
 def test_workers_of_two_pools_are_lost_at_once(replica: Replica) -> None:
     """A host dies with workers of several pools on it: all of them are dropped in the same round."""
     for name, pool in (("w1", POOL), ("w2", POOL), ("w3", OTHER_POOL), ("w4", OTHER_POOL)):
-        hear_worker(replica, card(name), pool=pool)
+        receive_worker(replica, card(name), pool=pool)
 
     for _ in range(ROUNDS + 1):
-        hear_worker(replica, "w2")
-        hear_worker(replica, "w4", pool=OTHER_POOL)
+        receive_worker(replica, "w2")
+        receive_worker(replica, "w4", pool=OTHER_POOL)
         rounds(replica, 1)
 
     assert [Target(W2)] == targets(replica)
@@ -174,9 +174,9 @@ def test_workers_of_two_pools_are_lost_at_once(replica: Replica) -> None:
 
 def test_worker_that_changes_pools(replica: Replica) -> None:
     """A worker that now serves another model is a target there, and no longer here."""
-    hear_worker(replica, card())
+    receive_worker(replica, card())
 
-    hear_worker(replica, card(model="qwen"), pool=OTHER_POOL, incarnation=200)
+    receive_worker(replica, card(model="qwen"), pool=OTHER_POOL, incarnation=200)
 
     assert [] == targets(replica)
     assert [T1] == targets(replica, OTHER_POOL)
@@ -184,10 +184,10 @@ def test_worker_that_changes_pools(replica: Replica) -> None:
 
 def test_greater_incarnation_of_a_worker_wins(replica: Replica) -> None:
     """A restarted agent is followed; the old one's heartbeats are stale."""
-    hear_worker(replica, card(url="http://old"))
-    hear_worker(replica, card(url="http://new"), incarnation=200, rank_incarnation=200)
+    receive_worker(replica, card(url="http://old"))
+    receive_worker(replica, card(url="http://new"), incarnation=200, rank_incarnation=200)
 
-    hear_worker(replica, card(url="http://old"))
+    receive_worker(replica, card(url="http://old"))
 
     assert "http://new" == replica.router(POOL).pool.workers[W1].card.url
     assert 200 == replica.readers[KvSource(POOL, W1, 0)].incarnation
@@ -196,10 +196,10 @@ def test_greater_incarnation_of_a_worker_wins(replica: Replica) -> None:
 
 def test_lower_incarnation_counts_once_the_greater_is_silent(replica: Replica) -> None:
     """After the greater one's lease a lower one is welcome, also where the worker is the only one."""
-    hear_worker(replica, card(), incarnation=200, rank_incarnation=200)
+    receive_worker(replica, card(), incarnation=200, rank_incarnation=200)
     rounds(replica, ROUNDS + 1)
 
-    hear_worker(replica, card(), incarnation=100)
+    receive_worker(replica, card(), incarnation=100)
 
     assert 100 == replica.router(POOL).pool.workers[W1].incarnation
     assert FeedState.LIVE is replica.readers[KvSource(POOL, W1, 0)].state
@@ -217,8 +217,8 @@ def test_damaged_heartbeats_are_counted(replica: Replica) -> None:
 def test_worker_without_events_has_no_feed() -> None:
     """An engine that publishes none, or a replica that wants none, follows no KV feed."""
     replica, without = new_replica(), new_replica(settings=PoolSettings(use_kv_events=False))
-    hear_worker(replica, card(publishes_events=False))
-    hear_worker(without, card())
+    receive_worker(replica, card(publishes_events=False))
+    receive_worker(without, card())
 
     assert {} == replica.readers == without.readers
     assert [T1] == targets(replica) == targets(without)
@@ -227,7 +227,7 @@ def test_worker_without_events_has_no_feed() -> None:
 def test_workers_of_another_block_size_serve() -> None:
     """Also where all of them have another size than the operator's; degraded() names them."""
     replica = new_replica(settings=PoolSettings(block_size=32))
-    hear_worker(replica, card())
+    receive_worker(replica, card())
 
     assert [
         f"pool {POOL}: 1 of 1 workers have another block size than 32: no overlap is predicted there (w1: 16)"
@@ -238,31 +238,31 @@ def test_workers_of_another_block_size_serve() -> None:
 def test_block_sizes_do_not_matter_without_tokens() -> None:
     """In a mode that predicts no overlap anyway nothing is said of it."""
     replica = new_replica(settings=PoolSettings(block_size=32), policy=Random)
-    hear_worker(replica, card())
+    receive_worker(replica, card())
 
     assert [] == replica.degraded()
 
 
 def test_prefill_rates_of_lost_workers_go(replica: Replica) -> None:
     """Names of workers that come and go do not pile up."""
-    hear_worker(replica, card("w1"))
-    hear_worker(replica, card("w2"))
+    receive_worker(replica, card("w1"))
+    receive_worker(replica, card("w2"))
     replica.router(POOL).rates.observe(T1, 100, 1.0)
 
     for _ in range(ROUNDS + 1):
         rounds(replica, 1)
-        hear_worker(replica, "w2")
+        receive_worker(replica, "w2")
 
     assert {} == replica.router(POOL).rates._samples
 
 
 def test_recovery_of_a_source_that_left_is_cancelled(replica: Replica) -> None:
     """Whoever asks for us is told, once, that nobody waits for the answer any longer."""
-    hear_worker(replica, card(), seq=1)
+    receive_worker(replica, card(), seq=1)
     [(feed, _)] = replica.due(0.0, 16)
     assert [] == replica.cancelled()
 
-    hear_worker(replica, state="leave")
+    receive_worker(replica, state="leave")
 
     assert [feed] == replica.cancelled()
     assert [] == replica.cancelled()
@@ -282,10 +282,10 @@ def test_lease_of_a_slow_worker() -> None:
 
 def test_degraded_says_what_is_wrong(replica: Replica) -> None:
     """A feed behind, and a pool without a live worker, stand in the reasons."""
-    hear_worker(replica, card(), seq=3)
+    receive_worker(replica, card(), seq=3)
     assert ["kv w1/0: recovering, 3 frames behind"] == replica.degraded()
 
-    hear_worker(replica, card(), state="down", rank_incarnation=101, incarnation=101)
+    receive_worker(replica, card(), state="down", rank_incarnation=101, incarnation=101)
 
     assert [f"pool {POOL}: no live worker"] == replica.degraded()
 
@@ -312,12 +312,12 @@ def test_silent_pools_make_room(replica: Replica, monkeypatch: pytest.MonkeyPatc
     """Workers that are kept although silent do not keep new models out, once there are too many pools."""
     monkeypatch.setattr("kvrouter.core.fleet.pools.POOLS_MOST", 3)
     for number in range(3):
-        hear_worker(replica, card(f"ghost{number}"), pool=PoolId(f"model{number}-0a1b2c3d"))
+        receive_worker(replica, card(f"ghost{number}"), pool=PoolId(f"model{number}-0a1b2c3d"))
     rounds(replica, 2 * ROUNDS)
     assert 3 == len(replica.silent_workers())
 
     for _ in range(3 * ROUNDS):
-        hear_worker(replica, card("w1"))
+        receive_worker(replica, card("w1"))
         replica.work(0.0)
         rounds(replica, 1)
 

@@ -16,7 +16,7 @@ from kvrouter.core.wire.ids import RouterId, Target
 from kvrouter.core.wire.ops import MAX_SENT_CHARS, VERSION, AddRequest, Frame
 from kvrouter.core.wire.senders import SyncSource
 from kvrouter.policies.prefix_affinity import PrefixAffinity
-from tests.core.replicas import ME, PEER, ROUNDS, hear_worker, new_replica, rounds
+from tests.core.replicas import ME, PEER, ROUNDS, new_replica, receive_worker, rounds
 from tests.core.worlds import POOL, T1, card, chain_from, prompt, request
 
 CHAIN = chain_from(1000, 10)
@@ -26,8 +26,8 @@ def pair() -> tuple[Replica, Replica]:
     """Two synced replicas that see the same two workers and each other."""
     first, second = new_replica(ME), new_replica(PEER)
     for replica in (first, second):
-        hear_worker(replica, card("w1"))
-        hear_worker(replica, card("w2"))
+        receive_worker(replica, card("w1"))
+        receive_worker(replica, card("w2"))
     rounds(first, 1, second)
     return first, second
 
@@ -113,7 +113,7 @@ def test_unsynced_replica_ignores_its_peers() -> None:
     """With sync off peers' frames and feeds are passed over; their heartbeats still are heard."""
     alone, peer = new_replica(ME, synced=False), new_replica(PEER)
     for replica in (alone, peer):
-        hear_worker(replica, card("w1"))
+        receive_worker(replica, card("w1"))
     place(peer)
 
     carry(peer, alone)
@@ -132,7 +132,7 @@ def test_joiner_gets_a_snapshot_of_bookings() -> None:
     first.router(POOL).free(placed[1].key)
     carry(first)
     joiner = new_replica(RouterId("joiner"))
-    hear_worker(joiner, card("w1"))
+    receive_worker(joiner, card("w1"))
 
     rounds(joiner, 1, first)
     asked = recover(joiner, first)
@@ -211,9 +211,9 @@ def test_bookings_on_unknown_targets_are_kept() -> None:
     frame = encode(Frame(VERSION, 1000, 1, [AddRequest(1, "req", "w1", 0, b"", 160, 0, 160)]))
 
     replica.sync_frame(SyncSource(POOL, PEER), frame, 0.0)
-    hear_worker(replica, card("w1"))
-    hear_worker(replica, state="leave")
-    hear_worker(replica, card("w1"))
+    receive_worker(replica, card("w1"))
+    receive_worker(replica, state="leave")
+    receive_worker(replica, card("w1"))
 
     assert 160 == replica.router(POOL).pool.active.charged_tokens(T1)
     (found,) = replica.router(POOL).pool.candidates(request(prompt(CHAIN)))
@@ -287,7 +287,7 @@ def test_sessions_outlive_the_replica_that_bound_them() -> None:
     place(second)
     second.router(POOL).frames()
     joiner = new_replica(RouterId("joiner"))
-    hear_worker(joiner, card("w1"))
+    receive_worker(joiner, card("w1"))
     joiner.sync_frame(SyncSource(POOL, PEER), encode(Frame(VERSION, second.incarnation, 9, [])), 0.0)
 
     recover(joiner, second)
@@ -309,8 +309,8 @@ def text_pair(*names: RouterId) -> list[Replica]:
     """Replicas in mode prefix-affinity that see two workers and each other."""
     replicas = [new_replica(name, policy=PrefixAffinity) for name in names]
     for replica in replicas:
-        hear_worker(replica, card("w1"))
-        hear_worker(replica, card("w2"))
+        receive_worker(replica, card("w1"))
+        receive_worker(replica, card("w2"))
     rounds(replicas[0], 1, *replicas[1:])
     return replicas
 
@@ -358,7 +358,7 @@ def test_texts_of_unknown_targets_are_not_remembered() -> None:
     first, second = text_pair(ME, PEER)
     target = serve_text(first, "once upon a time")
     frames = first.router(POOL).frames()
-    hear_worker(second, str(target.worker_id), state="leave")
+    receive_worker(second, str(target.worker_id), state="leave")
 
     for frame in frames:
         second.sync_frame(SyncSource(POOL, ME), frame, 0.0)

@@ -6,7 +6,7 @@ import gc
 import weakref
 
 from kvrouter.core.wire.ids import PoolId
-from tests.core.replicas import ROUNDS, hear_worker, new_replica, rounds
+from tests.core.replicas import ROUNDS, new_replica, receive_worker, rounds
 from tests.core.worlds import card
 
 OTHER_POOL = PoolId("qwen-0a1b2c3d")
@@ -15,15 +15,15 @@ OTHER_POOL = PoolId("qwen-0a1b2c3d")
 def test_pools_that_end_are_freed() -> None:
     """A pool's router and tables refer to themselves nowhere, so their reference counts free them."""
     replica = new_replica()
-    hear_worker(replica, card("w1"))
-    hear_worker(replica, card("w2"), pool=OTHER_POOL)
+    receive_worker(replica, card("w1"))
+    receive_worker(replica, card("w2"), pool=OTHER_POOL)
     router = replica.routers[OTHER_POOL]
     left = [weakref.ref(one) for one in (router, router.pool, router.source)]
     del router
     gc.collect()
     gc.disable()
     try:
-        hear_worker(replica, "w2", state="leave", pool=OTHER_POOL)
+        receive_worker(replica, "w2", state="leave", pool=OTHER_POOL)
         for _ in range(3 * ROUNDS):
             replica.work(0.0)
             rounds(replica, 1)

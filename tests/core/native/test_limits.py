@@ -21,24 +21,23 @@ MOST = 2**63 - 1
 
 
 def native(name: str) -> Any:
-    """A native module, whichever version is in use."""
+    """A C module, also while the Python version is in use."""
     return importlib.import_module(f"kvrouter.core.native.{name}")
 
 
 class Liar(array):  # type: ignore[type-arg]  # array() takes no parameters at run time
-    """An array that is shorter than it says."""
+    """An array whose __len__ is too large."""
 
     def __len__(self) -> int:
         return 1 << 30
 
 
 def longs(*numbers: int) -> array[int]:
-    """A column."""
     return array("q", numbers)
 
 
 def test_array_that_lies_about_its_length() -> None:
-    """Its own numbers are read, and no more."""
+    """Only the numbers that exist are read."""
     table = native_table().FlatTable()
 
     assert (2, 3) == table.add(0, Liar("Q", [1, 2]))
@@ -51,8 +50,8 @@ def test_array_that_lies_about_its_length() -> None:
 
 
 @pytest.mark.parametrize("block_size", [0, -1, -(2**63)])
-def test_block_size_that_is_none(block_size: int) -> None:
-    """An error, not the end of the process."""
+def test_block_size_below_one(block_size: int) -> None:
+    """An error is raised; the process does not end."""
     for call in (native("hashes").block_hashes, native("hashes").prompt_hashes):
         with pytest.raises(ValueError, match="block size"):
             call([1, 2, 3], block_size, 0, *([array("Q")] if call.__name__ == "prompt_hashes" else []))
@@ -61,7 +60,7 @@ def test_block_size_that_is_none(block_size: int) -> None:
 @pytest.mark.parametrize("wrong", [longs(0), array("b", [0, 0]), Liar("q", [0]), None])
 @pytest.mark.parametrize("place", range(4))
 def test_columns_that_do_not_fit(wrong: Any, place: int) -> None:
-    """Too short, of other numbers, or none: refused before anything is written."""
+    """Columns that are too short, of another type, or not arrays are rejected before anything is written."""
     columns: list[Any] = [longs(0, 0) for _ in range(4)]
     columns[place] = wrong
     with pytest.raises((ValueError, TypeError, IndexError)):
@@ -73,7 +72,7 @@ def test_columns_that_do_not_fit(wrong: Any, place: int) -> None:
 
 
 def test_amounts_beyond_64_bits() -> None:
-    """Counts that do not fit raise OverflowError as array('q') does; sums are those of Python's numbers."""
+    """Amounts beyond 64 bits raise OverflowError, as array('q') does; sums equal those of Python's numbers."""
     reckon, costs = native("columns").reckon_overlap, native("columns").costs
     for most, size, start in ((2**40, 2**40, 0), (1, 1, MOST)):
         with pytest.raises(OverflowError):
@@ -100,7 +99,7 @@ class Meddler:
 
 
 def test_targets_that_change_what_is_read() -> None:
-    """Their own code may do anything: no number is read that is gone. What it raises is raised."""
+    """A target's __eq__ may run any code: no freed number is read, and its exceptions are raised."""
     cached: dict[Any, int] = {}
     in_flight: dict[Any, int] = {}
     for each in (cached, in_flight):
@@ -126,7 +125,7 @@ class Unhashable:
 
 
 def test_shards_and_slots() -> None:
-    """A shard that there is not is an IndexError in both versions; a slot may be named twice."""
+    """A shard number too high raises IndexError in both versions; a slot may be named twice."""
     for new in (FlatTable, native_table().FlatTable):
         table = new()
         table.add(0, [1])
@@ -140,7 +139,7 @@ def test_shards_and_slots() -> None:
 
 
 def test_slot_copied_onto_itself() -> None:
-    """It holds what it held."""
+    """The slot keeps its hashes."""
     for new in (FlatTable, native_table().FlatTable):
         table = new()
         table.add(3, [1, 2])
@@ -152,7 +151,7 @@ def test_slot_copied_onto_itself() -> None:
 
 
 def test_hashes_that_widen_the_table() -> None:
-    """What is asked about may be a caller's generator: the mask is made for the table as it is then."""
+    """Hashes may come from a generator that changes the table: the mask has the width of the table as it is then."""
     table = native_table().FlatTable()
     for slot in range(3):
         table.add(slot, [5])
@@ -167,8 +166,7 @@ def test_hashes_that_widen_the_table() -> None:
 
 
 @pytest.mark.parametrize("kind", ["SlotSet", "CountedSet"])
-def test_slot_of_no_table(kind: str) -> None:
-    """A TypeError."""
+def test_slot_without_a_table(kind: str) -> None:
     with pytest.raises(TypeError, match="None"):
         getattr(native_table(), kind)(None, 1)
 
@@ -196,7 +194,7 @@ print(refused > 0, table.depths([1, 2]))
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 @pytest.mark.parametrize("bits", [24, 26, 28])
 def test_no_memory_for_wider_sets(bits: int) -> None:
-    """A MemoryError; the table is what it was before."""
+    """MemoryError is raised, and the table is unchanged."""
     code = WITHOUT_MEMORY.replace("{bits}", str(bits))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""Where native tables place hashes: every search ends, and no client without the secret can aim."""
+"""Where native tables place hashes: every search ends, and a client without the secret cannot crowd a place."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ ROWS = 32_768
 SHARDS = 2048
 
 
-def twin_tables(secret: int = SECRET) -> list[FlatTable]:
+def both_tables(secret: int = SECRET) -> list[FlatTable]:
     """The Python version, then the native one."""
     return [FlatTable(secret), native_table().FlatTable(secret)]
 
 
-def test_search_ends_where_rows_went_past_every_bucket() -> None:
-    """Eleven rows in and five out leave two buckets that rows went past: an absent hash is still absent."""
+def test_search_ends_where_rows_passed_every_bucket() -> None:
+    """Eleven rows in and five out leave two buckets that rows have passed: an absent hash is still absent."""
     hashes = aimed(SECRET)
     first, last = hashes[:7], hashes[-7:]
-    for table in twin_tables():
+    for table in both_tables():
         table.label(0, "a")
         table.add(0, first[:6])  # five in the first bucket, the sixth in the second
         table.discard(0, first[:5])
@@ -51,10 +51,10 @@ def test_search_ends_where_rows_went_past_every_bucket() -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32), st.sampled_from([6, 12, 30]))
 def test_all_rows_in_one_shard(seed: int, most: int) -> None:
-    """Rows come and go between two crowded buckets: both versions hold the same, and find it."""
+    """Rows come and go in two crowded buckets: both versions hold and find the same."""
     rng, held = random.Random(seed), set[int]()
     ends = rng.sample(aimed(SECRET)[:AT_ONE_END], most), rng.sample(aimed(SECRET)[AT_ONE_END:], most)
-    tables = twin_tables()
+    tables = both_tables()
     for _ in range(50):
         some = set(rng.sample(rng.choice(ends), rng.choice([1, most // 2, most - 1, most])))
         gone, new = some & held, list(some - held)[: most - len(held)]
@@ -71,10 +71,10 @@ def test_all_rows_in_one_shard(seed: int, most: int) -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32))
 def test_counted_hashes_at_one_place(seed: int) -> None:
-    """What is held several times is counted alike, also where all of it is placed together."""
+    """Both versions count references alike, also if all hashes share a place."""
     rng = random.Random(seed)
     hashes = rng.sample(counted_together(SECRET), 40)
-    tables = twin_tables()
+    tables = both_tables()
     counted: list[CountedSet] = [table.counted_set(3) for table in tables]
     held: list[int] = []
     for _ in range(60):
@@ -89,7 +89,7 @@ def test_counted_hashes_at_one_place(seed: int) -> None:
 
 
 def answers(table: FlatTable, seed: int) -> list[Any]:
-    """What a random history makes a table answer, in order."""
+    """The answers of a table to a random history, in order."""
     rng, told = random.Random(seed), list[Any]()
     chains = [[rng.getrandbits(64) for _ in range(40)] for _ in range(20)]
     for slot in range(70):
@@ -104,7 +104,7 @@ def answers(table: FlatTable, seed: int) -> list[Any]:
 
 
 def test_each_process_draws_a_secret() -> None:
-    """Frontends and library objects draw one for their pools; the core draws none."""
+    """Frontends and library objects draw a secret for their pools; the core draws none."""
     options = parse_options([])
     drawn = [serve.new_replica(options).settings.pool.placement_secret for _ in range(2)]
     drawn += [replica_with(Random, ReplicaSettings()).settings.pool.placement_secret for _ in range(2)]
@@ -124,7 +124,6 @@ def test_answers_do_not_depend_on_the_secret() -> None:
 
 
 def reversed_bits(number: int) -> int:
-    """The lowest bit first."""
     return int(f"{number:064b}"[::-1], 2)
 
 
@@ -141,7 +140,7 @@ FAMILIES: dict[str, Callable[[int], int]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hashes_spread_without_the_secret(family: str) -> None:
-    """Hashes of any pattern fill shards, and buckets of a shard, like random ones: 16 ± 4 in each."""
+    """Hashes of any pattern fill shards and buckets evenly, like random ones: 16 ± 4 in each."""
     hashes = array("Q", map(FAMILIES[family], range(ROWS)))
     for secret in (0, 1, 2**63, 0xFEDCBA9876543210):
         shards, homes = [0] * SHARDS, [0] * SHARDS
@@ -152,7 +151,7 @@ def test_hashes_spread_without_the_secret(family: str) -> None:
 
 
 def test_aimed_hashes_miss_with_another_secret() -> None:
-    """What fills one shard of a table whose secret is known is scattered over another's."""
+    """Hashes that fill one shard under a known secret are scattered under another one."""
     shards = {
         secret: {shard for shard, _ in native_table().FlatTable(secret).homes(aimed(SECRET))}
         for secret in (SECRET, SECRET + 1)

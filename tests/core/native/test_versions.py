@@ -1,4 +1,4 @@
-"""The two versions of the hot tables: which one serves, and that both give the same answers."""
+"""The two versions of the hot tables: which one is in use, and that both give the same answers."""
 
 from __future__ import annotations
 
@@ -23,46 +23,45 @@ from kvrouter.errors import ConfigError
 from tests.core.aimed import SECRET, aimed
 from tests.core.forest import Forest
 
-SIZE, SLOTS = 40, 70
-"""More slots than a machine word has bits."""
+SIZE, SLOTS = 40, 70  # more slots than a machine word has bits
 BLOCKED = "import sys; sys.modules['kvrouter.core.native.table'] = None; "
 needs_native = pytest.mark.skipif(bool(versions.why_not_built), reason=f"not built: {versions.why_not_built}")
 
 
 @pytest.fixture(autouse=True)
-def chosen() -> Iterator[None]:
-    """Whatever a test chooses ends with it."""
+def restored() -> Iterator[None]:
+    """Restore the version in use after each test."""
     before = versions.in_use()
     yield
     versions.choose(before)
 
 
 def run_blocked(code: str) -> subprocess.CompletedProcess[str]:
-    """Run this in a Python that has no native version."""
+    """Run this in a Python without the native version."""
     return subprocess.run(
         [sys.executable, "-c", BLOCKED + code], capture_output=True, text=True, timeout=60, check=False
     )
 
 
 def test_python_version_may_be_chosen() -> None:
-    """--core python is always there, and then tables are made of Python."""
+    """`--core python` is always possible, and then tables are Python objects."""
     assert versions.PYTHON == versions.choose("python")
 
     assert FlatTable is type(new_table())
-    assert versions.chosen.hashes is None
+    assert versions.restored.hashes is None
 
 
 @needs_native
 def test_native_version_is_the_default_where_it_is_built() -> None:
-    """Nobody has to ask for it."""
+    """`choose(None)` chooses it."""
     versions.choose("python")
 
     assert versions.NATIVE == versions.choose(None)
     assert FlatTable is not type(new_table())
 
 
-def test_without_the_extension_python_serves() -> None:
-    """Hashes, index and everything else are there all the same, and the reason is known."""
+def test_without_the_extension_python_is_used() -> None:
+    """Hashes and index work, and the reason is reported."""
     code = (
         "from kvrouter import BlockIndex, block_hashes; from kvrouter.core.native import versions; "
         "index = BlockIndex(); index.store('t', [1, 2]); "
@@ -78,7 +77,7 @@ def test_without_the_extension_python_serves() -> None:
 
 @pytest.mark.parametrize("process", ["frontend", "worker"])
 def test_native_without_the_extension_is_an_error(process: str) -> None:
-    """--core native says why it cannot be and what to do; the process does not start."""
+    """`--core native` reports the reason and the remedy; the process does not start."""
     flags = ["--engine-url", "http://127.0.0.1:1"] if process == "worker" else []
     code = f"from kvrouter.{process}.__main__ import main; sys.exit(main({['--core', 'native', *flags]}))"
     done = run_blocked(code)
@@ -88,8 +87,8 @@ def test_native_without_the_extension_is_an_error(process: str) -> None:
     assert "C compiler" in done.stderr
 
 
-def test_why_python_serves_is_said_once() -> None:
-    """A line at the start; none if Python was asked for."""
+def test_reason_for_python_is_logged_once() -> None:
+    """One line at the start; none if Python was requested."""
     code = "from kvrouter.config import use_core; use_core(None); use_core('python')"
     done = run_blocked(code)
 
@@ -99,7 +98,7 @@ def test_why_python_serves_is_said_once() -> None:
 def test_a_choice_cannot_be_changed_in_part() -> None:
     """A version is replaced as a whole: its modules cannot be assigned one by one."""
     with pytest.raises(FrozenInstanceError):
-        versions.chosen.hashes = None  # type: ignore[misc]
+        versions.restored.hashes = None  # type: ignore[misc]
 
 
 def test_choosing_a_version_that_is_not_built() -> None:
@@ -115,7 +114,7 @@ def test_choosing_a_version_that_is_not_built() -> None:
 @pytest.mark.parametrize("block_size", [1, 4, 16, 17, 32, 64, 128])
 @pytest.mark.parametrize("salt", [None, "s"])
 def test_same_hashes(block_size: int, salt: str | None) -> None:
-    """Any block size, with or without a seed of its own: XXH3 takes another road for each length."""
+    """For any block size, with and without a seed: XXH3 has another code path for each length."""
     tokens = [(number * 2654435761) % 2**32 for number in range(300)]
     found = []
     for core in versions.CORES:
@@ -131,25 +130,24 @@ def test_same_hashes(block_size: int, salt: str | None) -> None:
 
 @pytest.fixture(params=[versions.PYTHON, pytest.param(versions.NATIVE, marks=needs_native)])
 def core(request: pytest.FixtureRequest) -> str:
-    """Either version."""
     return versions.choose(str(request.param))
 
 
 class Number:
-    """A number that is no int; numpy's are such."""
+    """A number that is not an int, like numpy's."""
 
     def __index__(self) -> int:
         return 7
 
 
 def backwards(packed: bytes) -> memoryview:
-    """A view that jumps."""
+    """A memoryview that is not contiguous."""
     return memoryview(packed[::-1])[::-1]
 
 
 @pytest.mark.parametrize("form", [bytes, bytearray, memoryview, backwards])
 def test_bytes_are_packed_hashes(core: str, form: Callable[[bytes], bytes]) -> None:
-    """Whatever kind of bytes it is: taken one by one they would be other hashes."""
+    """Any kind of bytes is packed hashes: byte by byte they would be other hashes."""
     index: Any = BlockIndex()
     index.store("t", form(pack_hashes([5, 6, 7])))
 
@@ -159,7 +157,7 @@ def test_bytes_are_packed_hashes(core: str, form: Callable[[bytes], bytes]) -> N
 
 
 def test_numbers_of_other_kinds(core: str) -> None:
-    """What has an __index__ is a hash, in a list or in anything else."""
+    """A value with __index__ is a hash, in a list or any other sequence."""
     index: Any = BlockIndex()
     index.store("t", [Number()])
 
@@ -170,8 +168,8 @@ def test_numbers_of_other_kinds(core: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 64, 1.0, None, "7"])
-def test_what_is_no_hash(core: str, wrong: Any) -> None:
-    """It raises before anything has changed."""
+def test_wrong_hashes_are_rejected(core: str, wrong: Any) -> None:
+    """An error is raised before anything has changed."""
     index: Any = BlockIndex()
     index.store("t", [1, 2])
     chained: Any = sequence_hashes
@@ -191,7 +189,7 @@ def test_what_is_no_hash(core: str, wrong: Any) -> None:
 
 
 class Meddler:
-    """An owner whose hash changes the index that is just being asked."""
+    """An owner whose __hash__ changes the index during a look-up."""
 
     def __init__(self, name: int, index: Any) -> None:
         self.name = name
@@ -214,7 +212,7 @@ class Meddler:
 
 
 def test_look_up_amid_a_look_up(core: str) -> None:
-    """An owner's own code runs when all is known: the answer is that of the moment of asking."""
+    """An owner's __hash__ runs after the look-up: the answer is that of the moment of the call."""
     index: Any = BlockIndex()
     meddlers = [Meddler(name, index) for name in range(6)]
 
@@ -223,7 +221,7 @@ def test_look_up_amid_a_look_up(core: str) -> None:
 
 
 class TwinHistory(RuleBasedStateMachine):
-    """Two tables are told the same and asked the same."""
+    """The same changes and questions for two tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +237,7 @@ class TwinHistory(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**32), is_crowded=st.booleans())
     def grow(self, seed: int, is_crowded: bool) -> None:
-        """Another forest each time; its hashes are all placed in one shard, or as they come."""
+        """Another forest; its hashes are spread, or all placed in one shard."""
         self.forest = Forest(seed, SIZE)
         if is_crowded:
             self.forest.hashes = random.Random(seed).sample(aimed(SECRET), SIZE)
@@ -252,7 +250,7 @@ class TwinHistory(RuleBasedStateMachine):
 
     @rule(slots=st.sets(st.integers(0, SLOTS - 11), max_size=50), node=st.integers(0, SIZE - 1))
     def add_to_many(self, slots: set[int], node: int) -> None:
-        """A prompt that everybody knows."""
+        """A prompt that many slots share."""
         for slot in slots:
             self.add(slot, [node])
 
@@ -264,13 +262,13 @@ class TwinHistory(RuleBasedStateMachine):
 
     @rule(slot=st.integers(SLOTS - 10, SLOTS - 1), node=st.integers(0, SIZE - 1))
     def book(self, slot: int, node: int) -> None:
-        """One more request holds a chain."""
+        """Another request holds a chain."""
         for counted in self.counted:
             counted[slot].add(array("Q", self.forest.chain(node)))
 
     @rule(slot=st.integers(SLOTS - 10, SLOTS - 1), node=st.integers(0, SIZE - 1))
     def free(self, slot: int, node: int) -> None:
-        """One request less, if there is one."""
+        """One request fewer, if there is one."""
         chain, counts = self.forest.chain(node), self.counted[0][slot].counts()
         if all(hash_ in counts for hash_ in chain):
             for counted in self.counted:
@@ -278,13 +276,13 @@ class TwinHistory(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, SLOTS - 1), owner=st.sampled_from([None, "a", "b", "c"]))
     def label(self, slot: int, owner: str | None) -> None:
-        """A slot gets an owner of its own, or none."""
+        """A slot gets an owner, or loses it."""
         for table in self.tables:
             table.label(slot, owner and (owner, slot))
 
     @rule(slots=st.lists(st.integers(0, SLOTS - 11), min_size=1, max_size=5))
     def sweep(self, slots: list[int]) -> None:
-        """Some slots are emptied, and counted anew."""
+        """Some slots are emptied."""
         for table, sets in zip(self.tables, self.sets, strict=True):
             for shard in range(table.shards):
                 table.sweep(slots, shard)
@@ -293,7 +291,7 @@ class TwinHistory(RuleBasedStateMachine):
 
     @rule(source=st.integers(0, SLOTS - 11), copy=st.integers(0, SLOTS - 11))
     def copy_slot(self, source: int, copy: int) -> None:
-        """A slot that holds nothing becomes a copy."""
+        """An empty slot becomes a copy."""
         if source != copy:
             self.sweep([copy])
             for table, sets in zip(self.tables, self.sets, strict=True):
@@ -333,6 +331,6 @@ class TwinHistory(RuleBasedStateMachine):
 
 @needs_native
 def test_any_history_gives_the_same_answers() -> None:
-    """What is asked of one after whatever history, the other answers alike."""
+    """After any history both versions give the same answers."""
     examples = settings(max_examples=40, stateful_step_count=25, deadline=None)
     run_state_machine_as_test(TwinHistory, settings=examples)

@@ -43,13 +43,13 @@ def expected_seed(lora_name: str | None, salt: str | None) -> int:
 
 
 def expected_block(block: Sequence[int], ids: Sequence[int], seed: int) -> int:
-    """Tokens as little-endian u32, then the sorted ids of what touches the block as u64."""
+    """Tokens as little-endian u32, then the sorted ids of the items that touch the block as u64."""
     data = struct.pack(f"<{len(block)}I", *block) + struct.pack(f"<{len(ids)}Q", *sorted(ids))
     return xxh3_64_intdigest(data, seed=seed)
 
 
 def expected_chain(blocks: Sequence[int]) -> list[int]:
-    """`s[0] = b[0]`, then each block behind the one before."""
+    """`s[0] = b[0]`, then each block after the one before."""
     chain = list(blocks[:1])
     for block in blocks[1:]:
         chain.append(xxh3_64_intdigest(struct.pack("<QQ", chain[-1], block), seed=1337))
@@ -57,7 +57,7 @@ def expected_chain(blocks: Sequence[int]) -> list[int]:
 
 
 def test_known_block_hashes() -> None:
-    """Tokens 100..163 in blocks of 16 hash to what Dynamo's router makes of them."""
+    """Tokens 100..163 in blocks of 16 have the hashes of Dynamo's router."""
     assert [10823191264391160519, 1219978239041041138] == block_hashes(TOKENS, 16)[:2]
 
 
@@ -70,12 +70,12 @@ def test_known_block_hashes() -> None:
     ],
 )
 def test_known_seeded_hashes(lora_name: str | None, salt: str | None, first: int) -> None:
-    """A LoRA name, a salt, and both together move the first block to Dynamo's values."""
+    """A LoRA name, a salt, and both together give the first block Dynamo's values."""
     assert first == block_hashes(TOKENS, 16, lora_name=lora_name, salt=salt)[0]
 
 
 def test_known_chain() -> None:
-    """The chain uses seed 1337 even where a salt has moved the seed of the blocks."""
+    """The chain uses seed 1337 even if a salt has changed the seed of the blocks."""
     salted = block_hashes(TOKENS, 16, salt="saltX")
 
     chain = sequence_hashes(salted)
@@ -88,7 +88,7 @@ def test_known_chain() -> None:
 def test_block_hashes_follow_the_design(
     ids: list[int], block_size: int, lora: str | None, salt: str | None
 ) -> None:
-    """Every full block is hashed from its own tokens and the seed; a partial last one is not."""
+    """Every full block is hashed from its own tokens and the seed; a partial last block is not."""
     seed = expected_seed(lora, salt)
     full = [ids[i : i + block_size] for i in range(0, len(ids) - block_size + 1, block_size)]
 
@@ -100,7 +100,7 @@ def test_block_hashes_follow_the_design(
 @settings(deadline=None)
 @given(hashes)
 def test_chain_follows_the_design(blocks: list[int]) -> None:
-    """Each sequence hash is that of the one before and the block."""
+    """Each sequence hash is made of the one before and the block's hash."""
     assert expected_chain(blocks) == sequence_hashes([BlockHash(block) for block in blocks])
 
 
@@ -118,10 +118,10 @@ def test_chain_may_be_continued(blocks: list[int], cut: int) -> None:
 
 @settings(deadline=None)
 @given(tokens, st.integers(1, 20), st.integers(0, 70), names, st.sampled_from([list, partial(array, "I")]))
-def test_prompts_go_on_from_what_is_known(
+def test_prompts_continue_from_known_hashes(
     ids: list[int], block_size: int, known: int, salt: str | None, form: Callable[[list[int]], Sequence[int]]
 ) -> None:
-    """The hashes of a prompt's first blocks may be given; the others are as if they were not."""
+    """Given hashes of the first blocks do not change the others."""
     whole = sequence_hashes(block_hashes(ids, block_size, salt=salt))
     first = array("Q", whole[:known])
 
@@ -134,13 +134,13 @@ def test_prompts_go_on_from_what_is_known(
 
 @pytest.mark.parametrize("known", [array("Q", range(5)), array("I", range(2))], ids=repr)
 def test_known_hashes_are_those_of_the_first_blocks(known: array[int]) -> None:
-    """More than the prompt has blocks, or other numbers, are an error."""
+    """More hashes than the prompt has blocks, or another type, are an error."""
     with pytest.raises(ValueError, match="known must be"):
         seeded_prompt_hashes(TOKENS, 16, 1337, known)
 
 
 def test_zero_is_a_parent_like_any_other() -> None:
-    """A parent whose hash happens to be 0 still counts as one."""
+    """A parent with hash 0 counts as a parent."""
     (chained,) = sequence_hashes([BlockHash(5)], SequenceHash(0))
 
     assert xxh3_64_intdigest(struct.pack("<QQ", 0, 5), seed=1337) == chained
@@ -152,13 +152,13 @@ def test_empty_strings_count_as_absent() -> None:
     assert 1337 == block_seed("", "") == block_seed()
 
 
-def test_a_lora_name_is_no_salt() -> None:
+def test_lora_name_and_salt_differ() -> None:
     """The same word as LoRA name and as salt makes different blocks."""
     assert block_seed("same", None) != block_seed(None, "same")
 
 
 def test_multimodal_items_mark_the_blocks_they_touch() -> None:
-    """Blocks under an item carry its id, all their ids sorted; the others stay as they are."""
+    """Blocks under an item carry its id, all ids sorted; other blocks are unchanged."""
     item, other = "ff" * 32, "00000000000000aa" * 2
     ids = [[], [2**64 - 1], [2**64 - 1, 0xAA], []]
 
@@ -180,8 +180,8 @@ def test_order_of_items_does_not_matter() -> None:
     assert block_hashes(TOKENS, 16, multimodal=items) == block_hashes(TOKENS, 16, multimodal=items[::-1])
 
 
-def test_items_and_seeds_go_together() -> None:
-    """A salt moves the seed of blocks with items too."""
+def test_items_and_seeds_combine() -> None:
+    """A salt changes the seed of blocks with items too."""
     ids = [multimodal_id("cat.png")]
 
     computed = block_hashes(TOKENS[:16], 16, salt="s", multimodal=[(0, 1, "cat.png")])
@@ -190,7 +190,7 @@ def test_items_and_seeds_go_together() -> None:
 
 
 def test_multimodal_ids() -> None:
-    """Of a hex digest the first 16 digits count, of anything else its XXH3."""
+    """A hex digest gives its first 16 digits, any other text its XXH3."""
     assert 0x0123456789ABCDEF == multimodal_id("0123456789abcdef" + "0" * 48)
     assert 0x0123456789ABCDEF == multimodal_id("0123456789ABCDEF")
     assert xxh3_64_intdigest(b"cat.png", seed=0) == multimodal_id("cat.png")
@@ -208,7 +208,7 @@ def test_seeded_block_hashes_takes_ids_in_any_order() -> None:
 
 @pytest.mark.parametrize("bad", [[-1] * 16, [2**32] * 16, ["1"] * 16, [1.5] * 16, [None] * 16])
 def test_bad_tokens_are_the_clients_fault(bad: list[int]) -> None:
-    """A token that is no u32 makes a 400 that names the prompt, with and without items."""
+    """A token that is not a u32 makes a 400 that names the prompt, with and without items."""
     with pytest.raises(BadRequestError) as plain:
         block_hashes(bad, 16)
     with pytest.raises(BadRequestError):
@@ -219,7 +219,7 @@ def test_bad_tokens_are_the_clients_fault(bad: list[int]) -> None:
 
 @pytest.mark.parametrize("block_size", [0, -16])
 def test_block_size_is_at_least_one(block_size: int) -> None:
-    """No blocks without tokens."""
+    """A block size below 1 is an error."""
     with pytest.raises(ValueError, match="at least 1"):
         block_hashes(TOKENS, block_size)
     with pytest.raises(ValueError, match="at least 1"):
@@ -229,21 +229,21 @@ def test_block_size_is_at_least_one(block_size: int) -> None:
 @settings(deadline=None)
 @given(hashes)
 def test_packed_hashes_come_back(values: list[int]) -> None:
-    """Packed hashes are little-endian u64 and unpack to what they were."""
+    """Packed hashes are little-endian u64 and unpack to the same numbers."""
     packed = pack_hashes(values)
 
     assert struct.pack(f"<{len(values)}Q", *values) == packed
     assert values == unpack_hashes(packed)
 
 
-def test_half_a_hash_is_refused() -> None:
-    """Bytes that are no whole number of hashes do not unpack."""
+def test_half_a_hash_is_rejected() -> None:
+    """Bytes that are not whole hashes do not unpack."""
     with pytest.raises(ValueError, match="multiple"):
         unpack_hashes(b"1234567")
 
 
 def test_pool_token() -> None:
-    """A pool's word is a slug of at most 40 characters, a dash, and 8 hex digits of the name's hash."""
+    """A pool's name is a slug of at most 40 characters, a dash, and 8 hex digits of the model's hash."""
     model = "meta-llama/Llama-3.1-70B-Instruct-" + "x" * 40
     slug, digits = pool_token(model)[:-9], pool_token(model)[-8:]
 

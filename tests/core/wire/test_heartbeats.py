@@ -33,20 +33,20 @@ ROUTER = RouterBeat(VERSION, 5, "up", "http://10.0.0.1:8000", {"llama-0a1b2c3d":
 
 
 def test_heartbeats_come_back() -> None:
-    """With a card, without one, and a replica's: read as written."""
+    """A worker's, with and without a card, and a replica's are read as they were written."""
     assert WORKER == decode_worker_beat(encode(WORKER), W1)
     assert worker_beat("w1") == decode_worker_beat(encode(worker_beat("w1")), W1)
     assert ROUTER == decode_router_beat(encode(ROUTER))
 
 
 def test_names_of_a_card() -> None:
-    """A client may use the served names, else the model's own, and the adapters'."""
+    """A client may use the served names (without them, the model's name) and the adapters' names."""
     assert ("llama", "adapterA") == card(lora_names=("adapterA",)).names()
     assert ("chat", "adapterA") == card(served_names=("chat",), lora_names=("adapterA",)).names()
 
 
 def test_cards_do_not_share_their_defaults() -> None:
-    """Each card has tiers and labels of its own."""
+    """Each card has its own tiers and labels."""
     first, second = (Card(worker_id=name, url="", model="m", block_size=16) for name in "ab")
 
     first.tiers["host"] = 1
@@ -55,7 +55,7 @@ def test_cards_do_not_share_their_defaults() -> None:
 
 
 def test_newer_heartbeat_is_understood() -> None:
-    """Fields behind the known ones, in the beat and in the card, are passed over."""
+    """Unknown additional fields, in the heartbeat and in the card, are ignored."""
     raw = msgpack.unpackb(encode(WORKER))
     raw[6]["colour"] = "green"
 
@@ -63,7 +63,7 @@ def test_newer_heartbeat_is_understood() -> None:
 
 
 def test_older_replica_serves_nothing_known() -> None:
-    """Its heartbeat ends before `serves`."""
+    """A heartbeat that ends before `serves` has an empty one."""
     newer = RouterBeat(VERSION, 5, "up", "http://a", {}, 3, 1000, [], {"llama-0a1b2c3d": 16})
 
     assert newer == decode_router_beat(encode(newer))
@@ -71,8 +71,8 @@ def test_older_replica_serves_nothing_known() -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2])
-def test_other_versions_are_refused(version: int) -> None:
-    """A heartbeat of another version is not taken for one of this."""
+def test_other_versions_are_rejected(version: int) -> None:
+    """A heartbeat of another version is an error."""
     for good, decode in ((WORKER, of_w1), (ROUTER, decode_router_beat)):
         raw = msgpack.unpackb(encode(good))
         with pytest.raises(MalformedFrameError, match=f"version {version}"):
@@ -111,8 +111,8 @@ def test_other_versions_are_refused(version: int) -> None:
         ("started_at_us", 2**63),
     ],
 )
-def test_impossible_cards_are_refused(fact: str, value: object) -> None:
-    """What no honest agent announces, or what would do harm where it is used, is refused as a whole."""
+def test_impossible_cards_are_rejected(fact: str, value: object) -> None:
+    """A card with one value that no honest agent sends, or that would do harm, is rejected as a whole."""
     bad = msgspec.structs.replace(card("w1"), **{fact: value})
 
     with pytest.raises(MalformedFrameError):
@@ -123,7 +123,7 @@ def test_impossible_cards_are_refused(fact: str, value: object) -> None:
     "url", ["http://w1:9000", "https://w1", "http://10.0.0.1:80", "http://[fe80::1]:80", "http://w_1:1/v1"]
 )
 def test_addresses_of_engines(url: str) -> None:
-    """Names, IPv4, IPv6, with or without a port."""
+    """Names, IPv4 and IPv6, with or without a port, are accepted."""
     good = worker_beat(card("w1", url=url))
 
     assert good == of_w1(encode(good))
@@ -144,13 +144,13 @@ def test_addresses_of_engines(url: str) -> None:
         RankBeat(0, 1, 1, waiting_loras=("x" * 5000,)),
     ],
 )
-def test_impossible_ranks_are_refused(rank: RankBeat) -> None:
-    """Numbers that later sums, comparisons or encodings could not bear."""
+def test_impossible_ranks_are_rejected(rank: RankBeat) -> None:
+    """Numbers that later sums, comparisons or encodings could not handle are rejected."""
     with pytest.raises(MalformedFrameError):
         of_w1(encode(worker_beat("w1", ranks=[rank])))
 
 
-def test_rank_named_twice_is_refused() -> None:
+def test_rank_named_twice_is_rejected() -> None:
     """It would not be clear which of the two counts."""
     with pytest.raises(MalformedFrameError, match="twice"):
         of_w1(encode(worker_beat("w1", ranks=[RankBeat(0, 1, 1), RankBeat(0, 1, 2)])))
@@ -168,21 +168,21 @@ def test_rank_named_twice_is_refused() -> None:
         msgspec.structs.replace(ROUTER, workers=["a.b"]),
     ],
 )
-def test_impossible_heartbeats_of_replicas_are_refused(beat: RouterBeat) -> None:
-    """Names that would be used in subjects, numbers that could not be sent on, endless lists."""
+def test_impossible_heartbeats_of_replicas_are_rejected(beat: RouterBeat) -> None:
+    """Names that subjects cannot contain, numbers that cannot be sent on, and endless lists are rejected."""
     with pytest.raises(MalformedFrameError):
         decode_router_beat(encode(beat))
 
 
 def test_trouble_with_a_card_is_known_before_it_is_sent() -> None:
-    """An agent asks the same check that readers make."""
+    """`card_trouble` makes the same check as readers."""
     assert "" == card_trouble(card("w1"))
     assert "url" in card_trouble(card("w1", url="nowhere"))
     assert card_trouble(card("w1", max_loras=2**70))
 
 
 def survives(data: bytes) -> None:
-    """Whatever the bytes are, they are read or refused."""
+    """Decode the bytes; the only error may be MalformedFrameError."""
     for decode in (of_w1, decode_router_beat):
         with contextlib.suppress(MalformedFrameError):
             decode(data)
@@ -191,7 +191,7 @@ def survives(data: bytes) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=100))
 def test_any_bytes(data: bytes) -> None:
-    """Noise raises nothing but MalformedFrameError."""
+    """Random bytes raise nothing but MalformedFrameError."""
     survives(data)
 
 
@@ -200,13 +200,13 @@ def test_any_bytes(data: bytes) -> None:
     st.sampled_from([encode(WORKER), encode(ROUTER)]), st.integers(0, 500), st.binary(min_size=1, max_size=3)
 )
 def test_mutated_heartbeats(data: bytes, at: int, patch: bytes) -> None:
-    """Real heartbeats with bytes changed raise nothing but MalformedFrameError."""
+    """Real heartbeats with changed bytes raise nothing but MalformedFrameError."""
     at %= len(data)
 
     survives(data[:at] + patch + data[at + len(patch) :])
 
 
-def test_text_that_is_no_utf_8_is_refused() -> None:
-    """A pool's name, or an address, that is no text."""
+def test_text_not_in_utf_8_is_rejected() -> None:
+    """In a pool's name and in an address."""
     for good, text in ((WORKER, b"llama-0a1b2c3d"), (ROUTER, b"http://10.0.0.1:8000")):
         survives(encode(good).replace(text, b"\xff" * len(text)))

@@ -1,4 +1,4 @@
-"""The wire of feeds: what goes in comes out, and nothing that comes in does harm."""
+"""The wire of feeds: everything is read as it was written, and no received bytes do harm."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ ops = st.one_of(
 
 
 def frame_of(*raw_ops: Any, version: int = VERSION) -> bytes:  # anything a peer may send
-    """A frame as another program would write it."""
+    """A frame as another program may write it."""
     data: bytes = msgpack.packb([version, 1, 1, list(raw_ops)])
     return data
 
@@ -107,23 +107,23 @@ def test_the_wire_is_that_of_the_design() -> None:
     assert [16, 7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5] == raw[5]
 
 
-def test_unknown_codes_are_passed_over_and_counted() -> None:
-    """A newer source's ops do not keep an older reader from the ones it knows."""
+def test_unknown_codes_are_skipped_and_counted() -> None:
+    """A newer source's ops do not keep an older reader from the known ones."""
     decoded = decode_frame(frame_of([99, "new"], [18, 7], [200], [17, 8]))
 
     assert [Free(7), MarkPrefillCompleted(8)] == decoded.ops
     assert 2 == decoded.unknown_ops
 
 
-def test_trailing_fields_are_passed_over() -> None:
-    """A newer source's fields behind the known ones are ignored, in ops and in the frame."""
+def test_additional_fields_are_ignored() -> None:
+    """In ops and in the frame."""
     data = msgpack.packb([VERSION, 1, 1, [[18, 7, "new", [1]], [3, {}]], "new"])
 
     assert [Free(7), Cleared()] == decode_frame(data).ops
 
 
 def test_unknown_version_is_not_read() -> None:
-    """A frame of another version keeps its number, and its ops are not looked at."""
+    """A frame of another version keeps its number, and its ops are not read."""
     same_form = decode_frame(frame_of([18, 7], version=2))
     other_form = decode_frame(frame_of({"free": 7}, version=2))
 
@@ -161,21 +161,21 @@ def test_unknown_version_is_not_read() -> None:
     ],
 )
 def test_malformed_ops(op: object) -> None:
-    """Half hashes, unknown tiers, negative or absurd amounts: the frame keeps its number, nothing else."""
+    """Half hashes, unknown tiers, negative or huge amounts: the frame keeps only its number."""
     decoded = decode_frame(frame_of([18, 1], op))
 
     assert (1, 1, None) == (decoded.incarnation, decoded.seq, decoded.ops)
 
 
-def test_text_that_is_no_utf_8_is_malformed() -> None:
-    """Bytes that are no text where text belongs, in known and unknown ops, make a malformed frame."""
+def test_text_not_in_utf_8_is_malformed() -> None:
+    """In known and in unknown ops."""
     for raw in ([16, 1, b"\xff", "w", 0, b"", 1, 0, 1], [99, b"\xff"]):
         data = frame_of(raw).replace(b"\xc4\x01\xff", b"\xa1\xff")
         assert decode_frame(data).ops is None
 
 
 def test_malformed_snapshots() -> None:
-    """A snapshot with unsound ops, or a chunk outside of its chunks, is refused."""
+    """A snapshot with malformed ops, or a chunk number beyond its chunks, is rejected."""
     for chunk in (
         SnapshotChunk(1, 5, 0, 1, [Stored(7, None, HASHES)], 7),
         SnapshotChunk(1, 5, 0, 0, [], 7),
@@ -188,21 +188,21 @@ def test_malformed_snapshots() -> None:
 
 
 def test_requests_and_answers_come_back() -> None:
-    """What is asked and answered in a recovery is read as it was written."""
+    """The messages of a recovery are read as they were written."""
     assert ReplayRequest(VERSION, 0, 5, 9, 1, 2) == decode_request(REAL[1])
     assert ReplayRequest(VERSION, "llama-0a1b2c3d", 5, 9) == decode_request(REAL[2])
     assert ReplayFrames([encode(Frame(VERSION, 1, 1, OPS))]) == decode_answer(REAL[3])
     assert SnapshotChunk(1, 5, 0, 2, OPS, 7) == decode_answer(REAL[4])
 
 
-def test_request_of_another_version_is_refused() -> None:
+def test_request_of_another_version_is_rejected() -> None:
     """A reader of another version gets an error rather than a wrong answer."""
     with pytest.raises(MalformedFrameError, match="version 2"):
         decode_request(encode(ReplayRequest(2, 0, 5, 9)))
 
 
 def survives(data: bytes) -> None:
-    """Whatever the bytes are, they are read or refused."""
+    """Decode the bytes; the only error may be MalformedFrameError."""
     for decode in (decode_frame, decode_request, decode_answer):
         with contextlib.suppress(MalformedFrameError):
             decode(data)
@@ -214,14 +214,14 @@ def survives(data: bytes) -> None:
 @example(b"\x97\x01\x01\x01\x01\x01\x01" + b"\x91" * 5000 + b"\x90")
 @example(b"\x94\x01\xa1\xff\x01\x01")
 def test_any_bytes(data: bytes) -> None:
-    """Noise, deep nesting and broken text raise nothing but MalformedFrameError."""
+    """Random bytes, deep nesting and broken text raise nothing but MalformedFrameError."""
     survives(data)
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.sampled_from(REAL), st.integers(0, 500), st.binary(min_size=1, max_size=3), st.integers(0, 500))
 def test_mutated_frames(data: bytes, at: int, patch: bytes, cut: int) -> None:
-    """Real frames with bytes changed, or cut short, raise nothing but MalformedFrameError."""
+    """Real frames with changed or missing bytes raise nothing but MalformedFrameError."""
     at %= len(data)
 
     survives(data[:at] + patch + data[at + len(patch) :])
