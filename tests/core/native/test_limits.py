@@ -72,7 +72,7 @@ def test_columns_that_do_not_fit(wrong: Any, place: int) -> None:
 
 
 def test_amounts_beyond_64_bits() -> None:
-    """Amounts beyond 64 bits raise OverflowError, as array('q') does; sums equal those of Python's numbers."""
+    """They raise OverflowError, as array('q') does; sums equal those of Python's numbers."""
     reckon, costs = native("columns").reckon_overlap, native("columns").costs
     for most, size, start in ((2**40, 2**40, 0), (1, 1, MOST)):
         with pytest.raises(OverflowError):
@@ -151,7 +151,7 @@ def test_slot_copied_onto_itself() -> None:
 
 
 def test_hashes_that_widen_the_table() -> None:
-    """Hashes may come from a generator that changes the table: the mask has the width of the table as it is then."""
+    """Hashes may come from a generator that widens the table: the mask is made afterwards."""
     table = native_table().FlatTable()
     for slot in range(3):
         table.add(slot, [5])

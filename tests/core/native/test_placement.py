@@ -1,4 +1,4 @@
-"""Where native tables place hashes: every search ends, and a client without the secret cannot crowd a place."""
+"""Where native tables place hashes: every search ends, and no client can crowd a place."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_python_version_may_be_chosen() -> None:
     assert versions.PYTHON == versions.choose("python")
 
     assert FlatTable is type(new_table())
-    assert versions.restored.hashes is None
+    assert versions.chosen.hashes is None
 
 
 @needs_native
@@ -98,7 +98,7 @@ def test_reason_for_python_is_logged_once() -> None:
 def test_a_choice_cannot_be_changed_in_part() -> None:
     """A version is replaced as a whole: its modules cannot be assigned one by one."""
     with pytest.raises(FrozenInstanceError):
-        versions.restored.hashes = None  # type: ignore[misc]
+        versions.chosen.hashes = None  # type: ignore[misc]
 
 
 def test_choosing_a_version_that_is_not_built() -> None:
