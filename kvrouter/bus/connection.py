@@ -4,12 +4,11 @@ It hides these properties of nats-py:
 
 - `connect` does not return while the server is away, so a task of the bus connects in the background.
 - A client can close itself, or its tasks can end without an error report. The bus replaces such a client by a
-new
-  one and subscribes again.
+  new one and subscribes again.
 - While it is disconnected it would buffer frames and send them later, when they are stale. The bus gives it
-none:
-  readers request missing frames from their source's ring.
+  none: readers request missing frames from their source's ring.
 - Its `publish` is a coroutine. One task sends in order what the plain `publish` of the bus has queued.
+- It passes each received message through a queue to a task, see NatsClient.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import nats.errors
 import structlog
+from nats.aio.client import Client, Srv
+from nats.aio.msg import Msg
 
-from kvrouter.bus.nats_client import NatsClient, OnMessage, discard, why_useless
 from kvrouter.bus.options import NatsOptions
 from kvrouter.bus.outage import Outage
 from kvrouter.errors import KvRouterError
@@ -36,7 +37,7 @@ log = structlog.get_logger()
 OUTBOX_BYTES = 32 * 1024 * 1024
 # A server must accept the largest frame (512 KiB) and its envelope. NATS's default limit is 1 MiB.
 LEAST_PAYLOAD_BYTES = 513 * 1024
-# nats-py keeps this much of one subscription if it queues messages (see nats_client), and drops the rest.
+# nats-py keeps this much of one subscription if it queues messages (see NatsClient), and drops the rest.
 PENDING_MESSAGES = 512 * 1024
 PENDING_BYTES = 128 * 1024 * 1024
 # nats-py does not report the end of its tasks, so they are checked this often.
@@ -45,6 +46,11 @@ CHECK_EVERY_S = 0.2
 MAX_AWAY_S = 10.0
 # A new client gets the given servers and at most this many that the cluster has announced.
 MOST_DISCOVERED = 64
+# Closing waits for this long at most: a server that does not read would delay it without end.
+CLOSE_S = 2.0
+
+# `(subject, payload, reply)`. It must be quick: it runs between two reads of the socket.
+OnMessage = Callable[[str, bytes, str], None]
 
 
 class BusError(KvRouterError):
@@ -354,3 +360,100 @@ def _is_cancelled(error: BaseException) -> bool:
 
 def _jitter(seconds: float) -> float:
     return seconds * random.uniform(0.75, 1.25)
+
+
+class NatsClient(Client):
+    """nats-py's client, with plain callbacks and without its leaks.
+
+    nats-py (2.16) passes each message through a queue to a task. That costs as much as the rest of receiving,
+    and a turn of the event loop; here a plain function is called at once. The method that the parser calls
+    for each message is private: if a later nats-py does not call it, messages reach the function through the
+    queue.
+
+    nats-py also leaves the socket open after an attempt whose answer it does not understand: one descriptor
+    per attempt, until the garbage collector runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plain: dict[object, OnMessage] = {}
+
+    async def subscribe_plain(
+        self, subject: str, on_message: OnMessage, *, pending_msgs_limit: int, pending_bytes_limit: int
+    ) -> None:
+        """Call `on_message` for each message, in order. The limits hold only for messages that are queued."""
+
+        async def deliver(message: Msg) -> None:
+            on_message(message.subject, message.data, message.reply)
+
+        self._plain[deliver] = on_message
+        await self.subscribe(
+            subject,
+            cb=deliver,
+            pending_msgs_limit=pending_msgs_limit,
+            pending_bytes_limit=pending_bytes_limit,
+        )
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        left, self._transport = self._transport, None
+        if left is not None:  # of a failed attempt: nats-py does not close it
+            left.close()  # type: ignore[no-untyped-call]
+        await super()._connect_to_server(s)
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        subscription = self._subs.get(sid)
+        on_message = self._plain.get(subscription._cb) if subscription is not None else None
+        if on_message is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        try:
+            on_message(subject.decode(), data, reply.decode())
+        except Exception as error:  # it would end nats-py's reading task without a report
+            await self._error_cb(error)
+
+
+def why_useless(client: NatsClient) -> str:
+    """Why this client, which was connected once, will do nothing more; empty if it works."""
+    # An error that nats-py does not expect (an endless line, an INFO that is not an object) ends its internal
+    # tasks. It reports nothing, and stays "reconnecting" or "connected" for good.
+    if client.is_closed:
+        return "it has closed"
+    names = ("_reading_task", "_flusher_task") if client.is_connected else ("_reconnection_task",)
+    return next(filter(None, (_end_of(client, name) for name in names)), "")
+
+
+def _end_of(client: NatsClient, name: str) -> str:
+    """How one of the client's tasks has ended; empty if it runs."""
+    task: asyncio.Task[Any] | None = getattr(client, name, None)
+    if task is None or not task.done():
+        return ""
+    # reading the exception also keeps asyncio from logging it as never retrieved
+    error = None if task.cancelled() else task.exception()
+    return f"its {name.strip('_').replace('_', ' ')} has ended" + (f": {error!r:.300}" if error else "")
+
+
+async def discard(client: NatsClient) -> None:
+    """Close a client in any state, in bounded time."""
+    # the transport too: after a rejected password nats-py counts as closed and leaves its socket open
+    transport = getattr(client, "_transport", None)
+    closing = asyncio.create_task(client.close())
+    try:
+        await asyncio.wait([closing], timeout=CLOSE_S)
+    finally:
+        for _ in range(20):  # waits inside nats-py may swallow a cancellation
+            if closing.done():
+                break
+            closing.cancel()
+            await asyncio.wait([closing], timeout=0.1)
+        closing.add_done_callback(_look_at_error)
+    if transport is not None:
+        with contextlib.suppress(Exception):
+            transport.close()
+            async with asyncio.timeout(CLOSE_S):
+                await transport.wait_closed()
+
+
+def _look_at_error(task: asyncio.Task[None]) -> None:
+    # errors of closing do not matter, but asyncio would log an exception that is never read
+    if not task.cancelled():
+        task.exception()

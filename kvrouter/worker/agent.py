@@ -128,7 +128,7 @@ class Agent:
                 self._keep_state(file),
             ]
             for events, rank in zip(self._events, self._ranks, strict=True):
-                loops += [rank.follow(events), rank.read_again(events), self._publish(rank)]
+                loops += [rank.follow(events), rank.read_again(events), rank.send(self._is_answering)]
             tasks = [group.create_task(loop) for loop in loops]
             reason = await self._duty.until_done(self._serve_out())
             log.info("worker.leaving", worker=self._options.worker_id, reason=reason)
@@ -161,11 +161,6 @@ class Agent:
         for rank in self._ranks:
             rank.publisher.flush(time.monotonic())  # so that the first heartbeat has the right frame number
         await self._announcer.run(self._options.heartbeat_s)
-
-    async def _publish(self, rank: EngineRank) -> None:
-        """Send frames, but not before replays are answered: a replica may miss the very first one."""
-        await self._is_answering.wait()
-        await rank.publisher.run()
 
     async def _keep_state(self, file: StateFile | None) -> None:
         while file is not None:

@@ -190,6 +190,11 @@ class EngineRank:
                 self.give_up()
                 await asyncio.sleep(READ_AGAIN_S)
 
+    async def send(self, is_answering: asyncio.Event) -> None:
+        """Send the rank's frames once `is_answering` is set."""
+        await is_answering.wait()  # a replica that misses the first frame must be able to request it
+        await self.publisher.run()
+
     async def read_again(self, events: EngineEvents) -> None:
         """Read the history again after events that could not be followed."""
         clock, pause_s, read_at = asyncio.get_running_loop().time, READ_AGAIN_S, float("-inf")

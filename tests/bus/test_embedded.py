@@ -77,7 +77,7 @@ async def test_port_taken_by_another_program(free_port: Callable[[], int]) -> No
         writer.close()
 
     async with await asyncio.start_server(greet, "127.0.0.1", port):
-        with pytest.raises(ConfigError, match="is the port taken"):
+        with pytest.raises(ConfigError, match="is the port in use"):
             async with embedded_server(f"nats://127.0.0.1:{port}"):
                 pass
 
@@ -93,7 +93,7 @@ async def test_program_that_says_nothing(free_port: Callable[[], int]) -> None:
         done.set()
 
     async with await asyncio.start_server(keep_quiet, "127.0.0.1", port):
-        with pytest.raises(ConfigError, match="is the port taken"):
+        with pytest.raises(ConfigError, match="is the port in use"):
             async with embedded_server(f"nats://127.0.0.1:{port}"):
                 pass
         async with asyncio.timeout(5):

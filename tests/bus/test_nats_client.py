@@ -8,7 +8,7 @@ import inspect
 from nats.aio import client
 from nats.aio.subscription import Subscription
 
-from kvrouter.bus.nats_client import NatsClient
+from kvrouter.bus.connection import NatsClient
 from tests.frontend.workers import until
 
 ROOM = {"pending_msgs_limit": 100, "pending_bytes_limit": 100_000}

@@ -87,4 +87,4 @@ async def test_file_that_is_none(tmp_path: Path) -> None:
     _, said = await process.communicate()
 
     assert 2 == process.returncode
-    assert f"--nats-creds {file}: no USER JWT in it".encode() in said
+    assert f"--nats-creds {file}: it has no USER JWT".encode() in said
