@@ -1,10 +1,10 @@
-"""A worker without an adapter of ours: TensorRT-LLM's KV events become kvrouter's.
+"""A worker without a built-in adapter: turns TensorRT-LLM's KV events into kvrouter's.
 
     python docs/examples/trtllm_worker.py --url http://127.0.0.1:9000 --model tiny --block-size 4 --demo
 
-With `--demo` a few events in the form of TensorRT-LLM's `get_kv_cache_events` are replayed, so that the
-example runs anywhere (kvrouter's tests run it so). Without it the program starts a model and follows it;
-this half needs a GPU and has not been run by us.
+With `--demo` the program replays a few events in the form of TensorRT-LLM's `get_kv_cache_events`, so it
+runs on any machine; kvrouter's tests run it in this way. Without the flag it starts a model and follows its
+events. That part needs a GPU, and kvrouter's authors have not run it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from kvrouter import KvPublisher, announce, connect
 
+# TensorRT-LLM's cache levels: blocks on the GPU, and blocks offloaded to host memory.
 TIER_OF_LEVEL = {0: "device", 1: "host"}
-"""TensorRT-LLM's cache levels: the GPU's blocks, and those offloaded to host memory."""
 
 DEMO_EVENTS: list[dict[str, Any]] = [
     {"event_id": 0, "data": {"type": "created", "num_blocks_per_cache_level": [100, 50]}},
@@ -41,7 +41,7 @@ DEMO_EVENTS: list[dict[str, Any]] = [
             "parent_hash": 902,
             "blocks": [
                 {"block_hash": 903, "tokens": [{"token_id": token} for token in (9, 10, 11, 12)]},
-                {"block_hash": 904, "tokens": [{"token_id": 13}]},  # not full yet: no block to us
+                {"block_hash": 904, "tokens": [{"token_id": 13}]},  # not full: no hash yet
             ],
         },
     },
@@ -54,7 +54,7 @@ DEMO_EVENTS: list[dict[str, Any]] = [
 
 
 def pass_on(event: dict[str, Any], blocks: KvPublisher) -> None:
-    """Tell the publisher what one of TensorRT-LLM's events means. It forgives what it does not know."""
+    """Publish one of TensorRT-LLM's events. Removals of unknown blocks are ignored."""
     data = event["data"]
     match data["type"]:
         case "stored":
@@ -64,7 +64,7 @@ def pass_on(event: dict[str, Any], blocks: KvPublisher) -> None:
             if full:
                 blocks.stored([block["block_hash"] for block in full], tokens, data["parent_hash"], salt=salt)
         case "removed":
-            for tier in TIER_OF_LEVEL.values():  # the event does not say where it was
+            for tier in TIER_OF_LEVEL.values():  # the event does not name its level
                 blocks.removed(data["block_hashes"], tier)
         case "updated" if data.get("cache_level"):
             levels = data["cache_level"]
@@ -80,7 +80,7 @@ async def demo() -> AsyncIterator[dict[str, Any]]:
 
 
 async def follow_engine(model_path: str, tokens_per_block: int) -> AsyncIterator[dict[str, Any]]:
-    """The events of an engine in this process. Serve HTTP from the same one (`OpenAIServer`) at --url."""
+    """The events of an engine in this process, which must also serve HTTP at --url (`OpenAIServer`)."""
     from tensorrt_llm import LLM  # type: ignore[import-not-found]
     from tensorrt_llm.llmapi import KvCacheConfig  # type: ignore[import-not-found]
 
@@ -94,7 +94,7 @@ async def follow_engine(model_path: str, tokens_per_block: int) -> AsyncIterator
 
 
 async def run(flags: argparse.Namespace) -> None:
-    """Announce the worker and pass events on until told to stop."""
+    """Announce the worker and publish its events until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -118,20 +118,19 @@ async def run(flags: argparse.Namespace) -> None:
                 await task
 
 
-async def follow(events: AsyncIterator[dict[str, Any]], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Every event, in order."""
+async def follow(events: AsyncIterator[dict[str, Any]], publish: Callable[[dict[str, Any]], None]) -> None:
+    """Publish every event, in order."""
     async for event in events:
-        tell(event)
+        publish(event)
 
 
 def main() -> None:
-    """Read the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--nats", default="nats://127.0.0.1:4222")
     parser.add_argument("--namespace", default="default")
     parser.add_argument("--worker-id", default="trt-0")
     parser.add_argument("--url", required=True, help="the engine's OpenAI-compatible server")
-    parser.add_argument("--model", required=True, help="its name in requests")
+    parser.add_argument("--model", required=True, help="the model's name in requests")
     parser.add_argument("--model-path", default="")
     parser.add_argument("--block-size", type=int, default=32, help="TensorRT-LLM's tokens_per_block")
     parser.add_argument("--device-blocks", type=int, default=0)
