@@ -88,9 +88,8 @@ async def serve(options: FrontendOptions) -> None:
     descriptors = raise_limit()
     log.info("frontend.descriptors", limit=descriptors, streams=streams_within(descriptors))
     async with running_frontend(options, hurried) as frontend:
-        if (
-            options.process.listen_fd is not None
-        ):  # the parent sends SIGUSR1 to all processes before it ends them
+        # One of --processes: the parent sends SIGUSR1 to all of them before it ends the first.
+        if options.process.listen_fd is not None:
             loop.add_signal_handler(signal.SIGUSR1, frontend.drain)
         await stopped.wait()
         frontend.drain()

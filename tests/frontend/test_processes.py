@@ -396,7 +396,7 @@ def test_sync_comes_with_processes() -> None:
     """Several processes share their bookings; to forbid it is refused."""
     assert parse_options(["--processes", "2"]).replica.synced
     assert not parse_options(["--processes", "1"]).replica.synced
-    with pytest.raises(ConfigError, match="leave one of the two out"):
+    with pytest.raises(ConfigError, match="drop one of the two flags"):
         parse_options(["--processes", "2", "--no-router-replica-sync"])
     with pytest.raises(SystemExit):
         parse_options(["--processes", "0"])

@@ -42,7 +42,7 @@ from kvrouter.relay.exchange import Limits
 
 @dataclass(frozen=True, slots=True)
 class FrontendOptions:
-    """Everything a frontend is told at start."""
+    """All settings of a frontend."""
 
     host: str
     port: int
@@ -52,11 +52,11 @@ class FrontendOptions:
     namespace: str
     router_mode: str
     overlap_weight: float | None
-    """None: the mode's own."""
+    """None: the default of the mode."""
     temperature: float
     policy: PolicySettings
     policy_notes: tuple[str, ...]
-    """What of --router-config is accepted and not needed."""
+    """Notes about parts of --router-config that have no effect."""
     texts: TextIndexSettings
     rules: RuleOptions
     replica: ReplicaSettings
@@ -78,7 +78,7 @@ class FrontendOptions:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
-    """Read the command line; a wrong one ends the process with a message."""
+    """Read the command line. A wrong flag ends the process with a message. Raises ConfigError."""
     flags = _parser().parse_args(arguments)
     pool = PoolSettings(
         use_kv_events=flags.use_kv_events and flags.tokenizer != "none",
@@ -175,7 +175,7 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         "--kv-overlap-score-weight",
         type=not_negative,
         default=None,
-        help="w in cost = w*prefill + decode; default: the mode's own, 1 (kv-score: 2)",
+        help="w in cost = w*prefill + decode; default: 1 (kv-score: 2)",
     )
     group.add_argument(
         "--router-temperature",
@@ -187,7 +187,7 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         "--use-kv-events",
         action=switch,
         default=True,
-        help="index the engines' KV events; without: assume what was sent stays for --router-ttl-secs",
+        help="index the engines' KV events; without: assume that prompts stay cached for --router-ttl-secs",
     )
     group.add_argument(
         "--no-kv-events",
@@ -200,15 +200,15 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         "--router-ttl-secs",
         type=not_negative,
         default=DEFAULT_TTL_S,
-        help="without KV events: for so many seconds a prompt is taken to stay in the cache it was sent to; "
-        "0: until the worker has no room for it",
+        help="without KV events: seconds that a prompt is assumed to stay cached where it was sent; "
+        "0: until the worker's cache is full",
     )
     group.add_argument(
         "--router-approx-capacity-blocks",
         type=not_negative_int,
         default=0,
         metavar="N",
-        help="without KV events: blocks a worker is assumed to hold at most; 0: as many as it says it has",
+        help="without KV events: most blocks that a worker is assumed to hold; 0: the capacity on its card",
     )
     group.add_argument(
         "--router-inflight-overlap",
@@ -217,20 +217,20 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         help="count blocks of requests in flight as cached",
     )
     group.add_argument(
-        "--router-track-output-blocks", action=switch, default=True, help="book blocks that answers fill"
+        "--router-track-output-blocks", action=switch, default=True, help="book the blocks that answers fill"
     )
     group.add_argument(
         "--kv-cache-block-size",
         type=positive_int,
         default=None,
-        help="tokens a block of prompts' hashes; default: that of most workers",
+        help="tokens of one block in prompts' hashes; default: the block size of most workers",
     )
     group.add_argument(
         "--lease-s",
         type=positive,
         default=5.0,
-        help="how long a silent worker or replica is believed, counted in heartbeats of this replica that "
-        "come back through NATS: --lease-s / --heartbeat-s of them (who is cut off drops nobody)",
+        help="seconds without a heartbeat before a worker or replica is considered lost; they are counted in "
+        "own heartbeats that come back through NATS, so a replica without NATS loses no worker",
     )
 
 
@@ -240,55 +240,58 @@ def _add_index_flags(group: argparse._ArgumentGroup) -> None:
         type=not_negative_int,
         default=0,
         metavar="N",
-        help="distinct blocks remembered per model; 0: as many as the workers hold",
+        help="most distinct blocks in the index of a model; 0: no limit",
     )
     group.add_argument(
         "--index-max-holders",
         type=not_negative_int,
         default=0,
         metavar="N",
-        help="workers remembered per block; 0: all",
+        help="most workers in the index per block; 0: no limit",
     )
     group.add_argument(
         "--index-metrics",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="metrics of the index: holders, bytes, stores, removes, look-ups and their time, refusals",
+        help="metrics of the index: holders, bytes, stores, removes, rejected blocks, time of look-ups",
     )
 
 
 def _add_http_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--retries", type=not_negative_int, default=2, help="other workers tried before the first byte"
+        "--retries",
+        type=not_negative_int,
+        default=2,
+        help="other workers to try before the first byte of an answer",
     )
     group.add_argument(
         "--first-byte-timeout",
         type=positive,
         default=600.0,
-        help="seconds a worker may take until its first byte; then the client gets 504",
+        help="seconds until a worker's first byte; then the client gets 504",
     )
     group.add_argument(
         "--idle-timeout",
         type=positive,
         default=300.0,
-        help="seconds without a byte of a running answer, or without its client reading; then it is ended",
+        help="seconds without a byte of a running answer, or without its client reading; then it is aborted",
     )
     group.add_argument("--max-body-mb", type=positive_int, default=64, help="largest request body, in MiB")
     group.add_argument(
         "--ready-timeout",
         type=not_negative,
         default=60.0,
-        help="seconds after which /ready is 200 with whatever is known, workers or not; its body says so",
+        help="seconds after which /ready is 200 even if workers or feeds are missing; its body names them",
     )
     group.add_argument(
         "--drain-grace",
         type=not_negative,
         default=5.0,
-        help="seconds of taking new requests after SIGTERM, while /ready is 503 and balancers turn away",
+        help="seconds after SIGTERM with new requests still accepted, while /ready is 503 for load balancers",
     )
     group.add_argument(
         "--drain-timeout",
         type=not_negative,
         default=300.0,
-        help="seconds that running requests have to finish after that; then they are cut off",
+        help="seconds that running requests get to finish after the grace; then they are aborted",
     )

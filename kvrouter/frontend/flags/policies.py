@@ -1,4 +1,4 @@
-"""The flags of the routing modes (docs/policies.md). Each mode reads its own, and ignores the others'."""
+"""The flags of the routing modes (docs/policies.md). Each mode ignores the flags of the others."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ _DEFAULTS, _TEXTS = PolicySettings(), TextIndexSettings()
 
 
 def add_policy_flags(group: argparse._ArgumentGroup) -> None:
-    """What the modes can be told."""
     add, default = group.add_argument, _DEFAULTS
     add(
         "--router-kv-overlap-score-credit-decay",
         type=not_negative,
         default=default.overlap_decay,
-        help="kv: how fast overlap loses worth on a worker with more prefill charged than the least",
+        help="kv: how fast overlap loses credit on a worker with more prefill charged than the least",
     )
     add(
         "--router-active-request-weight",
         type=not_negative,
         default=default.active_request_weight,
-        help="kv: blocks that each request in flight costs",
+        help="kv: cost of each request in flight, in blocks",
     )
     add(
         "--kv-gpu-cache-usage-weight",
@@ -57,77 +56,85 @@ def add_policy_flags(group: argparse._ArgumentGroup) -> None:
         "--sticky-hit-rate",
         type=share,
         default=default.sticky_hit_rate,
-        help="sticky: part of the prompt that has to be cached",
+        help="sticky: share of the prompt that must be cached",
     )
     add(
         "--sticky-penalty-s",
         type=not_negative,
         default=default.sticky_penalty_s,
-        help="sticky: seconds that a request waits longer for its cache",
+        help="sticky: most seconds of additional waiting for a worker that has the prefix",
     )
     add(
         "--stage-one",
         type=_stage_one,
         default=default.stage_one,
         metavar="round-robin|hash|header:NAME",
-        help="two-stage: how the group is chosen",
+        help="two-stage: how to choose the group",
     )
     add(
         "--stage-one-blocks",
         type=positive_int,
         default=default.stage_one_blocks,
-        help="two-stage: leading blocks that --stage-one hash looks at",
+        help="two-stage: leading blocks that --stage-one hash uses",
     )
     add(
         "--router-policy",
         metavar="MODULE:CLASS",
-        help="your own policy instead of a mode, or the name of an installed one (docs/writing-a-policy.md)",
+        help="a custom policy instead of a mode: its class or its entry point (docs/writing-a-policy.md)",
     )
     add(
         "--router-policy-arg",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an argument for its constructor; may be repeated",
+        help="an argument of the custom policy's constructor; may be repeated",
     )
     add("--group-label", default=default.group_label, help="two-stage: the card label that names a group")
     _add_text_flags(group)
 
 
 def _add_text_flags(group: argparse._ArgumentGroup) -> None:
-    """Mode prefix-affinity; names and defaults are Ray Serve's."""
+    """Mode prefix-affinity. Names and defaults are those of Ray Serve."""
     add, switch = group.add_argument, argparse.BooleanOptionalAction
     texts = {
         "--imbalanced-threshold": (
             _or_infinite,
             _DEFAULTS.imbalanced_threshold,
-            "requests between most and least loaded",
+            "difference of requests between the most and the least loaded worker",
         ),
         "--match-rate-threshold": (
             share,
             _DEFAULTS.match_rate_threshold,
-            "part of the text that has to match",
+            "share of the text that must match",
         ),
         "--text-block-chars": (
             positive_int,
             _TEXTS.block_chars,
-            "characters that match together or not at all",
+            "characters per block of text",
         ),
         "--eviction-threshold-chars": (
             positive_int,
             _TEXTS.eviction_threshold_chars,
-            "a worker's texts above it are cut",
+            "characters of a worker above which its oldest texts are evicted",
         ),
-        "--eviction-target-chars": (positive_int, _TEXTS.eviction_target_chars, "what they are cut to"),
-        "--eviction-interval-secs": (positive, _TEXTS.eviction_interval_secs, "seconds between two looks"),
+        "--eviction-target-chars": (
+            positive_int,
+            _TEXTS.eviction_target_chars,
+            "characters that remain after an eviction",
+        ),
+        "--eviction-interval-secs": (
+            positive,
+            _TEXTS.eviction_interval_secs,
+            "seconds between two evictions",
+        ),
     }
     for flag, (kind, value, text) in texts.items():
         add(flag, type=kind, default=value, help=f"prefix-affinity: {text}")
-    add("--do-eviction", action=switch, default=_TEXTS.do_eviction, help="prefix-affinity: forget old texts")
+    add("--do-eviction", action=switch, default=_TEXTS.do_eviction, help="prefix-affinity: evict old texts")
 
 
 def policy_settings(flags: argparse.Namespace) -> tuple[PolicySettings, tuple[str, ...]]:
-    """What the flags say, and what of the config file is not needed here. Raises ConfigError."""
+    """The settings, and notes about parts of --router-config without effect. Raises ConfigError."""
     picker = _endpoint_picker(flags.router_config) if flags.router_config is not None else None
     settings = PolicySettings(
         overlap_decay=flags.router_kv_overlap_score_credit_decay,
@@ -148,7 +155,7 @@ def policy_settings(flags: argparse.Namespace) -> tuple[PolicySettings, tuple[st
 
 
 def text_settings(flags: argparse.Namespace) -> TextIndexSettings:
-    """How mode prefix-affinity remembers texts. Raises ConfigError."""
+    """Raises ConfigError."""
     if flags.eviction_target_chars > flags.eviction_threshold_chars:
         raise ConfigError("--eviction-target-chars must not be above --eviction-threshold-chars")
     return TextIndexSettings(
@@ -161,7 +168,7 @@ def text_settings(flags: argparse.Namespace) -> TextIndexSettings:
 
 
 def bucket_header(settings: PolicySettings) -> str:
-    """The request header that names the bucket of mode two-stage; empty if none does."""
+    """The request header that names the bucket of mode two-stage; empty if --stage-one names no header."""
     return TwoStage(settings.stage_one).header.lower()
 
 
@@ -169,7 +176,7 @@ def _own_policies(flags: argparse.Namespace) -> OwnPolicies | None:
     if flags.router_policy is not None:
         return load_own_policy(flags.router_policy, flags.router_policy_arg)
     if flags.router_policy_arg:
-        raise ConfigError("--router-policy-arg is for a --router-policy")
+        raise ConfigError("--router-policy-arg needs --router-policy")
     return None
 
 
@@ -186,7 +193,7 @@ def _config_notes(picker: EndpointPicker | None, flags: argparse.Namespace) -> t
     if flags.router_mode == "scored" and flags.router_policy is None:
         return picker.notes
     own = flags.router_policy or flags.router_mode
-    return (*picker.notes, f"the mode is {own}: only requests that ask for mode scored go by this file")
+    return (*picker.notes, f"the mode is {own}: only requests with mode scored use this file")
 
 
 def _stage_one(text: str) -> str:

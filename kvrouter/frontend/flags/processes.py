@@ -10,26 +10,26 @@ from kvrouter.config import read_key
 from kvrouter.errors import ConfigError
 
 MOST = 256
+# The default of --admin-port is --port plus this.
 ADMIN_OFFSET = 100
-"""The admin port is this much above --port, if --admin-port does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessOptions:
-    """How many processes share the port, or in one of them which one it is; and where operators ask."""
+    """The processes on one port, and the admin listener of each."""
 
     processes: int
     number: int
-    """From 1; 0: the only process."""
+    """Of this process, from 1; 0: the only process."""
     admin_host: str
     admin_port: int
-    """Process i listens on this plus i, one alone on this; 0: on a free one."""
+    """Process i listens on this plus i; 0: on a free port."""
     admin_key: str | None = field(repr=False)
-    """With it operators may ask on the clients' port, too."""
+    """Opens the operators' routes on the clients' port."""
     listen_fd: int | None
-    """The listening socket, as the parent has opened it; None: it opens its own."""
+    """The listening socket that the parent opened; None: this process opens its own."""
     waits_until_ready: bool
-    """Whether it leaves connections to the other processes until it is ready."""
+    """Whether other processes accept all connections until this one is ready."""
 
     @property
     def own_admin_port(self) -> int:
@@ -38,28 +38,27 @@ class ProcessOptions:
 
 
 def add_admin_flags(group: argparse._ArgumentGroup) -> None:
-    """Where operators ask, and with which key they may ask on the clients' port."""
     add = group.add_argument
     add(
         "--admin-port",
         type=port_number,
         default=None,
         metavar="PORT",
-        help="where operators ask (/workers, /decisions, /busy_threshold, /v1/route, dry runs), beside all "
-        "that clients may; process i of --processes listens on PORT+i; 0: on a free one; default: --port + "
-        f"{ADMIN_OFFSET}",
+        help="port of the admin listener, with all routes and those for operators (/workers, /decisions, "
+        "/busy_threshold, /v1/route, dry runs); process i of --processes listens on PORT+i; 0: a free port; "
+        f"default: --port + {ADMIN_OFFSET}",
     )
-    add("--admin-host", default="127.0.0.1", help="address of the admin listener; it asks for no key")
+    add("--admin-host", default="127.0.0.1", help="address of the admin listener; it requires no key")
     add(
         "--admin-key-file",
         type=Path,
         metavar="FILE",
-        help="operators may ask on the clients' port, too, with the bearer key in this file; without: 404",
+        help="serve the operators' routes on the clients' port to requests with the bearer key in this file",
     )
 
 
 def add_process_flags(group: argparse._ArgumentGroup) -> None:
-    """How many. Those without help are the parent's to set."""
+    """Flags without help are set by the parent process."""
     add = group.add_argument
     add(
         "--processes",
@@ -74,7 +73,7 @@ def add_process_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def process_options(flags: argparse.Namespace) -> ProcessOptions:
-    """What the flags say. Raises ConfigError."""
+    """Raises ConfigError."""
     last = flags.processes if flags.processes > 1 else flags.process_number
     return ProcessOptions(
         flags.processes,
@@ -88,7 +87,7 @@ def process_options(flags: argparse.Namespace) -> ProcessOptions:
 
 
 def _admin_port(flags: argparse.Namespace, last: int) -> int:
-    """The first one; `last` is added to it for the last process."""
+    """The admin port of process 0. The port of process `last` must exist, too."""
     port: int = flags.port and flags.port + ADMIN_OFFSET if flags.admin_port is None else flags.admin_port
     if port and port + last > 65535:
         given = f"{port}" if flags.admin_port is not None else f"is --port + {ADMIN_OFFSET} by default"
@@ -110,8 +109,8 @@ def syncs(flags: argparse.Namespace) -> bool:
         return bool(asked)
     if asked is False:
         raise ConfigError(
-            f"--processes {flags.processes} with --no-router-replica-sync: processes that share a port and "
-            "not their bookings overload workers; leave one of the two out"
+            f"--processes {flags.processes} with --no-router-replica-sync: processes on one port "
+            "must share their bookings, else they overload workers; drop one of the two flags"
         )
     return True
 

@@ -1,4 +1,4 @@
-"""The flags of the admission queue (frontend/admission_queue.py); off by default, as published."""
+"""The flags of the admission queue (frontend/admission_queue.py). It is off by default."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ _DEFAULTS = AdmissionSettings()
 
 
 def add_queue_flags(group: argparse._ArgumentGroup) -> None:
-    """When to wait, in which order, how long, how many."""
     add, default = group.add_argument, _DEFAULTS
     add(
         "--router-queue-threshold",
         type=not_negative,
         default=default.threshold,
         help="requests wait while every worker has more prefill tokens charged than this many times its "
-        "max_batched_tokens; 0: nobody waits",
+        "max_batched_tokens; 0: requests never wait",
     )
     add(
         "--router-queue-policy",
@@ -31,19 +30,23 @@ def add_queue_flags(group: argparse._ArgumentGroup) -> None:
         "--router-queue-ageing-s",
         type=positive,
         default=default.ageing_s,
-        help="seconds of waiting that a step of priority is worth",
+        help="seconds of waiting that count as much as one step of priority",
     )
-    add("--router-queue-timeout", type=positive, default=default.max_wait_s, help="seconds until a 503")
+    add(
+        "--router-queue-timeout",
+        type=positive,
+        default=default.max_wait_s,
+        help="seconds that a request waits; then it gets a 503",
+    )
     add(
         "--router-queue-size",
         type=positive_int,
         default=default.max_waiting,
-        help="requests that may wait per model; one more gets a 503",
+        help="most requests that wait per model; one more gets a 503",
     )
 
 
 def admission_settings(flags: argparse.Namespace) -> AdmissionSettings:
-    """What the flags say."""
     return AdmissionSettings(
         threshold=flags.router_queue_threshold,
         max_waiting=flags.router_queue_size,

@@ -1,4 +1,4 @@
-"""The flags of what stands before and behind a policy: filters, circuits, sessions, decisions kept."""
+"""The flags of filters, circuit breakers, sessions and kept decisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BREAKER = BreakerSettings()
 
 @dataclass(frozen=True, slots=True)
 class RuleOptions:
-    """What the flags say. `breaker` None: no circuits; `decisions` 0: none are kept."""
+    """`breaker` None: no circuits. `decisions` 0: no decisions are kept."""
 
     filters: FilterSettings = field(default_factory=FilterSettings)
     breaker: BreakerSettings | None = None
@@ -30,61 +30,66 @@ class RuleOptions:
 
 
 def add_rule_flags(group: argparse._ArgumentGroup) -> None:
-    """Filters first, in the order in which they apply."""
+    """The flags of filters come in the order in which the filters apply."""
     add, switch = group.add_argument, argparse.BooleanOptionalAction
     add(
         "--session-affinity",
         choices=("off", "soft", "hard"),
         default="off",
-        help="keep a session on one worker; soft: while it takes requests, hard: even if it is full",
+        help="keep a session on one worker; soft: while the worker takes requests; hard: even if it is full",
     )
     add("--session-header", type=header_name, default="x-session-id", help="header that names the session")
-    add("--session-ttl-s", type=positive, default=DEFAULT_TTL_S, help="seconds from a session's last use")
+    add(
+        "--session-ttl-s",
+        type=positive,
+        default=DEFAULT_TTL_S,
+        help="seconds without a request after which a session expires",
+    )
     add(
         "--circuit-breaker",
         action=switch,
         default=False,
-        help="pass over a worker that keeps failing, for --circuit-breaker-open-s",
+        help="skip a worker that keeps failing, for --circuit-breaker-open-s",
     )
     add(
         "--circuit-breaker-failures",
         type=positive_int,
         default=_BREAKER.failures,
-        help="failed attempts in a row until a worker is passed over",
+        help="consecutive failed attempts after which a worker is skipped",
     )
-    add("--circuit-breaker-open-s", type=positive, default=_BREAKER.open_s, help="seconds it is left alone")
+    add("--circuit-breaker-open-s", type=positive, default=_BREAKER.open_s, help="seconds that it is skipped")
     add(
         "--circuit-breaker-successes",
         type=positive_int,
         default=_BREAKER.successes,
-        help="answered requests in a row, one at a time, until all is well again",
+        help="consecutive answered requests, sent one at a time, until it takes all requests again",
     )
     add(
         "--active-decode-blocks-threshold",
         type=share,
         default=None,
         metavar="SHARE",
-        help="pass over workers with more than this share of their KV blocks active; POST /busy_threshold",
+        help="skip workers with more than this share of their KV blocks active; see POST /busy_threshold",
     )
     add(
         "--active-prefill-tokens-threshold",
         type=positive_int,
         default=None,
         metavar="TOKENS",
-        help="pass over workers with more prefill tokens charged",
+        help="skip workers with more prefill tokens charged",
     )
     add(
         "--max-ongoing-requests",
         type=positive_int,
         default=0,
         metavar="N",
-        help="pass over targets with so many requests in flight; 0: no limit",
+        help="skip targets with N requests in flight; 0: no limit",
     )
     add(
         "--lora-multiplex",
         action=switch,
         default=False,
-        help="engines load adapters themselves: prefer workers that have it, else those with the fewest",
+        help="engines load adapters on demand: prefer workers that have it, else those with the fewest",
     )
     add("--locality-node", default="", metavar="NODE", help="node of this frontend: prefer its workers")
     add("--locality-zone", default="", metavar="ZONE", help="zone of this frontend: prefer its workers")
@@ -93,13 +98,17 @@ def add_rule_flags(group: argparse._ArgumentGroup) -> None:
         type=_decisions,
         default=DEFAULT_DECISIONS,
         metavar="N",
-        help=f"decisions kept for GET /decisions/REQUEST_ID; 0 to {MOST_DECISIONS}, and 64 MiB at most",
+        help=f"decisions kept for GET /decisions/REQUEST_ID: 0 to {MOST_DECISIONS}, at most 64 MiB",
     )
-    add("--log-decisions", action=switch, default=False, help="log every candidate's terms")
+    add(
+        "--log-decisions",
+        action=switch,
+        default=False,
+        help="log each decision with the terms of every candidate",
+    )
 
 
 def rule_options(flags: argparse.Namespace) -> RuleOptions:
-    """What the flags of `add_rule_flags` say."""
     filters = FilterSettings(
         active_decode_blocks_threshold=flags.active_decode_blocks_threshold,
         active_prefill_tokens_threshold=flags.active_prefill_tokens_threshold,
@@ -123,9 +132,9 @@ def rule_options(flags: argparse.Namespace) -> RuleOptions:
 
 
 def header_name(text: str) -> str:
-    """An argparse type."""
+    """An argparse type: the name of a header."""
     if not _HEADER.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no header's name")
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a header")
     return text
 
 

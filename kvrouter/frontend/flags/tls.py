@@ -1,4 +1,4 @@
-"""The flags about TLS: what clients are shown, and which workers are trusted."""
+"""The flags of TLS: the certificate for clients, and the authorities of workers."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from kvrouter.tls import CertificateFiles, server_context, trusting
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """Files that could be read when the flags were."""
+    """Files that have been read once, so that errors are reported at the start."""
 
     files: CertificateFiles | None = None
-    """None: clients speak plain HTTP."""
+    """None: plain HTTP."""
     worker_ca: Path | None = None
-    """Trusted beside the system's authorities."""
+    """Trusted in addition to the system's authorities."""
 
 
 def add_tls_flags(group: argparse._ArgumentGroup) -> None:
-    """--tls-cert with --tls-key, --worker-tls-ca."""
     add = group.add_argument
     add(
         "--tls-cert",
         type=Path,
         metavar="FILE",
-        help="speak HTTPS, with this certificate: PEM, its own first, then those that lead to its authority",
+        help="serve HTTPS with this certificate: PEM, followed by the intermediate certificates",
     )
-    add("--tls-key", type=Path, metavar="FILE", help="its key: PEM, without a password")
+    add("--tls-key", type=Path, metavar="FILE", help="key of --tls-cert: PEM, without a password")
     add(
         "--worker-tls-ca",
         type=Path,
         metavar="FILE",
-        help="authorities of the workers' certificates (https:// URLs), trusted beside the system's",
+        help="authorities of the workers' certificates (https:// URLs), in addition to the system's",
     )
 
 
 def tls_options(flags: argparse.Namespace) -> TlsOptions:
-    """What the flags say. Raises ConfigError for files that cannot be used."""
+    """Raises ConfigError for files that cannot be used."""
     if (flags.tls_cert is None) != (flags.tls_key is None):
         given, missing = ("cert", "key") if flags.tls_key is None else ("key", "cert")
         raise ConfigError(f"--tls-{given} without --tls-{missing}: give both, or none for plain HTTP")

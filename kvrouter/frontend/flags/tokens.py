@@ -1,4 +1,4 @@
-"""The flags about tokens (docs/tokens.md)."""
+"""The flags of tokenizing (docs/tokens.md)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class TokenOptions:
-    """How prompts become tokens."""
-
     way: Way = "local"
     model_path: str | None = None
-    """A directory or a hub's repository, of every model that has none in `model_paths`."""
+    """A directory or a repository of a hub, for models that are not in `model_paths`."""
     model_paths: dict[str, str] = field(default_factory=dict)
     cache_directory: Path | None = None
     chat_template: Path | None = None
@@ -33,13 +31,12 @@ class TokenOptions:
 
 
 def add_token_flags(group: argparse._ArgumentGroup) -> None:
-    """--tokenizer and what belongs to it."""
     add = group.add_argument
     add(
         "--tokenizer",
         choices=["local", "remote", "none"],
         default="local",
-        help="local: that of --model-path (without one only prompts of token ids are routed by their cache); "
+        help="local: that of --model-path (without one, only prompts of token ids are routed by KV overlap); "
         "remote: the engines' /tokenize; none: by text alone, which implies --no-kv-events",
     )
     add(
@@ -48,44 +45,54 @@ def add_token_flags(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="[MODEL=]DIR|ORG/NAME",
-        help="directory or hub id with tokenizer and chat template; may be given for each of several models",
+        help="directory or hub id with tokenizer and chat template; may be repeated, once for each model",
     )
-    add("--tokenizer-cache-dir", type=Path, metavar="DIR", help="where a hub's files are kept")
-    add("--chat-template", type=Path, metavar="FILE", help="in place of the model's own, as the engines'")
+    add("--tokenizer-cache-dir", type=Path, metavar="DIR", help="directory for downloaded files of a hub")
+    add(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="replaces the model's chat template; give the engines the same",
+    )
     add("--tokenizer-workers", type=positive_int, default=8, help="threads that tokenize")
     add(
         "--token-comparison",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compare token ids with an engine's /tokenize, at the start and now and then",
+        help="compare token ids with an engine's /tokenize, at the start and for one prompt in a thousand",
     )
     add("--engine-api-key-file", type=Path, metavar="FILE", help="bearer token for the engines' /tokenize")
     add(
         "--prefix-store-blocks",
         type=not_negative_int,
         default=500_000,
-        help="prefix-token cache: pieces of text whose tokens are kept; 0 switches it off",
+        help="prefix cache of the tokenizer: most pieces of text whose tokens are kept; 0 switches it off",
     )
-    add("--prefix-store-block-chars", type=positive_int, default=256, help="characters of one such piece")
-    add("--prefix-store-mb", type=positive_int, default=512, help="memory they may take, in MiB")
+    add(
+        "--prefix-store-block-chars",
+        type=positive_int,
+        default=256,
+        help="characters of one piece of the prefix cache",
+    )
+    add("--prefix-store-mb", type=positive_int, default=512, help="memory of the prefix cache, in MiB")
     add(
         "--min-prefix-overlap-ratio",
         type=_share,
         default=None,
         metavar="R",
-        help="do not tokenize the rest of a prompt of which this share of the characters is known "
-        "(Heimdall: 0.8); overlap is then found in the known part only",
+        help="if this share of a prompt's characters is in the prefix cache, do not tokenize the rest "
+        "(Heimdall: 0.8); overlap is then found in the cached part only",
     )
 
 
 def token_options(flags: argparse.Namespace) -> TokenOptions:
-    """What the flags say. Raises ConfigError for flags that contradict each other."""
+    """Raises ConfigError for flags that contradict each other."""
     default = _default_path(flags.model_path)
     if flags.tokenizer != "local" and flags.model_path:
         raise ConfigError(f"--model-path is for --tokenizer local, not {flags.tokenizer}: drop one of them")
     if flags.chat_template is not None and default is None:
         raise ConfigError(
-            "--chat-template needs a --model-path without MODEL=: it takes its template's place"
+            "--chat-template needs a --model-path without MODEL=: it replaces that model's template"
         )
     cache = CacheSettings(
         max_parts=flags.prefix_store_blocks,
@@ -107,7 +114,7 @@ def token_options(flags: argparse.Namespace) -> TokenOptions:
 
 
 def _model_path(text: str) -> tuple[str, str]:
-    """`DIR` or `MODEL=DIR`; a directory that exists is one, whatever its name."""
+    """`DIR` or `MODEL=DIR`. An existing directory may contain `=` in its name."""
     name, equals, path = text.partition("=")
     if not equals or Path(text).is_dir():
         return "", text
@@ -117,7 +124,7 @@ def _model_path(text: str) -> tuple[str, str]:
 
 
 def _default_path(paths: Sequence[tuple[str, str]]) -> str | None:
-    """The last one without a model's name."""
+    """The last path without a model's name."""
     return next((path for name, path in reversed(paths) if not name), None)
 
 
@@ -125,7 +132,7 @@ def _share(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be above 0 and at most 1")
     return value

@@ -71,7 +71,7 @@ def test_config_without_its_mode(tmp_path: Path) -> None:
 
     assert () == parse_options([*flags, "--router-mode", "scored"]).policy_notes
     (note,) = parse_options(flags).policy_notes
-    assert note.startswith("the mode is kv: only requests that ask for mode scored")
+    assert note.startswith("the mode is kv: only requests with mode scored")
 
 
 def test_wrong_router_config(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_contradictions(flags: list[str], words: str) -> None:
         (["--tokenizer", "best"], "invalid choice: 'best'"),
         (["--min-prefix-overlap-ratio", "1.5"], "must be above 0 and at most 1"),
         (["--min-prefix-overlap-ratio", "nan"], "must be above 0 and at most 1"),
-        (["--min-prefix-overlap-ratio", "most"], "'most' is no number"),
+        (["--min-prefix-overlap-ratio", "most"], "'most' is not a number"),
         (["--prefix-store-blocks", "-1"], "must be a whole number of at least 0"),
         (["--prefix-store-block-chars", "0"], "must be a whole number of at least 1"),
     ],
