@@ -28,7 +28,7 @@ from kvrouter.core.wire.hashes import prompt_hashes
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.errors import ConfigError
-from kvrouter.policies.plain import Random
+from kvrouter.policies.baseline import Random
 
 _MOST_RANKS = 1024
 

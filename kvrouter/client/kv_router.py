@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
@@ -27,8 +28,9 @@ from kvrouter.client.membership import (
 from kvrouter.core.fleet.pool import PoolSettings
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import Placement, Router
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import Candidate, Policy, RouteRequest, parse_wanted
+from kvrouter.core.routing.policy import Candidate, RouteRequest, parse_wanted
 from kvrouter.core.routing.selection import Decision
 from kvrouter.core.tables.approx import DEFAULT_TTL_S
 from kvrouter.core.wire.hashes import Multimodal, block_hashes, sequence_hashes
@@ -37,7 +39,8 @@ from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.core.wire.values import MOST_ID_CHARACTERS
 from kvrouter.errors import ConfigError
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
-from kvrouter.policies.importing import OwnPolicies
+from kvrouter.policies.importing import GuardedPolicies
+from kvrouter.replica.loop import first_turn
 from kvrouter.replica.policy_upkeep import log_mistakes
 
 # Blocks swept at each call, about 1 ms: no task sweeps for a router by hand.
@@ -86,12 +89,7 @@ class KvRouter(HandFed):
     ) -> None:
         _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
         pool = PoolSettings(use_kv_events, ttl_s, block_size=check_block_size(block_size))
-        replica = replica_with(
-            _maker(policy, settings),
-            ReplicaSettings(pool),
-            overlap_weight=overlap_weight,
-            temperature=temperature,
-        )
+        replica = replica_with(_maker(policy, settings, overlap_weight, temperature), ReplicaSettings(pool))
         super().__init__(replica, clock)
         self._pool = BY_HAND
         self._on_change = _nothing
@@ -121,9 +119,7 @@ class KvRouter(HandFed):
         """
         _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
         member = ReplicaSettings(PoolSettings(use_kv_events, ttl_s), replica_sync, heartbeat_s=heartbeat_s)
-        replica = replica_with(
-            _maker(policy, settings), member, overlap_weight=overlap_weight, temperature=temperature
-        )
+        replica = replica_with(_maker(policy, settings, overlap_weight, temperature), member)
         async with joined(replica, nats, namespace, heartbeat_s=heartbeat_s) as replica_loop:
             pool = await until_serving(replica, model, ready_timeout_s)
             yield _ConnectedRouter(replica, pool, replica_loop.publishing.flush_soon)
@@ -194,9 +190,11 @@ class KvRouter(HandFed):
         """
         now = self._tend()
         asked = self._request(tokens, about)
-        placement = self._router.route(asked, now, streamed=streamed, exclude=self._targets_of(exclude))
+        placement, candidates = self._router.route_among(
+            asked, now, streamed=streamed, exclude=self._targets_of(exclude)
+        )
         self._on_change()
-        return PlacedRequest(self._router, placement, self._router.considered, self._clock, self._on_change)
+        return PlacedRequest(self._router, placement, candidates, self._clock, self._on_change)
 
     def explain(
         self, tokens: Sequence[int], *, exclude: Collection[str] = (), **about: Unpack[About]
@@ -357,15 +355,23 @@ class PlacedRequest:
         self.free()
 
 
-def _maker(policy: NewPolicy, settings: PolicySettings | None) -> Callable[[], Policy]:
+def _maker(
+    policy: NewPolicy, settings: PolicySettings | None, overlap_weight: float | None, temperature: float
+) -> Callable[[], BuiltInPolicy]:
     if not isinstance(policy, str):
         if settings is not None:
             raise ConfigError(
                 "settings are those of a mode; a custom policy is configured by its own callable"
             )
-        own = OwnPolicies(getattr(policy, "__name__", type(policy).__name__), policy)
-        own.begin()
-        return own
+        guarded = GuardedPolicies(getattr(policy, "__name__", type(policy).__name__), policy)
+        guarded.begin()
+        return guarded
     if policy not in POLICIES:
         raise ConfigError(f"policy {policy!r}: use one of {', '.join(POLICIES)}, or a custom class")
-    return lambda: new_policy(policy, settings or PolicySettings())
+    given = settings or PolicySettings()
+    wanted = replace(
+        given,
+        overlap_weight=given.overlap_weight if overlap_weight is None else overlap_weight,
+        temperature=temperature or given.temperature,
+    )
+    return lambda: new_policy(policy, wanted, first_turn())

@@ -16,13 +16,14 @@ import structlog
 from kvrouter.bus import NatsOptions, Subjects
 from kvrouter.config import open_bus
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
-from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.fleet.router import RouterRules
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId, check_identifier
 from kvrouter.core.wire.ops import VERSION, ReplayRequest
 from kvrouter.core.wire.senders import KvSource
 from kvrouter.errors import ConfigError, NoWorkersError
-from kvrouter.replica.loop import ReplicaLoop, empty_replica, first_turn
+from kvrouter.replica.loop import ReplicaLoop, empty_replica
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 
 log = structlog.get_logger()
@@ -34,19 +35,9 @@ _LOOK_S = 0.01
 _AT_ONCE = 16
 
 
-def replica_with(
-    new_policy: Callable[[], Policy],
-    settings: ReplicaSettings,
-    *,
-    overlap_weight: float | None = None,
-    temperature: float = 0.0,
-) -> Replica:
+def replica_with(new_policy: Callable[[], BuiltInPolicy], settings: ReplicaSettings) -> Replica:
     """A replica without any state whose pools use these policies."""
-
-    def with_state() -> tuple[Policy, PolicyState]:
-        return new_policy(), PolicyState(random.random, overlap_weight, temperature, first_turn())
-
-    return empty_replica(settings, with_state)
+    return empty_replica(settings, lambda _pool: RouterRules(new_policy(), random.random))
 
 
 @contextlib.asynccontextmanager

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +26,8 @@ from kvrouter.client.membership import READY_TIMEOUT_S, joined, replica_with, un
 from kvrouter.core.fleet.pool import PoolSettings
 from kvrouter.core.fleet.replica import ReplicaSettings
 from kvrouter.core.fleet.router import Router
-from kvrouter.core.routing.policy import Candidate, Policy, RouteRequest, Wanted
-from kvrouter.core.routing.selection import Selection
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
+from kvrouter.core.routing.policy import Candidate, RouteRequest, Wanted
 from kvrouter.core.wire.ids import PoolId, WorkerId
 from kvrouter.errors import (
     BadRequestError,
@@ -35,7 +37,8 @@ from kvrouter.errors import (
     WorkerRefusedError,
     WorkerSilentError,
 )
-from kvrouter.policies.plain import Direct, Random, RoundRobin
+from kvrouter.policies.baseline import Direct, Random, RoundRobin
+from kvrouter.replica.loop import first_turn
 from kvrouter.tls import trusting
 
 Answers = AsyncIterator[dict[str, Any]]
@@ -74,6 +77,7 @@ class Client:
         self._idle_timeout_s = idle_timeout_s
         self._ready_timeout_s = ready_timeout_s
         self._replica = replica_with(Random, ReplicaSettings(PoolSettings(use_kv_events=False)))
+        self._round_robin = RoundRobin(first_turn())
         self._pool: PoolId | None = None
         self._http: aiohttp.ClientSession | None = None
         self._open = contextlib.AsyncExitStack()
@@ -104,14 +108,14 @@ class Client:
 
     def round_robin(self, request: Mapping[str, Any]) -> Answers:
         """Each worker in turn."""
-        return self._send(request, RoundRobin())
+        return self._send(request, self._round_robin)
 
     def direct(self, request: Mapping[str, Any], worker_id: str, rank: int = 0) -> Answers:
         """The worker named. Raises NoWorkersError while it takes no requests."""
         return self._send(request, Direct(), Wanted(WorkerId(worker_id), rank))
 
     async def _send(
-        self, request: Mapping[str, Any], policy: Policy, wanted: Wanted | None = None
+        self, request: Mapping[str, Any], policy: BuiltInPolicy, wanted: Wanted | None = None
     ) -> Answers:
         """Choose a worker, send, yield its answers. Leaving early closes the connection: the engine stops."""
         path = _path_of(request)
@@ -151,14 +155,17 @@ class Client:
                         return
                     yield msgspec.json.decode(data)
 
-    def _choose(self, name: str, policy: Policy, wanted: Wanted | None) -> Candidate:
+    def _choose(self, name: str, policy: BuiltInPolicy, wanted: Wanted | None) -> Candidate:
         router = self._serving()
         pool = router.pool
         asked = RouteRequest("", lora_name=name if name in pool.lora_names else None, wanted=wanted)
         candidates = pool.candidates(asked)
         if not candidates:
             raise NoWorkersError(f"no live worker for model {name!r}")
-        return Selection(policy, router.selection.state).choose(asked, candidates)[0]
+        moment = Moment(time.monotonic(), random.random, router.tables)
+        chosen = candidates[policy.pick(asked, candidates, moment)]
+        policy.routed(asked, chosen, moment)
+        return chosen
 
     def _serving(self) -> Router:
         if self._pool is None:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.fleet.room import has_room, lane_of
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings, Ticket
 from kvrouter.core.routing.policy import RouteRequest
@@ -66,8 +65,8 @@ class WaitingRoom:
             return
         line = self._line(router.pool.id)
         now = asyncio.get_running_loop().time()
-        lane = lane_of(router, request, now)
-        if not line.queue.is_waited_in(lane) and has_room(router, request, now, line.queue):
+        lane = router.lane(request, now)
+        if not line.queue.is_waited_in(lane) and not router.must_wait(request, now, line.queue):
             return
         ticket = self._join(line, now, request.priority, lane)
         outcome = "left"
@@ -142,7 +141,7 @@ class WaitingRoom:
         if line.queue.first(ticket.lane) != ticket:
             return False
         now = asyncio.get_running_loop().time()
-        return line.queue.admit(ticket, has_room=has_room(router, request, now, line.queue))
+        return line.queue.admit(ticket, has_room=not router.must_wait(request, now, line.queue))
 
     def _leave(self, line: _Line, ticket: Ticket, outcome: str) -> None:
         """Leave the queue. A timer makes the look, so the caller books before the next request is woken."""

@@ -63,7 +63,7 @@ async def evict_texts(replica: Replica) -> None:
     """Evict old texts of mode prefix-affinity, in slices: requests are served in between."""
     loop = asyncio.get_running_loop()
     while True:
-        indexes = [router.selection.state.texts for router in replica.routers.values()]
+        indexes = [router.tables.texts for router in replica.routers.values()]
         await asyncio.sleep(min([EVICTION_S, *(texts.settings.eviction_interval_secs for texts in indexes)]))
         for texts in indexes:
             for _ in texts.eviction(loop.time()):

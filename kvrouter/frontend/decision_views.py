@@ -17,10 +17,11 @@ from aiohttp import web
 
 from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.policy import Candidate, RouteRequest
-from kvrouter.core.routing.selection import Decision, Selection, Verdict
+from kvrouter.core.routing.selection import Decision, Verdict
 from kvrouter.errors import BadRequestError, UnknownDecisionError
 from kvrouter.frontend.accept import Work
 from kvrouter.frontend.aiohttp_requests import json_response
+from kvrouter.policies import PolicySettings
 from kvrouter.relay.answer import Answer
 
 log = structlog.get_logger()
@@ -32,16 +33,18 @@ MOST_LISTED = 1000
 class DecisionViews:
     """`kept` is None if no decisions are kept."""
 
-    def __init__(self, kept: DecisionRing | None, own_mode: str, *, logs: bool) -> None:
+    def __init__(
+        self, kept: DecisionRing | None, own_mode: str, settings: PolicySettings, *, logs: bool
+    ) -> None:
         self._kept = kept
         self._own_mode = own_mode
+        self._settings = settings
         self.logs = logs and kept is not None
 
     def preview(self, work: Work) -> Answer:
         """Where the request would go, and why. Nothing is booked or sent."""
         decision = work.router.decide(work.route, asyncio.get_running_loop().time())
-        selection = work.router.modes.of(work.route.mode)
-        facts = self._facts(work.route, selection, decision.now) | {"dry_run": True}
+        facts = self._facts(work.route, decision.now) | {"dry_run": True}
         body = facts | {"model": work.router.pool.model} | _shown(decision)
         return Answer(200, _encoded(body), {"x-request-id": work.id})
 
@@ -74,7 +77,7 @@ class DecisionViews:
 
     def _summary(self, decided: Decided) -> dict[str, Any]:
         choice = next(one for one in decided.candidates if one.target == decided.order[0])
-        return self._facts(decided.request, decided.selection, decided.now) | {
+        return self._facts(decided.request, decided.moment.now) | {
             "model": choice.card.model,
             "winner": str(choice.target),
             "overlap_blocks": choice.overlap_blocks,
@@ -83,17 +86,13 @@ class DecisionViews:
         }
 
     def _explained(self, decided: Decided) -> dict[str, Any]:
-        facts = self._facts(decided.request, decided.selection, decided.now)
-        settings = {
-            "overlap_weight": _given(decided.request.overlap_weight, decided.overlap_weight),
-            "temperature": _given(decided.request.temperature, decided.temperature),
-            "unseen_bookings": round(decided.unseen, 3),
-        }
+        facts = self._facts(decided.request, decided.moment.now)
+        facts["unseen_bookings"] = round(decided.moment.unseen, 3)
         reads_tables = decided.selection.policy.reads_tables
         terms_of = {"terms_of": "now" if reads_tables else "then", "model": decided.candidates[0].card.model}
-        return facts | settings | terms_of | _shown(decided.explain())
+        return facts | terms_of | _shown(decided.explain())
 
-    def _facts(self, request: RouteRequest, selection: Selection, now: float) -> dict[str, Any]:
+    def _facts(self, request: RouteRequest, now: float) -> dict[str, Any]:
         seconds_ago = asyncio.get_running_loop().time() - now
         return {
             "request_id": request.request_id,
@@ -102,8 +101,8 @@ class DecisionViews:
             "isl": request.isl,
             "prompt_blocks": sum(len(prompt.hashes) for prompt in request.prompts),
             "session": request.session,
-            "overlap_weight": _given(request.overlap_weight, selection.state.overlap_weight),
-            "temperature": _given(request.temperature, selection.state.temperature),
+            "overlap_weight": _given(request.overlap_weight, self._settings.overlap_weight),
+            "temperature": _given(request.temperature, self._settings.temperature),
         }
 
 

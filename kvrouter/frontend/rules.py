@@ -8,6 +8,7 @@ each attempt's outcome ──record_outcome──> the circuit of its target
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,13 +17,16 @@ import structlog
 
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.breaker import CircuitBreakers
+from kvrouter.core.routing.builtin_policy import RoutingTables
 from kvrouter.core.routing.decisions import DecisionRing
 from kvrouter.core.routing.filters import FilterSettings, new_filters
 from kvrouter.core.tables.sessions import SessionTable
+from kvrouter.core.tables.text_index import TextIndex, TextIndexSettings
 from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.frontend.flags.rules import RuleOptions
 from kvrouter.policies import PolicySettings, new_policy
 from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected, Retried, TimedOut
+from kvrouter.replica.loop import first_turn
 from kvrouter.telemetry.metrics import Sample
 
 log = structlog.get_logger()
@@ -31,25 +35,33 @@ log = structlog.get_logger()
 class Rules:
     """The rules of one replica. Thresholds set at run time apply again if a pool is dropped and returns."""
 
-    def __init__(self, options: RuleOptions, mode: str, policy: PolicySettings) -> None:
+    def __init__(
+        self,
+        options: RuleOptions,
+        mode: str,
+        policy: PolicySettings,
+        texts: TextIndexSettings,
+    ) -> None:
         self.options = options
+        self._texts = texts
         kept = max(options.decisions, int(options.log_decisions))
         self.decisions = DecisionRing(kept) if kept else None
         self._mode = mode
         self._policy = policy
         self._filters: dict[PoolId, FilterSettings] = {}
 
-    def new_sessions(self) -> SessionTable:
-        return SessionTable(self.options.session_ttl_s)
-
     def of_pool(self, pool_id: PoolId) -> RouterRules:
         circuits = CircuitBreakers(self.options.breaker) if self.options.breaker is not None else None
+        make_policy = partial(new_policy, settings=self._policy, turn=first_turn())
         return RouterRules(
+            make_policy(self._mode),
+            random.random,
+            RoutingTables(texts=TextIndex(self._texts), sessions=SessionTable(self.options.session_ttl_s)),
             new_filters(self.filters(pool_id), circuits),
             circuits,
             self.decisions,
             self._mode,
-            partial(new_policy, settings=self._policy),
+            make_policy,
         )
 
     def filters(self, pool_id: PoolId) -> FilterSettings:
@@ -70,7 +82,7 @@ class Rules:
         kept = len(self.decisions) if self.decisions is not None else 0
         yield "kvrouter_decisions_kept", "gauge", "Decisions kept for /decisions", {}, kept
         for pool_id, router in routers.items():
-            labels, sessions = {"pool": str(pool_id)}, router.selection.state.sessions
+            labels, sessions = {"pool": str(pool_id)}, router.tables.sessions
             yield "kvrouter_sessions", "gauge", "Sessions bound to a target", labels, len(sessions)
             for target in router.circuits.open_targets() if router.circuits is not None else ():
                 own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}

@@ -18,9 +18,7 @@ from kvrouter.config import open_bus
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.pool import NewIndex
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.routing.policy import Policy, PolicyState
 from kvrouter.core.tables.block_index import BlockIndex
-from kvrouter.core.tables.text_index import TextIndex
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.admission_queue import WaitingRoom
@@ -40,10 +38,9 @@ from kvrouter.frontend.sockets import Listeners, open_listeners, raise_limit, st
 from kvrouter.frontend.state_metrics import index_maker, index_samples
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
 from kvrouter.policies import POLICIES
-from kvrouter.policies import new_policy as policy_of
-from kvrouter.policies.guarded import Own
+from kvrouter.policies.guarded import GuardedPolicy
 from kvrouter.relay.upstream import Upstream
-from kvrouter.replica.loop import ReplicaLoop, empty_replica, first_turn
+from kvrouter.replica.loop import ReplicaLoop, empty_replica
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, set_aside_for_ever, thresholds_raised
@@ -196,7 +193,8 @@ async def _open_request_path(
     """`tls`: which workers are trusted."""
     metrics = RequestMetrics(registry)
     accept = Accept(member.replica.pools, member.tokens.blocks, metrics, _dialect(options))
-    views = DecisionViews(member.rules.decisions, options.router_mode, logs=options.rules.log_decisions)
+    logs = options.rules.log_decisions
+    views = DecisionViews(member.rules.decisions, options.router_mode, options.policy, logs=logs)
     async with probing(tls) as probe:
         with contextlib.closing(Upstream(tls)) as upstream:
             completions = Completions(
@@ -274,37 +272,25 @@ def _log_start(options: FrontendOptions, member: _Member) -> None:
         _warn_of_missing_tokenizer(options, encoder, path)
     for note in options.policy_notes:
         log.info("frontend.router_config", note=note)
-    mode = options.policy.own.name if options.policy.own is not None else options.router_mode
+    mode = options.policy.custom.name if options.policy.custom is not None else options.router_mode
     router_id = member.replica.router_id
     log.info("frontend.listening", url=listeners.url, admin=listeners.admin_url, mode=mode, id=router_id)
 
 
 def new_rules(options: FrontendOptions) -> Rules:
-    return Rules(options.rules, options.router_mode, options.policy)
+    return Rules(options.rules, options.router_mode, options.policy, options.texts)
 
 
 def new_replica(
     options: FrontendOptions, rules: Rules | None = None, new_index: NewIndex = BlockIndex
 ) -> Replica:
     """An empty replica with a random id. Raises ConfigError if a custom policy cannot be made."""
-    if options.policy.own is not None:
-        options.policy.own.begin()
+    if options.policy.custom is not None:
+        options.policy.custom.begin()
     rules = rules or new_rules(options)
 
-    def new_policy() -> tuple[Policy, PolicyState]:
-        policy = policy_of(options.router_mode, options.policy)
-        state = PolicyState(
-            random.random,
-            options.overlap_weight,
-            options.temperature,
-            first_turn(),
-            texts=TextIndex(options.texts),
-            sessions=rules.new_sessions(),
-        )
-        return policy, state
-
     settings = replace(options.replica, pool=replace(options.replica.pool, new_index=new_index))
-    return empty_replica(settings, new_policy, rules.of_pool)
+    return empty_replica(settings, rules.of_pool)
 
 
 def _dialect(options: FrontendOptions) -> Dialect:
@@ -326,7 +312,7 @@ def _operators_routes(member: _Member, path: _RequestPath, admin: Admin) -> list
 
 
 def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder, path: str | None) -> None:
-    if not POLICIES.get(options.router_mode, Own).needs_tokens or options.tokens.way != "local":
+    if not POLICIES.get(options.router_mode, GuardedPolicy).needs_tokens or options.tokens.way != "local":
         return
     if not encoder.can_encode_text:
         log.warning(

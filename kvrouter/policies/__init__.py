@@ -1,22 +1,23 @@
-"""Policies pick one of the candidates they are shown. They own no tables, tasks or caches."""
+"""Policies pick one of the candidates. They own no tables, tasks or caches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrouter.core.routing.policy import Policy
-from kvrouter.policies.importing import OwnPolicies
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
+from kvrouter.policies.baseline import Direct, LeastLoaded, PowerOfTwo, Random, RoundRobin
+from kvrouter.policies.importing import GuardedPolicies
+from kvrouter.policies.kv import OVERLAP_WEIGHT as KV_WEIGHT
 from kvrouter.policies.kv import Kv
+from kvrouter.policies.kv_score import OVERLAP_WEIGHT as KV_SCORE_WEIGHT
 from kvrouter.policies.kv_score import KvScore
-from kvrouter.policies.load import LeastLoaded, PowerOfTwo
-from kvrouter.policies.plain import Direct, Random, RoundRobin
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from kvrouter.policies.scored import Scored
 from kvrouter.policies.sticky import Sticky
 from kvrouter.policies.two_stage import ROUND_ROBIN, TwoStage
 
-POLICIES: dict[str, type[Policy]] = {
+POLICIES: dict[str, type[BuiltInPolicy]] = {
     "kv": Kv,
     "kv-score": KvScore,
     "prefix-affinity": PrefixAffinity,
@@ -31,8 +32,8 @@ POLICIES: dict[str, type[Policy]] = {
 }
 """By `--router-mode`."""
 
-OWN = "own"
-"""The mode's name where `--router-policy` gives a class instead."""
+CUSTOM = "own"
+"""The mode's name where `--router-policy` names a class instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +53,53 @@ class PolicySettings:
     group_label: str = "group"
     scored: Scored | None = None
     """What an EndpointPickerConfig asks for; None: Heimdall's published weights."""
-    own: OwnPolicies | None = None
-    """Makes the policies of `--router-policy`; mode `own` then."""
+    custom: GuardedPolicies | None = None
+    """Makes the policies of `--router-policy`; the mode is `own` then."""
+    overlap_weight: float | None = None
+    """None: the mode's own default."""
+    temperature: float = 0.0
 
 
-def new_policy(mode: str, settings: PolicySettings) -> Policy:
-    """The policy of a mode with these settings."""
-    if mode == OWN and settings.own is not None:
-        return settings.own()
+def new_policy(mode: str, settings: PolicySettings, turn: int = 0) -> BuiltInPolicy:
+    """The policy of a mode with these settings. `turn`: where modes that count turns begin."""
+    if mode == CUSTOM and settings.custom is not None:
+        return settings.custom()
     make = _WITH_SETTINGS.get(mode)
-    return make(settings) if make is not None else POLICIES[mode]()
+    return make(settings, turn) if make is not None else POLICIES[mode]()
 
 
-def _kv(settings: PolicySettings) -> Kv:
-    return Kv(settings.overlap_decay, settings.active_request_weight)
+def _kv(settings: PolicySettings, turn: int) -> Kv:
+    weight = settings.overlap_weight
+    return Kv(
+        settings.overlap_decay,
+        settings.active_request_weight,
+        KV_WEIGHT if weight is None else weight,
+        settings.temperature,
+        turn,
+    )
 
 
-_WITH_SETTINGS: dict[str, Callable[[PolicySettings], Policy]] = {
+def _kv_score(settings: PolicySettings, _turn: int) -> KvScore:
+    weight = settings.overlap_weight
+    return KvScore(
+        settings.gpu_cache_usage_weight,
+        settings.waiting_requests_weight,
+        KV_SCORE_WEIGHT if weight is None else weight,
+        settings.temperature,
+    )
+
+
+def _two_stage(settings: PolicySettings, turn: int) -> TwoStage:
+    within = _kv(settings, turn)
+    return TwoStage(settings.stage_one, settings.stage_one_blocks, settings.group_label, within, turn)
+
+
+_WITH_SETTINGS: dict[str, Callable[[PolicySettings, int], BuiltInPolicy]] = {
     "kv": _kv,
-    "kv-score": lambda s: KvScore(s.gpu_cache_usage_weight, s.waiting_requests_weight),
-    "prefix-affinity": lambda s: PrefixAffinity(s.imbalanced_threshold, s.match_rate_threshold),
-    "scored": lambda s: s.scored or Scored(),
-    "sticky": lambda s: Sticky(s.sticky_hit_rate, s.sticky_penalty_s),
-    "two-stage": lambda s: TwoStage(s.stage_one, s.stage_one_blocks, s.group_label, _kv(s)),
+    "kv-score": _kv_score,
+    "prefix-affinity": lambda s, _: PrefixAffinity(s.imbalanced_threshold, s.match_rate_threshold),
+    "scored": lambda s, _: s.scored or Scored(),
+    "sticky": lambda s, _: Sticky(s.sticky_hit_rate, s.sticky_penalty_s),
+    "two-stage": _two_stage,
+    "round-robin": lambda _, turn: RoundRobin(turn),
 }

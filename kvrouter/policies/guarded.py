@@ -3,8 +3,8 @@
     choose ──> a target, or ranks ──> an order of the eligible
        └─ raises, or answers what cannot be used ──> the fewest requests; counted, and told once
 
-Everything it is called for goes through `Own`. What went wrong is counted by the method it happened in, and
-the first of each kind waits in `take_news` for whoever writes the log.
+The router calls a custom policy only through `GuardedPolicy`. It counts errors by the method they happened
+in; the first of each kind waits in `take_news` for the shell to log it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
+from kvrouter.core.routing.candidates import Candidates
+from kvrouter.core.routing.policy import Candidate, Policy, RouteRequest
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
 
@@ -38,7 +40,7 @@ class UnusableChoiceError(Exception):
     """What `choose` has returned names nobody who is eligible."""
 
 
-class Own(Policy):
+class GuardedPolicy(BuiltInPolicy):
     """Asks `policy`, and keeps its mistakes from the requests. `name` is for people."""
 
     def __init__(self, policy: Policy, name: str) -> None:
@@ -51,13 +53,10 @@ class Own(Policy):
         """By where: a method of the policy, or `answer`."""
         self._news: list[Trouble] = []
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
-        """The first of `order`."""
-        return self.order(request, candidates, state)[0]
+    def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
+        return self.order(request, candidates, moment)[0]
 
-    def order(
-        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
-    ) -> Sequence[int]:
+    def order(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Sequence[int]:
         """Its ranks, the fewest requests first in each; least-loaded if it fails."""
         try:
             ranks = places_of(self.policy.choose(request, list(candidates)), candidates)  # it may sort them
@@ -69,10 +68,15 @@ class Own(Policy):
         except BaseException as error:
             self.failed("choose", error)
             ranks = [list(range(len(candidates)))]
-        return [place for rank in ranks for place in _by_requests(rank, candidates, state)]
+        requests = candidates.requests()
+        return [place for rank in ranks for place in _by_requests(rank, requests, moment)]
 
     def terms(
-        self, _request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState
+        self,
+        _request: RouteRequest,
+        candidates: Candidates,
+        _moment: Moment,
+        _chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
         """What most policies look at; by what yours has judged only it knows."""
         return [
@@ -169,8 +173,8 @@ def _target(one: Target | Candidate) -> Target:
     return one.target if isinstance(one, Candidate) else one
 
 
-def _by_requests(rank: Sequence[int], candidates: Sequence[Candidate], state: PolicyState) -> list[int]:
+def _by_requests(rank: Sequence[int], requests: Sequence[int], moment: Moment) -> list[int]:
     """The fewest requests in flight first, at random among the equal."""
     if len(rank) == 1:
         return list(rank)
-    return sorted(rank, key=lambda place: (candidates[place].requests, state.random()))
+    return sorted(rank, key=lambda place: (requests[place], moment.random()))

@@ -20,7 +20,7 @@ import msgspec
 
 from kvrouter.core.routing.policy import Policy
 from kvrouter.errors import ConfigError
-from kvrouter.policies.guarded import Own
+from kvrouter.policies.guarded import GuardedPolicy
 
 GROUP = "kvrouter.policies"
 _ARGUMENTS = {
@@ -35,19 +35,19 @@ _ARGUMENTS = {
 
 
 @dataclass(slots=True)
-class OwnPolicies:
+class GuardedPolicies:
     """Makes the policies of one class: each pool gets its own."""
 
     name: str
     make: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    _first: Own | None = None
+    _first: GuardedPolicy | None = None
 
     def begin(self) -> None:
         """Make the first now, so that a constructor that fails is seen at the start. Raises ConfigError."""
         self._first = self._made()
 
-    def __call__(self) -> Own:
+    def __call__(self) -> GuardedPolicy:
         """One more. If that fails, now that requests are served, one that always falls back."""
         first, self._first = self._first, None
         if first is not None:
@@ -55,11 +55,11 @@ class OwnPolicies:
         try:
             return self._made()
         except ConfigError as error:
-            broken = Own(Policy(), self.name)
+            broken = GuardedPolicy(Policy(), self.name)
             broken.note("__init__", str(error))
             return broken
 
-    def _made(self) -> Own:
+    def _made(self) -> GuardedPolicy:
         try:
             policy = self.make(**self.arguments)
         except Exception as error:
@@ -69,16 +69,16 @@ class OwnPolicies:
         return guarded(policy, self.name)
 
 
-def load_own_policy(name: str, arguments: Sequence[str] = ()) -> OwnPolicies:
+def load_custom_policy(name: str, arguments: Sequence[str] = ()) -> GuardedPolicies:
     """The class that `name` stands for; `arguments` are KEY=VALUE for its constructor. Raises ConfigError."""
     found = _imported(name) if ":" in name else _entry_point(name)
     if not isinstance(found, type):
         raise ConfigError(f"policy {name}: that is {found!r}, and no class")
     _check_methods(found, name)
-    return OwnPolicies(name, found, _constructor_arguments(found, name, arguments))
+    return GuardedPolicies(name, found, _constructor_arguments(found, name, arguments))
 
 
-def guarded(policy: object, name: str) -> Own:
+def guarded(policy: object, name: str) -> GuardedPolicy:
     """An object that has a `choose`, ready for the router. Raises ConfigError if it does not fit."""
     _check_methods(policy, name)
     refresh_s = getattr(policy, "refresh_s", 0.0)
@@ -86,7 +86,7 @@ def guarded(policy: object, name: str) -> Own:
         raise ConfigError(f"policy {name}: refresh_s is {refresh_s!r}; use seconds")
     if _is_defined(policy, "refresh") and not refresh_s:
         raise ConfigError(f"policy {name} has a refresh: say how often, as in refresh_s = 1.0")
-    return Own(policy, name)  # type: ignore[arg-type]  # as much of a Policy as is called
+    return GuardedPolicy(policy, name)  # type: ignore[arg-type]  # as much of a Policy as is called
 
 
 def _imported(name: str) -> object:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrouter.core.routing.candidates import requests_of, targets_of
-from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
+from kvrouter.core.routing.candidates import Candidates
+from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.wire.ids import Target
-from kvrouter.policies.load import fewest_requests, power_of_two
+from kvrouter.policies.baseline import fewest_requests, power_of_two
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixAffinity(Policy):
+class PrefixAffinity(BuiltInPolicy):
     """Source: Ray Serve, PrefixCacheAffinityRouter. It looks at text, not at blocks.
 
         no text, or max - min requests > imbalanced_threshold  →  power of two choices
@@ -31,35 +31,39 @@ class PrefixAffinity(Policy):
     remembers_text = True
     reads_tables = True
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
+    def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         """See the class."""
         if not request.text or self._is_imbalanced(candidates):
-            return power_of_two(candidates, state.random)
-        found = self._preferred(request.text, candidates, state)
-        places = [place for place, target in enumerate(targets_of(candidates)) if target in found]
-        return fewest_requests(candidates, places, state.random())
+            return power_of_two(candidates, moment.random)
+        found = self._preferred(request.text, candidates, moment)
+        places = [place for place, target in enumerate(candidates.targets()) if target in found]
+        return fewest_requests(candidates, places, moment.random())
 
-    def _is_imbalanced(self, candidates: Sequence[Candidate]) -> bool:
-        requests = requests_of(candidates)
+    def _is_imbalanced(self, candidates: Candidates) -> bool:
+        requests = candidates.requests()
         return max(requests) - min(requests) > self.imbalanced_threshold
 
-    def _preferred(self, text: str, candidates: Sequence[Candidate], state: PolicyState) -> set[Target]:
-        targets = targets_of(candidates)
-        matched, holders = state.texts.match(text, targets)
+    def _preferred(self, text: str, candidates: Candidates, moment: Moment) -> set[Target]:
+        targets = candidates.targets()
+        matched, holders = moment.tables.texts.match(text, targets)
         if matched / len(text) < self.match_rate_threshold:
-            return state.texts.smallest(targets)
+            return moment.tables.texts.smallest(targets)
         return holders
 
     def terms(
-        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
+        self,
+        request: RouteRequest,
+        candidates: Candidates,
+        moment: Moment,
+        _chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
         """Requests, each candidate's own match rate, and the size of its tree."""
         length = max(1, len(request.text))
         return [
             {
                 "requests": one.requests,
-                "match_rate": state.texts.match(request.text, [one.target])[0] / length,
-                "tree_chars": state.texts.chars(one.target),
+                "match_rate": moment.tables.texts.match(request.text, [one.target])[0] / length,
+                "tree_chars": moment.tables.texts.chars(one.target),
             }
             for one in candidates
         ]

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
+from kvrouter.core.routing.candidates import Candidates
+from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.policies import scorers
 from kvrouter.policies.scorers import Scorer
 
@@ -31,7 +33,7 @@ HEIMDALL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Scored(Policy):
+class Scored(BuiltInPolicy):
     """The best `max_endpoints`, best first, ties at random; the further ones are tried if it fails."""
 
     scorers: tuple[Weighted, ...] = HEIMDALL
@@ -49,36 +51,38 @@ class Scored(Policy):
         """Whether one of the scorers looks beyond the candidates."""
         return self.needs_sessions or any(one.scorer is scorers.no_hit_lru for one in self.scorers)
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
+    def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         """The highest total."""
-        return self.order(request, candidates, state)[0]
+        return self.order(request, candidates, moment)[0]
 
-    def order(
-        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
-    ) -> Sequence[int]:
+    def order(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Sequence[int]:
         """The highest totals, best first."""
         totals = [0.0] * len(candidates)
         for _, scorer, weight in self.scorers:
-            scores = scorer(request, candidates, state)
+            scores = scorer(request, candidates, moment)
             totals = [total + weight * clamped(score) for total, score in zip(totals, scores, strict=True)]
-        ranked = [(-round(total, _DIGITS), state.random(), place) for place, total in enumerate(totals)]
+        ranked = [(-round(total, _DIGITS), moment.random(), place) for place, total in enumerate(totals)]
         if self.max_endpoints == 1:
             return (min(ranked)[2],)
         return [place for _, _, place in sorted(ranked)[: self.max_endpoints]]
 
-    def routed(self, request: RouteRequest, choice: Candidate, state: PolicyState) -> None:
+    def routed(self, request: RouteRequest, choice: Candidate, moment: Moment) -> None:
         """Cold prompts are counted, for no-hit-lru."""
         if not choice.overlap_blocks:
-            state.cold.used(choice.target)
+            moment.tables.no_hit.used(choice.target)
 
     def terms(
-        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
+        self,
+        request: RouteRequest,
+        candidates: Candidates,
+        moment: Moment,
+        _chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
         """Every score before its weight, and the total."""
         rows: list[dict[str, float]] = [{} for _ in candidates]
         totals = [0.0] * len(candidates)
         for name, scorer, weight in self.scorers:
-            for place, score in enumerate(scorer(request, candidates, state)):
+            for place, score in enumerate(scorer(request, candidates, moment)):
                 rows[place][name] = clamped(score)
                 totals[place] += weight * clamped(score)
         return [row | {"total": total} for row, total in zip(rows, totals, strict=True)]

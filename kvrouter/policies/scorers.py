@@ -7,79 +7,89 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvrouter.core.routing.policy import Candidate, PolicyState, RouteRequest
-from kvrouter.policies import reports
+from kvrouter.core.routing.builtin_policy import Moment
+from kvrouter.core.routing.candidates import Candidates
+from kvrouter.core.routing.policy import Candidate, RouteRequest
 
-Scorer = Callable[[RouteRequest, Sequence[Candidate], PolicyState], list[float]]
+Scorer = Callable[[RouteRequest, Candidates, Moment], list[float]]
 
 QUEUE_THRESHOLD = 128
 """Waiting requests at which load-aware gives 0 (llm-d's default)."""
 NEUTRAL = 0.5
 
 
-def queue(_request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState) -> list[float]:
+def queue(_request: RouteRequest, candidates: Candidates, _moment: Moment) -> list[float]:
     """`(max - waiting) / (max - min)`; all equal: 1."""
-    waiting = reports.waiting(candidates)
+    waiting = waiting_requests(candidates)
     return _min_max([-length for length in waiting])
 
 
-def kv_cache_utilization(
-    _request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState
-) -> list[float]:
+def kv_cache_utilization(_request: RouteRequest, candidates: Candidates, _moment: Moment) -> list[float]:
     """`1 - usage`."""
-    return [1 - usage for usage in reports.kv_usage(candidates)]
+    return [1 - usage for usage in kv_usages(candidates)]
 
 
-def precise_prefix_cache(
-    _request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState
-) -> list[float]:
+def precise_prefix_cache(_request: RouteRequest, candidates: Candidates, _moment: Moment) -> list[float]:
     """Overlap, min-max over those that have any; those being equal: 1. None: 0."""
-    held = [candidate.overlap_blocks for candidate in candidates if candidate.overlap_blocks]
-    scores = iter(_min_max(held))
-    return [next(scores) if candidate.overlap_blocks else 0.0 for candidate in candidates]
+    overlap = candidates.overlap_blocks()
+    scores = iter(_min_max([blocks for blocks in overlap if blocks]))
+    return [next(scores) if blocks else 0.0 for blocks in overlap]
 
 
 def load_aware(threshold: int = QUEUE_THRESHOLD) -> Scorer:
     """`0.5 * (1 - waiting / threshold)`, 0 from the threshold on."""
 
-    def score(_request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState) -> list[float]:
-        return [0.5 * (1 - min(waiting, threshold) / threshold) for waiting in reports.waiting(candidates)]
+    def score(_request: RouteRequest, candidates: Candidates, _moment: Moment) -> list[float]:
+        return [0.5 * (1 - min(waiting, threshold) / threshold) for waiting in waiting_requests(candidates)]
 
     return score
 
 
-def active_request(
-    _request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState
-) -> list[float]:
+def active_request(_request: RouteRequest, candidates: Candidates, _moment: Moment) -> list[float]:
     """`(max - requests) / max`, requests in flight as booked by all replicas; nothing in flight: 1."""
-    most = max(candidate.requests for candidate in candidates) or 1
-    return [(most - candidate.requests) / most for candidate in candidates]
+    requests = candidates.requests()
+    most = max(requests) or 1
+    return [(most - count) / most for count in requests]
 
 
-def lora_affinity(request: RouteRequest, candidates: Sequence[Candidate], _state: PolicyState) -> list[float]:
+def lora_affinity(request: RouteRequest, candidates: Candidates, _moment: Moment) -> list[float]:
     """The adapter is loaded: 1; there is room for it: 0.8; it is being waited for: 0.6; full: 0."""
     return [_lora_score(request.lora_name, candidate) for candidate in candidates]
 
 
-def session_affinity(
-    request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
-) -> list[float]:
+def session_affinity(request: RouteRequest, candidates: Candidates, moment: Moment) -> list[float]:
     """The target the session is bound to: 1; the others: 0."""
-    bound = state.sessions.target_of(request.session, state.now) if request.session else None
-    return [float(candidate.target == bound) for candidate in candidates]
+    bound = moment.tables.sessions.target_of(request.session, moment.now) if request.session else None
+    return [float(target == bound) for target in candidates.targets()]
 
 
-def no_hit_lru(_request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> list[float]:
+def no_hit_lru(_request: RouteRequest, candidates: Candidates, moment: Moment) -> list[float]:
     """For a prompt nobody has: from 1 for the target whose last one is longest ago, down to 0.
 
     Those that never had one share the first place (llm-d takes them in the order of their names).
     For all other prompts it says nothing.
     """
-    if any(candidate.overlap_blocks for candidate in candidates):
+    if any(candidates.overlap_blocks()):
         return [NEUTRAL] * len(candidates)
-    ranks = state.cold.ranks([candidate.target for candidate in candidates])
+    ranks = moment.tables.no_hit.ranks(candidates.targets())
     last = max(1, len(candidates) - 1)
     return [1 - rank / last for rank in ranks]
+
+
+def waiting_requests(candidates: Candidates) -> list[float]:
+    """Requests in each engine's queue, as it reports them; without a fresh report the mean of the others."""
+    return _mean_where_unknown([beat.waiting for beat in candidates.beats()])
+
+
+def kv_usages(candidates: Candidates) -> list[float]:
+    """The fraction 0..1 of each engine's KV blocks that requests hold; likewise."""
+    return _mean_where_unknown([beat.kv_usage for beat in candidates.beats()])
+
+
+def _mean_where_unknown(reports: Sequence[float | None]) -> list[float]:
+    known = [report for report in reports if report is not None]
+    mean = sum(known) / len(known) if known else 0.0
+    return [mean if report is None else report for report in reports]
 
 
 def _min_max(values: Sequence[float]) -> list[float]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrouter.core.routing.candidates import requests_of, targets_of
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
+from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.cost import lowest
-from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
-from kvrouter.policies.load import fewest_requests
+from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.policies.baseline import fewest_requests
 
 DEFAULT_PREFILL_RATE = 20_000.0
 """Tokens per second where none has been measured yet: about an 8B model on one H100."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sticky(Policy):
+class Sticky(BuiltInPolicy):
     """Source: llm-d's "sticky until saturated".
 
     hit set = targets with overlap / isl >= hit_rate
@@ -29,30 +29,34 @@ class Sticky(Policy):
 
     reads_tables = True
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
+    def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         """See the class."""
         enough = self.hit_rate * max(1, request.isl)
-        is_hit = [candidate.overlap_tokens >= enough for candidate in candidates]
+        is_hit = [tokens >= enough for tokens in candidates.overlap_tokens()]
         hits = [place for place, hit in enumerate(is_hit) if hit]
         if not hits:
-            return lowest(requests_of(candidates), state.random())
-        waits = self._ttfts_s(candidates, state)
+            return lowest(candidates.requests(), moment.random())
+        waits = self._ttfts_s(candidates, moment)
         best = min([waits[place] for place in hits])
         best_other = min([wait for wait, hit in zip(waits, is_hit, strict=True) if not hit], default=best)
         if best > best_other + self.penalty_s:
-            return lowest(requests_of(candidates), state.random())
+            return lowest(candidates.requests(), moment.random())
         at_best = [place for place in hits if waits[place] <= best]
-        return fewest_requests(candidates, at_best, state.random())
+        return fewest_requests(candidates, at_best, moment.random())
 
-    def _ttfts_s(self, candidates: Sequence[Candidate], state: PolicyState) -> list[float]:
-        rates = state.rates.peaks(targets_of(candidates))
+    def _ttfts_s(self, candidates: Candidates, moment: Moment) -> list[float]:
+        rates = moment.tables.rates.peaks(candidates.targets())
         return [
-            one.charged_tokens / (rate or DEFAULT_PREFILL_RATE)
-            for one, rate in zip(candidates, rates, strict=True)
+            tokens / (rate or DEFAULT_PREFILL_RATE)
+            for tokens, rate in zip(candidates.charged_tokens(), rates, strict=True)
         ]
 
     def terms(
-        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
+        self,
+        request: RouteRequest,
+        candidates: Candidates,
+        moment: Moment,
+        _chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
         """Hit rate, estimated time to the first token, requests in flight."""
         isl = max(1, request.isl)
@@ -62,5 +66,5 @@ class Sticky(Policy):
                 "ttft_s": wait,
                 "requests": one.requests,
             }
-            for one, wait in zip(candidates, self._ttfts_s(candidates, state), strict=True)
+            for one, wait in zip(candidates, self._ttfts_s(candidates, moment), strict=True)
         ]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
-from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
+from kvrouter.core.routing.candidates import Candidates
+from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.wire.heartbeats import Card
 from kvrouter.errors import ConfigError
 from kvrouter.policies.kv import Kv
 
 ROUND_ROBIN, HASH, HEADER = "round-robin", "hash", "header:"
 
 
-@dataclass(frozen=True, slots=True)
-class TwoStage(Policy):
+@dataclass(slots=True)
+class TwoStage(BuiltInPolicy):
     """Source: NVIDIA Dynamo, "KV router performance tuning": a meta-router over dedicated KV routers.
 
     Groups are the values of the card label `group_label`; workers without it form one group. Stage
@@ -29,6 +31,7 @@ class TwoStage(Policy):
     blocks: int = 4
     group_label: str = "group"
     within: Kv = field(default_factory=Kv)
+    turn: int = 0
 
     decisive = ("in_group", "cost")
 
@@ -45,21 +48,25 @@ class TwoStage(Policy):
         """The request header that names the bucket; empty if none does."""
         return self.stage_one.removeprefix(HEADER) if self.stage_one.startswith(HEADER) else ""
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
+    def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         """The lowest cost within the request's group."""
-        group = self._group_of(request, candidates, state)
-        places = [place for place, one in enumerate(candidates) if self._label(one) == group]
-        return places[self.within.pick(request, [candidates[place] for place in places], state)]
+        group = self._group_of(request, candidates)
+        places = [place for place, one in enumerate(self._labels(candidates)) if one == group]
+        return places[self.within.pick(request, candidates.at(places), moment)]
 
-    def _group_of(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> str:
-        groups = sorted({self._label(candidate) for candidate in candidates})
+    def routed(self, request: RouteRequest, choice: Candidate, moment: Moment) -> None:
+        self.within.routed(request, choice, moment)
+        # a turn over groups of its own: one for every request would favour a group where kinds alternate
+        self.turn += not self._key(request)
+
+    def _group_of(self, request: RouteRequest, candidates: Candidates) -> str:
+        groups = sorted(set(self._labels(candidates)))
         key = self._key(request)
         if key in groups:
             return key
         if key:
             return max(groups, key=lambda group: xxh3_64_intdigest(f"{group}\0{key}".encode()))
-        state.group_turn += 1
-        return groups[(state.group_turn - 1) % len(groups)]
+        return groups[self.turn % len(groups)]
 
     def _key(self, request: RouteRequest) -> str:
         """What the group is chosen by; empty: nothing."""
@@ -70,16 +77,26 @@ class TwoStage(Policy):
         hashes = request.prompts[0].hashes  # each names everything before it
         return f"\0{hashes[min(self.blocks, len(hashes)) - 1]}"
 
-    def _label(self, candidate: Candidate) -> str:
-        return candidate.labels.get(self.group_label, "")
+    def _labels(self, candidates: Candidates) -> list[str]:
+        return [self._label(card) for card in candidates.cards()]
+
+    def _label(self, card: Card) -> str:
+        return card.labels.get(self.group_label, "")
 
     def terms(
-        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
+        self,
+        request: RouteRequest,
+        candidates: Candidates,
+        moment: Moment,
+        chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
         """Those of `kv`, and whether the candidate is in the group."""
-        group = self._group_of(request, candidates, state)
-        costs = self.within.terms(request, candidates, state)
+        # read from the choice where there is one: the turn may have advanced since
+        group = (
+            self._group_of(request, candidates) if chosen is None else chosen.labels.get(self.group_label, "")
+        )
+        costs = self.within.terms(request, candidates, moment)
         return [
-            row | {"in_group": float(self._label(one) == group)}
-            for one, row in zip(candidates, costs, strict=True)
+            row | {"in_group": float(label == group)}
+            for label, row in zip(self._labels(candidates), costs, strict=True)
         ]

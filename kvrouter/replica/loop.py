@@ -18,7 +18,6 @@ from dataclasses import replace
 from kvrouter.bus import Bus, Subjects
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import RouterRules
-from kvrouter.core.routing.policy import Policy, PolicyState
 from kvrouter.core.wire.ids import PoolId, RouterId
 from kvrouter.replica.feed_log import FeedLog
 from kvrouter.replica.inbox import Inbox
@@ -31,8 +30,7 @@ TICK_S = 0.1
 
 def empty_replica(
     settings: ReplicaSettings,
-    new_policy: Callable[[], tuple[Policy, PolicyState]],
-    new_rules: Callable[[PoolId], RouterRules] = lambda _pool: RouterRules(),
+    new_rules: Callable[[PoolId], RouterRules],
 ) -> Replica:
     """A replica without any state: a random id, an incarnation from the clock, a random placement secret."""
     settings = replace(settings, pool=replace(settings.pool, placement_secret=secrets.randbits(64)))
@@ -40,9 +38,8 @@ def empty_replica(
         settings,
         RouterId(uuid.uuid4().hex[:12]),
         time.time_ns() // 1000,
-        new_policy,
+        new_rules,
         chance=random.random,
-        new_rules=new_rules,
     )
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import structlog
 
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.routing.policy import Policy
-from kvrouter.policies.guarded import Own
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
+from kvrouter.policies.guarded import GuardedPolicy
 from kvrouter.telemetry.metrics import Sample
 
 log = structlog.get_logger()
@@ -31,7 +31,9 @@ class PolicyUpkeep:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._refreshes: dict[Own, asyncio.Task[None] | None] = {}  # None: the policy has no refresh
+        self._refreshes: dict[
+            GuardedPolicy, asyncio.Task[None] | None
+        ] = {}  # None: the policy has no refresh
         self._past_troubles: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -59,7 +61,7 @@ class PolicyUpkeep:
         for policy in {*self._policies(), *self._refreshes}:
             self._end(policy)
 
-    def _end(self, policy: Own) -> None:
+    def _end(self, policy: GuardedPolicy) -> None:
         refresh = self._refreshes.pop(policy, None)
         if refresh is not None:
             refresh.cancel()
@@ -76,13 +78,13 @@ class PolicyUpkeep:
         for where, count in troubles.items():
             yield "kvrouter_policy_troubles", "counter", text, {"where": where}, count
 
-    def _policies(self) -> Iterator[Own]:
+    def _policies(self) -> Iterator[GuardedPolicy]:
         for router in self._replica.routers.values():
-            if isinstance(router.selection.policy, Own):
+            if isinstance(router.selection.policy, GuardedPolicy):
                 yield router.selection.policy
 
 
-async def _refresh_forever(policy: Own) -> None:
+async def _refresh_forever(policy: GuardedPolicy) -> None:
     while True:
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S):
@@ -98,9 +100,9 @@ async def _refresh_forever(policy: Own) -> None:
         await asyncio.sleep(policy.refresh_s)
 
 
-def log_mistakes(policy: Policy) -> None:
+def log_mistakes(policy: BuiltInPolicy) -> None:
     """Log the mistakes of a custom policy that are new; a built-in mode makes none."""
-    for trouble in policy.take_news() if isinstance(policy, Own) else ():
+    for trouble in policy.take_news() if isinstance(policy, GuardedPolicy) else ():
         log.warning(
             "policy.trouble",
             policy=trouble.policy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from kvrouter.config import FlagHelp, not_negative, positive, positive_int
 from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.frontend.flags.policies import SERVED_MODES, add_policy_flags, policy_settings
 from kvrouter.mocker.engine import EngineConfig, speed_up
-from kvrouter.policies import OWN, PolicySettings, new_policy
-from kvrouter.simulate.fleet import Arrival, Fleet, Run, new_state
+from kvrouter.policies import CUSTOM, PolicySettings, new_policy
+from kvrouter.simulate.fleet import Arrival, Fleet, Run
 from kvrouter.simulate.report import show, write_json
 from kvrouter.simulate.traces import (
     CONVERSATION_EXCERPT,
@@ -45,8 +46,6 @@ class Options:
     engine: EngineConfig
     modes: tuple[str, ...]
     policy: PolicySettings
-    overlap_weight: float | None
-    temperature: float
     seed: int
     json: Path | None
 
@@ -72,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def simulate(mode: str, arrivals: Sequence[Arrival], options: Options) -> Run:
     """One mode, its caches cold at the start."""
-    if mode == OWN and options.policy.own is not None:
-        options.policy.own.begin()
-    state = new_state(options.seed, options.overlap_weight, options.temperature)
-    fleet = Fleet(new_policy(mode, options.policy), state, options.workers, engine=options.engine)
+    if mode == CUSTOM and options.policy.custom is not None:
+        options.policy.custom.begin()
+    policy, chance = new_policy(mode, options.policy), random.Random(options.seed).random
+    fleet = Fleet(policy, chance, options.workers, engine=options.engine)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(mode, total=len(arrivals))
@@ -98,8 +97,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     flags = _parser().parse_args(arguments)
     policy, _ = policy_settings(flags)
     modes = tuple(flags.router_mode or DEFAULT_MODES)
-    if policy.own is not None:
-        modes = (*(flags.router_mode or DEFAULT_MODES), OWN)
+    if policy.custom is not None:
+        modes = (*(flags.router_mode or DEFAULT_MODES), CUSTOM)
     if flags.tokens_per_id % flags.block_size:
         raise ConfigError(
             f"--tokens-per-id {flags.tokens_per_id} must be a multiple of --block-size {flags.block_size}"
@@ -118,8 +117,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         engine=speed_up(engine, flags.speedup),
         modes=tuple(dict.fromkeys(modes)),
         policy=policy,
-        overlap_weight=flags.kv_overlap_score_weight,
-        temperature=flags.router_temperature,
         seed=flags.seed,
         json=flags.json,
     )

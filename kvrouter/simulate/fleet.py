@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +19,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Router, RouterRules
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION
@@ -90,13 +90,14 @@ class _Flight:
 class Fleet:
     """Engines and one router, for one run.
 
-    `joins` maps workers that come later to when, `labels` workers to those on their cards.
+    `chance()` returns a number in [0, 1). `joins` maps workers that join later to the time, `labels` maps
+    workers to the labels on their cards.
     """
 
     def __init__(
         self,
-        policy: Policy,
-        state: PolicyState,
+        policy: BuiltInPolicy,
+        chance: Callable[[], float],
         workers: int,
         *,
         engine: EngineConfig,
@@ -107,7 +108,11 @@ class Fleet:
         self._config = engine
         self.pool = Pool(_POOL, PoolSettings())
         self.router = Router(
-            self.pool, policy, state, router_id=RouterId("simulated"), incarnation=1, synced=False
+            self.pool,
+            RouterRules(policy, chance),
+            router_id=RouterId("simulated"),
+            incarnation=1,
+            synced=False,
         )
         self.engines: dict[Target, Engine] = {}
         self.record = Run()
@@ -223,11 +228,6 @@ class Fleet:
             self.router.free(flight.key)
             del self._flights[output.id]
             self._done += 1
-
-
-def new_state(seed: int, overlap_weight: float | None = None, temperature: float = 0.0) -> PolicyState:
-    """What a router hands its policy, with chance that is the same each time."""
-    return PolicyState(random.Random(seed).random, overlap_weight, temperature)
 
 
 def _beat(rank: RankBeat, card: Card | None = None) -> WorkerBeat:

@@ -10,9 +10,9 @@ from kvrouter.bus.subjects import Subjects
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.sinks import FeedSink
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.bookings import ActiveTable
 from kvrouter.core.wire.heartbeats import State
 from kvrouter.core.wire.heartbeats import encode as encode_beat
@@ -102,7 +102,7 @@ class SimReplica(Process):
         self.line = Line(net, self, number)
         self.state: State = "up"
         self.replica = WatchedReplica(
-            ReplicaSettings(synced=True), RouterId(f"r{number}"), incarnation, self._new_policy,
+            ReplicaSettings(synced=True), RouterId(f"r{number}"), incarnation, self._new_rules,
             chance=rng.random,
         )  # fmt: skip
         self.replica.ring_frames = ring
@@ -118,8 +118,8 @@ class SimReplica(Process):
         self._recoveries = 0
         self._was_ready = False
 
-    def _new_policy(self) -> tuple[Policy, PolicyState]:
-        return Kv(), PolicyState(self._rng.random)
+    def _new_rules(self, _pool: PoolId) -> RouterRules:
+        return RouterRules(Kv(), self._rng.random)
 
     def start(self) -> None:
         """Listen, connect, beat."""

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from kvrouter.core.fleet.pool import PoolSettings
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
-from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.fleet.router import RouterRules
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.wire.heartbeats import Card, RankBeat, State, encode
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.policies.kv import Kv
@@ -23,15 +24,15 @@ def new_replica(
     incarnation: int = 1000,
     synced: bool = True,
     settings: PoolSettings | None = None,
-    policy: Callable[[], Policy] = Kv,
+    policy: Callable[[], BuiltInPolicy] = Kv,
 ) -> Replica:
     """A replica with seeded randomness that has sent its hello at 0.0."""
 
-    def new_policy() -> tuple[Policy, PolicyState]:
-        return policy(), PolicyState(random.Random(1).random)
+    def new_rules(_pool: PoolId) -> RouterRules:
+        return RouterRules(policy(), random.Random(1).random)
 
     replica = Replica(
-        ReplicaSettings(settings or PoolSettings(), synced=synced), router_id, incarnation, new_policy,
+        ReplicaSettings(settings or PoolSettings(), synced=synced), router_id, incarnation, new_rules,
         chance=lambda: 0.5,
     )  # fmt: skip
     replica.hello_sent(0.0)

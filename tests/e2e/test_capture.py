@@ -14,15 +14,16 @@ import msgpack
 import pytest
 
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
+from kvrouter.core.fleet.router import RouterRules
 from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire import heartbeats as beats
 from kvrouter.core.wire.hashes import block_hashes, pool_token, sequence_hashes
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.core.wire.senders import KvSource
-from kvrouter.policies import POLICIES
+from kvrouter.policies.kv import Kv
 from kvrouter.worker.engines.vllm import decode_batch
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
@@ -49,9 +50,6 @@ class Routed:
     """An agent and a replica, joined by their bytes."""
 
     def __init__(self) -> None:
-        def new_policy() -> tuple[Policy, PolicyState]:
-            return POLICIES["kv"](), PolicyState(random.Random(1).random)
-
         self.bus = FakeBus()
         self.publisher = KvPublisher(self.bus, WORKER, BLOCK_SIZE, model="tiny", incarnation=1)
         self.rank = EngineRank(self.publisher, EngineStream(can_replay=True), capacity_blocks=100)
@@ -59,7 +57,7 @@ class Routed:
             ReplicaSettings(),
             RouterId("r1"),
             1,
-            new_policy,
+            lambda _pool: RouterRules(Kv(), random.Random(1).random),
             chance=random.Random(2).random,
         )
         beat = WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 1, 0)], 1, CARD)

@@ -280,7 +280,7 @@ async def test_texts_are_shared(nats_url: str, model_path: Path) -> None:
             openai.AsyncOpenAI(base_url=f"{frontend.url}/v1", api_key="none") for frontend in fleet.frontends
         )
         (there,) = fleet.frontends[1].replica.routers.values()
-        texts = there.selection.state.texts
+        texts = there.tables.texts
 
         async def worker_of(client: openai.AsyncOpenAI, text: str) -> str:
             sent = await client.completions.with_raw_response.create(model="tiny", prompt=text, max_tokens=2)

@@ -12,14 +12,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrouter.core.feeds.trust import FeedState
-from kvrouter.core.fleet import room
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
-from kvrouter.core.routing.admission import AdmissionSettings
+from kvrouter.core.fleet.router import Router
+from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
 from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.frontend import admission_queue as queue_module
 from kvrouter.frontend.admission_queue import WaitingRoom
 from kvrouter.telemetry.metrics import QueueMetrics
-from tests.core.fleet.test_room import new_router
+from tests.core.fleet.test_must_wait import new_router
 from tests.core.worlds import T1, book, card, new_pool
 from tests.frontend.clients import Client, connected
 from tests.frontend.fleet import BODY, Fleet, FleetOf
@@ -291,14 +290,14 @@ async def test_last_worker_leaves(fleet_of: FleetOf) -> None:
 
 async def test_nothing_polls(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten wait: a message is looked at once, or twice where a slice took its whole millisecond."""
-    looks = 0
+    looks, must_wait = 0, Router.must_wait
 
-    def counted(*given: Any) -> bool:
+    def counted(router: Router, request: RouteRequest, now: float, queue: AdmissionQueue) -> bool:
         nonlocal looks
         looks += 1
-        return room.has_room(*given)
+        return must_wait(router, request, now, queue)
 
-    monkeypatch.setattr(queue_module, "has_room", counted)
+    monkeypatch.setattr(Router, "must_wait", counted)
     gate = Gate()
     flags = (*KV, "--heartbeat-s", "0.05", "--no-router-track-output-blocks")  # that has a timer of its own
     async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:

@@ -19,7 +19,7 @@ async def test_timer_cuts_what_is_above_the_threshold(fleet_of: FleetOf) -> None
             texts.insert(W0, f"{number:04}----", float(number))
         texts.insert(W1, "x" * 9_000, 1.0)
         before = texts.chars(W0)
-        fleet.frontend.replica.routers[POOL].selection.state.texts = texts
+        fleet.frontend.replica.routers[POOL].tables.texts = texts
         await until(lambda: texts.chars(W0) <= 5_000, "they are cut")
 
         assert before > 10_000

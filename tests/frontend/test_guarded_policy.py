@@ -13,7 +13,7 @@ import pytest
 from kvrouter import Candidate, Choice, Policy, RouteRequest
 from kvrouter.frontend.__main__ import main
 from kvrouter.frontend.flags.options import parse_options
-from kvrouter.policies.guarded import Own
+from kvrouter.policies.guarded import GuardedPolicy
 from tests.frontend.clients import connected
 from tests.frontend.fleet import STREAM, Fleet, FleetOf
 from tests.frontend.workers import (
@@ -70,11 +70,11 @@ class AsksTheCancelled(Slow):
         raise asyncio.CancelledError
 
 
-def own(fleet: Fleet) -> Own:
+def own(fleet: Fleet) -> GuardedPolicy:
     """The policy of the one pool."""
     (router,) = fleet.frontend.replica.routers.values()
     policy = router.selection.policy
-    assert isinstance(policy, Own)
+    assert isinstance(policy, GuardedPolicy)
     return policy
 
 
@@ -212,8 +212,8 @@ def test_flags() -> None:
     options = parse_options(["--router-policy", f"{HERE}:Last", "--router-policy-arg", "weight=2"])
 
     assert "own" == options.router_mode
-    assert options.policy.own is not None
-    assert {"weight": 2.0} == dict(options.policy.own.arguments)
+    assert options.policy.custom is not None
+    assert {"weight": 2.0} == dict(options.policy.custom.arguments)
 
 
 @pytest.mark.usefixtures("quiet_logs")
@@ -240,8 +240,8 @@ def test_needs_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     monkeypatch.syspath_prepend(tmp_path)
     options = parse_options(["--router-policy", "blind:Blind"])
-    assert options.policy.own is not None
-    options.policy.own.begin()
+    assert options.policy.custom is not None
+    options.policy.custom.begin()
 
-    assert not options.policy.own().needs_tokens
+    assert not options.policy.custom().needs_tokens
     sys.modules.pop("blind")

@@ -236,7 +236,7 @@ def bound(frontend: RunningFrontend, session: str) -> Target | None:
     """Where this replica has the session bound."""
     (router,) = frontend.replica.routers.values()
     now = asyncio.get_running_loop().time()
-    return router.selection.state.sessions.target_of(session, now)
+    return router.tables.sessions.target_of(session, now)
 
 
 async def test_two_replicas_share_sessions(fleet_of: FleetOf) -> None:

@@ -1,13 +1,19 @@
-"""Candidates written by hand, and states with a chance that is none or seeded."""
+"""Candidates written by hand, and moments with a fixed or a seeded chance."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment, RoutingTables
+from kvrouter.core.routing.candidates import Candidates, _Columns
 from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.roster import Roster
+from kvrouter.core.routing.worker import Worker
+from kvrouter.core.wire.heartbeats import RankBeat
 from kvrouter.core.wire.ids import Target, WorkerId
 from tests.core.worlds import card, chain_from, fixed
 
@@ -37,7 +43,7 @@ def candidate(
     running_loras: Sequence[str] | None = None,
     **facts: Any,  # the card's own fields
 ) -> Candidate:
-    """What REQUEST finds on a worker with `overlap` of its blocks and so much load of others."""
+    """What REQUEST finds on a worker with `overlap` of its blocks, and the load of other requests there."""
     own_tokens = ISL - overlap * BLOCK
     return Candidate(
         target=Target(WorkerId(name), rank),
@@ -59,22 +65,61 @@ def candidate(
     )
 
 
-def state(chance: float = 0.0, **facts: Any) -> PolicyState:  # PolicyState's own fields
-    """A state whose chance is always the same."""
-    return PolicyState(fixed(chance), **facts)
+def columns(candidates: Sequence[Candidate]) -> Candidates:
+    """The same candidates as the pool forms them."""
+
+    def column(amount: Callable[[Candidate], int]) -> array[int]:
+        return array("q", [amount(one) for one in candidates])
+
+    beats = [
+        RankBeat(one.target.rank, 1, 0, waiting=one.waiting, kv_usage=one.kv_usage) for one in candidates
+    ]
+    made = Candidates(
+        Roster([(one.target, Worker(one.card)) for one in candidates]),
+        _Columns(
+            column(lambda one: one.own_prefill_tokens),
+            column(lambda one: one.own_decode_blocks),
+            column(lambda one: one.overlap_blocks),
+            column(lambda one: one.widest_blocks),
+            column(lambda one: one.indexed_blocks),
+            column(lambda one: one.charged_tokens),
+            column(lambda one: one.active_blocks),
+            column(lambda one: one.requests),
+            beats,
+        ),
+        {},
+        BLOCK,
+    )
+    made._all = list(candidates)
+    return made
 
 
-def seeded(seed: int, **facts: Any) -> PolicyState:  # PolicyState's own fields
-    """A state with real chance."""
-    return PolicyState(random.Random(seed).random, **facts)
+def moment(chance: float = 0.0, *, now: float = 0.0, unseen: float = 0.0, **tables: Any) -> Moment:
+    """A moment whose chance is always the same; `tables` are fields of RoutingTables."""
+    return Moment(now, fixed(chance), RoutingTables(**tables), unseen)
+
+
+def seeded(seed: int) -> Moment:
+    """A moment with real chance."""
+    return Moment(0.0, random.Random(seed).random, RoutingTables())
+
+
+def turns(
+    policy: BuiltInPolicy, candidates: Sequence[Candidate], count: int, request: RouteRequest = REQUEST
+) -> list[int]:
+    """The places of so many picks, each of them booked."""
+    eligible, chance, places = columns(candidates), seeded(1), []
+    for _ in range(count):
+        places.append(policy.pick(request, eligible, chance))
+        policy.routed(request, eligible[places[-1]], chance)
+    return places
 
 
 def picked(
-    policy: Policy, candidates: Sequence[Candidate], request: RouteRequest = REQUEST, **facts: Any
+    policy: BuiltInPolicy, candidates: Sequence[Candidate], request: RouteRequest = REQUEST, **tables: Any
 ) -> list[str]:
-    """The workers that are picked for every chance there is: one name, or those of a tie."""
+    """The workers that are picked for every chance there is: one name, or the names of a tie."""
+    eligible = columns(candidates)
     chances = [step / 60 for step in range(60)]
-    names = {
-        candidates[policy.pick(request, candidates, state(chance, **facts))].target for chance in chances
-    }
+    names = {eligible[policy.pick(request, eligible, moment(chance, **tables))].target for chance in chances}
     return sorted(str(name.worker_id) for name in names)

@@ -9,7 +9,7 @@ import pytest
 from kvrouter.errors import ConfigError
 from kvrouter.policies import scorers
 from kvrouter.policies.endpoint_picker import load_endpoint_picker, read_endpoint_picker
-from tests.policies.tables import REQUEST, candidate, picked, seeded, state
+from tests.policies.tables import REQUEST, candidate, columns, moment, picked, seeded
 
 HEIMDALL = """
 global:
@@ -123,7 +123,7 @@ def test_nothing_that_scores(profile: list[dict[str, Any]] | None) -> None:
     picker = read_endpoint_picker(document)
 
     chance, workers = seeded(1), [candidate("a", waiting=5), candidate("b")]
-    assert {0, 1} == {picker.policy.pick(REQUEST, workers, chance) for _ in range(30)}
+    assert {0, 1} == {picker.policy.pick(REQUEST, columns(workers), chance) for _ in range(30)}
     assert any("chance decides" in note for note in picker.notes)
 
 
@@ -168,7 +168,7 @@ def test_names_and_two_of_a_kind() -> None:
 
     policy = read_endpoint_picker(document).policy
 
-    [row] = policy.terms(REQUEST, [candidate("w1", waiting=5)], state())
+    [row] = policy.terms(REQUEST, columns([candidate("w1", waiting=5)]), moment())
     assert (
         pytest.approx({"strict": 0.25, "lax": 0.5 * (1 - 5 / 128), "total": 0.125 + 0.5 * (1 - 5 / 128)})
         == row

@@ -6,77 +6,76 @@ from collections import Counter
 
 import pytest
 
-from kvrouter.core.routing.policy import Policy, RouteRequest, Wanted, parse_wanted
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
+from kvrouter.core.routing.policy import RouteRequest, Wanted, parse_wanted
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.errors import BadRequestError
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
-from tests.policies.tables import REQUEST, candidate, picked, seeded, state
+from tests.policies.tables import REQUEST, candidate, columns, moment, picked, turns
 
 NAMES = ["w1", "w2", "w3", "w4"]
 MODES = sorted(set(POLICIES) - {"direct"})
 
 
 @pytest.fixture(params=MODES)
-def policy(request: pytest.FixtureRequest) -> Policy:
+def policy(request: pytest.FixtureRequest) -> BuiltInPolicy:
     """Each mode with its published settings."""
     return new_policy(request.param, PolicySettings())
 
 
-def test_one_worker_is_always_picked(policy: Policy) -> None:
+def test_one_worker_is_always_picked(policy: BuiltInPolicy) -> None:
     """With one candidate there is nothing to choose, however loaded it is."""
     only = [candidate("w1", charged=10**6, requests=500, waiting=99, usage=1.0)]
 
     assert ["w1"] == picked(policy, only)
-    assert [0] == list(policy.order(REQUEST, only, state()))
+    assert [0] == list(policy.order(REQUEST, columns(only), moment()))
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 1 - 2**-53])
-def test_every_chance_gives_a_candidate(policy: Policy, chance: float) -> None:
+def test_every_chance_gives_a_candidate(policy: BuiltInPolicy, chance: float) -> None:
     """The least and the greatest chance stay in range."""
     for count in (1, 2, 3, 7):
         candidates = [candidate(f"w{number}", overlap=number) for number in range(count)]
 
-        assert 0 <= policy.pick(REQUEST, candidates, state(chance)) < count
+        assert 0 <= policy.pick(REQUEST, columns(candidates), moment(chance)) < count
 
 
-def test_equal_workers_are_picked_equally_often(policy: Policy) -> None:
+def test_equal_workers_are_picked_equally_often(policy: BuiltInPolicy) -> None:
     """A tie never goes to the same worker always (#737, #3581, sglang #32983)."""
     candidates = [candidate(name) for name in NAMES]
-    chance = seeded(7)
 
-    picks = Counter(policy.pick(REQUEST, candidates, chance) for _ in range(2000))
+    picks = Counter(turns(policy, candidates, 2000))
 
     assert all(abs(picks[place] - 500) < 90 for place in range(4)), picks
 
 
-def test_equally_cached_workers_are_picked_equally_often(policy: Policy) -> None:
+def test_equally_cached_workers_are_picked_equally_often(policy: BuiltInPolicy) -> None:
     """The same where all hold the prompt."""
     candidates = [candidate(name, overlap=9, requests=2) for name in NAMES]
-    chance = seeded(8)
 
-    picks = Counter(policy.pick(REQUEST, candidates, chance) for _ in range(2000))
+    picks = Counter(turns(policy, candidates, 2000))
 
     assert all(abs(picks[place] - 500) < 90 for place in range(4)), picks
 
 
-def test_no_reports_and_no_tokens(policy: Policy) -> None:
+def test_no_reports_and_no_tokens(policy: BuiltInPolicy) -> None:
     """Neither an engine that reports nothing nor a prompt that is not known stops a choice."""
     candidates = [candidate(name, waiting=None, usage=None) for name in NAMES]
 
-    assert policy.pick(RouteRequest("text"), candidates, state()) in range(4)
-    assert policy.pick(REQUEST, candidates, state()) in range(4)
+    assert policy.pick(RouteRequest("text"), columns(candidates), moment()) in range(4)
+    assert policy.pick(REQUEST, columns(candidates), moment()) in range(4)
 
 
-def test_terms_explain_each_candidate_and_change_nothing(policy: Policy) -> None:
+def test_terms_explain_each_candidate_and_change_nothing(policy: BuiltInPolicy) -> None:
     """One row each, all with the same names; asking twice gives the same."""
     candidates = [candidate(name, overlap=3, requests=1) for name in NAMES]
-    what = state()
+    what = moment()
 
-    rows = policy.terms(REQUEST, candidates, what)
+    rows = policy.terms(REQUEST, columns(candidates), what)
 
     assert 4 == len(rows)
     assert len({tuple(row) for row in rows}) == 1
-    assert rows == policy.terms(REQUEST, candidates, state())
+    assert rows == policy.terms(REQUEST, columns(candidates), moment())
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 
 from kvrouter.core.routing.policy import Candidate, Choice, Policy, RouteRequest
 from kvrouter.core.routing.selection import Selection
-from kvrouter.policies.guarded import ANSWER, Own
+from kvrouter.policies.guarded import ANSWER, GuardedPolicy
 from tests.policies.guarded_classes import Fails, Last, Says
-from tests.policies.tables import REQUEST, candidate, picked, seeded, state, target
+from tests.policies.tables import REQUEST, candidate, columns, moment, picked, seeded, target
 
 A, B, C = candidate("a", requests=2), candidate("b", requests=1), candidate("c", requests=5)
 ALL = [A, B, C]
@@ -20,8 +20,8 @@ ALL = [A, B, C]
 
 def order(answer: Any, candidates: list[Candidate] = ALL, chance: float = 0.0) -> list[str]:
     """The workers in the order in which they are tried."""
-    policy = Own(Says(answer), "says")
-    chosen = Selection(policy, state(chance)).choose(REQUEST, candidates)
+    policy = GuardedPolicy(Says(answer), "says")
+    chosen = Selection(policy).choose(REQUEST, columns(candidates), moment())
     assert {} == policy.troubles
     return [str(one.target.worker_id) for one in chosen]
 
@@ -47,9 +47,9 @@ def test_rank_without_anybody_eligible() -> None:
 def test_ties_in_a_rank() -> None:
     """Equal load: any of them."""
     twins = [candidate("x"), candidate("y"), candidate("z", requests=1)]
-    policy, chance = Own(Says([twins]), "says"), seeded(1)
+    policy, chance = GuardedPolicy(Says([twins]), "says"), seeded(1)
 
-    assert {0, 1} == {policy.pick(REQUEST, twins, chance) for _ in range(100)}
+    assert {0, 1} == {policy.pick(REQUEST, columns(twins), chance) for _ in range(100)}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_ties_in_a_rank() -> None:
 )
 def test_mistakes_fall_back(answer: Any, where: str, said: str) -> None:
     """Whatever it answers: the fewest requests, counted each time, told once."""
-    policy = Own(Says(answer), "says")
+    policy = GuardedPolicy(Says(answer), "says")
 
     assert ["b"] == picked(policy, ALL)
     (news,) = policy.take_news()
@@ -82,7 +82,7 @@ def test_mistakes_fall_back(answer: Any, where: str, said: str) -> None:
 
 def test_result_of_what_was_cancelled() -> None:
     """A CancelledError of choose is its own mistake: the request goes on."""
-    policy = Own(Says(asyncio.CancelledError()), "says")
+    policy = GuardedPolicy(Says(asyncio.CancelledError()), "says")
 
     assert ["b"] == picked(policy, ALL)
     assert {"choose": 60} == policy.troubles
@@ -98,25 +98,25 @@ def test_it_may_change_its_list() -> None:
             candidates.clear()
             return [[last]]
 
-    policy, eligible = Own(Takes(), "takes"), list(ALL)
+    policy, eligible = GuardedPolicy(Takes(), "takes"), list(ALL)
 
-    assert [C] == Selection(policy, state()).choose(REQUEST, eligible)
+    assert [C] == Selection(policy).choose(REQUEST, columns(eligible), moment())
     assert ALL == eligible
     assert {} == policy.troubles
 
 
 def test_fallback_has_an_order() -> None:
     """Retries after a mistake go by load, too."""
-    chosen = Selection(Own(Fails(), "fails"), state()).choose(REQUEST, ALL)
+    chosen = Selection(GuardedPolicy(Fails(), "fails")).choose(REQUEST, columns(ALL), moment())
 
     assert [B, A, C] == chosen
 
 
 def test_hooks_are_passed_on_and_guarded() -> None:
     """What is told arrives; what raises is counted, and nothing gets out."""
-    good, bad = Last(), Own(Fails(), "fails")
+    good, bad = Last(), GuardedPolicy(Fails(), "fails")
 
-    for policy in (Own(good, "last"), bad):
+    for policy in (GuardedPolicy(good, "last"), bad):
         policy.on_workers([A.card])
         policy.on_request_routed(REQUEST, target("a"), 200)
         policy.on_worker_removed(target("a").worker_id)
@@ -133,7 +133,7 @@ def test_a_class_without_the_base() -> None:
         def choose(self, request: RouteRequest, candidates: list[Candidate]) -> Candidate:
             return candidates[0]
 
-    policy = Own(Bare(), "bare")  # type: ignore[arg-type]  # that is the point
+    policy = GuardedPolicy(Bare(), "bare")  # type: ignore[arg-type]  # that is the point
     policy.on_workers([])
     policy.close()
 
@@ -146,7 +146,7 @@ def test_a_class_without_the_base() -> None:
 def test_a_decision_is_explained() -> None:
     """Terms that most policies look at, and nothing is counted as routed."""
     good = Last()
-    decision = Selection(Own(good, "last"), state()).explain(REQUEST, ALL)
+    decision = Selection(GuardedPolicy(good, "last")).explain(REQUEST, columns(ALL), moment())
 
     assert target("c") == decision.target
     assert {"overlap_blocks", "prefill_blocks", "decode_blocks", "requests"} == set(
@@ -157,4 +157,4 @@ def test_a_decision_is_explained() -> None:
 
 def test_the_bare_base_falls_back() -> None:
     """A policy that could not be made any more has no choose of its own."""
-    assert ["b"] == picked(Own(Policy(), "broken"), ALL)
+    assert ["b"] == picked(GuardedPolicy(Policy(), "broken"), ALL)

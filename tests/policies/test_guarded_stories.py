@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.policies.guarded import Own
-from kvrouter.policies.importing import load_own_policy
+from kvrouter.policies.guarded import GuardedPolicy
+from kvrouter.policies.importing import load_custom_policy
 from kvrouter.simulate.fleet import Run
 from tests.client.examples import blocks
 from tests.policies.test_stories import WORKERS, hot_prefix, newcomer, one_at_a_time
@@ -25,8 +25,8 @@ def zoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:  # makes poli
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "zoned", raising=False)
 
-    def make(*arguments: str) -> Own:
-        policies = load_own_policy("zoned:Zoned", arguments)
+    def make(*arguments: str) -> GuardedPolicy:
+        policies = load_custom_policy("zoned:Zoned", arguments)
         policies.begin()
         return policies()
 
@@ -40,7 +40,7 @@ def test_the_example_is_short() -> None:
     assert 30 >= len([line for line in lines if not line.startswith(('"""', "import", "from"))])
 
 
-def served(policy: Own, **world: Any) -> Run:
+def served(policy: GuardedPolicy, **world: Any) -> Run:
     """The hot prefix over two zones, at what half the fleet can serve; no mistake of the policy."""
     run = fleet(policy, len(WORKERS), zones=ZONES, **world).run(hot_prefix()[::2])
     assert {} == policy.troubles

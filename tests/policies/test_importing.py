@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from kvrouter.errors import ConfigError
-from kvrouter.policies.guarded import Own
-from kvrouter.policies.importing import OwnPolicies, guarded, load_own_policy
+from kvrouter.policies.guarded import GuardedPolicy
+from kvrouter.policies.importing import GuardedPolicies, guarded, load_custom_policy
 from tests.policies.guarded_classes import Alone, Last, NoInterval
 from tests.policies.tables import candidate, picked
 
 HERE = "tests.policies.guarded_classes"
 
 
-def made(name: str, *arguments: str) -> Own:
+def made(name: str, *arguments: str) -> GuardedPolicy:
     """The first policy of a class in own_classes."""
-    policies = load_own_policy(f"{HERE}:{name}", arguments)
+    policies = load_custom_policy(f"{HERE}:{name}", arguments)
     policies.begin()
     return policies()
 
@@ -37,7 +37,7 @@ def test_found_where_kvrouter_was_started(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
 
-    assert "mine_here:Mine" == load_own_policy("mine_here:Mine").name
+    assert "mine_here:Mine" == load_custom_policy("mine_here:Mine").name
 
 
 def test_arguments_become_what_is_annotated() -> None:
@@ -77,7 +77,7 @@ def test_arguments_become_what_is_annotated() -> None:
 def test_wrong_at_the_start(name: str, arguments: list[str], said: str) -> None:
     """Each says what to change."""
     with pytest.raises(ConfigError) as raised:
-        load_own_policy(name, arguments)
+        load_custom_policy(name, arguments)
 
     assert said in str(raised.value)
 
@@ -88,12 +88,12 @@ def test_module_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.syspath_prepend(tmp_path)
 
     with pytest.raises(ConfigError, match="importing mine_broken failed: ModuleNotFoundError"):
-        load_own_policy("mine_broken:Mine")
+        load_custom_policy("mine_broken:Mine")
 
 
 def test_constructor_that_fails() -> None:
     """Said when the replica begins; later, in another pool, requests go by load."""
-    policies = load_own_policy(f"{HERE}:NotMade")
+    policies = load_custom_policy(f"{HERE}:NotMade")
 
     with pytest.raises(ConfigError, match="could not be made: OSError: no such store"):
         policies.begin()
@@ -116,7 +116,7 @@ def test_interval_that_is_no_number() -> None:
 
 def test_one_policy_for_each_pool() -> None:
     """The first is made at the start, and used; the next are new."""
-    policies = OwnPolicies("last", Last)
+    policies = GuardedPolicies("last", Last)
     policies.begin()
 
     assert policies().policy is not policies().policy
@@ -127,6 +127,6 @@ def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     points = EntryPoints([EntryPoint("last", f"{HERE}:Last", "kvrouter.policies")])
     monkeypatch.setattr("kvrouter.policies.importing.entry_points", lambda group: points.select(group=group))
 
-    assert Last is load_own_policy("last").make
+    assert Last is load_custom_policy("last").make
     with pytest.raises(ConfigError, match=r"'first' is no entry point .* \(last\)"):
-        load_own_policy("first")
+        load_custom_policy("first")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.cost import cost
-from kvrouter.core.routing.policy import Candidate, PolicyState, RouteRequest
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.bookings import Booking
 from kvrouter.core.wire.heartbeats import WorkerBeat
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
@@ -22,12 +21,12 @@ from tests.core.worlds import (
     book,
     card,
     chain_from,
-    fixed,
     new_pool,
     prompt,
     request,
     worker_beat,
 )
+from tests.policies.tables import moment, seeded
 
 CHAIN = chain_from(1000, 10)
 
@@ -40,7 +39,7 @@ def costs(pool: Pool, what: RouteRequest, weight: float = 1.0) -> list[float]:
 def pick(pool: Pool, what: RouteRequest, chance: float = 0.0, weight: float = 1.0) -> Target:
     """What the policy chooses."""
     candidates = pool.candidates(what)
-    return candidates[Kv().pick(what, candidates, PolicyState(fixed(chance), weight))].target
+    return candidates[Kv(overlap_weight=weight).pick(what, candidates, moment(chance))].target
 
 
 def published_pool() -> Pool:
@@ -155,9 +154,8 @@ def test_temperature_spreads_the_choice() -> None:
     """Above 0 the costs 28, 22, 21 draw by softmax over the normalised costs."""
     pool, what, draws = published_pool(), request(prompt(CHAIN)), 3000
     weights = [2.718281828459045 ** (-(value - 21) / (7 * 0.5)) for value in (28, 22, 21)]
-    state = PolicyState(random.Random(5).random, temperature=0.5)
 
-    picks = _draw(pool, what, state, draws)
+    picks = _draw(pool, what, Kv(temperature=0.5), draws)
 
     expected = [draws * weight / sum(weights) for weight in weights]
     assert sum((picks[i] - want) ** 2 / want for i, want in enumerate(expected)) < 13.8  # 99.9 %, 2 degrees
@@ -166,16 +164,14 @@ def test_temperature_spreads_the_choice() -> None:
 def test_requests_own_temperature_wins() -> None:
     """A request may ask for temperature 0, or for one, whatever is set."""
     pool = published_pool()
-    cold = PolicyState(random.Random(5).random, temperature=0.0)
-    hot = PolicyState(random.Random(5).random, temperature=5.0)
 
-    assert [2] == list(_draw(pool, request(prompt(CHAIN), temperature=0.0), hot, 50))
-    assert {0, 1, 2} == set(_draw(pool, request(prompt(CHAIN), temperature=5.0), cold, 50))
+    assert [2] == list(_draw(pool, request(prompt(CHAIN), temperature=0.0), Kv(temperature=5.0), 50))
+    assert {0, 1, 2} == set(_draw(pool, request(prompt(CHAIN), temperature=5.0), Kv(), 50))
 
 
-def _draw(pool: Pool, what: RouteRequest, state: PolicyState, draws: int) -> Counter[int]:
-    candidates: Sequence[Candidate] = pool.candidates(what)
-    return Counter(Kv().pick(what, candidates, state) for _ in range(draws))
+def _draw(pool: Pool, what: RouteRequest, policy: Kv, draws: int) -> Counter[int]:
+    candidates, chance = pool.candidates(what), seeded(5)
+    return Counter(policy.pick(what, candidates, chance) for _ in range(draws))
 
 
 def test_kv_needs_tokens() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.policies import PolicySettings, new_policy
 from kvrouter.policies.kv import Kv
-from tests.policies.tables import ISL, REQUEST, candidate, picked, state
+from tests.policies.tables import ISL, REQUEST, candidate, columns, moment, picked
 
 
 def test_defaults_are_the_published_formula() -> None:
@@ -17,8 +18,8 @@ def test_defaults_are_the_published_formula() -> None:
         candidate("w3", overlap=8, active=9),
     ]
 
-    assert [28, 22, 21] == Kv().costs(REQUEST, candidates, 1.0)
-    assert [28, 22, 21] == [row["cost"] for row in Kv().terms(REQUEST, candidates, state())]
+    assert [28, 22, 21] == Kv().costs(REQUEST, columns(candidates), 1.0)
+    assert [28, 22, 21] == [row["cost"] for row in Kv().terms(REQUEST, columns(candidates), moment())]
     assert ["w3"] == picked(Kv(), candidates)
 
 
@@ -26,8 +27,8 @@ def test_decay_halves_the_credit_at_one_prompt_of_excess() -> None:
     """A target with one prompt more charged than the least charged: 8 blocks of overlap count as 4."""
     cached, idle = candidate("w1", overlap=8, charged=ISL), candidate("w2")
 
-    assert [10 + 2 + 10, 20] == Kv().costs(REQUEST, [cached, idle], 1.0)
-    assert [10 + 2 + 4 + 10, 20] == Kv(overlap_decay=1.0).costs(REQUEST, [cached, idle], 1.0)
+    assert [10 + 2 + 10, 20] == Kv().costs(REQUEST, columns([cached, idle]), 1.0)
+    assert [10 + 2 + 4 + 10, 20] == Kv(overlap_decay=1.0).costs(REQUEST, columns([cached, idle]), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +38,8 @@ def test_decay_formula(decay: float, excess: int, kept: float) -> None:
     """Of 8 blocks there count 8 / (1 + decay * excess)."""
     cached = candidate("w1", overlap=8, charged=excess * ISL)
 
-    [plain, _] = Kv().costs(REQUEST, [cached, candidate("w2")], 1.0)
-    [decayed, _] = Kv(overlap_decay=decay).costs(REQUEST, [cached, candidate("w2")], 1.0)
+    [plain, _] = Kv().costs(REQUEST, columns([cached, candidate("w2")]), 1.0)
+    [decayed, _] = Kv(overlap_decay=decay).costs(REQUEST, columns([cached, candidate("w2")]), 1.0)
 
     assert pytest.approx(8 - kept) == decayed - plain
 
@@ -47,7 +48,7 @@ def test_decay_is_measured_from_the_least_charged() -> None:
     """What all have charged is no excess."""
     both = [candidate("w1", overlap=8, charged=5 * ISL), candidate("w2", charged=5 * ISL)]
 
-    assert Kv().costs(REQUEST, both, 1.0) == Kv(overlap_decay=1.0).costs(REQUEST, both, 1.0)
+    assert Kv().costs(REQUEST, columns(both), 1.0) == Kv(overlap_decay=1.0).costs(REQUEST, columns(both), 1.0)
 
 
 def test_decay_moves_the_choice() -> None:
@@ -62,17 +63,18 @@ def test_request_weight_is_blocks_per_request() -> None:
     """Three requests in flight at weight 2 cost six blocks, whatever they hold."""
     candidates = [candidate("w1", requests=3), candidate("w2", active=5)]
 
-    assert [20 + 6, 25] == Kv(request_weight=2.0).costs(REQUEST, candidates, 1.0)
+    assert [20 + 6, 25] == Kv(request_weight=2.0).costs(REQUEST, columns(candidates), 1.0)
     assert ["w1"] == picked(Kv(), candidates)
     assert ["w2"] == picked(Kv(request_weight=2.0), candidates)
 
 
-def test_weight_comes_from_request_then_state_then_mode() -> None:
+def test_weight_comes_from_request_then_settings_then_mode() -> None:
     """1.0 is the mode's own."""
-    candidates, policy = [candidate("w1")], Kv()
+    candidates = [candidate("w1")]
 
     def weight(request: RouteRequest, setting: float | None) -> float:
-        return policy.terms(request, candidates, state(overlap_weight=setting))[0]["overlap_weight"]
+        policy = new_policy("kv", PolicySettings(overlap_weight=setting))
+        return policy.terms(request, columns(candidates), moment())[0]["overlap_weight"]
 
     own = RouteRequest("req", REQUEST.prompts, overlap_weight=0.0)
     assert (1.0, 3.0, 0.0) == (weight(REQUEST, None), weight(REQUEST, 3.0), weight(own, 3.0))

@@ -9,17 +9,12 @@ import pytest
 
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.policies.kv_score import KvScore
-from tests.policies.tables import REQUEST, candidate, picked, seeded, state
+from tests.policies.tables import REQUEST, candidate, columns, moment, picked, seeded
 
 
-def scores(
-    policy: KvScore,
-    *candidates: Candidate,
-    request: RouteRequest = REQUEST,
-    overlap_weight: float | None = None,
-) -> list[float]:
+def scores(policy: KvScore, *candidates: Candidate, request: RouteRequest = REQUEST) -> list[float]:
     """What each is worth."""
-    rows = policy.terms(request, candidates, state(overlap_weight=overlap_weight))
+    rows = policy.terms(request, columns(candidates), moment())
     return [row["score"] for row in rows]
 
 
@@ -48,7 +43,7 @@ def test_published_formula() -> None:
 )
 def test_each_weight(overlap: float, usage: float, waiting: float, winner: list[str]) -> None:
     """A weight of 0 takes its term out; all 0 leaves chance."""
-    assert winner == picked(KvScore(usage, waiting), THREE, overlap_weight=overlap)
+    assert winner == picked(KvScore(usage, waiting, overlap), THREE)
 
 
 def test_nobody_waits() -> None:
@@ -71,8 +66,8 @@ def test_own_default_weight_is_two() -> None:
     [half] = [candidate("w1", overlap=5)]
 
     assert [1.0] == scores(KvScore(), half)
-    assert [2.5] == scores(KvScore(), half, overlap_weight=5.0)
-    assert [0.5] == scores(KvScore(), half, request=own, overlap_weight=5.0)
+    assert [2.5] == scores(KvScore(overlap_weight=5.0), half)
+    assert [0.5] == scores(KvScore(overlap_weight=5.0), half, request=own)
 
 
 def test_all_busy_is_still_a_choice() -> None:
@@ -87,9 +82,9 @@ def test_all_busy_is_still_a_choice() -> None:
 def test_softmax_on_raw_scores() -> None:
     """Temperature 0.5: weights e^(score / 0.5), not normalised by their range as in kv."""
     two, draws = [candidate("w1", usage=0.5), candidate("w2", usage=1.0)], 4000
-    chance = seeded(11, temperature=0.5)
+    policy, chance = KvScore(temperature=0.5), seeded(11)
 
-    picks = Counter(KvScore().pick(REQUEST, two, chance) for _ in range(draws))
+    picks = Counter(policy.pick(REQUEST, columns(two), chance) for _ in range(draws))
 
     share = math.exp(-1) / (math.exp(-1) + math.exp(-2))
     assert abs(picks[0] - draws * share) < 4 * math.sqrt(draws * share * (1 - share))
@@ -100,4 +95,4 @@ def test_request_may_ask_for_its_own_temperature() -> None:
     cold = RouteRequest("req", REQUEST.prompts, temperature=0.0)
     two = [candidate("w1", usage=0.1), candidate("w2", usage=0.0)]
 
-    assert ["w2"] == picked(KvScore(), two, cold, temperature=100.0)
+    assert ["w2"] == picked(KvScore(temperature=100.0), two, cold)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from kvrouter.policies.load import LeastLoaded, PowerOfTwo
-from tests.policies.tables import REQUEST, candidate, picked, seeded
+from kvrouter.policies.baseline import LeastLoaded, PowerOfTwo
+from tests.policies.tables import REQUEST, candidate, columns, picked, seeded
 
 DRAWS = 6000
 
@@ -32,7 +32,7 @@ def test_power_of_two_never_takes_the_most_loaded() -> None:
     candidates = [candidate(f"w{load}", requests=load) for load in range(4)]
     chance = seeded(3)
 
-    picks = Counter(PowerOfTwo().pick(REQUEST, candidates, chance) for _ in range(DRAWS))
+    picks = Counter(PowerOfTwo().pick(REQUEST, columns(candidates), chance) for _ in range(DRAWS))
 
     for place, share in enumerate((3 / 6, 2 / 6, 1 / 6, 0)):  # pairs in which it is the less loaded one
         assert abs(picks[place] - DRAWS * share) <= 4 * math.sqrt(DRAWS * share * (1 - share)), picks
@@ -43,6 +43,6 @@ def test_power_of_two_draws_all_pairs_equally() -> None:
     candidates = [candidate(f"w{number}") for number in range(5)]
     chance = seeded(4)
 
-    picks = Counter(PowerOfTwo().pick(REQUEST, candidates, chance) for _ in range(DRAWS))
+    picks = Counter(PowerOfTwo().pick(REQUEST, columns(candidates), chance) for _ in range(DRAWS))
 
     assert all(abs(picks[place] - DRAWS / 5) < 4 * math.sqrt(DRAWS * 0.16) for place in range(5)), picks

@@ -9,7 +9,7 @@ import pytest
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.tables.text_index import TextIndex
 from kvrouter.policies.prefix_affinity import PrefixAffinity
-from tests.policies.tables import candidate, picked, state, target
+from tests.policies.tables import candidate, columns, moment, picked, target
 
 TEXT = "0123456789" * 10
 """A hundred characters."""
@@ -101,4 +101,4 @@ def test_terms() -> None:
     assert [
         {"requests": 2, "match_rate": 0.5, "tree_chars": 50},
         {"requests": 0, "match_rate": 0.0, "tree_chars": 7},
-    ] == PrefixAffinity().terms(asking(), workers(2, 0), state(texts=index))
+    ] == PrefixAffinity().terms(asking(), columns(workers(2, 0)), moment(texts=index))

@@ -13,12 +13,12 @@ from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.policies import scorers
 from kvrouter.policies.scored import Scored, Weighted
 from kvrouter.policies.scorers import Scorer
-from tests.policies.tables import REQUEST, candidate, picked, seeded, state, target
+from tests.policies.tables import REQUEST, candidate, columns, moment, picked, seeded, target, turns
 
 
 def scores(scorer: Scorer, *candidates: Candidate, request: RouteRequest = REQUEST) -> list[float]:
     """What it gives each."""
-    return scorer(request, candidates, state())
+    return scorer(request, columns(candidates), moment())
 
 
 def queues(*waiting: int | None) -> list[Candidate]:
@@ -117,7 +117,7 @@ def test_session_affinity() -> None:
 
     def score(session: str, now: float) -> list[float]:
         return scorers.session_affinity(
-            RouteRequest("req", session=session), candidates, state(sessions=sessions, now=now)
+            RouteRequest("req", session=session), columns(candidates), moment(sessions=sessions, now=now)
         )
 
     assert [0.0, 1.0] == score("chat", 9.0)
@@ -131,7 +131,7 @@ def test_no_hit_lru() -> None:
         cold.used(target(name))
 
     def score(*what: Candidate) -> list[float]:
-        return scorers.no_hit_lru(REQUEST, what, state(cold=cold))
+        return scorers.no_hit_lru(REQUEST, columns(what), moment(no_hit=cold))
 
     assert pytest.approx([0.0, 2 / 3, 1.0, 1 / 3]) == score(*candidates)
     assert [0.5, 0.5] == score(candidates[0], candidate("w2", overlap=1))
@@ -140,14 +140,10 @@ def test_no_hit_lru() -> None:
 
 def test_no_hit_lru_takes_turns_on_cold_prompts() -> None:
     """Through the policy: four cold prompts go to four workers."""
-    policy, what = Scored((Weighted("no-hit-lru-scorer", scorers.no_hit_lru),)), seeded(5)
+    policy = Scored((Weighted("no-hit-lru-scorer", scorers.no_hit_lru),))
     candidates = [candidate(name) for name in ("w1", "w2", "w3", "w4")]
 
-    picks = []
-    for _ in range(8):
-        place = policy.pick(REQUEST, candidates, what)
-        policy.routed(REQUEST, candidates[place], what)
-        picks.append(place)
+    picks = turns(policy, candidates, 8)
 
     assert {0, 1, 2, 3} == set(picks[:4])
     assert picks[:4] == picks[4:]
@@ -161,7 +157,7 @@ def test_published_weights() -> None:
         candidate("w3", waiting=0, usage=1.0, overlap=5),
     ]
 
-    rows = Scored().terms(REQUEST, candidates, state())
+    rows = Scored().terms(REQUEST, columns(candidates), moment())
 
     assert pytest.approx([4.0, 3.5, 3.5]) == [row["total"] for row in rows]
     assert {
@@ -177,7 +173,7 @@ def test_all_busy_and_empty_caches() -> None:
     """Equal trouble everywhere is a tie."""
     full = [candidate(name, waiting=500, usage=1.0) for name in ("w1", "w2", "w3")]
 
-    picks = Counter(Scored().pick(REQUEST, full, seeded(seed)) for seed in range(90))
+    picks = Counter(Scored().pick(REQUEST, columns(full), seeded(seed)) for seed in range(90))
 
     assert 3 == len(picks)
 
@@ -186,7 +182,7 @@ def test_weights_zero_is_chance() -> None:
     """Scorers that weigh nothing decide nothing; so does having none."""
     candidates = [candidate("w1", waiting=9), candidate("w2")]
     for weighted in ((Weighted("queue-scorer", scorers.queue, 0.0),), ()):
-        picks = {Scored(weighted).pick(REQUEST, candidates, seeded(seed)) for seed in range(40)}
+        picks = {Scored(weighted).pick(REQUEST, columns(candidates), seeded(seed)) for seed in range(40)}
 
         assert {0, 1} == picks
 
@@ -195,7 +191,7 @@ def test_scores_are_clamped() -> None:
     """A scorer out of bounds counts as 0 or 1."""
     wild = Weighted("wild", lambda _request, _candidates, _state: [7.0, -3.0, 1.0])
 
-    rows = Scored((wild,)).terms(REQUEST, queues(0, 0, 0), state())
+    rows = Scored((wild,)).terms(REQUEST, columns(queues(0, 0, 0)), moment())
 
     assert [1.0, 0.0, 1.0] == [row["wild"] for row in rows]
 
@@ -205,6 +201,6 @@ def test_further_endpoints_are_the_retry_order() -> None:
     candidates = queues(30, 0, 20, 10, 40)
     only_queue = (Weighted("queue-scorer", scorers.queue),)
 
-    assert [1, 3, 2] == list(Scored(only_queue, 3).order(REQUEST, candidates, seeded(1)))
-    assert [1] == list(Scored(only_queue, 1).order(REQUEST, candidates, seeded(1)))
-    assert [1, 3, 2, 0, 4] == list(Scored(only_queue, 99).order(REQUEST, candidates, seeded(1)))
+    assert [1, 3, 2] == list(Scored(only_queue, 3).order(REQUEST, columns(candidates), seeded(1)))
+    assert [1] == list(Scored(only_queue, 1).order(REQUEST, columns(candidates), seeded(1)))
+    assert [1, 3, 2, 0, 4] == list(Scored(only_queue, 99).order(REQUEST, columns(candidates), seeded(1)))

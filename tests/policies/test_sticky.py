@@ -7,7 +7,7 @@ import pytest
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.rates import PrefillRates
 from kvrouter.policies.sticky import DEFAULT_PREFILL_RATE, Sticky
-from tests.policies.tables import REQUEST, candidate, picked, state, target
+from tests.policies.tables import REQUEST, candidate, columns, moment, picked, target
 
 SECOND = int(DEFAULT_PREFILL_RATE)
 """Prefill tokens that take a second where no rate is known."""
@@ -78,6 +78,8 @@ def test_unknown_tokens() -> None:
 
 def test_terms() -> None:
     """Hit rate, time to first token, requests."""
-    [row] = Sticky().terms(REQUEST, [candidate("w1", overlap=9, charged=SECOND, requests=3)], state())
+    [row] = Sticky().terms(
+        REQUEST, columns([candidate("w1", overlap=9, charged=SECOND, requests=3)]), moment()
+    )
 
     assert {"hit_rate": 0.9, "ttft_s": 1.0, "requests": 3} == row

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvrouter.core.routing.policy import Policy
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.wire.ids import WorkerId
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.prefix_affinity import PrefixAffinity
@@ -24,7 +24,9 @@ RAY_NOW = "prefix-affinity, unbounded"
 
 def served(mode: str, arrivals: list[Arrival], joins: dict[str, float] | None = None) -> Run:
     """A run over four workers."""
-    policy: Policy = PrefixAffinity(math.inf) if mode == RAY_NOW else new_policy(mode, PolicySettings())
+    policy: BuiltInPolicy = (
+        PrefixAffinity(math.inf) if mode == RAY_NOW else new_policy(mode, PolicySettings())
+    )
     return fleet(policy, len(WORKERS), joins=joins).run(arrivals)
 
 
@@ -84,8 +86,7 @@ def test_hot_prefix_under_sticky() -> None:
 
 def test_temperature_breaks_the_feedback_loop() -> None:
     """kv-score with softmax, as its guide advises: the same traffic, spread."""
-    world = fleet(new_policy("kv-score", PolicySettings()), len(WORKERS))
-    world.router.selection.state.temperature = 1.0
+    world = fleet(new_policy("kv-score", PolicySettings(temperature=1.0)), len(WORKERS))
 
     run = world.run(hot_prefix())
 

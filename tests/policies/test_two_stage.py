@@ -13,7 +13,7 @@ from kvrouter.core.routing.selection import Selection
 from kvrouter.errors import ConfigError
 from kvrouter.policies.two_stage import TwoStage
 from tests.core.worlds import chain_from
-from tests.policies.tables import REQUEST, candidate, picked, seeded, state, target
+from tests.policies.tables import REQUEST, candidate, columns, moment, picked, target, turns
 
 
 def grouped(*groups: str) -> list[Candidate]:
@@ -26,7 +26,7 @@ def grouped(*groups: str) -> list[Candidate]:
 
 def group_of(policy: TwoStage, request: RouteRequest, candidates: list[Candidate]) -> str:
     """The group that is picked."""
-    place = policy.pick(request, candidates, state())
+    place = policy.pick(request, columns(candidates), moment())
     return str(candidates[place].labels.get("group", ""))
 
 
@@ -43,22 +43,23 @@ def test_round_robin_over_groups_kv_within() -> None:
         candidate("b1", labels={"group": "b"}, overlap=9),
         candidate("b2", labels={"group": "b"}, active=50),
     ]
-    what = state()
 
-    picks = [candidates[TwoStage().pick(REQUEST, candidates, what)].target.worker_id for _ in range(4)]
+    picks = [candidates[place].target.worker_id for place in turns(TwoStage(), candidates, 4)]
 
     assert ["a2", "b1", "a2", "b1"] == picks
 
 
 def test_kept_decision_tells_the_group_of_its_turn() -> None:
     """Turns taken since change nothing about which group it was."""
-    candidates = grouped("a", "b")
-    selection = Selection(TwoStage(), state())
+    candidates, at = columns(grouped("a", "b")), moment()
+    selection = Selection(TwoStage())
 
     kept = []
     for _ in range(3):
-        order = tuple(one.target for one in selection.choose(REQUEST, candidates))
-        kept.append(Decided.of(REQUEST, selection, order, candidates, candidates, {}))
+        best = selection.choose(REQUEST, candidates, at)
+        selection.policy.routed(REQUEST, best[0], at)
+        order = tuple(one.target for one in best)
+        kept.append(Decided(REQUEST, at, selection, order, candidates, candidates, {}))
 
     for decided, winner in zip(kept, ["w0", "w1", "w0"], strict=True):
         told = decided.explain()
@@ -112,23 +113,19 @@ def test_short_prompts() -> None:
     assert group_of(policy, prompt_request(5, 2), candidates) == group_of(
         policy, prompt_request(5, 2), candidates
     )
-    what = seeded(1)
 
-    turns = [policy.pick(RouteRequest("text"), candidates, what) for _ in range(4)]
-
-    assert [0, 1, 0, 1] == turns
+    assert [0, 1, 0, 1] == turns(policy, candidates, 4, RouteRequest("text"))
 
 
 def test_header_names_the_group() -> None:
     """A group's own name is that group; anything else is hashed, always to the same; nothing is in turn."""
     policy, candidates = TwoStage("header:x-bucket"), grouped("chat", "code", "math")
-    what = state()
 
     assert "x-bucket" == policy.header
     for name in ("code", "chat", "math"):
         assert name == group_of(policy, RouteRequest("r", bucket=name), candidates)
     assert 1 == len({group_of(policy, RouteRequest("r", bucket="other"), candidates) for _ in range(5)})
-    assert [0, 1, 2] == [policy.pick(RouteRequest("r"), candidates, what) for _ in range(3)]
+    assert [0, 1, 2] == turns(policy, candidates, 3, RouteRequest("r"))
 
 
 @pytest.mark.parametrize("stage_one", ["", "header:", "roundrobin", "header"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 
-from kvrouter.core.routing.policy import Policy
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.mocker.engine import EngineConfig
-from kvrouter.simulate.fleet import Arrival, Fleet, new_state
+from kvrouter.simulate.fleet import Arrival, Fleet
 
 BLOCK = 16
 ENGINE = EngineConfig(num_blocks=20_000, max_num_seqs=64)
@@ -26,7 +27,7 @@ def arrival(at: float, segments: Sequence[tuple[int, int]], output_tokens: int =
 
 
 def fleet(
-    policy: Policy,
+    policy: BuiltInPolicy,
     workers: int,
     *,
     joins: Mapping[str, float] | None = None,
@@ -34,4 +35,4 @@ def fleet(
 ) -> Fleet:
     """Workers w1, w2, … and one router; `zones` are labels."""
     labels = {name: {"zone": zone} for name, zone in (zones or {}).items()}
-    return Fleet(policy, new_state(seed=1), workers, engine=ENGINE, joins=joins, labels=labels)
+    return Fleet(policy, random.Random(1).random, workers, engine=ENGINE, joins=joins, labels=labels)

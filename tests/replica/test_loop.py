@@ -247,7 +247,7 @@ async def test_predicted_end_of_prefill(fleet_of: FleetOf) -> None:
         router = fleet.frontend.replica.routers[POOL]
         pool = router.pool
         (target,) = pool.targets
-        router.rates.observe(target, 64, 0.01)
+        router.tables.rates.observe(target, 64, 0.01)
         async with fleet.connected() as client:
             client.send(BODY)
             await until(lambda: pool.active.requests(target), "it runs")

@@ -9,11 +9,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
-from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.fleet.router import RouterRules
 from kvrouter.core.wire.heartbeats import Card, RankBeat, RouterBeat, State, WorkerBeat, encode
-from kvrouter.core.wire.ids import RouterId, WorkerId
+from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION
-from kvrouter.policies import POLICIES
+from kvrouter.policies.kv import Kv
 from kvrouter.replica import members
 from kvrouter.replica.members import Members
 from tests.frontend.fleet import POOL, FleetOf
@@ -26,11 +26,11 @@ class Namespace:
     """A replica, its Members, and the heartbeats that both receive."""
 
     def __init__(self) -> None:
-        self.replica = Replica(ReplicaSettings(lease_rounds=2), ME, 1, self._policy, chance=lambda: 0.5)
+        self.replica = Replica(ReplicaSettings(lease_rounds=2), ME, 1, self._rules, chance=lambda: 0.5)
         self.members = Members(self.replica)
 
-    def _policy(self) -> tuple[Policy, PolicyState]:
-        return POLICIES["kv"](), PolicyState(lambda: 0.5, 1.0, 0.0, 0)
+    def _rules(self, _pool: PoolId) -> RouterRules:
+        return RouterRules(Kv(), lambda: 0.5)
 
     def worker(self, worker_id: str, state: State = "up", incarnation: int = 1, block_size: int = 16) -> None:
         """A heartbeat."""

@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
-from kvrouter.core.routing.policy import Policy, PolicyState
+from kvrouter.core.fleet.router import RouterRules
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.wire.heartbeats import encode
 from kvrouter.core.wire.ids import PoolId, RouterId
 from kvrouter.policies import POLICIES
-from kvrouter.policies.guarded import Own
+from kvrouter.policies.guarded import GuardedPolicy
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 from tests.core.worlds import W1, card, fixed, worker_beat
 from tests.frontend.workers import until
@@ -35,13 +36,13 @@ class Fleeting(Fails):
 
 
 @contextlib.asynccontextmanager
-async def looked_after(new_policy: Policy) -> AsyncIterator[tuple[Replica, PolicyUpkeep]]:
+async def looked_after(policy: BuiltInPolicy) -> AsyncIterator[tuple[Replica, PolicyUpkeep]]:
     """A replica with one pool, and its upkeep running."""
     replica = Replica(
         ReplicaSettings(),
         RouterId("me"),
         1,
-        lambda: (new_policy, PolicyState(fixed(0.0))),
+        lambda _pool: RouterRules(policy, fixed(0.0)),
         chance=fixed(0.5),
     )
     replica.worker_heartbeat(W1, encode(worker_beat(card("w1"), pool=PoolId("p"))), 0.0)
@@ -62,7 +63,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_pool_that_goes() -> None:
     """Its policy is closed and no longer refreshed; its mistakes stay in the metrics."""
     policy = Fleeting()
-    async with looked_after(Own(policy, "fleeting")) as (replica, upkeep):
+    async with looked_after(GuardedPolicy(policy, "fleeting")) as (replica, upkeep):
         await until(lambda: policy.refreshed > 1)
         (refresh,) = upkeep._refreshes.values()
         replica.worker_heartbeat(W1, encode(worker_beat("w1", state="leave", pool=PoolId("p"))), 1.0)

@@ -50,7 +50,7 @@ def test_who_gets_which_flag(tmp_path: Path) -> None:
     assert (
         "--port", "9000", "--router-mode", "random", "--kv-overlap-score-weight=2", "--no-use-kv-events",
     ) == options.frontend_flags  # fmt: skip
-    assert ("n", 2.0) == (options.frontend.namespace, options.frontend.overlap_weight)
+    assert ("n", 2.0) == (options.frontend.namespace, options.frontend.policy.overlap_weight)
     assert options.says_events()
 
 

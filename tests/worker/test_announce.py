@@ -17,10 +17,10 @@ import kvrouter
 from kvrouter import KvPublisher, announce, connect
 from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.core.fleet.replica import Replica, ReplicaSettings
-from kvrouter.core.routing.policy import PolicyState
+from kvrouter.core.fleet.router import RouterRules
 from kvrouter.core.wire.ids import RouterId, Target, WorkerId
 from kvrouter.errors import ConfigError
-from kvrouter.policies import POLICIES
+from kvrouter.policies.kv import Kv
 from kvrouter.replica.loop import ReplicaLoop
 from tests.worker.fakes import FakeBus
 
@@ -64,7 +64,7 @@ async def open_reader(nats_url: str, namespace: str) -> AsyncIterator[Reader]:
         ReplicaSettings(),
         RouterId(f"reader{next(_numbers)}"),
         1,
-        lambda: (POLICIES["kv"](), PolicyState(lambda: 0.5)),
+        lambda _pool: RouterRules(Kv(), lambda: 0.5),
         chance=lambda: 0.5,
     )
     async with Bus.open(NatsOptions((nats_url,)), name="reader") as bus:

@@ -24,7 +24,6 @@ from kvrouter.core.fleet.pool import NAMED_MOST, Pool, PoolSettings
 from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.readiness import AWAITED_MOST, Readiness, ServedElsewhere, behind, sizes_of_elders
 from kvrouter.core.fleet.router import Router, RouterRules
-from kvrouter.core.routing.policy import Policy, PolicyState
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.wire.heartbeats import (
     RouterBeat,
@@ -85,8 +84,7 @@ class ReplicaCounters:
 class Replica:
     """Everything a replica knows and decides.
 
-    `new_policy()` makes a new pool's policy and state, `new_rules(pool)` its other rules.
-    `chance()` returns a number in [0, 1).
+    `new_rules(pool)` makes a new pool's policy, tables and filters. `chance()` returns a number in [0, 1).
     """
 
     def __init__(
@@ -94,10 +92,9 @@ class Replica:
         settings: ReplicaSettings,
         router_id: RouterId,
         incarnation: int,
-        new_policy: Callable[[], tuple[Policy, PolicyState]],
+        new_rules: Callable[[PoolId], RouterRules],
         *,
         chance: Callable[[], float],
-        new_rules: Callable[[PoolId], RouterRules] = lambda _pool: RouterRules(),
     ) -> None:
         self.settings = settings
         self.router_id = router_id
@@ -113,7 +110,6 @@ class Replica:
         self.readers = self._feeds.readers
         self._readiness = Readiness()
         self._served_elsewhere = ServedElsewhere()
-        self._new_policy = new_policy
         self._chance = chance
         self._new_rules = new_rules
         self._round = self._returned_round = 0
@@ -346,11 +342,10 @@ class Replica:
     def _new_router(self, pool_id: PoolId, seq: int) -> Router:
         return Router(
             Pool(pool_id, self.settings.pool),
-            *self._new_policy(),
+            self._new_rules(pool_id),
             router_id=self.router_id,
             incarnation=self.incarnation,
             synced=self.settings.synced,
-            rules=self._new_rules(pool_id),
             seq=seq,
         )
 

@@ -14,20 +14,23 @@ import heapq
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvrouter.core.feeds.sinks import SyncSink, add_request, booking_ops
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.fleet.pool import Pool
+from kvrouter.core.routing.admission import AdmissionQueue
 from kvrouter.core.routing.breaker import CircuitBreakers
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment, RoutingTables
+from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.filters import Filter
-from kvrouter.core.routing.modes import Modes
-from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
-from kvrouter.core.routing.selection import Decision, Selection
-from kvrouter.core.routing.unseen import UnseenBookings
+from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.selection import Decision, Modes, Selection
+from kvrouter.core.routing.unseen_bookings import UnseenBookings
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import Booking
 from kvrouter.core.tables.predictions import PredictionTable
@@ -80,7 +83,7 @@ class _Own(Struct):
 
     booking: Booking
     request: RouteRequest
-    policy: Policy
+    policy: BuiltInPolicy
     """The one that chose."""
     charged_tokens: int
     """On the target when it was booked, its own included."""
@@ -94,15 +97,18 @@ class _Own(Struct):
 
 @dataclass(frozen=True, slots=True)
 class RouterRules:
-    """What applies in one pool besides its policy."""
+    """How requests are routed in one pool. `random()` returns a number in [0, 1)."""
 
+    policy: BuiltInPolicy
+    random: Callable[[], float]
+    tables: RoutingTables = field(default_factory=RoutingTables)
     filters: tuple[Filter, ...] = ()
     circuits: CircuitBreakers | None = None
     decisions: DecisionRing | None = None
     """Where decisions are kept; None: they are not kept."""
     mode: str = ""
     """The name of the router's own mode."""
-    new_policy: Callable[[str], Policy] | None = None
+    new_policy: Callable[[str], BuiltInPolicy] | None = None
     """Makes the policy of another mode that a request names; None: requests cannot name one."""
 
 
@@ -112,13 +118,11 @@ class Router:
     def __init__(
         self,
         pool: Pool,
-        policy: Policy,
-        state: PolicyState,
+        rules: RouterRules,
         *,
         router_id: RouterId,
         incarnation: int,
         synced: bool,
-        rules: RouterRules = RouterRules(),
         seq: int = 0,
     ) -> None:
         """`seq`: how far the feed had come when this pool was given up before."""
@@ -127,15 +131,14 @@ class Router:
         state_ops = weakref.WeakMethod(self._state_ops)  # in a ring it would outlive its pool by an hour
         self.source = FeedSource(incarnation, lambda now: ops(now) if (ops := state_ops()) else ())
         self.truth = PredictionTable()
-        self.selection = Selection(policy, state, rules.filters)
+        self.tables = rules.tables
+        self.selection = Selection(rules.policy, rules.filters)
         """That of the router's own mode."""
         self.modes = Modes(self.selection, rules.mode, rules.new_policy)
         self.circuits = rules.circuits
         self.decisions = rules.decisions
-        self.considered: Sequence[Candidate] = ()
-        """What the last choice was made from. Not kept with its placement: it may be large."""
+        self._random = rules.random
         self._refusals: tuple[dict[Target, Worker], dict[Target, str]] = ({}, {})
-        self.rates = state.rates
         self.source.seq = seq
         self.unseen = UnseenBookings()
         self._sent_texts = SentTexts()
@@ -170,52 +173,80 @@ class Router:
     ) -> Placement:
         """Pick and book in one step. Raises NoWorkersError if no target is left to choose from.
 
-        `prefer`: the fall-backs of an earlier choice, when this is a retry: the first that is left is taken.
+        `prefer`: for a retry, the fallbacks of the earlier choice: the first eligible one is taken.
         """
+        return self.route_among(request, now, streamed=streamed, exclude=exclude, prefer=prefer)[0]
+
+    def route_among(
+        self,
+        request: RouteRequest,
+        now: float,
+        *,
+        streamed: bool = True,
+        exclude: frozenset[Target] = frozenset(),
+        prefer: tuple[Target, ...] = (),
+    ) -> tuple[Placement, Candidates]:
+        """As `route`, and what the choice was made from: too large to keep with each placement."""
         request = self.pool.in_present_size(request)
-        selection = self._selection(request, now)
+        selection, moment = self._selection(request), self._moment(now)
         candidates = self.pool.candidates(request, exclude)
-        eligible = selection.eligible(request, candidates)
-        self.considered = candidates
+        eligible = selection.eligible(request, candidates, moment)
         if not eligible:
             raise NoWorkersError(self._why_none(exclude, len(candidates)))
         best = _preferred(eligible, prefer) if prefer else []
-        best = best or selection.choose(request, eligible)
+        best = best or selection.choose(request, eligible, moment)
         order = tuple([one.target for one in best])
         if self.decisions is not None:
             refused = self._refused(request, exclude)
-            self.decisions.append(Decided.of(request, selection, order, candidates, eligible, refused))
-        choice, target = best[0], order[0]
+            self.decisions.append(Decided(request, moment, selection, order, candidates, eligible, refused))
+        choice = best[0]
         booking = self._book(request, choice)
-        size = self.pool.block_size
-        own = _Own(booking, request, selection.policy, choice.prefill_tokens, now, streamed, size)
-        self._remember(own, choice, selection)
+        own = _Own(
+            booking, request, selection.policy, choice.prefill_tokens, now, streamed, self.pool.block_size
+        )
+        self._remember(own, choice, selection, moment)
+        return self._placement(booking, choice, order[1:]), candidates
+
+    def _placement(self, booking: Booking, choice: Candidate, fallbacks: tuple[Target, ...]) -> Placement:
+        target = choice.target
         worker = self.pool.targets[target]
         card = worker.card
         wants_report = card.repairs_by_report and worker.wants_report(target.rank)
         return Placement(
-            booking.key, target, choice, card.url, card.rank_header, wants_report, order[1:], size
-        )
+            booking.key, target, choice, card.url, card.rank_header, wants_report, fallbacks,
+            self.pool.block_size,
+        )  # fmt: skip
 
     def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:
         """Whether `route` would find a target."""
         request = self.pool.in_present_size(request)
         candidates = self.pool.candidates(request, exclude)
-        return bool(self._selection(request, now).eligible(request, candidates))
+        return bool(self._selection(request).eligible(request, candidates, self._moment(now)))
+
+    def must_wait(self, request: RouteRequest, now: float, queue: AdmissionQueue) -> bool:
+        """Whether the request has to wait in the queue. Books nothing and takes no turn."""
+        # what it would find cached does not matter here, and costs most
+        request = replace(request, prompts=())
+        candidates = self.pool.candidates(request)
+        return self.selection.must_wait(request, candidates, self._moment(now), queue)
+
+    def lane(self, request: RouteRequest, now: float) -> str:
+        """The lane of the queue in which the request waits."""
+        return self.selection.lane(request, self._moment(now))
 
     def decide(
         self, request: RouteRequest, now: float, *, exclude: frozenset[Target] = frozenset()
     ) -> Decision:
         """What `route` would choose, and why; nothing is booked."""
         request = self.pool.in_present_size(request)
-        selection = self._selection(request, now)
         candidates = self.pool.candidates(request, exclude)
-        return selection.explain(request, candidates, self._refused(request, exclude))
+        refused = self._refused(request, exclude)
+        return self._selection(request).explain(request, candidates, self._moment(now), refused)
 
     def forget(self, targets: list[Target]) -> None:
         """The targets are gone: what is remembered of them goes, too."""
         for target in targets:
-            self.selection.state.forget(target)
+            self.tables.forget(target)
             if self.circuits is not None:
                 self.circuits.forget(target)
         for worker_id in dict.fromkeys(target.worker_id for target in targets):
@@ -231,15 +262,14 @@ class Router:
             self._told_cards = cards
             self.selection.policy.on_workers(list(cards))
 
-    def _selection(self, request: RouteRequest, now: float) -> Selection:
-        """That of the mode asked for, as of now."""
+    def _selection(self, request: RouteRequest) -> Selection:
+        """The selection of the mode that the request names; its policy knows the workers of now."""
         if self._told_changes != self.pool.changes:
             self.tell_workers()
-        selection = self.modes.of(request.mode)
-        state = selection.state
-        state.now = now
-        state.unseen = self.unseen.expected
-        return selection
+        return self.modes.of(request.mode)
+
+    def _moment(self, now: float) -> Moment:
+        return Moment(now, self._random, self.tables, self.unseen.expected)
 
     def _refused(self, request: RouteRequest, exclude: frozenset[Target]) -> dict[Target, str]:
         """Why targets of the pool are no candidates; looked up anew when the pool's targets have changed."""
@@ -281,22 +311,22 @@ class Router:
         named = hashes if len(hashes) <= MAX_BOOKING_HASHES else hashes[:MAX_BOOKING_HASHES]
         return named, len(hashes) - len(named) + self.pool.unnamed_blocks(request)
 
-    def _remember(self, own: _Own, choice: Candidate, selection: Selection) -> None:
+    def _remember(self, own: _Own, choice: Candidate, selection: Selection, moment: Moment) -> None:
         """What a later decision shall know of this one."""
         request, target, now = own.request, choice.target, own.sent_at
         number = own.booking.key.number
         self._own[number] = own
         if self._synced:  # else nothing is heard of the peers' bookings
             self.unseen.booked_here(now)
-        selection.policy.routed(request, choice, selection.state)
+        selection.policy.routed(request, choice, moment)
         if self.circuits is not None:
             self.circuits.sent(target, now)
         if request.session and selection.keeps_sessions:
-            sessions = selection.state.sessions
+            sessions = self.tables.sessions
             sessions.bind(request.session, target, now)
             self._tell(Bind(request.session, target.worker_id, target.rank, round(sessions.ttl_s * 1000)))
         if not own.streamed:
-            seconds = self.rates.seconds(target, own.charged_tokens)
+            seconds = self.tables.rates.seconds(target, own.charged_tokens)
             if seconds is not None:
                 self._predict(now + seconds, number)
 
@@ -323,7 +353,7 @@ class Router:
         if own is None or own.booking.prefill_completed:
             return
         if own.streamed and own.booking.isl:  # else its share of the charged tokens is not known
-            self.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
+            self.tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
         self.mark_prefill_completed(key, now)
 
     def answered(self, key: BookingKey, status: int) -> None:
@@ -344,7 +374,7 @@ class Router:
         if own is not None and own.block_size == self.pool.block_size:
             self.assume(booking, now, own=True)
         if own is not None and own.request.text and own.policy.remembers_text:
-            self.selection.state.texts.insert(booking.target, own.request.text, now)
+            self.tables.texts.insert(booking.target, own.request.text, now)
             self._tell(self._sent_texts.add(booking.target, own.request.text))
 
     def progress(self, key: BookingKey, output_tokens: int) -> None:
@@ -404,7 +434,7 @@ class Router:
             booked=self.unseen.booked_elsewhere,
             prefill_completed=lambda booking, now: self.assume(booking, now, own=False),
             assume=self._take_assumption,
-            sessions=self.selection.state.sessions,
+            sessions=self.tables.sessions,
             learn=self._learn_text,
         )
 
@@ -417,7 +447,7 @@ class Router:
     def _learn_text(self, sent: SentText, now: float) -> None:
         target = Target(WorkerId(sent.worker_id), sent.rank)
         if target in self.pool.targets:
-            self.selection.state.texts.insert(target, sent.text, now)
+            self.tables.texts.insert(target, sent.text, now)
 
     def _tell(self, op: Op) -> None:
         if self._synced:
@@ -433,11 +463,11 @@ class Router:
         for target, hashes, seconds in self.pool.approx.own_entries(now):
             yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), math.ceil(seconds * 1000))
         yield from self._sent_texts
-        for session, target, seconds in self.selection.state.sessions.newest(now, MOST_SESSIONS_TOLD):
+        for session, target, seconds in self.tables.sessions.newest(now, MOST_SESSIONS_TOLD):
             yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))
 
 
-def _preferred(eligible: Sequence[Candidate], prefer: tuple[Target, ...]) -> list[Candidate]:
+def _preferred(eligible: Candidates, prefer: tuple[Target, ...]) -> list[Candidate]:
     """Those of the fall-backs that are left, in their order."""
     return [one for name in prefer for one in eligible if one.target == name]
 

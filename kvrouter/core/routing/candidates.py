@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 from msgspec import Struct
 
@@ -22,7 +22,7 @@ from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.roster import Roster
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.tables.bookings import ActiveTable
-from kvrouter.core.wire.heartbeats import RankBeat
+from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import Target
 
 Cached: TypeAlias = "dict[Target, Any]"
@@ -30,6 +30,7 @@ Cached: TypeAlias = "dict[Target, Any]"
 Found: TypeAlias = tuple[Prompt, Cached, dict[Target, int]]
 """What one prompt finds, per target: the index's depths, and the depth held in flight."""
 Column: TypeAlias = "array[int]"
+Item = TypeVar("Item")
 
 _NOWHERE: tuple[int, ...] = ()
 
@@ -84,22 +85,58 @@ class Candidates(Sequence[Candidate]):
         return repr(self._made())
 
     def only(self, places: Sequence[int]) -> Candidates:
-        """Those at some places of the roster."""
+        """The candidates at these places of the roster."""
         fewer = Candidates(self._roster, self._columns, self._cached, self._block_size)
         fewer._places = places
         return fewer
 
-    def requests(self) -> list[int]:
-        """Of each, the requests in flight there."""
-        column = self._columns.requests
-        if len(column) == len(self._places):
-            return column.tolist()
-        return [column[place] for place in self._places]
+    def at(self, indices: Sequence[int]) -> Candidates:
+        """The candidates at these indices."""
+        places = self._places
+        fewer = self.only([places[index] for index in indices])
+        if self._all is not None:
+            fewer._all = [self._all[index] for index in indices]
+        return fewer
+
+    def kept(self, flags: Sequence[bool]) -> Candidates:
+        """The candidates whose flag is set; itself where all are."""
+        if all(flags):
+            return self
+        return self.at([index for index, flag in enumerate(flags) if flag])
 
     def targets(self) -> Sequence[Target]:
-        """Of each, the target."""
-        targets = self._roster.targets
-        return targets if len(targets) == len(self._places) else [targets[place] for place in self._places]
+        """The target of each."""
+        return self._at_places(self._roster.targets)
+
+    def cards(self) -> Sequence[Card]:
+        """The card of each one's worker."""
+        return [worker.card for worker in self._at_places(self._roster.workers)]
+
+    def requests(self) -> list[int]:
+        """The requests in flight on each, booked by any replica."""
+        return self._amounts(self._columns.requests)
+
+    def charged_tokens(self) -> list[int]:
+        """The prefill tokens charged on each, without this request."""
+        return self._amounts(self._columns.charged_tokens)
+
+    def overlap_blocks(self) -> list[int]:
+        """The leading blocks of the prompt that each one holds."""
+        return self._amounts(self._columns.overlap_blocks)
+
+    def beats(self) -> Sequence[RankBeat]:
+        """What each one's engine last reported of itself."""
+        return self._at_places(self._columns.beats)
+
+    def active_tokens(self) -> list[int]:
+        """The tokens of the blocks that requests in flight hold on each."""
+        size = self._block_size
+        return [blocks * size for blocks in self._amounts(self._columns.active_blocks)]
+
+    def overlap_tokens(self) -> list[int]:
+        """The prompt tokens that each one need not compute."""
+        size = self._block_size
+        return [blocks * size for blocks in self.overlap_blocks()]
 
     def costs(self, overlap_weight: float) -> list[float]:
         """The published formula for each (core/routing/cost.py), without making a Candidate of each."""
@@ -119,6 +156,17 @@ class Candidates(Sequence[Candidate]):
                 for charged, own, active, blocks in zip(*amounts, strict=True)
             ]
         return costs if len(costs) == len(self._places) else [costs[place] for place in self._places]
+
+    def _amounts(self, column: Column) -> list[int]:
+        if len(column) == len(self._places):
+            return column.tolist()  # a list is faster to walk: an array makes each number anew
+        return [column[place] for place in self._places]
+
+    def _at_places(self, column: Sequence[Item]) -> Sequence[Item]:
+        """A column of the roster, without the places that were filtered out."""
+        if len(column) == len(self._places):  # a subset keeps the order, so an equal length means all of them
+            return column
+        return [column[place] for place in self._places]
 
     def _made(self) -> list[Candidate]:
         if self._all is None:
@@ -155,20 +203,6 @@ class Candidates(Sequence[Candidate]):
             beat.metrics,
             self._block_size,
         )
-
-
-def requests_of(candidates: Sequence[Candidate]) -> list[int]:
-    """Of each, the requests in flight there; without making a Candidate where they are in columns."""
-    if isinstance(candidates, Candidates):
-        return candidates.requests()
-    return [candidate.requests for candidate in candidates]
-
-
-def targets_of(candidates: Sequence[Candidate]) -> Sequence[Target]:
-    """Of each, the target; likewise."""
-    if isinstance(candidates, Candidates):
-        return candidates.targets()
-    return [candidate.target for candidate in candidates]
 
 
 def form_candidates(

@@ -11,15 +11,14 @@ Bounds: `capacity` decisions, and an estimate of their bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
-from typing import Self
 
 from msgspec import Struct
 
-from kvrouter.core.routing.policy import Candidate, RouteRequest
-from kvrouter.core.routing.selection import Decision, Selection, Verdict
+from kvrouter.core.routing.builtin_policy import Moment
+from kvrouter.core.routing.candidates import Candidates
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.selection import Decision, Selection
 from kvrouter.core.wire.ids import Target
 
 MAX_BYTES = 64 * 1024 * 1024
@@ -32,77 +31,29 @@ class Decided(Struct, frozen=True):
     """One choice as it was made."""
 
     request: RouteRequest
-    now: float
+    moment: Moment
     selection: Selection
-    overlap_weight: float | None
-    temperature: float
-    unseen: float
-    group_turn: int
-    """The one that was taken, or would have been (two-stage)."""
     order: tuple[Target, ...]
-    """The choice, then where it would have been tried next."""
-    candidates: Sequence[Candidate]
-    eligible: Sequence[Candidate]
+    """The choice, then the targets to try if it fails."""
+    candidates: Candidates
+    eligible: Candidates
     refusals: dict[Target, str]
     """Targets that were no candidates, and why."""
-    about_bytes: int
-    """What keeping it takes."""
 
-    @classmethod
-    def of(  # noqa: PLR0917  # on the hot path: keywords cost
-        cls,
-        request: RouteRequest,
-        selection: Selection,
-        order: tuple[Target, ...],
-        candidates: Sequence[Candidate],
-        eligible: Sequence[Candidate],
-        refusals: dict[Target, str],
-    ) -> Self:
-        """With what the state says now."""
-        state = selection.state
-        weight, temperature, unseen = state.overlap_weight, state.temperature, state.unseen
-        turn = state.group_turn - 1  # the choice has been made
-        about_bytes = len(candidates) * _CANDIDATE_BYTES + len(request.text)
-        for prompt in request.prompts:
-            about_bytes += len(prompt.hashes) * _HASH_BYTES
-        return cls(
-            request, state.now, selection, weight, temperature, unseen, turn,
-            order, candidates, eligible, refusals, about_bytes,
-        )  # fmt: skip
+    def about_bytes(self) -> int:
+        """An estimate of what keeping it takes."""
+        hashes = sum([len(prompt.hashes) for prompt in self.request.prompts])
+        texts = len(self.request.text)
+        return len(self.candidates) * _CANDIDATE_BYTES + hashes * _HASH_BYTES + texts
 
     def explain(self) -> Decision:
         """Each candidate's terms, and what removed the others.
 
-        Tables that a policy reads beside the candidates (`Policy.reads_tables`) are those of this moment.
+        Tables that a policy reads (`BuiltInPolicy.reads_tables`) are read as they are now, not as they were.
         """
-        state = replace(
-            self.selection.state,
-            now=self.now,
-            overlap_weight=self.overlap_weight,
-            temperature=self.temperature,
-            unseen=self.unseen,
-            group_turn=self.group_turn,
+        return self.selection.decision(
+            self.request, self.candidates, self.eligible, self.order, self.moment, self.refusals
         )
-        selection = replace(self.selection, state=state)
-        told = selection.terms(self.request, self.eligible)
-        verdicts = [Verdict(one.target, one, terms) for one, terms in zip(self.eligible, told, strict=True)]
-        verdicts += self._removed(selection)
-        verdicts += [Verdict(target, None, {}, why) for target, why in self.refusals.items()]
-        return Decision(
-            self.request.request_id,
-            self.now,
-            self.order,
-            tuple(verdicts),
-            selection.ties(verdicts, self.order),
-        )
-
-    def _removed(self, selection: Selection) -> list[Verdict]:
-        if len(self.eligible) == len(self.candidates):
-            return []
-        kept = {candidate.target for candidate in self.eligible}
-        why = selection.removed(self.request, self.candidates)
-        gone = [one for one in self.candidates if one.target not in kept]
-        return [Verdict(one.target, one, {}, why.get(one.target, "a filter, then")) for one in gone]
 
 
 class DecisionRing:
@@ -121,9 +72,9 @@ class DecisionRing:
         """Keep this one; the oldest go when there is no room."""
         kept = self._kept
         kept.append(decided)
-        self._bytes += decided.about_bytes
+        self._bytes += decided.about_bytes()
         while len(kept) > self.capacity or (self._bytes > self._max_bytes and len(kept) > 1):
-            self._bytes -= kept.popleft().about_bytes
+            self._bytes -= kept.popleft().about_bytes()
 
     def of(self, request_id: str) -> list[Decided]:
         """What was decided for a request, oldest first: several if it was tried again. Walks the ring."""

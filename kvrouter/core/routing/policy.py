@@ -1,24 +1,18 @@
-"""What a policy is shown and what it returns. A policy picks; the router owns everything else.
+"""What a custom policy sees, and what it answers: the part of routing that users build on.
 
     candidates ──filters──> eligible ──policy──> an order; its first is the pick (core/routing/selection.py)
 
-All modes see the same frozen `Candidate`. What a mode must remember between two picks stands in
-`PolicyState`, which the router owns, so that a policy itself is a value: settings, nothing else.
+The router asks built-in policies differently: see core/routing/builtin_policy.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct
 
 from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.tables.no_hit_lru import NoHitLru
-from kvrouter.core.tables.rates import PrefillRates
-from kvrouter.core.tables.sessions import SessionTable
-from kvrouter.core.tables.text_index import TextIndex
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.errors import BadRequestError
@@ -125,104 +119,44 @@ class Candidate(Struct, frozen=True, gc=False):
 
 
 Choice: TypeAlias = "Target | Candidate | Sequence[Sequence[Target | Candidate]]"
-"""One, or ranks of them: the first rank with somebody eligible wins, and within it the fewest requests."""
+"""One target, or ranks of targets: of the first with an eligible target, the fewest requests."""
 
 
-@dataclass(slots=True)
-class PolicyState:
-    """What a policy may use beside the candidates; the router owns it.
-
-    `random()` returns a number in [0, 1). `overlap_weight` None means the mode's own default.
-    """
-
-    random: Callable[[], float]
-    overlap_weight: float | None = None
-    temperature: float = 0.0
-    turn: int = 0
-    unseen: float = 0.0
-    """Bookings of other replicas that a decision cannot know of yet (core/routing/unseen.py)."""
-    now: float = 0.0
-    group_turn: int = 0
-    """Turns over groups of workers (two-stage), beside those over workers."""
-    rates: PrefillRates = field(default_factory=PrefillRates)
-    texts: TextIndex = field(default_factory=TextIndex)
-    cold: NoHitLru = field(default_factory=NoHitLru)
-    sessions: SessionTable = field(default_factory=SessionTable)
-
-    def forget(self, target: Target) -> None:
-        """The target is gone."""
-        self.rates.forget(target)
-        self.texts.remove(target)
-        self.cold.forget(target)
-        self.sessions.drop(target)
-
-
-class Policy:
-    """Picks one of the candidates; there is always at least one.
-
-    Your own (docs/writing-a-policy.md) has to define only `choose`, and remembers for itself. The modes
-    of kvrouter/policies define `pick` instead: what they remember is in the router's `PolicyState`.
-    """
+class PolicyHooks:
+    """What every policy may define: what it needs to be shown, and which events it is called for."""
 
     needs_tokens: bool = True
     """Whether it looks at overlap or blocks; if not, prompts need not be tokenized."""
     needs_text: bool = False
     """Whether it looks at `request.text`."""
-    remembers_text = False
-    """Whether it looks at the texts that targets have computed (`PolicyState.texts`)."""
-    needs_sessions = False
-    """Whether it looks at where sessions are bound to."""
-    reads_tables = False
-    """Whether its terms come from tables of the state, too, and so change with time."""
-    decisive: tuple[str, ...] = ()
-    """The terms that decide: candidates equal in these are ties. None named: all terms do."""
     refresh_s: float = 0.0
     """Seconds from one `refresh` to the next; 0: never."""
 
-    # Your own policy
-
-    def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
-        """Where the request shall go. Also asked when nothing is sent, as in a dry run."""
-        raise NotImplementedError
-
     def on_workers(self, workers: Sequence[Card]) -> None:
-        """Those who take requests now, whenever that has changed."""
+        """The workers that take requests, each time they have changed."""
 
     def on_request_routed(self, request: RouteRequest, target: Target, status: int) -> None:
-        """The target's answer has begun with this HTTP status. Called once for each attempt.
+        """The target's response has begun with this HTTP status. Called once for each attempt.
 
-        502: the connection was lost; 504: it said nothing for too long; 499: the client has left.
+        502: the connection was lost; 504: the worker timed out; 499: the client disconnected.
         """
 
     def on_worker_removed(self, worker_id: WorkerId) -> None:
         """The worker has left or is lost, and with it all it held."""
 
     async def refresh(self) -> None:
-        """Fetch what `choose` shall know. Runs beside it, every `refresh_s`, never twice at once."""
+        """Fetch what the next choices depend on. Runs every `refresh_s`, never twice at once."""
 
     def close(self) -> None:
-        """The router ends."""
+        """The router stops."""
 
-    # The modes of kvrouter/policies
 
-    def pick(self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState) -> int:
-        """The index of the candidate to use."""
+class Policy(PolicyHooks):
+    """Base class of a custom policy (docs/writing-a-policy.md). Only `choose` has to be defined."""
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
+        """Where to send the request. Also called when nothing is sent, as in a dry run."""
         raise NotImplementedError
-
-    def order(
-        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
-    ) -> Sequence[int]:
-        """The pick, then those to try if it fails; one that names no others is asked again."""
-        return (self.pick(request, candidates, state),)
-
-    def terms(
-        self, request: RouteRequest, candidates: Sequence[Candidate], state: PolicyState
-    ) -> list[dict[str, float]]:
-        """What each candidate was judged by, to explain a decision. Changes nothing."""
-        return [{} for _ in candidates]
-
-    def routed(self, request: RouteRequest, choice: Candidate, state: PolicyState) -> None:
-        """The request has been booked on this candidate."""
 
 
 def parse_wanted(text: str) -> Wanted:

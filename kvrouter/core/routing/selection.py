@@ -1,25 +1,29 @@
-"""One selection for every mode: candidates → filters → policy → pick.
+"""Selection, the same steps for every mode: candidates → filters → policy → pick.
 
     candidates ──filter──filter──> eligible ──policy.order──> [best, next, …]
          │            │
-         └────────────┴─ removed: who was taken out, and by which filter (only when somebody asks)
+         └────────────┴─ removed: with the name of the filter, only when a decision is explained
 
-`choose` is the hot path and keeps no record. `explain` runs the same steps and tells all; nothing
-but a turn, which the policy's state may count, separates what they answer.
+`choose` is the hot path and keeps no record. `explain` runs the same steps; as policies change nothing
+when asked, both come to the same answer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from msgspec import Struct
 
+from kvrouter.core.routing.admission import AdmissionQueue
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
+from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.cost import EQUAL_WITHIN
-from kvrouter.core.routing.filters import Busy, Filter, Session
-from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.filters import Filter
+from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.wire.ids import Target
+from kvrouter.errors import BadRequestError
 
 
 class Verdict(Struct, frozen=True):
@@ -40,7 +44,7 @@ class Decision(Struct, frozen=True):
     order: tuple[Target, ...]
     verdicts: tuple[Verdict, ...]
     ties: tuple[Target, ...] = ()
-    """The choice and those that were as good, in the terms that decide; chance chose."""
+    """The choice and the candidates that were equal in the terms that decide; chance chose among them."""
 
     @property
     def target(self) -> Target | None:
@@ -50,66 +54,110 @@ class Decision(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Selection:
-    """A policy with its state, behind its filters. Both may be replaced while it runs."""
+    """One mode's policy behind the filters. The filters may be replaced while it runs."""
 
-    policy: Policy
-    state: PolicyState
+    policy: BuiltInPolicy
     filters: tuple[Filter, ...] = ()
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether a choice depends on the tokens of the requests before."""
-        return self.policy.needs_tokens or any(isinstance(one, Busy) for one in self.filters)
+        """Whether a choice depends on the tokens of earlier requests."""
+        return self.policy.needs_tokens or any(one.needs_tokens for one in self.filters)
 
     @property
     def keeps_sessions(self) -> bool:
         """Whether a session's next request depends on where this one goes."""
-        return self.policy.needs_sessions or any(isinstance(one, Session) for one in self.filters)
+        return self.policy.needs_sessions or any(one.keeps_sessions for one in self.filters)
 
-    def eligible(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Those that no filter takes out; empty if none is left."""
+    def eligible(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
+        """The candidates that no filter removes; may be empty."""
         for filter_ in self.filters:
-            candidates = filter_.keep(request, candidates, self.state)
+            candidates = filter_.keep(request, candidates, moment)
         return candidates
 
-    def choose(self, request: RouteRequest, eligible: Sequence[Candidate]) -> list[Candidate]:
-        """The pick, then those to try if it fails. There must be at least one."""
-        return [eligible[i] for i in self.policy.order(request, eligible, self.state)]
+    def choose(self, request: RouteRequest, eligible: Candidates, moment: Moment) -> list[Candidate]:
+        """The pick, then the candidates to try if it fails. `eligible` must not be empty."""
+        return [eligible[i] for i in self.policy.order(request, eligible, moment)]
+
+    def must_wait(
+        self, request: RouteRequest, candidates: Candidates, moment: Moment, queue: AdmissionQueue
+    ) -> bool:
+        """Whether the request has to wait until a worker has capacity again.
+
+            every candidate it must go to is full                   → it waits
+            `--max-ongoing-requests` removed the last candidate     → it waits: a request will end
+            another filter did, or there was none                   → it does not: `route` reports why
+
+        Preferences do not count: a preferred worker that is full must not hold up a request that may
+        go elsewhere.
+        """
+        for filter_ in self.filters:
+            if candidates and not filter_.is_preference:
+                candidates = filter_.keep(request, candidates, moment)
+                if not candidates:
+                    return filter_.frees_up
+        return queue.is_saturated(candidates)
+
+    def lane(self, request: RouteRequest, moment: Moment) -> str:
+        """Names the set of targets that a request may go to: requests of one lane wait for each other."""
+        bound = next((to for one in self.filters if (to := one.bound_target(request, moment))), None)
+        return f"{request.lora_name or ''} {bound or ''}"
 
     def explain(
         self,
         request: RouteRequest,
-        candidates: Sequence[Candidate],
+        candidates: Candidates,
+        moment: Moment,
         refusals: dict[Target, str] | None = None,
     ) -> Decision:
-        """The whole decision, without its consequences: no turn is taken, nothing is booked.
+        """The whole decision, nothing booked. `refusals`: targets that the pool did not offer, and why."""
+        eligible = self.eligible(request, candidates, moment)
+        best = self.choose(request, eligible, moment) if eligible else []
+        return self.decision(
+            request, candidates, eligible, [one.target for one in best], moment, refusals or {}
+        )
 
-        `refusals`: targets that the pool did not offer, and why.
-        """
-        removed = (refusals or {}) | self.removed(request, candidates)
-        left = [candidate for candidate in candidates if candidate.target not in removed]
-        # turns count in a copy of the state; its tables are shared, and only read
-        places = self.policy.order(request, left, replace(self.state)) if left else ()
-        order = tuple(left[place].target for place in places)
-        terms = self.terms(request, left)
-        verdicts = [Verdict(one.target, one, told) for one, told in zip(left, terms, strict=True)]
-        known = {one.target: one for one in candidates}
-        verdicts += [Verdict(target, known.get(target), {}, why) for target, why in removed.items()]
+    def decision(  # noqa: PLR0917  # the parts of one record, passed on as they are
+        self,
+        request: RouteRequest,
+        candidates: Candidates,
+        eligible: Candidates,
+        order: Sequence[Target],
+        moment: Moment,
+        refusals: dict[Target, str],
+    ) -> Decision:
+        """A choice with each candidate's terms, and what removed the others."""
+        chosen = next((one for one in eligible if order and one.target == order[0]), None)
+        terms = self.policy.terms(request, eligible, moment, chosen) if eligible else []
+        verdicts = [Verdict(one.target, one, row) for one, row in zip(eligible, terms, strict=True)]
+        verdicts += self._removed(request, candidates, eligible, moment)
+        verdicts += [Verdict(target, None, {}, reason) for target, reason in refusals.items()]
         ties = self.ties(verdicts, order)
-        return Decision(request.request_id, self.state.now, order, tuple(verdicts), ties)
+        return Decision(request.request_id, moment.now, tuple(order), tuple(verdicts), ties)
 
-    def removed(self, request: RouteRequest, candidates: Sequence[Candidate]) -> dict[Target, str]:
-        """Whom the filters take out, and the name of the first that does."""
+    def _removed(
+        self, request: RouteRequest, candidates: Candidates, eligible: Candidates, moment: Moment
+    ) -> list[Verdict]:
+        """The candidates that are not eligible, each with the first filter that removes it."""
+        if len(eligible) == len(candidates):
+            return []
+        kept = set(eligible.targets())
+        by_target = self.removed(request, candidates, moment)
+        # filters may have been replaced since the choice, so that none of them removes this target now
+        return [
+            Verdict(one.target, one, {}, by_target.get(one.target, "a filter, then"))
+            for one in candidates
+            if one.target not in kept
+        ]
+
+    def removed(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> dict[Target, str]:
+        """The targets that filters remove, and the name of the first filter that does."""
         removed: dict[Target, str] = {}
         for filter_ in self.filters:
-            before, candidates = candidates, filter_.keep(request, candidates, self.state)
-            kept = {candidate.target for candidate in candidates}
-            removed |= {one.target: filter_.name for one in before if one.target not in kept}
+            before, candidates = candidates, filter_.keep(request, candidates, moment)
+            kept = set(candidates.targets())
+            removed |= {target: filter_.name for target in before.targets() if target not in kept}
         return removed
-
-    def terms(self, request: RouteRequest, eligible: Sequence[Candidate]) -> list[dict[str, float]]:
-        """What each was judged by. No turn is taken."""
-        return self.policy.terms(request, eligible, replace(self.state)) if eligible else []
 
     def ties(self, verdicts: Sequence[Verdict], order: Sequence[Target]) -> tuple[Target, ...]:
         """Those as good as the choice in the terms that decide; the choice alone if there are none."""
@@ -123,6 +171,37 @@ class Selection:
             return (chosen.target,)
         judged = [one for one in verdicts if not one.removed_by]
         return tuple(one.target for one in judged if _are_equal(one, chosen, decisive))
+
+
+class Modes:
+    """The selections of one router: of its own mode, and of other modes that requests name.
+
+    Each mode counts turns of its own; the filters are the same for all. Bounded: `new_policy` raises
+    for a name that is not a mode.
+    """
+
+    def __init__(
+        self,
+        default: Selection,
+        default_name: str = "",
+        new_policy: Callable[[str], BuiltInPolicy] | None = None,
+    ) -> None:
+        self.default = default
+        self.default_name = default_name
+        self._new_policy = new_policy
+        self._others: dict[str, Selection] = {}
+
+    def of(self, name: str) -> Selection:
+        """The selection of a mode; the router's own if `name` is empty. Raises BadRequestError."""
+        if not name or name == self.default_name:
+            return self.default
+        selection = self._others.get(name)
+        if selection is None:
+            if self._new_policy is None:
+                raise BadRequestError(f"mode {name!r}: this router has one mode only", param="mode")
+            selection = self._others[name] = Selection(self._new_policy(name))
+        selection.filters = self.default.filters  # which may have been replaced since
+        return selection
 
 
 def _are_equal(one: Verdict, other: Verdict, names: Sequence[str]) -> bool:

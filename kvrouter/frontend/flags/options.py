@@ -36,7 +36,7 @@ from kvrouter.frontend.flags.queue import add_queue_flags, admission_settings
 from kvrouter.frontend.flags.rules import RuleOptions, add_rule_flags, rule_options
 from kvrouter.frontend.flags.tls import TlsOptions, add_tls_flags, tls_options
 from kvrouter.frontend.flags.tokens import TokenOptions, add_token_flags, token_options
-from kvrouter.policies import OWN, PolicySettings
+from kvrouter.policies import CUSTOM, PolicySettings
 from kvrouter.relay.exchange import Limits
 
 
@@ -51,9 +51,6 @@ class FrontendOptions:
     nats: NatsOptions
     namespace: str
     router_mode: str
-    overlap_weight: float | None
-    """None: the default of the mode."""
-    temperature: float
     policy: PolicySettings
     policy_notes: tuple[str, ...]
     """Notes about parts of --router-config that have no effect."""
@@ -98,9 +95,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
         tls=tls_options(flags),
         nats=nats_options(flags),
         namespace=flags.namespace,
-        router_mode=flags.router_mode if policy.own is None else OWN,
-        overlap_weight=flags.kv_overlap_score_weight,
-        temperature=flags.router_temperature,
+        router_mode=flags.router_mode if policy.custom is None else CUSTOM,
         policy=policy,
         policy_notes=policy_notes,
         texts=text_settings(flags),

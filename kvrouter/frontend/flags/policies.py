@@ -11,7 +11,7 @@ from kvrouter.errors import ConfigError
 from kvrouter.frontend.flags.rules import header_name
 from kvrouter.policies import POLICIES, PolicySettings
 from kvrouter.policies.endpoint_picker import EndpointPicker, load_endpoint_picker
-from kvrouter.policies.importing import OwnPolicies, load_own_policy
+from kvrouter.policies.importing import GuardedPolicies, load_custom_policy
 from kvrouter.policies.two_stage import TwoStage
 
 SERVED_MODES = sorted(POLICIES)
@@ -149,7 +149,9 @@ def policy_settings(flags: argparse.Namespace) -> tuple[PolicySettings, tuple[st
         stage_one_blocks=flags.stage_one_blocks,
         group_label=flags.group_label,
         scored=picker.policy if picker is not None else None,
-        own=_own_policies(flags),
+        custom=_custom_policies(flags),
+        overlap_weight=flags.kv_overlap_score_weight,
+        temperature=flags.router_temperature,
     )
     return settings, _config_notes(picker, flags)
 
@@ -172,9 +174,9 @@ def bucket_header(settings: PolicySettings) -> str:
     return TwoStage(settings.stage_one).header.lower()
 
 
-def _own_policies(flags: argparse.Namespace) -> OwnPolicies | None:
+def _custom_policies(flags: argparse.Namespace) -> GuardedPolicies | None:
     if flags.router_policy is not None:
-        return load_own_policy(flags.router_policy, flags.router_policy_arg)
+        return load_custom_policy(flags.router_policy, flags.router_policy_arg)
     if flags.router_policy_arg:
         raise ConfigError("--router-policy-arg needs --router-policy")
     return None

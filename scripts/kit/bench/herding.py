@@ -17,15 +17,15 @@ from statistics import mean, median
 from rich.table import Table
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import PolicyState, RouteRequest
-from kvrouter.core.routing.unseen import UnseenBookings
+from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.core.routing.unseen_bookings import UnseenBookings
 from kvrouter.core.tables.bookings import Booking
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, SequenceHash, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION, decode_frame
-from kvrouter.policies import POLICIES
+from kvrouter.policies.kv import Kv
 from scripts.kit.script import new_console
 
 POOL = PoolId("p")
@@ -70,10 +70,8 @@ def new_router(number: int, busy: int, rng: random.Random, *, learns: bool = Tru
         hashes = [SequenceHash(rng.getrandbits(64)) for _ in range(BLOCKS)]
         key = BookingKey(RouterId("long ago"), place)
         pool.active.book(Booking(key, "long", Target(worker_id), hashes, 16 * BLOCKS, 0, 0))
-    state = PolicyState(rng.random, turn=rng.randrange(1_000_000))
-    router = Router(
-        pool, POLICIES["kv"](), state, router_id=RouterId(f"r{number}"), incarnation=1, synced=True
-    )
+    rules = RouterRules(Kv(turn=rng.randrange(1_000_000)), rng.random)
+    router = Router(pool, rules, router_id=RouterId(f"r{number}"), incarnation=1, synced=True)
     if not learns:
         router.unseen = SeesNothing()
     return router

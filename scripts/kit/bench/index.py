@@ -20,10 +20,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.native import versions
 from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import PolicyState, RouteRequest
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.ids import RouterId
 from kvrouter.policies import PolicySettings, new_policy
@@ -102,9 +102,8 @@ def _router(targets: int, *, uneven: bool) -> Callable[[], None]:
     if not uneven:
         for name in rng.sample(list(pool.targets), min(4, targets)):
             pool.index.store(name, chain[: rng.randrange(1, BLOCKS)])
-    state = PolicyState(rng.random)
-    policy = new_policy("kv", PolicySettings())
-    router = Router(pool, policy, state, router_id=RouterId("bench"), incarnation=1, synced=False)
+    rules = RouterRules(new_policy("kv", PolicySettings()), rng.random)
+    router = Router(pool, rules, router_id=RouterId("bench"), incarnation=1, synced=False)
     request = RouteRequest("bench", (Prompt(chain, BLOCKS * BLOCK_SIZE + 8),))
 
     def route_and_free() -> None:

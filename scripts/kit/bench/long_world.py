@@ -22,10 +22,11 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.router import Router, RouterRules
+from kvrouter.core.routing.builtin_policy import RoutingTables
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.decisions import DecisionRing
 from kvrouter.core.routing.filters import FilterSettings, new_filters
-from kvrouter.core.routing.policy import PolicyState, RouteRequest, Wanted
+from kvrouter.core.routing.policy import RouteRequest, Wanted
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.tables.text_index import TRIM_CHARS, TextIndex, TextIndexSettings
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
@@ -184,7 +185,7 @@ class World:
             most = room if self._index == "assumed by capacity" else pool.index.holders()
             return Memory("blocks and heap", sum(pool.approx.listed()), 2 * most)
         if self._index in TEXTS:
-            chars = sum(self._routers[0].selection.state.texts.chars(target) for target in pool.targets)
+            chars = sum(self._routers[0].tables.texts.chars(target) for target in pool.targets)
             most = TRIM_CHARS if self._index == "texts" else load.eviction_chars
             new = (
                 load.rate * max(1.0, load.eviction_s) * (load.own_blocks + load.shared_blocks) * CHARS_A_BLOCK
@@ -239,7 +240,7 @@ class World:
         for key in router.due(now):
             router.mark_prefill_completed(key, now)
         router.pool.approx.expire(now)
-        for _ in router.selection.state.texts.eviction(now):
+        for _ in router.tables.texts.eviction(now):
             pass
         for data in router.check_frames(now):
             self._hear(place, data, now)
@@ -302,16 +303,14 @@ class World:
                 labels={"group": name[-1:]},
             )
             pool.update(WorkerId(name), WorkerBeat(VERSION, 1, "up", str(POOL), [RankBeat(0, 1, 0)], 1, card))
-        state = PolicyState(
-            self._rng.random, texts=TextIndex(self._text_settings()), sessions=SessionTable(load.ttl_s)
+        rules = RouterRules(
+            new_policy(mode, PolicySettings()),
+            self._rng.random,
+            RoutingTables(texts=TextIndex(self._text_settings()), sessions=SessionTable(load.ttl_s)),
+            new_filters(FilterSettings(session_affinity="soft")),
+            decisions=DecisionRing(1000),
         )
-        return Router(
-            pool, new_policy(mode, PolicySettings()), state,
-            router_id=RouterId(f"r{number}"), incarnation=1, synced=True,
-            rules=RouterRules(
-                new_filters(FilterSettings(session_affinity="soft")), decisions=DecisionRing(1000)
-            ),
-        )  # fmt: skip
+        return Router(pool, rules, router_id=RouterId(f"r{number}"), incarnation=1, synced=True)
 
     def _text_settings(self) -> TextIndexSettings:
         most = self.load.eviction_chars

@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
+from kvrouter.core.routing.builtin_policy import Moment, RoutingTables
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.filters import FilterSettings, new_filters
-from kvrouter.core.routing.policy import PolicyState, RouteRequest, Wanted
+from kvrouter.core.routing.policy import RouteRequest, Wanted
 from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.bookings import Booking
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
@@ -94,10 +95,10 @@ def measure(count: int, options: Options) -> list[Figure]:
     asked = new_request(pool, chain)
     figures = [figure("candidates", count, lambda: pool.candidates(asked), options)]
     for mode in options.modes:
-        selection = new_selection(mode, pool, asked, rng)
-        figures.append(
-            figure(mode, count, partial(decide, selection, pool, shown(asked, selection)), options)
-        )
+        selection = Selection(new_policy(mode, PolicySettings()), new_filters(FilterSettings()))
+        tables = new_tables(pool, asked, rng)
+        act = partial(decide, selection, pool, shown(asked, selection), tables, rng)
+        figures.append(figure(mode, count, act, options))
     return figures
 
 
@@ -108,10 +109,15 @@ def shown(asked: RouteRequest, selection: Selection) -> RouteRequest:
     return msgspec.structs.replace(asked, prompts=prompts, text=text)
 
 
-def decide(selection: Selection, pool: Pool, asked: RouteRequest) -> Target:
+def decide(
+    selection: Selection, pool: Pool, asked: RouteRequest, tables: RoutingTables, rng: random.Random
+) -> Target:
     """One decision, as the router makes it."""
-    eligible = selection.eligible(asked, pool.candidates(asked))
-    return selection.choose(asked, eligible)[0].target
+    moment = Moment(0.0, rng.random, tables)
+    eligible = selection.eligible(asked, pool.candidates(asked), moment)
+    choice = selection.choose(asked, eligible, moment)[0]
+    selection.policy.routed(asked, choice, moment)
+    return choice.target
 
 
 def new_pool(count: int, chain: Sequence[int], rng: random.Random) -> Pool:
@@ -148,13 +154,13 @@ def new_request(pool: Pool, chain: list[int]) -> RouteRequest:
     )
 
 
-def new_selection(mode: str, pool: Pool, asked: RouteRequest, rng: random.Random) -> Selection:
-    """The mode as an operator gets it, with a text index in which every target has texts."""
-    state = PolicyState(rng.random)
+def new_tables(pool: Pool, asked: RouteRequest, rng: random.Random) -> RoutingTables:
+    """Tables in which every target has texts and a prefill rate."""
+    tables = RoutingTables()
     for number, target in enumerate(pool.targets):
-        state.texts.insert(target, asked.text[: rng.randrange(CHARACTERS)] + _text(number + 1)[:500], 0.0)
-        state.rates.observe(target, 9000, 0.5)
-    return Selection(new_policy(mode, PolicySettings()), state, new_filters(FilterSettings()))
+        tables.texts.insert(target, asked.text[: rng.randrange(CHARACTERS)] + _text(number + 1)[:500], 0.0)
+        tables.rates.observe(target, 9000, 0.5)
+    return tables
 
 
 def figure(mode: str, targets: int, act: Callable[[], object], options: Options) -> Figure:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
-from kvrouter.core.fleet.router import Router
+from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.filters import Busy
-from kvrouter.core.routing.policy import PolicyState, RouteRequest
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.hashes import prompt_hashes
 from kvrouter.core.wire.heartbeats import State, encode
 from kvrouter.core.wire.ids import RouterId, Target, WorkerId
@@ -36,6 +36,7 @@ from tests.core.worlds import (
     request,
     worker_beat,
 )
+from tests.policies.tables import moment
 
 pytestmark = pytest.mark.usefixtures("core")
 CHAIN = chain_from(1000, 10)
@@ -224,8 +225,8 @@ def turned(pool: Pool) -> Pool:
 
 def of(pool: Pool, *, synced: bool = False) -> Router:
     """A router of the pool, in mode kv."""
-    state = PolicyState(random.Random(1).random)
-    return Router(pool, Kv(), state, router_id=RouterId("me"), incarnation=1000, synced=synced)
+    rules = RouterRules(Kv(), random.Random(1).random)
+    return Router(pool, rules, router_id=RouterId("me"), incarnation=1000, synced=synced)
 
 
 def test_request_hashed_before_the_change() -> None:
@@ -306,11 +307,14 @@ def test_busy_compares_tokens() -> None:
         pool.update(worker_id, worker_beat(shown))
         book(pool, Target(worker_id), CHAIN)
 
-    busy = Busy(active_decode_blocks=0.6)
+    def free() -> list[WorkerId]:
+        candidates = pool.candidates(request())
+        kept = Busy(active_decode_blocks=0.6).keep(request(), candidates, moment())
+        return [target.worker_id for target in kept.targets()]
 
-    assert [False, True, False] == [busy.is_busy(one) for one in pool.candidates(request())]
+    assert [W1, W3] == free()
     book(pool, Target(W3), chain_from(5000, 3))
-    assert busy.is_busy(pool.candidates(request())[2])
+    assert [W1] == free()
 
 
 # A rolling change of all engines, seen by several replicas

@@ -14,7 +14,7 @@ from kvrouter.core.wire.heartbeats import RankBeat, WorkerBeat, encode
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION, Frame, Stored
 from kvrouter.core.wire.senders import KvSource
-from kvrouter.policies.plain import Random
+from kvrouter.policies.baseline import Random
 from tests.core.replicas import ME, PEER, ROUNDS, new_replica, receive_worker, rounds
 from tests.core.worlds import POOL, T1, W1, W2, card, chain_from, prompt, request, worker_beat
 
@@ -247,13 +247,13 @@ def test_prefill_rates_of_lost_workers_go(replica: Replica) -> None:
     """Names of workers that come and go do not pile up."""
     receive_worker(replica, card("w1"))
     receive_worker(replica, card("w2"))
-    replica.router(POOL).rates.observe(T1, 100, 1.0)
+    replica.router(POOL).tables.rates.observe(T1, 100, 1.0)
 
     for _ in range(ROUNDS + 1):
         rounds(replica, 1)
         receive_worker(replica, "w2")
 
-    assert {} == replica.router(POOL).rates._samples
+    assert {} == replica.router(POOL).tables.rates._samples
 
 
 def test_recovery_of_a_source_that_left_is_cancelled(replica: Replica) -> None:

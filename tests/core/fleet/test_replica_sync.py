@@ -292,7 +292,7 @@ def test_sessions_outlive_the_replica_that_bound_them() -> None:
 
     recover(joiner, second)
 
-    assert placed.target == joiner.router(POOL).selection.state.sessions.target_of("chat", 1.0)
+    assert placed.target == joiner.router(POOL).tables.sessions.target_of("chat", 1.0)
 
 
 def test_sessions_that_nobody_looks_at_are_not_told() -> None:
@@ -300,7 +300,7 @@ def test_sessions_that_nobody_looks_at_are_not_told() -> None:
     first, _ = pair()
     placed = first.router(POOL).route(RouteRequest("req", session="chat"), 0.0)
 
-    assert 0 == len(first.router(POOL).selection.state.sessions)
+    assert 0 == len(first.router(POOL).tables.sessions)
     assert b"chat" not in b"".join(first.router(POOL).frames())
     first.router(POOL).free(placed.key)
 
@@ -326,7 +326,7 @@ def serve_text(replica: Replica, text: str) -> Target:
 
 def chars(replica: Replica, target: Target) -> int:
     """Characters that a target is taken to hold."""
-    return replica.router(POOL).selection.state.texts.chars(target)
+    return replica.router(POOL).tables.texts.chars(target)
 
 
 def test_texts_are_shared() -> None:

@@ -9,8 +9,8 @@ import pytest
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.trust import FeedState
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.fleet.router import Router
-from kvrouter.core.routing.policy import PolicyState, RouteRequest
+from kvrouter.core.fleet.router import Router, RouterRules
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.ids import RouterId, Target
 from kvrouter.core.wire.ops import (
     MAX_BOOKING_HASHES,
@@ -28,8 +28,8 @@ from kvrouter.core.wire.ops import (
     decode_frame,
 )
 from kvrouter.errors import NoWorkersError
+from kvrouter.policies.baseline import RoundRobin
 from kvrouter.policies.kv import Kv
-from kvrouter.policies.plain import RoundRobin
 from tests.core.worlds import POOL, T1, T2, W1, card, chain_from, new_pool, prompt, request, worker_beat
 
 pytestmark = pytest.mark.usefixtures("core")
@@ -40,8 +40,8 @@ ME = RouterId("me")
 
 def new_router(pool: Pool, *, synced: bool = True, router_id: RouterId = ME) -> Router:
     """A router in mode kv with a seeded chance."""
-    state = PolicyState(random.Random(1).random)
-    return Router(pool, Kv(), state, router_id=router_id, incarnation=1000, synced=synced)
+    rules = RouterRules(Kv(), random.Random(1).random)
+    return Router(pool, rules, router_id=router_id, incarnation=1000, synced=synced)
 
 
 @pytest.fixture
@@ -60,6 +60,7 @@ class Listening(RoundRobin):
     """Remembers what it is told of answers."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.told: list[tuple[Target, int]] = []
 
     def on_request_routed(self, _request: RouteRequest, target: Target, status: int) -> None:
@@ -76,11 +77,11 @@ def test_route_books_what_it_chose(router: Router, pool: Pool) -> None:
     """The choice is in the table at once, with the request's blocks and tokens; the peers are told."""
     pool.index.store(T2, CHAIN[:4])
 
-    placed = router.route(request(prompt(CHAIN, 165)), 0.0)
+    placed, candidates = router.route_among(request(prompt(CHAIN, 165)), 0.0)
 
     assert (T2, "http://w2:9000", "X-data-parallel-rank") == (placed.target, placed.url, placed.rank_header)
     assert (10, 101, 1) == (pool.active.blocks(T2), pool.active.charged_tokens(T2), pool.active.requests(T2))
-    assert [T1, T2] == [candidate.target for candidate in router.considered]
+    assert [T1, T2] == candidates.targets()
     [[add]] = told(router)
     assert isinstance(add, AddRequest)
     assert (1, "req", "w2", 165, 4, 101) == (
@@ -149,14 +150,13 @@ def test_first_byte_completes_prefill_and_is_a_sample(router: Router, pool: Pool
 
     assert [[MarkPrefillCompleted(placed.key.number)]] == told(router)
     assert 0 == pool.active.charged_tokens(placed.target)
-    assert 1.0 == router.rates.seconds(placed.target, 80)
+    assert 1.0 == router.tables.rates.seconds(placed.target, 80)
 
 
 def test_the_policy_that_chose_is_told_how_each_attempt_was_answered(pool: Pool) -> None:
     """Once: by the first status there is, or by 499 if the request is freed before."""
     policy = Listening()
-    state = PolicyState(lambda: 0.5)
-    router = Router(pool, policy, state, router_id=ME, incarnation=1, synced=False)
+    router = Router(pool, RouterRules(policy, lambda: 0.5), router_id=ME, incarnation=1, synced=False)
     streamed, refused, left = [router.route(request(), 0.0) for _ in range(3)]
 
     router.first_byte(streamed.key, 1.0)

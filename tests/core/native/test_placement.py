@@ -18,7 +18,7 @@ from kvrouter.core.native import versions
 from kvrouter.core.tables.table import CountedSet, FlatTable
 from kvrouter.frontend import run as serve
 from kvrouter.frontend.flags.options import parse_options
-from kvrouter.policies.plain import Random
+from kvrouter.policies.baseline import Random
 from tests.core.aimed import AT_ONE_END, SECRET, aimed, counted_together, native_table
 
 pytestmark = pytest.mark.skipif(bool(versions.why_not_built), reason=f"not built: {versions.why_not_built}")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.routing.candidates import Candidates, requests_of, targets_of
+from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.cost import cost, find_overlap, uncached_tokens
 from kvrouter.core.wire.heartbeats import RankBeat
 from tests.core.worlds import T1, T2, T3, W1, book, card, chain_from, new_pool, prompt, request, worker_beat
@@ -88,7 +88,7 @@ def test_candidates_are_of_their_moment() -> None:
 
 
 def test_costs_of_some_only() -> None:
-    """Costs, requests and targets are of those that are left, in their order; also of a plain list."""
+    """Every column leaves out the candidates that were filtered out, and keeps the order."""
     pool = filled_pool((3, 0, 5), (0, 4, 0), 0)
 
     asked = request(prompt(CHAIN))
@@ -97,9 +97,15 @@ def test_costs_of_some_only() -> None:
     assert every.costs(1.0)[1:] == fewer.costs(1.0)
     assert every.requests()[1:] == fewer.requests()
     assert list(every)[1:] == fewer
-    for some in (every, fewer, list(fewer)):
-        assert [one.target for one in some] == list(targets_of(some))
-        assert [one.requests for one in some] == requests_of(some)
+    for some in (every, fewer, every.at([2, 0]), every.kept([True, False, True])):
+        assert [one.target for one in some] == list(some.targets())
+        assert [one.card for one in some] == list(some.cards())
+        assert [one.requests for one in some] == list(some.requests())
+        assert [one.charged_tokens for one in some] == list(some.charged_tokens())
+        assert [one.active_blocks * 16 for one in some] == list(some.active_tokens())
+        assert [one.overlap_blocks for one in some] == list(some.overlap_blocks())
+        assert [one.overlap_tokens for one in some] == list(some.overlap_tokens())
+        assert [one.waiting for one in some] == [beat.waiting for beat in some.beats()]
 
 
 def test_loads_stay_lined_up() -> None:

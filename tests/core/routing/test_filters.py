@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from kvrouter.core.routing.breaker import BreakerSettings, CircuitBreakers
+from kvrouter.core.routing.builtin_policy import Moment
 from kvrouter.core.routing.filters import (
     Breaker,
     Busy,
@@ -17,22 +18,22 @@ from kvrouter.core.routing.filters import (
     Session,
     new_filters,
 )
-from kvrouter.core.routing.policy import Candidate, PolicyState, RouteRequest, Wanted
+from kvrouter.core.routing.policy import Candidate, RouteRequest, Wanted
 from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.wire.ids import WorkerId
-from kvrouter.policies.load import LeastLoaded
-from tests.policies.tables import REQUEST, candidate, state, target
+from kvrouter.policies.baseline import LeastLoaded
+from tests.policies.tables import REQUEST, candidate, columns, moment, target
 
 
 def kept(
     what: Filter,
     *candidates: Candidate,
     request: RouteRequest = REQUEST,
-    using: PolicyState | None = None,
+    using: Moment | None = None,
 ) -> list[str]:
     """The workers that stay."""
-    return [str(one.target.worker_id) for one in what.keep(request, candidates, using or state())]
+    return [str(one.target.worker_id) for one in what.keep(request, columns(candidates), using or moment())]
 
 
 def test_busy_prefill_threshold_is_strict() -> None:
@@ -94,23 +95,23 @@ def test_locality() -> None:
 
 
 @pytest.fixture
-def bound() -> PolicyState:
+def bound() -> Moment:
     """Session "chat" is bound to w2."""
     sessions = SessionTable()
     sessions.bind("chat", target("w2"), 0.0)
-    return state(sessions=sessions)
+    return moment(sessions=sessions)
 
 
 CHAT = RouteRequest("req", REQUEST.prompts, session="chat")
 
 
-def selected(settings: FilterSettings, using: PolicyState, *candidates: Candidate) -> list[str]:
+def selected(settings: FilterSettings, using: Moment, *candidates: Candidate) -> list[str]:
     """Who may be chosen for a request of the session."""
-    selection = Selection(LeastLoaded(), using, new_filters(settings))
-    return [str(one.target.worker_id) for one in selection.eligible(CHAT, candidates)]
+    selection = Selection(LeastLoaded(), new_filters(settings))
+    return [str(one.target.worker_id) for one in selection.eligible(CHAT, columns(candidates), using)]
 
 
-def test_session_stays(bound: PolicyState) -> None:
+def test_session_stays(bound: Moment) -> None:
     """Hard and soft alike, where the target takes requests; other sessions and none are free."""
     both = [candidate("w1"), candidate("w2")]
 
@@ -120,7 +121,7 @@ def test_session_stays(bound: PolicyState) -> None:
     assert ["w1", "w2"] == kept(Session(), *both, using=bound, request=RouteRequest("r", session="new"))
 
 
-def test_full_target_of_a_session(bound: PolicyState) -> None:
+def test_full_target_of_a_session(bound: Moment) -> None:
     """Soft: the session moves on. Hard: it has nobody, and waits or fails."""
     candidates = [candidate("w1"), candidate("w2", requests=4)]
 
@@ -130,7 +131,7 @@ def test_full_target_of_a_session(bound: PolicyState) -> None:
     assert [] == selected(FilterSettings(max_ongoing_requests=4, session_affinity="hard"), bound, *candidates)
 
 
-def test_session_whose_target_is_gone(bound: PolicyState) -> None:
+def test_session_whose_target_is_gone(bound: Moment) -> None:
     """It is free to be bound anew, hard or soft."""
     for affinity in ("soft", "hard"):
         settings = FilterSettings(session_affinity=affinity)
@@ -143,13 +144,13 @@ def test_preferences_never_beat_what_must_hold() -> None:
     far = candidate("w2", labels={"node": "n2"})
     settings = FilterSettings(max_ongoing_requests=4, node="n1")
 
-    assert ["w2"] == selected(settings, state(), near, far)
+    assert ["w2"] == selected(settings, moment(), near, far)
 
 
 @pytest.mark.parametrize(
     "preference", [Session(), Session(is_hard=True), Multiplex(), Locality("n1", "z1")], ids=str
 )
-def test_preferences_leave_a_named_target_alone(bound: PolicyState, preference: Filter) -> None:
+def test_preferences_leave_a_named_target_alone(bound: Moment, preference: Filter) -> None:
     """Mode direct goes where the client says, bound, loaded and near or not."""
     near = candidate("w2", labels={"node": "n1", "zone": "z1"}, lora_names=("a",))
     named = RouteRequest("req", lora_name="a", session="chat", wanted=Wanted(WorkerId("w1")))
@@ -167,8 +168,8 @@ def test_circuit_breaker() -> None:
 
     circuits.failed(target("w1"), 0.0)
 
-    assert ["w2"] == kept(Breaker(circuits), *both, using=state(now=59.9))
-    assert ["w1", "w2"] == kept(Breaker(circuits), *both, using=state(now=60.0))
+    assert ["w2"] == kept(Breaker(circuits), *both, using=moment(now=59.9))
+    assert ["w1", "w2"] == kept(Breaker(circuits), *both, using=moment(now=60.0))
 
 
 def test_no_settings_no_filters() -> None:

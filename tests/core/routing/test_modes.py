@@ -11,10 +11,11 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.decisions import DecisionRing
 from kvrouter.core.routing.filters import FilterSettings, new_filters
-from kvrouter.core.routing.policy import PolicyState, RouteRequest
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.ids import RouterId
 from kvrouter.errors import BadRequestError
 from kvrouter.policies import PolicySettings, new_policy
+from kvrouter.policies.baseline import RoundRobin
 from kvrouter.policies.kv import Kv
 from tests.core.worlds import T1, T2, T3, W1, card, chain_from, new_pool, prompt, request, worker_beat
 
@@ -36,10 +37,13 @@ def router(pool: Pool) -> Router:
 def new_router(pool: Pool, decisions: DecisionRing) -> Router:
     """Mode kv, every other on request."""
     rules = RouterRules(
-        decisions=decisions, mode="kv", new_policy=partial(new_policy, settings=PolicySettings())
+        Kv(),
+        random.Random(1).random,
+        decisions=decisions,
+        mode="kv",
+        new_policy=partial(new_policy, settings=PolicySettings()),
     )
-    state = PolicyState(random.Random(1).random)
-    return Router(pool, Kv(), state, router_id=RouterId("me"), incarnation=1, synced=True, rules=rules)
+    return Router(pool, rules, router_id=RouterId("me"), incarnation=1, synced=True)
 
 
 def asked(request_id: str = "req", **facts: object) -> RouteRequest:
@@ -48,16 +52,15 @@ def asked(request_id: str = "req", **facts: object) -> RouteRequest:
 
 
 def test_each_mode_takes_its_own_turns(router: Router) -> None:
-    """Turns of one are not those of another, nor of the router's own; its tables are the same."""
+    """A request in one mode advances the turn of that mode only."""
     targets = [router.route(asked(mode="round-robin"), 0.0).target for _ in range(6)]
-    one, own = router.modes.of("round-robin"), router.modes.of("")
+    one, own = router.modes.of("round-robin").policy, router.selection.policy
 
     assert [T1, T2, T3] * 2 == targets
-    assert own is router.selection is router.modes.of("kv")
-    assert one is router.modes.of("round-robin")
-    assert (6, 0) == (one.state.turn, own.state.turn)
-    assert one.state.sessions is own.state.sessions
-    assert one.state.rates is own.state.rates
+    assert router.selection is router.modes.of("") is router.modes.of("kv")
+    assert isinstance(one, RoundRobin)
+    assert isinstance(own, Kv)
+    assert (6, 0) == (one.turn, own.turn)
 
 
 def test_filters_are_those_of_the_router(router: Router) -> None:
@@ -74,7 +77,7 @@ def test_filters_are_those_of_the_router(router: Router) -> None:
 def test_a_router_of_one_mode(pool: Pool) -> None:
     """Without a maker another mode is refused."""
     router = Router(
-        pool, Kv(), PolicyState(lambda: 0.0), router_id=RouterId("me"), incarnation=1, synced=False
+        pool, RouterRules(Kv(), lambda: 0.0), router_id=RouterId("me"), incarnation=1, synced=False
     )
 
     with pytest.raises(BadRequestError, match="p2c"):
@@ -87,7 +90,7 @@ def test_texts_are_remembered_by_the_mode_that_asked(router: Router) -> None:
         placed = router.route(RouteRequest("req", text=text, mode=mode), 0.0)
         router.mark_prefill_completed(placed.key, 0.0)
 
-    assert 5 == sum(router.selection.state.texts.chars(target) for target in (T1, T2, T3))
+    assert 5 == sum(router.tables.texts.chars(target) for target in (T1, T2, T3))
 
 
 def test_a_kept_decision_is_what_a_dry_run_told(router: Router) -> None:
@@ -98,7 +101,6 @@ def test_a_kept_decision_is_what_a_dry_run_told(router: Router) -> None:
     router.route(asked(), 5.0)
     router.pool.update(W1, worker_beat())
     router.pool.index.clear(T2)
-    router.selection.state.overlap_weight = 9.0
 
     (kept,) = router.decisions.of("req") if router.decisions else []
 

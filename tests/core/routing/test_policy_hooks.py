@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrouter.core.fleet.router import GIVEN_UP, Router
-from kvrouter.core.routing.policy import Candidate, Policy, PolicyState, RouteRequest
+from kvrouter.core.fleet.router import GIVEN_UP, Router, RouterRules
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
+from kvrouter.core.routing.candidates import Candidates
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import RouterId, Target, WorkerId
 from tests.core.worlds import T1, T2, W1, W2, card, fixed, new_pool, request, worker_beat
 
 
-class Listens(Policy):
+class Listens(BuiltInPolicy):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -21,7 +23,7 @@ class Listens(Policy):
         self.statuses: list[tuple[str, int]] = []
         self.removed: list[str] = []
 
-    def pick(self, _request: RouteRequest, _candidates: Sequence[Candidate], _state: PolicyState) -> int:
+    def pick(self, _request: RouteRequest, _candidates: Candidates, _moment: Moment) -> int:
         return 0
 
     def on_workers(self, workers: Sequence[Card]) -> None:
@@ -45,8 +47,9 @@ def policy() -> Listens:
 def router(policy: Listens) -> Router:
     """Two workers are there."""
     pool = new_pool(card("w1", ranks=2), card("w2"))
-    state = PolicyState(fixed(0.0))
-    return Router(pool, policy, state, router_id=RouterId("me"), incarnation=1, synced=False)
+    return Router(
+        pool, RouterRules(policy, fixed(0.0)), router_id=RouterId("me"), incarnation=1, synced=False
+    )
 
 
 def test_told_of_workers_when_they_change(router: Router, policy: Listens) -> None:

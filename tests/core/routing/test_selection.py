@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.router import Router, RouterRules
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.filters import FilterSettings, MaxOngoing, new_filters
-from kvrouter.core.routing.policy import Policy, PolicyState, RouteRequest
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.routing.selection import Selection
 from kvrouter.core.wire.ids import RouterId
 from kvrouter.errors import NoWorkersError
+from kvrouter.policies.baseline import RoundRobin
 from kvrouter.policies.kv import Kv
-from kvrouter.policies.plain import RoundRobin
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from kvrouter.policies.scored import Scored
 from tests.core.worlds import T1, T2, T3, W1, W2, W3, card, chain_from, new_pool, prompt, request, worker_beat
-from tests.policies.tables import REQUEST, candidate, state, target
+from tests.policies.tables import REQUEST, candidate, columns, moment, target
 
 CHAIN = chain_from(1000, 10)
 
 
 def test_filters_then_policy() -> None:
     """The best of those that are left; with nobody left there is no choice."""
-    selection = Selection(Kv(), state(), (MaxOngoing(2),))
+    selection = Selection(Kv(), (MaxOngoing(2),))
     full, cached = candidate("w1", overlap=9, requests=2), candidate("w2", overlap=5)
 
-    left = selection.eligible(REQUEST, [full, cached, candidate("w3")])
+    left = selection.eligible(REQUEST, columns([full, cached, candidate("w3")]), moment())
 
-    assert [cached] == selection.choose(REQUEST, left)
-    assert [] == selection.eligible(REQUEST, [full])
+    assert [cached] == selection.choose(REQUEST, left, moment())
+    assert [] == selection.eligible(REQUEST, columns([full]), moment())
 
 
 def test_explained_decision() -> None:
     """Everyone is in it: terms of those that were judged, and what took out the others."""
-    selection = Selection(Kv(), state(now=7.0), (MaxOngoing(2),))
+    selection = Selection(Kv(), (MaxOngoing(2),))
     candidates = [candidate("w1", overlap=9, requests=2), candidate("w2", overlap=5), candidate("w3")]
 
-    decision = selection.explain(REQUEST, candidates, {target("w4"): "draining"})
+    decision = selection.explain(REQUEST, columns(candidates), moment(now=7.0), {target("w4"): "draining"})
 
     assert (target("w2"), "req", 7.0) == (decision.target, decision.request_id, decision.now)
     told = {str(one.target.worker_id): (one.removed_by, one.terms.get("cost")) for one in decision.verdicts}
@@ -50,17 +50,21 @@ def test_explained_decision() -> None:
 
 
 def test_explaining_takes_no_turn() -> None:
-    """However often it is asked."""
-    selection = Selection(RoundRobin(), state())
-    candidates = [candidate("w1"), candidate("w2")]
+    """A dry run may be repeated: the next request still gets the turn."""
+    policy = RoundRobin()
+    candidates = columns([candidate("w1"), candidate("w2")])
 
-    assert {target("w1")} == {selection.explain(REQUEST, candidates).target for _ in range(3)}
-    assert 0 == selection.state.turn
+    explained = [Selection(policy).explain(REQUEST, candidates, moment()) for _ in range(3)]
+
+    assert {target("w1")} == {decision.target for decision in explained}
+    assert 0 == policy.turn
 
 
 def test_nobody_is_left_to_explain() -> None:
     """No choice, and every reason."""
-    decision = Selection(Kv(), state(), (MaxOngoing(0),)).explain(REQUEST, [candidate("w1")])
+    selection = Selection(Kv(), (MaxOngoing(0),))
+
+    decision = selection.explain(REQUEST, columns([candidate("w1")]), moment())
 
     assert None is decision.target
     assert ["max-ongoing-requests"] == [one.removed_by for one in decision.verdicts]
@@ -72,12 +76,19 @@ def pool() -> Pool:
     return new_pool(card("w1"), card("w2"), card("w3"))
 
 
-def new_router(pool: Pool, policy: Policy | None = None, settings: FilterSettings | None = None) -> Router:
+def new_router(
+    pool: Pool, policy: BuiltInPolicy | None = None, settings: FilterSettings | None = None
+) -> Router:
     """A router with this policy behind these filters."""
     return Router(
-        pool, policy or Kv(), PolicyState(random.Random(1).random), router_id=RouterId("me"), incarnation=1,
-        synced=False, rules=RouterRules(new_filters(settings or FilterSettings())),
-    )  # fmt: skip
+        pool,
+        RouterRules(
+            policy or Kv(), random.Random(1).random, filters=new_filters(settings or FilterSettings())
+        ),
+        router_id=RouterId("me"),
+        incarnation=1,
+        synced=False,
+    )
 
 
 def test_all_filtered_is_a_503(pool: Pool) -> None:
@@ -150,13 +161,13 @@ def test_session_is_bound_where_it_was_sent(pool: Pool) -> None:
     assert {first} == {router.route(chat, float(now)).target for now in range(1, 5)}
 
     router.forget([first])
-    assert None is router.selection.state.sessions.target_of("chat", 5.0)
+    assert None is router.tables.sessions.target_of("chat", 5.0)
 
 
 def test_text_is_remembered_when_prefill_is_done(pool: Pool) -> None:
     """Not when it is booked; one that is freed before, by an error, leaves nothing."""
     router, asked = new_router(pool, PrefixAffinity()), RouteRequest("req", text="hello world")
-    texts = router.selection.state.texts
+    texts = router.tables.texts
     failed = router.route(asked, 0.0)
     router.free(failed.key)
     served = router.route(asked, 1.0)
@@ -176,14 +187,4 @@ def test_rates_are_those_the_policy_sees(pool: Pool) -> None:
 
     router.first_byte(placed.key, 0.5)
 
-    assert [320.0, 320.0] == router.selection.state.rates.peaks([placed.target, target("w9")])
-
-
-def test_a_copied_state_shares_its_tables() -> None:
-    """Its turns it does not share."""
-    original = state(turn=4)
-    copy = replace(original)
-    copy.turn += 1
-
-    assert 4 == original.turn
-    assert copy.texts is original.texts
+    assert [320.0, 320.0] == router.tables.rates.peaks([placed.target, target("w9")])

@@ -20,8 +20,8 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         options.port,
         options.namespace,
         options.router_mode,
-        options.overlap_weight,
-        options.temperature,
+        options.policy.overlap_weight,
+        options.policy.temperature,
     )
     assert (Limits(600, 300), 2, 60, 5, 300) == (
         options.limits,

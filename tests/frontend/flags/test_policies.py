@@ -41,8 +41,8 @@ def test_each_flag_reaches_its_mode() -> None:
 
 def test_overlap_weight_is_the_modes_own_unless_said() -> None:
     """1 in kv, 2 in kv-score."""
-    assert None is parse_options([]).overlap_weight
-    assert 0.0 == parse_options(["--kv-overlap-score-weight", "0"]).overlap_weight
+    assert None is parse_options([]).policy.overlap_weight
+    assert 0.0 == parse_options(["--kv-overlap-score-weight", "0"]).policy.overlap_weight
 
 
 def test_router_config(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.core.routing.unseen import WINDOW_S, UnseenBookings
+from kvrouter.core.routing.unseen_bookings import WINDOW_S, UnseenBookings
 
 
 def test_steady_traffic_leaves_nothing_unseen() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvrouter.core.fleet.pool import Pool, PoolSettings
-from kvrouter.core.fleet.room import has_room, lane_of
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.admission import AdmissionQueue, AdmissionSettings
 from kvrouter.core.routing.breaker import BreakerSettings, CircuitBreakers
 from kvrouter.core.routing.filters import FilterSettings, new_filters
-from kvrouter.core.routing.policy import PolicyState, RouteRequest
+from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.ids import PoolId, RouterId
-from kvrouter.policies.load import LeastLoaded
+from kvrouter.policies.baseline import LeastLoaded
 from tests.core.worlds import POOL, T1, T2, book, card, chain_from, fixed, new_pool, prompt, request
 
 ASKED = request(prompt(chain_from(0, 10)))
@@ -23,12 +22,10 @@ def new_router(pool: Pool, settings: FilterSettings | None = None) -> Router:
     """A router with these filters."""
     return Router(
         pool,
-        LeastLoaded(),
-        PolicyState(fixed(0.0)),
+        RouterRules(LeastLoaded(), fixed(0.0), filters=new_filters(settings or FilterSettings())),
         router_id=RouterId("me"),
         incarnation=1,
         synced=False,
-        rules=RouterRules(new_filters(settings or FilterSettings())),
     )
 
 
@@ -43,11 +40,11 @@ def test_all_full(pool: Pool) -> None:
     router = new_router(pool)
     book(pool, T1, [1], prefill_tokens=201)
     second = book(pool, T2, [2], prefill_tokens=200)
-    assert has_room(router, ASKED, 0.0, QUEUE)
+    assert not router.must_wait(ASKED, 0.0, QUEUE)
 
     pool.active.free(second)
     book(pool, T2, [2], prefill_tokens=201)
-    assert not has_room(router, ASKED, 0.0, QUEUE)
+    assert router.must_wait(ASKED, 0.0, QUEUE)
 
 
 def test_only_those_it_may_go_to_count(pool: Pool) -> None:
@@ -57,54 +54,54 @@ def test_only_those_it_may_go_to_count(pool: Pool) -> None:
     book(pool, T1, [1], prefill_tokens=201)
     book(pool, T2, [2, 3])
 
-    assert not has_room(router, ASKED, 0.0, QUEUE)
+    assert router.must_wait(ASKED, 0.0, QUEUE)
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "waits"),
     [
-        (FilterSettings(session_affinity="soft"), True),
-        (FilterSettings(session_affinity="hard"), False),
-        (FilterSettings(node="here"), True),
+        (FilterSettings(session_affinity="soft"), False),
+        (FilterSettings(session_affinity="hard"), True),
+        (FilterSettings(node="here"), False),
     ],
 )
-def test_a_preference_keeps_nobody_waiting(settings: FilterSettings, expected: bool) -> None:
+def test_a_preference_keeps_nobody_waiting(settings: FilterSettings, waits: bool) -> None:
     """The bound worker, or the one on this node, is full: that matters only where it must be that one."""
     pool = new_pool(
         card("w1", max_batched_tokens=100, labels={"node": "here"}), card("w2", max_batched_tokens=100)
     )
     router = new_router(pool, settings)
-    router.selection.state.sessions.bind("s", T1, 0.0)
+    router.tables.sessions.bind("s", T1, 0.0)
     book(pool, T1, [1], prefill_tokens=201)
 
-    assert expected is has_room(router, RouteRequest("r", session="s"), 1.0, QUEUE)
+    assert waits is router.must_wait(RouteRequest("r", session="s"), 1.0, QUEUE)
 
 
 def test_requests_in_flight_are_waited_for(pool: Pool) -> None:
     """--max-ongoing-requests reached everywhere: there will be room."""
     router = new_router(pool, FilterSettings(max_ongoing_requests=1))
     keys = [book(pool, target, [1]) for target in (T1, T2)]
-    assert not has_room(router, ASKED, 0.0, QUEUE)
+    assert router.must_wait(ASKED, 0.0, QUEUE)
 
     pool.active.free(keys[0])
-    assert has_room(router, ASKED, 0.0, QUEUE)
+    assert not router.must_wait(ASKED, 0.0, QUEUE)
 
 
 def test_what_is_not_waited_for(pool: Pool) -> None:
     """No worker at all, all busy, all broken: `route` says so at once."""
-    assert has_room(new_router(Pool(PoolId(POOL), PoolSettings())), ASKED, 0.0, QUEUE)
+    assert not new_router(Pool(PoolId(POOL), PoolSettings())).must_wait(ASKED, 0.0, QUEUE)
 
     for target in (T1, T2):
         book(pool, target, [1], prefill_tokens=1000)
     busy = new_router(pool, FilterSettings(active_prefill_tokens_threshold=500, max_ongoing_requests=1))
-    assert has_room(busy, ASKED, 0.0, QUEUE)
+    assert not busy.must_wait(ASKED, 0.0, QUEUE)
 
     circuits = CircuitBreakers(BreakerSettings(failures=1))
     for target in (T1, T2):
         circuits.failed(target, 0.0)
     broken = new_router(pool)
     broken.selection.filters = new_filters(FilterSettings(), circuits)
-    assert has_room(broken, ASKED, 0.0, QUEUE)
+    assert not broken.must_wait(ASKED, 0.0, QUEUE)
 
 
 def test_lanes(pool: Pool) -> None:
@@ -115,11 +112,11 @@ def test_lanes(pool: Pool) -> None:
         new_router(pool, FilterSettings(session_affinity="soft")),
     )
     for router in (hard, soft):
-        router.selection.state.sessions.bind("a", T1, 0.0)
-        router.selection.state.sessions.bind("b", T1, 0.0)
+        router.tables.sessions.bind("a", T1, 0.0)
+        router.tables.sessions.bind("b", T1, 0.0)
 
-    plain = lane_of(hard, ASKED, 1.0)
-    assert lane_of(hard, sessions[0], 1.0) == lane_of(hard, sessions[1], 1.0) != plain
-    assert plain == lane_of(hard, sessions[2], 1.0)
-    assert plain == lane_of(soft, sessions[0], 1.0)
-    assert plain != lane_of(hard, request(lora_name="adapter"), 1.0)
+    plain = hard.lane(ASKED, 1.0)
+    assert hard.lane(sessions[0], 1.0) == hard.lane(sessions[1], 1.0) != plain
+    assert plain == hard.lane(sessions[2], 1.0)
+    assert plain == soft.lane(sessions[0], 1.0)
+    assert plain != hard.lane(request(lora_name="adapter"), 1.0)

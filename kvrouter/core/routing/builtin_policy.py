@@ -1,0 +1,86 @@
+"""What the router asks of a built-in policy, and what it hands over with the question.
+
+    request, Candidates, Moment ──pick──> place      a question: changes nothing, so a dry run may ask it
+    request, choice, Moment ──routed──>              the request is booked: turns advance, tables learn
+
+`pick`, `order` and `terms` must not change anything: `/decisions` asks them again, long after the choice.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from kvrouter.core.routing.candidates import Candidates
+from kvrouter.core.routing.policy import Candidate, PolicyHooks, RouteRequest
+from kvrouter.core.tables.no_hit_lru import NoHitLru
+from kvrouter.core.tables.rates import PrefillRates
+from kvrouter.core.tables.sessions import SessionTable
+from kvrouter.core.tables.text_index import TextIndex
+from kvrouter.core.wire.ids import Target
+
+
+@dataclass(slots=True)
+class RoutingTables:
+    """What one router remembers of earlier requests. All its modes and filters share these tables."""
+
+    rates: PrefillRates = field(default_factory=PrefillRates)
+    texts: TextIndex = field(default_factory=TextIndex)
+    no_hit: NoHitLru = field(default_factory=NoHitLru)
+    sessions: SessionTable = field(default_factory=SessionTable)
+
+    def forget(self, target: Target) -> None:
+        """Remove a target that is gone from every table."""
+        self.rates.forget(target)
+        self.texts.remove(target)
+        self.no_hit.forget(target)
+        self.sessions.drop(target)
+
+
+class Moment(Struct, frozen=True):
+    """The time of one decision, its source of chance, and the tables it may read.
+
+    `random()` returns a number in [0, 1). `unseen` estimates the bookings of other replicas that this
+    decision cannot know of yet (core/routing/unseen_bookings.py).
+    """
+
+    now: float
+    random: Callable[[], float]
+    tables: RoutingTables
+    unseen: float = 0.0
+
+
+class BuiltInPolicy(PolicyHooks, ABC):
+    """Picks one of the candidates; there is always at least one.
+
+    What it counts from request to request (turns) is its own; what replicas share is in the tables.
+    """
+
+    remembers_text: bool = False
+    """Whether it reads the texts that targets have computed (`RoutingTables.texts`)."""
+    needs_sessions: bool = False
+    """Whether it reads which target a session is bound to."""
+    reads_tables: bool = False
+    """Whether its terms come from tables, too, and so change with time."""
+    decisive: tuple[str, ...] = ()
+    """The terms that decide: candidates equal in these are ties. Empty: all terms decide."""
+
+    @abstractmethod
+    def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
+        """The index of the candidate to use."""
+
+    def order(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Sequence[int]:
+        """The pick, then the candidates to try if it fails. With no others, a retry asks again."""
+        return (self.pick(request, candidates, moment),)
+
+    def terms(
+        self, request: RouteRequest, candidates: Candidates, moment: Moment, chosen: Candidate | None = None
+    ) -> list[dict[str, float]]:
+        """What each candidate was judged by, to explain the decision for `chosen`."""
+        return [{} for _ in candidates]
+
+    def routed(self, request: RouteRequest, choice: Candidate, moment: Moment) -> None:
+        """The request is booked on this candidate."""
