@@ -172,12 +172,12 @@ def test_versions_must_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
 def test_only_own_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were any heartbeat in our name a round, one from the future would end all leases."""
 
-    def hear_echo(self: WatchedReplica, beat: RouterBeat) -> None:
+    def take_own_heartbeat(self: WatchedReplica, beat: RouterBeat) -> None:
         self._lose(self._leases.round(beat.round))
 
     assert_seen_only_then(
         [Step("round of the future", who=0), Step("die", who=1)],
-        lambda: monkeypatch.setattr(WatchedReplica, "_hear_echo", hear_echo, raising=False),
+        lambda: monkeypatch.setattr(WatchedReplica, "_take_own_heartbeat", take_own_heartbeat),
     )
 
 

@@ -220,7 +220,7 @@ async def test_pool_that_only_peers_serve(fleet_of: FleetOf) -> None:
         response = await until_ready(fleet.url, 503)
         assert (
             "unserved",
-            ["pool qwen-12345678: peers serve it (peer), no target here: no worker has been heard"],
+            ["pool qwen-12345678: peers serve it (peer), no target here: no worker is known"],
         ) == (response.json["status"], response.json["reasons"])
         assert 200 == (await fleet.ask()).status
 

@@ -72,7 +72,7 @@ class Audit:
             router.truth.look(now, partial(self._holds, router.pool))
 
     def run(self) -> tuple[list[Finding], list[Finding]]:
-        """Audit at once; returns the problems that have begun and those that are over."""
+        """Audit at once; returns the problems that have begun, and the ones that ended."""
         for _ in self.steps(1):
             pass
         return self.changes()
@@ -98,7 +98,7 @@ class Audit:
         yield
 
     def changes(self) -> tuple[list[Finding], list[Finding]]:
-        """Problems that have begun since the audit before, and those that are over."""
+        """Problems that have begun since the audit before, and problems that ended."""
         found, before = self._found, self._known
         self._known = found
         begun = [one for key, one in found.items() if key not in before]

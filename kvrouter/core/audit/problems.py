@@ -54,7 +54,7 @@ NOT_COMPARED = TokenComparison()
 def problems_of(
     pool: Pool, worker: Worker, record: WorkerRecord | None, compared: TokenComparison = NOT_COMPARED
 ) -> list[Problem]:
-    """The problems of a worker; `record` is None before its first answer."""
+    """The problems of a worker. Before its first answer it has no `record`."""
     found = list(_of_card(pool, worker))
     if record is None:
         return found

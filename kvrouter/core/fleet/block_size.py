@@ -1,14 +1,14 @@
-"""The block size of a pool whose engines may have different ones.
+"""The block size of a pool, whose engines may differ in theirs.
 
     targets' cards ──count──> wanted: the size of most targets ──for one lease──> size: of prompts' hashes
 
-Where several sizes have as many targets, the present one stays: that of the eldest replica which serves
-the pool, so that a replica which joins during a tie agrees with the others. Where there is none yet, the
-target with the smallest (started_at, worker_id) decides. A round is one of the leases' (core/feeds/lease.py):
-a replica that is cut off changes nothing.
+In a tie the present size stays. It is that of the eldest replica that serves the pool, so a replica that
+joins during a tie agrees with the others. Without a present size, the target with the smallest
+(started_at, worker_id) decides. Rounds are those of the leases (core/feeds/lease.py), so a replica that is
+cut off changes nothing.
 
-Cards of a fleet come one after the other, so a new pool follows the wanted size at once, until one has
-been wanted for a lease. Invariant: `size` is 0 only before the first target, and never changes if fixed.
+The cards of a fleet arrive one after another, so a new pool follows the wanted size at once, until one size
+was wanted for a lease. Invariant: `size` is 0 only before the first target, and never changes if it is fixed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvrouter.core.wire.heartbeats import Card
 
 
 class PoolBlockSize:
-    """`fixed`: the operator's (`--kv-cache-block-size`), which no card changes."""
+    """`fixed`: the operator's size (`--kv-cache-block-size`), which no card changes."""
 
     def __init__(self, fixed: int | None = None) -> None:
         self.size = fixed or 0
@@ -30,11 +30,10 @@ class PoolBlockSize:
         self._eldest: dict[int, tuple[int, str]] = {}
         self._elder_size = 0
         self._wanted = 0
-        self._rounds = 0
-        """How long it has been wanted."""
+        self._rounds = 0  # for which `_wanted` has been the same
 
     def count(self, cards: Iterable[Card]) -> None:
-        """These are the workers that take requests now."""
+        """Count the targets of the workers that take requests now."""
         self._targets.clear()
         self._eldest.clear()
         for card in cards:
@@ -44,7 +43,7 @@ class PoolBlockSize:
         self._look()
 
     def next_round(self, lease_rounds: int, elder_size: int = 0) -> None:
-        """A round has passed. `elder_size`: the pool's size at the eldest replica; 0: this one is it."""
+        """A round has passed. `elder_size`: the size at the eldest replica; 0 at that replica itself."""
         self._elder_size = elder_size
         self._look()
         if not self._targets:

@@ -1,4 +1,4 @@
-"""The feeds a replica follows: one reader each, and who is asked for what."""
+"""The feeds a replica follows: one reader each, and the replay requests they need."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.ops import ReplayRequest
 from kvrouter.core.wire.senders import Feed, KvSource, Source, SyncSource
 
+# At a time; further feeds are ignored. A reader takes some 3 KB before it holds anything, and anybody who may
+# publish can name feeds.
 MOST_FEEDS = 65_536
-"""Followed at a time; more are ignored. A reader takes some 3 KB before it holds anything."""
+# Feeds with a chunk of a snapshot in memory (512 KB and more) that waits to be loaded.
 MOST_LOADING = 16
-"""Feeds that have a chunk of a snapshot in memory (512 KB and more), waiting to be loaded."""
 _MOST_FAILURES = 100
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 class Following:
-    """Readers by feed. Each has a lease; `new_reader` makes one that knows nothing yet.
+    """Readers by feed. Each has a lease; `new_reader` makes one without any state.
 
-    Each step of a reader is guarded: what raises is a bug here, met by something that a source sent. It
-    breaks that feed alone, and is kept for the shell to log.
+    Each step of a reader is guarded. If it raises, that is a bug here, triggered by a message. It breaks that
+    feed only, and the shell logs it.
 
-    Invariant: every reader that is not at rest is in `_restless`: of thousands, those that have to be looked
-    at many times a second.
+    Invariant: every reader that is not at rest is in `_restless`. `due` and `load` visit only these, of
+    thousands, as they run many times a second.
     """
 
     def __init__(self, leases: Leases[Source], new_reader: Callable[[Feed], FeedReader]) -> None:
@@ -45,7 +46,7 @@ class Following:
     def heartbeat(
         self, source: Feed, incarnation: int, seq: int, interval_ms: int | None, now: float
     ) -> None:
-        """The source says how far it is; it is followed from now on."""
+        """A heartbeat with the seq of the feed. The feed is followed from now on."""
         reader = self.readers.get(source)
         if reader is None:
             if len(self.readers) >= MOST_FEEDS:
@@ -66,7 +67,11 @@ class Following:
         return True
 
     def sync_frame(self, source: SyncSource, data: bytes, now: float) -> bool:
-        """A frame of a peer's bookings, maybe the first that is heard of it; False if it is no good."""
+        """A frame of a peer's bookings; False if it cannot be used.
+
+        A frame may be the first message about a feed. Only a good one begins it: forged frames of ever new
+        replicas would leave a reader each.
+        """
         reader = self.readers.get(source)
         if reader is None:
             if len(self.readers) >= MOST_FEEDS:
@@ -83,7 +88,7 @@ class Following:
     # What to do
 
     def due(self, now: float, most: int) -> list[tuple[Feed, ReplayRequest]]:
-        """The requests to send now, at most `most`."""
+        """The replay requests to send now, at most `most`."""
         requests: list[tuple[Feed, ReplayRequest]] = []
         restless = list(self._restless.items())
         most = min(most, MOST_LOADING - sum(reader.is_loading for _, reader in restless))
@@ -118,7 +123,7 @@ class Following:
             reader.failed(now)
 
     def take_failures(self) -> list[tuple[Feed, Exception]]:
-        """What has raised since the last call, the last hundred at most."""
+        """Steps that have raised since the last call, the last hundred at most."""
         failures = list(self._failures)
         self._failures.clear()
         return failures
@@ -139,10 +144,10 @@ class Following:
             reader.break_down(now)
             return None
 
-    # Who goes
+    # Ends
 
     def end(self, source: Feed) -> None:
-        """Its reader goes. A heartbeat begins a new one, which takes any incarnation."""
+        """Drop the reader. The next heartbeat begins a new one, which accepts any incarnation."""
         self._leases.forget(source)
         reader = self.readers.pop(source, None)
         self._restless.pop(source, None)
@@ -154,28 +159,28 @@ class Following:
                 self._cancelled.append(source)
 
     def end_worker(self, worker_id: WorkerId) -> None:
-        """All its ranks."""
+        """End the feeds of all its ranks."""
         self._end_all(self._ranks.get(worker_id, ()))
 
     def end_ranks(self, pool_id: PoolId, worker_id: WorkerId, ranks: int) -> None:
-        """A worker that came back with fewer ranks has no feeds for the others any more."""
+        """End the feeds of the ranks that a worker no longer has."""
         sources = self._ranks.get(worker_id, ())
         self._end_all(source for source in sources if source.pool == pool_id and source.rank >= ranks)
 
     def end_router(self, router_id: RouterId) -> None:
-        """A peer's bookings in all pools."""
+        """End a peer's feeds in all pools."""
         self._end_all(source for source in self._sync() if source.router_id == router_id)
 
     def end_pools(self, pools: Collection[PoolId]) -> None:
-        """What peers told of pools that are gone."""
+        """End the peers' feeds in pools that are gone."""
         self._end_all(source for source in self._sync() if source.pool in pools)
 
     def pools_with_bookings(self) -> set[PoolId]:
-        """Pools in which a peer says to have had bookings."""
+        """Pools in which a peer has had bookings, by its heartbeats."""
         return {source.pool for source in self._sync() if self.readers[source].source_seq}
 
     def take_cancelled(self) -> list[Feed]:
-        """Feeds that went while an answer was awaited. Told once."""
+        """Feeds that ended while an answer was awaited, since the last call."""
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
@@ -196,7 +201,7 @@ class Following:
             self._ranks.pop(source.worker_id, None)
 
     def _look_at(self, source: Feed, reader: FeedReader) -> None:
-        """Something came on the feed; whether there is something to do now. Answers come to restless ones."""
+        """After each message. An answer needs no call: a feed that awaits one is restless."""
         if not reader.is_at_rest:
             self._restless[source] = reader
 

@@ -27,31 +27,31 @@ from kvrouter.core.tables.bookings import ActiveTable
 from kvrouter.core.wire.heartbeats import WorkerBeat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 
+# Workers, feeds or states listed in one sentence.
 NAMED_MOST = 5
-"""Of many with the same trouble so many are named."""
 NewIndex: TypeAlias = Callable[[IndexBounds, int], BlockIndex]
 """Makes an index from its bounds and placement secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """What an operator sets about routing, the same for every pool."""
+    """An operator's settings of routing, the same for every pool."""
 
     use_kv_events: bool = True
     ttl_s: float = DEFAULT_TTL_S
     approx_capacity_blocks: int = 0
-    """Blocks a target is assumed to hold at most, without KV events; 0: as many as its card says."""
+    """Most blocks that a target is assumed to hold, without KV events; 0: the capacity on its card."""
     inflight_overlap: bool = True
     block_size: int | None = None
     lora_multiplex: bool = False
-    """Whether a request for an adapter may go where it is not loaded (core/routing/filters.py, Multiplex)."""
+    """Whether a request for an adapter may go where the adapter is not loaded (`Multiplex` in filters.py)."""
     counts_tokens: bool = False
-    """Whether prompts are tokenized whatever the policy: somebody else looks at charged tokens."""
+    """Whether prompts are tokenized for any policy, because the admission queue counts charged tokens."""
     index_bounds: IndexBounds = field(default_factory=IndexBounds)
     new_index: NewIndex = BlockIndex
-    """Makes a pool's index; another kind may measure itself."""
+    """Makes a pool's index, such as one that measures itself."""
     placement_secret: int = 0
-    """Random 64 bits, drawn by the process: where native tables place hashes (core/tables/table.py)."""
+    """64 random bits of the process: where native tables place hashes (core/tables/table.py)."""
 
 
 class Pool:
@@ -60,38 +60,36 @@ class Pool:
     def __init__(self, pool_id: PoolId, settings: PoolSettings) -> None:
         self.id = pool_id
         self.model = ""
-        """The base model's name; empty until a card has told it."""
+        """The base model's name; empty before the first card."""
         self.settings = settings
         self._size = PoolBlockSize(settings.block_size)
         self.block_size = self._size.size
-        """What prompts are hashed with. An engine with another size has overlap 0."""
+        """For hashing prompts. An engine with another block size has overlap 0."""
         self.workers: dict[WorkerId, Worker] = {}
         self.ranks = 0
-        """Of all workers, whatever their state."""
+        """Of all workers, in any state."""
         self.targets: dict[Target, Worker] = {}
-        self._is_stale = False
-        """Whether a worker has changed since `targets` was made."""
+        self._is_stale = False  # a worker has changed since `targets` was built
         self.changes = 0
-        """How often `targets` has been made anew."""
+        """How often `targets` was built again."""
         self.names: frozenset[str] = frozenset()
-        """Every model name a client may use here; kept while all workers are away."""
-        self.max_model_len = 0
-        """The longest prompt that any worker takes, in tokens; 0 if none says."""
+        """All model names that clients may use; kept while the pool has no worker."""
         self.lora_names: frozenset[str] = frozenset()
-        """Those of them that are LoRA adapters."""
+        """The names that are LoRA adapters."""
+        self.max_model_len = 0
+        """The longest prompt that any worker takes, in tokens; 0 if not known."""
         self.index = settings.new_index(settings.index_bounds, settings.placement_secret)
         self.approx = ApproxIndex(self.index, settings.ttl_s)
         self.active = ActiveTable(settings.placement_secret)
-        self._roster = Roster()
-        """`targets` in columns."""
+        self._roster = Roster()  # `targets` in columns
 
     # Workers
 
     def update(self, worker_id: WorkerId, beat: WorkerBeat, *, settles: bool = True) -> bool:
-        """A heartbeat; returns whether the worker is known now (its card has been seen).
+        """Apply a heartbeat; returns whether the worker is known now: its card has arrived.
 
-        `settles` False: `targets` and what follows from them may be out of date until `settle`. That walks
-        all workers (3 ms for 1,000), too much for each of a thousand cards that arrive together.
+        `settles` False: `targets` may be out of date until `settle`. That walks all workers (3 ms for 1,000),
+        which is too much for each of a thousand cards that arrive together.
         """
         worker = self.workers.get(worker_id)
         changed = False
@@ -117,12 +115,12 @@ class Pool:
         return True
 
     def settle(self) -> None:
-        """Choose the targets again if a worker has changed since that was done."""
+        """Build the targets again if a worker has changed."""
         if self._is_stale:
             self._choose_targets()
 
     def remove(self, worker_id: WorkerId) -> list[Target]:
-        """The worker is gone, with all it held. Bookings stay: only their owner ends them."""
+        """Drop a worker with its blocks; returns its targets. Bookings stay: only their owner ends them."""
         worker = self.workers.pop(worker_id, None)
         if worker is None:
             return []
@@ -132,10 +130,10 @@ class Pool:
         return worker.targets()
 
     def silence(self, worker_ids: set[WorkerId]) -> list[WorkerId]:
-        """Their leases ended: their blocks are forgotten; returns who is gone.
+        """The leases of these workers ended: drop their blocks; returns the workers that are removed.
 
-        A silent worker stays as long as the pool has no other target: better a request that fails
-        on it than one refused for want of any. One found unreachable meanwhile is gone already.
+        Silent workers stay while the pool has no other target. A request to one may fail, but without any
+        target every request would be rejected.
         """
         silent = worker_ids.intersection(self.workers)
         for worker_id in silent:
@@ -148,26 +146,26 @@ class Pool:
         return list(gone)
 
     def unreachable(self, worker_id: WorkerId) -> None:
-        """Its HTTP port refuses: one that was kept although silent goes."""
+        """The worker's HTTP port refuses connections: remove it if it is silent."""
         worker = self.workers.get(worker_id)
         if worker is not None and worker.silent:
             self.remove(worker_id)
 
     def targets_of(self, worker_id: WorkerId) -> list[Target]:
-        """All ranks of a worker, also those that take no requests now; none if it is not known."""
+        """All ranks of a worker, in any state; none if the worker is not known."""
         worker = self.workers.get(worker_id)
         return worker.targets() if worker is not None else []
 
     def capacity_blocks(self, target: Target) -> int:
         """Blocks the target is assumed to have room for; 0 if that is not known.
 
-        Asked of targets with the pool's block size only (`may_assume`): a card counts in its engine's blocks.
+        For targets with the pool's block size only (`may_assume`): a card counts in its engine's blocks.
         """
         worker = self.workers.get(target.worker_id)
         return self.settings.approx_capacity_blocks or (worker.capacity_blocks() if worker else 0)
 
     def may_assume(self, target: Target) -> bool:
-        """Whether the target can be taken to hold what was prefilled there; else only events tell."""
+        """Whether the target is assumed to hold what was prefilled there: only without KV events."""
         worker = self.workers.get(target.worker_id)
         if worker is None:
             return not self.settings.use_kv_events
@@ -180,14 +178,14 @@ class Pool:
         self._use_size()
 
     def _use_size(self) -> None:
-        """Blocks in the index have the sizes of their engines; those assumed have the pool's former one."""
+        # Assumed blocks have the pool's former size. Blocks from KV events have the sizes of their engines.
         former, self.block_size = self.block_size, self._size.size
         if former not in {0, self.block_size} and not self.settings.use_kv_events:
             for worker in self.workers.values():
                 self._forget_blocks(worker)
 
     def _forget_assumed(self, before: list[Target], now: list[Target]) -> None:
-        """A worker's card is new: it may have fewer ranks than before, or blocks of another size."""
+        # A new card may have fewer ranks than before, or another block size.
         gone = set(before).difference(now)
         if not self.settings.use_kv_events:
             gone.update(target for target in now if not self.may_assume(target))
@@ -216,28 +214,28 @@ class Pool:
             self.max_model_len = max(card.max_model_len for card in cards)
 
     def sweep(self, hashes: int) -> bool:
-        """A small step of tidying after whoever is gone; returns whether there is more to do."""
+        """Sweep a few slots of dropped workers and bookings; returns whether there is more to do."""
         return self.active.sweep(hashes) or self.index.sweep()
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left here: no worker, no booking, no block."""
+        """Whether the pool has no worker, no booking and no block."""
         return not self.workers and self.active.is_empty and not len(self.index)
 
     @property
     def has_live_target(self) -> bool:
-        """Whether there is a target to send to whose lease has not ended."""
+        """Whether a target exists whose lease has not ended."""
         return any(not worker.silent for worker in self.targets.values())
 
     def size_note(self, worker: Worker) -> str:
-        """What follows from the worker's block size; empty if it is the pool's."""
+        """A sentence if the worker's block size is not the pool's; else empty."""
         size = worker.card.block_size
         if size == self.block_size or not self.block_size:  # 0: no worker has taken requests yet
             return ""
         return f"block size {size}, pool has {self.block_size}: no overlap is predicted"
 
     def sizes_note(self) -> str:
-        """The same for all targets, in one sentence; empty if none has another size."""
+        """One sentence about all targets with another block size; empty if there are none."""
         sizes = {target.worker_id: worker.card.block_size for target, worker in self.targets.items()}
         others = [f"{worker_id}: {size}" for worker_id, size in sizes.items() if size != self.block_size]
         if not others:
@@ -251,9 +249,9 @@ class Pool:
     # Candidates
 
     def in_present_size(self, request: RouteRequest) -> RouteRequest:
-        """The request without hashes of another block size: it has been hashed before the pool's changed.
+        """The request, without hashes if the pool's block size has changed since they were made.
 
-        Only its length is known then: it finds nothing, and loads its target as any other does.
+        Its length stays: it has no overlap anywhere, and charges its target like any other request.
         """
         sizes = {prompt.block_size for prompt in request.prompts}
         if sizes <= {0, self.block_size}:
@@ -262,7 +260,7 @@ class Pool:
         return replace(request, prompts=prompts)
 
     def candidates(self, request: RouteRequest, exclude: frozenset[Target] = frozenset()) -> Candidates:
-        """Every target that may serve the request, with what it would find and cost there."""
+        """Every target that may serve the request, with its overlap and cost there."""
         formed = form_candidates(
             request,
             self._roster,
@@ -283,14 +281,14 @@ class Pool:
         )
 
     def unnamed_blocks(self, request: RouteRequest) -> int:
-        """Blocks of prompts whose end was not tokenized: charged, and without a hash."""
+        """Blocks that are charged and have no hash, as the end of the prompt was not tokenized."""
         return unnamed_blocks(request, self.block_size) if self.block_size else 0
 
     def _serves(self, worker: Worker, lora_name: str | None) -> bool:
         return lora_name is None or self.settings.lora_multiplex or lora_name in worker.card.lora_names
 
     def refusals(self, request: RouteRequest) -> dict[Target, str]:
-        """Why each target of the pool that is no candidate at all is none."""
+        """Why targets of the pool are not candidates for the request."""
         return {
             target: self._why_refused(worker, request)
             for worker in self.workers.values()

@@ -7,7 +7,7 @@
 A pool that is gone may come back. Its feed continues with the next seq, as the incarnation is the same.
 
 A model name: base models' names before LoRA adapters; among equals the pool whose id comes first. So every
-replica answers alike, whichever worker it saw first. A name that two pools serve is a mistake of the
+replica answers alike, no matter which worker it saw first. A name that two pools serve is a mistake of the
 deployment: all requests for it go to one of them, and the audit reports it (core/audit/problems.py).
 """
 
@@ -33,7 +33,7 @@ LISTED_MOST = 50
 
 
 class Pools:
-    """Routers by pool. `new_router(pool, seq)` begins one whose feed has come as far as `seq`."""
+    """Routers by pool. `new_router(pool, seq)` makes one whose sync feed continues after `seq`."""
 
     def __init__(
         self, new_router: Callable[[PoolId, int], Router], lease_rounds: int = DEFAULT_ROUNDS
@@ -42,19 +42,18 @@ class Pools:
         self._new_router = new_router
         self._lease_rounds = lease_rounds
         self._idle_rounds: dict[PoolId, int] = {}
-        self._reached: dict[PoolId, int] = {}
-        """How far the feeds of pools that are gone have come, where anything was sent."""
+        self._reached: dict[PoolId, int] = {}  # last seq of the feeds of pools that are gone
         self._past_names: dict[str, float] = {}
 
     def open(self, pool_id: PoolId) -> Router:
-        """The router of a pool; begun if there is none."""
+        """The router of a pool, made at the first call."""
         router = self.routers.get(pool_id)
         if router is None:
             router = self.routers[pool_id] = self._new_router(pool_id, self._reached.pop(pool_id, 0))
         return router
 
     def has_room(self, pool_id: PoolId, *, served: bool) -> bool:
-        """Whether the pool is there or may be begun. `served`: by a worker that has shown its card."""
+        """Whether the pool exists or may begin. `served`: by a worker whose card is known."""
         if pool_id in self.routers:
             return True
         if len(self.routers) >= POOLS_MOST:
@@ -62,10 +61,7 @@ class Pools:
         return served or sum(not router.pool.workers for router in self.routers.values()) < UNSERVED_MOST
 
     def next_round(self, needed: Set[PoolId], now: float) -> list[PoolId]:
-        """Give up, and return, what nobody has needed for a lease.
-
-        `needed` are those whose feeds of peers say that there was something.
-        """
+        """Drop, and return, pools not needed for a lease. `needed`: those where peers have bookings."""
         gone = []
         for pool_id, router in list(self.routers.items()):
             is_idle = not router.pool.workers and router.is_idle
@@ -76,8 +72,8 @@ class Pools:
         self._past_names = {name: until for name, until in self._past_names.items() if until > now}
         return gone
 
-    def told(self) -> dict[str, int]:
-        """The last seq of each own feed that peers have to know of."""
+    def feed_seqs(self) -> dict[str, int]:
+        """The last seq of each own feed that peers need to know."""
         return {
             str(pool_id): router.source.seq
             for pool_id, router in self.routers.items()
@@ -101,7 +97,7 @@ class Pools:
         raise NoWorkersError(f"no live worker for model {model!r}: all have left")
 
     def _is_over(self, pool_id: PoolId) -> bool:
-        """Whether it has been idle for longer than peers need to have heard of its last booking's end."""
+        """Whether it is idle for longer than a lease: by then peers have the end of its last booking."""
         return self._idle_rounds.get(pool_id, 0) > self._lease_rounds
 
     def _give_up(self, pool_id: PoolId, router: Router, now: float) -> None:
@@ -134,6 +130,6 @@ def pool_serving(model: str | None, pools: Iterable[Pool]) -> Pool:
 
 
 def listed(names: Set[str]) -> str:
-    """The first of them, for a sentence."""
+    """The first LISTED_MOST names, for a sentence."""
     first = sorted(names)[:LISTED_MOST]
     return ", ".join([*first, *([f"… {len(names)} in all"] if len(names) > len(first) else [])])

@@ -1,11 +1,11 @@
-"""Whether a replica knows enough to get traffic: once it does, it does for ever.
+"""Whether a replica knows enough to get traffic. Once ready, it stays ready.
 
 hello ──> answers of workers and replicas ──> first recoveries ──> ready
                  │
-                 └─ a replica's answer names the workers it hears; those are waited for too,
-                    each until it is heard or as long as a lease lasts
+                 └─ a replica's answer names the workers it knows; each is awaited too,
+                    until its heartbeat arrives or for a lease
 
-And whether it should get traffic that its peers can serve and it cannot: `ServedElsewhere`.
+`ServedElsewhere`: whether a replica should get no traffic because its peers serve pools that it cannot.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvrouter.core.wire.heartbeats import RouterBeat
 from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.senders import Feed, name
 
+# Replicas and agents answer a hello within 50 ms. A slower agent is awaited if a replica names its worker.
 HELLO_S = 0.2
-"""Everyone answers a hello within 50 ms; who is slower has to be named by somebody who is not."""
+# Workers awaited, and named in one heartbeat (270 KB).
 AWAITED_MOST = 4096
-"""Workers that are waited for, and named in one heartbeat (270 KB)."""
 
 
 class Readiness:
-    """What is still missing, until nothing is."""
+    """What a joining replica still lacks."""
 
     def __init__(self) -> None:
         self.is_ready = False
@@ -34,26 +34,26 @@ class Readiness:
         self._awaited: dict[WorkerId, RouterId] = {}
 
     def hello_sent(self, now: float) -> None:
-        """A hello has gone out (again, after a reconnect)."""
+        """A hello was published, maybe once more after a reconnect."""
         if self._hello_at is None:
             self._hello_at = now
 
     def wait_for(self, workers: Iterable[WorkerId], known_to: RouterId) -> None:
-        """A replica hears these workers, and they have not been heard here."""
+        """A replica knows these workers, and no heartbeat of them has arrived here."""
         for worker_id in workers:
             if len(self._awaited) < AWAITED_MOST:
                 self._awaited.setdefault(worker_id, known_to)
 
     def is_waiting_for(self, worker_id: WorkerId) -> bool:
-        """Whether its card is missing."""
+        """Whether the worker is awaited: its card is missing."""
         return worker_id in self._awaited
 
     def met(self, worker_id: WorkerId) -> None:
-        """It is known now, or gone."""
+        """The worker is known now, or gone."""
         self._awaited.pop(worker_id, None)
 
     def missing(self, has_worker: bool, readers: Mapping[Feed, FeedReader], now: float) -> list[str]:
-        """Why this replica should not get traffic yet; empty once it was ready, and for ever after."""
+        """Why this replica should not get traffic yet; always empty after it was ready once."""
         if self.is_ready:
             return []
         reasons = [*self._greetings(has_worker, now), *self._absent(), *behind(readers)]
@@ -70,21 +70,21 @@ class Readiness:
 
     def _absent(self) -> Iterator[str]:
         for worker_id, router_id in list(self._awaited.items())[:NAMED_MOST]:
-            yield f"worker {worker_id}, known to replica {router_id}, has not been heard"
+            yield f"no heartbeat of worker {worker_id} yet, which replica {router_id} knows"
         if len(self._awaited) > NAMED_MOST:
-            yield f"nor have {len(self._awaited) - NAMED_MOST} other workers"
+            yield f"nor of {len(self._awaited) - NAMED_MOST} other workers"
 
 
 class ServedElsewhere:
     """Whether other replicas serve all pools that this one does, and more, for at least a lease.
 
         this one  {a}
-        peer 1    {a, b}    clients of b are better off there: after a lease this one is not ready
+        peer 1    {a, b}    clients of b are served there: after a lease this one is not ready
         peer 2    {b}       does not count: clients of a would lose as much as those of b gain
 
-    "Serves all and more" has no circles, so the replica that serves most stays ready: all of them are never
+    "Serves all and more" cannot be circular, so the replica that serves most stays ready: they are never all
     unready at once. A peer counts only while it takes clients' requests: up, and with an address. Rounds are
-    those of the leases: a replica that is cut off counts none, so stale heartbeats cannot make it unready.
+    those of the leases: a replica that is cut off has none, so stale heartbeats cannot make it unready.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class ServedElsewhere:
     def pools(
         self, own: Set[str], peers: Mapping[RouterId, RouterBeat], lease_rounds: int
     ) -> dict[PoolId, list[RouterId]]:
-        """The pools, and who serves them; none before it has been so for a lease."""
+        """Pools that only peers serve, with those peers; empty until it was so for a lease."""
         served: dict[PoolId, list[RouterId]] = {}
         if self._rounds >= lease_rounds:
             for router_id in _serve_more(own, peers):
@@ -115,7 +115,7 @@ def _serve_more(own: Set[str], peers: Mapping[RouterId, RouterBeat]) -> Iterator
 def sizes_of_elders(
     peers: Mapping[RouterId, RouterBeat], incarnation: int, router_id: RouterId
 ) -> dict[str, int]:
-    """The block size of each pool at the eldest peer that serves it, of the peers older than this replica."""
+    """The block size of each pool at the eldest peer that serves it and is older than this replica."""
     older = [
         (beat.incarnation, peer_id, beat.serves)
         for peer_id, beat in peers.items()
@@ -128,7 +128,7 @@ def sizes_of_elders(
 
 
 def behind(readers: Mapping[Feed, FeedReader]) -> Iterator[str]:
-    """The feeds that are not in step."""
+    """Sentences about the feeds that are not live."""
     for source, reader in readers.items():
         if reader.state is not FeedState.LIVE:
             yield f"{name(source)}: {reader.state.value}, {reader.lag} frames behind"

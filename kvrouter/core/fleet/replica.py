@@ -1,4 +1,4 @@
-"""One replica's whole state: its pools, the feeds it follows, and who is still there.
+"""The state of one replica: its pools, the feeds it follows, the members with a lease.
 
     live messages ──> worker_heartbeat / kv_frame / router_heartbeat / sync_frame
                               │
@@ -6,7 +6,7 @@
                               │
     due ──> replay requests to send;  work ──> snapshots loaded and dead slots swept, in slices
 
-Pure: bytes and the time go in, bytes and requests come out. The shell in `frontend/` does the rest.
+Pure: bytes and the time go in, bytes and requests come out. The shell in `kvrouter/replica` does the I/O.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from kvrouter.core.wire.senders import (
 )
 from kvrouter.errors import MalformedFrameError
 
+# Storing this many hashes of a snapshot takes about 0.7 ms.
 SLICE_HASHES = 2048
-"""Storing this many hashes of a snapshot takes about 0.7 ms."""
+# Sweeping one hash of a dropped booking costs as much as storing this many.
+SWEPT_SHARE = 4
+# Further members are ignored and counted: anybody who may publish can invent names. Targets: in any state.
 WORKERS_MOST = 16_384
 TARGETS_MOST = 65_536
 PEERS_MOST = 1024
-"""What is one too many is ignored and counted. Targets: those that do not take requests included."""
-SWEPT_SHARE = 4
-"""Taking a dropped booking's hash off costs as much as storing so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """What an operator sets for one replica."""
+    """An operator's settings of one replica."""
 
     pool: PoolSettings = field(default_factory=PoolSettings)
     synced: bool = False
@@ -68,7 +68,7 @@ class ReplicaSettings:
 
 @dataclass(slots=True)
 class ReplicaCounters:
-    """What happened, beside the feeds' own counters."""
+    """Events of one replica; the readers of feeds have counters of their own."""
 
     malformed_heartbeats: int = 0
     stale_heartbeats: int = 0
@@ -76,13 +76,13 @@ class ReplicaCounters:
     workers_lost: int = 0
     replicas_lost: int = 0
     pools_refused: int = 0
-    """Messages about a pool that is one too many."""
+    """Messages that would have begun a pool beyond POOLS_MOST or UNSERVED_MOST."""
     members_refused: int = 0
-    """Heartbeats of a worker or replica that is one too many."""
+    """Heartbeats of a worker or replica beyond WORKERS_MOST, TARGETS_MOST or PEERS_MOST."""
 
 
 class Replica:
-    """Everything a replica knows and decides.
+    """All state and decisions of a replica.
 
     `new_rules(pool)` makes a new pool's policy, tables and filters. `chance()` returns a number in [0, 1).
     """
@@ -120,7 +120,7 @@ class Replica:
     # Messages
 
     def worker_heartbeat(self, worker_id: WorkerId, data: bytes, now: float) -> None:
-        """A worker's heartbeat: its card, its load, and how far its feeds are."""
+        """A worker's heartbeat: its card, its load, the seq of each of its feeds."""
         try:
             beat = decode_worker_beat(data, worker_id)
         except MalformedFrameError:
@@ -129,9 +129,11 @@ class Replica:
         self.take_worker_beat(worker_id, beat, now)
 
     def take_worker_beat(self, worker_id: WorkerId, beat: WorkerBeat, now: float) -> None:
-        """A heartbeat that can be trusted to be well-formed."""
+        """A decoded heartbeat."""
         pool_id = PoolId(beat.pool)
         known = self._worker(worker_id)
+        # Late heartbeats of an agent's former life must not undo the present one. After the lease a lower
+        # incarnation counts: the new agent's clock may be behind.
         if known is not None and not known.silent and beat.incarnation < known.incarnation:
             self.counters.stale_heartbeats += 1
             return
@@ -143,9 +145,9 @@ class Replica:
         if beat.card is None and (known is None or not known.has_shown_card_of(beat)):
             self._lacks_card = True
         if self._readiness.is_waiting_for(worker_id):
-            self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # its card is asked for
+            self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # `wants_hello` asks for its card
         if beat.card is None and self._worker(worker_id) is None:
-            return
+            return  # without a card neither its URL nor its block size is known
         if not self._has_room(pool_id, served=True) or not self._has_room_for(worker_id, beat):
             return
         if not self.router(pool_id).pool.update(worker_id, beat, settles=not self._is_in_batch):
@@ -159,7 +161,7 @@ class Replica:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Messages that arrive together, in one plain call: pools choose their targets once, at its end."""
+        """Messages that arrive together; no await inside. Pools build their targets once, at the end."""
         self._is_in_batch = True
         try:
             yield
@@ -170,19 +172,19 @@ class Replica:
                 router.tell_workers()
 
     def kv_frame(self, source: KvSource, data: bytes, now: float) -> None:
-        """A frame of a KV feed; ignored until the worker's card has been seen."""
+        """A frame of a KV feed; ignored until the worker's card has arrived."""
         if not self._feeds.kv_frame(source, data, now):
             self.counters.unknown_messages += 1
 
     def router_heartbeat(self, router_id: RouterId, data: bytes, now: float) -> None:
-        """A replica's heartbeat; one's own, come back, is a round of the leases."""
+        """A replica's heartbeat. The replica's own, returned by the bus, is a round of the leases."""
         try:
             beat = decode_router_beat(data)
         except MalformedFrameError:
             self.counters.malformed_heartbeats += 1
             return
         if router_id == self.router_id:
-            self._hear_echo(beat)
+            self._take_own_heartbeat(beat)
             return
         if beat.state == "leave":
             self._remove_router(router_id)
@@ -194,34 +196,34 @@ class Replica:
         self._leases.renew(RouterSource(router_id), beat.interval_ms)
         self._wait_for_workers(beat, router_id)
         for pool_id, seq in beat.feeds.items() if self.settings.synced else ():
-            self._hear_feed(SyncSource(PoolId(pool_id), router_id), beat, seq, now)
+            self._follow_bookings(SyncSource(PoolId(pool_id), router_id), beat, seq, now)
 
-    def _hear_echo(self, beat: RouterBeat) -> None:
-        """Our own heartbeat came back: a round. What says so and was never sent is not ours."""
+    def _take_own_heartbeat(self, beat: RouterBeat) -> None:
+        """A heartbeat of this replica came back: a round. One that it never sent is forged."""
         if beat.incarnation != self.incarnation or beat.round > self._round:
             self.counters.stale_heartbeats += 1
             return
         self._lose(self._leases.round(beat.round))
         if beat.round > self._returned_round:
             self._returned_round = beat.round
-            self._pass_round()
+            self._end_round()
 
-    def _pass_round(self) -> None:
-        """A round of the leases: what has to be so for a lease has been so for one more."""
+    def _end_round(self) -> None:
+        """One more round for block sizes and pools served elsewhere, which must hold for a lease."""
         sizes = sizes_of_elders(self.peers, self.incarnation, self.router_id)
         for pool_id, router in self.routers.items():
             router.pool.next_round(self.settings.lease_rounds, sizes.get(pool_id, 0))
-        self._served_elsewhere.next_round(self._serves().keys(), self._heard_peers())
+        self._served_elsewhere.next_round(self._serves().keys(), self._recent_peers())
 
-    def _hear_feed(self, source: SyncSource, beat: RouterBeat, seq: int, now: float) -> None:
-        """A peer says how far its bookings' feed in one pool is; an empty one begins no pool here."""
+    def _follow_bookings(self, source: SyncSource, beat: RouterBeat, seq: int, now: float) -> None:
+        """A peer's heartbeat with the seq of its sync feed in one pool. An empty feed begins no pool here."""
         is_known = source.pool in self.routers
         if not (is_known or seq) or not self._has_room(source.pool, served=False):
             return
         self._feeds.heartbeat(source, beat.incarnation, seq, beat.interval_ms, now)
 
     def _wait_for_workers(self, beat: RouterBeat, router_id: RouterId) -> None:
-        """Whom a peer hears and we do not: a joiner is not ready without them."""
+        """Await workers that only a peer knows: a joiner is not ready without them."""
         if self._readiness.is_ready:
             return
         unknown = [WorkerId(worker_id) for worker_id in beat.workers if worker_id not in self._worker_pools]
@@ -234,7 +236,7 @@ class Replica:
         self._leases.forget(AwaitedSource(worker_id))
 
     def sync_frame(self, source: SyncSource, data: bytes, now: float) -> None:
-        """A frame of a replica's sync feed; one's own is ignored."""
+        """A frame of a peer's sync feed; frames of this replica are ignored."""
         if source.router_id == self.router_id or not self.settings.synced:
             return
         if not self._has_room(source.pool, served=False):
@@ -257,7 +259,7 @@ class Replica:
         self._feeds.failed(source, now)
 
     def take_failures(self) -> list[tuple[Feed, Exception]]:
-        """Steps of a feed that raised since the last call: bugs, each of which has broken its feed."""
+        """Steps of feeds that raised since the last call. Each is a bug, and has broken its feed."""
         return self._feeds.take_failures()
 
     def malformed_from(self, source: Source | None) -> int:
@@ -275,7 +277,7 @@ class Replica:
         return any(router.pool.sweep(swept) for router in self.routers.values())
 
     def next_round(self, now: float) -> None:
-        """Once per heartbeat interval: a new round of the leases; what nobody needs any longer goes."""
+        """Once per heartbeat interval: a new round of the leases; pools that are not needed end."""
         self._round += 1
         for router in self.routers.values():
             router.pool.approx.expire(now)
@@ -283,41 +285,41 @@ class Replica:
         self._feeds.end_pools(self.pools.next_round(needed, now))
 
     def latch_ready(self, now: float) -> None:
-        """Many times a second: it counts whether the replica was ready, not whether somebody asked then."""
+        """Call many times a second: a moment of readiness counts even if no probe came then."""
         self.not_ready(now)
 
     def cancelled(self) -> list[Feed]:
-        """Feeds that went while an answer was awaited; nobody waits for it any longer. Told once."""
+        """Feeds that ended while an answer was awaited, since the last call: their recoveries can end."""
         return self._feeds.take_cancelled()
 
     def heartbeat(self, state: State, address: str, *, names_workers: bool = False) -> RouterBeat:
-        """What this replica says of itself, each round and to every hello; then with the workers' names."""
+        """The heartbeat of this replica. The answer to a hello also names its workers."""
         return RouterBeat(
             VERSION,
             self.incarnation,
             state,
             address,
-            self.pools.told(),
+            self.pools.feed_seqs(),
             self._round,
             round(self.settings.heartbeat_s * 1000),
-            self._heard_workers() if names_workers else [],
+            self._live_workers() if names_workers else [],
             self._serves() if state == "up" and self._readiness.is_ready else {},
         )
 
     def _serves(self) -> dict[str, int]:
-        """The pools that have a live target here, with their block sizes."""
+        """The pools with a live target, and their block sizes."""
         pools = [router.pool for router in self.routers.values()]
         return {str(pool.id): pool.block_size for pool in pools if pool.has_live_target}
 
-    def _heard_workers(self) -> list[str]:
+    def _live_workers(self) -> list[str]:
         pools = [router.pool for router in self.routers.values()]
-        heard = [name for pool in pools for name, worker in pool.workers.items() if not worker.silent]
-        return [str(worker_id) for worker_id in heard[:AWAITED_MOST]]
+        live = [name for pool in pools for name, worker in pool.workers.items() if not worker.silent]
+        return [str(worker_id) for worker_id in live[:AWAITED_MOST]]
 
     def wants_hello(self) -> bool:
-        """Whether to say hello in this round: somebody is heard whose card is missing here.
+        """Whether to publish a hello in this round: the card of a live worker is missing.
 
-        Cards travel every 10 s only, and one may be lost. Not asked for in every round: all answer.
+        Cards are published every 10 s only, and one may be lost. All members answer, so at most once per lease.
         """
         if not self._lacks_card or self._round < self._hello_again_round:
             return False
@@ -326,13 +328,13 @@ class Replica:
         return True
 
     def hello_sent(self, now: float) -> None:
-        """A hello has gone out (again, after a reconnect)."""
+        """A hello was published, maybe once more after a reconnect."""
         self._readiness.hello_sent(now)
 
     # Questions
 
     def router(self, pool_id: PoolId) -> Router:
-        """The router of a pool; begun when the pool is first heard of."""
+        """The router of a pool, which begins with the first call."""
         return self.pools.open(pool_id)
 
     def router_for(self, model: str | None) -> Router:
@@ -354,24 +356,24 @@ class Replica:
             return True
         has_room = self.pools.has_room(pool_id, served=served)
         if served and not has_room:
-            self._let_silent_go()
+            self._remove_silent_workers()
         self.counters.pools_refused += not has_room
         return has_room
 
     def silent_workers(self) -> list[tuple[Pool, Worker]]:
-        """Those that are kept although their leases have ended, as their pools have no other."""
+        """Workers whose leases have ended and that are kept because their pools have no other."""
         pools = [router.pool for router in self.routers.values() if not router.pool.has_live_target]
         return [(pool, worker) for pool in pools for worker in pool.workers.values() if worker.silent]
 
-    def _let_silent_go(self) -> None:
-        """There are too many pools: those that nobody serves any longer go. Once a round, as it walks all."""
+    def _remove_silent_workers(self) -> None:
+        """Make room: pools whose workers are all silent end. At most once a round, as it walks all pools."""
         if self._made_room_in != self._round:
             self._made_room_in = self._round
             for _, worker in self.silent_workers():
                 self._remove_worker(WorkerId(worker.card.worker_id))
 
     def _has_room_for(self, worker_id: WorkerId, beat: WorkerBeat) -> bool:
-        """Whether the worker is known, or it and its ranks may be added."""
+        """Whether the worker is known, or there is room for it and its ranks."""
         known, card = self._worker(worker_id), beat.card
         if card is None or (known is not None and known.card.ranks >= card.ranks):
             return True
@@ -382,15 +384,15 @@ class Replica:
         return has_room
 
     def not_ready(self, now: float) -> list[str]:
-        """Why this replica should not get traffic yet; empty once it was ready, and for ever after."""
+        """Why this replica should not get traffic yet; always empty after it was ready once."""
         return self._readiness.missing(bool(self._worker_pools), self.readers, now)
 
     def give_up_waiting(self) -> None:
-        """Be ready with what there is: `--ready-timeout` has passed."""
+        """Be ready with what is known: `--ready-timeout` has passed."""
         self._readiness.is_ready = True
 
     def degraded(self) -> list[str]:
-        """What is wrong now, although requests are served."""
+        """Problems that exist although requests are served."""
         reasons = [f"{name(source)}: {reader.flag}" for source, reader in self.readers.items() if reader.flag]
         reasons += behind(self.readers)
         pools = [router.pool for router in self.routers.values() if router.pool.workers]
@@ -400,17 +402,17 @@ class Replica:
         return reasons or ([] if pools else ["no worker is known"])
 
     def unserved(self) -> list[str]:
-        """Why this replica should get no traffic while its peers do: they serve pools that it cannot."""
+        """Why traffic should go to peers instead: the pools that they serve and this replica cannot."""
         lease, own = self.settings.lease_rounds, self._serves().keys()
-        served = self._served_elsewhere.pools(own, self._heard_peers(), lease)
+        served = self._served_elsewhere.pools(own, self._recent_peers(), lease)
         return [
             f"pool {pool_id}: peers serve it ({', '.join(sorted(router_ids)[:NAMED_MOST])}), "
             f"no target here: {self._why_no_target(pool_id)}"
             for pool_id, router_ids in served.items()
         ]
 
-    def _heard_peers(self) -> dict[RouterId, RouterBeat]:
-        """Peers heard within the shortest lease: one forged message must not count for a longer one."""
+    def _recent_peers(self) -> dict[RouterId, RouterBeat]:
+        """Peers seen within the shortest lease: a forged message must not count for a longer one."""
         lease, silent = self.settings.lease_rounds, self._leases.silent_rounds
         return {one: beat for one, beat in self.peers.items() if silent(RouterSource(one)) < lease}
 
@@ -418,7 +420,7 @@ class Replica:
         router = self.routers.get(pool_id)
         workers = router.pool.workers if router is not None else {}
         states = [f"{name} {'silent' if one.silent else one.state}" for name, one in workers.items()]
-        return ", ".join(states[:NAMED_MOST]) or "no worker has been heard"
+        return ", ".join(states[:NAMED_MOST]) or "no worker is known"
 
     # Members
 
@@ -448,7 +450,8 @@ class Replica:
         return FeedReader(source.rank, sink, self._chance, self._held)
 
     def _lose(self, sources: list[Source]) -> None:
-        """Leases have ended."""
+        """The leases of these sources have ended."""
+        # Workers first, and those of a pool together: which of them stay depends on the others.
         silent_workers = {source.worker_id for source in sources if isinstance(source, WorkerSource)}
         self._lose_workers(silent_workers)
         for source in sources:
@@ -468,35 +471,35 @@ class Replica:
             router = self.routers[pool_id]
             lost = [router.pool.workers[worker_id] for worker_id in members & router.pool.workers.keys()]
             removed = router.pool.silence(members)
-            self._forget_targets(pool_id, [target for worker in lost for target in worker.targets()])
+            self._drop_targets(pool_id, [target for worker in lost for target in worker.targets()])
             self.counters.workers_lost += len(removed)
             for worker_id in members:
                 self._feeds.end_worker(worker_id)
             for worker_id in removed:
                 del self._worker_pools[worker_id]
             for worker_id in members.difference(removed):
-                self._leases.renew(WorkerSource(worker_id))  # looked at again after another lease
+                self._leases.renew(WorkerSource(worker_id))  # after another lease this runs again
 
     def _remove_worker(self, worker_id: WorkerId) -> None:
         pool_id = self._worker_pools.pop(worker_id, None)
         if pool_id is not None:
             self._leases.forget(WorkerSource(worker_id))
             self._feeds.end_worker(worker_id)
-            self._forget_targets(pool_id, self.routers[pool_id].pool.remove(worker_id))
+            self._drop_targets(pool_id, self.routers[pool_id].pool.remove(worker_id))
 
-    def _forget_targets(self, pool_id: PoolId, targets: list[Target]) -> None:
+    def _drop_targets(self, pool_id: PoolId, targets: list[Target]) -> None:
         self.routers[pool_id].forget(targets)
         self.routers[pool_id].tell_workers()
 
     def _unfollow_blocks(self, source: KvSource) -> None:
-        """A rank that its worker's heartbeats no longer speak of, or of another incarnation than before."""
+        """End the feed of a rank that heartbeats no longer name, or name with another incarnation."""
         self._feeds.end(source)
         router = self.routers.get(source.pool)
         if router is not None:
             router.pool.approx.drop(source.target)
 
     def _unfollow_bookings(self, source: SyncSource) -> None:
-        """A feed of a peer that is silent, or of a life that is: its next heartbeat begins it anew."""
+        """End a peer's feed whose heartbeats have ceased; the next one begins it again."""
         self._feeds.end(source)
         router = self.routers.get(source.pool)
         if router is not None:

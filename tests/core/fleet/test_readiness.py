@@ -55,7 +55,7 @@ def test_joiner_waits_for_workers_that_others_hear(replica: Replica) -> None:
     assert [] == list(peer.heartbeat("up", "").workers)
 
     replica.router_heartbeat(PEER, encode(peer.heartbeat("up", "", names_workers=True)), 0.0)
-    assert ["worker w2, known to replica peer, has not been heard"] == replica.not_ready(HELLO_S)
+    assert ["no heartbeat of worker w2 yet, which replica peer knows"] == replica.not_ready(HELLO_S)
     receive_worker(replica, "w2")  # without its card, which a hello asks for
     assert replica.not_ready(HELLO_S)
 
@@ -69,7 +69,7 @@ def test_joiner_does_not_wait_for_the_dead(replica: Replica) -> None:
     replica.router_heartbeat(PEER, encode(beat), 0.0)
     receive_worker(replica, card("w1"))
     assert 6 == len(replica.not_ready(HELLO_S))
-    assert "nor have 2 other workers" == replica.not_ready(HELLO_S)[-1]
+    assert "nor of 2 other workers" == replica.not_ready(HELLO_S)[-1]
 
     for _ in range(ROUNDS):
         receive_worker(replica, "w1")
@@ -117,7 +117,7 @@ def test_pool_that_peers_serve_and_this_replica_cannot(replica: Replica) -> None
 
     pass_rounds(1, peer, replica)
     reason = f"pool {POOL}: peers serve it (peer), no target here: "
-    assert [f"{reason}no worker has been heard"] == replica.unserved()
+    assert [f"{reason}no worker is known"] == replica.unserved()
     assert [] == peer.unserved()
     receive_worker(replica, card("w1"), state="down")
     assert [f"{reason}w1 down"] == replica.unserved()
