@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from kvrouter.errors import ConfigError
 from kvrouter.worker.options import AgentOptions, add_flags, read_options
-from kvrouter.worker.zmq.sockets import is_bound
+from kvrouter.worker.zmq.sockets import agent_binds
 
 MAX_ENGINES = 1024
 _OF_THE_PROCESS = ("nats", "namespace", "heartbeat-s", "log-", "engines", "help")
@@ -119,7 +119,7 @@ def _arguments(entry: dict[str, Any]) -> Iterator[str]:
 
 def _default_topic(settings: argparse.Namespace) -> str:
     """`kv@HOST@`, which begins the usual topics. An engine on a separate endpoint needs no topic."""
-    if not settings.kv_events or not is_bound(settings.kv_events) or not settings.engine_url:
+    if not settings.kv_events or not agent_binds(settings.kv_events) or not settings.engine_url:
         return ""
     return f"kv@{urlsplit(settings.engine_url).hostname}@"
 
@@ -132,7 +132,7 @@ def _shared(agents: Sequence[AgentOptions], names: Sequence[str]) -> dict[str, t
             users.setdefault(each.events, []).append((each.topic, name))
     shared = {}
     for endpoint, pairs in users.items():
-        if len(pairs) > 1 or is_bound(endpoint):
+        if len(pairs) > 1 or agent_binds(endpoint):
             topics, owners = zip(*pairs, strict=True)
             if not all(topics):
                 owner = owners[topics.index("")]

@@ -52,7 +52,7 @@ class EventsConfig(Struct, frozen=True):
             if not _ENDPOINT.fullmatch(endpoint):
                 raise EngineError(f"the engine's event endpoint {endpoint[:200]!r} is not tcp://HOST:PORT")
         events = self.endpoint
-        events = _reach(events, host) if binds or _is_bound(events) else _meet(events)
+        events = _reach(events, host) if binds or _engine_binds(events) else _meet(events)
         replay = _reach(self.replay_endpoint, host) if self.replay_endpoint else None
         return EventEndpoints(events, replay, self.topic)
 
@@ -92,7 +92,7 @@ def _of_rank(first: EventsConfig, rank: int) -> EventsConfig:
     )
 
 
-def _is_bound(endpoint: str) -> bool:
+def _engine_binds(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://")
 
 

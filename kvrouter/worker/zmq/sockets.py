@@ -192,7 +192,7 @@ class EngineEvents:
 
     def _is_followed(self, topic: bytes) -> bool:
         """Whether the topic is the engine's. On a bound endpoint that is the first topic received."""
-        if self._topic is None or not is_bound(self._options.events):
+        if self._topic is None or not agent_binds(self._options.events):
             self._topic = topic
         if topic == self._topic:
             return True
@@ -217,7 +217,7 @@ class EngineEvents:
 
     def _connect_again(self) -> None:
         """Reconnect to an engine whose events do not arrive: libzmq does not after an oversized message."""
-        if self._sub is not None and not is_bound(self._options.events):
+        if self._sub is not None and not agent_binds(self._options.events):
             with contextlib.suppress(zmq.ZMQError):
                 self._sub.disconnect(self._options.events)
             self._sub.connect(self._options.events)
@@ -291,7 +291,7 @@ def _numbered(frames: list[bytes]) -> Numbered | None:
     return (int.from_bytes(number, "big"), payload) if len(number) == 8 else None
 
 
-def is_bound(endpoint: str) -> bool:
+def agent_binds(endpoint: str) -> bool:
     """Whether an endpoint names no host, so that the agent binds it."""
     return any(anywhere in endpoint for anywhere in ("*", "//0.0.0.0:", "//[::]:"))
 
@@ -319,7 +319,7 @@ def open_sub(endpoint: str, topic: str) -> Iterator[tuple[zmq.asyncio.Context, z
 
 def _attach(sub: zmq.asyncio.Socket, endpoint: str) -> None:
     try:
-        if is_bound(endpoint):
+        if agent_binds(endpoint):
             sub.bind(endpoint)
         else:
             sub.connect(endpoint)

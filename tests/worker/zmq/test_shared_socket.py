@@ -16,7 +16,7 @@ from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.rank import EngineRank
 from kvrouter.worker.zmq.ordering import EngineStream
 from kvrouter.worker.zmq.shared_socket import SharedSocket
-from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints, is_bound
+from kvrouter.worker.zmq.sockets import EngineEvents, EventEndpoints, agent_binds
 from tests.worker.connecting_engine import Connecting
 from tests.worker.fakes import FakeBus
 
@@ -184,4 +184,4 @@ async def test_taken_endpoint(free_port: Callable[[], int]) -> None:
 )
 def test_what_is_bound(endpoint: str, bound: bool) -> None:
     """An endpoint that names no host is ours to bind."""
-    assert bound == is_bound(endpoint)
+    assert bound == agent_binds(endpoint)
