@@ -62,11 +62,11 @@ class TwoStage(BuiltInPolicy):
     def _group_of(self, request: RouteRequest, candidates: Candidates) -> str:
         groups = sorted(set(self._labels(candidates)))
         key = self._key(request)
+        if not key:
+            return groups[self.turn % len(groups)]
         if key in groups:
             return key
-        if key:
-            return max(groups, key=lambda group: xxh3_64_intdigest(f"{group}\0{key}".encode()))
-        return groups[self.turn % len(groups)]
+        return max(groups, key=lambda group: xxh3_64_intdigest(f"{group}\0{key}".encode()))
 
     def _key(self, request: RouteRequest) -> str:
         """What the group is chosen by; empty: nothing."""

@@ -67,6 +67,11 @@ def test_kept_decision_tells_the_group_of_its_turn() -> None:
         assert [target(winner)] == in_group == list(told.ties) == [told.target]
 
 
+def test_workers_without_label_take_turns_too() -> None:
+    """They form a group like any other: it must not get every request."""
+    assert [0, 1, 0, 1] == turns(TwoStage(), grouped("", "b"), 4)
+
+
 def test_without_labels_it_is_kv() -> None:
     """All in one group."""
     assert ["w2"] == picked(
