@@ -319,7 +319,7 @@ class Replica:
     def wants_hello(self) -> bool:
         """Whether to publish a hello in this round: the card of a live worker is missing.
 
-        Cards are published every 10 s only, and one may be lost. All members answer, so at most once per lease.
+        Cards are published every 10 s only, and one may be lost. At most once per lease: all members answer.
         """
         if not self._lacks_card or self._round < self._hello_again_round:
             return False
