@@ -12,7 +12,7 @@ from kvrouter.core.tables.predictions import ANNOUNCE_S, LEAST, WINDOW, Usage
 from kvrouter.core.wire.heartbeats import RankBeat, encode
 from kvrouter.core.wire.ids import WorkerId
 from tests.core.replicas import new_replica
-from tests.core.tables.test_predictions import TEXT, foretold
+from tests.core.tables.test_predictions import TEXT, predicted
 from tests.core.worlds import POOL, T1, W1, W2, card, worker_beat
 
 
@@ -33,7 +33,7 @@ def kinds(audit: Audit) -> tuple[list[str], list[str]]:
 def answer(replica: Replica, usage: Usage) -> None:
     """A window of answers with this usage, where four blocks were predicted."""
     for _ in range(WINDOW):
-        replica.router(POOL).truth.observe(foretold(4), usage)
+        replica.router(POOL).truth.observe(predicted(4), usage)
 
 
 def test_problem_is_reported_once(replica: Replica) -> None:

@@ -28,7 +28,7 @@ from kvrouter.core.tables.predictions import (
 )
 from kvrouter.core.wire.heartbeats import RankBeat
 from kvrouter.core.wire.ids import PoolId
-from tests.core.tables.test_predictions import CHAT, TEXT, TOKENS, foretold
+from tests.core.tables.test_predictions import CHAT, TEXT, TOKENS, predicted
 from tests.core.worlds import T1, W1, W2, card, chain_from, new_pool, worker_beat
 
 Story = Callable[[PredictionTable], None]
@@ -39,7 +39,7 @@ def answers(usage: Usage, blocks: int, count: int = WINDOW, **facts: Any) -> Sto
 
     def add_to(truth: PredictionTable) -> None:
         for _ in range(count):
-            truth.observe(foretold(blocks, **facts), usage)
+            truth.observe(predicted(blocks, **facts), usage)
 
     return add_to
 

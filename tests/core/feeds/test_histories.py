@@ -1,4 +1,4 @@
-"""After any loss, once the link is clean and a heartbeat has passed, reader and source hold the same."""
+"""After any loss reader and source hold the same, once the link is clean and a heartbeat has arrived."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ steps = st.one_of(st.lists(step, max_size=10), st.lists(step, min_size=20, max_s
 
 
 class LossyLink(Link):
-    """A link that does what a plan says."""
+    """A link that follows a plan of losses, delays and restarts."""
 
     def __init__(self, seed: int, tier_sets: int, ring_frames: int) -> None:
         super().__init__(seed, tier_sets=tier_sets, ring_frames=ring_frames)
@@ -39,7 +39,7 @@ class LossyLink(Link):
         self.tier_sets = tier_sets
 
     def follow(self, plan: list[Any]) -> None:
-        """Step by step; the index's invariants hold after each."""
+        """Take each step, and check the index's invariants after it."""
         for step in plan:
             self._step(*step)
             self.index.check()
@@ -77,7 +77,7 @@ class LossyLink(Link):
             self.late.append(frame)
 
     def _restart(self, lost: bool) -> None:
-        """A new incarnation, with nothing, or with what the state file told and one frame already sent."""
+        """Begin a new incarnation: empty, or with the state file's table and one frame already sent."""
         if lost:
             self.owner.lose()
         self.new_source(self.source.incarnation + 1)
@@ -100,7 +100,7 @@ class LossyLink(Link):
             self.reader.answer(b"\xc1" if kind == "damaged answer" else answer, self.now)
 
     def clean(self) -> None:
-        """From now on nothing is lost. What was underway fails."""
+        """Lose nothing from now on. Open questions fail."""
         if self.awaited is not None:
             self._report("no answer")
         self.settle(seconds=60.0)
@@ -109,7 +109,7 @@ class LossyLink(Link):
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([1, 3, 4096]), steps)
 def test_any_loss_is_repaired(seed: int, tier_sets: int, ring_frames: int, plan: list[Any]) -> None:
-    """Index and owner agree in every tier, frames go on, and a Check confirms it."""
+    """Index and owner agree in every tier, frames are applied again, and a Check confirms it."""
     link = LossyLink(seed, tier_sets, ring_frames)
 
     link.follow(plan)
@@ -125,8 +125,8 @@ def test_any_loss_is_repaired(seed: int, tier_sets: int, ring_frames: int, plan:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), steps)
-def test_nothing_lost_is_nothing_asked(seed: int, plan: list[Any]) -> None:
-    """On a clean link no Check ever differs, and no question is asked after the first."""
+def test_clean_link_needs_no_question(seed: int, plan: list[Any]) -> None:
+    """On a clean link no Check ever differs, and the reader asks nothing after the first question."""
     link = LossyLink(seed, 2, 4096)
     link.heartbeat()
 

@@ -1,4 +1,4 @@
-"""Leases: silence is counted in one's own rounds."""
+"""Leases: silence is counted in rounds of this process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from kvrouter.core.feeds.lease import DEFAULT_ROUNDS, Leases
 
 @pytest.fixture
 def leases() -> Leases[str]:
-    """Leases of the default length."""
     return Leases()
 
 
-def test_silent_source_is_dropped(leases: Leases[str]) -> None:
-    """Whoever stays silent for five rounds is lost, once."""
+def test_silent_source_is_lost(leases: Leases[str]) -> None:
+    """A source that is silent for five rounds is lost, once."""
     leases.renew("w1")
 
     lost = [leases.round(number) for number in range(1, DEFAULT_ROUNDS + 3)]
@@ -22,8 +21,8 @@ def test_silent_source_is_dropped(leases: Leases[str]) -> None:
     assert [[]] * (DEFAULT_ROUNDS - 1) + [["w1"], [], []] == lost
 
 
-def test_heard_again(leases: Leases[str]) -> None:
-    """A word in the last moment begins the lease anew."""
+def test_message_renews_the_lease(leases: Leases[str]) -> None:
+    """A message in the last round begins the lease again."""
     leases.renew("w1")
     for number in range(1, DEFAULT_ROUNDS):
         leases.round(number)
@@ -34,7 +33,7 @@ def test_heard_again(leases: Leases[str]) -> None:
 
 
 def test_repeated_round_counts_once(leases: Leases[str]) -> None:
-    """The same heartbeat, delivered many times, is one round; so is an older one that comes late."""
+    """A heartbeat that is delivered twice is one round; an older one that arrives late is none."""
     leases.renew("w1")
 
     for _ in range(100):
@@ -43,15 +42,15 @@ def test_repeated_round_counts_once(leases: Leases[str]) -> None:
 
 
 def test_rounds_that_were_missed_do_not_count(leases: Leases[str]) -> None:
-    """Only rounds that came back count, whatever their numbers: a gap in them is our own deafness."""
+    """Only rounds that came back count: a gap in their numbers means that we received nothing."""
     leases.renew("w1")
 
     assert [] == leases.round(1)
     assert [] == leases.round(1000)
 
 
-def test_goodbye(leases: Leases[str]) -> None:
-    """Who said goodbye is not lost later; saying it twice does no harm."""
+def test_source_that_left(leases: Leases[str]) -> None:
+    """A source that left is not lost later; a second leave changes nothing."""
     leases.renew("w1")
     leases.forget("w1")
     leases.forget("w1")
@@ -59,8 +58,8 @@ def test_goodbye(leases: Leases[str]) -> None:
     assert [] == [lost for number in range(1, 20) for lost in leases.round(number)]
 
 
-def test_each_has_its_own_lease() -> None:
-    """One source's silence is not another's."""
+def test_each_source_has_its_own_lease() -> None:
+    """One source's silence does not count for another."""
     leases = Leases[str](rounds=2)
     leases.renew("w1")
     leases.renew("w2")
@@ -72,8 +71,8 @@ def test_each_has_its_own_lease() -> None:
     assert ["w2"] == leases.round(3)
 
 
-def test_source_that_beats_slower_than_we_do() -> None:
-    """Its lease is five of its own intervals, however many of our rounds those are."""
+def test_source_with_longer_intervals() -> None:
+    """Its lease is five of its own intervals, in any number of our rounds."""
     leases = Leases[str](rounds=5, interval_s=0.1)
     leases.renew("slow", 1000)
     leases.renew("fast", 100)
@@ -85,7 +84,7 @@ def test_source_that_beats_slower_than_we_do() -> None:
 
 
 def test_interval_is_kept_and_may_change() -> None:
-    """A word without an interval keeps the lease's length; a shorter interval shortens it."""
+    """A message without an interval keeps the lease's length; a shorter interval shortens it."""
     leases = Leases[str](rounds=5, interval_s=1.0)
     leases.renew("w1", 2000)
     leases.renew("w1")
@@ -97,7 +96,7 @@ def test_interval_is_kept_and_may_change() -> None:
 
 
 def test_absurd_interval_is_bounded() -> None:
-    """A source that says to send a heartbeat once in a century is lost after 50 s all the same."""
+    """A source that reports one heartbeat in a century is lost after 50 s."""
     leases = Leases[str]()
     leases.renew("w1", 10**12)
     leases.renew("w2", -5)

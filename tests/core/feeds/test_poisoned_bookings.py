@@ -24,14 +24,14 @@ pytestmark = pytest.mark.usefixtures("core")
 
 PEER = RouterId("peer")
 STEP_S = 0.5
-LEASE_BEATS = 6
+LEASE_BEATS = 6  # stale heartbeats after which the lease of a forged incarnation ends
+# Seconds of honest traffic within which a copy must be right: a broken feed alone pauses for 30.
 HEAL_S = 60
-"""Seconds of honest traffic within which a copy must be right: a broken feed alone pauses for 30."""
 FORGED = AddRequest(2**40, "forged", "w1", 0, pack_hashes([1, 2]), 32, 0, 32)
 
 
 def sink_of(table: ActiveTable) -> SyncSink:
-    """Writes ops of the peer's feed to the table."""
+    """A sink that writes the peer's feed to the table."""
     return SyncSink(
         table, PEER, booked=lambda _: None, prefill_completed=lambda *_: None, assume=lambda *_: None
     )
@@ -53,12 +53,12 @@ class PeerFeed:
         self.follow()
 
     def follow(self) -> None:
-        """Begin to follow the peer, with no copy of its bookings."""
+        """Begin to follow the peer without a copy of its bookings."""
         self.reader = FeedReader("pool", sink_of(self.copy), self.rng.random)
         self._stale = 0
 
     def write(self) -> list[bytes]:
-        """A booking begins or ends; returns the frames, not delivered."""
+        """Begin or end a booking; returns the frames, not delivered."""
         op: Op
         if not self.live or self.rng.random() < 0.6:
             self._booked += 1
@@ -74,12 +74,11 @@ class PeerFeed:
         return frames
 
     def deliver(self, *frames: bytes) -> None:
-        """Frames arrive."""
         for frame in frames:
             self.reader.frame(frame, self.now)
 
     def heartbeat(self) -> None:
-        """The peer's heartbeat arrives; after some stale ones, the lease of a forged incarnation expires."""
+        """Deliver the peer's heartbeat. After some stale ones the lease of a forged incarnation ends."""
         is_current = self.reader.heartbeat(self.source.incarnation, self.source.seq, self.now)
         self._stale = 0 if is_current else self._stale + 1
         if self._stale == LEASE_BEATS:
@@ -88,20 +87,20 @@ class PeerFeed:
             self.follow()
 
     def ask(self) -> bytes | None:
-        """The peer's answer to what the reader asks now."""
+        """The peer's answer to the reader's next question, not delivered."""
         request = self.reader.due(self.now)
         if request is None:
             return None
         return self.source.answer(decode_request(encode(request)), 1 << 20, self.now)
 
     def load(self, answer: bytes) -> None:
-        """An answer arrives and is applied."""
+        """Deliver an answer and load it to its end."""
         self.reader.answer(answer, self.now)
         while self.reader.is_loading:
             self.reader.work(10_000, self.now)
 
     def run(self, seconds: float) -> None:
-        """Bookings come and go, a heartbeat and a Check a second, and nothing is lost or forged."""
+        """Bookings begin and end, with a heartbeat and a Check each second. Nothing is lost or forged."""
         for step in range(int(seconds / STEP_S)):
             self.now += STEP_S
             self.deliver(*self.write())
@@ -132,7 +131,7 @@ class PeerFeed:
 
 @pytest.fixture
 def feed() -> PeerFeed:
-    """A live feed that has lost a frame, and has asked for it."""
+    """A live feed that has lost a frame and has asked for it."""
     feed = PeerFeed()
     feed.heartbeat()
     for _ in range(5):

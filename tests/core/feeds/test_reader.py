@@ -1,4 +1,4 @@
-"""The reader: frames in order, gaps, lost tails, new incarnations, snapshots."""
+"""The reader: frames in order, gaps, lost last frames, new incarnations, snapshots."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.core.links import TARGET, Link, frame_of
 
 @pytest.fixture
 def link() -> Link:
-    """A feed whose source has said hello and sent nothing yet."""
+    """A feed whose source has sent a heartbeat and no frame."""
     link = Link()
     link.heartbeat()
     return link
 
 
 def test_fresh_source(link: Link) -> None:
-    """A source that has sent nothing is live at once, without a question; it then is simply followed."""
+    """A source that has sent nothing is live at once, without a question, and is then followed."""
     assert FeedState.LIVE is link.reader.state
 
     for node in range(10):
@@ -30,8 +30,8 @@ def test_fresh_source(link: Link) -> None:
     assert (10, 0) == (link.reader.counters.applied, link.reader.lag)
 
 
-def test_nothing_is_known_before_the_first_word() -> None:
-    """A reader that has heard nothing waits, and asks nobody."""
+def test_reader_waits_for_the_first_message() -> None:
+    """Before the first message the reader waits and asks nothing."""
     link = Link()
 
     assert FeedState.WAITING is link.reader.state
@@ -39,7 +39,7 @@ def test_nothing_is_known_before_the_first_word() -> None:
 
 
 def test_joiner_asks_for_a_snapshot() -> None:
-    """Whoever meets a source that has history behind it, by heartbeat or by frame, gets a snapshot."""
+    """A source with history, first met by heartbeat or by frame, is read by snapshot."""
     for by_heartbeat in (True, False):
         link = Link()
         frames = [link.write(*link.owner.store(node)) for node in (5, 30)]
@@ -58,7 +58,7 @@ def test_joiner_asks_for_a_snapshot() -> None:
 
 
 def test_first_frame_needs_no_heartbeat() -> None:
-    """Frame 1 of an unknown incarnation is all there is: it is applied."""
+    """Frame 1 of an unknown incarnation is its whole history: it is applied."""
     link = Link()
 
     link.send(link.owner.store(3))
@@ -68,7 +68,7 @@ def test_first_frame_needs_no_heartbeat() -> None:
 
 
 def test_gap_is_repaired_from_the_ring(link: Link) -> None:
-    """A frame that was lost is asked for; what came after it is held and then applied."""
+    """A lost frame is asked for; later frames are held and then applied."""
     link.send(link.owner.store(1))
     link.write(*link.owner.store(20))
     link.send(link.owner.store(40))
@@ -83,7 +83,7 @@ def test_gap_is_repaired_from_the_ring(link: Link) -> None:
 
 
 def test_repeated_and_old_frames_are_dropped(link: Link) -> None:
-    """A frame that comes twice, or late, is not applied again."""
+    """A frame that arrives twice, or late, is not applied again."""
     first, second = link.write(*link.owner.store(5)), link.write(*link.owner.remove(5))
 
     link.deliver(first, first, second, first, second)
@@ -93,7 +93,7 @@ def test_repeated_and_old_frames_are_dropped(link: Link) -> None:
 
 
 def test_order_across_a_reconnect(link: Link) -> None:
-    """Frames that arrive in the wrong order are applied in the right one."""
+    """Frames that arrive in the wrong order are applied in the right order."""
     frames = [link.write(*ops) for ops in (link.owner.store(5), link.owner.remove(5), link.owner.store(7))]
 
     link.deliver(frames[2], frames[0], frames[1])
@@ -103,8 +103,8 @@ def test_order_across_a_reconnect(link: Link) -> None:
     assert FeedState.LIVE is link.reader.state
 
 
-def test_lost_tail_is_revealed_by_the_heartbeat(link: Link) -> None:
-    """The last frames before silence were lost: the heartbeat tells, and they are asked for."""
+def test_heartbeat_shows_that_last_frames_were_lost(link: Link) -> None:
+    """The last frames before a silence were lost: the heartbeat counts them, and the reader asks for them."""
     link.write(*link.owner.store(5))
     link.write(*link.owner.store(9))
     assert 0 == link.reader.lag
@@ -116,8 +116,8 @@ def test_lost_tail_is_revealed_by_the_heartbeat(link: Link) -> None:
     assert link.agrees()
 
 
-def test_heartbeat_from_the_past_changes_nothing(link: Link) -> None:
-    """A heartbeat that counts less than was applied is old."""
+def test_old_heartbeat_changes_nothing(link: Link) -> None:
+    """A heartbeat that counts fewer frames than were applied is old."""
     link.send(link.owner.store(5))
 
     link.reader.heartbeat(1000, 0, link.now)
@@ -127,7 +127,7 @@ def test_heartbeat_from_the_past_changes_nothing(link: Link) -> None:
 
 
 def test_new_incarnation_with_history() -> None:
-    """A source that started anew and has sent frames is read by snapshot; nothing old is left."""
+    """A source that has restarted and sent frames is read by snapshot; no old block is left."""
     link = Link()
     link.send(link.owner.store(30))
     link.owner.lose()
@@ -142,7 +142,7 @@ def test_new_incarnation_with_history() -> None:
 
 
 def test_new_incarnation_without_history() -> None:
-    """A source that started anew and has sent nothing holds nothing: no question is needed."""
+    """A source that has restarted and sent nothing holds nothing: the reader need not ask."""
     link = Link()
     link.send(link.owner.store(30))
     link.owner.lose()
@@ -155,7 +155,7 @@ def test_new_incarnation_without_history() -> None:
 
 
 def test_lower_incarnation_is_stale() -> None:
-    """Frames and heartbeats of an incarnation before the one known are dropped."""
+    """Frames and heartbeats of an older incarnation are dropped."""
     link = Link()
     link.send(link.owner.store(5))
 
@@ -168,7 +168,7 @@ def test_lower_incarnation_is_stale() -> None:
 
 
 def test_old_heartbeat_does_not_hold_up_a_new_incarnation() -> None:
-    """Two agents fight: the old one's heartbeat does not make the new one's feed look behind for ever."""
+    """With two agents of one id, the old one's heartbeat does not make the new one's feed look behind."""
     link = Link()
     for node in range(20):
         link.send(link.owner.check() + link.owner.store(node))
@@ -184,7 +184,7 @@ def test_old_heartbeat_does_not_hold_up_a_new_incarnation() -> None:
 
 
 def test_source_restarts_while_it_is_asked() -> None:
-    """The answer comes from a newer incarnation than the question: its numbers count from now on."""
+    """The answer is of a newer incarnation than the question: its numbers count from now on."""
     link = Link()
     for node in range(20):
         link.send(link.owner.check() + link.owner.store(node))
@@ -203,7 +203,7 @@ def test_source_restarts_while_it_is_asked() -> None:
 
 
 def test_snapshots_of_two_incarnations_are_not_mixed() -> None:
-    """Chunk 2 of the old snapshot 1 and chunk 2 of the new snapshot 1 are not the same."""
+    """Chunk 2 of the old snapshot 1 does not follow chunk 1 of the new snapshot 1."""
     link = Link(ring_frames=1)
     link.max_bytes = 200
     for node in range(12):
@@ -228,7 +228,7 @@ def test_snapshots_of_two_incarnations_are_not_mixed() -> None:
 
 
 def test_ring_too_short(link: Link) -> None:
-    """What the ring no longer has comes as a snapshot, in chunks; live frames meanwhile are held."""
+    """Frames that the ring no longer has arrive as a snapshot in chunks; live frames are held meanwhile."""
     link.source = Link(ring_frames=2).source
     link.ring_frames, link.max_bytes = 2, 300
     link.new_source(1000)
@@ -265,7 +265,7 @@ def test_look_ups_see_the_old_blocks_while_a_snapshot_loads(link: Link) -> None:
 
 
 def test_source_that_leaves_in_the_middle_leaves_no_row(link: Link) -> None:
-    """A snapshot given up half-way, for good, takes no room."""
+    """A snapshot whose source left halfway takes no room."""
     link.send(link.owner.store(47))
     link.reader.frame(frame_of(1000, 9), link.now)
     link.source.incarnation = 1001
@@ -282,7 +282,7 @@ def test_source_that_leaves_in_the_middle_leaves_no_row(link: Link) -> None:
 
 
 def test_snapshot_expires_between_two_chunks(link: Link) -> None:
-    """If the source has forgotten the snapshot, a new one is taken from its beginning."""
+    """If the source has dropped the snapshot, a new one is read from its first chunk."""
     link.max_bytes = 300
     for node in range(48):
         link.write(*link.owner.check(), *link.owner.store(node))
@@ -304,7 +304,7 @@ def test_snapshot_expires_between_two_chunks(link: Link) -> None:
 
 
 def test_recovery_is_timed(link: Link) -> None:
-    """How long the last recovery took is known."""
+    """The duration of the last recovery is known."""
     link.write(*link.owner.store(5))
     link.heartbeat()
     link.now += 2.5
@@ -315,7 +315,7 @@ def test_recovery_is_timed(link: Link) -> None:
 
 
 def test_unknown_ops_are_counted(link: Link) -> None:
-    """Ops this reader does not know are passed over, and show in its counters."""
+    """Unknown ops are skipped and counted."""
     link.deliver(b"\x94\x01\xcd\x03\xe8\x01\x92\x92\x63\x01\x92\x12\x01")
 
     assert (1, 1) == (link.reader.counters.unknown_ops, link.reader.seq)

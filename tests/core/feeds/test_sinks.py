@@ -1,4 +1,4 @@
-"""Where feeds end: ops on the index, ops on the active table."""
+"""Sinks: ops change the block index and the bookings."""
 
 from __future__ import annotations
 
@@ -30,19 +30,17 @@ ADD = AddRequest(7, "req", "w1", 0, pack_hashes(CHAIN), 50, 1, 34, 2)
 
 @pytest.fixture
 def index() -> BlockIndex:
-    """The index under the KV sink."""
     return BlockIndex()
 
 
 @pytest.fixture
 def kv(index: BlockIndex) -> KvSink:
-    """One rank with room for ten blocks."""
+    """The sink of a rank with room for ten blocks."""
     return KvSink(index, T1, 1, lambda: 10)
 
 
 @pytest.fixture
 def active() -> ActiveTable:
-    """The table under the sync sink."""
     return ActiveTable()
 
 
@@ -54,7 +52,7 @@ def prefilled() -> list[Booking]:
 
 @pytest.fixture
 def sync(active: ActiveTable, prefilled: list[Booking]) -> SyncSink:
-    """A peer's bookings."""
+    """The sink of a peer's bookings."""
     return SyncSink(
         active,
         OTHER,
@@ -65,7 +63,7 @@ def sync(active: ActiveTable, prefilled: list[Booking]) -> SyncSink:
 
 
 def test_kv_ops_change_the_index(kv: KvSink, index: BlockIndex) -> None:
-    """Stored, Removed and Cleared do what they say."""
+    """Stored adds blocks, Removed removes them, Cleared empties the rank."""
     assert not kv.apply(Stored(0, None, pack_hashes(CHAIN[:1])), 0.0)
     assert not kv.apply(Stored(0, 11, pack_hashes(CHAIN[1:])), 0.0)
     assert {T1: 3} == index.overlap(CHAIN)
@@ -87,13 +85,13 @@ def test_parent_must_be_held_in_the_same_tier_set(index: BlockIndex) -> None:
 
 
 def test_capacity_has_some_slack(kv: KvSink) -> None:
-    """Up to 1.1 × the card's capacity is believed."""
+    """Up to 1.1 × the card's capacity is accepted."""
     assert not kv.apply(Stored(0, None, pack_hashes(range(11))), 0.0)
     assert "12 blocks" in kv.apply(Stored(0, None, pack_hashes([11])), 0.0)
 
 
 def test_target_that_ignores_its_capacity_does_not_fill_the_index(kv: KvSink, index: BlockIndex) -> None:
-    """What comes after the excess is not stored, however often it comes."""
+    """Blocks beyond the capacity are not stored, however often they are announced."""
     for start in range(0, 1000, 10):
         kv.apply(Stored(0, None, pack_hashes(range(start, start + 10))), 0.0)
 
@@ -101,7 +99,7 @@ def test_target_that_ignores_its_capacity_does_not_fill_the_index(kv: KvSink, in
 
 
 def test_kv_check_compares_a_tier_set(kv: KvSink) -> None:
-    """Count and digest of the tier set that the Check names; one the target does not have is empty."""
+    """A Check compares the tier set that it names; a tier that the target has not is empty."""
     kv.apply(Stored(0, None, pack_hashes(CHAIN)), 0.0)
 
     assert kv.agrees(Check(3, 66))
@@ -111,7 +109,7 @@ def test_kv_check_compares_a_tier_set(kv: KvSink) -> None:
 
 
 def test_snapshot_with_a_wider_tier_than_the_card(index: BlockIndex) -> None:
-    """Live or by snapshot, a tier that the card does not list is held all the same."""
+    """A tier that the card does not list is indexed, live and by snapshot."""
     live, loaded = KvSink(index, T1, 1, lambda: 0), KvSink(index, Target(WorkerId("w2")), 1, lambda: 0)
     op = Stored(1, None, pack_hashes(CHAIN))
 
@@ -124,10 +122,10 @@ def test_snapshot_with_a_wider_tier_than_the_card(index: BlockIndex) -> None:
     assert loaded.agrees(Check(3, 66, 1))
 
 
-def test_ops_of_the_other_kind_are_passed_over(
+def test_ops_of_the_other_kind_are_ignored(
     kv: KvSink, sync: SyncSink, index: BlockIndex, active: ActiveTable
 ) -> None:
-    """A booking in a KV feed, or a block in a sync feed, changes nothing and is no contradiction."""
+    """A booking in a KV feed, or a block in a sync feed, changes nothing and is not a contradiction."""
     assert not kv.apply(ADD, 0.0)
     assert not sync.apply(Stored(0, 99, b""), 0.0)
 
@@ -136,7 +134,7 @@ def test_ops_of_the_other_kind_are_passed_over(
 
 
 def test_three_moments_of_a_booking(sync: SyncSink, active: ActiveTable, prefilled: list[Booking]) -> None:
-    """AddRequest books, MarkPrefillCompleted takes the charge off, Progress adds, Free ends."""
+    """AddRequest books, MarkPrefillCompleted ends the charge, Progress adds blocks, Free ends."""
     sync.apply(ADD, 0.0)
     assert (5, 34) == (active.blocks(T1), active.charged_tokens(T1))
 
@@ -152,8 +150,8 @@ def test_three_moments_of_a_booking(sync: SyncSink, active: ActiveTable, prefill
     active.check()
 
 
-def test_moments_of_unknown_bookings_are_passed_over(sync: SyncSink, active: ActiveTable) -> None:
-    """What was freed, or never booked here, does not come back."""
+def test_moments_of_unknown_bookings_are_ignored(sync: SyncSink, active: ActiveTable) -> None:
+    """A booking that was freed, or never made here, does not appear."""
     for op in (MarkPrefillCompleted(1), Progress(1, 2), Free(1)):
         assert not sync.apply(op, 0.0)
 
@@ -161,7 +159,7 @@ def test_moments_of_unknown_bookings_are_passed_over(sync: SyncSink, active: Act
 
 
 def test_sync_snapshot_replaces_all_bookings(sync: SyncSink, active: ActiveTable) -> None:
-    """What the snapshot names is there as it says; what it does not name is freed."""
+    """Bookings are as the snapshot names them; those it does not name are freed."""
     sync.apply(ADD, 0.0)
     sync.apply(AddRequest(8, "old", "w2", 0, b"", 5, 0, 5), 0.0)
     booking = active.booking(BookingKey(OTHER, 7))
@@ -178,7 +176,7 @@ def test_sync_snapshot_replaces_all_bookings(sync: SyncSink, active: ActiveTable
     active.check()
 
 
-def test_snapshot_hands_on_assumptions(active: ActiveTable) -> None:
+def test_snapshot_passes_assumptions_on(active: ActiveTable) -> None:
     """ApproxEntry counts only in a snapshot, and its prefill moments are not assumed a second time."""
     entries: list[ApproxEntry] = []
     prefilled: list[Booking] = []
@@ -201,7 +199,7 @@ def test_snapshot_hands_on_assumptions(active: ActiveTable) -> None:
 
 
 def test_reset_frees_all(sync: SyncSink, active: ActiveTable) -> None:
-    """A replica that began anew has no bookings."""
+    """A replica that has restarted has no bookings."""
     sync.apply(ADD, 0.0)
 
     sync.reset()

@@ -1,4 +1,4 @@
-"""The source: numbers, ring, shared snapshots, everything below the size of a message."""
+"""The source: numbers, ring, shared snapshots, and no message above the limit."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ State = list[Op]
 
 @pytest.fixture
 def state() -> State:
-    """What a snapshot of the source tells."""
+    """The ops of which a snapshot of the source is made."""
     return [Free(1)]
 
 
 @pytest.fixture
 def new_source(state: State) -> Callable[..., FeedSource]:
-    """Makes sources of that state."""
+    """Makes sources with that state."""
 
     def make(**limits: int) -> FeedSource:
         return FeedSource(1000, lambda _now: list(state), **limits)
@@ -45,7 +45,7 @@ def new_source(state: State) -> Callable[..., FeedSource]:
 
 @pytest.fixture
 def source(new_source: Callable[..., FeedSource]) -> FeedSource:
-    """A source with the usual limits."""
+    """A source with the default limits."""
     return new_source()
 
 
@@ -69,7 +69,7 @@ def chunk_of(data: bytes) -> SnapshotChunk:
 
 
 def test_frames_are_numbered_from_one(source: FeedSource) -> None:
-    """1, 2, 3…; nothing to tell is no frame."""
+    """1, 2, 3…; an empty list of ops makes no frame."""
     sent = [decode_frame(frame) for _ in range(3) for frame in source.append([Free(1)])]
 
     assert [] == source.append([])
@@ -77,7 +77,7 @@ def test_frames_are_numbered_from_one(source: FeedSource) -> None:
 
 
 def test_large_lists_of_ops_are_cut(source: FeedSource) -> None:
-    """Ops that exceed a frame go out as several, each below 512 KiB, in order."""
+    """Ops that exceed a frame are sent as several, each below 512 KiB, in order."""
     ops: list[Op] = [Stored(0, None, pack_hashes(range(n, n + 4096))) for n in range(0, 4096 * 40, 4096)]
 
     sent = source.append(ops)
@@ -89,7 +89,7 @@ def test_large_lists_of_ops_are_cut(source: FeedSource) -> None:
 
 @pytest.mark.parametrize("spare_bytes", [-1, 0, 1, 2])
 def test_ops_that_just_fit_are_one_frame(source: FeedSource, spare_bytes: int) -> None:
-    """As long as the frame around them is no larger than a frame may be, all together."""
+    """The limit counts the whole frame, its envelope included."""
     room = MAX_FRAME_BYTES // 2
     around = len(encode(Frame(VERSION, 1000, 1, [Free(1), Stored(0, None, bytes(room))]))) - room
 
@@ -100,7 +100,7 @@ def test_ops_that_just_fit_are_one_frame(source: FeedSource, spare_bytes: int) -
 
 
 def test_replay_from_the_ring(source: FeedSource) -> None:
-    """Whoever missed frames that the ring still has gets them; who missed none gets none."""
+    """A reader gets the missing frames that the ring has; a reader that misses none gets none."""
     for _ in range(5):
         source.append([Free(1)])
 
@@ -113,7 +113,7 @@ def test_replay_from_the_ring(source: FeedSource) -> None:
 def test_snapshot_where_the_ring_does_not_help(
     new_source: Callable[..., FeedSource], request_: ReplayRequest
 ) -> None:
-    """Asked for at once, too far back, ahead of the source, or of another incarnation: a snapshot."""
+    """A question for a snapshot, too far back, ahead of the source, or of another incarnation."""
     source = new_source(ring_frames=2)
     for _ in range(5):
         source.append([Free(1)])
@@ -141,7 +141,7 @@ def test_ring_is_bounded_by_bytes(new_source: Callable[..., FeedSource]) -> None
 
 
 def test_replay_stays_below_a_message(source: FeedSource) -> None:
-    """As many frames as fit; the reader asks for the rest. At least one, or it would never end."""
+    """As many frames as fit, and at least one: else the reader would ask without end."""
     for _ in range(50):
         source.append([Stored(0, None, bytes(800))])
 
@@ -153,7 +153,7 @@ def test_replay_stays_below_a_message(source: FeedSource) -> None:
 
 
 def test_snapshot_comes_in_chunks(source: FeedSource, state: State) -> None:
-    """Each chunk stays below a message; together they are the state as of one frame."""
+    """Each chunk is below the limit; together they are the state as of one frame."""
     state[:] = [Stored(0, None, pack_hashes([n, n + 1])) for n in range(200)]
     source.append([Free(1)])
     first = chunk_of(source.answer(ask(0), 1000, 0.0))
@@ -181,7 +181,7 @@ def test_snapshot_of_nothing(source: FeedSource, state: State) -> None:
 
 
 def test_snapshot_is_shared_and_forgotten(source: FeedSource) -> None:
-    """Who asks within 10 s gets the same copy; later a new one is taken."""
+    """Questions within 10 s get the same snapshot, later ones a new one."""
     first = chunk_of(source.answer(ask(0), MAX_BYTES, 0.0))
     again = chunk_of(source.answer(ask(0), MAX_BYTES, SNAPSHOT_KEPT_S))
     later = chunk_of(source.answer(ask(0), MAX_BYTES, SNAPSHOT_KEPT_S + 0.1))
@@ -190,7 +190,7 @@ def test_snapshot_is_shared_and_forgotten(source: FeedSource) -> None:
 
 
 def test_snapshot_is_shared_only_while_the_ring_leads_on(new_source: Callable[..., FeedSource]) -> None:
-    """A copy so old that frames after it are gone from the ring is of no use to anybody."""
+    """A snapshot is not shared when the frame after it has left the ring."""
     source = new_source(ring_frames=2)
     first = chunk_of(source.answer(ask(0), MAX_BYTES, 0.0))
     source.append([Free(1)])
@@ -203,7 +203,7 @@ def test_snapshot_is_shared_only_while_the_ring_leads_on(new_source: Callable[..
 
 
 def test_chunk_of_a_forgotten_snapshot(source: FeedSource) -> None:
-    """Who asks for a chunk that is no more gets the beginning of a new snapshot."""
+    """A question for a chunk of a dropped snapshot gets the first chunk of a new one."""
     for snapshot_id, chunk in ((99, 3), (1, 7), (1, -1)):
         found = chunk_of(source.answer(ask(0, snapshot_id=snapshot_id, chunk=chunk), MAX_BYTES, 0.0))
         assert 0 == found.chunk

@@ -1,4 +1,4 @@
-"""The reader against bad sources and bad links: damage, contradictions, digests, backoff."""
+"""The reader with bad sources and bad links: damage, contradictions, digests, backoff."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def link() -> Link:
 
 
 def test_malformed_frame_is_repaired_like_a_gap(link: Link) -> None:
-    """A damaged copy is asked for again; the good one is applied."""
+    """A damaged frame is asked for again, and the good copy is applied."""
     frame = link.write(*link.owner.store(40))
 
     link.deliver(malformed(frame))
@@ -33,7 +33,7 @@ def test_malformed_frame_is_repaired_like_a_gap(link: Link) -> None:
 
 
 def test_unreadable_frame_shows_as_a_gap(link: Link) -> None:
-    """Of a frame without a number nothing is known until the next one, or a heartbeat."""
+    """A frame without a readable number is missed when the next one, or a heartbeat, arrives."""
     frame = link.write(*link.owner.store(40))
 
     link.deliver(frame[:3])
@@ -46,7 +46,7 @@ def test_unreadable_frame_shows_as_a_gap(link: Link) -> None:
 
 @pytest.mark.parametrize("unreadable", [False, True])
 def test_second_malformed_copy_asks_for_a_snapshot(link: Link, unreadable: bool) -> None:
-    """If the source's own copy is damaged too, what the frame said comes as a snapshot."""
+    """If the source's own copy is damaged too, its changes arrive as a snapshot."""
     frame = link.write(*link.owner.store(40))
     link.source._ring[-1] = frame[:3] if unreadable else malformed(frame)
     if unreadable:
@@ -69,9 +69,9 @@ def test_second_malformed_copy_asks_for_a_snapshot(link: Link, unreadable: bool)
     ],
 )
 def test_second_malformed_snapshot_breaks_the_source(link: Link, answer: bytes) -> None:
-    """One that is damaged or contradicts itself is asked again after a pause; the second breaks the source.
+    """After a damaged or contradictory snapshot the reader pauses; the second breaks the source.
 
-    Then it counts for nothing, is flagged, and asked again after 30 s.
+    Its blocks are then dropped, the flag is set, and it is asked again after 30 s.
     """
     link.new_source(2000)
     link.write(*link.owner.store(40))
@@ -99,7 +99,7 @@ def test_second_malformed_snapshot_breaks_the_source(link: Link, answer: bytes) 
 
 
 def test_frames_in_answer_to_a_snapshot_question() -> None:
-    """They are no answer: the question comes again after a pause; the second breaks the source."""
+    """Frames do not answer it: the reader asks again after a pause; the second time breaks the source."""
     link = Link()
     link.write(*link.owner.store(3))
     link.heartbeat()
@@ -115,9 +115,9 @@ def test_frames_in_answer_to_a_snapshot_question() -> None:
 
 
 def test_snapshot_of_a_newer_source(link: Link) -> None:
-    """Ops whose codes are unknown are left out and counted, in a snapshot as in a frame.
+    """Ops with unknown codes are skipped and counted, in a snapshot as in a frame.
 
-    Refused as a whole, the feed would be broken for 30 s at a time, and its last known blocks would stay.
+    If the snapshot were rejected as a whole, the feed would be broken for 30 s at a time.
     """
     held = link.owner.store(40) + link.owner.store(41)
     ops = [msgpack.unpackb(encode(op)) for op in link.owner.state_ops()]
@@ -135,7 +135,7 @@ def test_snapshot_of_a_newer_source(link: Link) -> None:
 
 
 def test_step_that_raises_breaks_its_feed_alone(link: Link) -> None:
-    """A bug that something in the feed meets: it counts for nothing for 30 s, and then is loaded again."""
+    """A bug that the feed's data triggers drops its blocks for 30 s; then they are loaded again."""
     link.reader.break_down(link.now)
 
     assert (FeedState.BROKEN, 1) == (link.reader.state, link.reader.counters.errors)
@@ -161,8 +161,8 @@ def test_broken_source_that_restarts_is_read_at_once(link: Link) -> None:
     assert link.agrees()
 
 
-def test_flag_of_a_broken_source_goes_when_it_is_well(link: Link) -> None:
-    """Once a good snapshot has been loaded, nothing is said to be wrong any more."""
+def test_good_snapshot_clears_the_flag(link: Link) -> None:
+    """Also that of a broken source."""
     link.write(*link.owner.store(30))
     link.heartbeat()
     break_source(link)
@@ -175,7 +175,7 @@ def test_flag_of_a_broken_source_goes_when_it_is_well(link: Link) -> None:
 
 
 def test_missing_parent_asks_for_a_snapshot(link: Link) -> None:
-    """A Stored whose parent is not held here is a contradiction: counted, and repaired by snapshot."""
+    """A Stored whose parent is not held is a contradiction: counted, and repaired by snapshot."""
     wrong = frame_of(1000, 2, Stored(0, 12345, pack_hashes([1])))
     link.write(*link.owner.store(40))
 
@@ -186,8 +186,8 @@ def test_missing_parent_asks_for_a_snapshot(link: Link) -> None:
     assert link.agrees()
 
 
-def test_more_than_the_card_says_is_refused() -> None:
-    """A target that announces more than 1.1 × its capacity is disbelieved: snapshot, then broken."""
+def test_more_than_the_cards_capacity_breaks_the_source() -> None:
+    """A target with more than 1.1 × its capacity gets a snapshot, and is then broken."""
     link = Link(capacity=10)
     link.send([Stored(0, None, pack_hashes(range(11)))])
     assert 0 == link.reader.counters.contradictions
@@ -199,7 +199,7 @@ def test_more_than_the_card_says_is_refused() -> None:
 
 
 def test_digest_mismatch_asks_for_a_snapshot(link: Link) -> None:
-    """What a Check does not confirm is loaded anew."""
+    """A Check that differs is followed by a snapshot."""
     link.index.store(TARGET, [77])  # damage
 
     link.send(link.owner.check())
@@ -211,7 +211,7 @@ def test_digest_mismatch_asks_for_a_snapshot(link: Link) -> None:
 
 
 def test_digest_that_keeps_differing(link: Link) -> None:
-    """Two mismatches in a row: flagged, and a snapshot at most every 30 s."""
+    """Two mismatches in a row set the flag, and allow a snapshot at most every 30 s."""
     for _ in range(29):
         link.send([Check(99, 99)])
         link.exchange_all()
@@ -229,7 +229,7 @@ def test_digest_that_keeps_differing(link: Link) -> None:
 
 
 def test_flagged_feed_still_follows_its_source(link: Link) -> None:
-    """While a snapshot is not yet allowed, live frames are applied all the same."""
+    """Until the next snapshot is allowed, live frames are applied."""
     for _ in range(2):
         link.send([Check(99, 99)])
         link.exchange_all()
@@ -240,7 +240,7 @@ def test_flagged_feed_still_follows_its_source(link: Link) -> None:
 
 
 def test_source_that_contradicts_itself_is_not_asked_in_a_loop(link: Link) -> None:
-    """A frame that contradicts the source's own snapshot is not a reason to ask without a pause."""
+    """A frame that contradicts the source's own snapshot leads to a pause before the next question."""
     link.source.answer(link.reader.due(link.now) or _snapshot_request(), link.max_bytes, link.now)
     link.send([Stored(0, 12345, pack_hashes([1]))])
 
@@ -251,7 +251,7 @@ def test_source_that_contradicts_itself_is_not_asked_in_a_loop(link: Link) -> No
 
 
 def break_source(link: Link) -> None:
-    """Two answers in a row that cannot be read."""
+    """Deliver two unreadable answers in a row."""
     for _ in range(2):
         assert link.ask()
         link.reader.answer(b"\xff", link.now)
@@ -264,7 +264,7 @@ def _snapshot_request() -> ReplayRequest:
 
 
 def test_backoff_grows_and_is_capped(link: Link) -> None:
-    """Without an answer the pauses double, up to five seconds, and never end."""
+    """Without an answer the pauses double up to five seconds, and questions continue."""
     link.write(*link.owner.store(40))
     link.heartbeat()
     pauses = []
@@ -283,8 +283,8 @@ def test_backoff_grows_and_is_capped(link: Link) -> None:
     assert link.agrees()
 
 
-def test_backoff_begins_anew_after_success(link: Link) -> None:
-    """A feed that recovered pauses shortly again the next time."""
+def test_backoff_is_reset_by_success(link: Link) -> None:
+    """After a recovery the next pause is the shortest again."""
     for _ in range(2):
         link.write(*link.owner.check())
         link.heartbeat()
@@ -304,7 +304,7 @@ def test_backoff_begins_anew_after_success(link: Link) -> None:
 
 
 def test_one_question_at_a_time(link: Link) -> None:
-    """While an answer is awaited nothing more is asked."""
+    """While an answer is awaited the reader asks nothing else."""
     link.write(*link.owner.store(40))
     link.heartbeat()
 
@@ -313,7 +313,7 @@ def test_one_question_at_a_time(link: Link) -> None:
 
 
 def test_late_answer_changes_nothing(link: Link) -> None:
-    """An answer to a question that the live feed has made idle is not applied."""
+    """An answer that arrives when the feed is live again is not applied."""
     late = link.write(*link.owner.store(40))
     link.heartbeat()
     answer = link.ask()
@@ -328,7 +328,7 @@ def test_late_answer_changes_nothing(link: Link) -> None:
 
 
 def test_too_much_held(link: Link) -> None:
-    """More live frames during a recovery than memory allows: they are dropped, and recovery goes on."""
+    """Live frames beyond the memory limit during a recovery are dropped, and the recovery continues."""
     link.write(*link.owner.store(40))
     big = b"\x00" * 8
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The approximate index: what was prefilled somewhere is taken to stay there for a while."""
+"""The approximate index: blocks that were prefilled on a target are assumed to stay there for a while."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ CHAIN = [11, 22, 33, 44]
 
 
 def own_entries(approx: ApproxIndex, now: float) -> list[tuple[Target, list[int], float]]:
-    """What a joiner is told."""
+    """The entries of a snapshot for a joining replica."""
     return [(target, list(chain), seconds) for target, chain, seconds in approx.own_entries(now)]
 
 
 @pytest.fixture
 def index() -> BlockIndex:
-    """The index that is filled."""
+    """The index that `approx` fills."""
     return BlockIndex()
 
 
 @pytest.fixture
 def approx(index: BlockIndex) -> ApproxIndex:
-    """Ten seconds to live."""
+    """An approximate index with ten seconds to live."""
     return ApproxIndex(index, ttl_s=10.0)
 
 
@@ -45,7 +45,7 @@ def test_published_ttl() -> None:
 
 
 def test_entry_lives_for_its_ttl(approx: ApproxIndex, index: BlockIndex) -> None:
-    """Just before the ttl all is there; at the ttl nothing."""
+    """Just before the TTL all blocks are there; at the TTL none is."""
     approx.insert(T1, CHAIN, now=5.0)
 
     approx.expire(14.999)
@@ -57,7 +57,7 @@ def test_entry_lives_for_its_ttl(approx: ApproxIndex, index: BlockIndex) -> None
 
 
 def test_use_renews(approx: ApproxIndex, index: BlockIndex) -> None:
-    """A prefix used again lives from then on; what was not used again goes first."""
+    """A prefix that is used again begins its time again; blocks that were not used expire first."""
     approx.insert(T1, CHAIN, now=0.0)
     approx.insert(T1, CHAIN[:2], now=6.0)
 
@@ -69,7 +69,7 @@ def test_use_renews(approx: ApproxIndex, index: BlockIndex) -> None:
 
 
 def test_shorter_ttl_does_not_shorten(approx: ApproxIndex, index: BlockIndex) -> None:
-    """An entry from a joiner's snapshot with little time left takes nothing from what is known here."""
+    """An entry of a peer's snapshot with little time left does not shorten the time known here."""
     approx.insert(T1, CHAIN, now=0.0)
 
     approx.insert(T1, CHAIN, now=1.0, ttl_s=2.0)
@@ -79,7 +79,7 @@ def test_shorter_ttl_does_not_shorten(approx: ApproxIndex, index: BlockIndex) ->
 
 
 def test_targets_are_apart(approx: ApproxIndex, index: BlockIndex) -> None:
-    """Renewal on one target is none on another."""
+    """Renewal on one target does not renew on another."""
     approx.insert(T1, CHAIN, now=0.0)
     approx.insert(T2, CHAIN, now=5.0)
 
@@ -89,7 +89,7 @@ def test_targets_are_apart(approx: ApproxIndex, index: BlockIndex) -> None:
 
 
 def test_deepest_goes_first(index: BlockIndex) -> None:
-    """Of blocks due together the deepest is removed first: no step leaves a hole."""
+    """Of blocks that expire together the deepest is removed first: no step leaves a hole."""
     removed: list[int] = []
 
     class Watched(BlockIndex):
@@ -106,7 +106,7 @@ def test_deepest_goes_first(index: BlockIndex) -> None:
 
 
 def test_dropped_target_is_forgotten(approx: ApproxIndex, index: BlockIndex) -> None:
-    """A worker that left and came back starts with nothing, and old deadlines do not touch the new."""
+    """A worker that left and came back starts empty, and old expiries do not touch its new blocks."""
     approx.insert(T1, CHAIN, now=0.0)
     approx.drop(T1)
     assert {} == index.overlap(CHAIN)
@@ -117,8 +117,8 @@ def test_dropped_target_is_forgotten(approx: ApproxIndex, index: BlockIndex) -> 
     assert {T1: 4} == index.overlap(CHAIN)
 
 
-def test_joiner_is_told_of_own_entries_only(approx: ApproxIndex) -> None:
-    """Own live entries travel with the seconds they have left; a peer's are the peer's to tell."""
+def test_snapshot_has_own_entries_only(approx: ApproxIndex) -> None:
+    """Own live entries travel with their remaining seconds; a peer's entries are the peer's to publish."""
     approx.insert(T1, CHAIN, now=0.0, own=True)
     approx.insert(T2, CHAIN[:1], now=0.0, own=False)
     approx.insert(T1, CHAIN[:2], now=4.0, own=True)
@@ -127,8 +127,8 @@ def test_joiner_is_told_of_own_entries_only(approx: ApproxIndex) -> None:
     assert [(T1, CHAIN[:2], 4.0)] == own_entries(approx, 10.0)
 
 
-def test_joiner_is_not_told_of_a_target_that_left(approx: ApproxIndex) -> None:
-    """What was assumed of a dropped target is gone for joiners too."""
+def test_snapshot_has_no_target_that_left(approx: ApproxIndex) -> None:
+    """Entries of a dropped target are not published either."""
     approx.insert(T1, CHAIN, now=0.0, own=True)
 
     approx.drop(T1)
@@ -136,8 +136,8 @@ def test_joiner_is_not_told_of_a_target_that_left(approx: ApproxIndex) -> None:
     assert [] == own_entries(approx, 1.0)
 
 
-def test_nothing_to_assume(approx: ApproxIndex, index: BlockIndex) -> None:
-    """A prompt without a full block leaves no trace."""
+def test_prompt_without_a_full_block(approx: ApproxIndex, index: BlockIndex) -> None:
+    """It leaves no trace."""
     approx.insert(T1, [], now=0.0)
 
     assert [] == index.targets()
@@ -154,7 +154,7 @@ steps = st.lists(
 def test_any_history_is_prefix_closed(
     seed: int, history: list[tuple[float, tuple[Target, int, float] | None]]
 ) -> None:
-    """Whatever is inserted with whatever ttl, exactly what is not over is held, and it has no hole."""
+    """After any inserts with any TTLs exactly the unexpired blocks are held, without a hole."""
     forest, index, now = Forest(seed, 24), BlockIndex(), 0.0
     approx = ApproxIndex(index)
     deadlines: dict[tuple[Target, int], float] = {}
@@ -175,7 +175,7 @@ def test_any_history_is_prefix_closed(
         index.check()
 
 
-def test_a_target_is_assumed_to_hold_no_more_than_it_can() -> None:
+def test_capacity_bounds_the_blocks_of_a_target() -> None:
     """Beyond its capacity the least recently used chains go, deepest block first."""
     index = BlockIndex()
     approx = ApproxIndex(index)
@@ -189,7 +189,7 @@ def test_a_target_is_assumed_to_hold_no_more_than_it_can() -> None:
 
 
 def test_one_prompt_repeated_takes_no_more_room(approx: ApproxIndex, index: BlockIndex) -> None:
-    """However often a chain is renewed, its blocks are listed once; it is due at its last use."""
+    """A chain that is renewed often is listed once, and expires after its last use."""
     chain = list(range(500))
     for second in range(1000):
         approx.insert(T1, chain, now=float(second))
@@ -228,7 +228,7 @@ def test_cost_of_an_insert_does_not_grow(is_timed: bool) -> None:
 
 
 def test_cost_of_a_renewal_does_not_grow_with_its_blocks(approx: ApproxIndex) -> None:
-    """A chain that is known as a whole: one step, however long it is."""
+    """A chain that is known as a whole costs one step, at any length."""
     short, long = range(10), range(1000, 3000)
     for chain in (short, long):
         approx.insert(T1, chain, now=0.0)
@@ -239,7 +239,7 @@ def test_cost_of_a_renewal_does_not_grow_with_its_blocks(approx: ApproxIndex) ->
 
 
 def test_branches_that_went_leave_no_trace(approx: ApproxIndex) -> None:
-    """Prompts that end, or go elsewhere, at every block of a shared prefix do not divide it for good."""
+    """Prompts that ended or branched off at every block of a shared prefix do not cut it for good."""
     chain = list(range(500))
     approx.insert(T1, chain, now=0.0)
     whole = instructions(approx.insert, T1, chain, 0.0)
@@ -255,8 +255,8 @@ def test_branches_that_went_leave_no_trace(approx: ApproxIndex) -> None:
     approx.check()
 
 
-def test_old_news_is_no_walk_past_the_new() -> None:
-    """A snapshot's entry has less time left than the new ones; how many those are costs nothing."""
+def test_old_entry_costs_no_walk() -> None:
+    """An entry of a snapshot has less time left than new ones; the number of new ones does not matter."""
     costs = []
     for known in (10, 1000):
         approx = ApproxIndex(BlockIndex())
@@ -285,7 +285,7 @@ def test_chains_of_one_instant_share_their_parents(approx: ApproxIndex, index: B
 
 
 def test_by_capacity_alone(index: BlockIndex) -> None:
-    """Ttl 0: nothing ends by itself; the least recently used goes when there is no room, leaf first."""
+    """TTL 0: nothing expires; the least recently used goes when there is no room, deepest block first."""
     approx = ApproxIndex(index, ttl_s=0.0)
     other = [91, 92]
     approx.insert(T1, CHAIN, now=0.0, capacity=len(CHAIN) + 1, own=True)
@@ -301,7 +301,7 @@ def test_by_capacity_alone(index: BlockIndex) -> None:
 
 
 def test_entry_without_an_end_takes_the_readers_ttl(approx: ApproxIndex, index: BlockIndex) -> None:
-    """A joiner with a time to live keeps to it."""
+    """A joining replica with a TTL applies its own."""
     approx.insert(T1, CHAIN, now=0.0, ttl_s=0.0)
 
     approx.expire(9.9)
@@ -319,7 +319,7 @@ class NaiveApprox:
         self.tick = 0
 
     def insert(self, hashes: Sequence[int], now: float, ttl_s: float | None, capacity: int) -> None:
-        """Each block has the latest stamp; beyond the capacity all blocks of the oldest stamps go."""
+        """Each block gets the latest stamp; beyond the capacity all blocks of the oldest stamps go."""
         self.tick += 1
         stamp = now + (ttl_s or self.ttl_s or math.inf), self.tick
         for hash_ in hashes:
@@ -329,7 +329,7 @@ class NaiveApprox:
             self.stamps = {hash_: one for hash_, one in self.stamps.items() if one != oldest}
 
     def expire(self, now: float) -> None:
-        """Blocks that are due go."""
+        """Remove expired blocks."""
         self.stamps = {hash_: one for hash_, one in self.stamps.items() if one[0] > now}
 
 
@@ -382,7 +382,7 @@ odd_chains = st.lists(st.integers(0, 9), min_size=1, max_size=9)
     )
 )
 def test_odd_chains_do_no_harm(history: list[tuple[list[int], float, float | None]]) -> None:
-    """A peer names blocks twice, or in any order: each still goes when the specification says."""
+    """A peer names blocks twice, or in any order: each still expires as the specification has it."""
     index, now = BlockIndex(), 0.0
     approx, naive = ApproxIndex(index, 5.0), NaiveApprox(5.0)
     for chain, seconds, left_s in history:

@@ -16,18 +16,17 @@ CHAIN = [11, 22, 33, 44]
 
 @pytest.fixture
 def index() -> BlockIndex:
-    """An empty index."""
     return BlockIndex()
 
 
 def sweep_all(index: BlockIndex) -> None:
-    """Tidy up until nothing is left to do."""
+    """Sweep until nothing is left to do."""
     while index.sweep():
         pass
 
 
 def test_overlap_is_the_gapless_prefix(index: BlockIndex) -> None:
-    """Each target's leading blocks count; who holds none is absent."""
+    """Each target's leading blocks count; a target with none is absent."""
     index.store(T1, CHAIN[:3])
     index.store(T2, CHAIN[:1])
 
@@ -36,8 +35,8 @@ def test_overlap_is_the_gapless_prefix(index: BlockIndex) -> None:
     assert {} == index.overlap([])
 
 
-def test_packed_hashes_are_as_good_as_numbers(index: BlockIndex) -> None:
-    """Bytes may be given wherever a list may."""
+def test_packed_hashes_are_equal_to_numbers(index: BlockIndex) -> None:
+    """Bytes are accepted wherever a list is."""
     index.store(T1, pack_hashes(CHAIN))
     index.remove(T1, pack_hashes(CHAIN[:2:-1]))
 
@@ -45,7 +44,7 @@ def test_packed_hashes_are_as_good_as_numbers(index: BlockIndex) -> None:
 
 
 def test_host_blocks_do_not_count_as_device_blocks(index: BlockIndex) -> None:
-    """What lies in host memory is no overlap, but has a depth of its own."""
+    """Blocks in host memory are not in the overlap, and have a depth of their tier."""
     index.store(T1, CHAIN[:1])
     index.store(T1, CHAIN[:3], "host")
 
@@ -54,7 +53,7 @@ def test_host_blocks_do_not_count_as_device_blocks(index: BlockIndex) -> None:
 
 
 def test_target_without_device_blocks_has_no_overlap(index: BlockIndex) -> None:
-    """Only on disk means: absent from overlap, present in the tiers."""
+    """A target with blocks on disk only is absent from the overlap, and present in its tiers."""
     index.store(T1, CHAIN, "disk")
 
     assert {} == index.overlap(CHAIN)
@@ -62,7 +61,7 @@ def test_target_without_device_blocks_has_no_overlap(index: BlockIndex) -> None:
 
 
 def test_stored_on_device_is_in_wider_sets(index: BlockIndex) -> None:
-    """The sets are nested: what is on the device is in every wider set."""
+    """The sets are nested: every wider set has the device's blocks."""
     index.store(T1, CHAIN[:1], "disk")
 
     index.store(T1, CHAIN)
@@ -83,7 +82,7 @@ def test_offloaded_block_leaves_the_device_only(index: BlockIndex) -> None:
 
 
 def test_removed_of_the_widest_tier_is_gone_everywhere(index: BlockIndex) -> None:
-    """A target with a device only loses a block that is said to have left its host."""
+    """A target with only a device loses a block that was removed from host memory."""
     index.store(T1, CHAIN)
 
     index.remove(T1, [44], "host")
@@ -91,8 +90,8 @@ def test_removed_of_the_widest_tier_is_gone_everywhere(index: BlockIndex) -> Non
     assert {T1: 3} == index.overlap(CHAIN)
 
 
-def test_tier_that_appears_late_starts_with_what_is_held(index: BlockIndex) -> None:
-    """The first host event makes a wider set that holds what the device holds."""
+def test_tier_that_appears_late_has_the_narrower_blocks(index: BlockIndex) -> None:
+    """The first host event makes a wider set with the device's blocks."""
     index.store(T1, CHAIN[:2])
 
     index.store(T1, CHAIN[:3], "host")
@@ -102,7 +101,7 @@ def test_tier_that_appears_late_starts_with_what_is_held(index: BlockIndex) -> N
 
 
 def test_removing_the_unknown_changes_nothing(index: BlockIndex) -> None:
-    """An unknown target, or an unknown block, is passed over."""
+    """An unknown target, or an unknown block, is ignored."""
     index.remove(T1, CHAIN)
     index.clear(T1)
     index.drop(T1)
@@ -115,7 +114,7 @@ def test_removing_the_unknown_changes_nothing(index: BlockIndex) -> None:
 
 
 def test_cleared_target_is_still_known(index: BlockIndex) -> None:
-    """Clear empties all sets of the target, at once; others keep theirs."""
+    """Clear empties all sets of the target at once; other targets keep theirs."""
     index.store(T1, CHAIN, "host")
     index.store(T2, CHAIN)
 
@@ -127,7 +126,7 @@ def test_cleared_target_is_still_known(index: BlockIndex) -> None:
 
 
 def test_dropped_target_leaves_no_row(index: BlockIndex) -> None:
-    """After the sweep nothing of a departed target takes room."""
+    """After the sweep a dropped target takes no room."""
     index.store(T1, range(2000))
     index.store(T2, CHAIN)
 
@@ -156,7 +155,7 @@ def test_loading_is_invisible_until_finished(index: BlockIndex) -> None:
 
 
 def test_abandoned_load_leaves_no_row(index: BlockIndex) -> None:
-    """A snapshot given up half-way takes no room after the sweep."""
+    """An unfinished snapshot takes no room after the sweep."""
     fresh = index.begin_load(2)
     index.load(fresh, range(1000), "host")
 
@@ -167,7 +166,7 @@ def test_abandoned_load_leaves_no_row(index: BlockIndex) -> None:
 
 
 def test_holds_looks_at_the_tier_or_the_widest_there_is(index: BlockIndex) -> None:
-    """A device-only target's blocks are in every tier that is asked for."""
+    """A device-only target's blocks are in every tier."""
     index.store(T1, CHAIN[:1])
     index.store(T2, CHAIN[:1], "host")
 
@@ -177,7 +176,7 @@ def test_holds_looks_at_the_tier_or_the_widest_there_is(index: BlockIndex) -> No
 
 
 def test_digest_is_a_sum_mod_2_64(index: BlockIndex) -> None:
-    """Sums wrap, and go back when blocks go."""
+    """Sums wrap around, and return when blocks are removed."""
     index.store(T1, [2**64 - 1, 2**64 - 2])
     assert (2, 2**64 - 3) == index.digest(T1)
 
@@ -187,7 +186,7 @@ def test_digest_is_a_sum_mod_2_64(index: BlockIndex) -> None:
 
 
 def test_check_notices_a_lost_slot(index: BlockIndex) -> None:
-    """The self-check is worth something: a slot that nobody owns is noticed."""
+    """`check` notices a slot without an owner."""
     index.store(T1, CHAIN)
     index._owners.clear()
 

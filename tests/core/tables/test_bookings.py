@@ -1,4 +1,4 @@
-"""The active table: what requests in flight hold and charge."""
+"""Bookings: the blocks that requests in flight hold, and the tokens that they are charged."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ def booking(
     prefill_tokens: int = 48,
     anonymous_blocks: int = 0,
 ) -> Booking:
-    """A booking of CHAIN unless told otherwise."""
+    """A booking of CHAIN on T1 by default."""
     named = CHAIN if hashes is None else hashes
     return Booking(key, "req", target, named, 64, 1, prefill_tokens, anonymous_blocks)
 
 
 @pytest.fixture
 def active() -> ActiveTable:
-    """An empty table."""
     return ActiveTable()
 
 
@@ -53,7 +52,7 @@ def test_free_twice(active: ActiveTable) -> None:
 
 
 def test_shared_blocks_count_once(active: ActiveTable) -> None:
-    """Two requests with a common prefix hold it once, until both are gone."""
+    """Two requests with a common prefix hold it once, until both have ended."""
     active.book(booking(B1, hashes=[11, 22, 33]))
     active.book(booking(B2, hashes=[11, 22, 44]))
     assert 4 == active.blocks(T1)
@@ -74,7 +73,7 @@ def test_depths_are_per_target(active: ActiveTable) -> None:
 
 
 def test_prefill_completed(active: ActiveTable) -> None:
-    """Completed prefill is no longer charged; the blocks stay; a second mark is no news."""
+    """The charge ends and the blocks stay; a second mark changes nothing."""
     active.book(booking())
 
     assert active.mark_prefill_completed(B1) is not None
@@ -85,7 +84,7 @@ def test_prefill_completed(active: ActiveTable) -> None:
 
 
 def test_free_implies_prefill_completed(active: ActiveTable) -> None:
-    """What was still charged goes with the booking; marking it afterwards changes nothing."""
+    """The rest of the charge ends with the booking; a later mark changes nothing."""
     active.book(booking())
 
     active.free(B1)
@@ -96,7 +95,7 @@ def test_free_implies_prefill_completed(active: ActiveTable) -> None:
 
 
 def test_free_after_mark_does_not_charge_twice(active: ActiveTable) -> None:
-    """Mark then free takes the charge off once."""
+    """Mark, then free: the charge ends once."""
     active.book(booking(B1))
     active.book(booking(B2))
     active.mark_prefill_completed(B1)
@@ -107,7 +106,7 @@ def test_free_after_mark_does_not_charge_twice(active: ActiveTable) -> None:
 
 
 def test_output_blocks_are_never_shared(active: ActiveTable) -> None:
-    """Output blocks add up over requests with the same prompt; fewer than before is passed over."""
+    """Output blocks of requests with the same prompt add up; a lower number is ignored."""
     active.book(booking(B1))
     active.book(booking(B2))
     active.progress(B1, 3)
@@ -131,7 +130,7 @@ def test_anonymous_blocks_count(active: ActiveTable) -> None:
 
 
 def test_booked_again_under_the_same_key(active: ActiveTable) -> None:
-    """The later booking replaces the earlier one, on whatever target it was."""
+    """The later booking replaces the earlier one, also if its target differs."""
     active.book(booking(B1, T1))
 
     active.book(booking(B1, T2, CHAIN[:1], prefill_tokens=5))
@@ -168,7 +167,7 @@ def test_a_replica_dies(active: ActiveTable) -> None:
 
 
 def test_many_bookings_go_in_slices(active: ActiveTable) -> None:
-    """A replica's bookings are its own no longer at once; slices take their hashes off, deepest first."""
+    """A dead replica's bookings end at once; slices release their hashes, deepest first."""
     chain = list(range(1000, 1100))
     for number in range(20):
         active.book(booking(BookingKey(R1, number), hashes=chain, prefill_tokens=10))
@@ -186,7 +185,7 @@ def test_many_bookings_go_in_slices(active: ActiveTable) -> None:
 
 
 def test_owner_comes_back_while_its_past_is_swept(active: ActiveTable) -> None:
-    """The same numbers again, by a snapshot: they are new bookings, and only the old ones go."""
+    """The same numbers in a later snapshot are new bookings, and only the old ones are released."""
     for number in range(3):
         active.book(booking(BookingKey(R1, number), hashes=[11, 22, 33]))
     active.drop_owner(R1)
@@ -202,7 +201,7 @@ def test_owner_comes_back_while_its_past_is_swept(active: ActiveTable) -> None:
 
 
 def test_request_without_blocks(active: ActiveTable) -> None:
-    """A prompt shorter than a block is in flight all the same."""
+    """A prompt shorter than a block counts as a request in flight."""
     active.book(booking(hashes=[], prefill_tokens=3))
 
     assert (0, 3, 1) == (active.blocks(T1), active.charged_tokens(T1), active.requests(T1))
@@ -210,7 +209,7 @@ def test_request_without_blocks(active: ActiveTable) -> None:
 
 
 def test_hash_named_twice_in_one_booking(active: ActiveTable) -> None:
-    """A peer that names a block twice in one booking harms nobody: it counts once and goes at the end."""
+    """A block that a peer names twice in one booking counts once, and goes when the booking ends."""
     active.book(booking(hashes=[11, 11, 22]))
     active.check()
     assert 2 == active.blocks(T1)
@@ -239,7 +238,7 @@ def test_digest_covers_all_that_a_copy_holds(active: ActiveTable) -> None:
 
 
 def test_a_load_is_kept_while_its_target_is_lined_up(active: ActiveTable) -> None:
-    """A target without requests shows none, takes the next ones, and is forgotten when it has left."""
+    """A target without requests has a load of 0 in its column, and is forgotten after it has left."""
     active.line_up([T2, T1])
     for number in range(3):
         active.book(booking(BookingKey(R1, number)))
@@ -258,7 +257,7 @@ def test_a_load_is_kept_while_its_target_is_lined_up(active: ActiveTable) -> Non
 
 
 def test_columns_are_copies(active: ActiveTable) -> None:
-    """What was seen does not change."""
+    """Columns that were read do not change later."""
     active.line_up([T1])
     active.book(booking())
     seen = active.lined_up()
@@ -270,8 +269,8 @@ def test_columns_are_copies(active: ActiveTable) -> None:
     assert ([0], [6], [1]) == tuple(map(list, active.lined_up()))
 
 
-def test_check_notices_what_does_not_add_up(active: ActiveTable) -> None:
-    """The self-check is worth something: a charge too much is noticed."""
+def test_check_notices_a_wrong_charge(active: ActiveTable) -> None:
+    """`check` raises for a charge that is too high."""
     active.book(booking())
     active._loads[T1].charged_tokens += 1
 
@@ -294,19 +293,19 @@ class ActiveHistory(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**32))
     def grow(self, seed: int) -> None:
-        """Prompts that share prefixes."""
+        """A forest of prompts that share prefixes."""
         self.forest = Forest(seed, 24)
 
     @rule(key=keys, node=st.integers(0, 23), on=st.sampled_from([T1, T2]), tokens=st.integers(0, 9))
     def book(self, key: BookingKey, node: int, on: Target, tokens: int) -> None:
-        """A request, or one booked anew under the same key."""
+        """A request, or another one with the same key."""
         chain = self.forest.chain(node)
         self.active.book(booking(key, on, chain, tokens, anonymous_blocks=tokens % 3))
         self.model[key] = booking(key, on, chain, tokens, anonymous_blocks=tokens % 3)
 
     @rule(key=keys)
     def mark(self, key: BookingKey) -> None:
-        """Its first byte."""
+        """Its first byte arrives."""
         news = key in self.model and not self.model[key].prefill_completed
         assert news == (self.active.mark_prefill_completed(key) is not None)
         if key in self.model:
@@ -333,14 +332,14 @@ class ActiveHistory(RuleBasedStateMachine):
 
     @rule(key=keys)
     def drop(self, key: BookingKey) -> None:
-        """It has ended unnoticed."""
+        """A snapshot shows that it has ended."""
         self.active.drop(key)
         if key in self.model:
             self.dropped.append(self.model.pop(key))
 
     @rule(hashes=st.integers(1, 20))
     def sweep(self, hashes: int) -> None:
-        """A slice of what was dropped goes, deepest blocks of a booking first."""
+        """Release a slice of the dropped bookings, deepest blocks of each first."""
         if not self.active.sweep(hashes):
             self.dropped = []
         elif self.dropped:
@@ -354,7 +353,7 @@ class ActiveHistory(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """Sums, depths and digests are those of the bookings there are."""
+        """Sums, depths and digests are those of the bookings."""
         self.active.check()
         for target in (T1, T2):
             here = [one for one in self.model.values() if one.target == target]
@@ -367,7 +366,7 @@ class ActiveHistory(RuleBasedStateMachine):
             assert (len(own), sum(own) % 2**64) == self.active.digest(router_id)
 
     def _holds_at_least(self, target: Target, here: list[Booking]) -> None:
-        """What is being swept may still count; what is in flight does."""
+        """Blocks that are being swept may still count; blocks in flight do."""
         held = {hash_ for one in here for hash_ in one.hashes}
         for node in range(24):
             chain = self.forest.chain(node)
@@ -388,7 +387,7 @@ class ActiveHistory(RuleBasedStateMachine):
             assert walk(chain, held) == self.active.depths(chain).get(target, 0)
 
     def teardown(self) -> None:
-        """When all are freed, nothing is left."""
+        """When all bookings are freed, nothing is left."""
         for key in KEYS:
             self.active.free(key)
         while self.active.sweep(7):
@@ -402,6 +401,6 @@ class ActiveHistory(RuleBasedStateMachine):
 
 
 def test_any_history() -> None:
-    """Whatever is booked, marked, freed and dropped in whatever order, the table is what is in flight."""
+    """After any bookings, marks, frees and drops in any order, the table equals the bookings in flight."""
     examples = settings(max_examples=60, stateful_step_count=30, deadline=None)
     run_state_machine_as_test(ActiveHistory, settings=examples)

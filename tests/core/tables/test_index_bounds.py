@@ -1,4 +1,4 @@
-"""An index with bounds: what it refuses, and that what it keeps is exact."""
+"""An index with bounds: which blocks it refuses, and that the blocks it keeps are exact."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CHAIN = [11, 22, 33, 44]
 
 
 def sweep_all(index: BlockIndex) -> None:
-    """Tidy up until nothing is left to do."""
+    """Sweep until nothing is left to do."""
     while index.sweep():
         pass
 
 
 def test_blocks_are_refused_from_the_bound_on() -> None:
-    """Three blocks fit: the chain is cut behind the third, and the target is truncated."""
+    """Three blocks fit: the chain is cut after the third, and the target is truncated."""
     index = BlockIndex(IndexBounds(max_blocks=3))
     index.store(T1, CHAIN)
 
@@ -44,7 +44,7 @@ def test_blocks_that_are_known_need_no_room() -> None:
 
 
 def test_holders_are_refused_from_the_bound_on() -> None:
-    """Two targets are remembered of a block; who holds more besides loses what lies below it."""
+    """Two holders of a block are kept; a third is cut off before that block."""
     index = BlockIndex(IndexBounds(max_holders=2))
     for target in (T1, T2):
         index.store(target, CHAIN[:2])
@@ -68,7 +68,7 @@ def test_holders_are_counted_once_over_tiers() -> None:
 
 
 def test_reloading_does_not_count_twice() -> None:
-    """A snapshot of what is held fits where it is held, at either bound."""
+    """A snapshot of the same blocks fits in their place, at either bound."""
     index = BlockIndex(IndexBounds(max_blocks=4, max_holders=1))
     index.store(T1, CHAIN)
     fresh = index.begin_load(1, T1)
@@ -81,7 +81,7 @@ def test_reloading_does_not_count_twice() -> None:
 
 
 def test_targets_that_load_at_once_see_each_other() -> None:
-    """Both bounds hold for snapshots, too."""
+    """Both bounds hold for snapshots that load at the same time."""
     index = BlockIndex(IndexBounds(max_holders=1))
     holdings = [index.begin_load(1, target) for target in (T1, T2)]
     for holding in holdings:
@@ -93,7 +93,7 @@ def test_targets_that_load_at_once_see_each_other() -> None:
 
 
 def test_truncated_until_it_is_equal_again() -> None:
-    """The source evicts what was refused here: then its digest is ours, and nothing is missing."""
+    """When the source evicts the refused blocks, its digest equals ours, and nothing is missing."""
     index = BlockIndex(IndexBounds(max_blocks=3))
     index.store(T1, CHAIN)
 
@@ -105,7 +105,7 @@ def test_truncated_until_it_is_equal_again() -> None:
 
 
 def test_truncated_and_wrong() -> None:
-    """More than the source has, or as much of something else, is a mismatch all the same."""
+    """More blocks than the source has, or as many others, are a mismatch."""
     index = BlockIndex(IndexBounds(max_blocks=3))
     index.store(T1, CHAIN)
 
@@ -114,7 +114,7 @@ def test_truncated_and_wrong() -> None:
 
 
 def test_every_tier_has_to_agree() -> None:
-    """One equal tier set does not make the target whole."""
+    """One equal tier set does not end the truncation."""
     index = BlockIndex(IndexBounds(max_blocks=3))
     index.store(T1, CHAIN[:2])
     index.store(T1, CHAIN, "host")
@@ -126,7 +126,7 @@ def test_every_tier_has_to_agree() -> None:
 
 
 def test_room_again() -> None:
-    """A twentieth of the bound has to be free, or every eviction would be a snapshot."""
+    """A twentieth of the bound has to be free: else every eviction would start a snapshot."""
     index = BlockIndex(IndexBounds(max_blocks=100))
     index.store(T1, range(1, 98))
     index.store(T2, range(1000, 1010))
@@ -138,8 +138,8 @@ def test_room_again() -> None:
     assert index.has_room_again(T2)
 
 
-def test_what_was_refused_is_evicted() -> None:
-    """There is nothing to bring back, however much room there is."""
+def test_refused_blocks_that_were_evicted() -> None:
+    """With room there is nothing to bring back."""
     index = BlockIndex(IndexBounds(max_blocks=3))
     index.store(T1, CHAIN)
     index.remove(T1, CHAIN[3:])
@@ -148,7 +148,7 @@ def test_what_was_refused_is_evicted() -> None:
     assert not index.has_room_again(T1)
 
 
-def test_cleared_target_is_whole() -> None:
+def test_cleared_target_is_not_truncated() -> None:
     """It holds nothing, and so does its source."""
     index = BlockIndex(IndexBounds(max_blocks=3))
     index.store(T1, CHAIN)
@@ -158,8 +158,8 @@ def test_cleared_target_is_whole() -> None:
     assert not index.agrees(T1, "device", 1, 11)
 
 
-def test_figures() -> None:
-    """Blocks, holders, look-ups, bytes; what is repeated is not counted again."""
+def test_counters() -> None:
+    """Blocks, holders, look-ups, bytes; repeated blocks are not counted again."""
     index = BlockIndex()
     for target in (T1, T2, T2):
         index.store(target, CHAIN)
@@ -210,7 +210,7 @@ def test_bounded_feeds(seed: int, tier_sets: int) -> None:
 
 
 def _step(rng: random.Random, link: Link) -> None:
-    """A second in the life of an engine; now and then a frame is lost and repaired."""
+    """A second in the life of an engine; sometimes a frame is lost and repaired."""
     owner, node, tier = link.owner, rng.randrange(48), rng.randrange(len(link.owner.sets))
     ops = owner.store(node, tier) if rng.random() < 0.75 else owner.remove(node, tier)
     frames = link.source.append([*ops, *(owner.check() if rng.random() < 0.5 else ())])

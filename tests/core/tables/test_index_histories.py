@@ -1,4 +1,4 @@
-"""Any history leaves the index as a dict of sets would be, look-ups and digests included."""
+"""After any history the index equals a dict of sets, in look-ups and digests."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class IndexHistory(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**32))
     def grow(self, seed: int) -> None:
-        """Another forest each time."""
+        """Another forest."""
         self.forest = Forest(seed, SIZE)
 
     @rule(on=targets, node=nodes, tier=tiers, packed=st.booleans())
     def store(self, on: Target, node: int, tier: str, packed: bool) -> None:
-        """A chain is computed, or comes back from a wider tier."""
+        """A chain is computed, or returns from a wider tier."""
         chain = self.forest.chain(node)
         self.index.store(on, pack_hashes(chain) if packed else chain, tier)
         self.model.store(on, chain, tier)
 
     @rule(on=targets, node=nodes, tier=tiers, packed=st.booleans())
     def remove(self, on: Target, node: int, tier: str, packed: bool) -> None:
-        """A block is evicted, and so is all below it."""
+        """A block is evicted with all blocks below it."""
         subtree = self.forest.subtree(node)
         self.index.remove(on, pack_hashes(subtree) if packed else subtree, tier)
         self.model.remove(on, subtree, tier)
@@ -73,13 +73,13 @@ class IndexHistory(RuleBasedStateMachine):
 
     @rule(tier_sets=st.integers(1, 3))
     def begin_load(self, tier_sets: int) -> None:
-        """A snapshot begins to arrive."""
+        """A snapshot begins."""
         self.loads.append((self.index.begin_load(tier_sets), [set() for _ in range(tier_sets)]))
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data(), node=nodes)
     def load(self, data: st.DataObject, node: int) -> None:
-        """A slice of it."""
+        """A slice of the snapshot is loaded."""
         holding, sets = self.loads[-1]
         tier = data.draw(st.sampled_from(TIERS[: len(sets)]))
         chain = self.forest.chain(node)
@@ -90,7 +90,7 @@ class IndexHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.loads)
     @rule(on=targets)
     def finish_load(self, on: Target) -> None:
-        """It is complete."""
+        """The snapshot is complete."""
         holding, sets = self.loads.pop(0)
         self.index.finish_load(on, holding)
         self.model.sets[on] = sets
@@ -98,12 +98,12 @@ class IndexHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.loads)
     @rule()
     def abandon_load(self) -> None:
-        """It is given up half-way."""
+        """The snapshot is dropped halfway."""
         self.index.abandon_load(self.loads.pop()[0])
 
     @rule(steps=st.sampled_from([1, 100, 256, 2500]))
     def sweep(self, steps: int) -> None:
-        """Some tidying between two messages; 2,500 steps finish any sweep, so that slots are used again."""
+        """Sweep some shards between two messages; 2,500 steps end any sweep, so slots are used again."""
         for _ in range(steps):
             self.index.sweep()
 
@@ -128,7 +128,7 @@ class IndexHistory(RuleBasedStateMachine):
             assert (bool(sets) and hash_ in sets[0]) == self.index.holds(target, hash_)
 
     def teardown(self) -> None:
-        """When all are gone and swept, nothing is left: no row leaks."""
+        """When all targets are dropped and swept, no row is left."""
         for holding, _ in self.loads:
             self.index.abandon_load(holding)
         for target in TARGETS:
@@ -139,6 +139,6 @@ class IndexHistory(RuleBasedStateMachine):
 
 
 def test_any_history() -> None:
-    """Whatever comes in whatever order, the index is what a dict of sets would be."""
+    """After any ops in any order the index equals a dict of sets."""
     examples = settings(max_examples=60, stateful_step_count=30, deadline=None)
     run_state_machine_as_test(IndexHistory, settings=examples)

@@ -1,4 +1,4 @@
-"""What engines report against what was foretold: tallies, windows, alarms."""
+"""Predictions against the engines' reports: counts, windows, alarms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.core.worlds import T1, T2, W1, W2
 CHAT, TEXT, TOKENS = Kind("chat"), Kind("text"), Kind("tokens")
 
 
-def foretold(blocks: int, **facts: Any) -> Prediction:
+def predicted(blocks: int, **facts: Any) -> Prediction:
     """A prediction for a prompt of 100 tokens on worker 1, block size 16."""
     told: dict[str, Any] = {"target": T1, "kind": TEXT, "isl": 100, "block_size": 16, **facts}
     return Prediction(blocks=blocks, **told)
@@ -63,58 +63,60 @@ def raised(record: WorkerRecord, kind: Kind = TEXT) -> set[str]:
         (0, 16 * 500, "under", "-256"),
     ],
 )
-def test_tally(blocks: int, cached_tokens: int, result: str, bucket: str) -> None:
+def test_counts(blocks: int, cached_tokens: int, result: str, bucket: str) -> None:
     """Each prediction is exact, over or under, and falls into the bucket of its error in blocks."""
-    record = observed((foretold(blocks), Usage(100, cached_tokens)))
+    record = observed((predicted(blocks), Usage(100, cached_tokens)))
 
     assert {(result, "index"): 1} == record.predictions
     assert bucket == [*map(str, ERROR_BLOCKS), "+Inf"][record.errors.index(1)]
     assert (blocks * 16, cached_tokens) == (record.predicted_tokens, record.reported_tokens)
 
 
-def test_in_flight_apart() -> None:
-    """What a request in flight was to provide may not be there yet: tallied apart, and alarms nobody."""
-    record = observed(*[(foretold(4, in_flight=True), Usage(100, 0))] * WINDOW)
+def test_in_flight_is_counted_apart() -> None:
+    """Blocks of a request in flight may not exist yet: counted apart, without an alarm."""
+    record = observed(*[(predicted(4, in_flight=True), Usage(100, 0))] * WINDOW)
 
     assert {("over", "in_flight"): WINDOW} == record.predictions
     assert set() == raised(record)
 
 
 @pytest.mark.parametrize("facts", [{"is_firm": False}, {"in_flight": True}, {"is_single": False}])
-def test_doubtful_predictions_alarm_nobody(facts: dict[str, Any]) -> None:
-    """Waiting behind others, a feed that is behind, siblings, several prompts: no ground for a verdict."""
-    record = observed(*[(foretold(4, **facts), Usage(100, 0))] * WINDOW)
+def test_doubtful_predictions_raise_no_alarm(facts: dict[str, Any]) -> None:
+    """Waiting behind others, a feed that lags, siblings, several prompts: no evidence."""
+    record = observed(*[(predicted(4, **facts), Usage(100, 0))] * WINDOW)
 
     assert set() == raised(record)
 
 
 def test_several_prompts_are_not_compared() -> None:
     """Engines report the cached tokens of one prompt only; the number of prompt tokens is that of all."""
-    record = observed((foretold(4, is_single=False), Usage(101, 0)))
+    record = observed((predicted(4, is_single=False), Usage(101, 0)))
 
     assert {} == record.predictions
     assert {"different": 1} == record.lengths
 
 
 def test_nothing_known_nothing_compared() -> None:
-    """Without usage, or without token ids, nothing is tallied."""
-    record = observed((foretold(4), Usage()), (foretold(0, isl=0, kind=None), Usage(100, 64)))
+    """Without usage, or without token ids, nothing is counted."""
+    record = observed((predicted(4), Usage()), (predicted(0, isl=0, kind=None), Usage(100, 64)))
 
     assert ({}, {}) == (record.predictions, record.lengths)
 
 
 def test_absent_means_none_cached() -> None:
-    """Some vLLM leave the field out where it is 0: understood once the worker has reported it."""
-    record = observed((foretold(0), Usage(100, None)))
+    """Some vLLM omit the field when it is 0: so it is read once the worker has reported the field."""
+    record = observed((predicted(0), Usage(100, None)))
     assert {} == record.predictions
 
-    record = observed((foretold(1), Usage(100, 16)), (foretold(1), Usage(100, None)), (foretold(1), Usage()))
+    record = observed(
+        (predicted(1), Usage(100, 16)), (predicted(1), Usage(100, None)), (predicted(1), Usage())
+    )
     assert {("exact", "index"): 1, ("over", "index"): 1} == record.predictions
 
 
 def test_absent_means_unknown() -> None:
-    """A worker that writes 0 where there was nothing means something else by leaving the field out."""
-    record = observed((foretold(0), Usage(100, 0)), *[(foretold(4), Usage(100, None))] * WINDOW)
+    """If a worker has reported a 0, a missing field means that it does not know."""
+    record = observed((predicted(0), Usage(100, 0)), *[(predicted(4), Usage(100, None))] * WINDOW)
 
     assert {("exact", "index"): 1} == record.predictions
     assert set() == raised(record)
@@ -126,16 +128,16 @@ def test_absent_means_unknown() -> None:
     ids=["other length", "known end", "known to the engine", "short text"],
 )
 def test_estimates(blocks: int, usage: Usage) -> None:
-    """Lengths and ends that are only guessed are no evidence against a tokenizer, or an index."""
-    record = observed(*[(foretold(blocks, is_estimate=True), usage)] * WINDOW)
+    """Estimated lengths and ends are no evidence against a tokenizer, or an index."""
+    record = observed(*[(predicted(blocks, is_estimate=True), usage)] * WINDOW)
 
     assert {} == record.lengths
     assert raised(record) <= ({"inexact"} if not usage.cached_tokens else set())
 
 
 def test_uncached_estimates() -> None:
-    """Where much of a guessed prompt was foretold, an engine that has none of it is found out."""
-    record = observed(*[(foretold(4, is_estimate=True), Usage(70, 0))] * WINDOW)
+    """With many blocks predicted for an estimated prompt, 0 cached tokens raise the alarm."""
+    record = observed(*[(predicted(4, is_estimate=True), Usage(70, 0))] * WINDOW)
 
     assert "uncached" in raised(record)
 
@@ -143,7 +145,7 @@ def test_uncached_estimates() -> None:
 ALWAYS: dict[str, tuple[int, Usage, set[str]]] = {
     "other lengths": (4, Usage(104, 64), {"lengths"}),
     "other lengths, nothing cached reported": (4, Usage(104), {"lengths"}),
-    "never foretold": (0, Usage(100, 64), {"blind", "inexact"}),
+    "never predicted": (0, Usage(100, 64), {"blind", "inexact"}),
     "never there": (4, Usage(100, 0), {"uncached", "inexact"}),
     "no whole blocks": (4, Usage(100, 72), {"uneven", "inexact"}),
     "one block off": (4, Usage(100, 48), {"inexact"}),
@@ -154,16 +156,16 @@ ALWAYS: dict[str, tuple[int, Usage, set[str]]] = {
 
 @pytest.mark.parametrize("case", ALWAYS)
 def test_alarms(case: str) -> None:
-    """What is wrong with every one of the first requests raises its alarm with the eighth, not before."""
+    """If the first requests all fail, the eighth raises the alarm, not an earlier one."""
     blocks, usage, expected = ALWAYS[case]
-    answers = [(foretold(blocks), usage)] * LEAST
+    answers = [(predicted(blocks), usage)] * LEAST
 
     assert set() == raised(observed(*answers[1:]))
     assert expected == raised(observed(*answers))
 
 
 def test_alarm_after_good_times() -> None:
-    """An alarm that needs nearly all outcomes to be bad comes within a window after the last good one."""
+    """An alarm that needs nearly all outcomes bad is raised within a window after the last good one."""
     alarm = Alarm(0.9, 0.5)
     for _ in range(1000):
         alarm.note(False)
@@ -176,7 +178,7 @@ def test_alarm_after_good_times() -> None:
 
 
 def test_alarm_is_over() -> None:
-    """It ends when half of the window is good again, and does not flicker on the way."""
+    """It clears when half of the window is good again, and does not flicker on the way."""
     alarm = Alarm(0.9, 0.5)
     for _ in range(WINDOW):
         alarm.note(True)
@@ -190,12 +192,12 @@ def test_alarm_is_over() -> None:
 
 
 def test_kinds_are_judged_apart() -> None:
-    """Chats that go wrong are not hidden by texts that go right."""
+    """Chats that fail are not hidden by texts that succeed."""
     truth = PredictionTable()
     for _ in range(LEAST):
-        truth.observe(foretold(4, kind=CHAT), Usage(110, 64))
+        truth.observe(predicted(4, kind=CHAT), Usage(110, 64))
         for _ in range(5):
-            truth.observe(foretold(4, kind=TEXT), Usage(100, 64))
+            truth.observe(predicted(4, kind=TEXT), Usage(100, 64))
     record = truth.records[W1]
 
     assert {"lengths"} == raised(record, CHAT)
@@ -204,7 +206,7 @@ def test_kinds_are_judged_apart() -> None:
 
 
 def test_announced() -> None:
-    """A block that events name in time confirms the worker; one that they never name does not."""
+    """A block that events name in time confirms the worker; a block that they never name does not."""
     truth, held = PredictionTable(), {1}
     for hash_ in (1, 2, 3):
         truth.expect(T1, TEXT, [hash_], 10.0)
@@ -221,7 +223,7 @@ def test_announced() -> None:
 
 
 def test_announcements_that_prove_nothing() -> None:
-    """While a feed is behind nothing is missing."""
+    """While a feed lags, no block counts as missing."""
     truth = PredictionTable()
     truth.expect(T1, TEXT, [1], 10.0)
     truth.look(99.0, lambda *_: None)
@@ -231,7 +233,7 @@ def test_announcements_that_prove_nothing() -> None:
 
 
 def test_never_announced() -> None:
-    """Eight served requests of which no event speaks raise the alarm; half of them found end it."""
+    """Eight served requests without an event raise the alarm; it clears when half of them are found."""
     truth = PredictionTable()
     for hash_ in range(LEAST):
         truth.expect(T1, TOKENS, [hash_], 0.0)
@@ -245,7 +247,7 @@ def test_never_announced() -> None:
 
 
 def test_equal_requests_are_one_piece_of_evidence() -> None:
-    """A hundred siblings whose blocks are gone again say no more than one; those that only begin alike do."""
+    """A hundred equal requests count once; requests that only begin alike count each."""
     truth = PredictionTable()
     for _ in range(100):
         truth.expect(T1, TEXT, [1, 2], 0.0)
@@ -259,12 +261,12 @@ def test_equal_requests_are_one_piece_of_evidence() -> None:
 
 
 def test_bounded() -> None:
-    """Expectations beyond the bound are passed over; records go with their workers."""
+    """Expectations beyond the bound are not kept; records end with their workers."""
     truth = PredictionTable()
     for hash_ in range(2 * MAX_EXPECTED):
         truth.expect(Target(W2), TEXT, [hash_], 0.0)
     truth.look(0.0, lambda *_: True)
-    truth.observe(foretold(1), Usage(100, 16))
+    truth.observe(predicted(1), Usage(100, 16))
     assert MAX_EXPECTED == truth.records[W2].announced["found"]
 
     truth.keep({W1})

@@ -1,4 +1,4 @@
-"""Prefill rates: learnt from streamed requests, used for the others."""
+"""Prefill rates: measured on streamed requests, used for all others."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ T1, T2 = Target(WorkerId("w1")), Target(WorkerId("w2"))
 
 @pytest.fixture
 def rates() -> PrefillRates:
-    """Rates without samples."""
     return PrefillRates()
 
 
 def test_nothing_is_predicted_without_samples(rates: PrefillRates) -> None:
-    """Without any sample there is no prediction: the charge stays until the response ends."""
+    """Without samples there is no prediction: the charge stays until the response ends."""
     assert rates.seconds(T1, 1000) is None
 
 
 def test_median_of_the_target(rates: PrefillRates) -> None:
-    """The target's median rate predicts, whatever others do."""
+    """The target's median rate counts, not that of other targets."""
     for tokens in (1000, 2000, 90_000):
         rates.observe(T1, tokens, 1.0)
     rates.observe(T2, 1, 1.0)
@@ -30,8 +29,8 @@ def test_median_of_the_target(rates: PrefillRates) -> None:
     assert 2.0 == rates.seconds(T1, 4000)
 
 
-def test_the_pools_median_helps_out(rates: PrefillRates) -> None:
-    """A target without samples is taken to be like the others."""
+def test_pools_median_without_samples(rates: PrefillRates) -> None:
+    """A target without samples is predicted like the others."""
     rates.observe(T2, 500, 0.5)
 
     assert 3.0 == rates.seconds(T1, 3000)
@@ -47,8 +46,8 @@ def test_only_the_last_samples_count(rates: PrefillRates) -> None:
     assert 1.0 == rates.seconds(T1, 1000)
 
 
-def test_worthless_samples_are_passed_over(rates: PrefillRates) -> None:
-    """Nothing charged, or no time passed, says nothing about speed."""
+def test_worthless_samples_are_ignored(rates: PrefillRates) -> None:
+    """Samples without charged tokens, or without time, are no measurement."""
     rates.observe(T1, 0, 1.0)
     rates.observe(T1, 100, MIN_SECONDS / 2)
     rates.observe(T1, 100, 0.0)
@@ -58,7 +57,7 @@ def test_worthless_samples_are_passed_over(rates: PrefillRates) -> None:
 
 
 def test_departed_target_is_forgotten(rates: PrefillRates) -> None:
-    """A target that left no longer speaks for the pool."""
+    """A target that left no longer counts in the pool's median."""
     rates.observe(T1, 100, 1.0)
 
     rates.forget(T1)
@@ -68,7 +67,7 @@ def test_departed_target_is_forgotten(rates: PrefillRates) -> None:
 
 
 def test_pool_median_is_of_the_latest() -> None:
-    """Of a large fleet the pool's median is that of the latest samples, without those of who is gone."""
+    """In a large fleet it is the median of the latest samples, without those of targets that left."""
     rates = PrefillRates()
     for number in range(POOL_SAMPLES):
         rates.observe(Target(WorkerId(f"w{number}")), 1000, 1.0)

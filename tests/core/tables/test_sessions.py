@@ -1,4 +1,4 @@
-"""Session bindings: a time to live, a bound, and what goes with a target."""
+"""Session bindings: time to live, bound, and targets that leave."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ W1, W2 = target("w1"), target("w2")
 
 @pytest.fixture
 def sessions() -> SessionTable:
-    """Ten seconds, three sessions."""
+    """A table of ten seconds and three sessions."""
     return SessionTable(ttl_s=10.0, max_sessions=3)
 
 
 def test_binding_lives_from_its_last_use(sessions: SessionTable) -> None:
-    """Each use begins the time anew."""
+    """Each use begins the time again."""
     sessions.bind("a", W1, 0.0)
     assert W1 == sessions.target_of("a", 9.9)
     sessions.bind("a", W1, 9.0)
@@ -38,7 +38,7 @@ def test_binding_moves(sessions: SessionTable) -> None:
 
 
 def test_least_recently_used_goes_first(sessions: SessionTable) -> None:
-    """Beyond three sessions one is forgotten."""
+    """Beyond three sessions the least recently used is removed."""
     for name in ("a", "b", "c", "a", "d"):
         sessions.bind(name, W1, 0.0)
 
@@ -48,7 +48,7 @@ def test_least_recently_used_goes_first(sessions: SessionTable) -> None:
 
 
 def test_expire(sessions: SessionTable) -> None:
-    """What is over is dropped; a binding told with less time left goes when its turn comes."""
+    """Expired bindings are removed; one with a shorter time behind a longer one goes after it."""
     sessions.bind("a", W1, 0.0)
     sessions.bind("b", W1, 5.0, ttl_s=1.0)
 
@@ -61,7 +61,7 @@ def test_expire(sessions: SessionTable) -> None:
 
 
 def test_drop(sessions: SessionTable) -> None:
-    """A target takes its sessions with it."""
+    """A target's sessions are removed with it."""
     sessions.bind("a", W1, 0.0)
     sessions.bind("b", W2, 0.0)
 
@@ -70,8 +70,8 @@ def test_drop(sessions: SessionTable) -> None:
     assert (None, W2) == (sessions.target_of("a", 1.0), sessions.target_of("b", 1.0))
 
 
-def test_cold_order() -> None:
-    """Never used first, ties share a place; then by last use."""
+def test_no_hit_lru() -> None:
+    """Targets never used come first and share a place; then by last use."""
     cold = NoHitLru()
     for one in (W2, W1, W2):
         cold.used(one)
@@ -84,7 +84,7 @@ def test_cold_order() -> None:
 
 
 def test_replicas_that_bind_at_once_settle(sessions: SessionTable) -> None:
-    """Two bind a new session to different targets in one moment: both keep the lesser."""
+    """Two replicas bind a new session to different targets at one moment: both keep the smaller."""
     other = SessionTable(ttl_s=10.0)
     sessions.bind("s", W2, 5.0)
     other.bind("s", W1, 5.0)
@@ -96,7 +96,7 @@ def test_replicas_that_bind_at_once_settle(sessions: SessionTable) -> None:
 
 
 def test_a_later_binding_counts(sessions: SessionTable) -> None:
-    """One replica may move a session at once; another's move counts when ours is old."""
+    """One replica may move a session at once; another's move counts if our binding is old."""
     sessions.receive("s", W1, 0.0, 10.0, "other")
     sessions.receive("s", W2, 0.01, 10.0, "other")
     assert W2 == sessions.target_of("s", 0.02)
@@ -106,8 +106,8 @@ def test_a_later_binding_counts(sessions: SessionTable) -> None:
     assert W2 == sessions.target_of("s", 11.9)
 
 
-def test_a_snapshot_is_no_news_about_what_is_newer(sessions: SessionTable) -> None:
-    """It counts only where it lasts longer."""
+def test_a_snapshot_does_not_replace_newer_bindings(sessions: SessionTable) -> None:
+    """Its binding counts only if it lasts longer."""
     sessions.bind("s", W1, 5.0)
 
     sessions.restore("s", W2, 5.5, 9.0, "other")
@@ -116,8 +116,8 @@ def test_a_snapshot_is_no_news_about_what_is_newer(sessions: SessionTable) -> No
     assert W2 == sessions.target_of("s", 6.0)
 
 
-def test_the_newest_are_told(sessions: SessionTable) -> None:
-    """So many at most, in the order of their use, with the time they have left."""
+def test_snapshot_has_the_newest_bindings(sessions: SessionTable) -> None:
+    """At most `most`, in the order of their use, with their remaining time."""
     for number, session in enumerate("abc"):
         sessions.bind(session, W1, float(number))
 
@@ -125,8 +125,8 @@ def test_the_newest_are_told(sessions: SessionTable) -> None:
     assert [("c", W1, 0.5)] == list(sessions.newest(11.5, 3))
 
 
-def test_use_takes_out_what_is_over(sessions: SessionTable) -> None:
-    """Nobody has to walk the table."""
+def test_each_use_removes_expired_bindings(sessions: SessionTable) -> None:
+    """No sweep of the table is needed."""
     sessions.bind("a", W1, 0.0)
     sessions.bind("b", W1, 1.0)
 

@@ -1,4 +1,4 @@
-"""The flat table: sets of slots by hash, depths by bisection, slots handed out again when swept."""
+"""The flat table: sets of slots by hash, depths by bisection, slots that are used again after a sweep."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ chains = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=40, unique=Tru
 
 @pytest.fixture
 def table() -> FlatTable:
-    """An empty table."""
     return new_table()
 
 
 @pytest.fixture
 def slots(table: FlatTable) -> Slots:
-    """Slots of that table."""
     return Slots(table)
 
 
@@ -38,7 +36,7 @@ def sweep_all(slots: Slots) -> int:
 
 
 def test_adding_twice_counts_once(table: FlatTable) -> None:
-    """A hash a slot holds already adds nothing to count and sum."""
+    """A hash that a slot holds already adds nothing to count and sum."""
     assert (2, 2**64 - 1 + 3 - 2**64) == table.add(0, [2**64 - 1, 3])
     assert (1, 4) == table.add(0, [3, 4])
     assert 3 == len(table)
@@ -46,7 +44,7 @@ def test_adding_twice_counts_once(table: FlatTable) -> None:
 
 
 def test_slots_do_not_see_each_other(table: FlatTable) -> None:
-    """What one slot discards stays with the others; discarding what is not held takes nothing."""
+    """A hash that one slot discards stays with others; discarding an absent one removes nothing."""
     table.add(0, [1, 2])
     table.add(70, [2, 3])
 
@@ -62,7 +60,7 @@ def test_slots_do_not_see_each_other(table: FlatTable) -> None:
 @settings(deadline=None)
 @given(chains, st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 2**12 - 1))
 def test_depths_are_those_of_a_walk(chain: list[int], wanted: list[int], asked: int) -> None:
-    """Bisection finds for each slot with an owner how much of the chain it holds, and leaves out none."""
+    """Bisection finds how much of the chain each labelled slot holds."""
     table = new_table()
     held = {slot: min(depth, len(chain)) for slot, depth in enumerate(wanted)}
     for slot, depth in held.items():
@@ -76,15 +74,15 @@ def test_depths_are_those_of_a_walk(chain: list[int], wanted: list[int], asked: 
 
 
 def test_depths_of_nothing(table: FlatTable) -> None:
-    """An empty chain, or a table that knows none of it, finds nobody."""
+    """An empty chain, or an unknown one, has no holder."""
     table.label(0, "a")
 
     assert {} == table.depths([])
     assert {} == table.depths([1, 2])
 
 
-def test_copied_slot_is_the_same_and_then_its_own(table: FlatTable) -> None:
-    """A copy holds what its source holds and lives its own life afterwards."""
+def test_copied_slot_is_independent(table: FlatTable) -> None:
+    """A copy holds what its source holds, and changes alone afterwards."""
     chain = list(range(1000, 1300))
     table.add(0, chain)
 
@@ -98,7 +96,7 @@ def test_copied_slot_is_the_same_and_then_its_own(table: FlatTable) -> None:
 
 
 def test_retired_slot_is_not_reused_before_it_is_swept(table: FlatTable, slots: Slots) -> None:
-    """A slot that still holds something is not handed out; after the sweep it is, empty."""
+    """A slot that still has rows is not assigned; after the sweep it is, empty."""
     slot = slots.take()
     table.add(slot, range(1000))
     slots.retire(slot)
@@ -111,7 +109,7 @@ def test_retired_slot_is_not_reused_before_it_is_swept(table: FlatTable, slots: 
 
 
 def test_slot_retired_during_a_sweep_waits_for_the_next(table: FlatTable, slots: Slots) -> None:
-    """A sweep half done does not claim to have swept a slot that retired meanwhile."""
+    """A sweep in progress does not count for a slot that retires meanwhile."""
     first, second = slots.take(), slots.take()
     table.add(first, range(500))
     table.add(second, range(250, 750))
@@ -129,7 +127,7 @@ def test_slot_retired_during_a_sweep_waits_for_the_next(table: FlatTable, slots:
 
 
 def test_slot_that_is_given_back_is_not_seen(table: FlatTable, slots: Slots) -> None:
-    """Retired or given back, a slot has no owner any more; one given back is handed out at once."""
+    """A retired or returned slot has no owner; a returned one is assigned again at once."""
     first, second = slots.take(), slots.take()
     table.label(first, "a")
     table.label(second, "b")
@@ -142,7 +140,7 @@ def test_slot_that_is_given_back_is_not_seen(table: FlatTable, slots: Slots) -> 
     assert second == slots.take()
 
 
-def test_what_a_slot_holds_is_counted(table: FlatTable) -> None:
+def test_slot_is_counted(table: FlatTable) -> None:
     """Count and sum follow what is added and discarded, each hash once."""
     held = table.slot_set(3)
 
@@ -155,8 +153,8 @@ def test_what_a_slot_holds_is_counted(table: FlatTable) -> None:
     table.check()
 
 
-def test_what_a_slot_holds_several_times(table: FlatTable) -> None:
-    """A counted hash is in the table until its last holding ends; one that is not held is an error."""
+def test_references_are_counted(table: FlatTable) -> None:
+    """A hash is in the table until its last reference ends; to discard an absent one is an error."""
     held = table.counted_set(70)
     held.add([1, 2])
     held.add([2, 3, 3])
@@ -171,8 +169,8 @@ def test_what_a_slot_holds_several_times(table: FlatTable) -> None:
     table.check()
 
 
-def test_hashes_in_every_form(table: FlatTable) -> None:
-    """Bytes, arrays, lists, ranges: the same hashes. What is none is refused, and nothing is added."""
+def test_hashes_of_every_type(table: FlatTable) -> None:
+    """Bytes, arrays, lists and ranges are the same hashes. Anything else is rejected and adds nothing."""
     chain = [5, 6, 7]
     table.label(1, "a")
     table.add(1, range(5, 8))
@@ -185,7 +183,7 @@ def test_hashes_in_every_form(table: FlatTable) -> None:
 
 
 def test_memory_does_not_grow_with_the_slots(table: FlatTable) -> None:
-    """A thousand slots that share blocks take little more than one does."""
+    """A thousand slots that share blocks take little more memory than one."""
     if versions.in_use() == versions.PYTHON:
         pytest.skip("a Python number for each of a few thousand masks, shared as far as they were met lately")
     chain = array("Q", (hash_ * 0x9E3779B97F4A7C15 % 2**64 for hash_ in range(1, 50_001)))
@@ -200,8 +198,8 @@ def test_memory_does_not_grow_with_the_slots(table: FlatTable) -> None:
     table.check()
 
 
-def test_memory_is_given_back(table: FlatTable) -> None:
-    """After most is gone, most of the memory is."""
+def test_memory_is_returned(table: FlatTable) -> None:
+    """After most rows are removed, most of the memory is free."""
     if versions.in_use() == versions.PYTHON:
         pytest.skip("Python's dicts shrink when they grow again")
     chain = array("Q", (hash_ * 0x9E3779B97F4A7C15 % 2**64 for hash_ in range(1, 200_001)))
@@ -216,7 +214,7 @@ def test_memory_is_given_back(table: FlatTable) -> None:
 
 
 def test_nothing_to_sweep(slots: Slots) -> None:
-    """Sweeping without dead slots is over at once."""
+    """Without dead slots a sweep ends at once."""
     assert not slots.sweep()
 
 

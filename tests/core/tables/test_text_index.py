@@ -1,4 +1,4 @@
-"""The text index: Ray's tree cases, rounding to blocks, eviction, and random histories against sets."""
+"""The text index: Ray's cases, rounding to blocks, eviction, and random histories against plain sets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ ALL = (A, B, C)
 
 @pytest.fixture
 def index() -> TextIndex:
-    """An empty one."""
     return TextIndex()
 
 
 def test_empty(index: TextIndex) -> None:
-    """Nothing matches, everybody is the smallest, nothing can be removed."""
+    """No text matches, all targets are the smallest, nothing can be removed."""
     assert (0, {A, B, C}) == index.match("hello", ALL)
     assert (0, {A, B, C}) == index.match("", ALL)
     assert {A, B, C} == index.smallest(ALL)
@@ -31,7 +30,7 @@ def test_empty(index: TextIndex) -> None:
 
 
 def test_empty_text(index: TextIndex) -> None:
-    """An empty text is held by being known, and counts nothing."""
+    """An empty text matches all targets and has no characters."""
     index.insert(A, "", 1.0)
 
     assert 0 == index.chars(A)
@@ -39,7 +38,7 @@ def test_empty_text(index: TextIndex) -> None:
 
 
 def test_exact(index: TextIndex) -> None:
-    """The whole text matches where it was sent."""
+    """The whole text matches on its target."""
     index.insert(A, "hello", 1.0)
 
     assert (5, {A}) == index.match("hello", ALL)
@@ -56,7 +55,7 @@ def test_partial(index: TextIndex, asked: str, matched: int) -> None:
 
 
 def test_match_limited_to_given_targets(index: TextIndex) -> None:
-    """The longest match among those that may serve, not among all."""
+    """The longest match among the given targets, not among all."""
     index.insert(A, "hello world", 1.0)
     index.insert(B, "hello", 2.0)
 
@@ -67,7 +66,7 @@ def test_match_limited_to_given_targets(index: TextIndex) -> None:
 
 
 def test_shared_prefixes(index: TextIndex) -> None:
-    """Texts that part ways share the node before; each target's characters count it once."""
+    """Texts that branch off share the node before; each target's characters count it once."""
     index.insert(A, "helloworld", 1.0)
     index.insert(B, "hellothere", 2.0)
     index.insert(B, "hellothomas", 3.0)
@@ -80,7 +79,7 @@ def test_shared_prefixes(index: TextIndex) -> None:
 
 
 def test_same_text_twice(index: TextIndex) -> None:
-    """It counts once."""
+    """Its characters count once."""
     index.insert(A, "hello", 1.0)
     index.insert(A, "hello", 2.0)
 
@@ -88,7 +87,7 @@ def test_same_text_twice(index: TextIndex) -> None:
 
 
 def test_removal_of_one_leaves_the_other(index: TextIndex) -> None:
-    """And the text goes with its last holder."""
+    """A text stays until its last holder is removed."""
     index.insert(A, "helloworld", 1.0)
     index.insert(B, "hellothere", 2.0)
 
@@ -102,7 +101,7 @@ def test_removal_of_one_leaves_the_other(index: TextIndex) -> None:
 
 
 def test_eviction_of_the_least_recently_used(index: TextIndex) -> None:
-    """Texts a, then bb, then ccc: one character to go takes a, two more take bb."""
+    """Texts a, then bb, then ccc: evicting one character takes a, two more take bb."""
     for text, now in (("a", 1.0), ("bb", 2.0), ("ccc", 3.0)):
         index.insert(A, text, now)
 
@@ -113,8 +112,8 @@ def test_eviction_of_the_least_recently_used(index: TextIndex) -> None:
     index.check()
 
 
-def test_eviction_goes_on_until_there_is_enough(index: TextIndex) -> None:
-    """Whole nodes, until at least so many characters are gone; more than there are is all."""
+def test_eviction_takes_whole_nodes(index: TextIndex) -> None:
+    """Until at least the requested characters are gone, or all of them."""
     for text, now in (("a", 1.0), ("bb", 2.0), ("ccc", 3.0)):
         index.insert(A, text, now)
 
@@ -124,7 +123,7 @@ def test_eviction_goes_on_until_there_is_enough(index: TextIndex) -> None:
 
 
 def test_eviction_of_split_texts(index: TextIndex) -> None:
-    """What one insert used last goes together, however others have split it (Ray's own example)."""
+    """Nodes last used by one insert go together, even if others have split them (Ray's own example)."""
     index.insert(A, "helloworld", 1.0)
     index.insert(B, "hellothere", 2.0)
     index.insert(B, "hellothomas", 3.0)
@@ -137,7 +136,7 @@ def test_eviction_of_split_texts(index: TextIndex) -> None:
 
 
 def test_use_renews(index: TextIndex) -> None:
-    """A prefix used again is younger than what followed it."""
+    """A prefix that is used again is younger than the text below it."""
     index.insert(A, "hello world", 1.0)
     index.insert(A, "other", 2.0)
     index.insert(A, "hello", 3.0)
@@ -148,7 +147,7 @@ def test_use_renews(index: TextIndex) -> None:
 
 
 def test_smallest_with_ties(index: TextIndex) -> None:
-    """All that hold the fewest, one that is new among them."""
+    """All targets with the fewest characters, new ones included."""
     index.insert(A, "12345", 1.0)
     index.insert(B, "12", 2.0)
 
@@ -159,7 +158,7 @@ def test_smallest_with_ties(index: TextIndex) -> None:
 
 
 def test_larger_blocks_round_the_rate_down() -> None:
-    """With blocks of four characters eleven matching ones count as eight."""
+    """With blocks of four characters, eleven matching characters count as eight."""
     index = TextIndex(TextIndexSettings(block_chars=4))
     index.insert(A, "hello world", 1.0)
 
@@ -169,7 +168,7 @@ def test_larger_blocks_round_the_rate_down() -> None:
 
 @pytest.fixture
 def evicting() -> TextIndex:
-    """Above 20 characters down to 10, every 10 s."""
+    """An index that evicts above 20 characters down to 10, every 10 s."""
     return TextIndex(TextIndexSettings(1, True, 20, 10, 10.0))
 
 
@@ -185,7 +184,7 @@ def evicting() -> TextIndex:
     ],
 )
 def test_wrong_settings(settings: dict[str, int], said: str) -> None:
-    """Said where they are made, not by a match or an eviction later."""
+    """Reported when the settings are made, not by a later match or eviction."""
     with pytest.raises(ConfigError, match=said):
         TextIndexSettings(**settings)  # type: ignore[arg-type]  # they are integers
 
@@ -203,8 +202,8 @@ def test_eviction_above_the_threshold(evicting: TextIndex) -> None:
     evicting.check()
 
 
-def test_eviction_looks_every_interval(evicting: TextIndex) -> None:
-    """Between two looks nothing is evicted; each target is looked at by itself."""
+def test_eviction_happens_every_interval(evicting: TextIndex) -> None:
+    """Between two intervals nothing is evicted; each target is treated by itself."""
     assert 0 == evicting.evict_due(0.0)
     evicting.insert(A, "a" * 30, 1.0)
     evicting.insert(B, "b" * 20, 1.0)
@@ -215,7 +214,7 @@ def test_eviction_looks_every_interval(evicting: TextIndex) -> None:
 
 
 def test_eviction_in_steps(evicting: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two steps texts come, are used again and go: what was used meanwhile stays."""
+    """Between two steps texts are inserted, used and removed: those used meanwhile stay."""
     monkeypatch.setattr(text_index, "STEP_NODES", 1)
     for number in range(6):
         evicting.insert(A, f"{number}----", float(number))
@@ -235,8 +234,8 @@ def test_eviction_in_steps(evicting: TextIndex, monkeypatch: pytest.MonkeyPatch)
     assert 15 <= 5 + left
 
 
-def test_target_that_goes_during_its_eviction(evicting: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left to take."""
+def test_target_that_leaves_during_its_eviction(evicting: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eviction ends."""
     monkeypatch.setattr(text_index, "STEP_NODES", 1)
     for number in range(6):
         evicting.insert(A, f"{number}----", float(number))
@@ -249,7 +248,7 @@ def test_target_that_goes_during_its_eviction(evicting: TextIndex, monkeypatch: 
 
 
 def test_eviction_is_off_by_default(index: TextIndex) -> None:
-    """As published: 400,000 and 360,000 characters, 10 s, off."""
+    """The defaults are Ray's: 400,000 and 360,000 characters, 10 s, off."""
     wanted = TextIndexSettings()
     index.insert(A, "a" * 500_000, 0.0)
 
@@ -261,7 +260,7 @@ def test_eviction_is_off_by_default(index: TextIndex) -> None:
 
 
 def test_trim_before_the_ceiling(index: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timer cuts in steps what an insert would have to cut at once; without waiting for an interval."""
+    """The timer evicts in steps, without an interval, what an insert would have to evict at once."""
     monkeypatch.setattr(text_index, "TRIM_CHARS", 100)
     for number in range(11):
         index.insert(A, chr(0x4E00 + number) * 10, float(number))
@@ -274,7 +273,7 @@ def test_trim_before_the_ceiling(index: TextIndex, monkeypatch: pytest.MonkeyPat
 
 
 def test_ceiling(index: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even so a target is not taken to hold texts without end."""
+    """A target never holds more than the ceiling."""
     monkeypatch.setattr(text_index, "CEILING_CHARS", 100)
     for number in range(50):
         index.insert(A, chr(0x4E00 + number) * 10, float(number))
@@ -285,7 +284,7 @@ def test_ceiling(index: TextIndex, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_texts_that_went_leave_no_trace(index: TextIndex) -> None:
-    """Texts that ended, or went elsewhere, at every character of a shared one do not divide it for good."""
+    """Texts that ended or branched off at every character of a shared text do not cut it for good."""
     text = "ab" * 100
     index.insert(A, text, 0.0)
     whole = instructions(index.insert, A, text, 0.0)
@@ -306,7 +305,7 @@ def test_texts_that_went_leave_no_trace(index: TextIndex) -> None:
     st.lists(st.tuples(st.sampled_from("ire"), st.sampled_from(ALL), st.text("ab", max_size=8)), max_size=40)
 )
 def test_random_histories(history: list[tuple[str, Target, str]]) -> None:
-    """Matches are those of plain sets of texts; characters those of their distinct prefixes."""
+    """Matches are those of plain sets of texts; characters are those of their distinct prefixes."""
     index = TextIndex()
     held: dict[Target, set[str]] = {target: set() for target in ALL}
     for now, (what, target, text) in enumerate(history):

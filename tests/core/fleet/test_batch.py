@@ -1,4 +1,4 @@
-"""Heartbeats that arrive together: what walks all workers is done once."""
+"""Heartbeats that arrive together: work over all workers is done once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_many_cards_at_once() -> None:
 
 
 def test_message_alone() -> None:
-    """Outside a batch each message counts at once."""
+    """Outside a batch each message takes effect at once."""
     replica = new_replica()
     replica.worker_heartbeat(T1.worker_id, encode(worker_beat(card())), 0.0)
     assert [T1] == list(replica.router(POOL).pool.targets)
@@ -42,7 +42,7 @@ def test_message_alone() -> None:
 
 
 def test_batch_that_fails() -> None:
-    """What came before a message that raises counts all the same."""
+    """Messages before one that raises take effect."""
     replica = new_replica()
     try:
         with replica.batch():
