@@ -1,6 +1,5 @@
-"""A simulated vLLM engine: a pure model of its cache and scheduler, and the server around it.
+"""A simulated vLLM engine: a pure model of its cache and scheduler, and a server with its HTTP and ZMQ wire.
 
-`engine`, `cache`, `eviction`, `host`, `timing`, `answers` and `hashing` are pure and fast: the
-simulator drives them in virtual time. `server` gives them vLLM's HTTP surface and `publisher` its
-ZMQ event wire; `server.running_mocker` runs one inside a test.
+`engine`, `cache`, `eviction`, `answers` and `hashing` are pure and fast: the simulator runs them in virtual
+time. `server.running_mocker` runs a whole mocker inside a test.
 """

@@ -23,8 +23,8 @@ from kvrouter.telemetry.logs import set_up_logs
 
 log = structlog.get_logger(__name__)
 
+# 65,536 tokens at block size 16: small enough that blocks are evicted in a demo.
 DEFAULT_NUM_BLOCKS = 4096
-"""65,536 tokens at block size 16: small enough that a demo evicts."""
 
 LARGEST_DEFAULT_MODEL_LEN = 32_768
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = config_from(_parser().parse_args(arguments))
         set_up_logs()
         uvloop.run(_serve(config))
-    except (ConfigError, OSError, zmq.ZMQError) as error:  # what is wrong with a flag, a file or a port
+    except (ConfigError, OSError, zmq.ZMQError) as error:  # a wrong flag, file or port
         sys.exit(f"mocker: {error}")
 
 
@@ -58,7 +58,7 @@ async def _serve(config: MockerConfig) -> None:
 
 
 def config_from(flags: argparse.Namespace) -> MockerConfig:
-    """The command line as a MockerConfig; raises ConfigError."""
+    """The settings in the flags. Raises ConfigError."""
     capacity_tokens = flags.num_blocks * flags.block_size
     engine = EngineConfig(
         num_blocks=flags.num_blocks,
@@ -98,18 +98,18 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     default = MockerConfig()
     add("--host", default=default.host, help="address to listen on (%(default)s)")
-    add("--port", type=int, default=default.port, help="0: pick one and log it (%(default)s)")
+    add("--port", type=int, default=default.port, help="0: a free port, which is logged (%(default)s)")
     add(
         "--kv-events",
         default=default.kv_events,
         metavar="ENDPOINT",
-        help="where to publish KV events; the mocker always BINDS; rank N binds port + N (%(default)s)",
+        help="ZMQ endpoint of the KV events, always bound; rank N binds port + N (%(default)s)",
     )
     add(
         "--kv-replay",
         default=default.kv_replay,
         metavar="ENDPOINT",
-        help="where to answer replay requests, bound; 'none': no replay (%(default)s)",
+        help="ZMQ endpoint of replays, bound; 'none': no replays (%(default)s)",
     )
     add("--replay-buffer", type=int, metavar="N", help="batches kept for replay (10000, as vLLM)")
     add("--topic", default=default.topic, help="ZMQ topic of the events (empty)")
@@ -117,18 +117,22 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--event-shape",
         choices=EVENT_SHAPES,
         default=default.event_shape,
-        help="how events are packed: map as vLLM 0.32, array as up to 0.23 (%(default)s)",
+        help="shape of the events: map as in vLLM 0.32, array as in vLLM up to 0.23 (%(default)s)",
     )
     add("--served-model-name", default=default.model_name, help="the model's name (%(default)s)")
-    add("--model-path", type=Path, help="model directory with tokenizer and chat template; without: ids only")
-    add("--lora", action="append", default=[], metavar="NAME", help="serve a LoRA adapter, too (repeatable)")
+    add(
+        "--model-path",
+        type=Path,
+        help="directory with tokenizer and chat template; without it: token ids only",
+    )
+    add("--lora", action="append", default=[], metavar="NAME", help="also serve a LoRA adapter (repeatable)")
     add("--max-num-queued-reqs", type=int, metavar="N", help="answer 503 beyond N unfinished requests")
     add(
         "--data-parallel-size",
         type=int,
         default=default.data_parallel_size,
         metavar="N",
-        help="ranks, each with a cache of its own (%(default)s)",
+        help="ranks, each with a separate cache (%(default)s)",
     )
 
 
@@ -137,17 +141,17 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     default = EngineConfig()
     add("--block-size", type=int, default=default.block_size, help="tokens in a block (%(default)s)")
     add("--num-blocks", type=int, default=DEFAULT_NUM_BLOCKS, help="device blocks (%(default)s)")
-    add("--host-blocks", type=int, default=0, help="blocks of a host tier for evicted ones (%(default)s)")
-    add("--eviction", choices=tuple(ORDERS), default=default.eviction, help="what goes first (%(default)s)")
-    add("--max-num-seqs", type=int, default=default.max_num_seqs, help="requests at a time (%(default)s)")
+    add("--host-blocks", type=int, default=0, help="blocks of a host tier for evicted blocks (%(default)s)")
+    add("--eviction", choices=tuple(ORDERS), default=default.eviction, help="order of eviction (%(default)s)")
+    add("--max-num-seqs", type=int, default=default.max_num_seqs, help="requests in a step (%(default)s)")
     add(
         "--max-num-batched-tokens",
         type=int,
         default=default.max_num_batched_tokens,
-        help="tokens a step (%(default)s)",
+        help="tokens in a step (%(default)s)",
     )
-    add("--max-model-len", type=int, help="tokens (32768, or what the blocks hold)")
-    add("--speedup", type=float, default=1.0, help="times as fast as an H100 with an 8B model (%(default)s)")
+    add("--max-model-len", type=int, help="tokens (32768, or the capacity of the blocks)")
+    add("--speedup", type=float, default=1.0, help="speed relative to an H100 with an 8B model (%(default)s)")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the simulated model says: each token is a pure function of all the tokens before it.
+"""The answers of the simulated model: each token is a pure function of all tokens before it.
 
-So every mocker gives the same greedy answer to the same prompt, whatever its block size, and an answer
-that was cut off continues identically when prompt and partial answer are sent to another one.
+So every mocker gives the same greedy answer to the same prompt, independent of its block size. An answer that
+was cut off continues identically if prompt and partial answer are sent to another mocker.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvrouter.mocker.hashing import TokenIds, lora_key
 class Vocabulary:
     """The tokens an answer is made of."""
 
+    # Ids to draw from: a vocabulary of Llama 2's size without its three special tokens.
     words: Sequence[int] = range(3, 32_000)
-    """Ids to draw from; a Llama-2-sized vocabulary without its three special tokens."""
+    # The end-of-sequence token.
     end: int = 2
-    """The end-of-sequence token."""
+    # An answer without `max_tokens` ends with a chance of 1 to this number at each token.
     mean_answer_tokens: int = 200
-    """Answers without a limit of their own end with odds of 1 to this, at each token."""
 
 
 class Answer:
@@ -39,7 +39,7 @@ class Answer:
         self._may_end = may_end
 
     def next_token(self) -> int:
-        """Draw the next token from everything seen so far, and see it."""
+        """The next token, drawn from the hash of all tokens before it."""
         token = self._draw(self._seen.intdigest())
         self._seen.update(token.to_bytes(4, "little"))
         return token

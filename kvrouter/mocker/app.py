@@ -42,17 +42,17 @@ from kvrouter.mocker.replies import (
 from kvrouter.mocker.text import Text
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 
+# A prompt of a million token ids is 7 MB of JSON.
 MAX_BODY_BYTES = 64 << 20
-"""A prompt of a million token ids is 7 MB of JSON."""
 
+# The vLLM whose interface this is.
 VERSION = "0.32.0"
-"""The vLLM whose surface this is."""
 
 _SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
 class Service:
-    """The handlers, and what they share."""
+    """The HTTP handlers, and the state that they share."""
 
     def __init__(self, config: MockerConfig, text: Text, ranks: Sequence[Rank]) -> None:
         self.config = config
@@ -87,7 +87,7 @@ class Service:
         shape: type[Reply],
         prefix: str,
     ) -> web.StreamResponse:
-        """Run the prompts on one rank and write what comes, streamed or whole."""
+        """Run the prompts on one rank and write the answer, streamed or whole."""
         self._check_lengths(prompts, body.answer_tokens)
         rank = self._rank(http)
         reply = shape(
@@ -97,7 +97,7 @@ class Service:
             shows_token_ids=bool(body.return_token_ids),
         )
         if self._is_busy(len(prompts)):
-            return await self._refuse_busy(http, streams=bool(body.stream))
+            return await self._answer_busy(http, streams=bool(body.stream))
         requests = [self._request(body, prompt) for prompt in prompts]
         with rank.serving(requests) as mailbox:
             run = Run(requests, mailbox, reply, self.text)
@@ -150,8 +150,8 @@ class Service:
         limit = self.config.max_num_queued_reqs
         return limit is not None and sum(rank.num_unfinished for rank in self.ranks) + prompts > limit
 
-    async def _refuse_busy(self, http: web.Request, *, streams: bool) -> web.StreamResponse:
-        """503; but a stream has sent its 200 by the time vLLM asks for admission."""
+    async def _answer_busy(self, http: web.Request, *, streams: bool) -> web.StreamResponse:
+        """Answer 503; for a stream, 200 with an error event: vLLM sends the head before it checks."""
         self.rejections += 1
         if not streams:
             raise EngineBusyError
@@ -202,7 +202,7 @@ class Service:
         return web.Response(body=text.encode(), headers={"Content-Type": _METRICS_TYPE})
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
-        """POST /reset_prefix_cache; refused while requests hold blocks."""
+        """POST /reset_prefix_cache; without success while requests hold blocks."""
         done = [rank.engine.reset_prefix_cache() for rank in self.ranks]
         return _json({"success": all(done)})
 
@@ -240,7 +240,7 @@ class Service:
 
 @web.middleware
 async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refusals in vLLM's body; unknown routes in FastAPI's."""
+    """Errors with vLLM's body; unknown routes with FastAPI's."""
     try:
         return await handler(request)
     except KvRouterError as error:
@@ -252,7 +252,7 @@ async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamR
 async def _write_stream(http: web.Request, parts: AsyncIterator[bytes]) -> web.StreamResponse:
     response = web.StreamResponse(headers=_SSE_HEADERS)
     await response.prepare(http)
-    await response.write(b"")  # the head goes out before the first token, as from vLLM
+    await response.write(b"")  # sends the head before the first token, as vLLM does
     async for part in parts:
         await response.write(part)
     await response.write_eof()
@@ -302,7 +302,7 @@ def _tokenize_prompt(body: TokenizeBody) -> ChatPrompt | TextPrompt:
 
 
 def _source(rank: Rank) -> Json:
-    """VLLM's KVEventsConfig of one rank."""
+    """The KVEventsConfig of one rank, as vLLM reports it."""
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -319,7 +319,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def _exposition(engines: Sequence[Engine], *, model_name: str, started_at_s: float, rejections: int) -> str:
-    """The exposition text; one engine per data-parallel rank."""
+    """The text of /metrics in vLLM's names and labels; one engine per data-parallel rank."""
     lines = [
         "# TYPE process_start_time_seconds gauge",
         f"process_start_time_seconds {started_at_s}",
@@ -348,7 +348,7 @@ def _values(engine: Engine) -> Iterator[tuple[str, float]]:
 
 
 def _cache_labels(engine: Engine) -> str:
-    """Labels by which an agent learns block size and capacity."""
+    """The labels from which an agent reads block size and capacity."""
     config = engine.config
     labels = {
         "block_size": config.block_size,

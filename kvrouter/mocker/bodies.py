@@ -1,7 +1,7 @@
-"""Request bodies as vLLM reads them: what they may hold, and how vLLM refuses what they may not.
+"""Request bodies as vLLM reads them, and its errors for invalid ones.
 
-Unknown fields are ignored, a missing `model` means the base model. Sampling is not simulated, so
-temperature, logprobs, stop strings and the like are accepted and have no effect.
+Unknown fields are ignored; a missing `model` means the base model. Sampling is not simulated, so temperature,
+logprobs, stop strings and the like are accepted and have no effect.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.mocker.hashing import TokenIds, token_ids
 
+# `max_tokens` of /v1/completions in OpenAI's and vLLM's API.
 DEFAULT_COMPLETION_TOKENS = 16
-"""`max_tokens` of /v1/completions in OpenAI's and vLLM's API."""
 
 
 class SchemaError(BadRequestError):
-    """The body is not JSON, or not of the right shape. vLLM's type differs from other refusals'."""
+    """The body is not JSON, or has the wrong shape. vLLM gives this error a different type."""
 
     type = "Bad Request"
 
@@ -45,7 +45,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """What both kinds of completion share."""
+    """The fields that both kinds of completion share."""
 
     model: str | None = None
     n: int | None = 1
@@ -59,12 +59,12 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answer_tokens(self) -> int | None:
-        """The limit that the client sets."""
+        """The client's limit for the answer; None: no limit."""
         return self.max_tokens
 
     @property
     def reports_full(self) -> bool:
-        """Whether vLLM would announce reused blocks, too."""
+        """Whether vLLM would also announce reused blocks."""
         return (self.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
 
 
@@ -89,7 +89,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
     @property
     def answer_tokens(self) -> int | None:
-        """The newer name wins, as in vLLM."""
+        """The client's limit for the answer. The newer name has priority, as in vLLM."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -135,7 +135,7 @@ def _check(body: CompletionBody | ChatBody) -> None:
 
 
 def _field(message: str) -> str:
-    """The field a msgspec error speaks of, as vLLM names it: `body.messages`."""
+    """The field in a msgspec error, as vLLM names it: `body.messages`."""
     found = re.search(r"field `(\w+)`", message) or re.search(r"`\$\.(\w+)", message)
     return f"body.{found[1]}" if found else "body"
 

@@ -6,8 +6,8 @@
     _home    h -> first block with that hash           _spares   h -> further copies
     blank: no hash, taken first                        idle: hash, no holder, evictable, in `_order`
 
-Like vLLM's block pool, and unlike a set: storing the same hash again keeps a second copy and announces it
-a second time; each copy is removed, and announced, by itself. Events are announced per physical block.
+As in vLLM's block pool, and unlike in a set, storing the same hash again keeps a second copy and announces it
+again; each copy is removed, and announced, separately. So there is one event per physical block.
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ from kvrouter.mocker.hashing import TokenIds, chain_hashes, lora_key, root_hash
 
 
 class HostTier:
-    """At most `capacity_blocks` distinct hashes; 0 keeps none."""
+    """Blocks evicted from the device, kept in CPU memory: at most `capacity_blocks` distinct hashes.
+
+    Invariant: the parent of a block kept here is here or on the device. A block comes here when its last copy
+    leaves the device, so leaves come first, and the oldest blocks are evicted first.
+    """
 
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
         self._kept: OrderedDict[int, None] = OrderedDict()
 
     def keep(self, stored: BlockStored) -> Iterator[KvEvent]:
-        """Take in one block leaving the device; yields what happened here."""
+        """Take one block that leaves the device; yields the resulting events."""
         (engine_hash,) = stored.block_hashes
         if engine_hash in self._kept:
-            self._kept.move_to_end(engine_hash)  # a copy stayed here when it was last brought back
+            self._kept.move_to_end(engine_hash)  # a copy stayed here when the block was last loaded
             return
         if len(self._kept) == self.capacity_blocks:
             yield removed(self._kept.popitem(last=False)[0], CPU)
@@ -50,12 +54,12 @@ class HostTier:
         yield stored
 
     def touch(self, engine_hashes: Iterable[int]) -> None:
-        """Blocks hit again, deepest first, become the youngest."""
+        """Mark blocks as used, deepest first: they are evicted last."""
         for engine_hash in engine_hashes:
             self._kept.move_to_end(engine_hash)
 
     def clear(self) -> None:
-        """Forget everything; the caller says so in an event."""
+        """Remove all blocks; the caller publishes the event."""
         self._kept.clear()
 
     def __contains__(self, engine_hash: int) -> bool:
@@ -69,14 +73,13 @@ class HostTier:
 
 
 class Hit(NamedTuple):
-    """Leading blocks of a chain that need not be computed: first those on the device, then on the host."""
+    """Leading blocks of a chain that need not be computed, on the device and then on the host."""
 
     device_blocks: int
     host_blocks: int
 
     @property
     def blocks(self) -> int:
-        """All of them."""
         return self.device_blocks + self.host_blocks
 
 
@@ -101,12 +104,12 @@ class Chain:
         self._key = lora_key(lora_name)
         self.hashes = hashes if hashes is not None else []
         self.blocks: list[int] = []
+        # Leading blocks that the cache knows by their hash.
         self.stored_blocks = 0
-        """Leading blocks that the cache knows by their hash."""
         self.name_blocks(len(tokens) // block_size, block_size)
 
     def name_blocks(self, full_blocks: int, block_size: int) -> None:
-        """Hash the blocks up to `full_blocks` that have no name yet."""
+        """Hash the blocks up to `full_blocks` that have no hash yet."""
         named = len(self.hashes)
         if named >= full_blocks:
             return
@@ -135,8 +138,8 @@ class BlockCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        # Blocks held by requests.
         self.used_blocks = 0
-        """Blocks held by requests."""
         self.host = HostTier(host_blocks)
         self._hash_of: list[int | None] = []  # per physical block that was ever taken
         self._holders: list[int] = []
@@ -174,10 +177,10 @@ class BlockCache:
     # --- holding blocks ---
 
     def open(self, chain: Chain, hit: Hit, blocks: int, *, must_fit_blocks: int) -> bool:
-        """Hold the hit blocks and take new ones, up to `blocks`; False, and no change, without room.
+        """Hold the hit blocks and take new ones, up to `blocks`; False, and no change, if too few are free.
 
-        There must be room for `must_fit_blocks`, the whole prompt, even if this step computes less of it
-        (vLLM's `scheduler_reserve_full_isl`).
+        `must_fit_blocks`, the whole prompt, must fit even if this step computes only a part of it (vLLM's
+        `scheduler_reserve_full_isl`).
         """
         homes = [self._home[engine_hash] for engine_hash in chain.hashes[: hit.device_blocks]]
         idle = sum(not self._holders[block] for block in homes)
@@ -193,7 +196,7 @@ class BlockCache:
         return True
 
     def grow(self, chain: Chain, blocks: int) -> bool:
-        """Take new blocks up to `blocks`; False, and no change, without room."""
+        """Take new blocks up to `blocks`; False, and no change, if too few are free."""
         missing = blocks - len(chain.blocks)
         if missing > self.free_blocks:
             return False
@@ -220,7 +223,7 @@ class BlockCache:
             self._events.append(self._stored(chain, 0, blocks))
 
     def release(self, chain: Chain) -> None:
-        """Give all blocks back, tail first, so that leaves are evicted before their parents."""
+        """Release all blocks, tail first, so that leaves are evicted before their parents."""
         for block in reversed(chain.blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
@@ -229,7 +232,7 @@ class BlockCache:
         chain.stored_blocks = 0
 
     def clear(self) -> bool:
-        """Forget everything cached; refused while blocks are held."""
+        """Empty the cache; False, and no change, while blocks are held."""
         if self.used_blocks:
             return False
         self._blanks.extend(self._order.pop() for _ in range(len(self._order)))
@@ -244,7 +247,7 @@ class BlockCache:
         return True
 
     def take_events(self) -> list[KvEvent]:
-        """What happened since the last call, in order."""
+        """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -257,7 +260,7 @@ class BlockCache:
         self._holders[block] += 1
 
     def _take(self) -> int:
-        """A blank block with one holder; the caller has made sure that there is one."""
+        """A blank block with one holder. The caller has checked that a block is free."""
         self.used_blocks += 1
         if self._blanks:
             block = self._blanks.pop()
@@ -272,7 +275,7 @@ class BlockCache:
         return block
 
     def _retire(self, block: int) -> None:
-        """The last holder left: keep the contents for reuse, if they have a name."""
+        """The last holder has released the block: keep its contents for reuse, if they have a hash."""
         self.used_blocks -= 1
         engine_hash = self._hash_of[block]
         if engine_hash is None:
@@ -294,12 +297,12 @@ class BlockCache:
         if self._drop_copy(engine_hash, block):
             self._order.forget(engine_hash)
             if self.host.capacity_blocks:
-                # copied before it is dropped: at no moment is the block in neither tier
+                # copied before it is removed, so that the block is in a tier at every moment
                 self._events.extend(self.host.keep(self._content.pop(engine_hash)))
         self._events.append(removed(engine_hash, GPU))
 
     def _drop_copy(self, engine_hash: int, block: int) -> bool:
-        """Forget one copy; True if it was the last."""
+        """Remove one copy; True if it was the last."""
         spares = self._spares.get(engine_hash)
         if spares is None:
             del self._home[engine_hash]

@@ -1,12 +1,13 @@
-"""One simulated engine: vLLM's scheduler over the paged cache. Pure: no clock, no chance, no socket.
+"""One simulated engine: vLLM's scheduler over the paged cache. Pure: no clock, no randomness, no socket.
 
     add() ──> waiting ──admit──> running ──step()──> outputs, events, duration
                  ^                  │
                  └──── preempt ─────┘     the newest, when blocks run out; it starts over, keeping its tokens
 
-A step serves every running request: one token for each that decodes, a chunk of the prompt for each that
-still prefills, within `max_num_batched_tokens`; then it admits from the queue, first come first served.
-As in vLLM, blocks become reusable when they are scheduled, and the last sampled token is not in the cache.
+A step serves every running request within `max_num_batched_tokens`: one token for a request that decodes, a
+chunk of the prompt for a request that prefills. Then it admits requests from the queue, first come, first
+served. As in vLLM, blocks become reusable when they are scheduled, and the last sampled token is not in the
+cache.
 """
 
 from __future__ import annotations
@@ -25,30 +26,34 @@ from kvrouter.mocker.hashing import TokenIds
 
 @dataclass(slots=True)
 class StepWork:
-    """What one step computes."""
+    """The work of one step."""
 
     prefill_tokens: int = 0
     decode_seqs: int = 0
+    # Tokens in the caches of the decoding sequences.
     context_tokens: int = 0
-    """Tokens in the caches of the decoding sequences."""
+    # Tokens whose blocks are copied back from host memory.
     host_tokens: int = 0
-    """Tokens whose blocks are copied back from host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds per unit of work."""
+    """Seconds per unit of work: a linear model of a transformer on one GPU.
 
+    The defaults stand for Llama-3-8B in bf16 on one H100 SXM (3.35 TB/s of memory, ~400 TFLOP/s achieved).
+    They are derived from these figures, not from a benchmark.
+    """
+
+    # 16 GB of weights read once per step.
     base_s: float = 5e-3
-    """16 GB of weights read once per step."""
+    # 2 x 8e9 FLOP per token.
     prefill_token_s: float = 40e-6
-    """2 x 8e9 FLOP per token."""
+    # Sampling, detokenizing and scheduling; an estimate.
     decode_seq_s: float = 20e-6
-    """Sampling, detokenizing and scheduling; an estimate."""
+    # 128 KiB of KV cache read per token of context (32 layers, 8 KV heads of 128, bf16).
     context_token_s: float = 40e-9
-    """128 KiB of KV cache read per token of context (32 layers, 8 KV heads of 128, bf16)."""
+    # 128 KiB over PCIe 5 x16 at 50 GB/s.
     host_token_s: float = 2.6e-6
-    """128 KiB over PCIe 5 x16 at 50 GB/s."""
 
     def step_s(self, work: StepWork) -> float:
         """The duration of one step, in seconds."""
@@ -107,31 +112,31 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
     id: str
     prompt: TokenIds
+    # None: until the answer ends by itself (see `Vocabulary`) or the context is full. With a number the
+    # answer has exactly that many tokens, as with vLLM's `ignore_eos`.
     max_tokens: int | None = None
-    """None: until the answer ends by itself (see `Vocabulary`) or the context is full. With a number the
-    answer has exactly that many tokens, as with vLLM's `ignore_eos`."""
     ignore_eos: bool = False
     lora_name: str | None = None
     salt: str | None = None
+    # vLLM's `kv_cache_report_mode: full`: announce reused blocks from the root on.
     report_full: bool = False
-    """vLLM's `kv_cache_report_mode: full`: announce reused blocks from the root."""
+    # Hashes of the prompt's full blocks, if the caller has them (a trace) and the tokens are arbitrary.
     hashes: tuple[int, ...] | None = None
-    """Names of the prompt's full blocks, where the caller has them (a trace) and the tokens do not count."""
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):
-    """One token of one request; with `finish_reason`, its last."""
+    """One token of one request. The last one has a `finish_reason`."""
 
     id: str
+    # None if the request ended without another token ("abort").
     token: int | None
-    """None if the request ended without another token ("abort")."""
     finish_reason: str | None
+    # Prompt tokens that were not computed.
     cached_tokens: int
-    """Prompt tokens that were not computed."""
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What one step did. Outputs and events are due when it ends."""
+    """The result of one step. Outputs and events are due when it ends."""
 
     duration_s: float
     outputs: list[Output]
@@ -140,19 +145,18 @@ class StepResult(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start, in tokens unless said otherwise."""
+    """Totals since the start, in tokens unless noted otherwise."""
 
     prompt: int = 0
     generated: int = 0
     cache_queries: int = 0
     cache_hits: int = 0
-    preemptions: int = 0
-    """Requests."""
+    preemptions: int = 0  # requests
     steps: int = 0
 
 
 class _Sequence:
-    """A request in the engine. `tokens` is the prompt and what was generated so far."""
+    """A request in the engine. `tokens` has the prompt and the tokens generated so far."""
 
     __slots__ = ("answer", "cached_tokens", "chain", "computed", "limit", "prompt_len", "request", "tokens")
 
@@ -199,7 +203,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones among them."""
+        """Requests in the queue, including preempted ones."""
         return len(self._waiting)
 
     @property
@@ -212,19 +216,19 @@ class Engine:
         return bool(self._sequences)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; its prompt leaves room for at least one token of answer."""
+        """Queue a request. Raises ValueError if its prompt leaves no token for the answer."""
         if not 0 < len(request.prompt) < self.config.max_model_len:
             raise ValueError(
                 f"prompt of {len(request.prompt)} tokens, max_model_len is {self.config.max_model_len}"
             )
         if request.id in self._sequences:
-            raise ValueError(f"request {request.id!r} is already here")
+            raise ValueError(f"request {request.id!r} is already in the engine")
         sequence = _Sequence(request, self.config)
         self._sequences[request.id] = sequence
         self._waiting.append(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now, without output; False if it is not here (any more)."""
+        """End a request now, without output; False if the engine does not have it."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
@@ -234,7 +238,7 @@ class Engine:
         return True
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the cache; False while requests hold blocks. The event comes with the next step."""
+        """Empty the cache; False while requests hold blocks. The next step returns the event."""
         return self.cache.clear()
 
     def step(self) -> StepResult:
@@ -252,7 +256,7 @@ class Engine:
     # --- scheduling ---
 
     def _schedule_running(self, budget: int, work: StepWork) -> tuple[int, bool]:
-        """Give each running request its next tokens; returns the rest of the budget, and if one lost out."""
+        """Give each running request its next tokens; returns the budget left, and if one was preempted."""
         block_size = self.config.block_size
         preempted = False
         position = 0
@@ -270,18 +274,18 @@ class Engine:
         return budget, preempted
 
     def _admit(self, budget: int, work: StepWork) -> None:
-        """Move requests from the queue into the batch while there is room for the whole prompt of each."""
+        """Move requests from the queue into the batch, as long as the whole next prompt fits."""
         while self._waiting and budget and len(self._running) < self.config.max_num_seqs:
             sequence = self._waiting[0]
             tokens = self._open(sequence, budget, work)
             if not tokens:
-                return  # first come, first served: nobody overtakes
+                return  # first come, first served: a shorter prompt does not overtake
             self._running.append(self._waiting.popleft())
             self._advance(sequence, tokens, work)
             budget -= tokens
 
     def _open(self, sequence: _Sequence, budget: int, work: StepWork) -> int:
-        """Hold what is cached of a request and room for its next tokens; returns their number, or 0."""
+        """Hold a request's cached blocks, and blocks for its next tokens. Returns their number, or 0."""
         block_size = self.config.block_size
         length = len(sequence.tokens)
         hit = self.cache.lookup(sequence.chain, (length - 1) // block_size)
@@ -305,7 +309,7 @@ class Engine:
         self.counters.cache_hits += cached
 
     def _advance(self, sequence: _Sequence, tokens: int, work: StepWork) -> None:
-        """Compute `tokens` more; blocks that are now full become reusable."""
+        """Compute `tokens` more. Blocks that are full now become reusable."""
         if tokens == 1 and sequence.computed >= sequence.prompt_len:
             work.decode_seqs += 1
             work.context_tokens += sequence.computed
@@ -327,7 +331,7 @@ class Engine:
     # --- sampling ---
 
     def _sample(self) -> list[Output]:
-        """One token for each request whose tokens are all computed; the finished ones leave."""
+        """Sample one token for each request whose tokens are all computed; finished requests leave."""
         ready = [s for s in self._running if s.computed == len(s.tokens)]
         outputs = [self._next_output(sequence) for sequence in ready]
         self.counters.generated += len(outputs)

@@ -1,6 +1,9 @@
-"""KV events as vLLM defines them (`vllm/distributed/kv_events.py`, 0.32): field for field, in its order.
+"""vLLM's KV events and their bytes on the ZMQ wire.
 
-Encoding these structs gives the map shape of 0.32; `wire` re-shapes them for older consumers.
+The structs follow `vllm/distributed/kv_events.py` of 0.32, field by field and in its order. A message has
+three frames: topic, sequence number, msgpack batch. vLLM 0.32 sends each event as a map with a "type"
+(`--event-shape map`); versions up to 0.23 sent arrays, tag first (`--event-shape array`). The batch is an
+array in both.
 """
 
 from __future__ import annotations
@@ -12,15 +15,15 @@ import msgspec
 
 GPU = "GPU"
 CPU = "CPU"
+# `kv_cache_spec_kind` of an ordinary transformer.
 SPEC_KIND = "full_attention"
-"""`kv_cache_spec_kind` of an ordinary transformer."""
 
+# Per block: nil, or the LoRA name and (block 0) the cache salt, untagged.
 ExtraKeys: TypeAlias = list[list[str] | None]
-"""Per block: nil, or the LoRA name and (block 0) the cache salt, untagged."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
-    """Blocks became reusable: `token_ids` holds the tokens of all of them, parent first."""
+    """Blocks became reusable. `token_ids` has the tokens of all of them, parent first."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -51,18 +54,18 @@ KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def removed(engine_hash: int, medium: str) -> BlockRemoved:
-    """One removal: vLLM sends an event for each block."""
+    """The removal of one block: vLLM sends an event for each."""
     return BlockRemoved([engine_hash], medium, group_idx=0)
 
 
+# Sequence number of the message that ends a replay.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-"""Sequence number of the message that ends a replay."""
 
 EVENT_SHAPES = ("map", "array")
 
 
 class _BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored", gc=False):
-    """`BlockStored` as vLLM 0.23 sent it: every field present."""
+    """`BlockStored` as vLLM 0.23 sent it, with all fields present."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -93,7 +96,7 @@ _ArrayEvent: TypeAlias = _BlockStored | _BlockRemoved | _AllBlocksCleared
 
 
 class BatchEncoder:
-    """Encodes the events of one step."""
+    """Encodes the events of one step as one batch."""
 
     def __init__(self, event_shape: str, rank: int) -> None:
         self._as_arrays = event_shape == "array"

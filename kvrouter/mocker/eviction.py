@@ -1,8 +1,8 @@
-"""Which block to evict: small strategy objects over the blocks that nobody holds.
+"""Which block to evict: orders of the cached blocks that no request holds.
 
-Both orders are leaf first, so that a cached block's parent is always cached too:
-  * a request gives its blocks back tail first, so a child enters before its parent;
-  * whoever uses a child has used its parent as well, so a parent is never rarer than its child.
+Both orders evict leaves first, so that the parent of a cached block is always cached, too:
+  * a request releases its blocks tail first, so a child enters the order before its parent;
+  * a request that uses a child also uses its parent, so a parent is used at least as often as its child.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class EvictionOrder(Protocol):
-    """The cached blocks that nobody holds, in the order in which to evict them."""
+    """The cached blocks that no request holds, in the order of eviction."""
 
     def used(self, engine_hashes: Iterable[int]) -> None:
         """These hashes were hit or stored once more."""
@@ -23,7 +23,7 @@ class EvictionOrder(Protocol):
         """No block holds this hash any longer."""
 
     def push(self, block: int, engine_hash: int) -> None:
-        """The last holder gave `block` back."""
+        """The last holder has released `block`."""
 
     def discard(self, block: int) -> None:
         """`block` is held again."""
@@ -35,28 +35,25 @@ class EvictionOrder(Protocol):
 
 
 class LruOrder:
-    """Least recently given back first: vLLM's free queue."""
+    """The block released longest ago first: vLLM's free queue."""
 
     def __init__(self) -> None:
         # an OrderedDict, because taking the first key of a dict walks over all deleted ones
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def used(self, engine_hashes: Iterable[int]) -> None:
-        """Use is not counted, the order of return is enough."""
+        """Nothing is counted: the order of release is enough."""
 
     def forget(self, engine_hash: int) -> None:
-        """Nothing is kept per hash."""
+        """Nothing is stored per hash."""
 
     def push(self, block: int, engine_hash: int) -> None:
-        """Last in, last out."""
         self._blocks[block] = None
 
     def discard(self, block: int) -> None:
-        """Take `block` out, wherever it stands."""
         del self._blocks[block]
 
     def pop(self) -> int:
-        """The block that has lain unused for longest."""
         return self._blocks.popitem(last=False)[0]
 
     def __len__(self) -> int:
@@ -64,7 +61,7 @@ class LruOrder:
 
 
 class LfuOrder:
-    """Least frequently used hash first, the least recently given back among equals.
+    """The least frequently used hash first; among equals the block released longest ago.
 
     Invariant: `_tick[block]` is the tick of the block's one live entry in the heap; entries with any
     other tick are stale and skipped.
@@ -83,11 +80,11 @@ class LfuOrder:
             uses[engine_hash] = uses.get(engine_hash, 0) + 1
 
     def forget(self, engine_hash: int) -> None:
-        """A hash that returns starts from nothing."""
+        """A hash that returns later starts at no uses."""
         self._uses.pop(engine_hash, None)
 
     def push(self, block: int, engine_hash: int) -> None:
-        """Rank `block` by the uses of its hash so far."""
+        """Insert `block` by the uses of its hash so far."""
         self._ticks += 1
         self._tick[block] = self._ticks
         heapq.heappush(self._heap, (self._uses.get(engine_hash, 0), self._ticks, block))
@@ -100,7 +97,6 @@ class LfuOrder:
             heapq.heapify(self._heap)
 
     def pop(self) -> int:
-        """The rarest block."""
         while not self._is_live(entry := heapq.heappop(self._heap)):
             pass
         del self._tick[entry[2]]

@@ -1,7 +1,8 @@
 """Engine hashes: opaque 64-bit names of full blocks, chained from the parent as in vLLM.
 
-They are made to differ from the router's own hashes on purpose: nobody may rely on more than equality.
-The salt enters block 0 only and reaches the others through the chain; the LoRA name enters every block.
+They differ from the router's own hashes on purpose, so that tests fail if the agent relies on more than their
+equality. The salt enters block 0 only and reaches the others through the chain; the LoRA name enters every
+block.
 """
 
 from __future__ import annotations
@@ -12,28 +13,28 @@ from typing import TypeAlias
 
 import xxhash
 
+# Token ids as unsigned 32-bit integers, in machine order.
 TokenIds: TypeAlias = "array[int]"
-"""Token ids as unsigned 32-bit integers, in machine order."""
 
+# The parent hash of block 0. A constant, like vLLM's `NONE_HASH`: equal prompts have equal hashes on every
+# engine.
 NO_PARENT = xxhash.xxh3_64_intdigest(b"kvrouter-mocker-none-hash")
-"""What block 0 is chained from. A constant, like vLLM's `NONE_HASH`: equal prompts have equal hashes
-on every engine."""
 
 
 def token_ids(ids: Iterable[int]) -> TokenIds:
-    """Pack token ids; raises OverflowError or TypeError for what is not an unsigned 32-bit integer."""
+    """Pack token ids. Raises OverflowError or TypeError for values other than unsigned 32-bit integers."""
     return array("I", ids)
 
 
 def root_hash(salt: str | None) -> int:
-    """What block 0 is chained from, for a cache salt (an empty one counts as absent)."""
+    """The parent hash of block 0 for a cache salt (an empty one counts as absent)."""
     if not salt:
         return NO_PARENT
     return xxhash.xxh3_64_intdigest(salt.encode(), seed=NO_PARENT)
 
 
 def lora_key(lora_name: str | None) -> int:
-    """What a LoRA name adds to every block's hash; 0 without one."""
+    """The part of every block's hash that a LoRA name adds; 0 without one."""
     return xxhash.xxh3_64_intdigest(lora_name.encode()) if lora_name else 0
 
 

@@ -1,8 +1,8 @@
 """The event sockets of one rank: a PUB that is bound, and a ROUTER that replays what a subscriber missed.
 
-Sequence numbers count batches from 0. A replay request is `[b"", start]`; the answer is every buffered
-batch from `start` on, `[b"", topic, seq, payload]`, then the end marker. A request without the empty
-delimiter gets no answer, a start beyond the newest only the marker: all as vLLM's `ZmqEventPublisher`.
+Sequence numbers count batches from 0. A replay request is `[b"", start]`; the answer is every buffered batch
+from `start` on, `[b"", topic, seq, payload]`, then the end marker. A request without the empty delimiter gets
+no answer, and a start beyond the newest batch only the marker. All this is like vLLM's `ZmqEventPublisher`.
 Unlike vLLM, which connects its PUB to a plain address, the mocker always binds it.
 """
 
@@ -21,15 +21,15 @@ from kvrouter.mocker.events import END_OF_REPLAY, BatchEncoder, KvEvent, sequenc
 
 log = structlog.get_logger(__name__)
 
+# vLLM's `hwm`: batches queued for a slow subscriber. More are dropped without an error.
 PUB_HIGH_WATER_MARK = 100_000
-"""vLLM's `hwm`: batches queued for a slow subscriber; more are dropped silently."""
 
+# vLLM's `buffer_steps`: batches kept for replay.
 BUFFER_STEPS = 10_000
-"""vLLM's `buffer_steps`: batches kept for replay."""
 
 
-def offset_port(endpoint: str, rank: int) -> str:
-    """The endpoint of a data-parallel rank: its port is `rank` higher, and port 0 stays 0."""
+def rank_endpoint(endpoint: str, rank: int) -> str:
+    """The endpoint of a data-parallel rank: its port is `rank` higher. Port 0 (a free one) stays 0."""
     address, _, port = endpoint.rpartition(":")
     if not port.isdigit() or port == "0":
         return endpoint
@@ -69,7 +69,7 @@ class Publisher:
         *,
         buffer_steps: int | None = None,
     ) -> AsyncIterator[Publisher]:
-        """Bind both sockets; they close when the block ends."""
+        """Bind both sockets until the block ends."""
         with zmq.Context() as context, ExitStack() as sockets:
             pub = sockets.enter_context(_bound(context, zmq.PUB, endpoint, PUB_HIGH_WATER_MARK))
             router = None
@@ -94,7 +94,7 @@ class Publisher:
             loop.remove_reader(descriptor)
 
     def publish(self, timestamp: float, events: list[KvEvent]) -> None:
-        """Send one batch; never blocks, a PUB socket drops instead."""
+        """Send one batch. It never blocks: a full PUB socket drops it."""
         seq = sequence_frame(self._next_seq)
         payload = self._encoder.encode(timestamp, events)
         self._next_seq += 1
@@ -102,7 +102,7 @@ class Publisher:
         self._pub.send_multipart((self._topic, seq, payload))
 
     def _serve_replays(self) -> None:
-        """Answer all requests that wait: ZMQ's descriptor signals edges, so nothing may be left over."""
+        """Answer all waiting requests. ZMQ's descriptor is edge-triggered: a request left over would wait."""
         assert self._router is not None
         while self._router.poll(0, zmq.POLLIN):
             with suppress(zmq.Again):
@@ -134,5 +134,5 @@ def _bound(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, hw
 
 
 def _endpoint(socket: zmq.Socket[bytes]) -> str:
-    """Where a socket is bound, with its real port."""
+    """The endpoint of a bound socket, with its real port."""
     return socket.get_string(zmq.LAST_ENDPOINT)

@@ -1,7 +1,7 @@
-"""One data-parallel rank: an engine driven in real time, its publisher, and who waits for its outputs.
+"""One data-parallel rank: an engine that runs in real time, its publisher, and the mailboxes of requests.
 
-One loop turn per engine step serves all requests: the step is computed at once, its duration is waited for,
-then its events are published and its outputs put into mailboxes. An idle rank waits for an Event.
+One turn of the loop serves all requests of an engine step: the rank computes the step, waits for its
+duration, then publishes its events and puts its outputs into mailboxes. An idle rank waits for an Event.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import structlog
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import Engine, EngineConfig, EngineRequest, Output, StepResult, speed_up
 from kvrouter.mocker.events import BatchEncoder
-from kvrouter.mocker.publisher import Publisher, offset_port
+from kvrouter.mocker.publisher import Publisher, rank_endpoint
 
 log = structlog.get_logger(__name__)
 
+# uvloop's timers have a resolution of 1 ms: a shorter wait is added to that of the next step.
 SHORTEST_SLEEP_S = 0.5e-3
-"""uvloop's timers have 1 ms: shorter waits are carried over to the next step."""
 
+# If the event loop was blocked for longer, the engine does not catch up with the rest.
 LARGEST_LAG_S = 0.05
-"""A loop that was held up for longer does not hurry to catch up."""
 
 
 class Mailbox:
-    """The outputs of one HTTP request's prompts, as they come."""
+    """The outputs of one HTTP request's prompts, in order."""
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
@@ -41,7 +41,7 @@ class Mailbox:
             self._waiter.set_result(None)
 
     async def take(self) -> list[Output]:
-        """Everything that has come since the last call, at least one."""
+        """All outputs since the last call; waits for the first one."""
         if not self._outputs:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -63,9 +63,9 @@ class Rank:
     @asynccontextmanager
     async def open(cls, config: MockerConfig, engine: EngineConfig, number: int) -> AsyncIterator[Rank]:
         """Bind the sockets of rank `number` and run its engine until the block ends."""
-        replay = None if config.kv_replay is None else offset_port(config.kv_replay, number)
+        replay = None if config.kv_replay is None else rank_endpoint(config.kv_replay, number)
         async with Publisher.open(
-            offset_port(config.kv_events, number),
+            rank_endpoint(config.kv_events, number),
             replay,
             BatchEncoder(config.event_shape, number),
             config.topic,
@@ -82,7 +82,7 @@ class Rank:
 
     @contextmanager
     def serving(self, requests: Sequence[EngineRequest]) -> Iterator[Mailbox]:
-        """Run these requests; whatever is left of them when the block ends is aborted at once."""
+        """Run these requests. Those that are unfinished when the block ends are aborted at once."""
         mailbox = Mailbox()
         try:
             for request in requests:
@@ -103,9 +103,9 @@ class Rank:
             while True:
                 await self._work.wait()
                 await self._work_off()
-                self._work.clear()  # no await since the last look at the queue
+                self._work.clear()  # safe: no await since `has_work` was false
         except Exception:
-            self.shut_down()  # nobody waits for an engine that is dead
+            self.shut_down()  # a failed engine gives no more outputs: end the waiting requests
             log.exception("engine.failed")
             raise
 
@@ -120,7 +120,7 @@ class Rank:
             self._deliver(step)
 
     def _deliver(self, step: StepResult) -> None:
-        """Events first: a subscriber may not hear of a block after the answer that made it."""
+        """Publish events, then outputs: an agent must have a block's event before the answer is complete."""
         if step.events:
             self.publisher.publish(time.time(), step.events)
         for output in step.outputs:
@@ -129,7 +129,7 @@ class Rank:
                 mailbox.put(output)
 
     def shut_down(self) -> None:
-        """End everything in flight with finish_reason "abort", as vLLM does on SIGTERM."""
+        """End all requests with finish_reason "abort", as vLLM does on SIGTERM."""
         self._is_shut_down = True
         for request_id, mailbox in self._mailboxes.items():
             if self.engine.abort(request_id):
@@ -138,7 +138,7 @@ class Rank:
 
 @asynccontextmanager
 async def _running(rank: Rank) -> AsyncIterator[None]:
-    """Run the engine; if it has failed, that is raised when the block ends."""
+    """Run the engine. An error of it is raised when the block ends."""
     task = asyncio.create_task(rank.run(), name="mocker-rank")
     try:
         yield

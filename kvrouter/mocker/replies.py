@@ -1,6 +1,6 @@
-"""Answers in vLLM's JSON shapes, null fields included: `vllm/entrypoints/openai/*/protocol.py`, 0.32.
+"""Answers in vLLM's JSON shapes: `vllm/entrypoints/openai/*/protocol.py`, 0.32.
 
-Streams leave out what is not set; whole answers spell out nulls.
+Events of a stream omit fields that are not set; whole answers contain them as null.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def sse(data: Json) -> bytes:
 
 
 def error_body(error: KvRouterError) -> Json:
-    """VLLM's ErrorResponse."""
+    """An error in the shape of vLLM's ErrorResponse."""
     param = error.param if isinstance(error, BadRequestError) else None
     return {"error": {"message": str(error), "type": error.type, "param": param, "code": error.status}}
 
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as it grows."""
+    """One answer, as far as it is generated."""
 
     prompt: TokenIds
     texts: list[str] = field(default_factory=list)
@@ -50,17 +50,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Reply(ABC):
-    """The head that all parts of one answer share."""
+    """The fields that all parts of one answer share."""
 
     id: str
     model: str
     created: int
-    shows_token_ids: bool
-    """The client asked for `return_token_ids`."""
+    shows_token_ids: bool  # the client set `return_token_ids`
 
     @abstractmethod
     def opening(self, choice: Choice) -> Json | None:
-        """The chunk that comes before the first token, if any."""
+        """The chunk before the first token; None if there is none."""
 
     @abstractmethod
     def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
@@ -68,11 +67,11 @@ class Reply(ABC):
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """The answer to a request that does not stream."""
+        """The answer to a request without `stream`."""
 
     @abstractmethod
     def usage_chunk(self, choices: Sequence[Choice]) -> Json:
-        """The chunk after the last token, on `stream_options.include_usage`."""
+        """The chunk after the last token, if `stream_options.include_usage` is set."""
 
     def ids(self, tokens: Sequence[int]) -> list[int] | None:
         """Token ids, if the client asked for them."""
@@ -166,7 +165,6 @@ class CompletionReply(Reply):
         }
 
     def opening(self, choice: Choice) -> None:
-        """Completions begin with their first token."""
         return
 
     def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
@@ -216,7 +214,7 @@ class CompletionReply(Reply):
 
 
 def usage(choices: Sequence[Choice], *, cached_tokens: int | None = None) -> Json:
-    """VLLM's UsageInfo without its nulls, over all prompts."""
+    """The UsageInfo of vLLM without null fields, over all prompts."""
     prompt_tokens = sum(len(choice.prompt) for choice in choices)
     completion_tokens = sum(len(choice.tokens) for choice in choices)
     counts: Json = {
@@ -237,7 +235,7 @@ def full_usage(choices: Sequence[Choice]) -> Json:
 
 
 class Run:
-    """The prompts of one request, each with the answer it has so far."""
+    """One request at work: turns outputs of the engine into pieces of the answer."""
 
     def __init__(self, requests: Sequence[EngineRequest], mailbox: Mailbox, reply: Reply, text: Text) -> None:
         self._choices = [Choice(request.prompt) for request in requests]
@@ -247,14 +245,14 @@ class Run:
         self._text = text
 
     async def whole(self) -> Json:
-        """The answer, when all of it is there."""
+        """The complete answer."""
         async for outputs in self._outputs():
             for output in outputs:
                 self._add(output)
         return self._reply.whole(self._choices)
 
     async def stream(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """The answer as server-sent events: what came at once goes out at once."""
+        """The answer as server-sent events. Outputs of one engine step are one piece."""
         is_open = False
         async for outputs in self._outputs():
             opening = b"" if is_open else self._opening(options)
@@ -263,7 +261,7 @@ class Run:
         yield self._ending(options)
 
     async def _outputs(self) -> AsyncIterator[list[Output]]:
-        """Until every choice has ended."""
+        """The outputs of each step, until every choice has ended."""
         unfinished = len(self._choices)
         while unfinished:
             outputs = await self._mailbox.take()
@@ -271,7 +269,7 @@ class Run:
             yield outputs
 
     def _add(self, output: Output) -> tuple[int, str]:
-        """Take an output in; returns its choice's index and its text."""
+        """Add an output to its choice; returns the choice's index and the text."""
         index = self._index[output.id]
         choice = self._choices[index]
         choice.finish_reason = output.finish_reason

@@ -1,4 +1,4 @@
-"""A whole mocker: engines, event sockets and HTTP, opened in order and closed by indentation."""
+"""A whole mocker: engines, event sockets and HTTP, opened in order and closed in reverse order."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from kvrouter.mocker.engine import Engine
 from kvrouter.mocker.rank import Rank
 from kvrouter.mocker.text import Text
 
+# After a stop, clients get this long to read the end of their answers.
 SHUTDOWN_S = 2.0
-"""How long a reader may take to fetch the end of its answer once the mocker stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mocker:
-    """A running mocker and where to reach it."""
+    """A running mocker and its addresses."""
 
-    url: str
-    """`http://host:port`, with the real port."""
+    url: str  # `http://host:port`, with the real port
     service: Service
     ranks: tuple[Rank, ...]
 
@@ -39,12 +38,12 @@ class Mocker:
 
     @property
     def kv_events(self) -> str:
-        """Where rank 0 publishes: connect a SUB."""
+        """The endpoint of rank 0's events, for a SUB."""
         return self.ranks[0].publisher.endpoint
 
     @property
     def kv_replay(self) -> str | None:
-        """Where rank 0 replays: connect a DEALER."""
+        """The endpoint of rank 0's replays, for a DEALER."""
         return self.ranks[0].publisher.replay_endpoint
 
 
@@ -52,7 +51,7 @@ class Mocker:
 async def running_mocker(config: MockerConfig | None = None) -> AsyncIterator[Mocker]:
     """Run a mocker on this event loop until the block ends.
 
-    At the end the port closes, and what is in flight ends with finish_reason "abort".
+    At the end its port closes, and running requests end with finish_reason "abort".
     """
     config = config or MockerConfig()
     async with AsyncExitStack() as stack:

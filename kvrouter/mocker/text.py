@@ -1,7 +1,7 @@
-"""Text for a model that only knows token ids: the tokenizer of a model directory, or none.
+"""Text for the simulated model, which knows only token ids: the tokenizer of a model directory.
 
-The answers are made of whole words, ` like these`, that the tokenizer turns back into the very same tokens:
-so a client that sends an answer back in its next turn finds it in the cache, as with a real model.
+Answers consist of whole words, ` like these`, that the tokenizer turns back into the same tokens. So a client
+that sends an answer back in its next turn hits its blocks in the cache, as with a real model.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvrouter.tokens.prompt import Prompt, PromptEncoder
 from kvrouter.tokens.template import ChatTemplate
 from kvrouter.tokens.tokenizer import Tokenizer
 
+# Only the first ids are searched for words: in most vocabularies they are the most frequent tokens.
 SCANNED_IDS = 16_384
-"""Words are looked for among the first ids; they stand in the order in which training found them."""
 
 _WORD = re.compile(r" [a-z]+")
+# Decoded in front of a token, because some tokenizers drop a leading space.
 _ANCHOR = " the"
-"""Decoded in front of a token, because some tokenizers drop a leading space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Text:
             yield cls(encoder, vocabulary, lambda token: words.get(token, ""))
 
     async def encode(self, prompt: Prompt) -> list[TokenIds]:
-        """The token ids of each prompt; refused without a tokenizer."""
+        """The token ids of each prompt. Raises BadRequestError without a tokenizer."""
         encoded = await self.encoder.encode(prompt)
         if encoded is None:
             raise BadRequestError(
@@ -61,10 +61,10 @@ class Text:
 
 
 def spoken_words(tokenizer: Tokenizer) -> dict[int, str]:
-    """The tokens that are one word after a space, and their text, if they survive a round trip.
+    """The tokens that are one word after a space and survive a round trip: token -> text.
 
-    A tokenizer that has none (of characters, of bytes, of another script) speaks with what it has: every
-    token with a text, though that text may be encoded otherwise; or token 0, which says nothing.
+    A tokenizer without such words (of characters, of bytes, of another script) gets all tokens that have a
+    text, although that text may be encoded differently; if there are none, token 0 with an empty text.
     """
     anchor = tokenizer.encode_now(_ANCHOR, add_special_tokens=False)
     start = len(tokenizer.decode(anchor))
@@ -83,7 +83,7 @@ def spoken_words(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def _end_token(model_path: Path) -> int:
-    """`eos_token_id` of generation_config.json, the first of several; 0 if none is named."""
+    """`eos_token_id` of generation_config.json, the first if there are several; 0 if it has none."""
     file = model_path / "generation_config.json"
     named = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
     return int((named[0] if isinstance(named, list) else named) or 0)

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from kvrouter.mocker.events import END_OF_REPLAY, GPU, BatchEncoder, removed, sequence_frame
-from kvrouter.mocker.publisher import Publisher, offset_port
+from kvrouter.mocker.publisher import Publisher, rank_endpoint
 
 ANY_PORT = "tcp://127.0.0.1:0"
 TOPIC = "kv@pod1@tiny"
@@ -126,6 +126,6 @@ async def test_taken_port(publisher: Publisher) -> None:
 
 def test_ranks_have_ports_of_their_own() -> None:
     """The port is offset by the rank, but 0 stays 0."""
-    assert "tcp://*:5559" == offset_port("tcp://*:5557", 2)
-    assert ANY_PORT == offset_port(ANY_PORT, 2)
-    assert "ipc:///tmp/kv" == offset_port("ipc:///tmp/kv", 0)
+    assert "tcp://*:5559" == rank_endpoint("tcp://*:5557", 2)
+    assert ANY_PORT == rank_endpoint(ANY_PORT, 2)
+    assert "ipc:///tmp/kv" == rank_endpoint("ipc:///tmp/kv", 0)
