@@ -150,12 +150,12 @@ cdef class Rows:
         self.count -= 1
 
     cdef inline void thin(self, Shard *shard) noexcept:
-        """Shrink below one row per bucket. If there is no memory for the smaller copy, a later call does it."""
+        """Shrink below one row per bucket. Without memory for the smaller copy, a later call does it."""
         if shard.rows < shard.size and shard.size > SMALL:
             self.resized(shard, shard.rows // 2 + 1)
 
     cdef bint resized(self, Shard *shard, uint32_t size) noexcept:
-        """Move all rows to `size` new buckets; False if there is no memory for them."""
+        """Move all rows to `size` new buckets; False: not enough memory for them."""
         cdef Bucket *buckets = new_buckets(size)
         cdef Bucket *old = shard.buckets
         cdef uint32_t old_size = shard.size, i, row

@@ -57,7 +57,7 @@ class Prediction(Struct, frozen=True, gc=False):
     """The prediction for one request, as of its booking.
 
     `blocks`: cached blocks that its target should have, over all tiers. `in_flight`: some of them are known
-    only from requests in flight. `kind` is None if the token ids are known only in part (an image in a chat).
+    only from requests in flight. `kind`: None if the token ids are known only in part (an image in a chat).
     `is_single`: one prompt and one answer; engines report the cached tokens of one prompt only.
     """
 

@@ -225,7 +225,7 @@ UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 class Decoded(Struct, frozen=True):
     """A frame as far as it could be read.
 
-    `ops` is None if the frame is of another version or malformed; of a malformed one `trouble` is the reason.
+    `ops`: None if the frame is of another version or malformed; `trouble` is why it is malformed.
     """
 
     version: int

@@ -33,7 +33,7 @@ def test_message_renews_the_lease(leases: Leases[str]) -> None:
 
 
 def test_repeated_round_counts_once(leases: Leases[str]) -> None:
-    """A heartbeat that is delivered twice is one round; an older one that arrives late is none."""
+    """A heartbeat that is delivered twice is one round; an older one that arrives late does not count."""
     leases.renew("w1")
 
     for _ in range(100):

@@ -203,9 +203,9 @@ def test_one_prompt_repeated_takes_no_more_room(approx: ApproxIndex, index: Bloc
 
 @pytest.mark.parametrize("is_timed", [True, False], ids=["by time", "by capacity"])
 def test_cost_of_an_insert_does_not_grow(is_timed: bool) -> None:
-    """Prompts that share 75 %, at steady load: with 150 of them live an insert costs what it does with 10.
+    """Prompts that share 75 %, at steady load: with 150 of them live an insert costs as much as with 10.
 
-    Counted in instructions. What is listed are the blocks that live, each once.
+    Counted in instructions. Each live block is listed once.
     """
     costs = []
     for live in (10, 150):
@@ -268,10 +268,10 @@ def test_old_entry_costs_no_walk() -> None:
 
 
 def test_chains_of_one_instant_share_their_parents(approx: ApproxIndex, index: BlockIndex) -> None:
-    """Two chains inserted at the same time: when one has to go, what the other needs stays.
+    """Of two chains inserted at the same time, one is removed: the parents that the other needs stay.
 
-    Otherwise the other's end would hang in the air, and be found again, deeper than it is held, as
-    soon as somebody stores its root anew.
+    Without its parents the rest of the other chain would count as overlap that the target does not hold, as
+    soon as its root is stored again.
     """
     approx.insert(T1, [1, 2, 3], now=5.0, capacity=5)
     approx.insert(T1, [1, 2, 4], now=5.0, capacity=5)
@@ -281,11 +281,11 @@ def test_chains_of_one_instant_share_their_parents(approx: ApproxIndex, index: B
     assert {T1: 2} == index.overlap([1, 2, 3])
     approx.insert(T1, [7], now=5.0, capacity=5)
     approx.insert(T1, [1, 6], now=5.0, capacity=5)
-    assert {T1: 1} == index.overlap([1, 2, 4]), "it went as a whole"
+    assert {T1: 1} == index.overlap([1, 2, 4]), "the chain is removed as a whole"
 
 
 def test_by_capacity_alone(index: BlockIndex) -> None:
-    """TTL 0: nothing expires; the least recently used goes when there is no room, deepest block first."""
+    """TTL 0: blocks do not expire; without room the least recently used go, deepest first."""
     approx = ApproxIndex(index, ttl_s=0.0)
     other = [91, 92]
     approx.insert(T1, CHAIN, now=0.0, capacity=len(CHAIN) + 1, own=True)
@@ -295,7 +295,7 @@ def test_by_capacity_alone(index: BlockIndex) -> None:
     approx.insert(T1, CHAIN[:1], now=1e12, capacity=len(CHAIN) + 1, own=True)
     approx.insert(T1, other, now=1e12, capacity=len(CHAIN) + 1, own=True)
 
-    assert {T1: 1} == index.overlap(CHAIN), "what was used again stays"
+    assert {T1: 1} == index.overlap(CHAIN), "the chain that was used again stays"
     assert {T1: 2} == index.overlap(other)
     assert [0.0, 0.0] == [seconds for _, _, seconds in approx.own_entries(2e12)]
 
@@ -347,9 +347,9 @@ uses = st.tuples(prompts, st.sampled_from([None, None, None, 0.5, 3.0]), st.bool
 def test_any_history_is_as_specified(
     ttl_s: float, seed: int, history: list[tuple[float, tuple[list[int], float | None, bool]]], capacity: int
 ) -> None:
-    """Chains, and several prompts booked as one; each block goes when the specification says.
+    """Chains, and several prompts in one booking: each block expires when the specification has it expire.
 
-    An own entry names nothing that is not held, and no time that its blocks do not have.
+    An own entry names only blocks that are held, and only the time that they have.
     """
     forest, index, now = Forest(seed, 24), BlockIndex(), 0.0
     approx, naive = ApproxIndex(index, ttl_s), NaiveApprox(ttl_s)

@@ -374,7 +374,7 @@ class ActiveHistory(RuleBasedStateMachine):
             depth = self.active.depths(chain).get(target, 0)
             slot = self.active._loads[target].held.slot if target in self.active._loads else 0
             still = [self.active._table.holds(slot, hash_) for hash_ in chain]
-            assert [True] * depth == still[:depth], "a hole in what is swept"
+            assert [True] * depth == still[:depth], "a hole in a chain that is being swept"
 
     def _agrees_on(self, target: Target, here: list[Booking]) -> None:
         held = {hash_ for one in here for hash_ in one.hashes}

@@ -97,11 +97,11 @@ def test_truncated_until_it_is_equal_again() -> None:
     index = BlockIndex(IndexBounds(max_blocks=3))
     index.store(T1, CHAIN)
 
-    assert index.agrees(T1, "device", 4, sum(CHAIN)), "our own truncation is no mismatch"
+    assert index.agrees(T1, "device", 4, sum(CHAIN)), "blocks refused here are not a mismatch"
     assert index.is_truncated(T1)
     assert index.agrees(T1, "device", 3, sum(CHAIN[:3]))
     assert not index.is_truncated(T1)
-    assert not index.agrees(T1, "device", 4, sum(CHAIN)), "from now on it would be one"
+    assert not index.agrees(T1, "device", 4, sum(CHAIN)), "from now on fewer blocks are a mismatch"
 
 
 def test_truncated_and_wrong() -> None:
@@ -133,7 +133,7 @@ def test_room_again() -> None:
     assert not index.has_room_again(T2)
 
     index.remove(T1, range(97, 93, -1))
-    assert not index.has_room_again(T2), "four are free"
+    assert not index.has_room_again(T2), "four blocks of room"
     index.remove(T1, range(93, 91, -1))
     assert index.has_room_again(T2)
 
@@ -181,9 +181,9 @@ def test_counters() -> None:
 @pytest.mark.parametrize("tier_sets", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
 def test_bounded_feeds(seed: int, tier_sets: int) -> None:
-    """Three targets behind a bounded index: what it keeps is theirs and closed, and nothing looks wrong.
+    """Three targets and a bounded index: its blocks are theirs and prefix-closed, and no feed is flagged.
 
-    When the bounds are lifted everything comes back, by a snapshot of each.
+    Without the bounds all blocks return, with one snapshot for each target.
     """
     rng = random.Random(seed)
     index = BlockIndex(IndexBounds(max_blocks=20, max_holders=2))

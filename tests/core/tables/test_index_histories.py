@@ -122,7 +122,7 @@ class IndexHistory(RuleBasedStateMachine):
         for tier in TIERS:
             assert self.model.digest(target, tier) == self.index.digest(target, tier)
         sets = self.model.sets.get(target, [])
-        assert all(self.forest.is_closed(held) for held in sets), "the history itself is at fault"
+        assert all(self.forest.is_closed(held) for held in sets), "the test's own history is wrong"
         assert (len(sets[-1]) if sets else 0) == self.index.blocks(target)
         for hash_ in self.forest.hashes[:6]:
             assert (bool(sets) and hash_ in sets[0]) == self.index.holds(target, hash_)

@@ -16,7 +16,7 @@ def rates() -> PrefillRates:
 
 
 def test_nothing_is_predicted_without_samples(rates: PrefillRates) -> None:
-    """Without samples there is no prediction: the charge stays until the response ends."""
+    """Without samples nothing is predicted: the charge stays until the response ends."""
     assert rates.seconds(T1, 1000) is None
 
 
