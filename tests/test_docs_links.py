@@ -19,6 +19,7 @@ CODE = [
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 CITATION = re.compile(r"\bdocs/[\w/-]+\.md(?:#[\w-]+)?")
+CITED_FILE = re.compile(r"(?<![\w/.])(?:kvrouter|scripts|docs|core)/[\w/]+\.[a-z]{1,3}\b")
 CITED_TEST = re.compile(r"(?<=[` ])((?:tests/[\w/]*)?test_[\w{},]+\.py)(?:::(\w+))?")
 
 
@@ -75,3 +76,27 @@ def test_cited_tests_exist(page: Path) -> None:
     ]
 
     assert [] == missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_cited_files_exist(page: Path) -> None:
+    """A page names files from the root of the repository, those of the core also from kvrouter/."""
+    cited = CITED_FILE.findall(page.read_text())
+
+    assert [] == [
+        file for file in cited if not any((base / file).exists() for base in (ROOT, ROOT / "kvrouter"))
+    ]
+
+
+def test_the_glossary_names_modules_that_exist() -> None:
+    """Its column "where" has a room, then modules or folders of the room: `core/tables` block_index."""
+    page = (ROOT / "docs" / "concepts" / "glossary.md").read_text()
+    named = [
+        (ROOT / "kvrouter" / room, name)
+        for room, names in re.findall(r"`([\w/]+?)/?`((?: \w+,?)*)", page)
+        for name in re.findall(r"\w+", names)
+    ]
+    modules = [room / name for room, name in named if room.is_dir()]
+
+    assert modules
+    assert [] == [path for path in modules if not path.is_dir() and not path.with_suffix(".py").exists()]
