@@ -20,7 +20,7 @@ from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai
 from kvrouter.frontend.bodies.edits import apply, edits_of
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
-from kvrouter.frontend.overrides import Dialect, find_wanted, priority_of, read_overrides
+from kvrouter.frontend.overrides import NO_OVERRIDES, Dialect, Overrides, find_wanted, read_overrides
 from kvrouter.frontend.prediction_checks import Traits
 from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
 from kvrouter.relay.request import Request
@@ -75,9 +75,10 @@ class Accept:
         router = self._pools.router_for(asked.model)
         if large is not None and large.runs and parse is not None:
             asked = await large.with_ids(asked, parse, _longest_context(router.pool))
-        overrides = read_overrides(request.headers, asked.kvrouter, asked.session_id, self._dialect)
-        wanted = find_wanted(overrides.target, request.headers, router.pool)
-        policy = router.modes.of(overrides.mode).policy
+        overrides = self._overrides(request, asked)
+        wanted = find_wanted(overrides.target, request.headers, router.pool) if overrides.target else None
+        selection = router.modes.of(overrides.mode) if overrides.mode else router.selection
+        policy = selection.policy
         lora_name = _lora_name(router, asked)
         prompts: tuple[Prompt, ...] = ()
         if asked.prompt is not None and (router.needs_tokens or policy.needs_tokens):
@@ -92,7 +93,7 @@ class Accept:
             session=overrides.session,
             bucket=overrides.bucket,
             wanted=wanted,
-            priority=priority_of(request.headers, asked.priority),
+            priority=asked.priority if overrides.priority is None else overrides.priority,
             mode=overrides.mode,
         )
         traits = Traits.of(asked, lora_name, len(prompts)) if prompts else None
@@ -109,6 +110,12 @@ class Accept:
             has_engine_arguments=asked.engine_arguments is not UNSET,
             is_dry_run=overrides.dry_run,
         )
+
+    def _overrides(self, request: Request, asked: openai.CompletionRequest) -> Overrides:
+        names_none = self._dialect.headers.isdisjoint(request.headers)
+        if names_none and asked.kvrouter is None and not asked.session_id:
+            return NO_OVERRIDES  # most requests
+        return read_overrides(request.headers, asked.kvrouter, asked.session_id, self._dialect)
 
     async def _prompts(
         self, router: Router, asked: openai.CompletionRequest, prompt: texts.Prompt

@@ -5,6 +5,7 @@
     x-kvrouter-temperature     {"temperature": …}     a number of at least 0
     x-kvrouter-dry-run         {"dry_run": …}         true or false
     x-kvrouter-target          {"target": …}          worker_id or worker_id/rank (mode direct)
+    x-kvrouter-priority                               lower goes first, as in vLLM; wins over `priority`
     x-session-id               {"session": …}         the session's name; also `session_id`
 
 Headers win over the object: gateways in front of kvrouter set headers. A wrong value is a 400.
@@ -26,6 +27,7 @@ from kvrouter.errors import BadRequestError, UnknownTargetError
 
 DIRECT = "direct"
 RANK_HEADER = "x-data-parallel-rank"
+PRIORITY_HEADER = "x-kvrouter-priority"
 MOST_SESSION_CHARACTERS = 256
 _MOST_BUCKET_CHARACTERS = 256
 _WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
@@ -58,7 +60,7 @@ class Dialect:
     def headers(self) -> frozenset[str]:
         """All headers that change routing."""
         own = {self.bucket_header} if self.bucket_header else set()
-        return frozenset(self.places.values()).union(own)
+        return frozenset(self.places.values()).union(own, {PRIORITY_HEADER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,10 @@ class Overrides:
     dry_run: bool = False
     target: str = ""
     bucket: str = ""
+    priority: int | None = None
 
 
-_NOTHING = Overrides()
+NO_OVERRIDES = Overrides()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,6 @@ def read_overrides(
     headers: Mapping[str, str], body: Mapping[str, Any] | None, session_id: str | None, dialect: Dialect
 ) -> Overrides:
     """Read all settings. Raises BadRequestError, which names the field and its valid values."""
-    if body is None and not session_id and dialect.headers.isdisjoint(headers):
-        return _NOTHING
     places = dialect.places
     given = {**_in_body(body or {}, places), **_in_headers(headers, places)}
     if session_id and "session" not in given:
@@ -102,18 +103,20 @@ def read_overrides(
     readers = _READERS | {"mode": lambda one: _mode(one, dialect)}
     found = {name: readers[name](one) for name, one in given.items()}
     bucket = headers.get(dialect.bucket_header, "") if dialect.bucket_header else ""
-    overrides = Overrides(**found, bucket=valid_unicode(bucket)[:_MOST_BUCKET_CHARACTERS])
+    overrides = Overrides(
+        **found,
+        bucket=valid_unicode(bucket)[:_MOST_BUCKET_CHARACTERS],
+        priority=_priority(headers.get(PRIORITY_HEADER)),
+    )
     _check_target(overrides, given, dialect)
     return overrides
 
 
-def find_wanted(target: str, headers: Mapping[str, str], pool: Pool) -> Wanted | None:
+def find_wanted(target: str, headers: Mapping[str, str], pool: Pool) -> Wanted:
     """The target that a client names. Its rank may be in the header `x-data-parallel-rank` instead.
 
     Raises BadRequestError for a wrong rank, UnknownTargetError for a target that the pool does not have.
     """
-    if not target:
-        return None
     wanted = parse_wanted(target)
     worker = pool.workers.get(wanted.worker_id)
     if worker is None:
@@ -204,6 +207,16 @@ def _check_target(overrides: Overrides, given: Mapping[str, _Given], dialect: Di
         )
 
 
+def _priority(given: str | None) -> int | None:
+    if given is None:
+        return None
+    if not _WHOLE.fullmatch(given):
+        raise BadRequestError(
+            f"header {PRIORITY_HEADER}: {given!r} is not a whole number", param=PRIORITY_HEADER
+        )
+    return int(given)
+
+
 _Reader: TypeAlias = Callable[[_Given], Any]
 _READERS: dict[str, _Reader] = {
     "overlap_weight": _amount,
@@ -212,15 +225,3 @@ _READERS: dict[str, _Reader] = {
     "dry_run": _switch,
     "target": _target,
 }
-
-
-def priority_of(headers: Mapping[str, str], in_body: int) -> int:
-    """The header `x-kvrouter-priority`, or else the body's. Raises BadRequestError unless it is a number."""
-    given = headers.get("x-kvrouter-priority")
-    if given is None:
-        return in_body
-    if not _WHOLE.fullmatch(given):
-        raise BadRequestError(
-            f"header x-kvrouter-priority: {given!r} is no whole number", param="x-kvrouter-priority"
-        )
-    return int(given)

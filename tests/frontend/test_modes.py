@@ -152,7 +152,7 @@ async def test_escaped_and_passed_bodies_lose_the_object_too(fleet_of: FleetOf) 
     [
         ("x-kvrouter-mode: best", "use one of direct, kv"),
         ("x-kvrouter-dry-run: perhaps", "true or false"),
-        ("x-kvrouter-temperature: hot", "no number of at least 0"),
+        ("x-kvrouter-temperature: hot", "not a number of at least 0"),
     ],
 )
 async def test_wrong_values_are_refused(fleet_of: FleetOf, header: str, told: str) -> None:

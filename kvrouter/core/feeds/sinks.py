@@ -25,7 +25,6 @@ from kvrouter.core.wire.ops import (
     SentText,
     Stored,
 )
-from kvrouter.core.wire.values import MOST_ID_CHARACTERS
 
 # A target that stores more than 1.1 times what its card has room for contradicts itself: a target without a
 # bound could otherwise fill the index.
@@ -239,33 +238,6 @@ class SyncSink:
 
     def abandon_load(self) -> None:
         """Keep what was loaded: bookings do not depend on each other, and the next snapshot has the rest."""
-
-
-def add_request(booking: Booking, hashes: bytes) -> AddRequest:
-    """The op from which a peer makes its copy of a booking. `hashes`: those of the booking, packed."""
-    worker_id, rank = booking.target
-    return AddRequest(
-        number=booking.key.number,
-        request_id=booking.request_id[:MOST_ID_CHARACTERS],
-        worker_id=worker_id,
-        rank=rank,
-        hashes=hashes,
-        isl=booking.isl,
-        overlap_blocks=booking.overlap_blocks,
-        prefill_tokens=booking.prefill_tokens,
-        anonymous_blocks=booking.anonymous_blocks,
-    )
-
-
-def booking_ops(booking: Booking, hashes: bytes) -> list[Op]:
-    """The ops that bring a peer's copy of this booking to its present state."""
-    number = booking.key.number
-    ops: list[Op] = [add_request(booking, hashes)]
-    if booking.prefill_completed:
-        ops.append(MarkPrefillCompleted(number))
-    if booking.output_blocks:
-        ops.append(Progress(number, booking.output_blocks))
-    return ops
 
 
 def _booking(router_id: RouterId, op: AddRequest) -> Booking:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvrouter.core.feeds.sinks import SyncSink, add_request, booking_ops
+from kvrouter.core.feeds.sinks import SyncSink
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.admission import AdmissionQueue
@@ -32,7 +32,7 @@ from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Modes, Selection
 from kvrouter.core.routing.unseen_bookings import UnseenBookings
 from kvrouter.core.routing.worker import Worker
-from kvrouter.core.tables.bookings import Booking
+from kvrouter.core.tables.bookings import Booking, add_request, booking_ops
 from kvrouter.core.tables.predictions import PredictionTable
 from kvrouter.core.tables.text_index import SentTexts
 from kvrouter.core.wire.hashes import hashes_of, pack_hashes
@@ -266,7 +266,7 @@ class Router:
         """The selection of the mode that the request names; its policy knows the workers of now."""
         if self._told_changes != self.pool.changes:
             self.tell_workers()
-        return self.modes.of(request.mode)
+        return self.modes.of(request.mode) if request.mode else self.selection
 
     def _moment(self, now: float) -> Moment:
         return Moment(now, self._random, self.tables, self.unseen.expected)

@@ -27,6 +27,7 @@ from xxhash import xxh3_64_intdigest
 from kvrouter.core.tables.table import CountedSet, Slots, new_table
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target
+from kvrouter.core.wire.ops import AddRequest, MarkPrefillCompleted, Op, Progress
 from kvrouter.core.wire.values import MOST_ID_CHARACTERS
 
 SWEEP_HASHES = 512  # about 1 ms
@@ -372,3 +373,30 @@ class ActiveTable:
         self._outdated.discard(load)
         del self._loads[target]
         self._slots.give_back(load.held.slot)
+
+
+def add_request(booking: Booking, hashes: bytes) -> AddRequest:
+    """The op from which a peer makes its copy of a booking. `hashes`: those of the booking, packed."""
+    worker_id, rank = booking.target
+    return AddRequest(
+        number=booking.key.number,
+        request_id=booking.request_id[:MOST_ID_CHARACTERS],
+        worker_id=worker_id,
+        rank=rank,
+        hashes=hashes,
+        isl=booking.isl,
+        overlap_blocks=booking.overlap_blocks,
+        prefill_tokens=booking.prefill_tokens,
+        anonymous_blocks=booking.anonymous_blocks,
+    )
+
+
+def booking_ops(booking: Booking, hashes: bytes) -> list[Op]:
+    """The ops that bring a peer's copy of this booking to its present state."""
+    number = booking.key.number
+    ops: list[Op] = [add_request(booking, hashes)]
+    if booking.prefill_completed:
+        ops.append(MarkPrefillCompleted(number))
+    if booking.output_blocks:
+        ops.append(Progress(number, booking.output_blocks))
+    return ops

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.core.feeds.sinks import KvSink, SyncSink, booking_ops
+from kvrouter.core.feeds.sinks import KvSink, SyncSink
 from kvrouter.core.tables.block_index import BlockIndex
-from kvrouter.core.tables.bookings import ActiveTable, Booking
+from kvrouter.core.tables.bookings import ActiveTable, Booking, booking_ops
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ids import BookingKey, Target, WorkerId
 from kvrouter.core.wire.ops import (
