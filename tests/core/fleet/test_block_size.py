@@ -1,4 +1,4 @@
-"""The block size of a pool whose engines have different ones, in virtual time."""
+"""The block size of a pool whose engines differ, in virtual time."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ def pass_rounds(pool: Pool, count: int) -> list[int]:
 
 
 def hashed(tokens: Sequence[int], size: int) -> RouteRequest:
-    """A request for these, as a frontend hashes it."""
+    """A request for these tokens, as a frontend hashes it."""
     return request(Prompt(prompt_hashes(tokens, size), len(tokens), block_size=size))
 
 
 def of_three(*sizes: int) -> Pool:
-    """A pool of up to three workers, settled."""
+    """A pool of up to three workers whose size is settled."""
     pool = new_pool(*[card(f"w{n}", block_size=size) for n, size in enumerate(sizes, 1)])
     pass_rounds(pool, ROUNDS)
     return pool
 
 
 def test_most_targets_decide() -> None:
-    """Targets count, not workers: two ranks of one engine weigh more than one of another."""
+    """Targets count, not workers: two ranks of one engine outweigh one of another."""
     assert 16 == of_three(32, 16, 16).block_size
     assert 16 == new_pool(card("w1", block_size=32), card("w2", ranks=2)).block_size
 
 
 def test_smallest_start_decides_a_tie_of_new_workers() -> None:
-    """Whichever card was seen first: the smallest (started_at, worker_id)."""
+    """The smallest (started_at, worker_id) decides, in any order of the cards."""
     cards = [
         card("w2", started_at_us=5),
         card("w1", block_size=32, started_at_us=5),
@@ -82,7 +82,7 @@ def test_smallest_start_decides_a_tie_of_new_workers() -> None:
 
 
 def test_new_pool_follows_its_cards_at_once() -> None:
-    """Before a lease has passed nothing is in use yet: cards of a fleet come one after the other."""
+    """Before a lease has passed the size may change with each card, as cards arrive one by one."""
     pool = new_pool(card("w1", block_size=32))
     assert 32 == pool.block_size
 
@@ -93,7 +93,7 @@ def test_new_pool_follows_its_cards_at_once() -> None:
 
 
 def test_change_needs_a_lease() -> None:
-    """Once settled, another size counts when most targets have had it for a lease, without a break."""
+    """Once settled, the size changes when most targets have had another one for a lease without a break."""
     pool = of_three(16, 16, 32)
     pool.update(W1, worker_beat(card("w1", block_size=32)))
     assert [16] * (ROUNDS - 1) == pass_rounds(pool, ROUNDS - 1)
@@ -105,7 +105,7 @@ def test_change_needs_a_lease() -> None:
 
 
 def test_present_size_stays_in_a_tie() -> None:
-    """Also where the eldest worker has another size."""
+    """It stays even if the eldest worker has another size."""
     pool = of_three(16, 16, 32)
 
     pool.remove(W1)
@@ -116,7 +116,7 @@ def test_present_size_stays_in_a_tie() -> None:
 
 
 def test_eldest_replica_decides_a_tie() -> None:
-    """A replica that joins in a tie takes its size, if it is one of those that are tied."""
+    """A replica that joins in a tie takes the eldest replica's size, if that is one of the tied sizes."""
     pool = new_pool(card("w1", block_size=32), card("w2"))
     assert 32 == pool.block_size
 
@@ -125,8 +125,8 @@ def test_eldest_replica_decides_a_tie() -> None:
         assert 16 == pool.block_size
 
 
-def test_only_those_that_take_requests_count() -> None:
-    """Neither the down nor the draining, nor the silent while there are others."""
+def test_only_workers_that_take_requests_count() -> None:
+    """Workers that are down or draining do not count, nor silent ones if there are others."""
     pool = of_three(16, 16, 32)
     pool.update(W1, worker_beat(card("w1"), state="down"))
     pool.silence({W2})
@@ -138,7 +138,7 @@ def test_only_those_that_take_requests_count() -> None:
 
 
 def test_operator_decides() -> None:
-    """`--kv-cache-block-size` wins over every card; all workers are candidates all the same."""
+    """`--kv-cache-block-size` overrides every card; all workers are candidates."""
     pool = new_pool(card("w1", block_size=32), card("w2"), block_size=64)
 
     assert [64] * 9 == pass_rounds(pool, 9)
@@ -149,7 +149,7 @@ def test_operator_decides() -> None:
 
 
 def test_worker_of_another_size_is_a_candidate() -> None:
-    """Nothing of the prompt is predicted there, and its load counts in tokens and the pool's blocks."""
+    """It has overlap 0, and its load counts in tokens and the pool's blocks."""
     pool = of_three(16, 16, 32)
     odd = Target(W3)
     pool.index.store(odd, chain_from(5000, 5))  # its own blocks have other names
@@ -164,8 +164,8 @@ def test_worker_of_another_size_is_a_candidate() -> None:
     assert (6, 10, 1) == (found[odd].active_blocks, found[odd].decode_blocks, found[odd].requests)
 
 
-def test_feed_of_another_size_counts_from_the_change_on() -> None:
-    """What its events have shown all along is found as soon as prompts are hashed in its size."""
+def test_blocks_of_another_size_count_after_the_change() -> None:
+    """Blocks known from its events are found as soon as prompts are hashed in its size."""
     pool, tokens = of_three(32, 32, 16), range(161)
     pool.index.store(Target(W3), prompt_hashes(tokens, 16))
 
@@ -180,8 +180,8 @@ def test_feed_of_another_size_counts_from_the_change_on() -> None:
     assert (16, [0, 0, 10]) == (pool.block_size, overlaps())
 
 
-def test_assumed_blocks_go_with_the_size() -> None:
-    """Without events: blocks assumed in the former size, or of an engine that has another, are dropped."""
+def test_assumed_blocks_are_dropped_with_the_size() -> None:
+    """Without events, blocks assumed in the former size, or of an engine with another size, are dropped."""
     pool = new_pool(card("w1"), card("w2"), card("w3"), use_kv_events=False)
     pass_rounds(pool, ROUNDS)
     for target in (T1, T2, Target(W3)):
@@ -197,8 +197,8 @@ def test_assumed_blocks_go_with_the_size() -> None:
     assert [True, False] == [pool.may_assume(target) for target in (T1, Target(W3))]
 
 
-def test_what_is_said_of_sizes() -> None:
-    """Each worker's size, and all of them in one sentence of a few names."""
+def test_notes_about_sizes() -> None:
+    """One note for each worker, and one sentence for all of them that names a few."""
     pool = of_three(16, 16, 32)
     assert "block size 32, pool has 16: no overlap is predicted" == pool.size_note(pool.workers[W3])
     assert "" == pool.size_note(pool.workers[W1])
@@ -230,7 +230,7 @@ def of(pool: Pool, *, synced: bool = False) -> Router:
 
 
 def test_request_hashed_before_the_change() -> None:
-    """It finds nothing and shares nothing, and is booked by its length in the present blocks."""
+    """It has no overlap, shares no block, and is booked by its length in blocks of the present size."""
     pool = of_three(16, 16)
     asked = hashed(range(330), 16)
     pool.index.store(T1, asked.prompts[0].hashes)
@@ -252,7 +252,7 @@ def test_request_hashed_before_the_change() -> None:
 
 
 def test_several_prompts_hashed_before_the_change() -> None:
-    """Each by its own length; if one is of another size, none has names."""
+    """Each is booked by its own length; if one has another size, no block has a name."""
     pool = turned(of_three(16))
     old, new = hashed(range(100), 16).prompts, hashed(range(70), 32).prompts
 
@@ -263,16 +263,16 @@ def test_several_prompts_hashed_before_the_change() -> None:
     assert ([], 3 + 2) == ([*booking.hashes], booking.anonymous_blocks)
 
 
-def test_request_hashed_in_the_present_size_is_taken_as_it_is() -> None:
-    """Also one whose maker does not say for which size."""
+def test_request_hashed_in_the_present_size_is_not_changed() -> None:
+    """Nor is a request without a block size."""
     pool = of_three(16)
 
     for asked in (hashed(range(100), 16), request(prompt(CHAIN)), request()):
         assert asked is pool.in_present_size(asked)
 
 
-def test_answer_goes_on_in_the_blocks_it_was_booked_in() -> None:
-    """Its output blocks are counted in the size of its booking, until it ends."""
+def test_answer_counts_in_the_block_size_of_its_booking() -> None:
+    """Its output blocks count in the size of its booking until it ends."""
     pool = of_three(16)
     router = of(pool)
     placed = router.route(hashed(range(160), 16), 0.0)
@@ -287,7 +287,7 @@ def test_answer_goes_on_in_the_blocks_it_was_booked_in() -> None:
 
 
 def test_blocks_of_the_former_size_are_not_assumed() -> None:
-    """Without events: a request that was booked before the change leaves no assumption after it."""
+    """Without events, a request booked before the change leaves no assumed blocks after it."""
     pool = new_pool(card("w1"), use_kv_events=False)
     pass_rounds(pool, ROUNDS)
     router, asked = of(pool), hashed(range(160), 16)
@@ -322,7 +322,7 @@ def test_busy_compares_tokens() -> None:
 
 @dataclass
 class Namespace:
-    """Replicas that hear the same workers, each in an order of its own."""
+    """Replicas that receive the same heartbeats, each in a different order."""
 
     rng: random.Random
     replicas: list[Replica] = field(default_factory=list)
@@ -332,23 +332,23 @@ class Namespace:
     """The sizes each replica has had, one after the other."""
 
     def join(self) -> None:
-        """One more replica, which has seen no worker yet."""
+        """One more replica, without workers."""
         router_id = RouterId(f"r{len(self.replicas)}")
         replica = new_replica(router_id, incarnation=1000 + len(self.replicas))
         self.replicas.append(replica)
         self.seen[router_id] = []
 
     def pass_rounds(self, count: int) -> None:
-        """All hear all workers, then each other."""
+        """All receive the heartbeats of all workers, then of each other."""
         for _ in range(count):
             for replica in self.replicas:
                 for worker_id in self.rng.sample(sorted(self.sizes), len(self.sizes)):
-                    self._hear(replica, worker_id)
+                    self._receive_heartbeat(replica, worker_id)
                 replica.latch_ready(1.0)
             rounds(self.replicas[0], 1, *self.replicas[1:])
             self._look()
 
-    def _hear(self, replica: Replica, worker_id: str) -> None:
+    def _receive_heartbeat(self, replica: Replica, worker_id: str) -> None:
         shown = card(worker_id, block_size=self.sizes[worker_id], started_at_us=int(worker_id[1:]))
         receive_worker(replica, shown, state=self.states[worker_id])
 
@@ -392,7 +392,7 @@ def roll(space: Namespace, order: Sequence[str], *, away: int, pause: int, joins
 def test_rolling_change_of_all_engines(
     order: Sequence[str], away: int, pause: int, joins_at: int, seed: int
 ) -> None:
-    """In any order: all serve throughout, replicas agree, one that joins too, and the size changes once."""
+    """In any order all workers serve throughout, all replicas agree, and the size changes once."""
     space = Namespace(random.Random(seed))
     for worker_id in order:
         space.sizes[worker_id], space.states[worker_id] = 16, "up"
@@ -418,7 +418,7 @@ def test_rolling_change_of_all_engines(
     seed=st.integers(0, 1000),
 )
 def test_replicas_agree(sizes: list[int], later: list[tuple[int, int]], pause: int, seed: int) -> None:
-    """Cards in another order, replicas that join at any time: all end with the size of most targets."""
+    """With cards in any order and replicas that join at any time, all end with the size of most targets."""
     space = Namespace(random.Random(seed))
     for number, size in enumerate(sizes):
         space.sizes[f"w{number}"], space.states[f"w{number}"] = size, "up"
@@ -437,7 +437,7 @@ def test_replicas_agree(sizes: list[int], later: list[tuple[int, int]], pause: i
 
 
 def test_replica_that_is_cut_off_changes_nothing() -> None:
-    """Rounds are its own heartbeats that came back."""
+    """Only its own heartbeats that came back are rounds."""
     replica = new_replica()
     for name in ("w1", "w2"):
         receive_worker(replica, card(name))
@@ -452,7 +452,7 @@ def test_replica_that_is_cut_off_changes_nothing() -> None:
 
 
 def test_size_counts_once_a_round() -> None:
-    """A heartbeat of its own that the bus repeats does not count as another round."""
+    """An own heartbeat that the bus repeats does not count as another round."""
     replica = new_replica()
     receive_worker(replica, card("w1"))
     rounds(replica, ROUNDS)

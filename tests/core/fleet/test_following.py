@@ -1,4 +1,4 @@
-"""Which of many feeds are looked at."""
+"""Following: many feeds, of which few need attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST = 16
 
 
 class Sink:
-    """Holds something else than any source says."""
+    """A sink whose digest never agrees."""
 
     def apply(self, op: Op, now: float) -> str:
         """Taken."""
@@ -45,7 +45,7 @@ class Sink:
 
 @pytest.fixture
 def following() -> Following:
-    """It follows one feed, which has sent nothing yet."""
+    """Follows one feed without frames."""
 
     def new_reader(_feed: Feed) -> FeedReader:
         return FeedReader(0, Sink(), lambda: 0.0)
@@ -56,20 +56,20 @@ def following() -> Following:
 
 
 def check(following: Following, seq: int, now: float) -> None:
-    """A frame with a digest."""
+    """A frame with a Check."""
     following.kv_frame(FEED, encode(Frame(VERSION, 1, seq, [Check(1, 1)])), now)
 
 
 def load_snapshot(following: Following, seq: int, now: float) -> None:
-    """Ask for one, get it, load it."""
+    """Request a snapshot and load it."""
     assert [FEED] == [source for source, _ in following.due(now, MOST)]
     following.readers[FEED].answer(encode(SnapshotChunk(1, seq, 0, 1, [], 1)), now)
     while following.load(100, now):
         pass
 
 
-def test_doubt_that_a_snapshot_did_not_end(following: Following) -> None:
-    """A feed that differs again after a snapshot is asked again later, although it says nothing more."""
+def test_digest_that_differs_after_a_snapshot(following: Following) -> None:
+    """A feed whose digest differs again after a snapshot is asked again later, without further messages."""
     check(following, 1, 1.0)
     load_snapshot(following, 1, 1.0)
     check(following, 2, 2.0)
@@ -79,8 +79,8 @@ def test_doubt_that_a_snapshot_did_not_end(following: Following) -> None:
     assert [FEED] == [source for source, _ in following.due(2.0 + BROKEN_RETRY_S, MOST)]
 
 
-def test_rest(following: Following) -> None:
-    """A feed that is in step is not looked at again until it is heard; one that has gone never."""
+def test_feed_at_rest(following: Following) -> None:
+    """A live feed needs no attention before its next message; a feed that has ended never."""
     assert [] == following.due(1.0, MOST)
     assert not following._restless
 
@@ -92,8 +92,8 @@ def test_rest(following: Following) -> None:
     assert [] == following.due(1.0, MOST)
 
 
-def test_ranks_that_went() -> None:
-    """Feeds of ranks that a worker no longer has end, and only those; then those of the worker."""
+def test_ranks_that_are_gone() -> None:
+    """The feeds of ranks that a worker no longer has end; then all feeds of the worker."""
     following = Following(Leases(), lambda _feed: FeedReader(0, Sink(), lambda: 0.0))
     feeds = [KvSource(POOL, WorkerId(name), rank) for name in ("w1", "w2") for rank in range(3)]
     for feed in feeds:
@@ -108,7 +108,7 @@ def test_ranks_that_went() -> None:
 
 
 class BadSink(Sink):
-    """Has a bug that some op meets."""
+    """A sink with a bug."""
 
     def apply(self, op: Op, now: float) -> str:
         """Raise."""
@@ -116,7 +116,7 @@ class BadSink(Sink):
 
 
 def test_step_that_raises_breaks_one_feed() -> None:
-    """The failure is kept for the log; other feeds go on, and this one is asked again after 30 s."""
+    """The failure is kept for the log. Other feeds go on, and the broken one is asked again after 30 s."""
     bad: Feed = FEED
     good: Feed = KvSource(FEED.pool, WorkerId("other"), 0)
 
@@ -138,8 +138,8 @@ def test_step_that_raises_breaks_one_feed() -> None:
     assert bad == asked
 
 
-def test_few_snapshots_are_in_memory_at_once() -> None:
-    """While this many chunks wait to be loaded, no more are asked for."""
+def test_snapshots_in_memory_are_bounded() -> None:
+    """While MOST_LOADING chunks wait to be loaded, no more are requested."""
     feeds = [KvSource(FEED.pool, WorkerId(f"w{n}"), 0) for n in range(MOST_LOADING + 5)]
     following = Following(Leases(), lambda _feed: FeedReader(0, Sink(), lambda: 0.0))
     for feed in feeds:

@@ -1,4 +1,4 @@
-"""Single odd messages in somebody's name: what they cost, and that they cost it for a moment only."""
+"""Single forged messages: what they cost, and that their effect soon ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pair() -> tuple[Replica, Replica]:
 
 
 def lose_a_frame(link: Link) -> None:
-    """The source has sent a frame more than arrived, and its ring no longer has it."""
+    """The source has published one more frame than arrived, and its ring no longer has it."""
     link.write(*link.owner.store(40))
     link.heartbeat()
 
@@ -61,7 +61,7 @@ def hear_peer(replica: Replica, feeds: dict[str, int], incarnation: int = 1000) 
 
 
 def repair(asking: Replica, owner: Replica) -> None:
-    """What is asked of the owner is answered."""
+    """The owner answers all replay requests."""
     for feed, wanted in asking.due(0.0, 16):
         asking.answered(feed, owner.router(POOL).source.answer(wanted, 10**6, 0.0), 0.0)
     while asking.work(0.0):
@@ -72,7 +72,7 @@ def repair(asking: Replica, owner: Replica) -> None:
 
 
 def test_heartbeat_far_ahead(link: Link) -> None:
-    """The source's own answer says how far it is: live again after one question."""
+    """The source's answer has its real seq: the feed is live again after one request."""
     link.reader.heartbeat(1000, FAR, link.now)
     assert FAR - 1 == link.reader.lag
 
@@ -82,7 +82,7 @@ def test_heartbeat_far_ahead(link: Link) -> None:
 
 
 def test_heartbeat_far_ahead_is_taken_back_by_the_next(link: Link) -> None:
-    """Also where no answer comes, the next heartbeat's number counts."""
+    """Without an answer, the seq of the next heartbeat counts."""
     link.reader.heartbeat(1000, FAR, link.now)
     link.heartbeat()
 
@@ -90,7 +90,7 @@ def test_heartbeat_far_ahead_is_taken_back_by_the_next(link: Link) -> None:
 
 
 def test_frame_far_ahead(link: Link) -> None:
-    """It is dropped when the source answers, and what came behind it in the meantime is applied."""
+    """It is dropped when the source answers, and frames that arrived after it are applied."""
     link.deliver(frame_of(1000, FAR))
     answer = link.ask()
     link.send(link.owner.store(40))
@@ -105,7 +105,7 @@ def test_frame_far_ahead(link: Link) -> None:
 
 
 def test_frame_far_ahead_where_only_snapshots_help() -> None:
-    """The ring is short, the source busy: real frames that were held are applied, whatever came before."""
+    """Short ring, busy source: the real frames that were held are applied after the snapshot."""
     link = Link(ring_frames=2)
     link.heartbeat()
     link.deliver(frame_of(1000, FAR))
@@ -123,7 +123,7 @@ def test_frame_far_ahead_where_only_snapshots_help() -> None:
 
 
 def test_frame_far_ahead_before_the_first_frame() -> None:
-    """A source that has sent nothing says so, too."""
+    """A source that has published nothing answers so, and the frame is dropped."""
     link = Link()
     link.heartbeat()
     link.deliver(frame_of(1000, FAR))
@@ -134,7 +134,7 @@ def test_frame_far_ahead_before_the_first_frame() -> None:
 
 
 def test_held_frames_behind_a_gap_are_kept(link: Link) -> None:
-    """What comes after the question may count more than the answer: it is no damage."""
+    """Frames that arrive after the request may have greater numbers than the answer: they are real."""
     link.write(*link.owner.store(40))
     link.heartbeat()
     answer = link.ask()
@@ -152,7 +152,7 @@ def test_held_frames_behind_a_gap_are_kept(link: Link) -> None:
 
 
 def test_forged_frame_of_a_quiet_source(link: Link) -> None:
-    """The source's heartbeats keep counting less than was applied: snapshot, counter."""
+    """The source's heartbeats stay below the applied seq: a snapshot is fetched and the event counted."""
     link.deliver(frame_of(1000, 2, Stored(0, None, pack_hashes([77]))))
     assert not link.agrees()
 
@@ -167,7 +167,7 @@ def test_forged_frame_of_a_quiet_source(link: Link) -> None:
 
 
 def test_replay_that_runs_ahead_of_queued_heartbeats(link: Link) -> None:
-    """Heartbeats from before the answer are still in the queue when it is applied: no proof of anything."""
+    """Heartbeats that waited in the queue since before the answer prove nothing."""
     queued = []
     for node in range(30, 36):
         link.write(*link.owner.store(node) or link.owner.check())
@@ -184,7 +184,7 @@ def test_replay_that_runs_ahead_of_queued_heartbeats(link: Link) -> None:
 
 
 def test_copy_that_stays_doubtful_is_fetched_every_30_s(link: Link) -> None:
-    """Also if the source is quiet: no Check has to come to try again, and the flag goes with the snapshot."""
+    """Without any Check, too: a quiet source sends none. The flag ends with the snapshot."""
     for forged in (77, 78):
         link.deliver(frame_of(1000, 2, Stored(0, None, pack_hashes([forged]))))
         for _ in range(2):
@@ -208,7 +208,7 @@ def test_copy_that_stays_doubtful_is_fetched_every_30_s(link: Link) -> None:
 
 @pytest.mark.parametrize("as_of_seq", [3, 1000, 2**32, MOST_NUMBER])
 def test_forged_snapshot_of_a_number_far_ahead(link: Link, as_of_seq: int) -> None:
-    """Later heartbeats count less: the second of them has another snapshot asked for, and all is right."""
+    """Later heartbeats are below the forged seq: the second one causes a new snapshot, which repairs."""
     forged = SnapshotChunk(9, as_of_seq, 0, 1, [Stored(0, None, pack_hashes(range(900)))], 1000)
     lose_a_frame(link)
     assert link.ask()
@@ -228,7 +228,7 @@ def test_forged_snapshot_of_a_number_far_ahead(link: Link, as_of_seq: int) -> No
 
 
 def test_forged_snapshot_of_a_busy_source(link: Link) -> None:
-    """Where the owner soon counts as much, its digest tells."""
+    """If the owner's seq soon reaches the forged one, its digest shows the difference."""
     forged = SnapshotChunk(9, link.source.seq + 3, 0, 1, [Stored(0, None, pack_hashes(range(900)))], 1000)
     lose_a_frame(link)
     assert link.ask()
@@ -244,7 +244,7 @@ def test_forged_snapshot_of_a_busy_source(link: Link) -> None:
 
 
 def test_forged_snapshot_while_another_version_is_met(link: Link) -> None:
-    """The question for what follows an impossible number is answered by a snapshot."""
+    """The request for frames after an impossible seq is answered with a snapshot."""
     lose_a_frame(link)
     assert link.ask()
     link.reader.answer(encode_frame(SnapshotChunk(9, MOST_NUMBER, 0, 1, [], 1000)), link.now)
@@ -257,7 +257,7 @@ def test_forged_snapshot_while_another_version_is_met(link: Link) -> None:
 
 
 def test_heartbeats_that_waited_prove_nothing(link: Link) -> None:
-    """They arrived before the snapshot, and are applied after it: however many, the snapshot stands."""
+    """Heartbeats that arrived before the snapshot and are applied after it do not discard it."""
     arrived = link.now
     link.source._ring.clear()
     for node in range(30, 36):
@@ -276,7 +276,7 @@ def test_heartbeats_that_waited_prove_nothing(link: Link) -> None:
 
 
 def test_frames_in_answer_to_a_snapshot_question(link: Link) -> None:
-    """No honest source does so: asked again after a pause, and the second time the source is broken."""
+    """No real source answers so: it is asked again after a pause; the second time breaks the feed."""
     link.reader.heartbeat(2000, 5, link.now)
     for _ in range(2):
         assert link.ask()
@@ -288,8 +288,8 @@ def test_frames_in_answer_to_a_snapshot_question(link: Link) -> None:
     assert "frames" in link.reader.flag
 
 
-def test_flood_of_damaged_frames_is_no_flood_of_questions(link: Link) -> None:
-    """However many arrive in a second, the source is asked a few times."""
+def test_flood_of_malformed_frames(link: Link) -> None:
+    """It causes only a few replay requests a second."""
     for _ in range(1000):
         link.deliver(frame_of(1000, 2, version=2))
         link.exchange_all()
@@ -302,7 +302,7 @@ def test_flood_of_damaged_frames_is_no_flood_of_questions(link: Link) -> None:
 
 
 def test_one_frame_of_another_version(link: Link) -> None:
-    """The source is asked at once; its answer is of this version, so nothing is said to be wrong."""
+    """The source is asked at once; its answer has this version, so the feed has no flag."""
     link.deliver(frame_of(1000, 2, version=2))
     assert "version 2" in link.reader.flag
 
@@ -313,7 +313,7 @@ def test_one_frame_of_another_version(link: Link) -> None:
 
 
 def test_source_of_another_version(link: Link) -> None:
-    """If its own copies are of the other version it stays flagged, is not applied, and asked in pauses."""
+    """If its answers have the other version, too, the feed keeps its flag and is asked in pauses."""
     frame = frame_of(1000, 2, Stored(0, None, pack_hashes([77])), version=2)
     link.write(*link.owner.check())
     link.source._ring[-1] = frame
@@ -327,8 +327,8 @@ def test_source_of_another_version(link: Link) -> None:
     assert not link.index.holds(TARGET, 77)
 
 
-def test_flag_of_a_malformed_snapshot_goes_while_the_source_is_quiet(link: Link) -> None:
-    """The good snapshot after 30 s is enough."""
+def test_flag_of_a_malformed_snapshot_of_a_quiet_source(link: Link) -> None:
+    """The good snapshot after 30 s ends the flag."""
     link.write(*link.owner.store(30))
     link.heartbeat()
     break_source(link)
@@ -344,8 +344,8 @@ def test_flag_of_a_malformed_snapshot_goes_while_the_source_is_quiet(link: Link)
 
 
 @pytest.mark.parametrize("seq", [0, 7])
-def test_peer_of_the_future(pair: tuple[Replica, Replica], seq: int) -> None:
-    """A greater incarnation out of nowhere is followed for a lease; then the peer's own counts again."""
+def test_peer_with_a_forged_incarnation(pair: tuple[Replica, Replica], seq: int) -> None:
+    """A forged greater incarnation is followed for a lease; then the peer's real one counts again."""
     first, second = pair
     source = SyncSource(POOL, PEER)
     if seq:
@@ -365,7 +365,7 @@ def test_peer_of_the_future(pair: tuple[Replica, Replica], seq: int) -> None:
 
 @pytest.mark.parametrize(("incarnation", "number"), [(1000, 2**62), (7, 1)])
 def test_round_that_was_never_sent(pair: tuple[Replica, Replica], incarnation: int, number: int) -> None:
-    """A heartbeat in our own name that is not ours is no round; the leases go on."""
+    """A forged heartbeat in the name of the replica itself does not count as a round."""
     first, _ = pair
     forged = RouterBeat(VERSION, incarnation, "up", "", {}, number)
     first.router_heartbeat(ME, encode(forged), 0.0)
@@ -381,15 +381,15 @@ def test_round_that_was_never_sent(pair: tuple[Replica, Replica], incarnation: i
 
 
 def test_empty_feeds_begin_no_pools(pair: tuple[Replica, Replica]) -> None:
-    """A name in a heartbeat is no reason to keep anything."""
+    """Pool names in heartbeats alone take no memory."""
     first, _ = pair
     hear_peer(first, {f"none-{n}": 0 for n in range(300)})
 
     assert [POOL] == list(first.routers)
 
 
-def test_pools_by_a_peers_word_are_few_and_end(pair: tuple[Replica, Replica]) -> None:
-    """So many at most; they go when the peer no longer says so, and are not passed on."""
+def test_pools_that_only_a_peer_names(pair: tuple[Replica, Replica]) -> None:
+    """They are bounded, end when the peer no longer names them, and are not in own heartbeats."""
     first, second = pair
     hear_peer(first, {f"none-{n}": 3 for n in range(300)})
     assert 1 + UNSERVED_MOST == len(first.routers)
@@ -404,8 +404,8 @@ def test_pools_by_a_peers_word_are_few_and_end(pair: tuple[Replica, Replica]) ->
     assert [SyncSource(POOL, PEER)] == [source for source in first.readers if isinstance(source, SyncSource)]
 
 
-def test_frame_of_a_stranger_begins_a_pool_for_a_lease() -> None:
-    """One frame in the name of nobody: what it booked counts for a lease, then all of it is gone."""
+def test_frame_of_an_unknown_replica() -> None:
+    """Its booking and its pool last for a lease, then all of it is dropped."""
     replica = new_replica()
     add = AddRequest(1, "r", "w1", 0, pack_hashes([1, 2]), 32, 0, 32)
     replica.sync_frame(SyncSource(PoolId("none-0"), PEER), encode_frame(Frame(VERSION, 5, 1, [add])), 0.0)
@@ -421,8 +421,8 @@ def test_frame_of_a_stranger_begins_a_pool_for_a_lease() -> None:
 
 
 @pytest.mark.parametrize("noise", [b"\xff", encode_frame(Frame(2, 5, 1, []))])
-def test_noise_of_a_stranger_is_not_followed(noise: bytes) -> None:
-    """What cannot be read as a frame of this version opens no feed."""
+def test_malformed_frame_of_an_unknown_replica(noise: bytes) -> None:
+    """A message that is not a frame of this version begins no feed."""
     replica = new_replica()
 
     replica.sync_frame(SyncSource(POOL, PEER), noise, 0.0)

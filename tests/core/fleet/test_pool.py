@@ -1,4 +1,4 @@
-"""A pool: which workers are candidates, and what each would find and cost."""
+"""A pool: its candidates, with the overlap and cost of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHAIN = chain_from(1000, 10)
 
 
 def test_worker_without_a_card_is_unknown() -> None:
-    """A heartbeat alone makes no worker; with its card it does."""
+    """A heartbeat adds a worker only with its card."""
     pool = new_pool()
 
     assert not pool.update(W1, worker_beat())
@@ -45,7 +45,7 @@ def test_targets_are_ranks_in_order() -> None:
 
 
 def test_draining_and_down_workers_get_nothing_new() -> None:
-    """Only workers that are up are candidates; one that comes up again is one again."""
+    """Only workers that are up are candidates, also after a pause."""
     pool = new_pool(card("w1"), card("w2"), card("w3"))
 
     pool.update(W1, worker_beat(state="draining"))
@@ -56,8 +56,8 @@ def test_draining_and_down_workers_get_nothing_new() -> None:
     assert [T1, T3] == list(pool.targets)
 
 
-def test_changed_card_counts() -> None:
-    """An agent that restarts with another card is taken at its new word, whatever its version number."""
+def test_changed_card_replaces_the_former_one() -> None:
+    """The card of a restarted agent counts, even if its version number is the same."""
     pool = new_pool(card("w1"))
 
     pool.update(W1, worker_beat(card("w1", ranks=2, url="http://new"), incarnation=200))
@@ -66,8 +66,8 @@ def test_changed_card_counts() -> None:
     assert [Target(W1, 0), Target(W1, 1)] == list(pool.targets)
 
 
-def test_removed_worker_takes_its_blocks_along() -> None:
-    """A worker that left is no target and holds nothing; bookings on it stay with their owner."""
+def test_removed_worker_loses_its_blocks() -> None:
+    """A worker that left is not a target and holds nothing; its bookings stay until their owner ends them."""
     pool = new_pool(card("w1"), card("w2"))
     pool.index.store(T1, CHAIN)
     book(pool, T1, CHAIN)
@@ -80,8 +80,8 @@ def test_removed_worker_takes_its_blocks_along() -> None:
     assert 10 == pool.active.blocks(T1)
 
 
-def test_silent_worker_is_removed_while_others_are_left() -> None:
-    """A lease that ends drops the worker."""
+def test_silent_worker_is_removed_if_others_remain() -> None:
+    """The end of its lease removes the worker."""
     pool = new_pool(card("w1"), card("w2"))
 
     assert [W1] == pool.silence({W1})
@@ -91,7 +91,7 @@ def test_silent_worker_is_removed_while_others_are_left() -> None:
 
 
 def test_last_workers_are_kept_without_blocks() -> None:
-    """If nobody else is left, silent workers stay eligible with overlap 0, until others are heard."""
+    """Without other targets, silent workers stay eligible with overlap 0, until another worker appears."""
     pool = new_pool(card("w1"), card("w2"))
     pool.index.store(T1, CHAIN)
 
@@ -107,7 +107,7 @@ def test_last_workers_are_kept_without_blocks() -> None:
 
 
 def test_silent_worker_is_kept_where_no_other_can_serve() -> None:
-    """Others that are down, or that drain, are no reason to give it up."""
+    """It is kept if the others are down or draining."""
     pool = new_pool(card("w1", block_size=32, started_at_us=1))
     pool.update(W2, worker_beat(card("w2", started_at_us=2), state="down"))
 
@@ -119,7 +119,7 @@ def test_silent_worker_is_kept_where_no_other_can_serve() -> None:
 
 
 def test_live_targets() -> None:
-    """A worker that is up and heard is one; a silent one that is kept is not."""
+    """A worker that is up and not silent makes the pool live; a silent one that is kept does not."""
     pool = new_pool(card("w1"), card("w2", block_size=32))
     has_live = [pool.has_live_target]
 
@@ -132,14 +132,14 @@ def test_live_targets() -> None:
 
 
 def test_more_hashes_than_blocks() -> None:
-    """A prompt hashed in smaller blocks, without saying so: no negative number, which peers would refuse."""
+    """A prompt hashed in smaller blocks makes no negative amount, which peers would reject."""
     pool = new_pool(card("w1", block_size=32))
 
     assert 0 == pool.unnamed_blocks(request(prompt(CHAIN)))
 
 
-def test_silent_worker_that_refuses_goes() -> None:
-    """One kept although silent goes when its port refuses; one that was heard stays."""
+def test_silent_worker_that_is_unreachable() -> None:
+    """A silent worker is removed when its port refuses connections; a live one stays."""
     pool = new_pool(card("w1"), card("w2"))
     pool.silence({W1, W2})
     pool.update(W2, worker_beat())
@@ -152,7 +152,7 @@ def test_silent_worker_that_refuses_goes() -> None:
 
 
 def test_candidate_carries_what_the_engine_reports() -> None:
-    """Load of the rank stands in the candidate; without a report it is None."""
+    """A candidate has the load of its rank, or None without a report."""
     pool = new_pool(card("w1"), card("w2"))
     pool.update(W1, worker_beat(ranks=[RankBeat(0, 100, 0, False, 3, 4, 0.5)]))
 
@@ -170,15 +170,15 @@ def test_candidate_of_an_idle_pool() -> None:
     assert (165 / 16, 10, 0) == (found.prefill_blocks, found.decode_blocks, found.requests)
 
 
-def test_excluded_targets_are_no_candidates() -> None:
-    """A target that failed this request is passed over."""
+def test_excluded_targets() -> None:
+    """A target that failed this request is not a candidate."""
     pool = new_pool(card("w1"), card("w2"))
 
     assert [T2] == [found.target for found in pool.candidates(request(), frozenset({T1}))]
 
 
-def test_lora_needs_a_worker_that_has_it() -> None:
-    """A request for an adapter goes only where it is loaded; one for the base model anywhere."""
+def test_request_for_an_adapter() -> None:
+    """It goes only where the adapter is loaded; a request for the base model may go anywhere."""
     pool = new_pool(card("w1", lora_names=("adapterA",)), card("w2"))
 
     assert [T1] == [found.target for found in pool.candidates(request(lora_name="adapterA"))]
@@ -244,7 +244,7 @@ def test_several_prompts() -> None:
 
 
 def test_several_prompts_and_requests_in_flight() -> None:
-    """What one prompt shares with a request in flight is not new for the other prompt either."""
+    """A block that one prompt shares with a request in flight is not new for the other prompt either."""
     pool = new_pool(card())
     book(pool, T1, CHAIN[:5])
 
@@ -255,7 +255,7 @@ def test_several_prompts_and_requests_in_flight() -> None:
 
 
 def test_tier_sets_and_capacity_of_a_card() -> None:
-    """The widest tier listed makes the number of sets; one unknown capacity makes all unknown."""
+    """The widest tier on the card gives the number of sets; one unknown capacity makes the sum unknown."""
     pool = new_pool(
         card("w1", tiers={"device": 100, "host": 50}),
         card("w2"),
@@ -266,8 +266,8 @@ def test_tier_sets_and_capacity_of_a_card() -> None:
     assert [150, 0, 1100] == [pool.workers[w].capacity_blocks() for w in (W1, W2, W3)]
 
 
-def test_names_stay_known_while_all_workers_are_away() -> None:
-    """A model once served is not unknown because its workers are gone."""
+def test_names_stay_known_without_workers() -> None:
+    """A model stays known when all its workers are gone."""
     pool = new_pool(card("w1", served_names=("chat", "chat-v2"), lora_names=("adapterA",)))
     assert {"chat", "chat-v2", "adapterA"} == pool.names
 

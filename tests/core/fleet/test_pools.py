@@ -1,4 +1,4 @@
-"""Pools: when they begin, when they end, who serves a model."""
+"""Pools: when they begin and end, and which one serves a model."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ LLAMA, QWEN = pool_of("a-llama", "llama", "sql", "qwen"), pool_of("b-qwen", "qwe
 
 @pytest.fixture
 def replica() -> Replica:
-    """A synced replica that knows nobody yet."""
+    """A synced replica without workers and peers."""
     return new_replica()
 
 
-def test_pool_that_comes_back_goes_on_with_its_feed() -> None:
-    """A pool nobody needs goes. If it comes back, its frames do not begin with 1 in the same life."""
+def test_pool_that_comes_back_continues_its_feed() -> None:
+    """A pool that is not needed ends. If it comes back, its frames continue after the last seq."""
     replica = new_replica()
     receive_worker(replica, card())
     placed = replica.router(POOL).route(request(prompt(CHAIN)), 0.0)
@@ -72,7 +72,7 @@ def test_heartbeats_without_a_card_begin_no_pool(replica: Replica) -> None:
 
 
 def test_router_for_a_model(replica: Replica) -> None:
-    """By served name, by adapter, by None where there is one pool; unknown names are a 404, none a 400."""
+    """By model, by adapter, by None if there is one pool. An unknown name is a 404, a missing one a 400."""
     with pytest.raises(NoWorkersError):
         replica.router_for("llama")
     receive_worker(replica, card(lora_names=("adapterA",)))
@@ -96,13 +96,13 @@ def test_same_answer_everywhere(pools: list[Pool]) -> None:
 
 
 def test_no_name() -> None:
-    """One pool needs no name; with several the client is told to choose, and from what."""
+    """One pool needs no name; with several the error lists the names."""
     assert LLAMA is pool_serving(None, [LLAMA])
     with pytest.raises(BadRequestError, match=r"several are served: llama, poet, qwen, sql"):
         pool_serving(None, [LLAMA, QWEN])
 
 
-def test_unknown() -> None:
+def test_unknown_name() -> None:
     """An unknown name is a 404 with the list; before any worker was seen it is a 503."""
     with pytest.raises(UnknownModelError, match=r"`gpt` does not exist; served: llama"):
         pool_serving("gpt", [LLAMA, QWEN])

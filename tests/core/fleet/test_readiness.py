@@ -1,4 +1,4 @@
-"""Readiness: what a joiner waits for, once and never again; and what only peers can serve."""
+"""Readiness: what a joiner waits for, once; and pools that only peers can serve."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.core.worlds import POOL, card
 
 @pytest.fixture
 def replica() -> Replica:
-    """A synced replica that knows nobody yet."""
+    """A synced replica without workers and peers."""
     return new_replica()
 
 
-def test_ready_once_and_for_ever(replica: Replica) -> None:
-    """Not before hello was answered, a worker seen and its feed live; afterwards always."""
+def test_ready_replica_stays_ready(replica: Replica) -> None:
+    """It is ready when hello is answered, a worker known and its feed live, and remains so."""
     assert ["waiting for the answers to hello", "no worker has been seen"] == replica.not_ready(0.0)
     assert ["no worker has been seen"] == replica.not_ready(HELLO_S)
     receive_worker(replica, card(), seq=5)
@@ -36,8 +36,8 @@ def test_ready_once_and_for_ever(replica: Replica) -> None:
     assert ["no worker is known"] == replica.degraded()
 
 
-def test_ready_is_latched_without_being_asked(replica: Replica) -> None:
-    """A replica that was ready is ready, also if nobody asked before its only worker left."""
+def test_readiness_is_latched(replica: Replica) -> None:
+    """A replica that was ready stays so, even if no probe came before its only worker left."""
     receive_worker(replica, card())
     replica.latch_ready(HELLO_S)
     receive_worker(replica, state="leave")
@@ -45,8 +45,8 @@ def test_ready_is_latched_without_being_asked(replica: Replica) -> None:
     assert [] == replica.not_ready(10.0)
 
 
-def test_joiner_waits_for_workers_that_others_hear(replica: Replica) -> None:
-    """One that does not answer hello in time is named by a replica that hears it."""
+def test_joiner_waits_for_workers_that_peers_know(replica: Replica) -> None:
+    """A peer names a worker that did not answer hello in time."""
     peer = new_replica(PEER)
     for name in ("w1", "w2"):
         receive_worker(peer, card(name))
@@ -63,8 +63,8 @@ def test_joiner_waits_for_workers_that_others_hear(replica: Replica) -> None:
     assert [] == replica.not_ready(HELLO_S)
 
 
-def test_joiner_does_not_wait_for_the_dead(replica: Replica) -> None:
-    """One that stays silent for as long as a lease lasts would have been dropped by now."""
+def test_joiner_does_not_wait_for_dead_workers(replica: Replica) -> None:
+    """A worker that a peer names and that stays silent for a lease is no longer awaited."""
     beat = RouterBeat(VERSION, 5, "up", "", {}, 1, 1000, [f"w{n}" for n in range(1, 9)])
     replica.router_heartbeat(PEER, encode(beat), 0.0)
     receive_worker(replica, card("w1"))
@@ -85,7 +85,7 @@ OTHER = PoolId("qwen-0a1b2c3d")
 
 
 def ready(router_id: RouterId, *pools: PoolId) -> Replica:
-    """A replica that serves these pools, with a worker of its own for each, and was ready once."""
+    """A replica that was ready once and has a worker in each of these pools."""
     replica = new_replica(router_id)
     for pool in pools:
         serve(replica, pool)
@@ -94,7 +94,7 @@ def ready(router_id: RouterId, *pools: PoolId) -> Replica:
 
 
 def serve(replica: Replica, pool: PoolId) -> None:
-    """A worker of the pool is heard."""
+    """A heartbeat of a worker of the pool."""
     receive_worker(replica, card(f"{replica.router_id}-{pool[:4]}", model=pool[:4]), pool=pool)
 
 
@@ -109,7 +109,7 @@ def pass_rounds(count: int, *replicas: Replica) -> None:
 
 
 def test_pool_that_peers_serve_and_this_replica_cannot(replica: Replica) -> None:
-    """After a lease it should get no traffic, with the reason; as soon as it has a target it should."""
+    """After a lease the replica should get no traffic, with the reason, until it has a target again."""
     replica.give_up_waiting()
     peer = ready(PEER, POOL)
     pass_rounds(ROUNDS - 1, peer, replica)
@@ -127,7 +127,7 @@ def test_pool_that_peers_serve_and_this_replica_cannot(replica: Replica) -> None
 
 
 def test_pool_that_no_peer_serves(replica: Replica) -> None:
-    """All replicas lack it: all stay ready."""
+    """If no replica serves it, all stay ready."""
     replica.give_up_waiting()
     peer = ready(PEER)
 
@@ -136,8 +136,8 @@ def test_pool_that_no_peer_serves(replica: Replica) -> None:
     assert [] == replica.unserved() == peer.unserved()
 
 
-def test_never_all_replicas_at_once() -> None:
-    """For every choice of what each of three replicas serves, one of them stays ready."""
+def test_one_replica_always_stays_ready() -> None:
+    """For every combination of pools that three replicas serve, one of them stays ready."""
     pools = [POOL, OTHER, PoolId("phi-0a1b2c3d")]
     for first, second, third in itertools.combinations_with_replacement(range(8), 3):
         replicas = [
@@ -150,7 +150,7 @@ def test_never_all_replicas_at_once() -> None:
 
 
 def test_each_serves_what_the_other_cannot() -> None:
-    """Clients of one pool would lose as much as those of the other gain: both stay."""
+    """Clients of one pool would lose as much as those of the other gain: both replicas stay ready."""
     first, second = ready(ME, POOL), ready(PEER, OTHER)
 
     pass_rounds(2 * ROUNDS, first, second)
@@ -159,7 +159,7 @@ def test_each_serves_what_the_other_cannot() -> None:
 
 
 def test_cut_off_replica_does_not_become_unready(replica: Replica) -> None:
-    """Without rounds of its own, what it last heard of its peers proves nothing."""
+    """Without rounds, the last heartbeats of its peers prove nothing."""
     replica.give_up_waiting()
     receive_worker(replica, card("w1"))
     peer = ready(PEER, POOL)
@@ -176,7 +176,7 @@ def test_cut_off_replica_does_not_become_unready(replica: Replica) -> None:
     ("state", "address", "is_ready"), [("draining", URL, True), ("up", "", True), ("up", URL, False)]
 )
 def test_peers_that_take_no_requests(replica: Replica, state: State, address: str, is_ready: bool) -> None:
-    """One that drains, has no address (a library's), or has not been ready yet does not count."""
+    """A peer that drains, has no address (a library) or was not ready yet does not count."""
     replica.give_up_waiting()
     peer = new_replica(PEER)
     receive_worker(peer, card("w1"))
@@ -202,8 +202,8 @@ def test_peer_that_leaves(replica: Replica) -> None:
     assert [] == replica.unserved()
 
 
-def test_one_odd_heartbeat(replica: Replica) -> None:
-    """One forged heartbeat, with an interval that makes for a long lease, does not make a replica unready."""
+def test_one_forged_heartbeat(replica: Replica) -> None:
+    """One forged heartbeat with a long interval, and so a long lease, does not make a replica unready."""
     replica.give_up_waiting()
     receive_worker(replica, card("w1"))
     beat = RouterBeat(VERSION, 5, "up", URL, {}, 1, 60_000, [], {POOL: 16, OTHER: 16})
@@ -218,7 +218,7 @@ def test_one_odd_heartbeat(replica: Replica) -> None:
 
 
 def test_few_pools_are_named(replica: Replica) -> None:
-    """A peer may say anything: a bounded number of pools and replicas is named."""
+    """However many pools a peer claims to serve, the reasons name a bounded number."""
     replica.give_up_waiting()
     serves = {f"p{number}": 16 for number in range(500)}
     for _ in range(ROUNDS):
@@ -234,7 +234,7 @@ def test_few_pools_are_named(replica: Replica) -> None:
 
 
 def test_not_connected_is_not_ready() -> None:
-    """Before hello has gone out nothing is known at all; --ready-timeout ends the waiting."""
+    """Before a hello was published no reason is certain; --ready-timeout ends the waiting."""
     replica = new_replica()
     replica._readiness._hello_at = None
 

@@ -1,4 +1,4 @@
-"""A replica: who is there, whose feeds it follows, when it is ready."""
+"""A replica: its members, the feeds it follows, when it is ready."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ OTHER_POOL = PoolId("qwen-0a1b2c3d")
 
 @pytest.fixture
 def replica() -> Replica:
-    """A synced replica that knows nobody yet."""
+    """A synced replica without workers and peers."""
     return new_replica()
 
 
 def targets(replica: Replica, pool: PoolId = POOL) -> list[Target]:
-    """Who may be chosen."""
+    """The targets that may be chosen."""
     return list(replica.router(pool).pool.targets)
 
 
@@ -43,7 +43,7 @@ def test_join_by_hello(replica: Replica) -> None:
 
 
 def test_join_with_history(replica: Replica) -> None:
-    """A worker that has sent frames is asked for them; its blocks are there after one exchange."""
+    """A worker that has published frames is asked for them; one answer brings its blocks."""
     source = FeedSource(100, lambda _now: [Stored(0, None, pack_hashes(CHAIN))])
     source.append([Stored(0, None, pack_hashes(CHAIN))])
     receive_worker(replica, card(), seq=1)
@@ -57,7 +57,7 @@ def test_join_with_history(replica: Replica) -> None:
 
 
 def test_frames_before_the_card_are_ignored(replica: Replica) -> None:
-    """Nobody knows whose blocks they are; the heartbeat with the card starts the recovery."""
+    """Without the card no feed is followed; the heartbeat with the card starts the recovery."""
     frame = encode(Frame(VERSION, 100, 1, [Stored(0, None, pack_hashes(CHAIN))]))
 
     replica.kv_frame(KvSource(POOL, W1, 0), frame, 0.0)
@@ -68,7 +68,7 @@ def test_frames_before_the_card_are_ignored(replica: Replica) -> None:
 
 
 def test_leave(replica: Replica) -> None:
-    """A worker that says goodbye is gone at once, with its blocks and its feeds."""
+    """A worker that leaves is removed at once, with its blocks and its feeds."""
     receive_worker(replica, card())
     replica.router(POOL).pool.index.store(T1, CHAIN)
 
@@ -80,7 +80,7 @@ def test_leave(replica: Replica) -> None:
 
 
 def test_leave_in_the_middle_of_a_snapshot(replica: Replica) -> None:
-    """What was half loaded of a worker that left takes no room."""
+    """A snapshot half loaded when its worker leaves takes no memory."""
     source = FeedSource(100, lambda _now: [Stored(0, None, pack_hashes([n])) for n in range(9000)])
     source.append([Stored(0, None, b"")])
     receive_worker(replica, card(), seq=1)
@@ -97,7 +97,7 @@ def test_leave_in_the_middle_of_a_snapshot(replica: Replica) -> None:
 
 
 def test_lease_is_counted_in_own_rounds(replica: Replica) -> None:
-    """A silent worker is dropped after its lease, one that is heard stays."""
+    """A silent worker is dropped after its lease, a worker with heartbeats stays."""
     receive_worker(replica, card("w1"))
     receive_worker(replica, card("w2"))
 
@@ -109,8 +109,8 @@ def test_lease_is_counted_in_own_rounds(replica: Replica) -> None:
     assert 1 == replica.counters.workers_lost
 
 
-def test_paused_replica_drops_nobody(replica: Replica) -> None:
-    """Rounds that did not come back do not count, however many were begun."""
+def test_paused_replica_drops_no_worker(replica: Replica) -> None:
+    """Only rounds that came back count, not those that began."""
     receive_worker(replica, card("w1"))
     receive_worker(replica, card("w2"))
 
@@ -122,7 +122,7 @@ def test_paused_replica_drops_nobody(replica: Replica) -> None:
 
 
 def test_last_worker_is_kept_with_overlap_0(replica: Replica) -> None:
-    """The lease of the only worker ends: requests still go there, and find nothing."""
+    """The lease of the only worker ends: requests still go there, with overlap 0."""
     receive_worker(replica, card())
     replica.router(POOL).pool.index.store(T1, CHAIN)
 
@@ -134,7 +134,7 @@ def test_last_worker_is_kept_with_overlap_0(replica: Replica) -> None:
 
 
 def test_silent_worker_comes_back(replica: Replica) -> None:
-    """One that was kept is followed again when it speaks."""
+    """A silent worker that was kept is followed again after its next heartbeat."""
     receive_worker(replica, card())
     rounds(replica, ROUNDS + 1)
     assert {} == replica.readers
@@ -145,8 +145,8 @@ def test_silent_worker_comes_back(replica: Replica) -> None:
     assert [KvSource(POOL, W1, 0)] == list(replica.readers)
 
 
-def test_silent_worker_that_refused_is_lost_quietly(replica: Replica) -> None:
-    """One kept although silent, then found unreachable, does not disturb the leases afterwards."""
+def test_silent_worker_that_is_unreachable(replica: Replica) -> None:
+    """A silent worker that is then found unreachable is removed, and the end of its lease changes nothing."""
     receive_worker(replica, card())
     rounds(replica, ROUNDS + 1)
 
@@ -159,7 +159,7 @@ def test_silent_worker_that_refused_is_lost_quietly(replica: Replica) -> None:
 
 
 def test_workers_of_two_pools_are_lost_at_once(replica: Replica) -> None:
-    """A host dies with workers of several pools on it: all of them are dropped in the same round."""
+    """A host with workers of several pools dies: all of them are dropped in the same round."""
     for name, pool in (("w1", POOL), ("w2", POOL), ("w3", OTHER_POOL), ("w4", OTHER_POOL)):
         receive_worker(replica, card(name), pool=pool)
 
@@ -173,7 +173,7 @@ def test_workers_of_two_pools_are_lost_at_once(replica: Replica) -> None:
 
 
 def test_worker_that_changes_pools(replica: Replica) -> None:
-    """A worker that now serves another model is a target there, and no longer here."""
+    """A worker that now serves another model is a target of that pool only."""
     receive_worker(replica, card())
 
     receive_worker(replica, card(model="qwen"), pool=OTHER_POOL, incarnation=200)
@@ -183,7 +183,7 @@ def test_worker_that_changes_pools(replica: Replica) -> None:
 
 
 def test_greater_incarnation_of_a_worker_wins(replica: Replica) -> None:
-    """A restarted agent is followed; the old one's heartbeats are stale."""
+    """A restarted agent is followed; heartbeats of its former life are stale."""
     receive_worker(replica, card(url="http://old"))
     receive_worker(replica, card(url="http://new"), incarnation=200, rank_incarnation=200)
 
@@ -194,8 +194,8 @@ def test_greater_incarnation_of_a_worker_wins(replica: Replica) -> None:
     assert 1 == replica.counters.stale_heartbeats
 
 
-def test_lower_incarnation_counts_once_the_greater_is_silent(replica: Replica) -> None:
-    """After the greater one's lease a lower one is welcome, also where the worker is the only one."""
+def test_lower_incarnation_counts_after_the_lease(replica: Replica) -> None:
+    """A worker with a lower incarnation is accepted after the lease, also if it is the only worker."""
     receive_worker(replica, card(), incarnation=200, rank_incarnation=200)
     rounds(replica, ROUNDS + 1)
 
@@ -206,7 +206,7 @@ def test_lower_incarnation_counts_once_the_greater_is_silent(replica: Replica) -
 
 
 def test_damaged_heartbeats_are_counted(replica: Replica) -> None:
-    """Noise on a heartbeat's subject changes nothing."""
+    """Malformed heartbeats change nothing."""
     replica.worker_heartbeat(W1, b"\xff", 0.0)
     replica.router_heartbeat(PEER, b"\x96\x01\x01\xa2up\xa1\xff\x80\x01", 0.0)
 
@@ -215,7 +215,7 @@ def test_damaged_heartbeats_are_counted(replica: Replica) -> None:
 
 
 def test_worker_without_events_has_no_feed() -> None:
-    """An engine that publishes none, or a replica that wants none, follows no KV feed."""
+    """Without KV events, of the worker or of the replica, no KV feed is followed."""
     replica, without = new_replica(), new_replica(settings=PoolSettings(use_kv_events=False))
     receive_worker(replica, card(publishes_events=False))
     receive_worker(without, card())
@@ -225,7 +225,7 @@ def test_worker_without_events_has_no_feed() -> None:
 
 
 def test_workers_of_another_block_size_serve() -> None:
-    """Also where all of them have another size than the operator's; degraded() names them."""
+    """They take requests, even if all of them differ from the operator's size; degraded() names them."""
     replica = new_replica(settings=PoolSettings(block_size=32))
     receive_worker(replica, card())
 
@@ -236,15 +236,15 @@ def test_workers_of_another_block_size_serve() -> None:
 
 
 def test_block_sizes_do_not_matter_without_tokens() -> None:
-    """In a mode that predicts no overlap anyway nothing is said of it."""
+    """A mode that predicts no overlap reports no block sizes."""
     replica = new_replica(settings=PoolSettings(block_size=32), policy=Random)
     receive_worker(replica, card())
 
     assert [] == replica.degraded()
 
 
-def test_prefill_rates_of_lost_workers_go(replica: Replica) -> None:
-    """Names of workers that come and go do not pile up."""
+def test_prefill_rates_of_lost_workers_are_dropped(replica: Replica) -> None:
+    """Rates of workers that come and go do not accumulate."""
     receive_worker(replica, card("w1"))
     receive_worker(replica, card("w2"))
     replica.router(POOL).tables.rates.observe(T1, 100, 1.0)
@@ -257,7 +257,7 @@ def test_prefill_rates_of_lost_workers_go(replica: Replica) -> None:
 
 
 def test_recovery_of_a_source_that_left_is_cancelled(replica: Replica) -> None:
-    """Whoever asks for us is told, once, that nobody waits for the answer any longer."""
+    """`cancelled` names the feed once, so the shell stops waiting for its answer."""
     receive_worker(replica, card(), seq=1)
     [(feed, _)] = replica.due(0.0, 16)
     assert [] == replica.cancelled()
@@ -269,19 +269,19 @@ def test_recovery_of_a_source_that_left_is_cancelled(replica: Replica) -> None:
 
 
 def test_lease_of_a_slow_worker() -> None:
-    """A worker whose heartbeats are further apart than ours says so, and is not taken for silent."""
+    """A worker with a longer heartbeat interval has a longer lease."""
     replica = new_replica()
     for name, interval_ms in (("w1", 3000), ("w2", 1000)):
-        told = msgspec.structs.replace(worker_beat(card(name)), interval_ms=interval_ms)
-        replica.worker_heartbeat(WorkerId(name), encode(told), 0.0)
+        beat = msgspec.structs.replace(worker_beat(card(name)), interval_ms=interval_ms)
+        replica.worker_heartbeat(WorkerId(name), encode(beat), 0.0)
 
     rounds(replica, ROUNDS)
 
     assert [W1] == list(replica.router(POOL).pool.workers)
 
 
-def test_degraded_says_what_is_wrong(replica: Replica) -> None:
-    """A feed behind, and a pool without a live worker, stand in the reasons."""
+def test_degraded_lists_problems(replica: Replica) -> None:
+    """A feed that is behind and a pool without a live worker are listed."""
     receive_worker(replica, card(), seq=3)
     assert ["kv w1/0: recovering, 3 frames behind"] == replica.degraded()
 
@@ -291,12 +291,12 @@ def test_degraded_says_what_is_wrong(replica: Replica) -> None:
 
 
 def test_worker_that_comes_back_with_fewer_ranks() -> None:
-    """What was known of the ranks that are gone goes with them."""
+    """Blocks and feeds of the ranks that are gone are dropped."""
     replica = new_replica()
     ranks = [RankBeat(0, 5, 0), RankBeat(1, 5, 0)]
     for life, count in ((1, 2), (2, 1)):
-        told = WorkerBeat(VERSION, life, "up", POOL, ranks[:count], 1, card(ranks=count))
-        replica.worker_heartbeat(W1, encode(told), 0.0)
+        beat = WorkerBeat(VERSION, life, "up", POOL, ranks[:count], 1, card(ranks=count))
+        replica.worker_heartbeat(W1, encode(beat), 0.0)
         pool = replica.router(POOL).pool
         assert count == len(replica.readers)
         pool.index.store(Target(W1, count - 1), CHAIN)
@@ -308,8 +308,8 @@ def test_worker_that_comes_back_with_fewer_ranks() -> None:
     assert 0 == len(pool.index)
 
 
-def test_silent_pools_make_room(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that are kept although silent do not keep new models out, once there are too many pools."""
+def test_pools_of_silent_workers_make_room(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit of pools, those with silent workers only end when a new model appears."""
     monkeypatch.setattr("kvrouter.core.fleet.pools.POOLS_MOST", 3)
     for number in range(3):
         receive_worker(replica, card(f"ghost{number}"), pool=PoolId(f"model{number}-0a1b2c3d"))

@@ -1,4 +1,4 @@
-"""Replicas that tell each other of their bookings."""
+"""Replicas that publish their bookings to each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAIN = chain_from(1000, 10)
 
 
 def pair() -> tuple[Replica, Replica]:
-    """Two synced replicas that see the same two workers and each other."""
+    """Two synced replicas that know the same two workers and each other."""
     first, second = new_replica(ME), new_replica(PEER)
     for replica in (first, second):
         receive_worker(replica, card("w1"))
@@ -38,7 +38,7 @@ def place(replica: Replica, start: int = 1000) -> Placement:
 
 
 def carry(sender: Replica, *receivers: Replica, lost: bool = False) -> None:
-    """The sender's frames reach everybody, the sender too."""
+    """The sender's frames arrive at all replicas, also at the sender."""
     frames = sender.router(POOL).frames()
     for receiver in () if lost else (sender, *receivers):
         for frame in frames:
@@ -46,7 +46,7 @@ def carry(sender: Replica, *receivers: Replica, lost: bool = False) -> None:
 
 
 def recover(asking: Replica, owner: Replica) -> int:
-    """What is asked of the owner is answered; returns how much was asked."""
+    """The owner answers all replay requests; returns their number."""
     asked = 0
     while wanted := asking.due(0.0, 16):
         for feed, what in wanted:
@@ -59,7 +59,7 @@ def recover(asking: Replica, owner: Replica) -> int:
 
 
 def same(owner: Replica, other: Replica) -> bool:
-    """Whether the other's copies of the owner's bookings are the owner's."""
+    """Whether the other replica's copies equal the owner's bookings."""
     tables = [replica.router(POOL).pool.active for replica in (owner, other)]
     for table in tables:
         table.check()
@@ -68,7 +68,7 @@ def same(owner: Replica, other: Replica) -> bool:
 
 
 def test_peers_see_each_others_bookings() -> None:
-    """All three moments reach the peer, and its copies have the owner's digest throughout."""
+    """All three moments of a booking reach the peer, and the digests agree after each."""
     first, second = pair()
     router = first.router(POOL)
 
@@ -99,7 +99,7 @@ def test_peers_decide_as_if_they_had_seen_all_traffic() -> None:
 
 
 def test_own_frames_are_ignored() -> None:
-    """A replica's own echo changes nothing and opens no feed."""
+    """A replica's own frames, returned by the bus, change nothing and begin no feed."""
     first, second = pair()
     placed = place(first)
 
@@ -110,7 +110,7 @@ def test_own_frames_are_ignored() -> None:
 
 
 def test_unsynced_replica_ignores_its_peers() -> None:
-    """With sync off peers' frames and feeds are passed over; their heartbeats still are heard."""
+    """Without sync, frames and feeds of peers are ignored, but not their heartbeats."""
     alone, peer = new_replica(ME, synced=False), new_replica(PEER)
     for replica in (alone, peer):
         receive_worker(replica, card("w1"))
@@ -125,7 +125,7 @@ def test_unsynced_replica_ignores_its_peers() -> None:
 
 
 def test_joiner_gets_a_snapshot_of_bookings() -> None:
-    """A replica that starts later has everybody's bookings after one exchange."""
+    """A replica that starts later has all bookings after one exchange."""
     first, _ = pair()
     placed = [place(first, start) for start in (1000, 2000, 3000)]
     first.router(POOL).first_byte(placed[0].key, 1.0)
@@ -143,7 +143,7 @@ def test_joiner_gets_a_snapshot_of_bookings() -> None:
 
 
 def test_lost_frames_are_repaired_after_a_heartbeat() -> None:
-    """The tail was lost: the owner's heartbeat tells, the ring repairs."""
+    """The last frames were lost: the owner's heartbeat shows it, the owner's ring repairs it."""
     first, second = pair()
     placed = place(first)
     carry(first, second)
@@ -159,7 +159,7 @@ def test_lost_frames_are_repaired_after_a_heartbeat() -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_free_cannot_overtake_add_request_by_construction(order: tuple[int, ...]) -> None:
-    """Two requests begin and end, a frame each: in whatever order frames come, the peer has an owner's past.
+    """Two requests begin and end, a frame each: in any order of arrival the peer has a state the owner had.
 
     The owner numbers its ops in the order in which they happened, and a reader applies frame n + 1 after
     frame n only. So after every frame the peer's copy is what the owner's table once was.
@@ -184,12 +184,12 @@ def test_free_cannot_overtake_add_request_by_construction(order: tuple[int, ...]
 
 
 def bookings(replica: Replica) -> set[int]:
-    """The numbers of the first replica's bookings, as this one has them."""
+    """The numbers of this replica's copies of the first replica's bookings."""
     return {booking.key.number for booking in replica.router(POOL).pool.active.bookings(ME)}
 
 
 def test_retry_of_a_peer_moves_its_booking() -> None:
-    """A Free and an AddRequest in one frame: the peer never sees the request twice."""
+    """Free and AddRequest travel in one frame: the peer never counts the request twice."""
     first, second = pair()
     placed = place(first)
     carry(first, second)
@@ -206,7 +206,7 @@ def test_retry_of_a_peer_moves_its_booking() -> None:
 
 
 def test_bookings_on_unknown_targets_are_kept() -> None:
-    """A peer may know a worker that is not known here yet: its booking counts when the worker comes."""
+    """A peer may know a worker that this replica does not: its booking counts when the worker appears."""
     replica = new_replica()
     frame = encode(Frame(VERSION, 1000, 1, [AddRequest(1, "req", "w1", 0, b"", 160, 0, 160)]))
 
@@ -221,7 +221,7 @@ def test_bookings_on_unknown_targets_are_kept() -> None:
 
 
 def test_lease_of_a_peer_ends_its_bookings() -> None:
-    """A replica that died stops counting after its lease; one that left, at once."""
+    """The bookings of a replica that died end with its lease."""
     first, second = pair()
     place(first)
     carry(first, second)
@@ -248,7 +248,7 @@ def test_peer_that_leaves() -> None:
 
 
 def test_peer_comes_back_after_its_lease() -> None:
-    """One that was only cut off is met again, and its bookings are fetched anew."""
+    """A replica that was only cut off returns, and its bookings are fetched again."""
     first, second = pair()
     place(first)
     carry(first, second)
@@ -261,8 +261,8 @@ def test_peer_comes_back_after_its_lease() -> None:
     assert {ME: 1} == second.router(POOL).pool.active.owners()
 
 
-def test_check_finds_what_went_wrong() -> None:
-    """A copy that differs is found by the owner's Check and replaced by a snapshot."""
+def test_check_finds_a_wrong_copy() -> None:
+    """The owner's Check shows that a copy differs, and a snapshot replaces it."""
     first, second = pair()
     placed = place(first)
     carry(first, second)
@@ -277,7 +277,7 @@ def test_check_finds_what_went_wrong() -> None:
 
 
 def test_sessions_outlive_the_replica_that_bound_them() -> None:
-    """A peer keeps what it was told, and tells it to a joiner when the one that bound it has gone."""
+    """A peer keeps sessions after the replica that bound them has left, and publishes them to a joiner."""
     first, second = pair()
     for replica in (first, second):
         replica.router(POOL).selection.filters = (Session(),)
@@ -295,8 +295,8 @@ def test_sessions_outlive_the_replica_that_bound_them() -> None:
     assert placed.target == joiner.router(POOL).tables.sessions.target_of("chat", 1.0)
 
 
-def test_sessions_that_nobody_looks_at_are_not_told() -> None:
-    """Without affinity a session is a word like any other."""
+def test_sessions_without_affinity_are_not_published() -> None:
+    """A mode without affinity neither binds nor publishes sessions."""
     first, _ = pair()
     placed = first.router(POOL).route(RouteRequest("req", session="chat"), 0.0)
 
@@ -306,7 +306,7 @@ def test_sessions_that_nobody_looks_at_are_not_told() -> None:
 
 
 def text_pair(*names: RouterId) -> list[Replica]:
-    """Replicas in mode prefix-affinity that see two workers and each other."""
+    """Replicas in mode prefix-affinity that know two workers and each other."""
     replicas = [new_replica(name, policy=PrefixAffinity) for name in names]
     for replica in replicas:
         receive_worker(replica, card("w1"))
@@ -325,12 +325,12 @@ def serve_text(replica: Replica, text: str) -> Target:
 
 
 def chars(replica: Replica, target: Target) -> int:
-    """Characters that a target is taken to hold."""
+    """Characters that a target is assumed to hold."""
     return replica.router(POOL).tables.texts.chars(target)
 
 
 def test_texts_are_shared() -> None:
-    """A text that one replica has sent somewhere draws the same text there from every other."""
+    """All replicas send a text where one of them has sent it before."""
     first, second = text_pair(ME, PEER)
     target = serve_text(first, "once upon a time")
     carry(first, second)
@@ -340,7 +340,7 @@ def test_texts_are_shared() -> None:
 
 
 def test_joiner_gets_the_last_texts() -> None:
-    """A snapshot ends with the texts that its source sent last; of one longer than is told, the beginning."""
+    """A snapshot ends with the texts that its source sent last; a long text is cut."""
     first, joiner = text_pair(ME, PEER)
     long_text = "x" * (MAX_SENT_CHARS + 50)
     target = serve_text(first, long_text)
@@ -354,7 +354,7 @@ def test_joiner_gets_the_last_texts() -> None:
 
 
 def test_texts_of_unknown_targets_are_not_remembered() -> None:
-    """Nobody would ever forget them."""
+    """Nothing would ever drop them again."""
     first, second = text_pair(ME, PEER)
     target = serve_text(first, "once upon a time")
     frames = first.router(POOL).frames()
@@ -366,8 +366,8 @@ def test_texts_of_unknown_targets_are_not_remembered() -> None:
     assert 0 == chars(second, target)
 
 
-def test_texts_that_utf8_cannot_say() -> None:
-    """Half a surrogate pair in a Python program's text does not stop the feed."""
+def test_text_with_half_a_surrogate_pair() -> None:
+    """It cannot be encoded as UTF-8, and does not stop the feed."""
     first, second = text_pair(ME, PEER)
     target = serve_text(first, "half \ud83d")
 
@@ -376,8 +376,8 @@ def test_texts_that_utf8_cannot_say() -> None:
     assert 6 == chars(second, target)
 
 
-def test_kept_texts_are_bounded() -> None:
-    """The oldest go."""
+def test_published_texts_are_bounded() -> None:
+    """The oldest are dropped."""
     texts = SentTexts()
     for letter in "abcdefghijkl":
         texts.add(T1, letter * MAX_SENT_CHARS)

@@ -1,4 +1,4 @@
-"""What is given up is freed at once: the garbage collector does not look at what has lived for long."""
+"""Dropped pools are freed at once: old objects are kept from the garbage collector."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OTHER_POOL = PoolId("qwen-0a1b2c3d")
 
 
 def test_pools_that_end_are_freed() -> None:
-    """A pool's router and tables refer to themselves nowhere, so their reference counts free them."""
+    """A pool's router and tables are in no reference cycle, so reference counting frees them."""
     replica = new_replica()
     receive_worker(replica, card("w1"))
     receive_worker(replica, card("w2"), pool=OTHER_POOL)
