@@ -1,4 +1,4 @@
-"""`kvrouter verify`: whether replicas, agents and engines hold the same."""
+"""`kvrouter verify`: checks that replicas, agents and engines hold the same blocks and bookings."""
 
 from kvrouter.verify.command import compare, main
 from kvrouter.verify.comparison import Comparison, Report, VerifyError, read_view

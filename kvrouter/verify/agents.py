@@ -1,13 +1,14 @@
-"""What agents publish, asked of each of them over NATS.
+"""The feeds of agents, requested from each of them over NATS.
 
-    hello ──> heartbeats, each with the card ──> the ranks there are
-    question to an agent ──> a snapshot, then all frames after it ──> one Copy per frame
+    hello ──> heartbeats, each with the card ──> the ranks that exist
+    request to an agent ──> a snapshot, then all frames after it ──> one Copy per frame
 
-Replicas follow live frames; this asks for each frame by its number. So it meets every replica at the frame
-where that stands, however fast frames come, and what was only said on a live subject does not reach it.
+Replicas follow live frames; this module requests each frame by its number. So it knows the content at every
+frame that a replica may have applied, however fast frames come. Frames that another program sends on a live
+subject do not reach it.
 
-In core NATS whoever may subscribe may answer a question, and a reader takes the first answer. Here every
-answer is counted: more than one to any question is an error of its own.
+In core NATS any program may answer a request, and a reader takes the first answer. Here every answer is
+counted: more than one answer to a request is reported as an error.
 """
 
 from __future__ import annotations
@@ -36,32 +37,32 @@ from kvrouter.verify.comparison import Copy, FeedKey, VerifyError
 from kvrouter.verify.tier_sets import TierSets
 
 ANSWER_TIMEOUT_S = 2.0
+# For all requests to one rank in a look: a large snapshot takes several.
 LOOK_TIMEOUT_S = 20.0
-"""For all questions to one rank in a look; a large snapshot takes several."""
 AT_ONCE = 64
 
 Ask: TypeAlias = Callable[[ReplayRequest], Awaitable[bytes]]
 
 
 class AgentError(VerifyError):
-    """An agent does not answer, or not as an agent would."""
+    """An agent does not answer, or its answer is wrong."""
 
 
-class Questions:
-    """Questions over NATS, of which every answer is counted."""
+class Requests:
+    """Requests over NATS whose answers are all counted."""
 
     def __init__(self, bus: Bus) -> None:
+        # Subjects on which a request had more than one answer.
         self.answered_twice: set[str] = set()
-        """Subjects on which a question had more than one answer."""
         self._bus = bus
         self._inbox = f"_INBOX.{uuid.uuid4().hex}"
+        # The subject of the answers -> the subject of the request.
         self._asked: dict[str, str] = {}
-        """Where the answers to a question go -> where it was asked."""
         self._answered: set[str] = set()
         self._waiting: dict[str, asyncio.Future[bytes]] = {}
 
     async def begin(self) -> None:
-        """Listen for answers, until the bus is closed."""
+        """Subscribe to answers, until the bus is closed."""
         await self._bus.subscribe(f"{self._inbox}.*", self._take)
 
     async def ask(self, subject: str, payload: bytes) -> bytes:
@@ -75,11 +76,11 @@ class Questions:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 answer = await waiting
         except TimeoutError:
-            raise AgentError("it does not answer") from None
+            raise AgentError(f"no answer within {ANSWER_TIMEOUT_S:g} s") from None
         finally:
             del self._waiting[reply]
-        if not answer:  # the server's own: there are no responders
-            raise AgentError("nobody answers for it")
+        if not answer:  # the NATS server's answer: no process has subscribed
+            raise AgentError("not connected to NATS")
         return answer
 
     def _take(self, reply: str, data: bytes, _reply: str) -> None:
@@ -93,21 +94,21 @@ class Questions:
 
 
 class RankFeed:
-    """One rank's feed as its agent answers for it."""
+    """One rank's feed, from the answers of its agent."""
 
     def __init__(self, rank: int) -> None:
         self.blocks = TierSets()
+        # The frame at which the agent's digest did not fit its frames; empty if there was none.
         self.bad_digest = ""
-        """Where the agent's own digest is not that of its frames; empty if that was never so."""
         self._rank = rank
         self._incarnation = self._seq = 0
         self._loading: TierSets | None = None
         self._next = ReplayRequest(VERSION, rank, 0, 0)
 
     async def look(self, ask: Ask, tiers: int = 1) -> list[Copy]:
-        """What it held at each frame since the look before; the last says what is wrong if anything is.
+        """The content at each frame since the look before. The last copy has the error, if there is one.
 
-        `tiers`: how many of them to name, also where wider ones add nothing.
+        `tiers`: the number of tier sets in each copy, also if the wider ones add no block.
         """
         copies: list[Copy] = []
         trouble, is_last = "", False
@@ -116,12 +117,12 @@ class RankFeed:
                 while not is_last:
                     is_last = self._take(await ask(self._next), tiers, copies)
         except (AgentError, MalformedFrameError, TimeoutError) as error:
-            trouble = str(error) or "its answers do not end"
+            trouble = str(error) or f"no end of its answers within {LOOK_TIMEOUT_S:g} s"
             self._next = ReplayRequest(VERSION, self._rank, 0, 0)
         return [*copies, self._copy(tiers, trouble)]
 
     def _take(self, data: bytes, tiers: int, copies: list[Copy]) -> bool:
-        """One answer. Returns whether it was the last: everything published so far has come."""
+        """Take one answer. Returns whether it was the last one: no published frame is missing."""
         answer = decode_answer(data)
         if isinstance(answer, SnapshotChunk):
             self._take_chunk(answer)
@@ -136,7 +137,7 @@ class RankFeed:
             self._loading = TierSets()
         place = (self._next.snapshot_id, self._next.chunk)
         if self._loading is None or (chunk.chunk and (chunk.snapshot_id, chunk.chunk) != place):
-            raise AgentError(f"it sent chunk {chunk.chunk} of a snapshot where another was asked for")
+            raise AgentError(f"sent chunk {chunk.chunk} of a snapshot instead of the requested one")
         for op in chunk.ops:
             self._loading.apply(op)
         part, following = (VERSION, self._rank, chunk.incarnation), chunk.chunk + 1
@@ -148,7 +149,8 @@ class RankFeed:
 
     def _take_frame(self, frame: Decoded) -> None:
         if frame.ops is None or (frame.incarnation, frame.seq) != (self._incarnation, self._seq + 1):
-            raise AgentError(f"it sent frame {frame.incarnation}:{frame.seq} where another was asked for")
+            sent = f"{frame.incarnation}:{frame.seq}"
+            raise AgentError(f"sent frame {sent} instead of the requested one")
         for op in frame.ops:
             if not self.blocks.apply(op) and isinstance(op, Check):
                 self.bad_digest = f"as of frame {frame.incarnation}:{frame.seq}"
@@ -160,7 +162,7 @@ class RankFeed:
 
 
 class AgentRank(NamedTuple):
-    """A rank as its agent announces it."""
+    """A rank, from its agent's heartbeat and card."""
 
     key: FeedKey
     card: Card
@@ -170,32 +172,32 @@ class AgentRank(NamedTuple):
 
 
 class Agents:
-    """All agents of a namespace. Nothing is announced here: replicas do not see who asks."""
+    """All agents of a namespace. This process announces nothing, so replicas do not notice it."""
 
     def __init__(self, bus: Bus, subjects: Subjects) -> None:
         self.feeds: dict[FeedKey, RankFeed] = {}
         self._bus = bus
         self._subjects = subjects
-        self._questions = Questions(bus)
+        self._requests = Requests(bus)
         self._beats: dict[WorkerId, WorkerBeat] = {}
         self._cards: dict[WorkerId, Card] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def begin(self) -> None:
-        """Listen, and have all agents announce themselves at each connection."""
-        await self._questions.begin()
-        await self._bus.subscribe(self._subjects.live_worker(WorkerId("*")), self._hear)
+        """Subscribe to heartbeats, and ask all agents for one at each connection."""
+        await self._requests.begin()
+        await self._bus.subscribe(self._subjects.live_worker(WorkerId("*")), self._receive)
         self._bus.on_connect(self._say_hello)
 
     async def look(self) -> list[tuple[FeedKey, Copy]]:
-        """What every rank held at each frame since the look before."""
+        """The content of every rank at each frame since the look before."""
         ranks = list(self.ranks())
         self.feeds = {rank.key: self.feeds.get(rank.key) or RankFeed(rank.number) for rank in ranks}
         looks = await asyncio.gather(*map(self._look, ranks))
         return [(rank.key, copy) for rank, copies in zip(ranks, looks, strict=True) for copy in copies]
 
     def ranks(self) -> Iterator[AgentRank]:
-        """Every rank that publishes events, as heartbeats and cards have it."""
+        """Every rank that publishes events, from heartbeats and cards."""
         for worker_id, card in self._cards.items():
             beat = self._beats[worker_id]
             for rank in beat.ranks if card.publishes_events else ():
@@ -204,22 +206,22 @@ class Agents:
                     yield AgentRank(key, card, rank.rank, beat.state == "down", rank.partial)
 
     def errors(self) -> Iterator[str]:
-        """What no agent that is well would do."""
-        for subject in sorted(self._questions.answered_twice):
+        """Behaviour that no correct agent shows."""
+        for subject in sorted(self._requests.answered_twice):
             worker_id = subject.rpartition(".")[2]
             yield (
-                f"agent {worker_id}: a question to it had two answers: another process answers in its name,"
-                " or its id is used twice"
+                f"agent {worker_id}: a request to it had two answers: another process answers in its name,"
+                " or two agents use its id"
             )
         for key, feed in self.feeds.items():
             if feed.bad_digest:
-                yield f"{key}, {feed.bad_digest}: its agent's digest is not that of what it has published"
+                yield f"{key}, {feed.bad_digest}: the agent's digest does not fit its own frames"
 
     async def _look(self, rank: AgentRank) -> list[Copy]:
         subject = self._subjects.kv_replay(WorkerId(rank.card.worker_id))
 
         async def ask(request: ReplayRequest) -> bytes:
-            return await self._questions.ask(subject, encode(request))
+            return await self._requests.ask(subject, encode(request))
 
         async with self._turns:
             return await self.feeds[rank.key].look(ask, len(rank.card.tiers))
@@ -227,7 +229,7 @@ class Agents:
     def _say_hello(self) -> None:
         self._bus.publish(self._subjects.hello, b"")
 
-    def _hear(self, subject: str, data: bytes, _reply: str) -> None:
+    def _receive(self, subject: str, data: bytes, _reply: str) -> None:
         source = self._subjects.parse_live(subject)
         if not isinstance(source, WorkerSource):
             return

@@ -1,4 +1,4 @@
-"""`kvrouter verify` on the command line: looks until all is equal or different, prints it, exits with it."""
+"""`kvrouter verify` on the command line: compares until the result is certain, and prints it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _WHERE_TO_ASK = (
     "give the URL of the replica's admin listener (--admin-port, by default its --port + 100), "
     "or the operators' key with --admin-key-file"
 )
+# Columns if the output is not a terminal: the usual 80 would break digests.
 _PIPE_WIDTH = 160
-"""Columns where no terminal says how many it has: 80 would break digests."""
 
 
 async def compare(
@@ -46,9 +46,9 @@ async def compare(
     admin_key: str | None = None,
     owners: Owners | None = None,
 ) -> Report:
-    """Look at the replicas until they are found equal or different. Raises VerifyError.
+    """Look at the replicas until they are equal, certainly different, or the time is up.
 
-    With `owners`: equal to those, too.
+    With `owners`, agents and engines are compared as well. Raises VerifyError.
     """
     comparison, looks, started = Comparison(), 0, time.monotonic()
     timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
@@ -82,12 +82,12 @@ async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, print, and say it in the exit code."""
+    """Compare and print; returns the exit code."""
     flags = _parser().parse_args(arguments)
     urls = [_url(text) for text in flags.replica]
     try:
         if len(set(urls)) < max(1 if flags.owners else 2, len(urls)):
-            raise VerifyError("give two different replicas or more: --replica URL --replica URL")
+            raise VerifyError("give at least two different replicas: --replica URL --replica URL")
         report = asyncio.run(_compare(flags, urls))
         if flags.json is not None:
             flags.json.write_text(as_json(report))
@@ -121,7 +121,7 @@ async def _compare(flags: argparse.Namespace, urls: Sequence[str]) -> Report:
 
 
 def show(console: Console, report: Report) -> None:
-    """The table, then the differences or the verdict."""
+    """Print the table, the differences and the result."""
     table = Table("feed", "frame", "held", "replicas")
     asks_owners = any(row.agent for row in report.rows)
     for name in ("agent", "engine") if asks_owners else ():
@@ -150,7 +150,7 @@ def _coloured(verdict: str | None) -> str:
 
 
 def as_json(report: Report) -> str:
-    """The same for machines."""
+    """The report as JSON."""
     return msgspec.json.format(
         msgspec.json.encode({"equal": report.is_equal, **asdict(report)}), indent=2
     ).decode()
@@ -163,36 +163,41 @@ def _url(text: str) -> str:
 def _read_replays(text: str) -> tuple[str, list[str]]:
     worker_id, _, endpoints = text.partition("=")
     if not (worker_id and endpoints):
-        raise VerifyError(f"--kv-replay {text!r}: use WORKER=tcp://HOST:PORT, and a comma between ranks")
+        raise VerifyError(f"--kv-replay {text!r}: use WORKER=tcp://HOST:PORT, with commas between ranks")
     return worker_id, endpoints.split(",")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvrouter verify",
-        description="Compare the blocks and bookings that live replicas hold, also under traffic.",
+        description="Compare the blocks and bookings of live replicas, also under traffic.",
         epilog="Exit code 0: equal; 1: different; 2: a replica or NATS cannot be reached, or wrong flags.",
     )
     add = parser.add_argument
     several = "admin listener of a frontend; at least two, or one with --owners"
     add("--replica", action="append", default=[], metavar="URL", help=several)
-    add("--admin-key-file", type=Path, metavar="FILE", help="the key, to ask on the clients' ports instead")
-    add("--timeout", type=up_to_a_day, default=15.0, metavar="S", help="how long to look (%(default)s)")
-    add("--tls-ca", type=Path, metavar="FILE", help="authorities trusted beside the system's, for https://")
-    add("--tls-name", metavar="NAME", help="name in the certificates, where it is not the URLs'")
-    add("--json", type=Path, metavar="FILE", help="write the result there, too")
+    add(
+        "--admin-key-file",
+        type=Path,
+        metavar="FILE",
+        help="operators' key, to use the clients' ports instead",
+    )
+    add("--timeout", type=up_to_a_day, default=15.0, metavar="S", help="seconds to compare (%(default)s)")
+    add("--tls-ca", type=Path, metavar="FILE", help="trusted authorities for https://, added to the system's")
+    add("--tls-name", metavar="NAME", help="name in the certificates, if it differs from the URLs'")
+    add("--json", type=Path, metavar="FILE", help="also write the result to this file")
     owners = parser.add_argument_group("owners")
     owners.add_argument(
         "--owners",
         action="store_true",
-        help="compare with what the agents publish, too, and the agents with their engines' own events",
+        help="also compare with the frames of the agents, and the agents with the events of their engines",
     )
     owners.add_argument(
         "--kv-replay",
         action="append",
         default=[],
         metavar="WORKER=ENDPOINT[,…]",
-        help="ZMQ endpoint of an engine's replay, one per rank, where the engine does not tell; repeatable",
+        help="ZMQ endpoint of an engine's replay, one per rank, if the engine reports none; repeatable",
     )
     owners.add_argument("--engine-api-key-file", type=Path, metavar="FILE", help="bearer token for engines")
     owners.add_argument(

@@ -2,14 +2,14 @@
 
     /workers of each replica, again and again ──> Views ──> Comparison ──> Report
 
-Each view is of one moment, but not all of the same one, and traffic goes on meanwhile. What may be
-compared is what two replicas hold as of the same frame of the same feed: (incarnation, seq). Under
-live traffic two readers stand at the same frame often, if only for moments, so one looks until each
-replica has been met at a common frame. A replica that is never met there, or stays behind, is
-reported when the time is up; different contents at the same frame are reported at once.
+The views are of different moments, and traffic goes on between them. Two replicas can be compared only as of
+the same frame of the same feed: (incarnation, seq). Under live traffic two readers are at the same frame
+often, but only for moments, so the comparison looks until each replica has shared a frame with another. A
+replica that never shares a frame, or stays behind, is reported at the end; different contents at the same
+frame are reported at once.
 
-With `--owners` the agents are one more party (see agents.py), which says what it held at every frame; and
-each agent is compared with its engine (see engines.py).
+With `--owners` the agents are one more party (see agents.py), whose content is known at every frame; and each
+agent is compared with its engine (see engines.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from kvrouter.errors import KvRouterError
 
+# A replica whose heartbeat arrives in every round is silent for 0 or 1 rounds.
 _SILENT_ROUNDS = 2
-"""A replica that is heard in every round is silent for 0 or 1 of them."""
+# The party that publishes a target's blocks.
 AGENT = "its agent"
-"""The party that publishes a target's blocks."""
 
 Verdict: TypeAlias = Literal["equal", "different", "equal in part", "not checked"]
 EQUAL: Verdict = "equal"
@@ -31,8 +31,8 @@ DIFFERENT: Verdict = "different"
 IN_PART: Verdict = "equal in part"
 NOT_CHECKED: Verdict = "not checked"
 
+# (name, count, digest) of every set that a feed fills.
 Content: TypeAlias = tuple[tuple[str, int, str], ...]
-"""(what, count, digest) of every set that a feed fills."""
 
 
 class VerifyError(KvRouterError):
@@ -40,7 +40,7 @@ class VerifyError(KvRouterError):
 
 
 class FeedKey(NamedTuple):
-    """A feed as all replicas name it: `owner` is a target of kind kv, a replica of kind sync."""
+    """A feed: of kind kv its `owner` is a target, of kind sync a replica."""
 
     kind: str
     pool: str
@@ -52,33 +52,33 @@ class FeedKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What a replica holds of one feed, as of a frame."""
+    """A replica's copy of one feed, as of a frame."""
 
     incarnation: int
     seq: int
     content: Content
     lag: int = 0
+    # Why the content does not count now; empty if it counts.
     trouble: str = ""
-    """Why its content does not count now; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One replica's /workers, as far as it is compared."""
+    """The compared parts of one replica's /workers."""
 
     url: str
     router_id: str
     is_synced: bool
     peers: frozenset[str]
     block_sizes: Mapping[str, int]
+    # Its own feeds included: the owner is a party like the others.
     copies: Mapping[FeedKey, Copy]
-    """Its own feeds among them: the owner is a party like the others."""
+    # Peers whose heartbeats are missing -> the number of rounds without one.
     silent_peers: Mapping[str, int]
-    """Replicas that it knows and has not heard of late -> for how many rounds of its heartbeat."""
 
 
 def read_view(url: str, body: Mapping[str, Any]) -> View:
-    """Raises VerifyError for what is no /workers of this version."""
+    """The view in the JSON of /workers. Raises VerifyError if another version of kvrouter wrote it."""
     try:
         return View(
             url,
@@ -90,7 +90,7 @@ def read_view(url: str, body: Mapping[str, Any]) -> View:
             dict(_silent_peers(body)),
         )
     except (KeyError, TypeError) as error:
-        raise VerifyError(f"{url}/workers is not what this version of kvrouter says: {error!r}") from None
+        raise VerifyError(f"{url}/workers is not in this version's format: {error!r}") from None
 
 
 def _silent_peers(body: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -126,15 +126,15 @@ def _contents(body: Mapping[str, Any]) -> Iterator[tuple[FeedKey, Content]]:
 
 @dataclass(frozen=True, slots=True)
 class EngineCheck:
-    """What an agent's engine, by its own events, says of what the agent publishes."""
+    """The comparison of an agent with the events of its engine."""
 
     verdict: Verdict
+    # What differs, or what was not compared and why.
     texts: Sequence[str] = ()
-    """What differs, or what was not compared and why."""
 
     @property
     def is_final(self) -> bool:
-        """Whether another look is not needed: what differs may pass, because an agent needs its time."""
+        """Whether no further look is needed. A difference may disappear: an agent needs time to publish."""
         return self.verdict != DIFFERENT
 
 
@@ -142,11 +142,11 @@ class EngineCheck:
 class OwnersView:
     """One look at the owners of blocks."""
 
+    # The contents of agents at each frame since the look before. The last copy of a feed is the present one.
     copies: Sequence[tuple[FeedKey, Copy]]
-    """What agents held, at each frame since the look before; the last of a feed is as of now."""
     engines: Mapping[FeedKey, EngineCheck]
+    # Behaviour that no correct agent shows.
     errors: Sequence[str]
-    """What no agent that is well would do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +158,22 @@ class Row:
     seq: int
     content: Content
     is_equal: bool
+    # The number of replicas with the same content, plus one for the agent if it takes part.
     parties: int
-    """How many hold the same: replicas, and the agent if it was asked."""
+    # None: without --owners.
     agent: Verdict | None = None
     engine: Verdict | None = None
-    """None: not asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a comparison found."""
+    """The result of a comparison."""
 
-    replicas: dict[str, str]
-    """URL -> router id."""
+    replicas: dict[str, str]  # URL -> router id
     rows: list[Row]
     differences: list[str]
+    # What may change soon, or was not compared, although nothing differs.
     notes: list[str]
-    """What may change soon, although nothing differs."""
     looks: int
     seconds: float
 
@@ -186,19 +185,18 @@ class Report:
 
 @dataclass(slots=True)
 class _Track:
-    """Where on one feed the replicas were met, since its latest incarnation began."""
+    """The frames of one feed at which replicas were seen, in its latest incarnation."""
 
     incarnation: int = 0
-    seen: dict[int, dict[str, Content]] = field(default_factory=dict)
-    """seq -> URL -> content."""
+    seen: dict[int, dict[str, Content]] = field(default_factory=dict)  # seq -> URL -> content
+    # URL -> the replicas that are known to be equal to it, directly or through others.
     met: dict[str, set[str]] = field(default_factory=dict)
-    """URL -> the replicas that are known to be equal to it, directly or through others."""
     in_step: set[str] = field(default_factory=set)
     last: tuple[int, Content] = (0, ())
     differs: bool = False
 
     def note(self, url: str, copy: Copy) -> list[str]:
-        """A replica stands there; returns those that hold something else at the same frame."""
+        """Note a replica's copy; returns the replicas with another content at the same frame."""
         if copy.incarnation > self.incarnation:
             self.incarnation = copy.incarnation
             self.seen, self.met, self.in_step, self.last = {}, {}, set(), (0, ())
@@ -223,26 +221,26 @@ class _Track:
 
 
 def _distinct(content: Content) -> Content:
-    """Without wide tier sets that hold no more than the one before: not everybody has been told of them."""
+    """Without wider tier sets that add no block: only readers whose ops named such a tier keep them."""
     if len(content) > 1 and content[-1][1:] == content[-2][1:]:
         return _distinct(content[:-1])
     return content
 
 
 class Comparison:
-    """What is known of the replicas so far. Pure: views go in, words come out."""
+    """What is known of the replicas so far. Pure: it takes views and returns texts."""
 
     def __init__(self) -> None:
+        # Certain ones: other contents at the same frame, or errors of an agent.
         self.differences: list[str] = []
-        """Certain: other contents at the same frame, or settings that exclude agreement."""
         self._tracks: dict[FeedKey, _Track] = {}
         self._latest: dict[str, View] = {}
+        # The present contents of agents; None: without --owners.
         self._owned: dict[FeedKey, Copy] | None = None
-        """What agents hold now; None: they are not asked."""
         self._engines: Mapping[FeedKey, EngineCheck] = {}
 
     def add(self, views: Sequence[View]) -> None:
-        """One look at all replicas. Raises VerifyError if they are not the different ones they should be."""
+        """Take one look at all replicas. Raises VerifyError unless each URL leads to a different replica."""
         for view in views:
             known = self._latest.setdefault(view.url, view)
             if known.router_id != view.router_id:
@@ -252,13 +250,13 @@ class Comparison:
                 )
             self._latest[view.url] = view
         if len({view.router_id for view in views}) < len(views):
-            raise VerifyError(f"the same replica under two URLs: {', '.join(view.url for view in views)}")
+            raise VerifyError(f"two URLs lead to the same replica: {', '.join(view.url for view in views)}")
         for view in views:
             for key, copy in view.copies.items():
                 self._note(key, view.url, copy)
 
     def add_owners(self, view: OwnersView) -> None:
-        """One look at agents and engines, taken after the look at the replicas."""
+        """Take one look at agents and engines, made after the look at the replicas."""
         self._owned = dict(view.copies)
         self._engines = view.engines
         for key, copy in view.copies:
@@ -275,7 +273,7 @@ class Comparison:
             self.differences.append(text)
 
     def pending(self) -> list[str]:
-        """What keeps the replicas from being found equal now; under traffic it may pass."""
+        """The reasons why the replicas do not count as equal yet; under traffic they may disappear."""
         views, keys = list(self._latest.values()), self._keys()
         engines = [
             f"{key}: {text}"
@@ -341,11 +339,11 @@ class Comparison:
         asked = {view.router_id for view in self._latest.values()}
         for key in self._keys() if self._owned is not None else ():
             if key.kind == "sync" and key.owner not in asked:
-                yield f"{key}: their owner was not asked: give it as a --replica, too"
+                yield f"{key}: their owner was not compared: give it as a --replica, too"
 
 
 def _strangers(views: Sequence[View]) -> Iterator[str]:
-    """What must be alike before contents can be."""
+    """Settings that must be equal before contents can be."""
     first = views[0]
     for view in views[1:]:
         if view.is_synced != first.is_synced:
@@ -360,17 +358,17 @@ def _strangers(views: Sequence[View]) -> Iterator[str]:
 
 
 def _silences(views: Sequence[View]) -> Iterator[str]:
-    """Bookings of a dead replica are held, and equal, until its lease ends."""
+    """Bookings of a dead replica are kept, and are equal, until its lease ends."""
     for view in views:
         for peer, rounds in view.silent_peers.items():
             yield (
-                f"{view.url} has not heard the replica {peer} for {rounds} rounds of its heartbeat:"
+                f"{view.url} has not received a heartbeat of the replica {peer} for {rounds} rounds:"
                 " if it is dead, its bookings count until its lease ends"
             )
 
 
 def _apart(key: FeedKey, track: _Track, standing: Mapping[str, Copy]) -> Iterator[str]:
-    """Those that were never met at a frame where the first one was, not even through others."""
+    """Parties that never shared a frame with the first one, neither directly nor through others."""
     first, *others = standing or [""]
     for url in others:
         if url in track.met.get(first, ()):

@@ -1,17 +1,18 @@
-"""Agents against their engines: what an engine holds by the replay of its own events.
+"""Compares agents with their engines, whose blocks follow from a replay of their events.
 
-    replay ──> EngineStream ──> adapter ──> EngineBlocks ──> TierSets      as the agent does it
+    replay ──> EngineStream ──> adapter ──> EngineBlocks ──> TierSets      as in the agent
 
     look 1        agent asked        look 2
     ──┴───────────────┴─────────────────┴──>  time
-      └─ ever: held at any moment between; always: held at every one
+      └─ ever: held at some moment between the looks; always: held at every moment
 
-A block that is published and was not held at any moment between the looks is one too many; one that was held
-at every moment and is not published is missing. The agent is asked some time after the first look, because
-it needs a moment for each event: while something differs the time is doubled.
+A published block that the engine did not hold at any moment between the looks is one too many. A block that
+it held at every moment and that is not published is missing. The agent is asked some time after the first
+look, because it needs a moment for each event; while something differs this time is doubled.
 
-A replay that does not begin with the engine's first batch proves less. What it names is held; what it does
-not name may be held from before; what it stored and removed may have had a second copy: that is a note.
+A replay that does not begin with the engine's first batch proves less. The engine holds the blocks that the
+replay stores; it may hold others from before; and a block that the replay stores and removes may have had a
+second copy: that is only a note.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ from kvrouter.worker.zmq.ordering import Action, Apply, EngineStream, Restarted,
 from kvrouter.worker.zmq.sockets import ask_replay
 
 REPLAY_TIMEOUT_S = 5.0
+# Between two looks at an engine: an agent publishes within some 20 ms unless it is very busy.
 FIRST_GAP_S, LONGEST_GAP_S = 0.5, 4.0
-"""Between two looks at an engine: an agent publishes within some 20 ms unless it is very busy."""
+# Replays that are read at once: each may take 100 MB until it is applied.
 AT_ONCE = 16
-"""Replays that are read together: each may take 100 MB until it has been worked through."""
 _BATCHES_A_TURN = 64
 _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAccess:
-    """How to reach engines: `replays` by worker id and rank, where they do not tell."""
+    """How to reach engines: `replays` by worker id and rank, for engines that do not report them."""
 
     replays: Mapping[str, Sequence[str]]
     api_key: str | None = None
@@ -59,16 +60,16 @@ class EngineAccess:
 
 
 class EngineHistory:
-    """One rank of an engine by its replay."""
+    """The blocks of one rank of an engine, from its replay."""
 
     def __init__(self, endpoint: str, card: Card, rank: int) -> None:
         self.endpoint = endpoint
+        # All blocks of the engine are known: no batch is missing before the replay.
         self.is_complete = False
-        """Whether all that the engine holds is known: nothing is missing before what the replay has."""
+        # All blocks stored since the beginning of the replay, whether removed later or not.
         self.seen = TierSets()
-        """What it has stored since that beginning, gone or not."""
+        # Blocks held at some moment, and at every moment, since the look before.
         self.ever, self.always = TierSets(), TierSets()
-        """Held at any, and at every moment since the look before."""
         self._held = TierSets()
         self._rank = rank if card.ranks > 1 else None
         self._block_size = card.block_size
@@ -77,7 +78,7 @@ class EngineHistory:
         self._stream = EngineStream(can_replay=True)
 
     async def look(self, context: zmq.asyncio.Context) -> bool:
-        """Read what has come since; False, and nothing has changed, if the engine does not answer."""
+        """Read the events since the last look; False, without a change, if the engine does not answer."""
         self.ever, self.always = self._held.copy(), self._held.copy()
         step = self._stream.begin() if self._stream.next_seq is None else self._stream.verify()
         while True:
@@ -103,7 +104,7 @@ class EngineHistory:
             self._begin(is_complete=isinstance(action, Restarted))
 
     def _begin(self, *, is_complete: bool) -> None:
-        """With nothing known of it. What is not complete counts no store that may be a mere report."""
+        """Begin with empty sets. An incomplete history does not count stores that may only be reports."""
         self.cleared()
         self._adapter.forget()
         self.seen = TierSets()
@@ -116,15 +117,15 @@ class EngineHistory:
                 self.is_complete = False
                 return
             self._adapter.publish(batch, self)
-        except (MalformedFrameError, ValueError):  # the agent loses its history by it, too
+        except (MalformedFrameError, ValueError):  # the agent loses its history here, too
             self._begin(is_complete=False)
             return
         if batch.clears:
             self.is_complete, self._blocks.expects_reports = True, False
 
-    # What the adapter says: see its Sink
+    # The Sink of the adapter
 
-    def stored(  # noqa: PLR0917  # KvPublisher's
+    def stored(  # noqa: PLR0917  # the signature of KvPublisher.stored
         self,
         engine_hashes: Sequence[EngineHash],
         token_ids: Sequence[int],
@@ -136,7 +137,6 @@ class EngineHistory:
         ids: Sequence[BlockIds] = (),
         block_size: int | None = None,
     ) -> None:
-        """Blocks were stored."""
         self._note(
             self._blocks.stored(
                 engine_hashes,
@@ -151,11 +151,9 @@ class EngineHistory:
         )
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
-        """Blocks were removed."""
         self._note(self._blocks.removed(engine_hashes, TIERS.index(tier)))
 
     def cleared(self) -> None:
-        """Everything was removed."""
         self._note(self._blocks.cleared())
 
     def _note(self, ops: Sequence[Op]) -> None:
@@ -166,10 +164,10 @@ class EngineHistory:
             if not isinstance(op, Stored):
                 self.always.apply(op)
 
-    # What it says of its agent
+    # The comparison with the agent
 
     def differences(self, published: TierSets, *, is_partial: bool) -> Iterator[str]:
-        """What the agent publishes and the engine has not, and the other way round, since the look before."""
+        """Blocks that only the agent publishes, or only the engine holds, since the look before."""
         for tier, name in enumerate(TIERS):
             beyond = published.of(tier) - self.ever.of(tier) if self.is_complete else set[int]()
             missing = set[int]() if is_partial else self.always.of(tier) - published.of(tier)
@@ -178,20 +176,20 @@ class EngineHistory:
             if missing:
                 yield f"its engine holds {_shown(missing)} on {name} that its agent does not publish"
             if beyond or missing:
-                return  # wider tiers repeat it
+                return  # wider tier sets contain the same blocks
 
     def doubts(self, published: TierSets, *, is_partial: bool) -> Iterator[str]:
-        """What could not be compared."""
+        """Texts about blocks that could not be compared."""
         if is_partial:
-            yield "its agent is partial: blocks that it may lack are not looked for"
+            yield "its agent is partial: blocks that it may lack are not compared"
         if self.is_complete:
             return
-        yield "its engine does not replay its beginning: only blocks that the replay names are compared"
+        yield "its engine does not replay its beginning: only blocks in the replay are compared"
         gone = published.of(0) & (self.seen.of(0) - self.ever.of(0))
         if gone:
             yield (
-                f"its agent publishes {_shown(gone)} that its engine stored and removed in what it replays:"
-                " gone, unless it has a copy from before"
+                f"its agent publishes {_shown(gone)} that its engine stored and removed in the replay:"
+                " they are gone, unless it has a copy from before"
             )
 
 
@@ -199,7 +197,7 @@ class _Rank:
     """One rank that is being checked."""
 
     def __init__(self, history: EngineHistory) -> None:
-        self.check = EngineCheck(DIFFERENT, ("its engine was looked at once only in the time given",))
+        self.check = EngineCheck(DIFFERENT, ("the time allowed only one look at its engine",))
         self._history = history
         self._looked_at: float | None = None
         self._gap_s = FIRST_GAP_S
@@ -207,7 +205,7 @@ class _Rank:
     async def look(
         self, context: zmq.asyncio.Context, published: TierSets, asked_at: float, *, is_partial: bool
     ) -> None:
-        """Look at the engine, and compare if the agent was asked long enough after the look before."""
+        """Look at the engine, and compare if the agent was asked long enough after the last look."""
         loop, since = asyncio.get_running_loop(), self._looked_at
         if since is not None and asked_at - since < self._gap_s:
             return
@@ -232,8 +230,8 @@ class Engines:
     def __init__(self, access: EngineAccess, context: zmq.asyncio.Context) -> None:
         self._access = access
         self._context = context
+        # The rank while it is checked, then the result.
         self._ranks: dict[FeedKey, _Rank | EngineCheck] = {}
-        """What is being checked, or the result."""
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def look(self, agents: Agents, asked_at: float) -> dict[FeedKey, EngineCheck]:
@@ -249,24 +247,26 @@ class Engines:
             if isinstance(one, _Rank):
                 await one.look(self._context, published, asked_at, is_partial=rank.is_partial)
         check = one.check if isinstance(one, _Rank) else one
-        self._ranks[rank.key] = check if check.is_final else one  # its history goes
+        self._ranks[rank.key] = check if check.is_final else one  # a final check frees the history
         return check
 
     async def _meet(self, rank: AgentRank) -> _Rank | EngineCheck:
         card = rank.card
         if rank.is_down:
-            return EngineCheck(NOT_CHECKED, ("its agent says that its engine is down",))
+            return EngineCheck(NOT_CHECKED, ("its agent reports that its engine is down",))
         try:
             replays = self._access.replays.get(card.worker_id) or await self._learn(card)
         except KvRouterError as error:
             return EngineCheck(NOT_CHECKED, (f"{card.url}: {error}",))
         if rank.number >= len(replays) or not replays[rank.number]:
-            reason = f"{card.url} tells of no replay: give --kv-replay {card.worker_id}=tcp://HOST:PORT"
+            reason = (
+                f"{card.url} reports no replay endpoint: give --kv-replay {card.worker_id}=tcp://HOST:PORT"
+            )
             return EngineCheck(NOT_CHECKED, (reason,))
         return _Rank(EngineHistory(replays[rank.number], card, rank.number))
 
     async def _learn(self, card: Card) -> list[str]:
-        """Where the engine says that its replays are, by rank. Raises KvRouterError."""
+        """The replay endpoints that the engine reports, by rank. Raises KvRouterError."""
         options = AgentOptions(card.url, card.worker_id, block_size=card.block_size)
         async with EngineHttp.open(card.url, self._access.api_key, self._access.tls_ca) as http:
             return [feed.replay or "" for feed in (await learn(http, options)).endpoints]

@@ -1,4 +1,4 @@
-"""The owners of blocks: agents by their own answers, engines by their own events."""
+"""The owners of blocks: agents, which answer requests, and engines, whose events are read again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvrouter.verify.comparison import OwnersView, VerifyError
 from kvrouter.verify.engines import EngineAccess, Engines
 
 CONNECT_TIMEOUT_S = 5.0
+# Agents answer a hello within 50 ms. A slower one is found by a later look.
 HELLO_S = 0.3
-"""Agents answer a hello within 50 ms. One that takes longer is met at a later look."""
 
 
 class Owners:
@@ -29,7 +29,7 @@ class Owners:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, nats: NatsOptions, namespace: str, access: EngineAccess) -> AsyncIterator[Owners]:
-        """Connect and have the agents announce themselves. Raises VerifyError where NATS is away."""
+        """Connect, and ask all agents for a heartbeat. Raises VerifyError if NATS does not answer."""
         async with open_bus(nats, name="verify") as bus:
             connected = asyncio.Event()
             agents = Agents(bus, Subjects(namespace))
@@ -39,15 +39,13 @@ class Owners:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await connected.wait()
             except TimeoutError:
-                raise VerifyError(
-                    f"--nats {nats.shown()}: {bus.outage_reason or 'it does not answer'}"
-                ) from None
+                raise VerifyError(f"--nats {nats.shown()}: {bus.outage_reason or 'no answer'}") from None
             await asyncio.sleep(HELLO_S)
             with zmq.asyncio.Context() as context:
                 yield cls(agents, Engines(access, context))
 
     async def look(self) -> OwnersView:
-        """What they hold now, and agents held since the look before."""
+        """The contents of engines now, and those of agents at each frame since the look before."""
         asked_at = asyncio.get_running_loop().time()
         copies = await self._agents.look()
         checks = await self._engines.look(self._agents, asked_at)

@@ -1,10 +1,10 @@
-"""The blocks of one rank as plain Python sets: what KV ops make of them.
+"""The blocks of one rank as plain Python sets, changed by KV ops.
 
     sets[0]  device                narrower sets are contained in wider ones; a wider set exists
     sets[1]  device ∪ host         only once an op has named its tier
     sets[2]  device ∪ host ∪ disk
 
-It shares nothing with a replica's index: a bug there does not hide itself here.
+It shares no code with a replica's index, so that a bug there cannot hide itself here.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class TierSets:
         return self._sets[self._index(tier)]
 
     def copy(self) -> TierSets:
-        """The same at this moment."""
+        """A copy that later ops do not change."""
         copied = TierSets()
         copied._sets, copied._sums = [set(each) for each in self._sets], list(self._sums)
         return copied
 
     def apply(self, op: Op) -> bool:
-        """Apply a KV op. Returns False for a Check that does not agree with what is here."""
+        """Apply a KV op. Returns False for a Check that contradicts the sets."""
         match op:
             case Stored():
                 self._store(op)
@@ -47,7 +47,7 @@ class TierSets:
         return True
 
     def content(self, tiers: int = 1) -> Content:
-        """Count and digest of at least this many tier sets, as /workers shows them."""
+        """Count and digest of at least this many tier sets, in the form of /workers."""
         return tuple(
             (TIERS[tier], len(self.of(tier)), f"{self._digest(tier):016x}")
             for tier in range(min(max(tiers, len(self._sets)), len(TIERS)))

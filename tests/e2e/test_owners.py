@@ -74,7 +74,7 @@ async def test_replicas(nats_url: str, tmp_path: Path, capsys: pytest.CaptureFix
         rows = [row for row in json.loads(file.read_text())["rows"] if row["agent"]]
         assert [("equal", "equal", 3)] * 2 == [(row["agent"], row["engine"], row["parties"]) for row in rows]
         assert 0 == await verify("--replica", urls[0], *asked)
-        assert "their owner was not asked" in capsys.readouterr().out
+        assert "their owner was not compared" in capsys.readouterr().out
 
         wrong = [with_invented_block(view) for view in await fleet.views()]
         async with saying(wrong[0]) as one, saying(wrong[1]) as two:
@@ -180,4 +180,4 @@ async def test_forged_answer(nats_url: str) -> None:
         await forger.subscribe(subject, answer)
         view = await worker.until(lambda view: bool(view.errors))
 
-    assert view.errors[0].startswith("agent w: a question to it had two answers")
+    assert view.errors[0].startswith("agent w: a request to it had two answers")

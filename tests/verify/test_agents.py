@@ -143,7 +143,7 @@ async def test_other_frames_than_asked_for() -> None:
     hashes = (5).to_bytes(8, "little")
     agent.lies = [encode(ReplayFrames([encode(Frame(VERSION, 7, 9, [Stored(0, None, hashes)]))], 9))]
 
-    assert "it sent frame 7:9 where another was asked for" == (await look(feed, agent))[-1].trouble
+    assert "sent frame 7:9 instead of the requested one" == (await look(feed, agent))[-1].trouble
     assert [Copy(7, 1, agent.content)] == await look(feed, agent)
 
 

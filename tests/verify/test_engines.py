@@ -136,7 +136,7 @@ async def test_held_and_not_published(engine: Engine) -> None:
     (said,) = checked.differences(A)
     assert said.startswith("its engine holds 2 blocks (")
     assert [] == checked.differences(A, is_partial=True)
-    assert ["its agent is partial: blocks that it may lack are not looked for"] == checked.doubts(
+    assert ["its agent is partial: blocks that it may lack are not compared"] == checked.doubts(
         A, is_partial=True
     )
 
