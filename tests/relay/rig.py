@@ -1,4 +1,4 @@
-"""One attempt on one connection; the transport is a fake, so that any read can be played."""
+"""One attempt on one connection with a fake transport, so that a test can play any read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrouter.relay.upstream import WorkerConnection
 
 
 class FakeTransport(asyncio.Transport):
-    """Remembers what was asked of it."""
+    """Records what it is asked to do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class FakeTransport(asyncio.Transport):
 
 
 class FakeClient:
-    """Keeps what it is sent; `slow` piles up until `catch_up`."""
+    """Keeps what it is sent. It is slow until `catch_up` is called."""
 
     def __init__(self, *, is_http_10: bool = False) -> None:
         self.is_http_10 = is_http_10
@@ -65,7 +65,7 @@ def attempt_on(
     headers: bytes = b"",
     mark: Callable[[], None] = lambda: None,
 ) -> Attempt:
-    """One whose client's connection may stay."""
+    """An attempt whose client's connection may stay open."""
     return Attempt(client, connection, Limits(), error_event, headers, mark, True, False)
 
 
@@ -91,7 +91,7 @@ class Rig:
         self.marks += 1
 
     def read(self, *pieces: bytes) -> None:
-        """The worker's bytes arrive, as long as the connection reads."""
+        """The worker's bytes arrive while the connection reads."""
         for piece in pieces:
             if piece and not self.transport.aborted:
                 self.connection.data_received(piece)

@@ -1,4 +1,4 @@
-"""A certificate that is renewed while its door is open."""
+"""A certificate that is renewed while its listener is open."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from tests.frontend.workers import until
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    """Signs all of them."""
+    """Signs all certificates of a test."""
     return Authority(tmp_path)
 
 
-class Door:
-    """A door without a socket, and its clients."""
+class Server:
+    """A server without a socket, and its clients."""
 
     def __init__(self, authority: Authority, files: CertificateFiles) -> None:
         self.certificate = ServerCertificate(files)
         self._authority = authority
 
-    def shown(self, ciphers: str = "DEFAULT") -> set[str]:
-        """The names in the certificate that the next client is shown; it asks for `a`, if for anything."""
+    def presented(self, ciphers: str = "DEFAULT") -> set[str]:
+        """The names in the certificate that the next client gets."""
         tls = self._authority.trusted()
         tls.check_hostname = False
         tls.maximum_version = ssl.TLSVersion.TLSv1_2
         tls.set_ciphers(ciphers)
-        to_door, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        door = self.certificate.context.wrap_bio(to_door, to_client, server_side=True)
-        client = tls.wrap_bio(to_client, to_door, server_hostname=None)
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server = self.certificate.context.wrap_bio(to_server, to_client, server_side=True)
+        client = tls.wrap_bio(to_client, to_server, server_hostname=None)
         for _ in range(6):
-            for side in (client, door):
+            for side in (client, server):
                 with contextlib.suppress(ssl.SSLWantReadError):
                     side.do_handshake()
         found: Any = client.getpeercert()
@@ -53,24 +53,24 @@ class Door:
 
 @pytest.fixture
 def logs() -> Iterator[list[structlog.typing.EventDict]]:
-    """What is said meanwhile."""
-    with structlog.testing.capture_logs() as said:
-        yield said
+    """The log of the test."""
+    with structlog.testing.capture_logs() as entries:
+        yield entries
 
 
 def test_renewed(authority: Authority) -> None:
-    """After a look at the files the next client is shown the new certificate."""
-    door = Door(authority, authority.sign("a"))
-    before = door.shown()
+    """After `renew` the next client gets the new certificate, not before."""
+    server = Server(authority, authority.sign("a"))
+    before = server.presented()
     authority.sign("b")
-    unlooked = door.shown()
-    door.certificate.renew()
+    unnoticed = server.presented()
+    server.certificate.renew()
 
-    assert ({"a"}, {"a"}, {"b"}) == (before, unlooked, door.shown())
+    assert ({"a"}, {"a"}, {"b"}) == (before, unnoticed, server.presented())
 
 
-def test_link_is_turned(authority: Authority) -> None:
-    """A mounted secret changes by a link that leads elsewhere: seen, too, whatever the times of the files."""
+def test_link_changes(authority: Authority) -> None:
+    """A mounted secret changes when its link points elsewhere, noticed even with equal file times."""
     links = CertificateFiles(authority.directory / "cert", authority.directory / "key")
     both = [authority.sign(name, stem=name) for name in ("old", "new")]
     for files in both:
@@ -79,37 +79,37 @@ def test_link_is_turned(authority: Authority) -> None:
             link.unlink(missing_ok=True)
             link.symlink_to(path)
         if files is both[0]:
-            door = Door(authority, links)
-    door.certificate.renew()
+            server = Server(authority, links)
+    server.certificate.renew()
 
-    assert {"new"} == door.shown()
+    assert {"new"} == server.presented()
 
 
 def test_other_kind(authority: Authority) -> None:
-    """After an ECDSA certificate in place of an RSA one nobody is shown the RSA one, whatever it prefers."""
-    door = Door(authority, authority.sign("rsa", rsa=True))
+    """After an ECDSA certificate has replaced an RSA one, no client gets the RSA one."""
+    server = Server(authority, authority.sign("rsa", rsa=True))
     authority.sign("ecdsa")
-    door.certificate.renew()
+    server.certificate.renew()
 
-    assert {"ecdsa"} == door.shown("ECDHE+AESGCM")
+    assert {"ecdsa"} == server.presented("ECDHE+AESGCM")
     with pytest.raises(ssl.SSLError):
-        door.shown("ECDHE-RSA-AES128-GCM-SHA256")
+        server.presented("ECDHE-RSA-AES128-GCM-SHA256")
 
 
 def test_broken_renewal(authority: Authority, logs: list[structlog.typing.EventDict]) -> None:
-    """One that cannot be used is said once, the former stays; it is taken as soon as it is whole."""
+    """An unusable one is logged once, and the previous one stays, until the files are complete."""
     files = authority.sign("a")
-    door = Door(authority, files)
+    server = Server(authority, files)
     key = authority.sign("b").key.read_bytes()
     files.key.write_bytes(b"")
     for _ in range(3):
-        door.certificate.renew()
-    while_broken = door.shown()
+        server.certificate.renew()
+    while_broken = server.presented()
     files.key.write_bytes(key)
     for _ in range(3):
-        door.certificate.renew()
+        server.certificate.renew()
 
-    assert ({"a"}, {"b"}) == (while_broken, door.shown())
+    assert ({"a"}, {"b"}) == (while_broken, server.presented())
     assert ["frontend.certificate_not_renewed", "frontend.certificate_renewed"] == [
         each["event"] for each in logs
     ]
@@ -117,18 +117,18 @@ def test_broken_renewal(authority: Authority, logs: list[structlog.typing.EventD
 
 
 def test_files_vanish(authority: Authority, logs: list[structlog.typing.EventDict]) -> None:
-    """Without its files a door goes on with what it has."""
+    """If the files vanish, the certificate stays in use."""
     files = authority.sign("a")
-    door = Door(authority, files)
+    server = Server(authority, files)
     files.cert.unlink()
-    door.certificate.renew()
+    server.certificate.renew()
 
-    assert {"a"} == door.shown()
+    assert {"a"} == server.presented()
     assert [f"--tls-cert {files.cert}: No such file or directory"] == [each["error"] for each in logs]
 
 
 def test_unusable_at_first(authority: Authority) -> None:
-    """A door is not opened without a certificate."""
+    """A listener is not opened without a usable certificate."""
     files = authority.sign("a")
     files.cert.unlink()
 
@@ -139,7 +139,7 @@ def test_unusable_at_first(authority: Authority) -> None:
 async def test_renewed_while_serving(
     fleet_of: FleetOf, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A running frontend takes a renewed certificate, of another authority even; who is connected stays."""
+    """A running frontend uses a renewed certificate, even of another authority; open connections stay."""
     monkeypatch.setattr("kvrouter.relay.certificate.LOOK_EVERY_S", 0.01)
     (elsewhere := tmp_path / "elsewhere").mkdir()
     files, successor = authority.sign(), Authority(elsewhere)
@@ -151,7 +151,7 @@ async def test_renewed_while_serving(
         renewed = successor.sign()
         for path, new in ((files.key, renewed.key), (files.cert, renewed.cert)):
             path.write_bytes(new.read_bytes())
-        await until(lambda: fleet.logged("frontend.certificate_renewed"), "it is renewed")
+        await until(lambda: fleet.logged("frontend.certificate_renewed"), "the certificate is renewed")
         async with connected(fleet.url, successor.trusted()) as late:
             answers = [first, await early.ask(BODY), await late.ask(BODY)]
 

@@ -1,4 +1,4 @@
-"""One client's connection: plain requests served here, all else handed over, however the bytes come."""
+"""A client's connection: it serves plain requests and hands over all others, in reads of any size."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PATH = "/v1/completions"
 
 
 class FakeTransport(asyncio.Transport):
-    """Keeps what is written, and what was asked of it."""
+    """Records what is written and which calls are made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class FakeTransport(asyncio.Transport):
 
 
 class Successor(asyncio.Protocol):
-    """Stands for aiohttp's connection."""
+    """Replaces aiohttp's connection."""
 
     def __init__(self) -> None:
         self.got = b""
@@ -79,7 +79,7 @@ class Successor(asyncio.Protocol):
 
 
 class Scene:
-    """One connection whose requests are echoed, without sockets."""
+    """One connection without sockets. Its requests are answered with their own bodies."""
 
     def __init__(self, *, keep_alive_s: float = 60.0) -> None:
         self.served: list[tuple[str, bytes]] = []
@@ -104,7 +104,7 @@ class Scene:
         return Served(200, request.head.wants_keep_alive)
 
     def read(self, *pieces: bytes) -> None:
-        """Bytes arrive, as long as they are read."""
+        """Bytes arrive while the connection reads."""
         for piece in pieces:
             receiver = self.transport.successor or self.connection
             assert isinstance(receiver, PlainConnection | Successor)
@@ -112,7 +112,7 @@ class Scene:
 
     @property
     def handed_over(self) -> bytes | None:
-        """What the successor got; None while there is none."""
+        """What the successor received; None before the hand-over."""
         return self.transport.successor.got if isinstance(self.transport.successor, Successor) else None
 
     async def settled(self) -> None:
@@ -133,7 +133,7 @@ def plain(body: bytes, *lines: bytes) -> bytes:
 
 @st.composite
 def pieces_of(draw: st.DrawFn, data: bytes) -> list[bytes]:
-    """The data, cut anywhere."""
+    """The data, cut at any places."""
     ends = sorted(draw(st.lists(st.integers(0, len(data)), max_size=12)))
     cut = [data[start:end] for start, end in zip([0, *ends], [*ends, len(data)], strict=True)]
     return [piece for piece in cut if piece]
@@ -145,7 +145,7 @@ BODIES = (b"", b"{}", b"x" * 300, b"\r\n\r\nPOST /", b"y")
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), slow=st.booleans())
 async def test_any_cut(data: st.DataObject, slow: bool) -> None:
-    """Requests cut and run together anywhere are the same requests, answered in the same order."""
+    """Requests that arrive in reads of any size are the same requests, answered in the same order."""
     scene = Scene()
     whole = b"".join(plain(body) for body in BODIES)
     for piece in data.draw(pieces_of(whole)):
@@ -163,7 +163,7 @@ async def test_any_cut(data: st.DataObject, slow: bool) -> None:
 @settings(deadline=None)
 @given(data=st.data())
 async def test_any_cut_before_the_hand_over(data: st.DataObject) -> None:
-    """However it is cut, what is not plain reaches the successor from its first byte to its last."""
+    """A request that is not plain reaches the successor from first byte to last, in reads of any size."""
     scene = Scene()
     odd = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
     for piece in data.draw(pieces_of(plain(b"first") + odd + plain(b"late"))):
@@ -176,7 +176,7 @@ async def test_any_cut_before_the_hand_over(data: st.DataObject) -> None:
 
 
 async def test_every_byte_by_itself() -> None:
-    """A request may come byte by byte."""
+    """A request may arrive byte by byte."""
     scene = Scene()
     for byte in plain(b"whole"):
         scene.read(bytes([byte]))
@@ -187,7 +187,7 @@ async def test_every_byte_by_itself() -> None:
 
 
 async def test_pipelined_bytes_are_bounded() -> None:
-    """While a request is served, little of what comes after it is read."""
+    """While a request is served, little of what follows it is read."""
     scene = Scene()
     scene.go_on.clear()
     scene.read(plain(b"1"), plain(b"2"), b"z" * PIPELINED_BYTES)
@@ -200,14 +200,14 @@ async def test_pipelined_bytes_are_bounded() -> None:
 
 
 async def test_pipelined_bytes_stay_bounded() -> None:
-    """Requests that wait are served before more are read: not one more read for each that is served."""
+    """Waiting requests are served before more are read: a served one does not allow another read."""
     scene = Scene()
     burst = plain(b"x" * 100) * 2000
     for _ in range(20):
         if scene.transport.reads:
             scene.read(burst)
         served = len(scene.served)
-        await until(lambda: len(scene.served) > served, "one more is served")  # noqa: B023
+        await until(lambda: len(scene.served) > served, "another one is served")  # noqa: B023
 
     assert len(scene.connection._unread) <= PIPELINED_BYTES + len(burst)
     await until(lambda: len(scene.connection._unread) <= PIPELINED_BYTES, "they are served")
@@ -215,8 +215,8 @@ async def test_pipelined_bytes_stay_bounded() -> None:
     scene.end()
 
 
-async def test_answers_that_nobody_reads_are_bounded() -> None:
-    """A client that reads no answers is served no further, and waited for no longer than an idle one."""
+async def test_unread_answers_are_bounded() -> None:
+    """A client that reads no answers is served no further, and disconnected after the time of an idle one."""
     scene = Scene(keep_alive_s=0.2)
     scene.connection.pause_writing()
     scene.read(plain(b"1") + plain(b"2"))
@@ -232,8 +232,8 @@ async def test_answers_that_nobody_reads_are_bounded() -> None:
     scene.end()
 
 
-async def test_what_a_client_leaves_behind() -> None:
-    """A request cancelled with its client is freed at once: the collector looks at old objects hourly."""
+async def test_cancelled_request_is_freed_at_once() -> None:
+    """A request cancelled with its client is freed at once, not by the hourly garbage collection."""
     scene = Scene()
     scene.read(plain(b"whole")[:-2])
     await turns()
@@ -249,7 +249,7 @@ async def test_what_a_client_leaves_behind() -> None:
 
 
 async def test_client_leaves() -> None:
-    """A client that leaves cancels its request, whether that has its body or not."""
+    """A client that disconnects cancels its request, with or without its whole body."""
     for sent in (plain(b"whole"), plain(b"whole")[:-2]):
         scene = Scene()
         scene.go_on.clear()
@@ -267,7 +267,7 @@ async def test_client_leaves() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", plain(b"whole")[:-2]], ids=["", "head", "body"])
 async def test_slow_loris(sent: bytes) -> None:
-    """Who sends no head, or stops amid a body, is not waited for longer than an idle client."""
+    """A client that sends no head, or stops amid a body, is disconnected after the time of an idle client."""
     scene = Scene(keep_alive_s=0.02)
     if sent:
         scene.read(sent)
@@ -276,7 +276,7 @@ async def test_slow_loris(sent: bytes) -> None:
 
 
 async def test_dripping_head() -> None:
-    """A head has to be complete in that time: single bytes do not prolong it."""
+    """A head must be complete in that time: single bytes do not extend it."""
     scene = Scene(keep_alive_s=0.05)
     for byte in plain(b"whole")[:-6] * 50:
         if scene.transport.ended or scene.connection._task:
@@ -289,8 +289,8 @@ async def test_dripping_head() -> None:
     assert ended
 
 
-async def test_patience_while_serving() -> None:
-    """A request that takes long keeps its connection."""
+async def test_long_request_keeps_its_connection() -> None:
+    """A request that takes long does not lose its connection."""
     scene = Scene(keep_alive_s=0.01)
     scene.go_on.clear()
     scene.read(plain(b"long"))
@@ -313,8 +313,8 @@ ODD: dict[str, tuple[bytes, Callable[[bytes], bytes]]] = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-async def test_odd_bodies(fleet_of: FleetOf, kind: str) -> None:
-    """Bodies in chunks and packed ones are served too, on a connection that served before and serves on."""
+async def test_chunked_and_compressed_bodies(fleet_of: FleetOf, kind: str) -> None:
+    """Chunked and compressed bodies are served, on a connection that serves requests before and after."""
     line, pack = ODD[kind]
     data = pack(json.dumps(BODY).encode())
     length = b"" if kind == "chunked" else b"content-length: %d\r\n" % len(data)
@@ -343,7 +343,7 @@ async def test_hand_over_and_on(fleet_of: FleetOf) -> None:
 
 
 async def test_half_closed(fleet_of: FleetOf) -> None:
-    """A client that shuts its sending side down has left: its worker is told at once."""
+    """A client that shuts down its sending side has left: its worker's connection is closed at once."""
     async with (
         fleet_of(scripts=(says_and_stalls(SSE_HEAD + chunk(event("a"))),)) as fleet,
         fleet.connected() as client,
@@ -352,12 +352,12 @@ async def test_half_closed(fleet_of: FleetOf) -> None:
         await client.read_until(event("a"))
         client.writer.write_eof()
 
-        await until(lambda: not fleet.workers[0].open_wires, "the worker is told", 0.2)
+        await until(lambda: not fleet.workers[0].open_wires, "the worker's connection is closed", 0.2)
 
 
 @pytest.mark.parametrize(("head_bytes", "status"), [(6_000, 200), (20_000, 400)])
 async def test_giant_head(fleet_of: FleetOf, head_bytes: int, status: int) -> None:
-    """A long head is served; one with a line too long is refused, as aiohttp does it."""
+    """A long head is served; one with a line too long is rejected, as aiohttp does it."""
     async with fleet_of() as fleet:
         response = await fleet.ask(BODY, "x-long: " + "x" * head_bytes)
 
@@ -365,7 +365,7 @@ async def test_giant_head(fleet_of: FleetOf, head_bytes: int, status: int) -> No
 
 
 async def test_many_long_headers(fleet_of: FleetOf) -> None:
-    """A head above what is read here, of lines that are not too long, is served."""
+    """A head above the limit of plain heads, with lines that are not too long, is served."""
     async with fleet_of() as fleet:
         response = await fleet.ask(BODY, *(f"x-{number}: " + "x" * 5_000 for number in range(4)))
 
@@ -386,7 +386,7 @@ async def test_too_large(fleet_of: FleetOf, sends_body: bool) -> None:
 
 
 async def test_body_in_pieces(fleet_of: FleetOf) -> None:
-    """A body that comes after its head, in pieces, with the next request behind it."""
+    """A body may arrive in pieces after its head, followed by the next request."""
     data = json.dumps({**BODY, "user": "u" * 200_000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n" % len(data)
     async with fleet_of() as fleet, fleet.connected() as client:
@@ -401,7 +401,7 @@ async def test_body_in_pieces(fleet_of: FleetOf) -> None:
 
 
 def break_accept(fleet: Fleet) -> None:
-    """Plant a bug before the answer begins."""
+    """Make the request path raise before the answer begins."""
 
     async def work(*_: object) -> None:
         raise ZeroDivisionError
@@ -410,7 +410,7 @@ def break_accept(fleet: Fleet) -> None:
 
 
 async def test_bug(fleet_of: FleetOf) -> None:
-    """A bug of ours is a 500 in OpenAI's form and a line in the log; the connection serves on."""
+    """A bug is a 500 in OpenAI's form and a line in the log; the connection stays usable."""
     async with fleet_of() as fleet, fleet.connected() as client:
         before = fleet.frontend.completions._accept.work
         break_accept(fleet)
@@ -425,7 +425,7 @@ async def test_bug(fleet_of: FleetOf) -> None:
 
 
 async def test_bug_after_the_first_byte(fleet_of: FleetOf) -> None:
-    """A bug of ours amid an answer tears the connection: the answer must not look whole."""
+    """A bug amid an answer resets the connection: the answer must not look complete."""
 
     async def script(_received: Received, wire: Wire) -> None:
         await wire.send(answer())
@@ -441,7 +441,7 @@ async def test_bug_after_the_first_byte(fleet_of: FleetOf) -> None:
 
 
 class TlsTransport(FakeTransport):
-    """One over TLS."""
+    """A transport that claims to be TLS."""
 
     high: int | None = None
 
@@ -452,8 +452,8 @@ class TlsTransport(FakeTransport):
         self.high = high
 
 
-async def test_as_little_is_unsent_over_tls() -> None:
-    """A slow client's bytes pile up no higher over TLS, where the loop would let them, than without."""
+async def test_unsent_bytes_are_bounded_over_tls() -> None:
+    """A slow client's unsent bytes have the same bound over TLS, where uvloop's own is higher."""
     scene = Scene()
     scene.end()
     connection, transport = scene.connections.new(), TlsTransport()
@@ -463,8 +463,8 @@ async def test_as_little_is_unsent_over_tls() -> None:
     assert 64 * 1024 == transport.high
 
 
-async def test_client_that_never_comes() -> None:
-    """A connection whose TLS handshake fails leaves no timer."""
+async def test_failed_handshake_leaves_no_timer() -> None:
+    """A connection whose TLS handshake fails starts no timer."""
     scene = Scene()
     scene.end()
     never = weakref.ref(scene.connections.new())

@@ -20,7 +20,7 @@ VLLM = {
 
 
 def body(usage: dict[str, Any] | None, text: str = "hi") -> bytes:
-    """A whole answer."""
+    """A complete answer."""
     return json.dumps({"choices": [{"text": text}], "usage": usage, "kv_transfer_params": None}).encode()
 
 
@@ -40,8 +40,8 @@ CASES: dict[str, tuple[bytes, Usage]] = {
     "no usage": (chunk(b"data: [DONE]\n\n") + LAST_CHUNK, Usage()),
     "null usage": (body(None), Usage()),
     "the last of several": (event({"prompt_tokens": 1}) + event(VLLM), Usage(90, 64)),
-    "said by the model": (body(None, '"cached_tokens": 7, "prompt_tokens": 8, '), Usage()),
-    "said besides": (body(VLLM, '"cached_tokens": 7}'), Usage(90, 64)),
+    "text of the model": (body(None, '"cached_tokens": 7, "prompt_tokens": 8, '), Usage()),
+    "text of the model as well": (body(VLLM, '"cached_tokens": 7}'), Usage(90, 64)),
     "cut within the number": (b'"prompt_tokens":90,"cached_tokens":6', Usage(90, None)),
     "torn by a chunk": (b'"prompt_tokens":90,"cached_tokens":6\r\n2\r\n4}\r\n', Usage(90, None)),
     "no number": (b'"prompt_tokens":"90","cached_tokens":-6}', Usage()),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[bytes, Usage]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_usage(case: str) -> None:
-    """Numbers that are whole are found, and nothing that only looks like them."""
+    """Complete numbers are found, and nothing that only looks like one."""
     tail, usage = CASES[case]
 
     assert usage == find_usage(tail[-TAIL_BYTES:])

@@ -1,4 +1,4 @@
-"""What reaches the client, byte for byte and in time, and what it is told when a worker fails late."""
+"""What reaches the client, byte for byte and in time, and what it gets when a worker fails late."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def texts(events: list[Any]) -> list[str]:
 
 
 async def test_plain_answer(fleet_of: FleetOf) -> None:
-    """A whole answer reaches the client as the worker sent it, with our headers."""
+    """A complete answer reaches the client as the worker sent it, with the router's headers."""
     async with fleet_of() as fleet:
         response = await fleet.ask()
 
@@ -51,8 +51,8 @@ async def test_plain_answer(fleet_of: FleetOf) -> None:
         assert fleet.frontend.replica.router_id == response.header("x-kvrouter-router")
 
 
-async def test_proxies_in_front_are_told_not_to_buffer(fleet_of: FleetOf) -> None:
-    """A stream says so once, whatever the worker says; a whole answer does not."""
+async def test_streams_disable_buffering_in_proxies(fleet_of: FleetOf) -> None:
+    """A stream has the header once, even if the worker sends it too; a complete answer does not have it."""
     streams = (
         SSE_HEAD.replace(b"\r\n\r\n", b"\r\nx-accel-buffering: yes\r\n\r\n") + chunk(event("a")) + LAST_CHUNK
     )
@@ -84,7 +84,7 @@ async def test_byte_by_byte(fleet_of: FleetOf) -> None:
     ids=["1xx", "many 1xx", "HTTP/1.0", "no reason", "chunk extension and trailer"],
 )
 async def test_forms_of_answers(fleet_of: FleetOf, whole: bytes) -> None:
-    """Every form that HTTP allows is understood, and the connection used again where it can be."""
+    """Every form that HTTP allows is understood, and the connection is used again where possible."""
     async with fleet_of(scripts=(says(whole),)) as fleet, fleet.connected() as client:
         responses = [await client.ask(BODY) for _ in range(2)]
 
@@ -92,7 +92,7 @@ async def test_forms_of_answers(fleet_of: FleetOf, whole: bytes) -> None:
 
 
 async def test_until_close(fleet_of: FleetOf) -> None:
-    """A body that ends with the worker's connection ends the client's, too."""
+    """A body that ends with the worker's connection ends the client's connection as well."""
     body = says_and_closes(
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n", event("a"), event("b")
     )
@@ -115,7 +115,7 @@ async def test_no_content(fleet_of: FleetOf) -> None:
 
 
 async def test_more_than_the_body(fleet_of: FleetOf) -> None:
-    """A connection on which more came than the answer is not used again."""
+    """A connection with bytes after the answer is not used again."""
     async with fleet_of(scripts=(says(answer() + b"HTTP/1.1 200 stray\r\n"),)) as fleet:
         assert [OK_BODY] * 3 == [(await fleet.ask()).body for _ in range(3)]
         assert [1, 1, 1] == [wire.requests for wire in fleet.workers[0].wires]
@@ -149,7 +149,7 @@ LATE: dict[str, Script] = {
 
 @pytest.mark.parametrize("failure", LATE)
 async def test_death_between_chunks(fleet_of: FleetOf, failure: str) -> None:
-    """A worker that dies between two chunks: the stream ends with an error event, in order."""
+    """If a worker dies between two chunks, the stream ends in order, with an error event."""
     async with fleet_of(scripts=(LATE[failure],) * 2) as fleet, fleet.connected() as client:
         response = await client.ask(STREAM)
 
@@ -164,7 +164,7 @@ async def test_death_between_chunks(fleet_of: FleetOf, failure: str) -> None:
 @pytest.mark.parametrize("dies", [says_and_resets, says_and_closes])
 @pytest.mark.parametrize("rest", [b"4", b"40\r", b"40\r\ndata: {", b"5\r\nhello", b"0\r\n"])
 async def test_death_within_a_chunk(fleet_of: FleetOf, rest: bytes, dies: Callable[..., Script]) -> None:
-    """A worker that dies within a chunk: the client's connection breaks too, so nothing looks whole."""
+    """If a worker dies within a chunk, the client's connection is reset, so nothing looks complete."""
     async with fleet_of(scripts=(dies(ONE, rest),)) as fleet:
         response = await fleet.ask(STREAM)
 
@@ -173,7 +173,7 @@ async def test_death_within_a_chunk(fleet_of: FleetOf, rest: bytes, dies: Callab
 
 
 async def test_death_of_a_body_without_length(fleet_of: FleetOf) -> None:
-    """An answer that would end with its connection must not end in order when the worker is reset."""
+    """An answer that ends with its connection must not end in order when the worker's is reset."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
     async with fleet_of(scripts=(says_and_resets(head, event("a")),)) as fleet, fleet.connected() as client:
         client.send(STREAM)
@@ -184,7 +184,7 @@ async def test_death_of_a_body_without_length(fleet_of: FleetOf) -> None:
 
 
 async def test_death_within_a_long_body(fleet_of: FleetOf) -> None:
-    """An answer too long to be held back is torn if the worker dies."""
+    """An answer too long to be held is reset if the worker dies."""
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 3000000\r\n\r\n"
     async with fleet_of(scripts=(says_and_resets(head, b"x" * 2_000_000),) * 2) as fleet:
         response = await fleet.ask()
@@ -195,34 +195,37 @@ async def test_death_within_a_long_body(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 O", SSE_HEAD, SSE_HEAD + b"6\r\ndata"])
 async def test_first_byte_timeout(fleet_of: FleetOf, said: bytes) -> None:
-    """A worker that says nothing of use in time: 504, its connection closed, nobody else asked."""
+    """A worker that does not begin its answer in time: 504, its connection closed, no other worker tried."""
     async with fleet_of("--first-byte-timeout", "0.05", scripts=(says_and_stalls(said),) * 2) as fleet:
         response = await fleet.ask(STREAM)
 
         assert (504, "GatewayTimeoutError") == (response.status, response.json["error"]["type"])
         assert 1 == len(fleet.requests)
-        await until(lambda: not any(worker.open_wires for worker in fleet.workers), "the worker is told")
+        await until(
+            lambda: not any(worker.open_wires for worker in fleet.workers),
+            "the worker's connection is closed",
+        )
 
 
 async def test_idle_timeout(fleet_of: FleetOf) -> None:
-    """A worker that falls silent amid a stream: an error event in time, whatever the first-byte timeout."""
+    """A worker that falls silent amid a stream: an error event after the idle timeout."""
     flags = ("--idle-timeout", "0.05", "--first-byte-timeout", "600")
     async with fleet_of(*flags, scripts=(says_and_stalls(ONE),)) as fleet:
         response = await fleet.ask(STREAM)
 
         assert ["a", "GatewayTimeoutError"] == texts(response.events)
         assert response.is_whole
-        await until(lambda: not fleet.workers[0].open_wires, "the worker is told")
+        await until(lambda: not fleet.workers[0].open_wires, "the worker's connection is closed")
 
 
 async def test_idle_timeout_within_a_chunk(fleet_of: FleetOf) -> None:
-    """Silence within a chunk tears the connection."""
+    """After silence within a chunk the connection is reset."""
     async with fleet_of("--idle-timeout", "0.05", scripts=(says_and_stalls(ONE + b"40\r\ndata"),)) as fleet:
         assert not (await fleet.ask(STREAM)).is_whole
 
 
 async def test_comments_do_not_count(fleet_of: FleetOf) -> None:
-    """Comments pass at once, and end no prefill; neither does a header that reads like data."""
+    """Comments pass at once and do not end the prefill; neither does a header that looks like data."""
     go_on = asyncio.Event()
 
     async def script(_received: Received, wire: Wire) -> None:
@@ -245,7 +248,7 @@ async def test_comments_do_not_count(fleet_of: FleetOf) -> None:
 
 
 async def test_slow_client(fleet_of: FleetOf) -> None:
-    """A client that does not read stops the worker, in bounded memory; when it reads, all of it comes."""
+    """A client that does not read pauses the worker, in bounded memory; when it reads, it gets everything."""
     big, sent = chunk(event("x" * 65_000)), 0
     count = 400  # 26 MB: more than all socket buffers on the way
 
@@ -274,7 +277,7 @@ async def test_slow_client(fleet_of: FleetOf) -> None:
 
 
 async def test_client_that_never_reads(fleet_of: FleetOf) -> None:
-    """It does not hold its worker and its booking for longer than the idle timeout."""
+    """A client that never reads holds its worker and booking no longer than the idle timeout."""
 
     async def script(_received: Received, wire: Wire) -> None:
         wire.writer.write(SSE_HEAD)
@@ -293,7 +296,7 @@ async def test_client_that_never_reads(fleet_of: FleetOf) -> None:
 
 
 async def test_paused_connection_is_resumed(fleet_of: FleetOf) -> None:
-    """A connection whose answer ended while it was paused serves the next request all the same."""
+    """A connection whose answer ended while it was paused serves the next request."""
     large = SSE_HEAD + chunk(event("x" * 800_000))
 
     async def script(_received: Received, wire: Wire) -> None:
@@ -316,8 +319,8 @@ async def test_paused_connection_is_resumed(fleet_of: FleetOf) -> None:
         assert [["again"]] * 2 == [texts(other.events) for other in others] or len(worker.wires) > 1
 
 
-async def test_trouble_before_relaying_leaves_no_trace(fleet_of: FleetOf) -> None:
-    """A stream that fails over tells the client nothing of the first worker."""
+async def test_failover_leaves_no_trace(fleet_of: FleetOf) -> None:
+    """A stream that fails over shows the client nothing of the first worker."""
     scripts = in_turn(says_and_resets(SSE_HEAD, b"10\r\n"), says(stream("good")))
     async with fleet_of(scripts=(scripts, scripts)) as fleet:
         response = await fleet.ask(STREAM)
@@ -325,8 +328,8 @@ async def test_trouble_before_relaying_leaves_no_trace(fleet_of: FleetOf) -> Non
         assert (["good"], 1) == (texts(response.events), len(response.headers("x-kvrouter-worker")))
 
 
-async def test_upstream_reads_while_others_wait(fleet_of: FleetOf) -> None:
-    """Two streams at once do not mix."""
+async def test_two_streams_do_not_mix(fleet_of: FleetOf) -> None:
+    """Two streams at the same time do not mix."""
     async with fleet_of(
         scripts=(says(*[ONE, *[chunk(event(str(i))) for i in range(50)], LAST_CHUNK]),)
     ) as fleet:

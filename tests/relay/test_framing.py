@@ -1,4 +1,4 @@
-"""Heads and bodies as bytes, cut anywhere."""
+"""Heads and bodies as bytes, in reads of any size."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def head(*lines: bytes) -> ResponseHead:
 
 @given(st.data(), chunked_bodies(), st.binary(max_size=20))
 def test_any_cut(data: st.DataObject, body: tuple[bytes, bytes], more: bytes) -> None:
-    """A chunked body ends at the same byte however it is cut, and what follows is not taken."""
+    """A chunked body ends at the same byte in reads of any size, and what follows it is not taken."""
     pieces = data.draw(cuts(body[0] + more))
     chunked = ChunkedBody()
 
@@ -75,7 +75,7 @@ def test_any_cut(data: st.DataObject, body: tuple[bytes, bytes], more: bytes) ->
 
 @given(st.data(), chunked_bodies())
 def test_any_cut_has_the_same_content(data: st.DataObject, body: tuple[bytes, bytes]) -> None:
-    """The content comes out whole, however the body is cut."""
+    """The content is complete in reads of any size."""
     taken_out = ChunkContent()
 
     assert body[1] == b"".join(taken_out.feed(piece) for piece in data.draw(cuts(body[0])))
@@ -83,7 +83,7 @@ def test_any_cut_has_the_same_content(data: st.DataObject, body: tuple[bytes, by
 
 @given(st.data(), chunked_bodies())
 def test_content_of_a_beginning(data: st.DataObject, body: tuple[bytes, bytes]) -> None:
-    """The content of a whole body, of one chunk, or of any other beginning of a body is taken out at once."""
+    """The content of a whole body, of one chunk, or of any beginning of a body can be extracted."""
     one = chunk(data.draw(st.binary(min_size=1, max_size=300)))
     beginning = (one + body[0])[: data.draw(st.integers(0, len(one + body[0])))]
 
@@ -94,7 +94,7 @@ def test_content_of_a_beginning(data: st.DataObject, body: tuple[bytes, bytes]) 
 
 @given(chunked_bodies(), contents)
 def test_boundaries(body: tuple[bytes, bytes], parts: list[bytes]) -> None:
-    """Between two chunks is a boundary; anywhere else is none."""
+    """The places between two chunks are boundaries, and no others."""
     ends = {0}
     framed = b""
     for part in parts:
@@ -109,7 +109,7 @@ def test_boundaries(body: tuple[bytes, bytes], parts: list[bytes]) -> None:
 
 @given(st.integers(1, 5000), st.booleans())
 def test_first_bytes_of_a_chunk(size: int, is_upper: bool) -> None:
-    """They tell the length of one below 4 KiB; of a longer one, or the last, they tell nothing."""
+    """They give the length of a chunk below 4 KiB, but not of a longer one or of the last."""
     line = b"%X\r\n" % size if is_upper else b"%x\r\n" % size
     framed = line + b"x" * size + b"\r\n"
 
@@ -119,7 +119,7 @@ def test_first_bytes_of_a_chunk(size: int, is_upper: bool) -> None:
 
 @given(st.data(), chunked_bodies())
 def test_whole_chunks_need_not_be_fed(data: st.DataObject, body: tuple[bytes, bytes]) -> None:
-    """A body from which such chunks are left out at boundaries ends where it would have ended with them."""
+    """A body ends at the same byte whether whole chunks at boundaries are fed or not."""
     chunked = ChunkedBody()
     pieces = [piece for piece in data.draw(cuts(body[0])) if piece]
     for piece in pieces:
@@ -132,7 +132,7 @@ def test_whole_chunks_need_not_be_fed(data: st.DataObject, body: tuple[bytes, by
 
 @given(st.binary(max_size=200))
 def test_garbage(data: bytes) -> None:
-    """Bytes that are no HTTP raise FramingError, or mean something; nothing else is raised."""
+    """Arbitrary bytes are parsed or raise FramingError; nothing else is raised."""
     for parse in (parse_head, ChunkedBody().feed, chunk_bytes):
         with contextlib.suppress(FramingError):
             parse(data)
@@ -140,7 +140,7 @@ def test_garbage(data: bytes) -> None:
 
 @given(st.lists(st.tuples(st.binary(max_size=20), st.binary(max_size=20)), max_size=4))
 def test_heads_of_garbage(lines: list[tuple[bytes, bytes]]) -> None:
-    """No control character gets through in a header, whatever a worker sends."""
+    """No control character reaches the client in a header."""
     try:
         parsed = head(*(name + b": " + value for name, value in lines))
     except FramingError:
@@ -150,7 +150,7 @@ def test_heads_of_garbage(lines: list[tuple[bytes, bytes]]) -> None:
 
 
 def test_head() -> None:
-    """Names in lower case, values without blanks around them, the reason as it stands."""
+    """Names are in lower case, values without outer blanks, the reason is unchanged."""
     parsed = parse_head(b"HTTP/1.1 299 Very Fine\r\nX-One:  1 \r\nx-one:2\r\nContent-Length: 7")
 
     assert (299, 7, False, True) == (parsed.status, parsed.length, parsed.is_chunked, parsed.keeps_alive)
@@ -184,14 +184,14 @@ def test_head() -> None:
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked",
     ],
 )
-def test_no_head(data: bytes) -> None:
-    """What no client could be shown is refused."""
+def test_invalid_heads(data: bytes) -> None:
+    """Heads that cannot be forwarded to a client are rejected."""
     with pytest.raises(FramingError):
         parse_head(data)
 
 
 def test_hop_by_hop() -> None:
-    """Headers of one connection stay behind, those that `connection` names too, but never the length."""
+    """Hop-by-hop headers are left out, and what `connection` names, but never the length."""
     parsed = head(
         b"connection: x-private, content-length",
         b"connection: X-Other",
@@ -207,7 +207,7 @@ def test_hop_by_hop() -> None:
 
 
 def test_chunks_beat_length() -> None:
-    """With both, chunks count, and the length is not passed on: a client might believe it."""
+    """With both, the chunks count, and the length is not forwarded: a client might use it."""
     parsed = head(b"content-length: 3", b"transfer-encoding: chunked")
 
     assert (True, None, b"HTTP/1.1 200 OK\r\n") == (parsed.is_chunked, parsed.length, parsed.forwarded)
@@ -223,7 +223,7 @@ def test_chunks_beat_length() -> None:
     ],
 )
 def test_kinds_of_body(lines: list[bytes], kind: type[Body]) -> None:
-    """The head says how the body ends."""
+    """The head defines how the body ends."""
     assert isinstance(body_of(head(*lines)), kind)
 
 
@@ -237,7 +237,7 @@ def test_kinds_of_body(lines: list[bytes], kind: type[Body]) -> None:
     ],
 )
 def test_keep_alive(data: bytes, keeps: bool) -> None:
-    """Whether the worker's connection can serve again."""
+    """The head defines whether the worker's connection can be used again."""
     assert keeps == parse_head(data).keeps_alive
 
 
@@ -248,8 +248,8 @@ def test_event_stream() -> None:
 
 
 @pytest.mark.parametrize("line", [b"\r\n", b"g\r\n", b"-1\r\n", b"1" * 17 + b"\r\n", b"0x5\r\n", b"x" * 2000])
-def test_no_chunk_size(line: bytes) -> None:
-    """A size line that is none raises; so does one without an end."""
+def test_invalid_chunk_size(line: bytes) -> None:
+    """An invalid size line raises, and one without an end as well."""
     with pytest.raises(FramingError):
         ChunkedBody().feed(line)
 

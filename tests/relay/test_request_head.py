@@ -1,4 +1,4 @@
-"""What of a client's request reaches the worker, and what of the worker's answer the client."""
+"""What a worker gets of a client's request, and the client of the worker's answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.frontend.workers import answer, says
 
 
 async def test_headers_pass(fleet_of: FleetOf) -> None:
-    """A client's own headers and its query reach the worker; its body byte for byte."""
+    """A client's headers, query and body reach the worker unchanged."""
     body = b' {"model" : "m", "prompt":[1,2], "x": 1e2}\n'
     async with fleet_of() as fleet:
         await fleet.ask(
@@ -26,8 +26,8 @@ async def test_headers_pass(fleet_of: FleetOf) -> None:
         assert [str(len(body))] == request.headers("content-length")
 
 
-async def test_hop_by_hop_stays(fleet_of: FleetOf) -> None:
-    """Headers of the client's connection stay behind, those that `Connection` names too."""
+async def test_hop_by_hop_to_the_worker(fleet_of: FleetOf) -> None:
+    """Hop-by-hop headers do not reach the worker, nor the headers that `Connection` names."""
     headers = (
         "Connection: X-Private, keep-alive",
         "X-Private: 1",
@@ -44,8 +44,8 @@ async def test_hop_by_hop_stays(fleet_of: FleetOf) -> None:
         assert [] == request.headers("accept-encoding")
 
 
-async def test_hop_by_hop_stays_behind_on_the_way_back(fleet_of: FleetOf) -> None:
-    """Headers of the worker's connection stay behind; its others pass, less what we say ourselves."""
+async def test_hop_by_hop_to_the_client(fleet_of: FleetOf) -> None:
+    """The worker's headers reach the client, except hop-by-hop ones and what the router sets."""
     headers = (
         b"Connection: x-private\r\nx-private: 1\r\nKeep-Alive: timeout=5\r\nServer: uvicorn\r\n"
         b"x-request-id: engine\r\nX-KvRouter-Worker: liar\r\nset-cookie: a\r\nset-cookie: b\r\n"
@@ -61,7 +61,7 @@ async def test_hop_by_hop_stays_behind_on_the_way_back(fleet_of: FleetOf) -> Non
 
 
 async def test_request_id(fleet_of: FleetOf) -> None:
-    """A client's request id is forwarded and returned, on errors too; without one we make one up."""
+    """A client's request id is forwarded and returned, on errors too; without one a new one is made."""
     async with fleet_of() as fleet:
         given = await fleet.ask(BODY, "X-Request-Id: abc-1")
         refused = await fleet.ask(b"{", "X-Request-Id: abc-2")
@@ -74,7 +74,7 @@ async def test_request_id(fleet_of: FleetOf) -> None:
 
 
 @pytest.mark.parametrize("value", ["a b", "é", "x" * 129, "", "a\tb"])
-async def test_senseless_request_id(fleet_of: FleetOf, value: str) -> None:
+async def test_unsafe_request_id(fleet_of: FleetOf, value: str) -> None:
     """An id that would not be safe in a log or a header is replaced."""
     async with fleet_of() as fleet:
         response = await fleet.ask(BODY, f"X-Request-Id: {value}")
@@ -84,7 +84,7 @@ async def test_senseless_request_id(fleet_of: FleetOf, value: str) -> None:
 
 @pytest.mark.parametrize("value", [b"a\rX-Evil: 1", b"a\nX-Evil: 1", b"a\x00b", b"a\r X-Evil: 1"])
 async def test_header_injection(fleet_of: FleetOf, value: bytes) -> None:
-    """A header with a line break inside never becomes two headers, here or at the worker."""
+    """A header with a line break inside never becomes two headers, in the router or at the worker."""
     async with fleet_of() as fleet, fleet.connected() as client:
         body = json.dumps(BODY).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\nx-request-id: %s\r\ncontent-length: %d\r\n\r\n"
@@ -96,7 +96,7 @@ async def test_header_injection(fleet_of: FleetOf, value: bytes) -> None:
 
 
 async def test_bytes_in_the_query(fleet_of: FleetOf) -> None:
-    """A query that is no UTF-8 passes as it is."""
+    """A query that is not UTF-8 is forwarded unchanged."""
     async with fleet_of() as fleet, fleet.connected() as client:
         body = json.dumps(BODY).encode()
         client.writer.write(
@@ -108,7 +108,7 @@ async def test_bytes_in_the_query(fleet_of: FleetOf) -> None:
 
 
 async def test_rank(fleet_of: FleetOf) -> None:
-    """The rank is ours to choose: a client's own is dropped, whatever the header is called."""
+    """The router chooses the rank: the client's is dropped, under any header name."""
     async with fleet_of(ranks=2, rank_header="X-Rank") as fleet:
         responses = [
             await fleet.ask(BODY, "x-rank: 7", "X-data-parallel-rank: 7", "x-kvrouter-overlap-weight: 1")

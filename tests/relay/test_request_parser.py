@@ -1,4 +1,4 @@
-"""Which heads are read here, and what is read from them."""
+"""Which heads are plain, and what is read from them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvrouter.relay.request_parser import MAX_HEAD_BYTES, MOST_HEADS, PlainHeads
 
 
 def head(*lines: bytes, start: bytes = b"POST /v1/completions HTTP/1.1", length: bytes = b"7") -> bytes:
-    """A head that is plain, but for these lines."""
+    """A plain head with these lines added."""
     length_line = [b"content-length: " + length] if length else []
     return b"\r\n".join([start, b"host: t", *lines, *length_line]) + b"\r\n\r\n"
 
 
 def test_plain() -> None:
-    """The path as it stands, names in lower case, values without blanks around them, the length."""
+    """The path is unchanged, names are in lower case, values without outer blanks."""
     parsed = parse_plain(head(b"X-One:  a b ", b"x-one:\xff", start=b"POST /a%20b?c=d HTTP/1.1"))
 
     assert parsed is not None
@@ -27,7 +27,7 @@ def test_plain() -> None:
 
 
 def test_connection_close() -> None:
-    """A client that wants no other answer on its connection says so."""
+    """`Connection: close` is recognized, also with a body of 0 bytes."""
     for length in (b"7", b"0"):
         parsed = parse_plain(head(b"Connection: close", length=length))
 
@@ -74,18 +74,18 @@ def test_connection_close() -> None:
     ],
 )
 def test_not_plain(data: bytes) -> None:
-    """Whatever might be read in two ways, or changes how the body is read, is left to aiohttp."""
+    """A head that is ambiguous, or changes how the body is read, is left to aiohttp."""
     assert parse_plain(data) is None
 
 
 @given(st.binary(max_size=200))
 def test_garbage(data: bytes) -> None:
-    """Nothing is raised, whatever stands there."""
+    """Arbitrary bytes raise nothing."""
     parse_plain(b"POST /" + data + b"\r\n\r\n")
 
 
 def test_beginnings() -> None:
-    """A head is waited for as long as it may become a plain one."""
+    """The rest of a head is waited for only while the head may become plain."""
     plain = head()
 
     assert all(may_be_plain(plain[:end]) for end in range(len(plain)))
@@ -107,17 +107,17 @@ FIELDS = [
 
 
 @given(st.lists(st.tuples(st.sampled_from(FIELDS), st.integers(0, 10**16)), max_size=8))
-def test_remembered_heads_say_what_parsing_says(heads: list[tuple[tuple[bytes, ...], int]]) -> None:
-    """Whatever was read before, a head is read as if it were the first."""
+def test_remembered_heads_equal_parsed_ones(heads: list[tuple[tuple[bytes, ...], int]]) -> None:
+    """Heads that were read before do not change how a head is read."""
     remembering = PlainHeads()
     for fields, length in heads:
         for _ in range(2):
             data = b"\r\n".join([b"POST /v1/completions HTTP/1.1", *fields, b"", b""])
             data = data.replace(b"LENGTH", b"%d" % length)
-            assert _said(parse_plain(data)) == _said(remembering.read(data))
+            assert _facts(parse_plain(data)) == _facts(remembering.read(data))
 
 
-def _said(read: tuple[RequestHead, int] | None) -> tuple[object, ...] | None:
+def _facts(read: tuple[RequestHead, int] | None) -> tuple[object, ...] | None:
     if read is None:
         return None
     head, length = read
@@ -125,7 +125,7 @@ def _said(read: tuple[RequestHead, int] | None) -> tuple[object, ...] | None:
 
 
 def test_remembered_heads_are_bounded() -> None:
-    """Heads that differ in every request fill no memory."""
+    """Heads that differ in every request do not fill the memory."""
     heads = PlainHeads()
     for number in range(3 * MOST_HEADS):
         assert heads.read(head(b"x-request-id: %d" % number)) is not None
@@ -133,8 +133,8 @@ def test_remembered_heads_are_bounded() -> None:
     assert MOST_HEADS >= len(heads._known)
 
 
-def test_waits_for_no_end_that_does_not_come() -> None:
-    """A head with an empty line of bare LFs is complete to its writer: it is refused, not waited for."""
+def test_end_with_bare_line_feeds() -> None:
+    """A head that ends with bare LFs is complete for its writer: it is left to aiohttp, not waited for."""
     data = head().replace(b"\r\n", b"\n")
 
     assert may_be_plain(data[:-1])

@@ -1,4 +1,4 @@
-"""Connections to workers, read by read; the transport is a fake, so that any read can be played."""
+"""Connections to workers, read by read, with a fake transport."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.relay.rig import FakeClient, Rig, attempt_on
 
 @st.composite
 def pieces_of(draw: st.DrawFn, data: bytes) -> list[bytes]:
-    """The data, cut anywhere."""
+    """The data, cut at any places."""
     ends = sorted(draw(st.lists(st.integers(0, len(data)), max_size=12)))
     return [data[start:end] for start, end in zip([0, *ends], [*ends, len(data)], strict=True)]
 
 
 def run_in_loop(function: Callable[[], None]) -> None:
-    """Run a plain function inside an event loop in which nothing may go wrong."""
+    """Run a plain function inside an event loop that fails the test on any logged error."""
 
     async def run() -> None:
         with no_trouble():
@@ -40,8 +40,8 @@ WHOLE = [answer(), stream("a", "b"), SSE_HEAD + chunk(b": hi\n\n") + chunk(event
 
 @settings(deadline=None)
 @given(st.data(), st.sampled_from(WHOLE), st.booleans())
-def test_any_cut_gives_the_same(data: st.DataObject, whole: bytes, is_http_10: bool) -> None:
-    """However an answer is cut into reads, the client gets the same bytes, and the connection rests."""
+def test_reads_of_any_size(data: st.DataObject, whole: bytes, is_http_10: bool) -> None:
+    """In reads of any size the client gets the same bytes, and the connection becomes idle."""
     pieces = data.draw(pieces_of(whole))
 
     def check() -> None:
@@ -58,7 +58,7 @@ def test_any_cut_gives_the_same(data: st.DataObject, whole: bytes, is_http_10: b
 
 
 async def test_chunk_by_chunk() -> None:
-    """Reads that are one chunk each, as most of a stream's are, come to the same as any others."""
+    """Reads of exactly one chunk, as in most streams, give the same result as any others."""
     chunks = [chunk(event(f"{number:x}")) for number in range(300)]
     apart, together = Rig(), Rig()
     apart.read(SSE_HEAD, *chunks)
@@ -71,7 +71,7 @@ async def test_chunk_by_chunk() -> None:
 
 
 async def test_one_chunk_of_a_stream() -> None:
-    """It shows that the worker is alive, may pause it, and is not passed on if the worker gives up in it."""
+    """A chunk counts as activity, may pause the worker, and is not passed on if the worker aborts in it."""
     rig = Rig()
     rig.read(SSE_HEAD, chunk(event("a")), chunk(event("b")))
     rig.attempt._active_at = -1000.0
@@ -102,7 +102,7 @@ garbage = st.lists(
 @settings(deadline=None)
 @given(garbage, st.sampled_from([None, ConnectionResetError("reset")]), st.booleans())
 def test_any_garbage(pieces: list[bytes], error: Exception | None, is_http_10: bool) -> None:
-    """Whatever a worker sends before it closes: there is an outcome, and no exception in a callback."""
+    """For any bytes from a worker there is an outcome, and no exception in a callback."""
 
     def check() -> None:
         rig = Rig(is_http_10=is_http_10)
@@ -118,7 +118,7 @@ def test_any_garbage(pieces: list[bytes], error: Exception | None, is_http_10: b
 
 @pytest.mark.parametrize("size", [20, 250, 256 * 1024])
 async def test_endless_1xx(size: int) -> None:
-    """Heads of 1xx without end are given up after a few, however they are cut into reads."""
+    """Heads of 1xx without end are given up after a few, in reads of any size."""
     rig = Rig()
     heads = b"HTTP/1.1 100 Continue\r\n\r\n" * (256 * 1024 // 25)
     for read in range(1 + 17 * 25 // size):
@@ -129,7 +129,7 @@ async def test_endless_1xx(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 100, 4096])
 async def test_first_event_without_end(size: int) -> None:
-    """It is held for a few reads and bytes only: each look at it costs as much as all that is held."""
+    """It is held for a few reads and bytes only, since each read inspects all that is held."""
     rig = Rig()
     rig.read(SSE_HEAD)
     reads = 0
@@ -142,7 +142,7 @@ async def test_first_event_without_end(size: int) -> None:
 
 
 async def test_endless_head() -> None:
-    """So is a head that does not end, or is very long."""
+    """A head that does not end, or is very long, is rejected."""
     for rest in (b"a", b"a\r\n\r\n"):
         rig = Rig()
         rig.read(b"HTTP/1.1 200 OK\r\nx: " + b"a" * MAX_HEAD_BYTES + rest)
@@ -150,7 +150,7 @@ async def test_endless_head() -> None:
 
 
 async def test_error_event_of_garbage() -> None:
-    """A first event that only looks like an error is passed on, be it broken UTF-8 or nested for ever."""
+    """A first event that only looks like an error is passed on, even invalid UTF-8 or deeply nested."""
     for payload in (b'{"error":"\xff"}', b'{"error":' + b"[" * 100_000, b'{"error":1e999}', b'"error"'):
         rig = Rig()
         rig.read(SSE_HEAD + chunk(b"data: " + payload + b"\n\n") + LAST_CHUNK)
@@ -174,10 +174,10 @@ async def test_cancelled_late() -> None:
 
 
 async def test_cancelled_while_complete() -> None:
-    """The same if the handler was cancelled first, and the answer came before it woke up."""
+    """The same if the task was cancelled first, and the answer arrived before it woke up."""
     rig = Rig()
     first = rig.attempt
-    first.outcome.cancel()  # what cancelling the handler does at once
+    first.outcome.cancel()  # as cancelling the task does at once
     rig.read(answer())
     second = rig.begin()
     first.cancel()
@@ -187,7 +187,7 @@ async def test_cancelled_while_complete() -> None:
 
 
 async def test_paused_at_the_end() -> None:
-    """A connection whose last bytes made the client slow reads again when it rests."""
+    """A connection whose last bytes made the client slow reads again when it is idle."""
     rig = Rig()
     rig.read(SSE_HEAD)
     rig.client.is_slow = True
@@ -199,7 +199,7 @@ async def test_paused_at_the_end() -> None:
 
 
 async def test_late_resume() -> None:
-    """A client that catches up after its answer does not wake a connection that another client has paused."""
+    """A client that catches up late does not resume a connection that another client has paused."""
     rig = Rig()
     slow = rig.client
     rig.read(SSE_HEAD)
@@ -216,10 +216,10 @@ async def test_late_resume() -> None:
 
     assert rig.transport.paused
     rig.client.catch_up()
-    await until(lambda: not rig.transport.paused, "the second client's own resume")
+    await until(lambda: not rig.transport.paused, "the second client resumes it")
 
 
-async def test_nothing_is_left() -> None:
+async def test_ended_attempts_leave_nothing() -> None:
     """Attempts that ended in any way leave no task and no timer."""
     loop_tasks = asyncio.all_tasks()
     rigs = [Rig() for _ in range(4)]
@@ -234,12 +234,14 @@ async def test_nothing_is_left() -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
 
-    assert [False, True, True, True] == [rig.connection._timer is None for rig in rigs]  # the first one rests
+    assert [False, True, True, True] == [
+        rig.connection._timer is None for rig in rigs
+    ]  # the first one is idle
     assert loop_tasks == asyncio.all_tasks()
 
 
 async def test_requests_share_a_timer() -> None:
-    """The connection's timer runs on while requests come and go: none costs one of its own."""
+    """All requests of a connection share its timer."""
     rig = Rig()
     rig.read(answer())
     timer = rig.connection._timer
@@ -250,8 +252,8 @@ async def test_requests_share_a_timer() -> None:
     assert timer is rig.connection._timer
 
 
-async def test_asked_in_time() -> None:
-    """Who may wait long for the first byte is asked again as soon as he might be waiting for the second."""
+async def test_timer_follows_the_shorter_limit() -> None:
+    """With a long first-byte limit and a short idle limit, the timer checks in time for the idle one."""
     rig = Rig()
     now = asyncio.get_running_loop().time()
     limits = Limits()
@@ -265,8 +267,8 @@ async def test_asked_in_time() -> None:
     assert rig.client.got.count(b"GatewayTimeoutError") == 1
 
 
-async def test_unasked_bytes() -> None:
-    """Bytes on an idle connection, such as a 408 before it is closed, end it."""
+async def test_bytes_without_a_request() -> None:
+    """Bytes on an idle connection, such as a 408 before the worker closes it, end it."""
     rig = Rig()
     rig.read(answer())
     rig.connection.data_received(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
@@ -276,7 +278,7 @@ async def test_unasked_bytes() -> None:
 
 
 async def test_connection_reused() -> None:
-    """One idle connection serves the next request; another one can be had."""
+    """An idle connection serves the next request; a second request at once opens another one."""
     async with FakeWorker("w", OK).serving() as worker:
         upstream = Upstream()
         for _ in range(3):
@@ -294,7 +296,7 @@ async def test_connection_reused() -> None:
 
 
 async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle connection is closed before the worker would do it."""
+    """An idle connection is closed before the worker closes it."""
     monkeypatch.setattr("kvrouter.relay.upstream.IDLE_S", 0.01)
     async with FakeWorker("w", OK).serving() as worker:
         upstream = Upstream()
@@ -307,8 +309,8 @@ async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not connection.is_usable
 
 
-async def test_idle_time_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that serves when its idle time would end stays; it is closed after a whole rest."""
+async def test_idle_time_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is used before its idle time ends stays; it closes after a full idle time."""
     monkeypatch.setattr("kvrouter.relay.upstream.IDLE_S", 0.02)
     rig = Rig()
     rig.read(answer())
@@ -326,12 +328,12 @@ async def test_idle_time_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_idle_time() -> None:
-    """It is shorter than the 5 s after which uvicorn, vLLM's server, closes its side."""
+    """It is shorter than the 5 s after which uvicorn, the server of vLLM, closes its side."""
     assert IDLE_S < 5
 
 
 async def test_unreachable(free_port: Callable[[], int]) -> None:
-    """A port that refuses is an error that names the worker."""
+    """A refused connection is an error that names the worker."""
     url = f"http://127.0.0.1:{free_port()}"
 
     with pytest.raises(WorkerUnreachableError, match=url):

@@ -1,4 +1,4 @@
-"""Workers behind https:// URLs: verified, answered for in full, and clear words for what is not trusted."""
+"""Workers behind https:// URLs: verified, relayed completely, with clear errors for untrusted ones."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def named(door: ssl.SSLContext, names: list[str | None]) -> ssl.SSLContext:
-    """The same door, which keeps the names that callers ask for (SNI)."""
+def named(server: ssl.SSLContext, names: list[str | None]) -> ssl.SSLContext:
+    """The same server context, which records the names that callers send (SNI)."""
 
     def keep(_handshake: ssl.SSLObject, name: str | None, _context: ssl.SSLContext) -> None:
         names.append(name)
 
-    door.sni_callback = keep
-    return door
+    server.sni_callback = keep
+    return server
 
 
 async def test_answers(fleet_of: FleetOf, authority: Authority) -> None:
-    """One verified connection serves request after request, streams too; `host` is the worker's own."""
+    """One verified connection serves several requests, streams too; `host` names the worker."""
 
     async def script(received: Received, wire: Wire) -> None:
         await (says(stream("a", "b")) if received.json.get("stream") else OK)(received, wire)
@@ -68,8 +68,8 @@ async def test_answers(fleet_of: FleetOf, authority: Authority) -> None:
     assert {worker.url.removeprefix("https://")} == {each.headers("host")[0] for each in worker.requests}
 
 
-async def test_name_is_asked_for(authority: Authority) -> None:
-    """A worker announced by name is asked for its certificate by that name."""
+async def test_server_name(authority: Authority) -> None:
+    """A worker announced by name is called with that name in SNI."""
     names: list[str | None] = []
     async with FakeWorker("w", OK, tls=named(authority.door(), names)).serving() as worker:
         upstream = Upstream(trusting(authority.file))
@@ -80,7 +80,7 @@ async def test_name_is_asked_for(authority: Authority) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "is_expired", "is_trusted", "said"),
+    ("names", "is_expired", "is_trusted", "message"),
     [
         ((), False, False, "give --worker-tls-ca FILE, the authority that signed it"),
         (("other.example",), False, True, "IP address mismatch.*a name that its certificate has"),
@@ -89,17 +89,17 @@ async def test_name_is_asked_for(authority: Authority) -> None:
     ids=["unknown authority", "other name", "expired"],
 )
 async def test_not_accepted(
-    authority: Authority, names: tuple[str, ...], is_expired: bool, is_trusted: bool, said: str
+    authority: Authority, names: tuple[str, ...], is_expired: bool, is_trusted: bool, message: str
 ) -> None:
-    """A certificate that is not accepted makes the worker unreachable, with what to do about it."""
-    door = authority.door(*names, is_expired=is_expired)
-    async with FakeWorker("w", OK, tls=door).serving() as worker:
-        with pytest.raises(WorkerUnreachableError, match=f"{worker.url} cannot be reached.*{said}"):
+    """A certificate that is not accepted makes the worker unreachable, and the error names the remedy."""
+    server = authority.door(*names, is_expired=is_expired)
+    async with FakeWorker("w", OK, tls=server).serving() as worker:
+        with pytest.raises(WorkerUnreachableError, match=f"{worker.url} cannot be reached.*{message}"):
             await Upstream(trusting(authority.file if is_trusted else None)).connect(worker.url)
 
 
-async def test_no_tls_there() -> None:
-    """A worker that speaks plain HTTP behind an https:// URL is told apart from one that is away."""
+async def test_plain_http_behind_https() -> None:
+    """A worker that speaks plain HTTP behind an https:// URL has an error of its own."""
 
     async def refuse(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
@@ -124,8 +124,8 @@ def test_address(url: str, address: tuple[str, int, bool]) -> None:
     assert address == address_of(url)
 
 
-async def test_client_is_told(fleet_of: FleetOf, authority: Authority) -> None:
-    """Clients of workers that nobody vouches for get an OpenAI error that names the remedy."""
+async def test_client_gets_the_remedy(fleet_of: FleetOf, authority: Authority) -> None:
+    """Clients of a worker with an untrusted certificate get an OpenAI error that names the remedy."""
     async with fleet_of("--retries=0", worker_tls=authority.door()) as fleet:
         refused = await fleet.ask()
 
@@ -134,7 +134,7 @@ async def test_client_is_told(fleet_of: FleetOf, authority: Authority) -> None:
 
 
 def sends_and(end: Callable[[Wire], None], *pieces: bytes) -> Script:
-    """Answers without a length, and ends the connection so."""
+    """Answers without a length, and ends the connection with `end`."""
 
     async def script(_received: Received, wire: Wire) -> None:
         await wire.send(UNTIL_CLOSE, *pieces)
@@ -143,16 +143,16 @@ def sends_and(end: Callable[[Wire], None], *pieces: bytes) -> Script:
     return script
 
 
-def vanish(wire: Wire) -> None:
-    """End the connection in order, as far as TCP knows, and without TLS's own goodbye."""
+def cut(wire: Wire) -> None:
+    """End the connection without TLS's close_notify."""
     wire.writer.transport.abort()
 
 
-@pytest.mark.parametrize(("end", "is_whole"), [(Wire.close, True), (vanish, False)])
+@pytest.mark.parametrize(("end", "is_whole"), [(Wire.close, True), (cut, False)])
 async def test_cut_short(
     fleet_of: FleetOf, authority: Authority, end: Callable[[Wire], None], is_whole: bool
 ) -> None:
-    """An answer that ends with its connection is whole only if the worker says so: anybody may cut a line."""
+    """An answer that ends with its connection is complete only after close_notify: anyone can cut TCP."""
     flag, script = f"--worker-tls-ca={authority.file}", sends_and(end, b"sound")
     fleet_open = fleet_of(flag, scripts=(script,), worker_tls=authority.door())
     async with fleet_open as fleet, fleet.connected() as client:
@@ -167,7 +167,7 @@ async def test_cut_short(
 
 
 async def test_slow_client(fleet_of: FleetOf, authority: Authority) -> None:
-    """A slow client holds a worker back over TLS, and gets everything."""
+    """A slow client pauses a worker over TLS, and gets everything."""
     pieces, sent = [b"%08d" % number * 8192 for number in range(400)], 0
 
     async def script(_received: Received, wire: Wire) -> None:
@@ -194,8 +194,8 @@ async def test_slow_client(fleet_of: FleetOf, authority: Authority) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 20_000, 200_000])
-async def test_goodbye_behind_unread_bytes(authority: Authority, size: int) -> None:
-    """What a worker said before it closed is not lost because its client was slow at that moment."""
+async def test_close_behind_unread_bytes(authority: Authority, size: int) -> None:
+    """What a worker sent before it closed is not lost if its client was slow at that moment."""
     begun, rest = b"begun" * 1000, b"x" * size
 
     async def script(_received: Received, wire: Wire) -> None:
@@ -205,7 +205,7 @@ async def test_goodbye_behind_unread_bytes(authority: Authority, size: int) -> N
         wire.close()
         await turns(50)
         with socket.socket(fileno=os.dup(wire.writer.get_extra_info("socket").fileno())) as raw:
-            raw.shutdown(socket.SHUT_WR)  # as servers do that wait for no goodbye from us
+            raw.shutdown(socket.SHUT_WR)  # as servers do that do not wait for our close_notify
 
     async with FakeWorker("w", script, tls=authority.door()).serving() as worker:
         upstream, client = Upstream(trusting(authority.file)), FakeClient()
@@ -235,4 +235,4 @@ async def test_cancelled_connects(authority: Authority) -> None:
                 task.result().close()
         del task
         gc.collect()
-        await until(lambda: not worker.open_wires, "none is open")
+        await until(lambda: not worker.open_wires, "no connection is open")
