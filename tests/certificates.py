@@ -1,4 +1,4 @@
-"""Certificates of authorities that a test makes for itself."""
+"""Certificates of authorities that a test makes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ NAMES = ("localhost", "127.0.0.1")
 
 @dataclass
 class Authority:
-    """An authority that nobody trusts who is not told to, and what it signs; files go to `directory`."""
+    """An authority that no system trusts, and the certificates it signs, as files in `directory`."""
 
     directory: Path
     ca: trustme.CA = field(default_factory=trustme.CA)
 
     @property
     def file(self) -> Path:
-        """Its own certificate."""
+        """The file with the authority's certificate."""
         path = self.directory / "ca.pem"
         self.ca.cert_pem.write_to_path(str(path))
         return path
 
     def sign(
-        self, *names: str, stem: str = "door", is_expired: bool = False, rsa: bool = False
+        self, *names: str, stem: str = "listener", is_expired: bool = False, rsa: bool = False
     ) -> CertificateFiles:
-        """A certificate and its key, in files; those of the same stem are replaced."""
+        """A certificate and its key, in files; existing files of the same stem are replaced."""
         until = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC) if is_expired else None
         kind = trustme.KeyType.RSA if rsa else trustme.KeyType.ECDSA
         leaf = self.ca.issue_cert(*(names or NAMES), not_after=until, key_type=kind)
@@ -41,12 +41,12 @@ class Authority:
         key.write_bytes(leaf.private_key_pem.bytes())
         return CertificateFiles(cert, key)
 
-    def door(self, *names: str, is_expired: bool = False) -> ssl.SSLContext:
-        """For a server of the test."""
+    def server(self, *names: str, is_expired: bool = False) -> ssl.SSLContext:
+        """A context for a server of the test."""
         return server_context(self.sign(*names, stem="server", is_expired=is_expired))
 
     def trusted(self) -> ssl.SSLContext:
-        """For a client that trusts this authority and no other."""
+        """A context for a client that trusts only this authority."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self.ca.configure_trust(context)
         return context

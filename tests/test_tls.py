@@ -1,4 +1,4 @@
-"""What certificate files have to be, in words that name the file and the way out; and what is spoken."""
+"""What certificate files must contain, with errors that name the file and the remedy; TLS versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Spoil = Callable[[Authority, CertificateFiles], CertificateFiles]
 
 
 def encrypted(_authority: Authority, files: CertificateFiles) -> CertificateFiles:
-    """A key that wants a password."""
+    """A key with a password."""
     key = load_pem_private_key(files.key.read_bytes(), None)
     form = (Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
     files.key.write_bytes(key.private_bytes(*form))
@@ -36,7 +36,7 @@ def other_key(authority: Authority, files: CertificateFiles) -> CertificateFiles
 
 
 def no_certificate(_authority: Authority, files: CertificateFiles) -> CertificateFiles:
-    """The two files, the wrong way round."""
+    """The two files, exchanged."""
     return CertificateFiles(files.key, files.cert)
 
 
@@ -48,31 +48,31 @@ def broken(_authority: Authority, files: CertificateFiles) -> CertificateFiles:
 
 
 def missing(_authority: Authority, files: CertificateFiles) -> CertificateFiles:
-    """A key that is not there."""
+    """A key file that does not exist."""
     return CertificateFiles(files.cert, Path("/nowhere/key.pem"))
 
 
 UNUSABLE = [
-    (encrypted, r"--tls-key .*door\.key: protected by a password; .* openssl pkey"),
-    (other_key, r"--tls-key .*other\.key: not the key of the certificate in .*door\.pem"),
-    (no_certificate, r"--tls-cert .*door\.key: the file has no certificate in PEM form"),
-    (broken, r"--tls-cert .*door\.pem with --tls-key"),
+    (encrypted, r"--tls-key .*listener\.key: protected by a password; .* openssl pkey"),
+    (other_key, r"--tls-key .*other\.key: not the key of the certificate in .*listener\.pem"),
+    (no_certificate, r"--tls-cert .*listener\.key: the file has no certificate in PEM form"),
+    (broken, r"--tls-cert .*listener\.pem with --tls-key"),
     (missing, r"--tls-key /nowhere/key\.pem: No such file"),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "said"), UNUSABLE)
-def test_unusable(tmp_path: Path, spoil: Spoil, said: str) -> None:
-    """Each mistake names its flag and its file; nobody is asked for a password."""
+@pytest.mark.parametrize(("spoil", "message"), UNUSABLE)
+def test_unusable(tmp_path: Path, spoil: Spoil, message: str) -> None:
+    """The error names flag and file, and no password prompt appears."""
     authority = Authority(tmp_path)
     files = spoil(authority, authority.sign())
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         server_context(files)
 
 
 def test_nats_certificate(tmp_path: Path) -> None:
-    """The client's own certificate for NATS is looked at in the same way."""
+    """The client certificate for NATS is checked in the same way."""
     files = encrypted(Authority(tmp_path), Authority(tmp_path).sign())
 
     with pytest.raises(ConfigError, match=r"--nats-tls-key .* protected by a password"):
@@ -81,7 +81,7 @@ def test_nats_certificate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, "", "no certificate"])
 def test_unusable_authority(tmp_path: Path, content: str | None) -> None:
-    """A file of authorities that is not there, or has none, is refused."""
+    """A file of authorities that does not exist, or has none, is rejected."""
     path = tmp_path / "ca.pem"
     if content is not None:
         path.write_text(content)
@@ -90,16 +90,16 @@ def test_unusable_authority(tmp_path: Path, content: str | None) -> None:
         trusting(path)
 
 
-def test_least(tmp_path: Path) -> None:
-    """Doors and callers speak TLS 1.2 at least; callers check certificate and name."""
-    door, caller = server_context(Authority(tmp_path).sign()), trusting(None)
+def test_minimum_version(tmp_path: Path) -> None:
+    """Listeners and callers use TLS 1.2 or later; callers check certificate and name."""
+    listening, caller = server_context(Authority(tmp_path).sign()), trusting(None)
 
-    assert [ssl.TLSVersion.TLSv1_2] * 2 == [door.minimum_version, caller.minimum_version]
+    assert [ssl.TLSVersion.TLSv1_2] * 2 == [listening.minimum_version, caller.minimum_version]
     assert (ssl.CERT_REQUIRED, True) == (caller.verify_mode, caller.check_hostname)
 
 
 def test_authorities_are_added(tmp_path: Path) -> None:
-    """Those of the file stand beside the system's, and the context is made once."""
+    """The authorities of the file are added to the system's, and the context is made once."""
     path = Authority(tmp_path).file
     system, more = trusting(None), trusting(path)
 
@@ -108,5 +108,5 @@ def test_authorities_are_added(tmp_path: Path) -> None:
 
 
 def test_other_errors() -> None:
-    """What has nothing to do with TLS is left to others."""
+    """Errors without TLS have no TLS text."""
     assert ["", ""] == [tls_trouble(ConnectionRefusedError(111, "refused")), tls_trouble(None)]

@@ -176,7 +176,7 @@ async def test_leaving_early(fleet_of: FleetOf, nats_url: str) -> None:
 async def test_workers_behind_tls(fleet_of: FleetOf, nats_url: str, tmp_path: Path) -> None:
     """Requests go over TLS to workers whose authority is trusted, and only to those."""
     authority = Authority(tmp_path)
-    async with fleet_of(worker_tls=authority.door()) as fleet:
+    async with fleet_of(worker_tls=authority.server()) as fleet:
         async with opened(fleet, nats_url, worker_tls_ca=authority.file) as client:
             assert 1 == len(await all_of(client.generate(BODY)))
         async with opened(fleet, nats_url) as client:

@@ -1,4 +1,4 @@
-"""What comes to no route: broken HTTP, packings nobody knows, bodies that are too large to begin with."""
+"""What reaches no route: invalid HTTP, unknown encodings, bodies that are too large."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.frontend.fleet import BODY, FleetOf
     ],
 )
 async def test_broken_http(fleet_of: FleetOf, request_bytes: bytes) -> None:
-    """What is no HTTP is answered with 400 in OpenAI's form, and the connection ends."""
+    """Invalid HTTP is answered with 400 in OpenAI's form, and the connection ends."""
     async with fleet_of() as fleet, fleet.connected() as client:
         client.writer.write(request_bytes)
         response = await client.response()
@@ -48,7 +48,7 @@ async def test_broken_http(fleet_of: FleetOf, request_bytes: bytes) -> None:
 async def test_host_and_version(
     fleet_of: FleetOf, path: str, version: str, hosts: list[str], status: int
 ) -> None:
-    """A request without one valid host, or of another major version, is refused whatever it asks for."""
+    """A request without one valid host, or of another major version, is rejected on any route."""
     body = json.dumps(BODY)
     lines = [f"{path} HTTP/{version}", *(f"host: {host}" for host in hosts), f"content-length: {len(body)}"]
     async with fleet_of() as fleet, fleet.connected() as client:
@@ -63,25 +63,25 @@ async def test_host_and_version(
 
 @pytest.mark.parametrize("host", ["", "a_b.c:80", "[::1]:8000", "127.0.0.1", "xn--bcher-kva.example."])
 async def test_valid_hosts(fleet_of: FleetOf, host: str) -> None:
-    """Every form of host that RFC 3986 knows is accepted, an empty one included."""
+    """Every form of host in RFC 3986 is accepted, an empty one included."""
     async with fleet_of() as fleet, fleet.connected() as client:
         client.writer.write(f"GET /live HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
 
         assert 200 == (await client.response()).status
 
 
-@pytest.mark.parametrize("packing", ["br", "zstd"])
-async def test_unknown_packing(fleet_of: FleetOf, packing: str) -> None:
-    """A body that cannot be unpacked is a 400 in OpenAI's form."""
+@pytest.mark.parametrize("encoding", ["br", "zstd"])
+async def test_unknown_encoding(fleet_of: FleetOf, encoding: str) -> None:
+    """A body with an unknown encoding is a 400 in OpenAI's form."""
     async with fleet_of() as fleet:
-        response = await fleet.ask(b"\x28\xb5\x2f\xfd" * 9, f"content-encoding: {packing}")
+        response = await fleet.ask(b"\x28\xb5\x2f\xfd" * 9, f"content-encoding: {encoding}")
 
         assert (400, "BadRequestError") == (response.status, response.json["error"]["type"])
         assert not fleet.requests
 
 
-async def test_body_that_stops_coming(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not waited for: the client is told."""
+async def test_stalled_body(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that stops amid its body gets 408."""
     monkeypatch.setattr("kvrouter.frontend.aiohttp_requests.STALLED_S", 0.02)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n"
     async with fleet_of() as fleet, fleet.connected() as chunked, fleet.connected() as invited:
@@ -98,7 +98,7 @@ async def test_body_that_stops_coming(fleet_of: FleetOf, monkeypatch: pytest.Mon
 
 
 async def test_too_large_is_not_read(fleet_of: FleetOf) -> None:
-    """A body that says it is above the limit is refused at once."""
+    """A body whose length is above the limit is rejected at once."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n"
     async with fleet_of("--max-body-mb", "1") as fleet, fleet.connected() as client:
         client.writer.write(head + b"content-length: %d\r\n\r\n" % 5_000_000_000)
@@ -108,8 +108,8 @@ async def test_too_large_is_not_read(fleet_of: FleetOf) -> None:
         assert "close" == response.header("connection")
 
 
-async def test_too_large_to_begin_with(fleet_of: FleetOf) -> None:
-    """Who asks with `Expect: 100-continue` is refused before it sends what would be refused."""
+async def test_too_large_before_it_is_sent(fleet_of: FleetOf) -> None:
+    """With `Expect: 100-continue` a body above the limit is rejected before it is sent."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\nexpect: 100-continue\r\nx-request-id: mine\r\n"
     async with fleet_of("--max-body-mb", "1") as fleet, fleet.connected() as client:
         client.writer.write(head + b"content-length: %d\r\n\r\n" % (1024 * 1024 + 1))
@@ -122,7 +122,7 @@ async def test_too_large_to_begin_with(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.1"])
 async def test_other_expectations(fleet_of: FleetOf, version: bytes) -> None:
-    """HTTP/1.0 knows no invitation, and what else a client may expect is its own affair: it is served."""
+    """`Expect` in HTTP/1.0, and unknown expectations, are ignored: the request is served."""
     body = json.dumps(BODY).encode()
     expected = b"100-continue" if version == b"HTTP/1.0" else b"wonders"
     async with fleet_of() as fleet, fleet.connected() as client:

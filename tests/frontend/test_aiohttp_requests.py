@@ -1,4 +1,4 @@
-"""The client's side: connections kept, pipelined or closed, old clients, clients that leave."""
+"""The client's side: connections that are kept, pipelined or closed, HTTP/1.0, clients that leave."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from tests.frontend.workers import (
 )
 
 AT_ONCE_S = 0.2
-"""How soon a worker must notice that its client has left."""
+"""How soon a worker's connection must close after its client has left."""
 
 
 async def test_keep_alive(fleet_of: FleetOf) -> None:
-    """A client's connection serves one request after the other, and so does ours to the worker."""
+    """A client's connection serves several requests, and the worker's connection as well."""
     async with fleet_of(scripts=(says(stream("a")),)) as fleet, fleet.connected() as client:
         responses = [await client.ask(STREAM) for _ in range(5)]
 
@@ -52,7 +52,7 @@ async def test_keep_alive(fleet_of: FleetOf) -> None:
 
 
 async def test_errors_keep_alive(fleet_of: FleetOf) -> None:
-    """An error of ours, or a worker's refusal, leaves the connection usable."""
+    """After an error of the router, or a worker's rejection, the connection is usable."""
     bodies = (b"{", {**BODY, "model": "x"}, BODY, BODY)
     async with fleet_of(scripts=(says(answer(b"{}", 503)),)) as fleet, fleet.connected() as client:
         statuses = [(await client.ask(body)).status for body in bodies]
@@ -75,7 +75,7 @@ async def test_pipelined(fleet_of: FleetOf) -> None:
 
 
 async def test_connection_close(fleet_of: FleetOf) -> None:
-    """`Connection: close` is answered in kind."""
+    """`Connection: close` is answered with the same."""
     async with fleet_of() as fleet, fleet.connected() as client:
         response = await client.ask(BODY, "connection: close")
 
@@ -95,7 +95,7 @@ async def test_http_10(fleet_of: FleetOf, whole: bytes) -> None:
 
 
 async def test_http_10_keep_alive(fleet_of: FleetOf) -> None:
-    """An HTTP/1.0 client that asks for it keeps its connection where the answer has a length."""
+    """An HTTP/1.0 client that asks for it keeps its connection if the answer has a length."""
     async with fleet_of() as fleet, fleet.connected() as client:
         for _ in range(2):
             client.send(BODY, "connection: keep-alive", version="HTTP/1.0")
@@ -103,7 +103,7 @@ async def test_http_10_keep_alive(fleet_of: FleetOf) -> None:
 
 
 async def test_http_10_streams(fleet_of: FleetOf) -> None:
-    """Nginx speaks HTTP/1.0 by default: its events come one by one too, nothing is collected."""
+    """Nginx uses HTTP/1.0 by default: its events, too, arrive one by one."""
     go_on = asyncio.Event()
 
     async def script(_received: Received, wire: Wire) -> None:
@@ -119,8 +119,8 @@ async def test_http_10_streams(fleet_of: FleetOf) -> None:
         assert event("b") == await client.reader.read()
 
 
-async def test_http_10_told_of_a_death(fleet_of: FleetOf) -> None:
-    """An HTTP/1.0 client is told by an error event, without chunk framing, or by a reset."""
+async def test_http_10_worker_dies(fleet_of: FleetOf) -> None:
+    """An HTTP/1.0 client gets an error event, without chunk framing, or a reset."""
     one = SSE_HEAD + chunk(event("a"))
     async with fleet_of(scripts=(says_and_resets(one),)) as fleet:
         async with fleet.connected() as client:
@@ -136,7 +136,7 @@ async def test_http_10_told_of_a_death(fleet_of: FleetOf) -> None:
 
 
 async def test_expect_continue(fleet_of: FleetOf) -> None:
-    """Curl asks before it sends a large body; the worker is not bothered with that."""
+    """Curl asks before it sends a large body. The worker does not get the question."""
     async with fleet_of() as fleet, fleet.connected() as client:
         body = json.dumps(BODY).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\nexpect: 100-continue\r\n"
@@ -149,7 +149,7 @@ async def test_expect_continue(fleet_of: FleetOf) -> None:
 
 
 async def test_no_delay(fleet_of: FleetOf) -> None:
-    """TCP_NODELAY is set on both sides: without it streams stall for 40 ms."""
+    """TCP_NODELAY is set on both sides. Without it streams stall for 40 ms."""
     script = says_and_stalls(SSE_HEAD, chunk(event("a")))
     async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
         client.send(STREAM)
@@ -168,22 +168,26 @@ async def test_no_delay(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize("said", [b"", SSE_HEAD, SSE_HEAD + chunk(event("a")), SSE_HEAD + b"40\r\ndata"])
 async def test_client_leaves(fleet_of: FleetOf, said: bytes) -> None:
-    """A client that leaves, before the first byte or amid the stream: the worker is told at once."""
+    """When a client leaves, before or after the first byte, its worker's connection closes at once."""
     async with fleet_of(scripts=(says_and_stalls(said),) * 2) as fleet, fleet.connected() as client:
         client.send(STREAM)
         await until(lambda: fleet.requests, "the worker has the request")
         if b"data:" in said and said != SSE_HEAD + b"40\r\ndata":
             await client.read_until(event("a"))
         client.leave()
-        await until(lambda: not any(worker.open_wires for worker in fleet.workers), "told", AT_ONCE_S)
+        await until(
+            lambda: not any(worker.open_wires for worker in fleet.workers),
+            "the connection is closed",
+            AT_ONCE_S,
+        )
         await fleet.until_free(AT_ONCE_S)
 
         assert 1 == len(fleet.requests)
         assert b"kvrouter_cancelled_requests_total 1.0" in (await fleet.get("/metrics")).body
 
 
-async def test_client_leaves_half_way_through_its_request(fleet_of: FleetOf) -> None:
-    """A client that leaves while it sends its body costs nobody anything."""
+async def test_client_leaves_amid_its_request(fleet_of: FleetOf) -> None:
+    """A client that leaves while it sends its body leaves nothing behind."""
     async with fleet_of() as fleet, fleet.connected() as client:
         client.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 99\r\n\r\n{")
         await until(lambda: not fleet.frontend.completions.idle.is_set(), "the request has begun")
@@ -193,8 +197,8 @@ async def test_client_leaves_half_way_through_its_request(fleet_of: FleetOf) -> 
         assert not fleet.requests
 
 
-async def test_client_leaves_while_we_tokenize(fleet_of: FleetOf, tmp_path: Path) -> None:
-    """A client that leaves while its prompt is tokenized: no worker ever hears of it."""
+async def test_client_leaves_during_tokenizing(fleet_of: FleetOf, tmp_path: Path) -> None:
+    """The request of a client that leaves while its prompt is tokenized reaches no worker."""
     build_tiny_model(tmp_path)
     flags = ("--router-mode", "kv", "--model-path", str(tmp_path), "--tokenizer-workers", "1")
     async with fleet_of(*flags) as fleet, fleet.connected() as client:
@@ -208,18 +212,18 @@ async def test_client_leaves_while_we_tokenize(fleet_of: FleetOf, tmp_path: Path
         assert b"kvrouter_cancelled_requests_total 1.0" in (await fleet.get("/metrics")).body
 
 
-async def test_client_leaves_between_two_tries(fleet_of: FleetOf) -> None:
-    """A client that leaves while another worker is looked for."""
+async def test_client_leaves_between_two_attempts(fleet_of: FleetOf) -> None:
+    """A client may leave between an attempt and the next one."""
     scripts = (says_and_resets(),) * 60
     async with fleet_of("--retries", "50", scripts=scripts) as fleet, fleet.connected() as client:
         client.send(STREAM)
-        await until(lambda: len(fleet.requests) > 2, "the third try")
+        await until(lambda: len(fleet.requests) > 2, "the third attempt")
         client.leave()
         await fleet.until_free(AT_ONCE_S)
 
 
 async def leave_early(url: str, seed: int) -> bool:
-    """A client that leaves after a while that depends on `seed`; returns whether it stayed."""
+    """A client that leaves after a time that depends on `seed`; returns whether it stayed."""
     chance = random.Random(seed)
     async with connected(url) as client:
         client.send(STREAM)
@@ -232,7 +236,7 @@ async def leave_early(url: str, seed: int) -> bool:
 
 
 async def test_many_come_and_go(fleet_of: FleetOf) -> None:
-    """200 streams at once, most of whose clients leave: no booking stays, on either of two replicas."""
+    """Of 200 streams at once most clients leave: no booking stays, on either of two replicas."""
 
     async def script(_received: Received, wire: Wire) -> None:
         await wire.send(SSE_HEAD)
@@ -253,8 +257,8 @@ async def test_many_come_and_go(fleet_of: FleetOf) -> None:
             assert {} == router.pool.active.owners()
 
 
-def test_names_that_aiohttp_need_not_keep() -> None:
-    """We lean on these names of aiohttp; one that goes away must be noticed here, not in production."""
+def test_private_names_of_aiohttp() -> None:
+    """The frontend uses these names of aiohttp. If one vanishes, this test fails, not production."""
     assert isinstance(inspect.getattr_static(RequestHandler, "writing_paused"), property)
     for name in ("connection_made", "data_received", "resume_writing", "handle_error"):
         assert callable(inspect.getattr_static(RequestHandler, name))
@@ -271,7 +275,7 @@ def test_names_that_aiohttp_need_not_keep() -> None:
 
 
 async def test_nothing_is_written_twice(fleet_of: FleetOf) -> None:
-    """Aiohttp adds nothing to a relayed answer: the next bytes are the next answer's."""
+    """Aiohttp adds nothing to a relayed answer: the next bytes are those of the next answer."""
     async with fleet_of(scripts=(OK,)) as fleet, fleet.connected() as client:
         for _ in range(3):
             client.send(BODY)
@@ -280,13 +284,13 @@ async def test_nothing_is_written_twice(fleet_of: FleetOf) -> None:
 
 
 async def test_client_that_reads_nothing(fleet_of: FleetOf) -> None:
-    """A client that pipelines requests and reads no answers fills no memory: its requests wait."""
+    """A client that pipelines requests and reads no answers does not fill the memory: its requests wait."""
     large = answer(b"x" * 500_000)
     async with fleet_of(scripts=(says(large),)) as fleet, fleet.connected() as client:
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         for _ in range(30):
             client.send(BODY)
-        await until(lambda: len(fleet.requests) > 1 and fleet.bookings() == 0, "it waits")
+        await until(lambda: len(fleet.requests) > 1 and fleet.bookings() == 0, "the next request waits")
         await turns(100)
         served = len(fleet.requests)
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
@@ -296,7 +300,7 @@ async def test_client_that_reads_nothing(fleet_of: FleetOf) -> None:
 
 
 async def test_client_that_never_reads(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client of aiohttp's that does not read its answer on is not kept for ever."""
+    """A client on an aiohttp connection that stops reading its answer is disconnected."""
     monkeypatch.setattr("kvrouter.frontend.aiohttp_requests.UNREAD_S", 0.05)
     large = answer(b"x" * 900_000)
     async with fleet_of(scripts=(says(large),)) as fleet, fleet.connected() as client:
@@ -304,9 +308,9 @@ async def test_client_that_never_reads(fleet_of: FleetOf, monkeypatch: pytest.Mo
         for _ in range(30):
             client.send(BODY, "expect: 100-continue")
 
-        def is_torn() -> bool:
-            client.writer.write(b" ")  # what is not read shows nothing
+        def is_reset() -> bool:
+            client.writer.write(b" ")  # a client that does not read notices a reset only when it writes
             return client.writer.is_closing()
 
-        await until(lambda: fleet.requests and not fleet.bookings(), "the answer has come")
-        await until(is_torn, "the connection is torn")
+        await until(lambda: fleet.requests and not fleet.bookings(), "the answer is complete")
+        await until(is_reset, "the connection is reset")

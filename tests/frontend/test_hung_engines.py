@@ -1,4 +1,4 @@
-"""Requests that wait for an engine that hangs go to another one; those of healthy engines stay."""
+"""Requests that wait for a hung engine move to another one; requests to healthy engines stay."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _looks_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def look(fleet: Fleet) -> int:
-    """What happens once a second; returns how many requests moved."""
+    """One look, as once a second; returns how many requests moved."""
     return await fleet.frontend.completions.hung_engines.look()
 
 
 async def look_often(fleet: Fleet) -> int:
-    """The same until something moves; else until several probes are over, answered or not."""
+    """Look until a request moves, or until several probes have ended."""
     for _ in range(4):
         if moved := await look(fleet):
             return moved
@@ -48,14 +48,14 @@ async def look_often(fleet: Fleet) -> int:
 async def waiting(
     fleet: Fleet, body: dict[str, Any] = STREAM, count: int = 1
 ) -> AsyncIterator[list[asyncio.Task[Response]]]:
-    """Requests that wait at the only worker, then a fast one beside it; who waits at the end is let go."""
+    """Requests wait at the only worker; then a fast worker joins. On exit the waiting ones are answered."""
     tasks = [asyncio.create_task(fleet.ask(body)) for _ in range(count)]
     try:
         await until(lambda: len(fleet.workers[0].requests) == count, "all requests wait")
         async with FakeWorker("w1", FAST).serving() as other:
             fleet.workers.append(other)
             fleet.announce(other)
-            await until(lambda: len(fleet.targets(fleet.frontend)) == 2, "the other worker is seen")
+            await until(lambda: len(fleet.targets(fleet.frontend)) == 2, "the other worker is known")
             yield tasks
     finally:
         for task in tasks:
@@ -64,10 +64,12 @@ async def waiting(
 
 
 async def hear(fleet: Fleet, state: State) -> None:
-    """The first worker's agent says so, and has been heard."""
+    """The first worker's agent reports this state, and the frontend has received it."""
     fleet.announce(fleet.workers[0], state)
     pool = fleet.frontend.replica.routers[POOL].pool
-    await until(lambda: WorkerId("w0") not in {target.worker_id for target in pool.targets}, "it was heard")
+    await until(
+        lambda: WorkerId("w0") not in {target.worker_id for target in pool.targets}, "the state is received"
+    )
 
 
 async def retried(fleet: Fleet) -> str:
@@ -77,10 +79,10 @@ async def retried(fleet: Fleet) -> str:
 
 
 @pytest.mark.parametrize(("body", "moves"), [(STREAM, 1), (BODY, 0)], ids=["streamed", "not streamed"])
-async def test_engine_said_to_be_down(fleet_of: FleetOf, body: dict[str, Any], moves: int) -> None:
-    """The agent's word is enough for a stream; what is not streamed may be halfway: the engine answers."""
+async def test_engine_reported_down(fleet_of: FleetOf, body: dict[str, Any], moves: int) -> None:
+    """The agent's report moves a stream, but not other requests: those may be half done."""
     async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet, body) as (task,):
-        assert 0 == await look(fleet)  # nothing speaks against it
+        assert 0 == await look(fleet)  # the engine is not suspected
         await hear(fleet, "down")
 
         assert moves == await look_often(fleet)
@@ -92,7 +94,7 @@ async def test_engine_said_to_be_down(fleet_of: FleetOf, body: dict[str, Any], m
 @pytest.mark.parametrize("state", ["down", "leave"])
 @pytest.mark.parametrize("body", [STREAM, BODY], ids=["streamed", "not streamed"])
 async def test_engine_without_an_answer(fleet_of: FleetOf, body: dict[str, Any], state: State) -> None:
-    """An engine that does not answer a probe loses all its requests, whatever became of its agent."""
+    """An engine that does not answer a probe loses all its requests, in any state of its agent."""
     async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet, body) as (task,):
         fleet.workers[0].hangs = True
         await hear(fleet, state)
@@ -101,8 +103,8 @@ async def test_engine_without_an_answer(fleet_of: FleetOf, body: dict[str, Any],
         assert "w1" == (await task).header("x-kvrouter-worker")
 
 
-async def test_dead_agent_before_a_healthy_engine(fleet_of: FleetOf) -> None:
-    """Nothing moves as long as the engine answers; if that ends, everything does."""
+async def test_dead_agent_of_a_healthy_engine(fleet_of: FleetOf) -> None:
+    """No request moves while the engine answers; when it stops, all of them move."""
     async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet) as (task,):
         await hear(fleet, "leave")
         assert 0 == await look_often(fleet)
@@ -113,7 +115,7 @@ async def test_dead_agent_before_a_healthy_engine(fleet_of: FleetOf) -> None:
 
 
 async def test_answers_that_have_begun_stay(fleet_of: FleetOf) -> None:
-    """A client that has seen a part of its answer cannot have another one."""
+    """A request whose client has received a part of its answer does not move."""
     begun = says_and_stalls(SSE_HEAD + chunk(event("a")))
     async with fleet_of(scripts=(begun,)) as fleet, waiting(fleet):
         fleet.workers[0].hangs = True
@@ -123,17 +125,17 @@ async def test_answers_that_have_begun_stay(fleet_of: FleetOf) -> None:
 
 
 async def test_without_an_alternative(fleet_of: FleetOf) -> None:
-    """A request waits on where no other worker could take it: its engine may come back."""
+    """A request stays if no other worker could accept it: its engine may recover."""
     async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet):
         await hear(fleet, "down")
         fleet.announce(fleet.workers[1], "draining")
-        await until(lambda: not fleet.targets(fleet.frontend), "nobody takes requests")
+        await until(lambda: not fleet.targets(fleet.frontend), "no worker accepts requests")
 
         assert 0 == await look_often(fleet)
 
 
 async def test_many_without_an_alternative(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few of them are looked at in a second, as it costs as much as routing them; all get their turn."""
+    """Only a few are tried in a second, since each costs as much as routing; all get their turn."""
     monkeypatch.setattr(hung_engines, "MOST_MISSES", 4)
     asked: list[str] = []
 
@@ -160,7 +162,7 @@ async def test_without_retries(fleet_of: FleetOf) -> None:
 
 
 async def test_a_tenth_moves_at_once(fleet_of: FleetOf) -> None:
-    """Of 25 requests in flight two move in a second, the oldest first, until none is left."""
+    """Of 25 requests in flight two move in a second, the oldest first, until all have moved."""
     async with fleet_of(scripts=(STALLS,)) as fleet, waiting(fleet, count=25) as tasks:
         await hear(fleet, "down")
 
@@ -173,7 +175,7 @@ async def test_a_tenth_moves_at_once(fleet_of: FleetOf) -> None:
 
 
 async def test_last_worker_without_an_agent(fleet_of: FleetOf) -> None:
-    """It stays as long as its engine answers: a card that somebody made up does not keep a pool for ever."""
+    """It is kept while its engine answers: a forged card does not keep a pool."""
     async with fleet_of() as fleet:
         pool = fleet.frontend.replica.routers[POOL].pool
         pool.silence({WorkerId("w0")})
@@ -187,8 +189,8 @@ async def test_last_worker_without_an_agent(fleet_of: FleetOf) -> None:
         assert not pool.workers
 
 
-async def test_many_engines_in_doubt() -> None:
-    """Where more are in doubt than are probed at once, each gets its turn."""
+async def test_many_suspected_engines() -> None:
+    """If more engines are suspected than are probed at once, each gets its turn."""
     asked: set[str] = set()
 
     async def probe(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which requests are refused when the draining is over, and what becomes of the others."""
+"""Which requests are rejected at the end of the drain, and what happens to the others."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ async def turn() -> None:
 
 
 def new_request() -> Request:
-    """One whose client is never spoken to."""
+    """A request whose client is not used."""
     return Request(RequestHead("POST", "/", [], wants_keep_alive=True), cast(ClientSide, None), b"")
 
 
 async def serve(
-    in_flight: InFlight, go_on: asyncio.Event, request: Request | None = None, *, is_answered: bool = False
+    in_flight: InFlight, may_end: asyncio.Event, request: Request | None = None, *, is_answered: bool = False
 ) -> str:
-    """A request that lasts until `go_on`."""
+    """A request that lasts until `may_end`."""
     request = request or new_request()
     try:
         in_flight.begin(request)
         if is_answered:
             in_flight.answered(request)
-        await go_on.wait()
+        await may_end.wait()
     except asyncio.CancelledError:
         refusal = in_flight.take_refusal(request)
         if refusal is None:
@@ -45,39 +45,39 @@ async def serve(
 
 
 async def test_idle() -> None:
-    """It is idle before the first request and after the last."""
-    in_flight, go_on = InFlight(), asyncio.Event()
+    """`idle` is set before the first request and after the last."""
+    in_flight, may_end = InFlight(), asyncio.Event()
     seen = [in_flight.idle.is_set()]
-    tasks = [asyncio.create_task(serve(in_flight, go_on)) for _ in range(2)]
+    tasks = [asyncio.create_task(serve(in_flight, may_end)) for _ in range(2)]
     await turn()
     seen.append(in_flight.idle.is_set())
-    go_on.set()
+    may_end.set()
     await asyncio.gather(*tasks)
 
     assert [True, False, True] == [*seen, in_flight.idle.is_set()]
 
 
 async def test_refuse_waiting() -> None:
-    """Those without an answer are refused; those being answered, or answered, go on."""
-    in_flight, go_on = InFlight(), asyncio.Event()
+    """Requests without an answer are rejected; the ones being answered, or answered, continue."""
+    in_flight, may_end = InFlight(), asyncio.Event()
     begun = new_request()
-    waiting = asyncio.create_task(serve(in_flight, go_on))
-    answering = asyncio.create_task(serve(in_flight, go_on, begun))
-    answered = asyncio.create_task(serve(in_flight, go_on, is_answered=True))
+    waiting = asyncio.create_task(serve(in_flight, may_end))
+    answering = asyncio.create_task(serve(in_flight, may_end, begun))
+    answered = asyncio.create_task(serve(in_flight, may_end, is_answered=True))
     await turn()
     in_flight.refuse_waiting({begun})
 
     with pytest.raises(ShuttingDownError, match="shutting down"):
         await waiting
     assert not in_flight.idle.is_set()
-    go_on.set()
+    may_end.set()
     assert ["whole", "whole"] == [await answering, await answered]
     assert in_flight.idle.is_set()
     assert not waiting.cancelling()
 
 
 async def test_later_requests_are_refused() -> None:
-    """One that comes when the others have been refused is refused, too."""
+    """A request that arrives after that is rejected as well."""
     in_flight = InFlight()
     in_flight.refuse_waiting(())
 
@@ -87,7 +87,7 @@ async def test_later_requests_are_refused() -> None:
 
 
 async def test_client_that_leaves() -> None:
-    """A request whose client has left is cancelled, not refused."""
+    """A request whose client has left is cancelled, not rejected."""
     in_flight = InFlight()
     task = asyncio.create_task(serve(in_flight, asyncio.Event()))
     await turn()

@@ -1,4 +1,4 @@
-"""Thousands of slow streams through one replica, a process of its own: every event comes, in little memory.
+"""Thousands of slow streams through one replica in another process: every event arrives, in little memory.
 
 `scripts/test --long -s` opens 9,000, about what 20,000 descriptors allow, and shows the bytes per stream.
 """
@@ -29,7 +29,7 @@ from tests.frontend.workers import LAST_CHUNK, SSE_HEAD, chunk, event, until
 
 STREAMS = 9_000 if os.environ.get("KVROUTER_TEST_LONG") else 400
 MOST_BYTES_PER_STREAM = 32 * 1024
-"""Measured: 10 KB with 9,000 streams of small requests. The request itself is kept until its end."""
+"""Measured: 10 KB with 9,000 streams of small requests. A request is kept until its end."""
 WITHIN_S = 120.0
 AT_ONCE = 200
 """Connections opened together."""
@@ -40,7 +40,7 @@ REQUEST = (
 
 
 class SlowWorker(asyncio.Protocol):
-    """One stream at a worker: an event at once, the others when the test wants them."""
+    """One stream at a worker: an event at once, the others when the test asks for them."""
 
     streams: ClassVar[set[SlowWorker]] = set()
 
@@ -81,7 +81,7 @@ def resident_bytes(pid: int) -> int:
 
 @contextlib.asynccontextmanager
 async def running(nats: str, port: int) -> AsyncIterator[int]:
-    """A frontend in a process of its own, which knows one slow worker; gives its pid."""
+    """A frontend in another process, which knows one slow worker; yields its pid."""
     namespace, url = uuid.uuid4().hex, f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "kvrouter.frontend", "--host=127.0.0.1", f"--port={port}"]
     command += [
@@ -120,7 +120,7 @@ async def running(nats: str, port: int) -> AsyncIterator[int]:
 
 
 async def beat_on(bus: Bus, namespace: str, beat: bytes) -> None:
-    """The worker is alive."""
+    """Announce the worker."""
     while True:
         bus.publish(Subjects(namespace).live_worker(WorkerId("w")), beat)
         await asyncio.sleep(1)
@@ -136,7 +136,7 @@ async def is_ready(url: str) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 async def test_many_slow_streams(nats_url: str, free_port: Callable[[], int]) -> None:
-    """All get their events while all are open, and are told the end; memory grows by little for each."""
+    """All streams get their events and their ends while all are open; each takes little memory."""
     if raise_limit() < 2 * STREAMS + 200:
         pytest.skip(f"{STREAMS} streams need {2 * STREAMS + 200} descriptors here")
     loop, port = asyncio.get_running_loop(), free_port()

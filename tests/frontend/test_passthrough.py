@@ -1,4 +1,4 @@
-"""Engine routes that are passed on: to whom, with which semantics, and which are not."""
+"""Engine routes that are passed on: which, to which worker, with which retries and limits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AUDIO = bytes(range(256)) * 2000
 
 
 def form(boundary: str = "bound", **fields: str | bytes) -> tuple[bytes, str]:
-    """A multipart body and the header that goes with it; bytes are a file."""
+    """A multipart body and its header. Values that are bytes become files."""
     parts = []
     for name, value in fields.items():
         of_file = b'; filename="a.wav"\r\nContent-Type: audio/wav' if isinstance(value, bytes) else b""
@@ -65,7 +65,7 @@ async def join_second_pool(fleet: Fleet, number: int = 1, **facts: Any) -> None:
 
 @pytest.mark.parametrize("path", POST_ROUTES)
 async def test_passed(fleet_of: FleetOf, path: str) -> None:
-    """Body and path reach the worker as they are; the answer carries our headers."""
+    """Body and path reach the worker unchanged; the answer has the router's headers."""
     async with fleet_of() as fleet:
         response = await fleet.ask(EMBED, "x-request-id: r1", path=f"{path}?a=b")
 
@@ -96,7 +96,7 @@ async def test_passed_get(fleet_of: FleetOf, path: str) -> None:
     ],
 )
 async def test_not_passed(fleet_of: FleetOf, path: str) -> None:
-    """An engine's administration, and what is not listed, is not reached through the frontend."""
+    """An engine's administration, and routes that are not listed, are not reachable through the frontend."""
     async with fleet_of() as fleet:
         response = await fleet.ask({}, path=path)
 
@@ -106,7 +106,7 @@ async def test_not_passed(fleet_of: FleetOf, path: str) -> None:
 
 
 async def test_least_load(fleet_of: FleetOf) -> None:
-    """In mode kv such a request goes where the fewest requests are, and is booked while it runs."""
+    """In mode kv such a request goes to the worker with the fewest requests, and is booked while it runs."""
     busy = says_and_stalls(SSE_HEAD, chunk(DELTA))
     async with fleet_of("--router-mode", "kv", scripts=(OK, OK)) as fleet, fleet.connected() as client:
         for worker in fleet.workers:
@@ -149,7 +149,7 @@ async def test_by_model(fleet_of: FleetOf) -> None:
 
 
 async def test_no_model_with_several(fleet_of: FleetOf) -> None:
-    """Where several models are served, a request has to name one: 400, with the list."""
+    """If several models are served, a request must name one: 400, with the list."""
     async with fleet_of(scripts=(OK, OK)) as fleet:
         assert 200 == (await fleet.ask({"prompt": [1]})).status
         assert 200 == (await fleet.ask({"input": "x"}, path="/v1/embeddings")).status
@@ -171,11 +171,11 @@ async def test_no_model_with_several(fleet_of: FleetOf) -> None:
 
 
 async def test_same_adapter_in_two_pools(fleet_of: FleetOf) -> None:
-    """The requests go to one pool, the same at every replica; the other says so in /workers and the log."""
+    """The requests go to one pool, the same at every replica; /workers and the log show the conflict."""
     async with fleet_of(scripts=(OK, OK), lora_names=("sql",)) as fleet:
         await join_second_pool(fleet, lora_names=("sql",))
         workers = [(await fleet.ask({**BODY, "model": "sql"})).header("x-kvrouter-worker") for _ in range(4)]
-        await until(lambda: fleet.logged("worker.problem"), "it is said")
+        await until(lambda: fleet.logged("worker.problem"), "it is logged")
         pools = {pool["pool"]: pool["problems"] for pool in (await fleet.get("/workers")).json["pools"]}
 
         assert ["w0"] * 4 == workers
@@ -204,7 +204,7 @@ async def test_models_are_merged(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"model": 5}', b"[" * 20_000, b'"\xff"'])
 async def test_malformed(fleet_of: FleetOf, body: bytes) -> None:
-    """A body that is no JSON object is a 400 of ours."""
+    """A body that is not a JSON object is a 400 of the router."""
     async with fleet_of() as fleet:
         response = await fleet.ask(body, path="/v1/embeddings")
 
@@ -228,7 +228,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("case", REFUSALS)
 async def test_named_error_event_first(fleet_of: FleetOf, case: str) -> None:
-    """A stream of named events whose first is an error is a refusal, too: another worker is tried."""
+    """A stream of named events whose first is an error is a rejection: another worker is tried."""
     good = says(SSE_HEAD, chunk(CREATED), chunk(DELTA) + LAST_CHUNK)
     scripts = in_turn(says(*REFUSALS[case]), good)
     async with fleet_of(scripts=(scripts, scripts)) as fleet:
@@ -254,8 +254,8 @@ async def test_named_events_come_at_once(fleet_of: FleetOf) -> None:
         await client.read_until(LAST_CHUNK)
 
 
-async def test_sound_is_not_held(fleet_of: FleetOf) -> None:
-    """Speech goes out from its first byte."""
+async def test_audio_is_not_held(fleet_of: FleetOf) -> None:
+    """Audio is relayed from its first byte."""
     asked = asyncio.Event()
 
     async def script(_received: Received, wire: Wire) -> None:
@@ -272,10 +272,10 @@ async def test_sound_is_not_held(fleet_of: FleetOf) -> None:
 
 
 async def test_client_leaves(fleet_of: FleetOf) -> None:
-    """The worker's connection is closed at once."""
+    """If the client leaves, the worker's connection is closed at once."""
     async with fleet_of(scripts=(says_and_stalls(),)) as fleet, fleet.connected() as client:
         client.send(EMBED, path="/v1/embeddings")
-        await until(lambda: fleet.requests, "the worker has it")
+        await until(lambda: fleet.requests, "the worker has the request")
         client.leave()
 
         await until(lambda: not fleet.workers[0].open_wires, "the worker's connection is closed", 1.0)
@@ -283,7 +283,7 @@ async def test_client_leaves(fleet_of: FleetOf) -> None:
 
 
 async def test_report_mode(fleet_of: FleetOf) -> None:
-    """The argument that would spoil reference counts is taken out of JSON; a form is left alone."""
+    """The argument that would corrupt reference counts is removed from JSON; a form is unchanged."""
     asks = {"model": "m", "vllm_xargs": {"kv_cache_report_mode": "full", "a": 1}}
     body, content_type = form(model="m", file=json.dumps(asks).encode())
     async with fleet_of() as fleet:
@@ -295,7 +295,7 @@ async def test_report_mode(fleet_of: FleetOf) -> None:
 
 
 async def test_head(fleet_of: FleetOf) -> None:
-    """HEAD is 405 where a worker would be asked, for its answer would have a length and no body."""
+    """HEAD is 405 on routes to a worker, since its answer would have a length and no body."""
     async with fleet_of(scripts=(OK,)) as fleet, fleet.connected() as client:
         client.writer.write(b"HEAD /version HTTP/1.1\r\nhost: test\r\n\r\n")
 
@@ -304,8 +304,8 @@ async def test_head(fleet_of: FleetOf) -> None:
 
 
 @pytest.mark.parametrize("kvrouter", [{"mode": [[]] * 50_000}, [], 5])
-async def test_odd_overrides(fleet_of: FleetOf, kvrouter: Any) -> None:
-    """What is no object for the router is refused, a large one before it is decoded."""
+async def test_invalid_overrides(fleet_of: FleetOf, kvrouter: Any) -> None:
+    """Overrides that are not an object are rejected, large ones before they are decoded."""
     async with fleet_of() as fleet:
         body = {"model": "m", "input": "x", "kvrouter": kvrouter}
         response = await fleet.ask(body, path="/v1/embeddings")

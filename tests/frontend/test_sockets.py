@@ -18,20 +18,20 @@ print(raise_limit(), raise_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE),
 
 
 def test_soft_limit_is_raised() -> None:
-    """As far as the hard limit goes; a second time changes nothing."""
-    said = subprocess.run([sys.executable, "-c", RAISE], capture_output=True, text=True, check=True).stdout
-    *limits, hard = map(int, said.split())
+    """The soft limit becomes the hard one; a second call changes nothing."""
+    output = subprocess.run([sys.executable, "-c", RAISE], capture_output=True, text=True, check=True).stdout
+    *limits, hard = map(int, output.split())
 
     assert [hard] * 4 == limits
 
 
-def test_limit_is_told() -> None:
-    """What is returned is what holds."""
+def test_returned_limit_holds() -> None:
+    """The returned limit is the one that holds."""
     limit = raise_limit()
 
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] in {limit, resource.RLIM_INFINITY}
 
 
 def test_streams() -> None:
-    """A stream takes two descriptors, and some are needed for other things."""
+    """A stream takes two descriptors, and 200 are reserved for other uses."""
     assert [0, 0, 9_900] == [streams_within(limit) for limit in (0, 100, 20_000)]

@@ -1,4 +1,4 @@
-"""Clients over TLS: everything that holds for plain connections, on real sockets with real certificates."""
+"""Clients over TLS: what holds for TCP holds here, on real sockets with real certificates."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ Https = Callable[..., contextlib.AbstractAsyncContextManager[Fleet]]
 
 @contextlib.contextmanager
 def raw(url: str, tls: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
-    """A blocking socket that tells an end that was announced from one that was not."""
+    """A blocking socket that can distinguish an end with close_notify from one without."""
     address = urlsplit(url)
     with (
         socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as plain,
@@ -90,7 +90,7 @@ def post(body: object, line: bytes = LINES["1.1"]) -> bytes:
 
 
 async def until_end(url: str, tls: ssl.SSLContext, request: bytes) -> tuple[bytes, bool]:
-    """What comes until the connection ends, and whether its end is announced."""
+    """The bytes until the connection ends, and whether it ends with close_notify."""
 
     def read() -> tuple[bytes, bool]:
         got = b""
@@ -107,7 +107,7 @@ async def until_end(url: str, tls: ssl.SSLContext, request: bytes) -> tuple[byte
 
 
 async def test_answers(https: Https, authority: Authority) -> None:
-    """Request after request on one connection; the replica says that its address is https://."""
+    """Several requests on one connection; the replica reports its https:// address."""
     async with (
         https() as fleet,
         connected(fleet.url, authority.trusted()) as client,
@@ -123,7 +123,7 @@ async def test_answers(https: Https, authority: Authority) -> None:
 
 
 async def test_protocols(https: Https, authority: Authority) -> None:
-    """HTTP/1.1 is what is agreed on, TLS 1.2 is the least, and the certificate is checked as any other."""
+    """ALPN agrees on HTTP/1.1, TLS 1.2 is the minimum, and the certificate can be verified."""
 
     def agreed(url: str, least: ssl.TLSVersion, most: ssl.TLSVersion) -> tuple[str | None, str | None]:
         tls = authority.trusted()
@@ -149,7 +149,7 @@ async def test_protocols(https: Https, authority: Authority) -> None:
 
 
 async def test_pipelined(https: Https, authority: Authority) -> None:
-    """Requests sent in one go are answered in their order, the one that closes last."""
+    """Pipelined requests are answered in order; the last one closes the connection."""
     last = post({**BODY, "n": 2}).replace(b"host:", b"connection: close\r\nhost:")
     async with https() as fleet:
         got, is_announced = await until_end(fleet.url, authority.trusted(), post(BODY) * 3 + last)
@@ -159,7 +159,7 @@ async def test_pipelined(https: Https, authority: Authority) -> None:
 
 
 async def test_handed_over(https: Https, authority: Authority) -> None:
-    """What is no plain request is aiohttp's over TLS, too: chunks, HTTP/1.0, `Expect`, other methods."""
+    """Requests that are not plain go to aiohttp over TLS too: chunks, HTTP/1.0, `Expect`, other methods."""
     data = json.dumps(BODY).encode()
     head = b"host: t\r\ntransfer-encoding: chunked\r\n\r\n"
     async with https() as fleet, connected(fleet.url, authority.trusted()) as client:
@@ -181,7 +181,7 @@ async def test_handed_over(https: Https, authority: Authority) -> None:
 
 
 async def test_openai_client(https: Https, authority: Authority) -> None:
-    """The `openai` package streams and asks over HTTPS."""
+    """The `openai` package works over HTTPS, with streams and without."""
 
     async def script(received: Received, wire: Wire) -> None:
         await wire.send(stream("a", "b", "c") if received.json.get("stream") else answer())
@@ -201,10 +201,10 @@ async def test_openai_client(https: Https, authority: Authority) -> None:
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"], ids=["served here", "handed over"])
 @pytest.mark.parametrize(("ends", "is_whole"), [(says_and_resets, False), (says_and_closes, True)])
-async def test_torn(
+async def test_incomplete_answer(
     https: Https, authority: Authority, version: str, ends: Callable[[bytes], Script], is_whole: bool
 ) -> None:
-    """An answer that ends with its connection has an announced end (close_notify) only if it is whole."""
+    """An answer that ends with its connection ends with close_notify only if it is complete."""
     async with https(ends(UNTIL_CLOSE)) as fleet:
         got, is_announced = await until_end(fleet.url, authority.trusted(), post(BODY, LINES[version]))
 
@@ -212,9 +212,9 @@ async def test_torn(
     assert not is_whole or got.endswith(b"sound")
 
 
-@pytest.mark.parametrize("announces", [True, False], ids=["close_notify", "vanishes"])
-async def test_client_leaves(https: Https, authority: Authority, announces: bool) -> None:
-    """A client that leaves amid its stream, with a word or without, is not served on."""
+@pytest.mark.parametrize("sends_close_notify", [True, False], ids=["close_notify", "vanishes"])
+async def test_client_leaves(https: Https, authority: Authority, sends_close_notify: bool) -> None:
+    """A client that leaves amid its stream, with close_notify or without, is no longer served."""
     left = asyncio.Event()
 
     async def script(_received: Received, wire: Wire) -> None:
@@ -227,7 +227,7 @@ async def test_client_leaves(https: Https, authority: Authority, announces: bool
             connection.sendall(post(STREAM))
             while b"data:" not in connection.recv(65536):
                 pass
-            if announces:
+            if sends_close_notify:
                 with contextlib.suppress(OSError):
                     connection.unwrap()
 
@@ -240,7 +240,7 @@ async def test_client_leaves(https: Https, authority: Authority, announces: bool
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"], ids=["served here", "handed over"])
 async def test_slow_client(https: Https, authority: Authority, version: str) -> None:
-    """A client that reads nothing holds the worker back; when it reads, it gets everything."""
+    """A client that reads nothing pauses the worker; when it reads, it gets everything."""
     piece, pieces = b"x" * 65536, 400
     sent = 0
 
@@ -267,7 +267,7 @@ async def test_slow_client(https: Https, authority: Authority, version: str) -> 
 
 
 async def test_large_bodies(https: Https, authority: Authority) -> None:
-    """Bodies of many TLS records, both ways."""
+    """Bodies of many TLS records arrive, in both directions."""
     large = answer(b'{"text":"' + b"y" * 3 * HELD_BYTES + b'"}')
     body = {"model": "m", "prompt": "z" * 3_000_000}
 
@@ -282,7 +282,7 @@ async def test_large_bodies(https: Https, authority: Authority) -> None:
 
 
 async def test_no_tls(https: Https, authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever speaks no TLS, or does not finish its handshake, is let go, and nothing is said of it."""
+    """A client without TLS, or with an unfinished handshake, is disconnected, and nothing is logged."""
     monkeypatch.setattr("kvrouter.frontend.http_server.HANDSHAKE_S", 0.05)
     async with https() as fleet:
         async with connected(fleet.url) as plain:
@@ -295,11 +295,11 @@ async def test_no_tls(https: Https, authority: Authority, monkeypatch: pytest.Mo
 
 
 async def test_cut_off(https: Https, authority: Authority) -> None:
-    """A stream that the replica cannot finish ends with an error event, and in order."""
+    """A stream that the replica cannot finish ends in order, with an error event."""
     async with https(says_and_stalls(SSE_HEAD + chunk(event("a")))) as fleet:
         reading = asyncio.create_task(until_end(fleet.url, authority.trusted(), post(STREAM)))
         running = fleet.frontend.completions._running
-        await until(lambda: any(attempt.is_committed for attempt in running), "it has begun")
+        await until(lambda: any(attempt.is_committed for attempt in running), "the answer has begun")
         fleet.frontend.completions.cut_off()
         got, is_announced = await reading
 
@@ -308,7 +308,7 @@ async def test_cut_off(https: Https, authority: Authority) -> None:
 
 
 async def test_processes(nats_url: str, authority: Authority) -> None:
-    """Each of several processes has the certificate, on the common port and on its own."""
+    """Each of several processes has the certificate, on the shared port and on its admin port."""
     files, namespace = authority.sign("kvrouter.test"), uuid.uuid4().hex
     port, admin_port, *_ = free_ports(4)
     tls = authority.trusted()
@@ -350,7 +350,7 @@ async def test_processes(nats_url: str, authority: Authority) -> None:
 
 
 async def is_ready(url: str, tls: ssl.SSLContext) -> bool:
-    """Whether /ready says so."""
+    """Whether /ready is 200."""
     try:
         async with connected(url, tls) as client:
             return (await client.get("/ready")).status == 200

@@ -58,7 +58,7 @@ async def test_answers(fleet_of: FleetOf, authority: Authority) -> None:
         await (says(stream("a", "b")) if received.json.get("stream") else OK)(received, wire)
 
     flag = f"--worker-tls-ca={authority.file}"
-    async with fleet_of(flag, scripts=(script,), worker_tls=authority.door()) as fleet:
+    async with fleet_of(flag, scripts=(script,), worker_tls=authority.server()) as fleet:
         first, streamed, last = [await fleet.ask(body) for body in (BODY, STREAM, BODY)]
         (worker,) = fleet.workers
 
@@ -71,7 +71,7 @@ async def test_answers(fleet_of: FleetOf, authority: Authority) -> None:
 async def test_server_name(authority: Authority) -> None:
     """A worker announced by name is called with that name in SNI."""
     names: list[str | None] = []
-    async with FakeWorker("w", OK, tls=named(authority.door(), names)).serving() as worker:
+    async with FakeWorker("w", OK, tls=named(authority.server(), names)).serving() as worker:
         upstream = Upstream(trusting(authority.file))
         connection = await upstream.connect(worker.url.replace("127.0.0.1", "localhost"))
         connection.close()
@@ -92,7 +92,7 @@ async def test_not_accepted(
     authority: Authority, names: tuple[str, ...], is_expired: bool, is_trusted: bool, message: str
 ) -> None:
     """A certificate that is not accepted makes the worker unreachable, and the error names the remedy."""
-    server = authority.door(*names, is_expired=is_expired)
+    server = authority.server(*names, is_expired=is_expired)
     async with FakeWorker("w", OK, tls=server).serving() as worker:
         with pytest.raises(WorkerUnreachableError, match=f"{worker.url} cannot be reached.*{message}"):
             await Upstream(trusting(authority.file if is_trusted else None)).connect(worker.url)
@@ -126,7 +126,7 @@ def test_address(url: str, address: tuple[str, int, bool]) -> None:
 
 async def test_client_gets_the_remedy(fleet_of: FleetOf, authority: Authority) -> None:
     """Clients of a worker with an untrusted certificate get an OpenAI error that names the remedy."""
-    async with fleet_of("--retries=0", worker_tls=authority.door()) as fleet:
+    async with fleet_of("--retries=0", worker_tls=authority.server()) as fleet:
         refused = await fleet.ask()
 
     assert 502 == refused.status
@@ -154,7 +154,7 @@ async def test_cut_short(
 ) -> None:
     """An answer that ends with its connection is complete only after close_notify: anyone can cut TCP."""
     flag, script = f"--worker-tls-ca={authority.file}", sends_and(end, b"sound")
-    fleet_open = fleet_of(flag, scripts=(script,), worker_tls=authority.door())
+    fleet_open = fleet_of(flag, scripts=(script,), worker_tls=authority.server())
     async with fleet_open as fleet, fleet.connected() as client:
         client.send(BODY)
         await client.read_until(b"sound")
@@ -179,7 +179,7 @@ async def test_slow_client(fleet_of: FleetOf, authority: Authority) -> None:
         wire.close()
 
     flag = f"--worker-tls-ca={authority.file}"
-    fleet_open = fleet_of(flag, scripts=(script,), worker_tls=authority.door())
+    fleet_open = fleet_of(flag, scripts=(script,), worker_tls=authority.server())
     async with fleet_open as fleet, fleet.connected() as client:
         client.stop_reading()
         client.send(BODY)
@@ -207,7 +207,7 @@ async def test_close_behind_unread_bytes(authority: Authority, size: int) -> Non
         with socket.socket(fileno=os.dup(wire.writer.get_extra_info("socket").fileno())) as raw:
             raw.shutdown(socket.SHUT_WR)  # as servers do that do not wait for our close_notify
 
-    async with FakeWorker("w", script, tls=authority.door()).serving() as worker:
+    async with FakeWorker("w", script, tls=authority.server()).serving() as worker:
         upstream, client = Upstream(trusting(authority.file)), FakeClient()
         client.is_slow = True
         attempt = attempt_on(await upstream.connect(worker.url), client)
@@ -224,7 +224,7 @@ async def test_close_behind_unread_bytes(authority: Authority, size: int) -> Non
 async def test_cancelled_connects(authority: Authority) -> None:
     """Cancelled at any moment, connecting over TLS leaves no connection open."""
     tls = trusting(authority.file)
-    async with FakeWorker("w", OK, tls=authority.door()).serving() as worker:
+    async with FakeWorker("w", OK, tls=authority.server()).serving() as worker:
         upstream = Upstream(tls)
         for turns_before in range(40):
             task = asyncio.ensure_future(upstream.connect(worker.url))

@@ -40,12 +40,12 @@ REPORT = Report(
 
 
 def a_run(**figures: float) -> Run:
-    """One that took 100 ms of CPU time, but for `figures`."""
+    """A run of 100 ms of CPU time, with other `figures`."""
     return replace(Run.of(REPORT, 100_000_000), **figures)
 
 
 def results(**costs: float) -> Results:
-    """Of `short` alone: CPU µs a request by contender."""
+    """Results of `short` only: CPU µs per request by contender."""
     names = {
         "ours": targets.OURS, "nginx": targets.NGINX, "vllm": targets.VLLM, "sglang": targets.SGLANG,
     }  # fmt: skip
@@ -62,7 +62,7 @@ def write(proc: Path, pid: int, group: int, used: int, kb: int) -> None:
 
 
 def test_group_cpu_time(tmp_path: Path) -> None:
-    """A router that starts processes of its own is measured with all of them, and with nobody else."""
+    """A router with child processes is measured with all of them, and with no other process."""
     write(tmp_path, 10, 10, used=500, kb=4)
     write(tmp_path, 11, 10, used=30, kb=2)
     write(tmp_path, 12, 12, used=7, kb=1)
@@ -73,13 +73,13 @@ def test_group_cpu_time(tmp_path: Path) -> None:
 
 
 def test_own_group() -> None:
-    """The same of a real process: its own."""
+    """The CPU time of the own process group can be read from /proc."""
     assert group_cpu_ns(os.getpgrp()) > 0
     assert resident_bytes(os.getpgrp()) > 1_000_000
 
 
 def test_a_run() -> None:
-    """CPU time is shared out over requests and over events, times become milliseconds."""
+    """CPU time is divided by requests and by events; times become milliseconds."""
     run = a_run()
 
     assert (100.0, 2.0) == (run.cpu_us_per_request, run.cpu_us_per_event)
@@ -88,7 +88,7 @@ def test_a_run() -> None:
 
 
 def test_median_of_runs() -> None:
-    """Figure by figure; stalls are added up, so that no run hides one."""
+    """The median of each figure; stalls are added up, so that no run hides one."""
     runs = [a_run(cpu_us_per_request=cost, stalls=stalls) for cost, stalls in ((3, 0), (1, 2), (2, 0))]
 
     assert (2, 2) == (Run.median(runs).cpu_us_per_request, Run.median(runs).stalls)
@@ -104,7 +104,7 @@ def test_median_of_runs() -> None:
     ],
 )
 def test_targets(ours: float, met: list[bool]) -> None:
-    """At most 0.6 of sglang-router, below vllm-router, stretch 0.3 of sglang-router."""
+    """The limits are 0.6 of sglang-router, vllm-router itself, and 0.3 of sglang-router."""
     rows = targets.targets(results(ours=ours, vllm=70.0, sglang=100.0))
 
     assert met == [row.is_met for row in rows]
@@ -113,7 +113,7 @@ def test_targets(ours: float, met: list[bool]) -> None:
 
 
 def test_missing_peer() -> None:
-    """A target is neither met nor missed while the peer is missing, and the table says so."""
+    """Without the peer a target is neither met nor missed, and the table shows that."""
     rows = targets.targets(results(ours=10.0, vllm=70.0))
     console = Console(width=120, record=True, file=io.StringIO())
 
@@ -126,7 +126,7 @@ def test_missing_peer() -> None:
 
 
 def test_added_latency() -> None:
-    """At most nginx's and 0.1 ms at the median, 0.3 ms at p99; stalls have to be none."""
+    """The limits are nginx's latency plus 0.1 ms (median) and 0.3 ms (p99), and no stall."""
     medians = {
         ("alone", targets.OURS): a_run(latency_p50_ms=0.25, latency_p99_ms=0.45),
         ("alone", targets.NGINX): a_run(latency_p50_ms=0.1, latency_p99_ms=0.2),
@@ -139,7 +139,7 @@ def test_added_latency() -> None:
 
 
 def test_work_tables() -> None:
-    """Added latency is what is above direct; figures without a meaning for a work are not shown."""
+    """Added latency is the difference to direct; figures without a meaning for a work are left out."""
     works = {work.name: work for work in standard_works()}
     medians = {
         ("alone", "a"): a_run(latency_p50_ms=0.75),
@@ -160,7 +160,7 @@ def test_work_tables() -> None:
 
 
 def test_tools_line() -> None:
-    """How the tools did alone, beside the fastest router."""
+    """The line compares the tools without a router to the fastest router."""
     medians = {
         ("short", "a"): a_run(requests_per_s=9000.0, generator_idle=0.5),
         ("short", "b"): a_run(requests_per_s=4000.0, generator_idle=0.8),
@@ -175,18 +175,18 @@ def test_tools_line() -> None:
 
 
 def test_streams_that_fit() -> None:
-    """Two descriptors a stream: 20,000 are enough for 9,000, and what is beyond becomes what fits."""
+    """With two descriptors a stream 20,000 are enough for 9,000; larger numbers are reduced."""
     assert [10, 9000] == growth.possible_streams([9000, 10], 20_000)
     assert [412] == growth.possible_streams([1000, 9000], 1024)
 
 
 def test_same_rate_of_events() -> None:
-    """Whatever the number of streams, all together have the same rate."""
+    """Any number of streams has the same total rate."""
     assert [growth.EVENTS_PER_S] * 3 == [1000 * n / growth.pace_ms(n) for n in (10, 1000, 9000)]
 
 
 def test_growth_medians(tmp_path: Path) -> None:
-    """Of the runs of one router with one number of streams; two plots and a table show them."""
+    """Medians are per router and number of streams; two plots and a table show them."""
     found = [
         Growth("ours", streams, 1.0, cost, kb_per_stream=10.0, resident_mb=100.0, errors=0, gap_p99_ms=2.0)
         for streams in (10, 100)
@@ -202,7 +202,7 @@ def test_growth_medians(tmp_path: Path) -> None:
 
 
 async def test_streams_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who does not hold all streams at once has no figure, but after a slower try an error with numbers."""
+    """A router that does not hold all streams at once gets a slower try, then an error with numbers."""
     monkeypatch.setattr(growth, "_TRIES", 2)
     monkeypatch.setattr(growth, "_LEAST_RAMP_S", 0.05)
 
@@ -218,7 +218,7 @@ async def test_streams_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest
 
 
 def test_nginx_config(tmp_path: Path) -> None:
-    """One process, kept connections to every worker, answers passed on at once."""
+    """Nginx has one process, keeps connections to every worker, and does not buffer answers."""
     config = nginx_config(8080, [1, 2], tmp_path)
 
     assert "server 127.0.0.1:1; server 127.0.0.1:2;" in config
@@ -226,14 +226,14 @@ def test_nginx_config(tmp_path: Path) -> None:
         assert line in config
 
 
-def test_no_such_nginx(tmp_path: Path) -> None:
-    """A program that a flag names has to be there."""
+def test_missing_program(tmp_path: Path) -> None:
+    """A program that a flag names must exist."""
     with pytest.raises(FleetError, match="no such program"):
         find_nginx(tmp_path / "nginx")
 
 
 def test_half_installed(tmp_path: Path) -> None:
-    """A peer counts as installed when its installation came to its end, in the version that is wanted."""
+    """A peer counts as installed after a complete installation of the wanted version."""
     peer = installs.Peer("some-router", ["some-router==1.2"], program="some-router")
     peer.directory(tmp_path).mkdir()
     assert peer.find(tmp_path) is None
@@ -247,7 +247,7 @@ def test_half_installed(tmp_path: Path) -> None:
 
 
 def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A small real run: every work in both modes and with nothing between, and four open streams."""
+    """A small real run: every work in both modes and without a router, and four open streams."""
     out, plots = tmp_path / "relay.json", tmp_path / "plots"
     few = ["--runs", "1", "--share", "0.002", "--streams", "4", "--window-s", "0.3"]
 
@@ -265,7 +265,7 @@ def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_request(tmp_path: Path) -> None:
-    """The request bench serves real requests through fake sockets in both modes, and says where time goes."""
+    """The request bench serves real requests through fake sockets in both modes, and shows a profile."""
     out = tmp_path / "request.json"
     few = ["--runs", "1", "--requests", "100", "--profile", "--json", str(out)]
     bench = [sys.executable, "-m", "scripts.kit.bench", "request", *few]  # it sets up logs
@@ -282,7 +282,7 @@ def test_request(tmp_path: Path) -> None:
 
 
 def test_shares() -> None:
-    """Time in what is no code of ours is that of its callers; what nobody of ours called is `other`."""
+    """Time in other code belongs to its callers in kvrouter; without such a caller it is `other`."""
     profile, ours, loop = pstats.Stats(), (router.__file__, 1, "route"), (__file__, 1, "run")
     profile.stats = {  # type: ignore[attr-defined]
         ours: (1, 1, 3.0, 5.0, {loop: (1, 1, 3.0, 5.0)}),
@@ -296,7 +296,7 @@ def test_shares() -> None:
 def test_peers_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without any peer ours is measured, chats too; each peer is said to be missing, with how to get it."""
+    """Without peers kvrouter is measured, chats too; each missing peer is named with its install command."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("scripts.kit.bench.wire.routers.find_nginx", lambda named: named)
     out = tmp_path / "peers.json"
@@ -320,7 +320,7 @@ def test_peers_that_are_missing(
 
 @pytest.mark.skipif(find_nginx(None) is None, reason="no nginx on PATH: apt-get install nginx-light")
 async def test_nginx() -> None:
-    """With the configuration that it gets here it passes on short requests and streams."""
+    """Nginx with this configuration relays short requests and streams."""
     works = [replace(work, requests=8, concurrency=4, ramp_ms=0) for work in standard_works()]
     async with open_stage() as stage:
         workers = await stage.workers(pace_ms=1)
@@ -331,7 +331,7 @@ async def test_nginx() -> None:
 
 
 async def test_another_checkout_is_what_runs(tmp_path: Path) -> None:
-    """The frontend of --against is the other checkout's, whatever the working directory is."""
+    """The frontend of --against is the other checkout's, in any working directory."""
     package = tmp_path / "kvrouter" / "frontend"
     package.mkdir(parents=True)
     for directory in (package, package.parent):
@@ -346,7 +346,7 @@ async def test_another_checkout_is_what_runs(tmp_path: Path) -> None:
 
 
 def test_another_checkout_has_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--against names the root of a checkout, or it is refused."""
+    """--against must name the root of a checkout."""
     with pytest.raises(SystemExit):
         main(["relay", "--against", str(tmp_path)])
 

@@ -22,7 +22,7 @@ PACE_MS = 5
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    """Ends what a test started."""
+    """Ends the processes that a test started."""
     async with Fleet(tmp_path) as fleet:
         yield fleet
 
@@ -42,7 +42,7 @@ def body(**more: object) -> bytes:
 
 
 async def test_short_requests(fleet: Fleet) -> None:
-    """Every request is answered, over as many connections as may be in flight."""
+    """Every request is answered, over as many connections as requests in flight."""
     client = Client()
     _, port = await start_worker(fleet, client)
     client.close()
@@ -82,7 +82,7 @@ async def test_bodies_in_turn(fleet: Fleet) -> None:
 
 
 async def test_failures_are_counted(fleet: Fleet) -> None:
-    """Not 200, a stream that breaks off, a refused connection: errors, with the first reason."""
+    """Another status, a stream that breaks off, a refused connection are errors, with the first reason."""
 
     async def refuse(_: web.Request) -> web.Response:
         return web.json_response({"error": {}}, status=503)
@@ -110,7 +110,7 @@ async def test_failures_are_counted(fleet: Fleet) -> None:
 
 
 async def test_time_is_bounded(fleet: Fleet) -> None:
-    """What is not over at the limit is an error, and the generator ends."""
+    """A request that has not ended at the limit is an error, and the generator ends."""
     client = Client()
     _, port = await start_worker(fleet, client)
     client.close()
@@ -123,7 +123,7 @@ async def test_time_is_bounded(fleet: Fleet) -> None:
 
 
 async def test_a_bad_call_is_an_error(fleet: Fleet) -> None:
-    """What the generator says is passed on."""
+    """The generator's message is passed on."""
     with pytest.raises(FleetError, match="no body"):
         await run_load(Load(1, []), fleet.directory)
 

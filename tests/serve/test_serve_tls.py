@@ -60,7 +60,7 @@ async def test_everywhere(tmp_path: Path, tokenizer: str) -> None:
     files = authority.sign()
     async with contextlib.AsyncExitStack() as stack:
         mocker = await stack.enter_async_context(running_mocker(config))
-        engine = await stack.enter_async_context(behind_tls(mocker.url, authority.door()))
+        engine = await stack.enter_async_context(behind_tls(mocker.url, authority.server()))
         connector = aiohttp.TCPConnector(ssl=authority.trusted())
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         ports = (f"--port={port}", f"--admin-port={admin_port}", f"--nats-port={nats_port}")

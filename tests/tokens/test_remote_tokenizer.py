@@ -160,7 +160,7 @@ async def test_not_unicode(server: Engine) -> None:
 async def test_https(tmp_path: Path) -> None:
     """An engine behind TLS is asked if its authority is trusted; otherwise the error says what to do."""
     authority = Authority(tmp_path)
-    async with serving(authority.door()) as server:
+    async with serving(authority.server()) as server:
         async with EngineTokenizer.open(tls=trusting(authority.file)) as engines:
             found = await engines.tokenize(server.url, "m", TextPrompt(["a"]))
         async with EngineTokenizer.open() as engines:

@@ -140,7 +140,7 @@ async def test_no_engine(free_port: Callable[[], int]) -> None:
 async def test_https(free_port: Callable[[], int], tmp_path: Path) -> None:
     """An engine with a certificate of its own authority is asked over TLS by whoever is given that."""
     authority = Authority(tmp_path)
-    async with EngineServer.open(free_port(), authority.door()) as server:
+    async with EngineServer.open(free_port(), authority.server()) as server:
         async with EngineHttp.open(server.url, tls_ca=authority.file) as engine:
             assert "0.32.0" == await engine.version()
             assert await engine.is_healthy()
