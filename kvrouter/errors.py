@@ -8,10 +8,10 @@ class KvRouterError(Exception):
 
     status = 500
     type = "InternalServerError"
+    # Told to the client with a 503.
     retry_after_s = 1
-    """Told to the client with a 503."""
+    # Whether a part of the request's body was not read: nothing else can come on its connection then.
     is_body_left = False
-    """Whether a part of the request's body was not read: nothing else can come on its connection then."""
 
 
 class ConfigError(KvRouterError):

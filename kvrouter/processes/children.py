@@ -18,8 +18,8 @@ from kvrouter.processes.output import Lines, Output
 
 log = structlog.get_logger()
 
+# A child that lived so long has not failed to start.
 STEADY_S = 60.0
-"""A child that lived so long has not failed to start."""
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 _LAST_LINES_S = 1.0

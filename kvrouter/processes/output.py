@@ -15,8 +15,8 @@ import threading
 from collections.abc import Iterator
 from typing import BinaryIO
 
+# A longer line goes out in parts.
 MAX_LINE_BYTES = 64 * 1024
-"""A longer line goes out in parts."""
 MAX_LINES = 10_000
 _CLOSE_S = 2.0
 _COLOURS = (36, 33, 32, 35, 34, 31)

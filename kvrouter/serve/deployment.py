@@ -30,14 +30,14 @@ from kvrouter.worker.zmq.sockets import EventEndpoints
 log = structlog.get_logger()
 
 NAME = "serve"
+# How long the frontends wait for the other engines once they might start with those that are known.
 OTHERS_S = 10.0
-"""How long the frontends wait for the other engines once they might start with those that are known."""
 AGENT_PATIENCE_S = 10.0
 _CUT_OFF_S = 10.0
+# The exit code of a frontend that cannot start as it is told, or where: its port is taken, say.
 _WRONG_FLAGS = 2
-"""The exit code of a frontend that cannot start as it is told, or where: its port is taken, say."""
+# The vLLM that was seen to report 0 cached tokens; earlier ones leave the field out then.
 _ALWAYS_COUNTS = (0, 32)
-"""The vLLM that was seen to report 0 cached tokens; earlier ones leave the field out then."""
 
 
 class Deployment:

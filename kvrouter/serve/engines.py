@@ -24,8 +24,8 @@ class EngineSpec:
 
     url: str
     worker_id: str
+    # By flag of the agent.
     values: Mapping[str, str] = field(default_factory=dict)
-    """By flag of the agent."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def flags(self) -> list[str]:

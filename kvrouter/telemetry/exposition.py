@@ -22,8 +22,8 @@ from prometheus_client.utils import floatToGoString
 from kvrouter.telemetry.metrics import SUFFIXES, Sample, StateCollector
 
 SLICE_S = 0.001
+# Samples between two looks at the clock (a mask).
 _LOOK_EVERY = 63
-"""Samples between two looks at the clock (a mask)."""
 _ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 

@@ -31,8 +31,8 @@ from kvrouter.telemetry.loop_lag import Longest
 from kvrouter.telemetry.metrics import CountBy
 
 SET_ASIDE_S, TRIM_S, EVERYTHING_S = 2.0, 60.0, 3600.0
+# New containers before the youngest are looked at; such looks before the next ones; the oldest are ours.
 THRESHOLDS = (5_000, 10, 1_000_000)
-"""New containers before the youngest are looked at; such looks before the next ones; the oldest are ours."""
 
 
 class Pauses:

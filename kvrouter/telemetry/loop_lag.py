@@ -17,13 +17,13 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from kvrouter.telemetry.metrics import Spread
 
+# Each look wakes an idle process, which costs it more than all else that it does then.
 INTERVAL_S = 0.02
-"""Each look wakes an idle process, which costs it more than all else that it does then."""
 LAGS_S = (
     0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0
 )  # fmt: skip
+# The longest of the last minute is told, forgotten in steps of ten seconds.
 WINDOW_S, WINDOWS = 10.0, 6
-"""The longest of the last minute is told, forgotten in steps of ten seconds."""
 
 
 class Longest:

@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+# Bucket bounds: from a cached prefill to the longest answer an operator lets run.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
-"""Bucket bounds: from a cached prefill to the longest answer an operator lets run."""
 
 
 class Count(Collector):
@@ -153,8 +153,8 @@ class QueueMetrics:
         self.full = Count("kvrouter_queue_full", "Requests refused because too many waited", registry)
 
 
+# `(name, kind, help, labels, value)`. A histogram comes as its buckets, cumulative, with the label `le`.
 Sample = tuple[str, Literal["gauge", "counter", "histogram"], str, dict[str, str], float]
-"""`(name, kind, help, labels, value)`. A histogram comes as its buckets, cumulative, with the label `le`."""
 
 SUFFIXES = {"gauge": "", "counter": "_total", "histogram": "_bucket"}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvrouter.errors import ConfigError
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+# What tokenizing needs; the weights stay where they are.
 _FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -17,7 +18,6 @@ _FILES = [
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 ]
-"""What tokenizing needs; the weights stay where they are."""
 
 
 def model_directory(model_path: str, cache_directory: Path | None = None) -> Path:

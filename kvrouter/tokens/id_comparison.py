@@ -17,11 +17,11 @@ class Difference:
 
     position: int
     here_ids: Sequence[int]
+    # The ids around it, from `AROUND_TOKENS` before.
     engine_ids: Sequence[int]
-    """The ids around it, from `AROUND_TOKENS` before."""
     here_text: str
+    # Their texts, as far as `AROUND_CHARACTERS` before and after the first that differs.
     engine_text: str
-    """Their texts, as far as `AROUND_CHARACTERS` before and after the first that differs."""
     here_tokens: int
     engine_tokens: int
     remedy: str

@@ -17,10 +17,11 @@ import xxhash
 from kvrouter.errors import BadRequestError
 
 Message = dict[str, Any]
+# A text part: {"type": "text", "text": ...}. No other kind gets past `_part`.
 Part = dict[str, Any]
-"""A text part: {"type": "text", "text": ...}. No other kind gets past `_part`."""
 ContentFormat = Callable[[list[Part]], str | list[Part]]
 
+# The types of part that are text, and the field that holds it.
 _TEXT_FIELDS = {
     "text": "text",
     "input_text": "text",
@@ -28,10 +29,9 @@ _TEXT_FIELDS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-"""The types of part that are text, and the field that holds it."""
 
+# Starts a line of Claude Code's system prompt that is new in every request; vLLM drops it, for its cache.
 _BILLING_HEADER = "x-anthropic-billing-header"
-"""Starts a line of Claude Code's system prompt that is new in every request; vLLM drops it, for its cache."""
 
 
 def as_string(parts: list[Part]) -> str:

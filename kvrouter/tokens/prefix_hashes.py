@@ -21,18 +21,18 @@ from kvrouter.core.native import versions
 from kvrouter.core.wire.hashes import seeded_prompt_hashes
 from kvrouter.tokens.prefix_tokens import Beginnings
 
+# What an entry takes beside its hashes: key, tuples, array, dictionary (measured: 260 to 360).
 ENTRY_BYTES = 360
-"""What an entry takes beside its hashes: key, tuples, array, dictionary (measured: 260 to 360)."""
+# A beginning that is less than this longer than one held is not held, too: to hash the rest costs less.
 NEAR_TOKENS = 256
-"""A beginning that is less than this longer than one held is not held, too: to hash the rest costs less."""
+# How many known parts are asked for, the deepest first: one part has some 60 tokens.
 MOST_STEPS = 8
-"""How many known parts are asked for, the deepest first: one part has some 60 tokens."""
+# Fewer are hashed faster than looked up (`scripts/bench hashes`).
 LEAST_TOKENS = {versions.PYTHON: 512, versions.NATIVE: 8192}
-"""Fewer are hashed faster than looked up (`scripts/bench hashes`)."""
 
 _NONE = array("Q")
+# Block size, seed and number of leading special tokens: what the hashes of a text depend on beside it.
 _Naming: TypeAlias = tuple[int, int, int]
-"""Block size, seed and number of leading special tokens: what the hashes of a text depend on beside it."""
 
 
 @dataclass(slots=True)

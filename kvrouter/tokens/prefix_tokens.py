@@ -112,13 +112,13 @@ class PrefixStore:
 class Beginnings(NamedTuple):
     """Names of what a prompt begins with: prompts with the same name and `before` begin with the same ids."""
 
+    # How many special tokens come first: the names are of texts, and so without them.
     before: int
-    """How many special tokens come first: the names are of texts, and so without them."""
+    # Of all parts that were known, from the start on.
     known: Sequence[bytes]
-    """Of all parts that were known, from the start on."""
     known_tokens: int
+    # Of all parts, the new ones included; what follows the last part has no name.
     deepest: bytes
-    """Of all parts, the new ones included; what follows the last part has no name."""
     deepest_tokens: int
 
 
@@ -127,8 +127,8 @@ class Encoded(NamedTuple):
 
     ids: Sequence[int]
     isl: int
+    # None: it has no parts, or not all ids are the text's own (token ids, truncated prompts).
     beginnings: Beginnings | None = None
-    """None: it has no parts, or not all ids are the text's own (token ids, truncated prompts)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ class CacheSettings:
     max_parts: int = 500_000
     part_characters: int = 256
     max_bytes: int = 512 * 1024 * 1024
+    # From this share of a prompt's characters on, what follows the known part is not tokenized.
     enough: float | None = None
-    """From this share of a prompt's characters on, what follows the known part is not tokenized."""
 
 
 class PrefixTokens:

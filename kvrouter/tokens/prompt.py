@@ -24,8 +24,8 @@ from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, PrefixCache, Tokenizer
 
 TokenIds: TypeAlias = list[int]
 
+# More messages or texts are not short, however little they say: each one costs a call.
 _SHORT_PROMPT_ITEMS = 4
-"""More messages or texts are not short, however little they say: each one costs a call."""
 
 
 class ChatPrompt(Struct, frozen=True):
@@ -55,8 +55,8 @@ class TokenPrompt(Struct, frozen=True):
     kept_tokens: slice | None = None
 
 
+# `kept_tokens` of each is the part that the client's `truncate_prompt_tokens` leaves.
 Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
-"""`kept_tokens` of each is the part that the client's `truncate_prompt_tokens` leaves."""
 
 
 class PromptEncoder:

@@ -18,10 +18,10 @@ from kvrouter.errors import KvRouterError
 from kvrouter.tls import tls_trouble, trusting
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, TokenIds
 
+# Longer than this a request does not wait for its tokens.
 TIMEOUT_S = 2.0
-"""Longer than this a request does not wait for its tokens."""
+# At once, to all engines together.
 MOST_CALLS = 64
-"""At once, to all engines together."""
 
 
 class EngineTokenizerError(KvRouterError):

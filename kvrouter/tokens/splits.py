@@ -52,6 +52,7 @@ def _qwen_like(numbers: str, letters: str = r"\p{L}", no_sign: str = r"\p{L}\p{N
     )
 
 
+# Every one of them was looked at for what the module's text says of it.
 _WORD_PATTERNS = frozenset(
     {
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
@@ -64,10 +65,9 @@ _WORD_PATTERNS = frozenset(
         rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",  # DeepSeek-V3
     }
 )
-"""Every one of them was looked at for what the module's text says of it."""
 
+# What they match holds neither letter nor space, so it does not matter on which side of the cut it is.
 _NUMBER_PATTERNS = frozenset({r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", "[一-龥぀-ゟ\u30a0-ヿ]+"})
-"""What they match holds neither letter nor space, so it does not matter on which side of the cut it is."""
 
 _PIECEWISE_PRE_TOKENIZERS = frozenset(
     {"BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Punctuation", "Split"}
@@ -84,17 +84,17 @@ _WORD_END = r"[A-Za-z](?=[ \n])"
 class Splits:
     """What is proven about one tokenizer."""
 
+    # A text may be cut at the end of each match; None: nowhere.
     pattern: re.Pattern[str] | None
-    """A text may be cut at the end of each match; None: nowhere."""
     before: tuple[int, ...] = ()
+    # The ids that `add_special_tokens` puts around those of the text.
     after: tuple[int, ...] = ()
-    """The ids that `add_special_tokens` puts around those of the text."""
+    # Why it may be cut nowhere.
     reason: str = ""
-    """Why it may be cut nowhere."""
+    # Number of added tokens after which it may be cut.
     anchors: int = 0
-    """Number of added tokens after which it may be cut."""
+    # Whether it may be cut after a word.
     words: bool = False
-    """Whether it may be cut after a word."""
 
 
 class _NotProvableError(Exception):

@@ -28,11 +28,11 @@ from kvrouter.tokens.messages import (
 )
 from kvrouter.tokens.template_limits import LimitedEnvironment, TemplateLimitError
 
+# Of a template's file; the longest of known models have 30 KB. One of 2 MB takes 20 s to compile.
 MOST_TEMPLATE_BYTES = 256 * 1024
-"""Of a template's file; the longest of known models have 30 KB. One of 2 MB takes 20 s to compile."""
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MOST_TEMPLATE_BYTES)]
+# Put behind the text to continue, and found again in the prompt. Its space shows if the template trims.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Put behind the text to continue, and found again in the prompt. Its space shows if the template trims."""
 
 
 class _Named(msgspec.Struct):

@@ -20,21 +20,21 @@ from jinja2.visitor import NodeTransformer
 
 from kvrouter.errors import KvRouterError
 
+# Of one rendering, about a second: turns of loops, calls, texts, items given to filters.
 MOST_STEPS = 200_000
-"""Of one rendering, about a second: turns of loops, calls, texts, items given to filters."""
+# In one text; also the items in one list.
 MOST_CHARACTERS = 16 * 1024 * 1024
-"""In one text; also the items in one list."""
 _CHARACTERS_A_STEP = 1024
 _ITEMS_A_STEP = 64
 _STEPS_A_CALL = 4
+# A bit of a number counts like so many characters: long numbers take long to multiply and to print.
 _BIT_COST = 64
-"""A bit of a number counts like so many characters: long numbers take long to multiply and to print."""
+# A width in a format.
 _WIDE = re.compile(r"\d{7,}|\*")
-"""A width in a format."""
+# Filters, and methods of texts, that make as much as a number says.
 _PADDING = frozenset(
     {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson"}
 )
-"""Filters, and methods of texts, that make as much as a number says."""
 
 
 class TemplateLimitError(KvRouterError):

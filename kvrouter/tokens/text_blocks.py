@@ -19,11 +19,11 @@ from kvrouter.core.wire.ids import BlockHash
 from kvrouter.tokens.messages import as_string, conversation
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 
+# English text; other languages have fewer, and are charged too little.
 CHARACTERS_PER_TOKEN = 4
-"""English text; other languages have fewer, and are charged too little."""
 
+# Keeps these hashes apart from those of tokens.
 _TEXT_SEED = xxh3_64_intdigest(b"text", 0)
-"""Keeps these hashes apart from those of tokens."""
 
 
 def text_blocks(

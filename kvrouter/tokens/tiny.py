@@ -22,14 +22,14 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 VOCABULARY_SIZE = 2_000
 MAX_MODEL_TOKENS = 32_768
 
+# Parts of the standard library: plenty of English, some code, the same wherever Python is the same.
 _CORPUS = ("pydoc_data/topics.py", "argparse.py", "typing.py", "asyncio/base_events.py")
-"""Parts of the standard library: plenty of English, some code, the same wherever Python is the same."""
 
+# Qwen2's. transformers 5 sees the model type and splits so, whatever a tokenizer.json says.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen2's. transformers 5 sees the model type and splits so, whatever a tokenizer.json says."""
 
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -125,8 +125,8 @@ def _tokenizer_config() -> dict[str, Any]:
     }
 
 
+# Special tokens come first in the vocabulary, in the order of _SPECIAL_TOKENS.
 _ENDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
-"""Special tokens come first in the vocabulary, in the order of _SPECIAL_TOKENS."""
 
 _FILES: dict[str, str | None] = {
     "tokenizer.json": None,  # trained

@@ -41,8 +41,8 @@ SECONDS_PER_REQUEST = 35.0 / REQUESTS
 TOKENS_PER_ID = 64
 OUTPUT_DIVISOR = 8
 REQUEST_TIMEOUT_S = 30.0
+# An engine's cache: three quarters of what round-robin fills in the run, so that caches are contended.
 NUM_BLOCKS = 12_288
-"""An engine's cache: three quarters of what round-robin fills in the run, so that caches are contended."""
 
 
 class FailedError(Exception):

@@ -30,10 +30,10 @@ class Plan:
     speedup: float = 1.0
     namespace: str = "demo"
     frontend_flags: tuple[str, ...] = ()
+    # More flags for single mockers, by number.
     mocker_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    """More flags for single mockers, by number."""
+    # The same for their agents.
     agent_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    """The same for their agents."""
 
 
 @dataclass(frozen=True, slots=True)

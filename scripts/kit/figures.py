@@ -11,8 +11,8 @@ from typing import Any
 from kvrouter.simulate.percentiles import Percentiles, percentiles
 from scripts.kit.load import Outcome
 
+# Above this, times say more about the machine than about what runs on it.
 BUSY_LIMIT = 0.80
-"""Above this, times say more about the machine than about what runs on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Figures:
     ttft_s: Percentiles
     latency_s: Percentiles
     requests_per_worker: dict[str, int]
+    # The longest that a request left after its time: beyond some ms, the generator was starved.
     worst_late_s: float
-    """The longest that a request left after its time: beyond some ms, the generator was starved."""
 
     @property
     def cached_token_rate(self) -> float:

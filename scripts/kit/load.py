@@ -14,23 +14,23 @@ from typing import Any
 
 from scripts.kit.http_client import Client, Head, HttpError, RefusedError, request_bytes
 
+# uvloop's own clock stands still within a turn of the loop, and counts ms.
 _now = time.perf_counter
-"""uvloop's own clock stands still within a turn of the loop, and counts ms."""
 
+# What is kept of a stream: its last events hold usage, errors and the end mark.
 _TAIL_BYTES = 16 << 10
-"""What is kept of a stream: its last events hold usage, errors and the end mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     """One streaming request, and when it is to leave."""
 
+    # Since the start of the run.
     at_s: float
-    """Since the start of the run."""
+    # It should ask for `stream` and `stream_options.include_usage`.
     body: bytes
-    """It should ask for `stream` and `stream_options.include_usage`."""
+    # An answer of another length counts as an error.
     output_tokens: int | None = None
-    """An answer of another length counts as an error."""
     path: str = "/v1/completions"
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -43,13 +43,13 @@ class Outcome:
     url: str
     error: str | None = "never sent: the run ended before"
     status: int | None = None
+    # By this machine's monotonic clock, as is `ended_at_s`.
     sent_at_s: float = 0.0
-    """By this machine's monotonic clock, as is `ended_at_s`."""
     ended_at_s: float | None = None
+    # How long after its time the request left: this generator's own delay.
     late_s: float = 0.0
-    """How long after its time the request left: this generator's own delay."""
+    # From sending to the first byte of the first `data:` line.
     ttft_s: float | None = None
-    """From sending to the first byte of the first `data:` line."""
     latency_s: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 import socket
 
+# Below Linux's ephemeral ports, so that the kernel gives none of them to an outgoing connection.
 _PORTS = range(20_000, 32_000)
-"""Below Linux's ephemeral ports, so that the kernel gives none of them to an outgoing connection."""
 _ATTEMPTS = 10_000
 
 

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 from scripts.kit.http_client import Client
 
+# Target -> blocks and digest.
 Index: TypeAlias = dict[str, tuple[int, str]]
-"""Target -> blocks and digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class View:
     peers: tuple[str, ...]
     live_targets: int
     index: Index
+    # Owner -> bookings, those that have any.
     bookings: dict[str, int]
-    """Owner -> bookings, those that have any."""
     in_flight: int
     active_blocks: int
     charged_prefill_tokens: int

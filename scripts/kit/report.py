@@ -24,8 +24,8 @@ class ModeResult:
 
     mode: str
     figures: Figures
+    # One for each replica, at the end.
     views: list[View]
-    """One for each replica, at the end."""
     machine_busy: float | None
     failed: list[Outcome]
 

@@ -29,8 +29,8 @@ TESTS = [
         "native_limits", "placement", "table", "twins",
     )
 ]  # fmt: skip
+# The sanitizers write to the real stderr. And they reserve terabytes of addresses: no limit on those.
 PYTEST = ["-p", "no:cacheprovider", "--timeout=1800", "--capture=sys", "-k", "not no_memory"]
-"""The sanitizers write to the real stderr. And they reserve terabytes of addresses: no limit on those."""
 CHURN_OPERATIONS = 20_000_000
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 
 INTERRUPTED = 130
+# Columns where no terminal says how many it has: the widest table, unbroken.
 PIPE_WIDTH = 200
-"""Columns where no terminal says how many it has: the widest table, unbroken."""
 
 
 def new_console() -> Console:

@@ -15,8 +15,8 @@ from scripts.kit.bench import long
 from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.long_world import InstructionMeter, World
 
+# Forty bookings.
 SAMPLE_S = 4
-"""Forty bookings."""
 CASES = long.all_cases()
 if not os.environ.get("KVROUTER_TEST_LONG"):  # every mode once, every index once
     CASES = [case for case in CASES if case[0] == "kv" or not case[1].startswith("assumed")]

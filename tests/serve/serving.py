@@ -25,8 +25,8 @@ class Serving:
 
     process: asyncio.subprocess.Process
     said: list[str] = field(default_factory=list)
+    # What were its children once.
     seen: dict[int, str] = field(default_factory=dict)
-    """What were its children once."""
 
     async def listen(self, stream: asyncio.StreamReader | None) -> None:
         """Keep what it says."""

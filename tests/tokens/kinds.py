@@ -120,6 +120,7 @@ def _llama2() -> norm.Normalizer:
     return norm.Sequence([norm.Prepend("▁"), norm.Replace(" ", "▁")])
 
 
+# May be cut after words and after added tokens.
 AFTER_WORDS: dict[str, Callable[[], Tokenizer]] = {
     "GPT-2": lambda: bpe(pre.ByteLevel(add_prefix_space=False)),
     "Qwen2": lambda: bpe(words(QWEN2), norm.NFC()),
@@ -140,8 +141,8 @@ AFTER_WORDS: dict[str, Callable[[], Tokenizer]] = {
         AddedToken("nn", normalized=True),
     ),
 }
-"""May be cut after words and after added tokens."""
 
+# May be cut after added tokens only.
 AFTER_TOKENS: dict[str, Callable[[], Tokenizer]] = {
     "a prefix space": lambda: bpe(pre.ByteLevel(add_prefix_space=True)),
     "Metaspace, always": lambda: bpe(pre.Metaspace(prepend_scheme="always")),
@@ -156,8 +157,8 @@ AFTER_TOKENS: dict[str, Callable[[], Tokenizer]] = {
     "a token over two words": lambda: bpe(words(QWEN2), None, raw("end of")),
     "a word that swallows spaces": lambda: bpe(words(QWEN2), None, raw("if", rstrip=True)),
 }
-"""May be cut after added tokens only."""
 
+# May be cut nowhere, and what the reason must say.
 NOWHERE: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "Metaspace, first": (lambda: bpe(pre.Metaspace(prepend_scheme="first")), "prepend_scheme"),
     "single_word": (lambda: bpe(words(QWEN2), None, raw("if", single_word=True)), "single_word"),
@@ -165,7 +166,6 @@ NOWHERE: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "nothing to hold on to": (lambda: bpe(pre.Whitespace(), special=[]), "no added token"),
     "fixed length": (lambda: bpe(pre.FixedLength(5)), "FixedLength"),
 }
-"""May be cut nowhere, and what the reason must say."""
 
 
 @cache

@@ -20,8 +20,8 @@ from kvrouter.core.tables.table import new_table
 
 MOST_ROWS = 1_000_000
 CHAIN_BLOCKS = 512
+# What comes first ends a phase: calls for a few rows at a time take long.
 PHASE_OPERATIONS, PHASE_CALLS = 20_000_000, 100_000
-"""What comes first ends a phase: calls for a few rows at a time take long."""
 SLOTS = (1, 3, 70)
 BOOKINGS = 50
 

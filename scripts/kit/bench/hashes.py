@@ -21,8 +21,8 @@ from scripts.kit.bench.index_fixtures import BLOCK_SIZE, microseconds
 from scripts.kit.bench.meter import machine
 
 PROMPTS = 200
+# Of 256 characters, the usual length of a part.
 PART_TOKENS = 60
-"""Of 256 characters, the usual length of a part."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,10 +32,10 @@ POOL = PoolId("p")
 WORKERS = [WorkerId(f"w{number}") for number in range(8)]
 IDLE = WORKERS[0]
 BLOCKS = 20
+# Long requests on each worker but the idle one.
 BUSY = 3
-"""Long requests on each worker but the idle one."""
+# Bursts one second apart; those before the second number are the ones that replicas learn from.
 BURSTS, LEARNING = 40, 20
-"""Bursts one second apart; those before the second number are the ones that replicas learn from."""
 
 
 class SeesNothing(UnseenBookings):
@@ -50,8 +50,8 @@ class Placed:
     """Where the requests of one burst went."""
 
     to_idle: int
+    # Requests on the worker that has most afterwards, those that were there included.
     fullest: int
-    """Requests on the worker that has most afterwards, those that were there included."""
 
 
 def new_request(rng: random.Random) -> RouteRequest:
@@ -123,11 +123,11 @@ class Row:
 
     replicas: int
     burst: int
+    # Ties broken at random, and nothing else.
     ties: Figures
-    """Ties broken at random, and nothing else."""
     learnt: Figures
+    # What one replica does that gets the whole burst, and so sees every choice.
     ideal: Figures
-    """What one replica does that gets the whole burst, and so sees every choice."""
 
 
 def measure(replicas: int, burst: int, runs: int) -> Row:

@@ -39,8 +39,8 @@ from scripts.kit.bench.index_fixtures import (
 from scripts.kit.bench.meter import machine
 from scripts.kit.bench.policies import new_pool
 
+# A system prompt of 1,000 tokens.
 SHARED_BLOCKS = 62
-"""A system prompt of 1,000 tokens."""
 MOST_BLOCKS = {versions.PYTHON: 1_000_000, versions.NATIVE: 100_000_000}
 
 Row = dict[str, float | str]

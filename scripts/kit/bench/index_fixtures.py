@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.ids import Target, WorkerId
 
+# Heimdall's published load: 230 groups of prompts, 9,000 tokens each …
 GROUPS, BLOCKS, BLOCK_SIZE = 230, 562, 16
-"""Heimdall's published load: 230 groups of prompts, 9,000 tokens each …"""
+# … of which 8,000 are a system prompt that the group shares.
 SYSTEM_BLOCKS = 500
-"""… of which 8,000 are a system prompt that the group shares."""
+# Targets that a group has been sent to: all hold its system prompt, one the prompt that is asked for.
 HOLDERS = 4
-"""Targets that a group has been sent to: all hold its system prompt, one the prompt that is asked for."""
 
 
 def new_targets(count: int) -> list[Target]:

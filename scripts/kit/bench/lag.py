@@ -46,8 +46,8 @@ from scripts.kit.steady import SteadyLoad
 PROMPT_TOKENS = 2 * PREFIX_BLOCKS * BLOCK_SIZE
 PROMPTS = 256
 SETTLE_S = 8.0
+# What is asked for.
 P99_S, MAX_S = 0.005, 0.020
-"""What is asked for."""
 _LAG = "kvrouter_loop_lag_seconds_bucket"
 
 
@@ -76,23 +76,23 @@ class Run:
     requests_s: float
     p50_ms: float
     p99_ms: float
+    # The upper bound of the last bucket that has anything.
     max_ms: float
-    """The upper bound of the last bucket that has anything."""
+    # Share of looks.
     over_5_ms: float
-    """Share of looks."""
     ttft_p50_ms: float
     ttft_p99_ms: float
+    # Cores.
     frontend_cpu: float
-    """Cores."""
+    # Share of the time in which it could have run and had no core: lag that is the machine's.
     frontend_waited: float
-    """Share of the time in which it could have run and had no core: lag that is the machine's."""
+    # The garbage collector's longest pause of the minute before the run's end.
     gc_longest_ms: float
-    """The garbage collector's longest pause of the minute before the run's end."""
+    # Come and not applied when the run ended.
     inbox_messages: float
-    """Come and not applied when the run ended."""
     inbox_age_ms: float
+    # Feeds that were not in step then.
     recoveries: float
-    """Feeds that were not in step then."""
 
     @classmethod
     def median(cls, runs: Sequence[Run]) -> Run:

@@ -34,11 +34,11 @@ from scripts.kit.bench.long_world import (
 from scripts.kit.bench.meter import machine
 from scripts.kit.script import new_console
 
+# For counting, which is slow.
 SMALL = Load(
     targets=2, rate=10, groups=2, shared_blocks=12, own_blocks=4, turns=2, ttl_s=5.0, capacity_blocks=150,
     eviction_chars=8000, eviction_s=1.0, warm_up_s=20, seconds=40,
 )  # fmt: skip
-"""For counting, which is slow."""
 MOST_RATIO = 1.3
 PAGE_KB = 4
 
@@ -49,12 +49,12 @@ class Row:
 
     mode: str
     index: str
+    # From empty tables: the first tenth of the warm-up.
     cold: float
-    """From empty tables: the first tenth of the warm-up."""
     tenths: list[float]
     memory: Memory
+    # Of the process: before the first tenth, after it, and at the end.
     rss_mb: tuple[int, int, int]
-    """Of the process: before the first tenth, after it, and at the end."""
 
     @property
     def ratio(self) -> float:

@@ -41,8 +41,8 @@ R = TypeVar("R")
 POOL = PoolId("bench")
 BLOCK_SIZE = 16
 CHARS_A_BLOCK = 64
+# The modes that look at an index; the others are measured without.
 MODES_OF_BLOCKS = ("kv", "kv-score", "scored", "sticky", "two-stage")
-"""The modes that look at an index; the others are measured without."""
 INDEXES = ("exact", "assumed by time", "assumed by capacity")
 TEXTS = ("texts", "texts, evicted")
 
@@ -52,12 +52,12 @@ class Load:
     """What comes, and what may be remembered. Blocks of 16 tokens, times in virtual seconds."""
 
     targets: int = 8
+    # Bookings a second, over both replicas.
     rate: int = 100
-    """Bookings a second, over both replicas."""
     groups: int = 64
     shared_blocks: int = 192
+    # Of a first turn; one booking in four is a next turn, and has as many more than the last.
     own_blocks: int = 64
-    """Of a first turn; one booking in four is a next turn, and has as many more than the last."""
     turns: int = 4
     ttl_s: float = 120.0
     capacity_blocks: int = 50_000

@@ -48,12 +48,12 @@ from kvrouter.core.wire.ops import (
 
 MODEL, POOL = "mock", PoolId("mock-bench")
 BLOCK_SIZE = 16
+# What prompts of 4,000 tokens share: their first half, with those of one group.
 PREFIXES, PREFIX_BLOCKS = 32, 125
-"""What prompts of 4,000 tokens share: their first half, with those of one group."""
+# Lengths of the chains of a worker, in the order in which they come: as many blocks of either kind.
 CHAINS = ((8,) * 8 + (64,)) * 2
-"""Lengths of the chains of a worker, in the order in which they come: as many blocks of either kind."""
+# How many of them it holds.
 WINDOW = 14
-"""How many of them it holds."""
 TICK_S = 0.01
 ENGINE_EVENTS = 4  # of each answer of the mock engine
 BEAT_S, CARD_BEATS = 1.0, 10

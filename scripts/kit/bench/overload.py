@@ -32,13 +32,13 @@ from scripts.kit.script import log_directory, new_console, until_signalled
 
 ENGINES, REPLICAS = 2, 2
 PROMPT_TOKENS, OUTPUT_TOKENS = 4_000, 8
+# Of the engines; their agents have to be told, as vLLM does not tell it.
 BATCHED_TOKENS = 8_192
-"""Of the engines; their agents have to be told, as vLLM does not tell it."""
+# Requests at once that find the peak.
 CLOSED_LOOP = 24
-"""Requests at once that find the peak."""
 QUEUE_FLAGS = ("--router-queue-threshold=1", "--router-queue-size=20", "--router-queue-timeout=5")
+# An answer that takes longer is none.
 PATIENCE_S = 30.0
-"""An answer that takes longer is none."""
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Seen:
 
     seconds: float = 0.0
     answered: int = 0
+    # Of those that were not answered.
     statuses: Counter[str] = field(default_factory=Counter)
-    """Of those that were not answered."""
     without_retry_after: int = 0
     latencies_s: list[float] = field(default_factory=list)
 

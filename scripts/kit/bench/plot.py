@@ -11,8 +11,8 @@ from xml.sax.saxutils import escape
 WIDTH, HEIGHT = 720, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78, 24, 48, 58
 _LEGEND_ROW = 18
+# Told apart by people who see fewer colours, too, for the markers differ as well.
 _COLOURS = ("#0b62a4", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93", "#3b3b3b")
-"""Told apart by people who see fewer colours, too, for the markers differ as well."""
 _MARKERS = ("circle", "square", "triangle")
 _SUFFIXES = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
 

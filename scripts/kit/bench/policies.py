@@ -34,8 +34,8 @@ from kvrouter.core.wire.ops import VERSION
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from scripts.kit.bench.meter import machine
 
+# 9,000 tokens: Heimdall's published prompt.
 BLOCK_SIZE, BLOCKS = 16, 562
-"""9,000 tokens: Heimdall's published prompt."""
 CHARACTERS = 36_000
 POOL = PoolId("bench")
 ACTIVE_REQUESTS = 4

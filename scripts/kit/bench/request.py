@@ -54,15 +54,15 @@ _JSON = json.dumps(
         "usage": {"prompt_tokens": 6, "total_tokens": 9, "completion_tokens": 3},
     }
 ).encode()
+# As it arrives, read by read.
 Answer = tuple[bytes, ...]
-"""As it arrives, read by read."""
 
 ANSWER: Answer = (
     b"HTTP/1.1 200 OK\r\ndate: Sat, 21 Nov 2026 14:00:00 GMT\r\nserver: uvicorn\r\n"
     b"content-length: %d\r\ncontent-type: application/json\r\n\r\n%s" % (len(_JSON), _JSON),
 )
+# How many more events the longer of two streams has, of which the difference is taken.
 EVENTS = 64
-"""How many more events the longer of two streams has, of which the difference is taken."""
 _EVENT = b"data: " + _JSON + b"\n\n"
 _HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:8000\r\naccept: */*\r\nuser-agent: bench/1\r\n"

@@ -34,13 +34,13 @@ from scripts.kit.steady import SteadyLoad
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 16
 PROMPTS = 400
+# Smaller than the prompts together: each request stores its blocks anew, and evicts as many.
 NUM_BLOCKS = 4096
-"""Smaller than the prompts together: each request stores its blocks anew, and evicts as many."""
 ENGINES = 2
 SPEEDUP = 20.0
 WARM_S = 1.5
+# Bookings/s at which a peer's cost is measured, too: a process that seldom rests works cheaper.
 HIGHER_RATES = (250.0, 1000.0)
-"""Bookings/s at which a peer's cost is measured, too: a process that seldom rests works cheaper."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,14 +47,14 @@ class Visibility:
     """Of one replica's bookings at the others, without HTTP and KV events; medians of the runs."""
 
     replicas: int
+    # Bookings/s, as achieved.
     rate: float
-    """Bookings/s, as achieved."""
     samples: int
     p50_ms: float
     p90_ms: float
     p99_ms: float
+    # Per booking at a peer.
     cpu_us: float
-    """Per booking at a peer."""
 
     @classmethod
     def median(cls, replicas: int, seconds: float, runs: Sequence[Seen]) -> Visibility:

@@ -29,8 +29,8 @@ from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.bench.meter import machine
 from scripts.kit.script import log_directory, new_console
 
+# A prompt with 8,000 of 9,000 tokens known may cost so much of the whole.
 MOST = 1 / 5
-"""A prompt with 8,000 of 9,000 tokens known may cost so much of the whole."""
 TURNS = 16
 
 

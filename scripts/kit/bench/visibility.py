@@ -56,10 +56,10 @@ _TAIL_S = 1.0
 class Seen:
     """What the children other than the booking one saw."""
 
+    # From booking to visibility, of every booking at every other replica.
     latencies_ms: list[float]
-    """From booking to visibility, of every booking at every other replica."""
+    # CPU time for one booking of another replica, from AddRequest to Free; heartbeats taken off.
     cpu_us: float
-    """CPU time for one booking of another replica, from AddRequest to Free; heartbeats taken off."""
 
 
 async def measure(fleet: Fleet, nats_url: str, *, replicas: int, rate: float, seconds: float) -> Seen:

@@ -26,25 +26,25 @@ from scripts.kit.load import LoadRequest, Outcome
 from scripts.kit.steady import SteadyLoad
 
 STOPPED_S = 10.0
+# Its agent calls it down after three probes, and requests move one a second.
 WORKER_STOPPED_S = 20.0
-"""Its agent calls it down after three probes, and requests move one a second."""
 DOWN_S = 2.0
 DRAIN_LIMIT_S = 60.0
+# Of a prompt that only the worker to be killed has: a quarter of its cache, 0.7 s for another one.
 HELD_TOKENS = 16_384
-"""Of a prompt that only the worker to be killed has: a quarter of its cache, 0.7 s for another one."""
+# Of the overlap, so that no load of its worker outweighs it.
 HELD_WEIGHT = 1000.0
-"""Of the overlap, so that no load of its worker outweighs it."""
+# What the held prompts begin with, one for each row: one that was tried elsewhere is known there, too.
 KILLED, STOPPED = 0, 7
-"""What the held prompts begin with, one for each row: one that was tried elsewhere is known there, too."""
+# Engines by number: one that replays everything, one whose agent keeps a state, one that replays little.
 FIRST, KEPT, LATE = 0, 2, 3
-"""Engines by number: one that replays everything, one whose agent keeps a state, one that replays little."""
+# Batches; an engine fills it within seconds, so that a restarted agent finds the beginning gone.
 SHORT_REPLAY_BUFFER = 25
-"""Batches; an engine fills it within seconds, so that a restarted agent finds the beginning gone."""
+# Batches: more than an engine sends between two states of its agent, less than in its life so far.
 KEPT_REPLAY_BUFFER = 1000
-"""Batches: more than an engine sends between two states of its agent, less than in its life so far."""
 _STATE_PATIENCE_S = 120.0
+# What a replica may know of an engine before this process does.
 IN_TRANSIT_BLOCKS = 256
-"""What a replica may know of an engine before this process does."""
 _PATIENCE_S = 20.0
 _PROOF = "engine.history_continued"
 
@@ -59,10 +59,10 @@ class Row:
     what: str
     fault: Fault
     behind_haproxy: bool = False
+    # The engine of which the index's share is told.
     engine: int | None = None
-    """The engine of which the index's share is told."""
+    # Whether that engine's agent names every block afterwards.
     loses_nothing: bool = False
-    """Whether that engine's agent names every block afterwards."""
 
 
 async def kill_replica(stage: Stage, load: SteadyLoad) -> Damage:

@@ -25,8 +25,8 @@ class Excuse:
     """
 
     reason: str
+    # When it was killed, by the clock of the outcomes.
     at_s: float
-    """When it was killed, by the clock of the outcomes."""
     url: str | None = None
     request_numbers: frozenset[int] = frozenset()
 
@@ -44,10 +44,10 @@ class Damage:
     ended_at_s: float
     excuses: Sequence[Excuse] = ()
     notes: Sequence[str] = ()
+    # What went wrong beside the requests: an exit code, a process that did not come back.
     problems: Sequence[str] = ()
-    """What went wrong beside the requests: an exit code, a process that did not come back."""
+    # Whether a row of a replica's /workers shows that it knows what happened to that target.
     is_noticed: Callable[[dict[str, Any]], bool] = lambda _target: True
-    """Whether a row of a replica's /workers shows that it knows what happened to that target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Leftovers:
 
     bookings: int = 0
     active_blocks: int = 0
+    # Blocks in a replica's index that their owner, the agent, does not name, or the other way round.
     index_blocks: int = 0
-    """Blocks in a replica's index that their owner, the agent, does not name, or the other way round."""
 
     @property
     def total(self) -> int:
@@ -72,8 +72,8 @@ class RowResult:
     name: str
     what: str
     requests: int = 0
+    # Failures that the fault excuses, by reason.
     expected: dict[str, int] = field(default_factory=dict)
-    """Failures that the fault excuses, by reason."""
     unexpected: list[Outcome] = field(default_factory=list)
     clean_after_s: float | None = None
     unclean: Sequence[str] = ()

@@ -49,8 +49,8 @@ NAMESPACE = "chaos"
 REPLICAS, ENGINES = 3, 4
 RATE = 10.0
 LEAD_S = 3.0
+# Of the trace's answers: streams of about a second, so that faults meet some.
 OUTPUT_DIVISOR = 2
-"""Of the trace's answers: streams of about a second, so that faults meet some."""
 NUM_BLOCKS = 4096
 
 

@@ -22,12 +22,12 @@ from scripts.kit.fleet import Fleet, Process
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.replicas import disagreements, settled
 
+# Clean means that it stays so for two heartbeats: a lost tail is noticed by then.
 CONFIRMED_S = 2.5
-"""Clean means that it stays so for two heartbeats: a lost tail is noticed by then."""
 REPAIRS = ("gaps", "replayed", "snapshots", "contradictions", "digest_mismatches", "malformed")
 _LOOK_S = 1.0
+# What is left after that stays: five heartbeats with their digests.
 LEFT_S = 5.0
-"""What is left after that stays: five heartbeats with their digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Stage:
     plan: Plan
     deployed: Deployment
     bus: Bus
+    # Engine URL -> its truth.
     watches: Mapping[str, EngineWatch]
-    """Engine URL -> its truth."""
 
     @property
     def urls(self) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgpack
 
+# Numbers at the limits of their types, texts and bytes that are used in names and subjects, ops.
 EDGES: tuple[Any, ...] = (
     0, 1, -1, 2, 7, 127, 128, 255, 256, 65_535, 2**31 - 1, 2**31, 2**32, 2**48, 2**48 + 1, 2**53, 2**62,
     2**62 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), None, True, False, 1.5, 1e300, float("nan"),
@@ -19,7 +20,6 @@ EDGES: tuple[Any, ...] = (
     [1, 0, None, b"\x05" + bytes(7)], [2, 0, b"\x05" + bytes(7)], [3], [4, 1, 1], [99, "new"],
     [16, 1, "r", "w0", 0, b"", 1, 0, 1], [18, 1],
 )  # fmt: skip
-"""Numbers at the limits of their types, texts and bytes that are used in names and subjects, ops."""
 
 
 class Mutator:

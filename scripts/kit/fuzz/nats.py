@@ -36,15 +36,15 @@ from scripts.kit.steady import SteadyLoad
 
 NAMESPACE = "fuzz"
 REPLICAS, ENGINES = 2, 3
+# Requests a second, before, during and after the attack.
 LOAD_RATE = 4.0
-"""Requests a second, before, during and after the attack."""
 WARM_S = 20.0
 HEAL_LIMIT_S = 60.0
+# A forged heartbeat may claim the longest interval: what it invented has a lease of 50 s.
 SETTLE_S = 75.0
-"""A forged heartbeat may claim the longest interval: what it invented has a lease of 50 s."""
 BURST = 100
+# Messages of each kind that the attacker remembers.
 _KEPT = 200
-"""Messages of each kind that the attacker remembers."""
 
 
 class Attacker:

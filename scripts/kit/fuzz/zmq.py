@@ -31,11 +31,11 @@ from scripts.kit.script import log_directory, new_console, until_signalled
 
 ROUNDS = 10
 HONEST_ONE_IN = 50
+# So fast that the agent keeps up, and asks for replays while they are hostile.
 BURST, PAUSE_S = 100, 0.04
-"""So fast that the agent keeps up, and asks for replays while they are hostile."""
 EQUAL_WITHIN_S = 60.0
+# Beyond the memory after the first round: what the allocator keeps of a burst differs that much.
 MORE_BYTES = 32 * 1024 * 1024
-"""Beyond the memory after the first round: what the allocator keeps of a burst differs that much."""
 NAMESPACE = "fuzz"
 
 

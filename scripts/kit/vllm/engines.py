@@ -18,8 +18,8 @@ from scripts.kit.http_client import Client
 from scripts.kit.ports import free_ports
 from scripts.kit.vllm.adapters import RANK
 
+# vLLM's attention on a CPU takes multiples of 32 only.
 BLOCK_SIZE = 32
-"""vLLM's attention on a CPU takes multiples of 32 only."""
 MAX_MODEL_LEN = 2_048
 START_TIMEOUT_S = 240.0
 

@@ -27,8 +27,8 @@ from scripts.kit.vllm.report import Report, table
 from scripts.kit.vllm.stage import ENGINES, Stage, prepare, set_up
 from scripts.kit.vllm.workload import Request, Workload
 
+# Per engine: the six groups with their salts and adapters need some 300, so both evict.
 NUM_BLOCKS = 110
-"""Per engine: the six groups with their salts and adapters need some 300, so both evict."""
 WANTED_SHARE = 0.99
 DOWN_REQUESTS = 10
 _FEWEST_REQUESTS = 3 * DOWN_REQUESTS

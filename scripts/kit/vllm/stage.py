@@ -18,8 +18,8 @@ from scripts.kit.vllm.adapters import write_adapter
 from scripts.kit.vllm.engines import EngineTest, Vllm, start_engine, wait_until_up
 
 ENGINES, REPLICAS = 2, 2
+# Events follow an answer within the engine's next step, and an agent sends them within 10 ms.
 SETTLE_S = 0.05
-"""Events follow an answer within the engine's next step, and an agent sends them within 10 ms."""
 SEEN_TIMEOUT_S = 60.0
 
 
