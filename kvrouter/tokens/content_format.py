@@ -1,7 +1,7 @@
-"""Which of two shapes of message content a chat template wants: a string, or a list of parts.
+"""Which shape of message content a chat template expects: a string, or a list of parts.
 
-vLLM decides it from the template's syntax tree (`--chat-template-content-format auto`), and so must we: the
-same conversation renders differently in the other shape. A template wants parts if it loops over them:
+The same conversation renders differently in each shape, so this must decide as vLLM does: from the template's
+syntax tree (vLLM's `--chat-template-content-format auto`). A template expects parts if it loops over them:
 
     {% for message in messages %}{% for part in message.content %}        directly, or
     {% macro show(body) %}{% for part in body %}  ...  {{ show(message.content) }}   in a macro, or
@@ -16,7 +16,7 @@ from jinja2 import nodes
 
 
 class _NotANameError(Exception):
-    """Something else than a plain variable is bound to messages: vLLM then gives up, and takes strings."""
+    """The template binds messages to something other than a plain variable; vLLM then uses strings."""
 
 
 def wants_parts(template: nodes.Template) -> bool:
@@ -28,6 +28,7 @@ def wants_parts(template: nodes.Template) -> bool:
 
 
 def _content_loops(template: nodes.Template, messages: Set[str]) -> Iterator[bool]:
+    # nodes have no hash by identity and no link to their parent, hence the ids
     inside = {
         id(loop): macro for macro in template.find_all(nodes.Macro) for loop in macro.find_all(nodes.For)
     }
@@ -40,7 +41,7 @@ def _content_loops(template: nodes.Template, messages: Set[str]) -> Iterator[boo
 
 
 def _content_parameters(template: nodes.Template, macro: nodes.Macro, messages: Set[str]) -> set[str]:
-    """The parameters of `macro` that some call fills with a message's content."""
+    """The parameters of `macro` that receive a message's content in at least one call."""
     names = [parameter.name for parameter in macro.args]
     filled = set()
     for call in template.find_all(nodes.Call):
@@ -52,14 +53,14 @@ def _content_parameters(template: nodes.Template, macro: nodes.Macro, messages: 
 
 
 def _message_names(template: nodes.Template) -> set[str]:
-    """The loop variables that stand for one message."""
+    """The loop variables that each hold one message."""
     lists = _names_of_messages(template)
     loops = template.find_all(nodes.For)
     return {_name(loop.target) for loop in loops if _is_variable(loop.iter, lists)}
 
 
 def _names_of_messages(template: nodes.Template) -> set[str]:
-    """`messages`, and the variables it is assigned to, whole or in part."""
+    """`messages`, and the variables to which it, or a slice of it, is assigned."""
     assignments = list(template.find_all(nodes.Assign))
     names = {"messages"}
     while found := {_name(a.target) for a in assignments if _is_variable(a.node, names)} - names:
@@ -92,7 +93,7 @@ def _is_plain_variable(node: nodes.Node, names: Set[str]) -> bool:
 
 
 def _unwrapped(node: nodes.Node) -> nodes.Node:
-    """`node` without filters, tests and slices: `messages[1:] | list` is still the messages."""
+    """`node` without filters, tests and slices: `messages[1:] | list` still means the messages."""
     if isinstance(node, nodes.Filter | nodes.Test) and node.node is not None:
         return _unwrapped(node.node)
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):

@@ -1,4 +1,4 @@
-"""A model directory from what `--model-path` names: a directory, or a repository of a model hub."""
+"""The model directory for a `--model-path`: a local directory, or a repository of a model hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from kvrouter.errors import ConfigError
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-# What tokenizing needs; the weights stay where they are.
+# The files that tokenizing needs. The weights, by far the largest files, are not downloaded.
 _FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -21,9 +21,9 @@ _FILES = [
 
 
 def model_directory(model_path: str, cache_directory: Path | None = None) -> Path:
-    """The directory, after a download where a hub's repository is named (`org/name`).
+    """The directory; a repository (`org/name`) is downloaded first.
 
-    $HF_ENDPOINT and $HF_TOKEN say which hub and who asks, as for the engines. Raises ConfigError.
+    $HF_ENDPOINT and $HF_TOKEN select the hub and the account, as for the engines. Raises ConfigError.
     """
     directory = Path(model_path)
     if directory.is_dir() or not _REPOSITORY.fullmatch(model_path):
@@ -32,8 +32,8 @@ def model_directory(model_path: str, cache_directory: Path | None = None) -> Pat
         import huggingface_hub
     except ImportError as error:
         raise ConfigError(
-            f"--model-path {model_path} is no directory, and to fetch it from a model hub huggingface_hub"
-            " must be installed: pip install huggingface_hub"
+            f"--model-path {model_path} is not a directory; to download it from a model hub, install"
+            " huggingface_hub: pip install huggingface_hub"
         ) from error
     try:
         found = huggingface_hub.snapshot_download(
@@ -43,9 +43,9 @@ def model_directory(model_path: str, cache_directory: Path | None = None) -> Pat
             endpoint=os.environ.get("HF_ENDPOINT"),
             token=os.environ.get("HF_TOKEN"),
         )
-    except Exception as error:  # its own, httpx's, and OSError: whatever stops a download
+    except Exception as error:  # the library's own errors, httpx's, and OSError
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"--model-path {model_path} is no directory here, and fetching it failed: {reason}"
+            f"--model-path {model_path} is not a directory, and downloading it failed: {reason}"
         ) from error
     return Path(found)

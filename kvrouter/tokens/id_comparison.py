@@ -1,4 +1,4 @@
-"""Where the ids made here and those of the engine part, in words that say what to change."""
+"""Compares token ids computed here with those of the engine, and suggests what to change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Difference:
 
     position: int
     here_ids: Sequence[int]
-    # The ids around it, from `AROUND_TOKENS` before.
+    # The ids from AROUND_TOKENS before to AROUND_TOKENS after the position.
     engine_ids: Sequence[int]
     here_text: str
-    # Their texts, as far as `AROUND_CHARACTERS` before and after the first that differs.
+    # Their texts, cut to AROUND_CHARACTERS before and after the first character that differs.
     engine_text: str
     here_tokens: int
     engine_tokens: int
@@ -66,25 +66,25 @@ def _remedy(here: list[int], engine: list[int], decode: Decode, *, is_chat: bool
         side = "the engine" if engine[1:] == here else "only this frontend"
         first = engine[0] if engine[1:] == here else here[0]
         return (
-            f"special tokens: {side} puts {_text([first], decode)!r} first; make tokenizer.json here"
-            " (its post_processor) the engine's"
+            f"special tokens: {side} puts {_text([first], decode)!r} first; use the engine's"
+            " tokenizer.json (its post_processor adds them)"
         )
     if _text(here, decode) == _text(engine, decode):
         return (
             "same text, other ids: another tokenizer; give --model-path the engine's own directory. Some"
-            " engines rebuild the pre-tokenizer of a model type, whatever tokenizer.json says:"
-            " --tokenizer remote is right for them"
+            " engines rebuild the pre-tokenizer of a model type and ignore tokenizer.json:"
+            " use --tokenizer remote for them"
         )
     if is_chat:
         return (
             "another chat template: give --chat-template the engine's, or --model-path the engine's own"
-            " directory; one that prints the date differs around midnight and between time zones"
+            " directory; a template that prints the date differs around midnight and between time zones"
         )
     return "another tokenizer or normalizer: give --model-path the engine's own directory"
 
 
 def _text(ids: Sequence[int], decode: Decode) -> str:
-    """The text of ids that may be none of this tokenizer's."""
+    """The text of the ids; empty if this tokenizer does not know one of them."""
     try:
         return decode(ids)
     except (OverflowError, ValueError):

@@ -1,8 +1,8 @@
-"""A request's messages as the chat template must see them.
+"""A request's messages in the form in which vLLM passes them to the chat template.
 
-The engine does not hand the client's messages to its template: it keeps some fields, turns content into one
-shape, parses the arguments of tool calls. What is said here is what vLLM 0.32 does; one space of difference
-would end every overlap at that place.
+The engine does not pass the client's messages on unchanged: it keeps some fields, converts content to one
+shape, and parses the arguments of tool calls. This module does what vLLM 0.32 does. A difference of one space
+changes all block hashes from there on, so the predicted overlap would end at that place.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import xxhash
 from kvrouter.errors import BadRequestError
 
 Message = dict[str, Any]
-# A text part: {"type": "text", "text": ...}. No other kind gets past `_part`.
+# A text part, {"type": "text", "text": ...}: `_part` converts or rejects all others.
 Part = dict[str, Any]
 ContentFormat = Callable[[list[Part]], str | list[Part]]
 
-# The types of part that are text, and the field that holds it.
+# The types of text parts, and the field that holds each one's text.
 _TEXT_FIELDS = {
     "text": "text",
     "input_text": "text",
@@ -30,7 +30,8 @@ _TEXT_FIELDS = {
     "thinking": "thinking",
 }
 
-# Starts a line of Claude Code's system prompt that is new in every request; vLLM drops it, for its cache.
+# Starts a line of Claude Code's system prompt that differs in every request. vLLM drops the line, as
+# otherwise no two requests would share a prefix.
 _BILLING_HEADER = "x-anthropic-billing-header"
 
 
@@ -45,7 +46,7 @@ def as_parts(parts: list[Part]) -> list[Part]:
 
 
 def conversation(messages: Sequence[Message], content_format: ContentFormat) -> list[Message]:
-    """The messages as the template sees them: new dicts, the client's are left alone.
+    """The messages as the template receives them: new dicts, as the client's messages are still relayed.
 
     Raises BadRequestError for a message without a role, or with content that is neither text nor parts.
     """
@@ -53,7 +54,7 @@ def conversation(messages: Sequence[Message], content_format: ContentFormat) -> 
 
 
 def developer_as_system(messages: Sequence[Message]) -> list[Message]:
-    """For a template without that role: developer messages become system ones, all of them one in front."""
+    """For a template that lacks the role `developer`: one system message first, from all of both roles."""
     if all(message["role"] != "developer" for message in messages):
         return list(messages)
     renamed = [_as_system(message) if message["role"] == "developer" else message for message in messages]
@@ -65,7 +66,7 @@ def developer_as_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def tool_definition(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool with the fields the engine knows, in its order: templates print them as JSON.
+    """A tool with the fields that vLLM knows, in vLLM's order: templates print them as JSON.
 
     Raises BadRequestError for a tool without a function.
     """
@@ -88,12 +89,12 @@ def _message(message: Message, content_format: ContentFormat) -> Message:
         parts = _without_billing_header(parts)
     content = content_format(parts)
     if role == "tool":
-        content = _text(content)  # templates expect a tool's answer as a string, whatever they loop over
+        content = _text(content)  # templates expect a tool's answer as a string, also if they loop over parts
     return {"role": role, "content": content, **_fields_of_role(role, message)}
 
 
 def _fields_of_role(role: str, message: Message) -> Message:
-    """What is kept of a message besides role and content, in the engine's order: templates may print it."""
+    """The fields kept besides role and content, in vLLM's order: templates may print them."""
     fields: Message = {}
     if role == "assistant":
         fields |= _assistant_fields(message)
@@ -111,7 +112,7 @@ def _assistant_fields(message: Message) -> Message:
         fields["tool_calls"] = [_tool_call(call) for call in _list(calls, "tool_calls")]
     reasoning = message.get("reasoning")
     if reasoning is None:
-        reasoning = message.get("reasoning_content")  # its older name
+        reasoning = message.get("reasoning_content")  # the field's older name
     if reasoning is not None:
         fields |= {"reasoning": reasoning, "reasoning_content": reasoning}
     return fields
@@ -126,7 +127,7 @@ def _tool_call(call: object) -> dict[str, Any]:
 
 
 def _arguments(arguments: object) -> dict[str, Any]:
-    """A tool call's arguments as an object; empty where they are none, so that the conversation can go on."""
+    """A tool call's arguments as an object; empty if they are not, so that the chat can continue."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -144,7 +145,7 @@ def _parts(content: object) -> list[Part]:
 
 
 def is_text(part: Part) -> bool:
-    """Whether a part of `content` is text, and no image, sound or video."""
+    """Whether a part of `content` is text, rather than an image, audio or video."""
     return str(part.get("type", "text")) in _TEXT_FIELDS
 
 
@@ -158,7 +159,7 @@ def _part(part: object) -> Part | None:
         return _text_part(_media_name(part))
     text = part.get(field)
     if text is None:
-        return None  # the engine skips it, too
+        return None  # vLLM skips it, too
     if not isinstance(text, str):
         raise BadRequestError(f"`{field}` of a part of `content` must be a string", param="messages")
     return _text_part(text)
@@ -169,10 +170,10 @@ def _text_part(text: str) -> Part:
 
 
 def _media_name(part: Part) -> str:
-    """A text in place of an image, a sound or a video.
+    """Text that takes the place of an image, audio or video.
 
-    Only the engine knows how many tokens it becomes. A name made of its contents keeps what routing needs:
-    prompts that agree up to and in this item have equal hashes, others do not.
+    Only the engine knows how many tokens the item becomes. A hash of its contents is enough for routing:
+    prompts that are equal up to and including this item have equal hashes, all others differ.
     """
     return f"<media {xxhash.xxh3_64_hexdigest(msgspec.json.encode(part))}>"
 

@@ -1,12 +1,12 @@
-"""Sequence hashes of prompts whose beginning was seen before: only what is new is hashed.
+"""Sequence hashes of prompts that begin like an earlier one: only the new blocks are hashed.
 
-    text     | part 0 | part 1 | …  | part n | rest        cut by `PrefixTokens`, which names all before a cut
+    text     | part 0 | part 1 | …  | part n | rest        cut by `PrefixTokens`, which names each beginning
     tokens   | block 0   | block 1   | … | block m | rest  cut by the pool's block size
-    held     under the name of parts 0 to n: the hashes of the blocks that end there or before
+    stored   under the name of parts 0 to n: the hashes of the blocks that end within them
 
-Two places of a prompt are remembered: where what it shares with earlier ones ends, for the next that
-branches off there (one system prompt, other questions), and where its own last part ends, for the next
-that goes on from there (a conversation). Not safe in several threads: it is the event loop's.
+Two positions of each prompt are stored: the end of the beginning that it shares with earlier prompts, for
+prompts that branch off there (one system prompt, other questions), and the end of its own last part, for
+prompts that continue it (the next turn of a chat). Not thread-safe: only the event loop uses it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from kvrouter.core.native import versions
 from kvrouter.core.wire.hashes import seeded_prompt_hashes
 from kvrouter.tokens.prefix_tokens import Beginnings
 
-# What an entry takes beside its hashes: key, tuples, array, dictionary (measured: 260 to 360).
+# Bytes of an entry besides its hashes (key, tuples, array, dictionary); measured: 260 to 360.
 ENTRY_BYTES = 360
-# A beginning that is less than this longer than one held is not held, too: to hash the rest costs less.
+# A beginning is stored only if it is at least this much longer than a stored one: hashing fewer tokens costs
+# less than another entry.
 NEAR_TOKENS = 256
-# How many known parts are asked for, the deepest first: one part has some 60 tokens.
+# Look-ups per prompt, the longest known beginning first: each step back is one part, about 60 tokens.
 MOST_STEPS = 8
-# Fewer are hashed faster than looked up (`scripts/bench hashes`).
+# Below this, hashing is faster than the look-up. Measured for each version of the hashes by
+# `scripts/bench hashes`.
 LEAST_TOKENS = {versions.PYTHON: 512, versions.NATIVE: 8192}
 
 _NONE = array("Q")
-# Block size, seed and number of leading special tokens: what the hashes of a text depend on beside it.
+# Block size, seed and number of leading special tokens: with the text itself, they determine the hashes.
 _Naming: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(slots=True)
 class HashCounters:
-    """What happened, in blocks of prompts whose beginnings have names, and in beginnings (`evicted`)."""
+    """Blocks of prompts that were looked up or hashed; `evicted` counts stored beginnings."""
 
     known_blocks: int = 0
     hashed_blocks: int = 0
@@ -55,7 +57,7 @@ class PrefixHashes:
         least_tokens: int | None = None,
         near_tokens: int = NEAR_TOKENS,
     ) -> None:
-        """`least_tokens`: of shorter beginnings nothing is looked up or kept."""
+        """`least_tokens`: shorter beginnings are neither looked up nor stored."""
         self.counters = HashCounters()
         self._most = most
         self._max_bytes = max_bytes
@@ -69,7 +71,7 @@ class PrefixHashes:
 
     @property
     def held_bytes(self) -> int:
-        """Memory, about."""
+        """Approximate memory."""
         return self._bytes
 
     def of(self, ids: Sequence[int], beginnings: Beginnings, block_size: int, seed: int) -> array[int]:
@@ -87,7 +89,7 @@ class PrefixHashes:
         return chain
 
     def _held(self, beginnings: Beginnings, naming: _Naming) -> array[int]:
-        """The hashes of the deepest beginning that has some here."""
+        """The hashes of the longest stored beginning."""
         if beginnings.known_tokens < self._least_tokens:
             return _NONE
         for name in beginnings.known[: -1 - MOST_STEPS : -1]:
@@ -98,7 +100,7 @@ class PrefixHashes:
         return _NONE
 
     def _remember(self, beginnings: Beginnings, naming: _Naming, chain: array[int], held: int) -> None:
-        """Where the known part ends and where the last one does, if that is far enough from what is held."""
+        """Store the end of the known part and that of the last part, if far enough from a stored one."""
         _, known, known_tokens, deepest, deepest_tokens = beginnings
         block_size, _, _ = naming
         enough = self._near_tokens // block_size + 1
@@ -111,7 +113,7 @@ class PrefixHashes:
 
     def _add(self, key: tuple[bytes, _Naming], chain: array[int]) -> None:
         chains = self._chains
-        if key in chains:  # though the part's ids had gone from the store
+        if key in chains:  # the store of token ids has evicted this part, but its hashes are still here
             chains.move_to_end(key)
             return
         chains[key] = chain

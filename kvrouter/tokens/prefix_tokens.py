@@ -1,7 +1,14 @@
-"""The prefix-token cache: a text whose beginning was seen before is tokenized from where it is new.
+"""The prefix-token cache: of a text that begins like an earlier one, only the rest is tokenized.
 
-Exact: the ids are those of the whole text. Texts are cut only where `Splits` proves that their parts have the
-same ids, and a trial at the start compares cut texts with whole ones; if either fails, nothing is cut.
+    text   | 256 characters and a bit | 256 and a bit | …            cut where `Splits` allows it
+    key      H(part 0)                  H(parts 0, 1)   …            one running hash, so a text is read once
+    value    ids of part 0              ids of part 1
+
+The ids are exactly those of the whole text. Texts are cut only where `Splits` proves that this does not
+change the ids, and a trial at start-up compares cut texts with whole ones; if either fails, the cache is off.
+
+Invariants: the number and bytes of stored parts never exceed their limits. A key names all the text before
+it, and of two parts of one text the later one is always evicted first, so each stored part can be reached.
 """
 
 from __future__ import annotations
@@ -46,7 +53,7 @@ _ODD_PIECES = (
 
 @dataclass(slots=True)
 class StoreCounters:
-    """What happened, in characters of prompts: their unit does not depend on where texts are cut."""
+    """Characters of prompts, a unit that does not depend on where texts are cut."""
 
     known_characters: int = 0
     tokenized_characters: int = 0
@@ -55,7 +62,7 @@ class StoreCounters:
 
 
 class PrefixStore:
-    """An LRU of parts, bounded in number and bytes; all threads of all tokenizers may share one."""
+    """An LRU of parts, bounded in number and bytes. Thread-safe; several tokenizers may share one."""
 
     def __init__(self, *, max_parts: int = 500_000, max_bytes: int = 1 << 29) -> None:
         self.counters = StoreCounters()
@@ -70,18 +77,18 @@ class PrefixStore:
 
     @property
     def held_bytes(self) -> int:
-        """Memory, about."""
+        """Approximate memory."""
         return self._bytes
 
     def find(self, key: bytes) -> array[int] | None:
-        """The ids of the part that ends the text with this hash. One look-up, so safe without the lock."""
+        """The ids of the last part of the text with this hash."""
+        # without the lock: one look-up in a dictionary is atomic under the GIL
         return self._parts.get(key)
 
     def use(self, known: Sequence[bytes], new: Sequence[tuple[bytes, array[int]]]) -> None:
-        """A text was tokenized: the parts of it that were known, then those that are new, in its order.
-
-        The deepest is remembered first, so that it is the first to go.
-        """
+        """Record the parts of one text, in its order: the known ones, then the new ones with their ids."""
+        # Reversed: the last part becomes the least recently used, so the LRU evicts it before the parts
+        # on which its key depends.
         parts = self._parts
         with self._lock:
             for key, ids in reversed(new):
@@ -96,7 +103,7 @@ class PrefixStore:
                 self.counters.evicted_parts += 1
 
     def count(self, *, known: int = 0, tokenized: int = 0, skipped: int = 0) -> None:
-        """Add to the counters."""
+        """Add characters to the counters."""
         with self._lock:
             self.counters.known_characters += known
             self.counters.tokenized_characters += tokenized
@@ -110,42 +117,42 @@ class PrefixStore:
 
 
 class Beginnings(NamedTuple):
-    """Names of what a prompt begins with: prompts with the same name and `before` begin with the same ids."""
+    """Names of a prompt's beginnings: prompts with an equal name and `before` begin with the same ids."""
 
-    # How many special tokens come first: the names are of texts, and so without them.
+    # Number of leading special tokens: a name is made from text, which does not contain them.
     before: int
-    # Of all parts that were known, from the start on.
+    # One name for each known part, from the start of the text.
     known: Sequence[bytes]
     known_tokens: int
-    # Of all parts, the new ones included; what follows the last part has no name.
+    # The name of all parts, new ones included. The rest after the last part has no name.
     deepest: bytes
     deepest_tokens: int
 
 
 class Encoded(NamedTuple):
-    """The ids of one prompt, and how many it has: more than `ids` where its end was not tokenized."""
+    """The ids of one prompt and its length in tokens, which is larger if its end was not tokenized."""
 
     ids: Sequence[int]
     isl: int
-    # None: it has no parts, or not all ids are the text's own (token ids, truncated prompts).
+    # None: the text has no parts, or the ids are not those of a whole text (token ids, truncated prompts).
     beginnings: Beginnings | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """What an operator sets about the cache."""
+    """The operator's settings of the cache."""
 
     max_parts: int = 500_000
     part_characters: int = 256
     max_bytes: int = 512 * 1024 * 1024
-    # From this share of a prompt's characters on, what follows the known part is not tokenized.
+    # If at least this share of a prompt's characters is known, the rest is not tokenized but estimated.
     enough: float | None = None
 
 
 class PrefixTokens:
-    """The ids of texts, with what a store knows of their beginnings.
+    """Tokenizes texts with the help of a store.
 
-    `model` keeps the texts of tokenizers that share a store apart.
+    `model` separates the entries of tokenizers that share a store.
     """
 
     def __init__(
@@ -190,7 +197,10 @@ class PrefixTokens:
         return Encoded(ids, len(ids), Beginnings(before, known, known_tokens, deepest, deepest_tokens))
 
     def _known(self, text: str, ids: array[int]) -> tuple[list[bytes], int, list[tuple[bytes, int]]]:
-        """Fill `ids` with what is known: its keys, where it ends, and key and end of each new part."""
+        """Extend `ids` by those of the known parts.
+
+        Returns the keys of these, the position where they end, and key and end of each new part.
+        """
         known: list[bytes] = []
         new: list[tuple[bytes, int]] = []
         running, find, known_end, start = self._root.copy(), self._store.find, 0, 0
@@ -207,9 +217,10 @@ class PrefixTokens:
         return known, known_end, new
 
     def _cuts(self, text: str) -> Iterator[int]:
-        """Where parts end: each at the first place from its length on, so alike in texts that begin alike.
+        """The ends of the parts; the rest after the last end belongs to no part.
 
-        What follows the last one is in no part.
+        Each part ends at the first possible place after `part_characters`. That depends only on the text
+        before it, so texts that begin alike are cut alike.
         """
         search, size, at = self._search, self._part_characters, 0
         while (match := search(text, at + size)) is not None:
@@ -217,7 +228,7 @@ class PrefixTokens:
             yield at
 
     def _tokenized(self, text: str, start: int, ends: list[int]) -> list[array[int]]:
-        """The ids of each part behind `start`, and of what follows the last one."""
+        """The ids of each part after `start`, and those of the rest."""
         bounds = [start, *ends, len(text)]
         parts = [text[a:b] for a, b in pairwise(bounds) if a < b]
         encodings = self._tokenizer.encode_batch_fast(parts, add_special_tokens=False)
@@ -229,8 +240,8 @@ def _size(ids: array[int]) -> int:
 
 
 def trial_fault(tokenizer: tokenizers.Tokenizer, splits: Splits, *, trials: int = TRIALS) -> str:
-    """Cut random texts and compare: empty, or a text whose parts have other ids than the whole."""
-    rng = random.Random(0)  # the same texts at every start
+    """A random text whose parts have other ids than the whole; empty if none was found."""
+    rng = random.Random(0)  # the same texts at every start, so that a fault can be reproduced
     kinds = _trial_pieces(tokenizer, rng)
     cutter = PrefixTokens(tokenizer, splits, PrefixStore(), model="trial", part_characters=1)
     for _ in range(trials):
@@ -244,7 +255,7 @@ def trial_fault(tokenizer: tokenizers.Tokenizer, splits: Splits, *, trials: int 
 
 
 def _trial_pieces(tokenizer: tokenizers.Tokenizer, rng: random.Random) -> list[Sequence[str]]:
-    """Kinds of pieces: added tokens, tokens of the vocabulary, spaces, words, oddities."""
+    """Kinds of pieces: added tokens, the vocabulary (twice: it counts double), spaces, words, odd ones."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     size = tokenizer.get_vocab_size()
     learnt = [tokenizer.decode([rng.randrange(size)], skip_special_tokens=False) for _ in range(300)]

@@ -1,11 +1,11 @@
-"""From what a client sends as its prompt to the token ids that the engine computes.
+"""From the prompt of a client's request to the token ids that the engine will compute for it.
 
     ChatPrompt  --chat template-->  text  --tokenizer-->  token ids
     TextPrompt                      text  --tokenizer-->  token ids
     TokenPrompt                                           token ids
 
-Without a model directory only the last row works. The others then have no token ids (None), so no hashes:
-such a request is placed by load alone.
+Without a model directory only the last row has token ids. The others have None and so no hashes: such a
+request is placed by load alone.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvrouter.tokens.tokenizer import INLINE_CHARACTERS, PrefixCache, Tokenizer
 
 TokenIds: TypeAlias = list[int]
 
-# More messages or texts are not short, however little they say: each one costs a call.
+# A prompt with more messages or texts is not short even if each is: every one costs a call.
 _SHORT_PROMPT_ITEMS = 4
 
 
 class ChatPrompt(Struct, frozen=True):
-    """The messages of a chat request and what shapes their prompt; the names are those of the body."""
+    """The messages of a chat request and the fields that shape its prompt, with their names in the body."""
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] | None = None
@@ -55,7 +55,7 @@ class TokenPrompt(Struct, frozen=True):
     kept_tokens: slice | None = None
 
 
-# `kept_tokens` of each is the part that the client's `truncate_prompt_tokens` leaves.
+# `kept_tokens` of each is the slice left by the client's `truncate_prompt_tokens`.
 Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
 
 
@@ -78,23 +78,23 @@ class PromptEncoder:
     ) -> Self:
         """Read a model directory; None stands for no directory. Raises ConfigError for a broken one.
 
-        `cache`: what is known of the beginning of a text is not tokenized again, with the `store` of several
-        models or one of its own. `chat_template`: a file to use in place of the directory's own template.
+        `cache`: settings of the prefix-token cache, None to switch it off. `store`: shared with other models;
+        None gives the model its own. `chat_template`: a file that replaces the directory's template.
         """
         if model_path is None:
             return cls(None, None)
-        # first, as it opens nothing that must be closed
+        # before the tokenizer, whose threads would be left running if the template raised an error
         template = ChatTemplate.load(model_path, chat_template)
         return cls(Tokenizer.load(model_path, threads=threads, cache=cache, store=store), template)
 
     @property
     def can_encode_text(self) -> bool:
-        """Whether there is a tokenizer, so that text and chats have token ids."""
+        """Whether there is a tokenizer for texts."""
         return self._tokenizer is not None
 
     @property
     def can_encode_chats(self) -> bool:
-        """Whether there is a chat template too."""
+        """Whether there are both a tokenizer and a chat template."""
         return self._tokenizer is not None and self._template is not None
 
     @property
@@ -103,18 +103,16 @@ class PromptEncoder:
         return self._tokenizer.cache if self._tokenizer is not None else None
 
     async def encode(self, prompt: Prompt | None) -> list[TokenIds] | None:
-        """The token ids of each prompt (a chat is one), None where they cannot be known.
+        """The token ids of each prompt (a chat is one prompt); None if they cannot be computed here.
 
-        None for a prompt is one that only the engine can know.
-
-        Raises BadRequestError if the chat template refuses the messages. Without a template the engine,
-        which may have one, is left to judge.
+        `prompt` is None if only the engine can know it. Raises BadRequestError if the chat template rejects
+        the messages. Without a template here, the engine decides that: it may have one.
         """
         found = await self.encode_known(prompt, may_estimate=False)
         return None if found is None else [list(encoded.ids) for encoded in found]
 
     async def encode_known(self, prompt: Prompt | None, *, may_estimate: bool = True) -> list[Encoded] | None:
-        """The same; with `may_estimate` the cache may leave out the end of a prompt it knows well."""
+        """Like `encode`; with `may_estimate` the cache may leave out the end of a mostly known prompt."""
         if isinstance(prompt, TokenPrompt):
             return [Encoded(ids, len(ids)) for ids in _kept(prompt, prompt.token_ids)]
         if prompt is None or self._tokenizer is None:
@@ -137,14 +135,15 @@ class PromptEncoder:
         encoded = tokenizer.encode_known_now(
             texts,
             add_special_tokens=prompt.add_special_tokens,
-            may_estimate=may_estimate and prompt.kept_tokens is None,  # whose end is kept, must be known
+            # `kept_tokens` counts from the end of the prompt, so the end must be exact
+            may_estimate=may_estimate and prompt.kept_tokens is None,
         )
         if prompt.kept_tokens is None:
             return encoded
         return [Encoded(ids, len(ids)) for ids in _kept(prompt, [each.ids for each in encoded])]
 
     def _render(self, prompt: ChatPrompt) -> str:
-        assert self._template is not None, "encode has looked"
+        assert self._template is not None, "encode_known checks it"
         return self._template.render(
             prompt.messages,
             tools=prompt.tools,
@@ -162,7 +161,7 @@ class PromptEncoder:
 
 
 def text_characters(prompt: Prompt) -> int:
-    """How much text there is to tokenize; media, however large they are in the body, are not text."""
+    """Characters to tokenize. Media can be far larger in the body, but are not text."""
     if isinstance(prompt, TokenPrompt):
         return 0
     if isinstance(prompt, TextPrompt):
@@ -171,7 +170,7 @@ def text_characters(prompt: Prompt) -> int:
 
 
 def has_media(prompt: Prompt) -> bool:
-    """Whether there is more in it than text: images, sounds, videos; their tokens only the engine knows."""
+    """Whether the prompt has images, audio or video, whose tokens only the engine knows."""
     if not isinstance(prompt, ChatPrompt):
         return False
     contents = [message.get("content") for message in prompt.messages]
@@ -180,7 +179,10 @@ def has_media(prompt: Prompt) -> bool:
 
 
 def plain_text(prompt: Prompt | None) -> str:
-    """Message contents joined without separator, text parts only; or the prompt. Token ids have none."""
+    """The text as Ray Serve's router compares it; empty for token ids.
+
+    For a chat: the text of all messages joined without separators, without roles or template.
+    """
     match prompt:
         case ChatPrompt():
             return "".join(_text_of(message.get("content")) for message in prompt.messages)
@@ -205,7 +207,7 @@ def _kept(prompt: Prompt, token_ids: Sequence[Sequence[int]]) -> list[Sequence[i
 
 
 def _is_short(prompt: ChatPrompt | TextPrompt) -> bool:
-    """Whether the prompt is certainly short: parts, tools and template variables count as long."""
+    """Whether the prompt is short enough for the event loop. Parts, tools and variables count as long."""
     if isinstance(prompt, TextPrompt):
         return _are_short(prompt.texts)
     if prompt.tools or prompt.chat_template_kwargs:

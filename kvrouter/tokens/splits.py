@@ -1,21 +1,21 @@
-r"""Where a text may be cut so that its parts, tokenized one by one, have the ids of the whole.
+r"""Positions at which a text can be cut so that its parts, tokenized separately, have the ids of the whole.
 
-`tokenizers` works in this order, and every step but the first sees one piece at a time:
+`tokenizers` works in this order, and every step except the first processes one piece at a time:
 
     text ──added tokens──> pieces ──normalizer──> ──pre-tokenizer──> words ──model──> ids ──post-processor
 
-So two kinds of place can be proven safe, from what tokenizer.json says and from nothing else:
+So two kinds of position can be proven safe from tokenizer.json alone:
 
-after an added token that is always found where its text stands (`anchors`)
-    The search for added tokens goes on behind it as if the text began there. Not for tokens that swallow
-    spaces (lstrip, rstrip) or are looked for in normalized text; not for one whose text another one's
-    contains or runs into, as the search might have taken that one.
+after an added token that is found wherever its text occurs (`anchors`)
+    The search for added tokens continues after it as if the text began there. This excludes tokens that
+    absorb spaces (lstrip, rstrip), tokens that are searched in normalized text, and tokens whose text
+    is part of another token's or overlaps with it, since the search might find the other one.
 
 between an ASCII letter and a space or newline (`words`)
-    The patterns of `_WORD_PATTERNS` end a word there: what matches the letter cannot match what follows,
-    and no lookahead that began before reaches so far. NFC composes nothing across it.
+    The patterns of `_WORD_PATTERNS` end a word there: no alternative matches both the letter and the
+    space, and no lookahead from before reaches that far. NFC composes no characters across it.
 
-Behind a newline is not such a place: these patterns take spaces and newlines together.
+The position after a newline is not safe: these patterns match spaces and newlines together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DEEPSEEK_SIGNS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
 
 
 def _camel_case(contractions: str, numbers: str) -> str:
-    """o200k's words: an upper-case part and a lower-case part."""
+    """The words of OpenAI's o200k: an upper-case part followed by a lower-case part."""
     return (
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{contractions}"
         rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{contractions}"
@@ -52,7 +52,7 @@ def _qwen_like(numbers: str, letters: str = r"\p{L}", no_sign: str = r"\p{L}\p{N
     )
 
 
-# Every one of them was looked at for what the module's text says of it.
+# Each pattern was checked by hand for the property that the module's docstring states; add none unchecked.
 _WORD_PATTERNS = frozenset(
     {
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
@@ -66,7 +66,7 @@ _WORD_PATTERNS = frozenset(
     }
 )
 
-# What they match holds neither letter nor space, so it does not matter on which side of the cut it is.
+# Their matches contain neither an ASCII letter nor a space, so none of them spans the end of a word.
 _NUMBER_PATTERNS = frozenset({r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", "[一-龥぀-ゟ\u30a0-ヿ]+"})
 
 _PIECEWISE_PRE_TOKENIZERS = frozenset(
@@ -82,27 +82,27 @@ _WORD_END = r"[A-Za-z](?=[ \n])"
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """What is proven about one tokenizer."""
+    """What could be proven about one tokenizer."""
 
-    # A text may be cut at the end of each match; None: nowhere.
+    # A text can be cut at the end of each match; None: nowhere.
     pattern: re.Pattern[str] | None
     before: tuple[int, ...] = ()
-    # The ids that `add_special_tokens` puts around those of the text.
+    # The ids that `add_special_tokens` adds before and after those of the text.
     after: tuple[int, ...] = ()
-    # Why it may be cut nowhere.
+    # Why `pattern` is None.
     reason: str = ""
-    # Number of added tokens after which it may be cut.
+    # Number of added tokens after which a text can be cut.
     anchors: int = 0
-    # Whether it may be cut after a word.
+    # Whether a text can be cut after a word.
     words: bool = False
 
 
 class _NotProvableError(Exception):
-    """The message says what stands in the way."""
+    """The message is the reason."""
 
 
 def find_splits(tokenizer: tokenizers.Tokenizer) -> Splits:
-    """Where texts of this tokenizer may be cut, with the reason if nowhere."""
+    """Where texts of this tokenizer can be cut; if nowhere, with the reason."""
     try:
         return _find_splits(tokenizer)
     except _NotProvableError as error:
@@ -120,13 +120,14 @@ def _find_splits(tokenizer: tokenizers.Tokenizer) -> Splits:
     words = _ends_words(normalizers, pre_tokenizers) and not any(map(_reaches_over_word_end, tokens))
     if not anchors and not words:
         raise _NotProvableError("no added token and no known pre-tokenizer pattern marks a place to cut")
+    # Python's alternation takes the first alternative that matches: the longest token must come first
     longest_first = sorted(map(re.escape, anchors), key=len, reverse=True)
     pattern = re.compile("|".join([*longest_first, *([_WORD_END] if words else [])]))
     return Splits(pattern, before, after, anchors=len(anchors), words=words)
 
 
 def _state(component: Any) -> dict[str, Any]:
-    """A part of tokenizer.json."""
+    """The component's part of tokenizer.json."""
     return json.loads(component.__getstate__()) if component is not None else {}
 
 
@@ -140,7 +141,7 @@ def _parts(component: dict[str, Any], nested: str) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_chance(model: object) -> None:
-    """A model that draws lots has no ids to compare with."""
+    """Reject a model that uses random numbers: the ids of one text differ from call to call."""
     if isinstance(model, models.BPE) and model.dropout:
         raise _NotProvableError("the model drops merges at random (dropout)")
     if isinstance(model, models.Unigram) and (model.alpha or model.nbest_size):
@@ -154,7 +155,7 @@ def _refuse_context(
     pre_tokenizers: Iterable[dict[str, Any]],
     tokens: Iterable[tokenizers.AddedToken],
 ) -> None:
-    """Each step must see one piece at a time, and not where in the text that stands."""
+    """Reject a step that depends on more than one piece, or on the position of the piece in the text."""
     for part in normalizers:
         if part["type"] not in _PIECEWISE_NORMALIZERS:
             raise _NotProvableError(f"the normalizer {part['type']} is not known here")
@@ -167,18 +168,18 @@ def _refuse_context(
     for token in tokens:
         if token.single_word:
             raise _NotProvableError(
-                f"the added token {token.content!r} looks at its neighbours (single_word)"
+                f"the added token {token.content!r} depends on the characters next to it (single_word)"
             )
 
 
 def _special_ids(post_processor: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids put before and after those of a text."""
+    """The ids added before and after those of a text."""
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     for part in _parts(post_processor, "processors"):
         match part["type"]:
             case "ByteLevel":
-                continue  # moves offsets only
+                continue  # changes offsets only, no ids
             case "BertProcessing" | "RobertaProcessing":
                 first, last = _ids(part["cls"]), _ids(part["sep"])
             case "TemplateProcessing":
@@ -190,7 +191,7 @@ def _special_ids(post_processor: dict[str, Any]) -> tuple[tuple[int, ...], tuple
 
 
 def _ids(named: tuple[str, int]) -> tuple[int, ...]:
-    """The id of a token and its name."""
+    """The id in a (name, id) pair."""
     return (named[1],)
 
 
@@ -207,7 +208,7 @@ def _around_text(template: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _anchors(tokens: list[tokenizers.AddedToken]) -> list[str]:
-    """The tokens found wherever their text stands, whatever is around it."""
+    """The tokens that are found wherever their text occurs, independently of the text around it."""
     raw = {token.content for token in tokens if not token.normalized and token.content}
     endings = {text[i:] for text in raw for i in range(1, len(text))}
     everything = "\0".join(raw)
@@ -217,13 +218,13 @@ def _anchors(tokens: list[tokenizers.AddedToken]) -> list[str]:
         if token.content in raw
         and not (token.normalized or token.lstrip or token.rstrip)
         and "\0" not in token.content
-        and _count(token.content, everything) == 1  # more: inside of another one
+        and _count(token.content, everything) == 1  # otherwise it is part of another token
         and not any(token.content[:i] in endings for i in range(1, len(token.content)))
     ]
 
 
 def _count(text: str, everything: str) -> int:
-    """Occurrences, overlapping ones included; two are as many as more."""
+    """Occurrences of `text`, overlapping ones included, counted up to 2."""
     first = everything.find(text)
     return 1 + (everything.find(text, first + 1) >= 0)
 
@@ -236,20 +237,20 @@ def _ends_words(normalizers: list[dict[str, Any]], pre_tokenizers: list[dict[str
         if part["type"] == "ByteLevel":
             return bool(part["use_regex"]) and not part["add_prefix_space"]  # GPT-2's pattern is built in
         if part["type"] == "Split" and _pattern(part) in _WORD_PATTERNS:
-            return True  # what comes later sees single words
+            return True  # later steps process single words
         if part["type"] != "Digits" and not (part["type"] == "Split" and _pattern(part) in _NUMBER_PATTERNS):
             return False
     return False
 
 
 def _pattern(split: dict[str, Any]) -> str | None:
-    """The pattern whose matches and whose gaps are words."""
+    """The regular expression, if both its matches and the text between them are kept as words."""
     keeps_all = (split["behavior"], split["invert"]) in {("Isolated", False), ("Removed", True)}
     return split["pattern"].get("Regex") if keeps_all else None
 
 
 def _reaches_over_word_end(token: tokenizers.AddedToken) -> bool:
-    """Whether the token could match on both sides of the end of a word."""
+    """Whether the token could match text on both sides of the end of a word."""
     texts = {token.content, unicodedata.normalize("NFC", token.content)}
     swallows = token.rstrip and any(text[-1:].isalpha() for text in texts)
     return swallows or any(re.search(_WORD_END, text) for text in texts)

@@ -1,4 +1,4 @@
-"""The model's chat template, rendered as transformers and vLLM render it."""
+"""The model's chat template, rendered in the same way as by transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from kvrouter.tokens.messages import (
 )
 from kvrouter.tokens.template_limits import LimitedEnvironment, TemplateLimitError
 
-# Of a template's file; the longest of known models have 30 KB. One of 2 MB takes 20 s to compile.
+# Limit of a template file. The longest known ones have 30 KB; compiling one of 2 MB takes 20 s.
 MOST_TEMPLATE_BYTES = 256 * 1024
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MOST_TEMPLATE_BYTES)]
-# Put behind the text to continue, and found again in the prompt. Its space shows if the template trims.
+# Appended to the text to continue, and searched for in the prompt. If the template trims the text, the final
+# space is missing there.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -46,7 +47,7 @@ _Stated: TypeAlias = _Text | list[_Named]
 
 
 class ChatTemplate:
-    """A model's chat templates: the default one, and perhaps another for requests with tools."""
+    """A model's chat templates: the default one, and optionally another for requests with tools."""
 
     def __init__(
         self, text: str, *, tool_use: str | None = None, special_tokens: Mapping[str, str] | None = None
@@ -58,11 +59,11 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_path: Path, file: Path | None = None) -> Self | None:
-        """The template in a model directory, None without one. Raises ConfigError if it does not compile.
+        """The template in a model directory, or None. Raises ConfigError if it does not compile.
 
         Read from `chat_template.jinja` and `additional_chat_templates/`, else from `tokenizer_config.json`,
-        else from `chat_template.json`, where older multimodal models have it. `file` takes the place of
-        all of them, as vLLM's --chat-template does.
+        else from `chat_template.json`, as in older multimodal models. `file` replaces all of them, like
+        vLLM's --chat-template.
         """
         config = _read_json(model_path / "tokenizer_config.json")
         texts = {"default": _read_text(file)} if file else _template_texts(model_path, config)
@@ -71,7 +72,7 @@ class ChatTemplate:
         special_tokens = _special_tokens(_read_json(model_path / "special_tokens_map.json") | config)
         try:
             return cls(texts["default"], tool_use=texts.get("tool_use"), special_tokens=special_tokens)
-        except Exception as error:  # jinja2's own errors, and Python's: nested too deeply, for one
+        except Exception as error:  # jinja2's errors, and Python's own such as RecursionError
             raise ConfigError(
                 f"the chat template of {file or model_path} does not compile: {error}"
             ) from error
@@ -87,8 +88,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt.
 
-        Raises BadRequestError if the messages are malformed or the template refuses them, and
-        TemplateLimitError if it does too much with them.
+        Raises BadRequestError if the messages are malformed or the template rejects them, and
+        TemplateLimitError if it exceeds its budget.
         """
         compiled = self._tool_use if tools else self._default
         chat = conversation(messages, compiled.content_format)
@@ -128,15 +129,13 @@ class _Compiled:
             return self.template.render({**variables, "messages": chat})
         except TemplateLimitError:
             raise
-        except (
-            Exception
-        ) as error:  # raise_exception(), but also TypeError and whatever else a template runs into
-            reason = f"the chat template refuses this request: {error}"
+        except Exception as error:  # raise_exception(), and TypeError or any other error in the template
+            reason = f"the chat template rejects this request: {error}"
             raise BadRequestError(reason, param="messages") from error
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is simply printed."""
+    """`{% generation %}` marks the assistant's text for training; here only its body is printed."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
 
@@ -163,7 +162,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes HTML and sorts keys: neither is what models were trained on."""
+    """Replaces jinja2's filter, which escapes HTML and sorts keys: models were trained on neither."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -174,11 +173,11 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)  # local time, as in the engine
+    return datetime.now().strftime(pattern)  # local time, as vLLM does
 
 
 def _tagged(chat: list[Message]) -> list[Message]:
-    """The chat with the tag behind the last text of its last message."""
+    """The chat with the tag appended to the last text of its last message."""
     content = chat[-1]["content"]
     if isinstance(content, str):
         tagged: str | list[dict[str, Any]] = content + _CONTINUE_TAG
@@ -199,7 +198,7 @@ def _cut_at_tag(prompt: str) -> str:
 
 
 def _template_texts(model_path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name to text; the name of the only one is "default"."""
+    """Text of each template by name; a single template is named "default"."""
     more = (model_path / "additional_chat_templates").glob("*.jinja")
     texts = {file.stem: _read_text(file) for file in more}
     if (file := model_path / "chat_template.jinja").is_file():
@@ -217,21 +216,21 @@ def _template_texts(model_path: Path, config: Mapping[str, Any]) -> dict[str, st
 def _read_text(file: Path) -> str:
     try:
         if file.stat().st_size > MOST_TEMPLATE_BYTES:
-            raise ConfigError(f"{file} has more than {MOST_TEMPLATE_BYTES} bytes: that is no chat template")
+            raise ConfigError(f"the chat template {file} is larger than {MOST_TEMPLATE_BYTES} bytes")
         return file.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"the chat template {file} cannot be read: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like: a string, or an object with the string as its content."""
+    """`bos_token`, `eos_token` and so on: each a string, or an object with the string as its `content`."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`, empty if there is no such file; raise ConfigError if it is not an object."""
+    """The JSON object in `file`; empty if the file does not exist. Raises ConfigError for anything else."""
     if not file.is_file():
         return {}
     try:

@@ -1,8 +1,9 @@
-"""The sandbox in which chat templates are rendered: none runs for long, or takes much memory.
+"""The sandbox in which chat templates are rendered, with limits on their time and memory.
 
-A template file comes from wherever its model comes from, and it runs inside the replica. jinja2's sandbox
-keeps it from the system; this one counts what it does as well. Each turn of a loop, call, filter and piece of
-text is charged to the rendering's budget, and what would make one huge value at once is refused.
+A template file comes from the same source as its model, often a third party, and runs inside the replica.
+jinja2's sandbox prevents access to the system. This one also limits work: each iteration of a loop, call,
+filter and piece of text is charged to the rendering's budget, and an operation that would make one huge value
+is rejected before it runs.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from jinja2.visitor import NodeTransformer
 
 from kvrouter.errors import KvRouterError
 
-# Of one rendering, about a second: turns of loops, calls, texts, items given to filters.
+# Budget of one rendering, about one second: iterations, calls, texts, items passed to filters.
 MOST_STEPS = 200_000
-# In one text; also the items in one list.
+# Limit of characters in one text and of items in one list.
 MOST_CHARACTERS = 16 * 1024 * 1024
 _CHARACTERS_A_STEP = 1024
 _ITEMS_A_STEP = 64
 _STEPS_A_CALL = 4
-# A bit of a number counts like so many characters: long numbers take long to multiply and to print.
+# A bit of a number counts as this many characters: long numbers are slow to multiply and to print.
 _BIT_COST = 64
-# A width in a format.
+# A large or variable width in a format string, such as "%10000000d" or "%*d".
 _WIDE = re.compile(r"\d{7,}|\*")
-# Filters, and methods of texts, that make as much as a number says.
+# Filters and string methods whose result is as large as their numeric argument.
 _PADDING = frozenset(
     {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson"}
 )
@@ -54,11 +55,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"_turns": self._turns, "_joined": self._joined}
 
     def begin(self) -> None:
-        """A rendering begins."""
+        """Reset the budget of this thread."""
         self._budget.left = MOST_STEPS
 
     def add_filter(self, name: str, filter_: Callable[..., Any]) -> None:
-        """One filter more, or in the place of another."""
+        """Add or replace a filter."""
         self.filters[name] = self._counting(name, filter_)
 
     def limited(self, text: str) -> jinja2.Template:
@@ -90,7 +91,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateLimitError(f"the chat template takes more than {MOST_STEPS:,} steps")
 
     def _charged(self, value: Any) -> Any:
-        """A value that the template has made or prints."""
+        """Charge for a value that the template makes or prints."""
         if isinstance(value, str):
             self._take(1 + len(value) // _CHARACTERS_A_STEP)
         return value
@@ -100,7 +101,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self._charged(value)
 
     def _turns(self, items: Iterable[Any]) -> Iterable[Any]:
-        """What a loop goes through."""
+        """Charge for the items of a loop."""
         if not isinstance(items, Sized):
             return self._one_by_one(items)
         self._take(len(items))
@@ -118,9 +119,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self._charged("".join(texts))
 
     def _counting(self, name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-        """The filter, charged for what it is given and what it makes."""
+        """The filter with charges for its argument and its result."""
 
-        @functools.wraps(filter_)  # which also tells jinja2 what it wants as its first argument
+        @functools.wraps(filter_)  # it copies the mark by which jinja2 passes the context or environment
         def counting(*args: Any, **kwargs: Any) -> Any:
             value = next((one for one in args if isinstance(one, str | list | tuple | dict | range)), "")
             self._take(1 + (len(value) // _CHARACTERS_A_STEP if isinstance(value, str) else len(value)))
@@ -130,7 +131,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return counting
 
     def _check(self, name: str, text: str, args: Iterable[Any]) -> None:
-        """Before a filter or a method of a text runs: what it makes must not be huge."""
+        """Raise before a filter or string method makes a huge value."""
         if name in _PADDING:
             _check_size(max((abs(one) for one in args if isinstance(one, int)), default=0))
         elif name.startswith("format"):
@@ -141,7 +142,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Has loops and `~` go through the environment's filters."""
+    """Rewrites loops and `~` to use the environment's counting filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)

@@ -3,8 +3,8 @@
     text    | 4 × block_size characters | 4 × block_size characters | rest
     hashes    s[0]                        s[1]
 
-What an engine announces are hashes of tokens, so these match none of it: they only meet what was assumed
-after earlier requests (the approximate index), and requests in flight.
+Engines publish hashes of tokens, which never match these. These hashes match only earlier requests in the
+approximate index, and requests in flight.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from kvrouter.core.wire.ids import BlockHash
 from kvrouter.tokens.messages import as_string, conversation
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 
-# English text; other languages have fewer, and are charged too little.
+# For English text. Other languages have fewer, so their prompts are estimated too short.
 CHARACTERS_PER_TOKEN = 4
 
-# Keeps these hashes apart from those of tokens.
+# Added to the seed, so that hashes of text never equal hashes of tokens.
 _TEXT_SEED = xxh3_64_intdigest(b"text", 0)
 
 
 def text_blocks(
     prompt: ChatPrompt | TextPrompt, block_size: int, *, lora_name: str | None, salt: str | None
 ) -> list[HashedPrompt]:
-    """The hashes of each prompt's text, and its length in tokens, estimated.
+    """The hashes of each prompt's text, and its estimated length in tokens.
 
-    Raises BadRequestError for messages that are none.
+    Raises BadRequestError for malformed messages.
     """
     texts = prompt.texts if isinstance(prompt, TextPrompt) else [_chat_text(prompt)]
     seed = (block_seed(lora_name, salt) + _TEXT_SEED) % 2**64
@@ -47,15 +47,15 @@ def _hashed(text: str, block_size: int, seed: int) -> HashedPrompt:
 
 
 def _chat_text(prompt: ChatPrompt) -> str:
-    """What a template would turn into a prompt, in the order in which most of them do."""
+    """Tools, then messages: the order in which most templates print them."""
     messages = conversation(prompt.messages, as_string)
-    return "\n".join([*map(_json, prompt.tools or ()), *map(_message_text, messages)])
+    return "\n".join([*map(_dump, prompt.tools or ()), *map(_message_text, messages)])
 
 
 def _message_text(message: dict[str, object]) -> str:
     more = {name: value for name, value in message.items() if name not in {"role", "content"}}
-    return f"{message['role']}\n{message['content']}\n{_json(more) if more else ''}"
+    return f"{message['role']}\n{message['content']}\n{_dump(more) if more else ''}"
 
 
-def _json(value: object) -> str:
+def _dump(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,7 +1,7 @@
-"""The demo's model directory, built here in a second: nothing is downloaded.
+"""The demo's model directory, built on this machine in a second, without a download.
 
-A byte-level BPE tokenizer of 2,000 tokens trained on Python's own documentation, a ChatML template, and the
-config of a two-layer Qwen2, so that a real engine can serve it, too (vLLM: `--load-format dummy`).
+It has a byte-level BPE tokenizer of 2,000 tokens trained on Python's documentation, a ChatML template, and
+the config of a two-layer Qwen2, so that a real engine can serve it as well (vLLM: `--load-format dummy`).
 
     python -m kvrouter.tokens.tiny DIR
 """
@@ -22,10 +22,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 VOCABULARY_SIZE = 2_000
 MAX_MODEL_TOKENS = 32_768
 
-# Parts of the standard library: plenty of English, some code, the same wherever Python is the same.
+# Files of the standard library: mostly English, some code, and equal on all machines with the same Python.
 _CORPUS = ("pydoc_data/topics.py", "argparse.py", "typing.py", "asyncio/base_events.py")
 
-# Qwen2's. transformers 5 sees the model type and splits so, whatever a tokenizer.json says.
+# Qwen2's pattern. transformers 5 applies it to every model of type qwen2 and ignores tokenizer.json.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,9 +49,9 @@ _CHAT_TEMPLATE = """\
 
 
 def build_tiny_model(path: Path) -> None:
-    """Fill `path` with a complete model directory; if it is one already, return at once.
+    """Fill `path` with a model directory, unless it is complete already.
 
-    Every file appears whole, so that processes may build one directory at the same time.
+    Files are moved into place when complete, so several processes can build one directory concurrently.
     """
     if all((path / name).is_file() for name in _FILES):
         return
@@ -62,7 +62,7 @@ def build_tiny_model(path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Build the model in the directory named on the command line."""
+    """Build the model in the directory given on the command line."""
     parser = argparse.ArgumentParser(prog="python -m kvrouter.tokens.tiny", description=__doc__)
     parser.add_argument("directory", type=Path, help="where to build it")
     build_tiny_model(parser.parse_args(arguments).directory)
@@ -125,7 +125,7 @@ def _tokenizer_config() -> dict[str, Any]:
     }
 
 
-# Special tokens come first in the vocabulary, in the order of _SPECIAL_TOKENS.
+# Ids of special tokens: the trainer puts these first in the vocabulary, in the order of _SPECIAL_TOKENS.
 _ENDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
 
 _FILES: dict[str, str | None] = {

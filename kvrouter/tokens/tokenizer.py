@@ -1,8 +1,8 @@
-"""The model's own tokenizer, off the event loop.
+"""The model's tokenizer, off the event loop.
 
-`tokenizers` holds the GIL in `encode` (10 ms for 9,000 tokens; two threads are no faster than one) and lets
-it go in `encode_batch_fast`, so everything here encodes in batches, and anything long in a thread. What is
-known of the beginning of a long text is not tokenized again (prefix_tokens.py).
+`tokenizers` holds the GIL during `encode` (10 ms for 9,000 tokens; two threads are no faster than one) and
+releases it during `encode_batch_fast`. So this module always encodes batches, and long texts in a thread. The
+known beginning of a long text is not tokenized again (prefix_tokens.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvrouter.errors import BadRequestError, ConfigError
 from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore, PrefixTokens, trial_fault
 from kvrouter.tokens.splits import Splits, find_splits
 
-# Up to here encoding takes 75 µs or less: the way to a thread and back alone costs more than 100.
+# Encoding up to this length takes at most 75 µs; handing it to a thread and back costs more than 100 µs.
 INLINE_CHARACTERS = 400
 
 _Result = TypeVar("_Result")
@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class PrefixCache:
-    """The prefix-token cache of one tokenizer, or why there is none."""
+    """The prefix-token cache of one tokenizer, or the reason why it is off."""
 
     off_because: str
     prefix: PrefixTokens | None = None
@@ -38,14 +38,14 @@ class PrefixCache:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is one."""
+        """Whether texts are tokenized through the cache."""
         return self.prefix is not None
 
     @classmethod
     def open(
         cls, tokenizer: tokenizers.Tokenizer, settings: CacheSettings, store: PrefixStore, model: str
     ) -> Self:
-        """A cache if texts can be cut without a change of their ids: proven, and tried."""
+        """A cache, if a proof and a trial show that cutting texts does not change their ids."""
         splits = find_splits(tokenizer)
         if splits.pattern is None:
             return cls(splits.reason)
@@ -68,8 +68,8 @@ class Tokenizer:
         store: PrefixStore | None = None,
         model: str = "",
     ) -> None:
-        """`store`: of several tokenizers together; without it each has its own."""
-        # What the file says about batches of training data; an engine switches both off, too.
+        """`store`: shared with other tokenizers; None gives this one its own."""
+        # These settings in tokenizer.json are for training batches. Engines switch them off, too.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -111,7 +111,7 @@ class Tokenizer:
         return await self.in_thread(lambda: self.encode_now(text, add_special_tokens=add_special_tokens))
 
     async def in_thread(self, job: Callable[[], _Result]) -> _Result:
-        """The result of `job`, run by the pool. Cancelled while it waits for a thread, it never runs."""
+        """The result of `job`, run in the thread pool. If cancelled while queued, it never runs."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, job)
 
     def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -126,9 +126,9 @@ class Tokenizer:
     def encode_known_now(
         self, texts: Sequence[str], *, add_special_tokens: bool, may_estimate: bool = True
     ) -> list[Encoded]:
-        """The same, from the prefix-token cache where a text is long.
+        """Like `encode_all_now`, with long texts looked up in the prefix-token cache.
 
-        `may_estimate`: of a text that is known well enough (`CacheSettings.enough`) the end may be missing.
+        `may_estimate`: the end of a mostly known text (`CacheSettings.enough`) may be missing.
         """
         encode = partial(self._encode_one, add_special_tokens=add_special_tokens, may_estimate=may_estimate)
         try:
@@ -136,9 +136,9 @@ class Tokenizer:
                 return [encode(text) for text in texts]
             return self._encode_whole(texts, add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
-            # half a surrogate pair, which a tool call's arguments can bring in
+            # half a surrogate pair, for example from the JSON in a tool call's arguments
             raise BadRequestError(
-                "the prompt holds text that is not valid Unicode", param="prompt"
+                "the prompt contains text that is not valid Unicode", param="prompt"
             ) from error
 
     def _encode_one(self, text: str, *, add_special_tokens: bool, may_estimate: bool) -> Encoded:

@@ -43,11 +43,11 @@ STRING = {
 
 @pytest.mark.parametrize("text", PARTS.values(), ids=PARTS)
 def test_parts(text: str) -> None:
-    """A template that loops over a message's content gets the parts, as with vLLM 0.32."""
+    """A template that loops over a message's content receives parts, as with vLLM 0.32."""
     assert wants_parts(jinja2.Environment().parse(text))
 
 
 @pytest.mark.parametrize("text", STRING.values(), ids=STRING)
 def test_string(text: str) -> None:
-    """Every other template gets strings; so does one that vLLM 0.32 gives up on."""
+    """All other templates receive strings, also those that vLLM 0.32 cannot classify."""
     assert not wants_parts(jinja2.Environment().parse(text))

@@ -1,4 +1,4 @@
-"""A model directory from a hub: a local server stands for it."""
+"""A model directory from a hub, for which a local server stands in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one repository, org/tiny, from a directory, to whoever has the token."""
+    """Serves one repository, org/tiny, from a directory, to clients with the token."""
 
     directory: Path
     asked: list[str]
@@ -87,16 +87,16 @@ def test_from_a_hub(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_refused(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub that refuses, or has no such model, stops the start with its reason."""
-    with pytest.raises(ConfigError, match=r"--model-path org/other .*fetching it failed: .*404"):
+    """If the hub rejects the token or lacks the model, start-up fails with the hub's reason."""
+    with pytest.raises(ConfigError, match=r"--model-path org/other .*downloading it failed: .*404"):
         model_directory("org/other", tmp_path)
     monkeypatch.setenv("HF_TOKEN", "wrong")
-    with pytest.raises(ConfigError, match=r"fetching it failed: .*401"):
+    with pytest.raises(ConfigError, match=r"downloading it failed: .*401"):
         model_directory("org/tiny", tmp_path)
 
 
 def test_a_directory(tiny: Path, hub: Hub) -> None:
-    """A directory is taken as it is; a path that is none is left to the loader's message."""
+    """A directory is used as it is; for a missing path the loader reports the error."""
     assert tiny == model_directory(str(tiny))
     assert Path("/no/such/place") == model_directory("/no/such/place")
     assert [] == hub.asked

@@ -1,4 +1,4 @@
-"""Differences between our ids and an engine's, in words that say what to change."""
+"""Differences between our ids and an engine's, and what to change."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_texts_are_short() -> None:
 
 
 def test_one_is_longer() -> None:
-    """One that goes on differs where the other ends."""
+    """If one is longer, it differs where the other ends."""
     assert 2 == found([1, 2], [1, 2, 3]).position
 
 
 def test_what_to_change() -> None:
-    """Each kind of difference has its own way out."""
+    """Each kind of difference has its own remedy."""
     assert "the engine puts 'z' first" in found([1, 2], [26, 1, 2]).remedy
     assert "only this frontend puts 'z' first" in found([26, 1, 2], [1, 2]).remedy
     assert "same text, other ids" in found([1, 2], [100]).remedy
@@ -67,7 +67,7 @@ def test_what_to_change() -> None:
 
 
 def test_ids_that_are_not_ours() -> None:
-    """An engine with a larger vocabulary has no text here, and is compared all the same."""
+    """Ids of an engine with a larger vocabulary have no text here, and are compared nevertheless."""
     difference = found([1, 2], [1, 999])
 
     assert (1, "") == (difference.position, difference.engine_text)

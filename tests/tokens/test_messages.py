@@ -49,7 +49,7 @@ def test_string_as_parts() -> None:
 
 
 def test_no_content() -> None:
-    """An assistant that only called tools has said nothing."""
+    """A message that only calls tools has empty content."""
     assert "" == content(None, "assistant")
 
 
@@ -61,7 +61,7 @@ def test_refusals_and_thoughts_are_text() -> None:
 
 
 def test_equal_images_are_equal_text() -> None:
-    """An image stands in the prompt by name: equal for equal images, different for others."""
+    """An image is replaced by a name: equal for equal images, different for others."""
     first, again, other = (content([text("see"), image(url)]) for url in ("a.png", "a.png", "b.png"))
 
     assert first == again != other
@@ -87,7 +87,7 @@ def test_tool_answers_are_strings() -> None:
     ],
 )
 def test_arguments_of_tool_calls_are_objects(arguments: object, expected: dict[str, Any]) -> None:
-    """Templates get a tool call's arguments as an object, an empty one if they are no such thing."""
+    """Templates get a tool call's arguments as an object, an empty one if they are not an object."""
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}, "id": "7", "index": 0}
 
     message = seen({"role": "assistant", "content": "", "tool_calls": [call]})
@@ -98,13 +98,13 @@ def test_arguments_of_tool_calls_are_objects(arguments: object, expected: dict[s
 
 
 def test_no_tool_calls() -> None:
-    """An empty list of calls is no field at all, for templates that only ask whether it is there."""
+    """An empty list of calls is left out, for templates that only test whether the field exists."""
     assert "tool_calls" not in seen({"role": "assistant", "content": "a", "tool_calls": []})
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_has_two_names(name: str) -> None:
-    """Whichever name a client uses, the template finds the reasoning under both."""
+    """The template finds the reasoning under both names, independently of the one a client uses."""
     message = seen({"role": "assistant", "content": "a", name: "hm"})
 
     assert ("hm", "hm") == (message["reasoning"], message["reasoning_content"])
@@ -141,12 +141,12 @@ def test_the_clients_messages_are_left_alone() -> None:
     ],
 )
 def test_billing_header(said: str, expected: str) -> None:
-    """Claude Code's header line is new in every request; the engine drops it, for its prefix cache."""
+    """Claude Code's header line differs in every request; it is dropped as in the engine."""
     assert expected == content(said, "system")
 
 
 def test_developer_becomes_system() -> None:
-    """Where the template has no such role, developer and system messages are one, in front."""
+    """For a template without the role, developer and system messages become one, the first."""
     messages = [{"role": role, "content": role} for role in ("user", "developer", "assistant", "system")]
 
     found = developer_as_system(conversation(messages, as_string))
@@ -165,7 +165,7 @@ def test_a_developer_message_in_front_keeps_its_place() -> None:
 
 
 def test_tool_definition_has_the_engines_fields() -> None:
-    """A tool is printed with the engine's fields in the engine's order, whatever else the client sent."""
+    """A tool is printed with the engine's fields in the engine's order; other fields are dropped."""
     tool = {"function": {"parameters": {}, "name": "f", "strict": True, "color": "red"}, "cache_control": 1}
 
     function = "{'name': 'f', 'description': None, 'parameters': {}, 'strict': True}"
@@ -189,14 +189,14 @@ def test_tool_definition_has_the_engines_fields() -> None:
     ids=str,
 )
 def test_malformed(message: Message) -> None:
-    """A message of a wrong shape is the client's mistake."""
+    """A malformed message is a BadRequestError."""
     with pytest.raises(BadRequestError) as caught:
         seen(message)
     assert "messages" == caught.value.param
 
 
 def test_malformed_tool() -> None:
-    """A tool without a function is the client's mistake."""
+    """A tool without a function is a BadRequestError."""
     with pytest.raises(BadRequestError) as caught:
         tool_definition({"type": "web_search"})
     assert "tools" == caught.value.param

@@ -1,4 +1,4 @@
-"""Hashes of known beginnings: always those of a fresh computation, bounded, found where they should be."""
+"""Hashes of known beginnings: equal to a fresh computation, bounded, and found again."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.usefixtures("core")
 
 
 def fresh(ids: Any, block_size: int, lora_name: str | None = None, salt: str | None = None) -> list[int]:
-    """By the two public functions, from nothing."""
+    """By the two public functions, without a cache."""
     return list(sequence_hashes(block_hashes(list(ids), block_size, lora_name=lora_name, salt=salt)))
 
 
 def prompt(*parts: int, tokens: int = 60, known: int = 0, before: int = 0) -> Encoded:
-    """One of these parts, of which some are known; its name tells all parts up to its own."""
+    """A prompt of these parts, of which some are known. A name lists all parts up to its own."""
     ids = array("I", [7] * before)
     ends = []
     for part in parts:
@@ -42,19 +42,19 @@ def prompt(*parts: int, tokens: int = 60, known: int = 0, before: int = 0) -> En
 
 
 def small(**bounds: int) -> PrefixHashes:
-    """A cache that keeps whatever it is given."""
+    """A cache that stores beginnings of any length."""
     return PrefixHashes(**{"least_tokens": 0, "near_tokens": 0, **bounds})
 
 
 def hashes_of(hashes: PrefixHashes, encoded: Encoded, block_size: int, seed: int) -> array[int]:
-    """As a frontend asks for them."""
+    """The hashes, computed as in a frontend."""
     if encoded.beginnings is None:
         return seeded_prompt_hashes(encoded.ids, block_size, seed)
     return hashes.of(encoded.ids, encoded.beginnings, block_size, seed)
 
 
 def known_blocks(hashes: PrefixHashes, encoded: Encoded, block_size: int = 16) -> int:
-    """How many blocks of this one were not hashed."""
+    """The number of blocks of this prompt that were not hashed."""
     before = hashes.counters.known_blocks
 
     assert fresh(encoded.ids, block_size) == list(hashes_of(hashes, encoded, block_size, SEED))
@@ -62,14 +62,14 @@ def known_blocks(hashes: PrefixHashes, encoded: Encoded, block_size: int = 16) -
     return hashes.counters.known_blocks - before
 
 
-# always those of a fresh computation
+# equal to a fresh computation
 
 pieces = st.sampled_from(["<s>", "<|im_end|>", "end", " of", " ", "\n", "x", "é", "中", "123", "It was the"])
 turns = st.lists(pieces, min_size=1, max_size=25).map("".join)
 MODELS = ("Qwen2", "Llama 3", "BERT")
 requests = st.tuples(
     st.sampled_from(MODELS),
-    st.integers(0, 5),  # which of the earlier texts goes on
+    st.integers(0, 5),  # which of the earlier texts is continued
     turns,
     st.sampled_from([1, 3, 16]),
     st.sampled_from([None, "adapter"]),
@@ -90,7 +90,7 @@ bounds = st.fixed_dictionaries(
 @settings(deadline=None, max_examples=3000 if os.environ.get("KVROUTER_TEST_LONG") else 150)
 @given(st.lists(requests, min_size=1, max_size=12), bounds, st.integers(1, 12), st.sampled_from([5, 1000]))
 def test_exact(history: list[Any], limits: dict[str, int], part_characters: int, most_parts: int) -> None:
-    """Whatever grows, branches, goes, or is named otherwise: hashes are those of a fresh computation."""
+    """After any history of texts, evictions and seeds, hashes equal a fresh computation."""
     hashes, store = PrefixHashes(**limits), PrefixStore(max_parts=most_parts)
     caches = {
         name: PrefixTokens(
@@ -110,7 +110,7 @@ def test_exact(history: list[Any], limits: dict[str, int], part_characters: int,
 
 
 def test_the_test_above_finds_hashes() -> None:
-    """A history of that kind does use what is held."""
+    """The histories of the test above do use stored hashes."""
     hashes, cache = (
         small(),
         PrefixTokens(
@@ -133,8 +133,8 @@ def test_special_tokens_move_the_blocks() -> None:
     assert 7 == known_blocks(hashes, prompt(1, 2, 3, known=2, before=1))
 
 
-def test_beginnings_tell_what_is_known() -> None:
-    """What the encoder names: all that was known and how many ids that is, and the last part's end."""
+def test_beginnings_name_the_known_parts() -> None:
+    """The encoder names all known parts with their number of ids, and the last part."""
     cache = PrefixTokens(
         build("Llama 3"), find_splits(build("Llama 3")), PrefixStore(), model="m", part_characters=100
     )
@@ -164,11 +164,11 @@ def test_beginnings_tell_what_is_known() -> None:
     assert cache.encode("too short", add_special_tokens=True).beginnings is None
 
 
-# found where they should be
+# found again
 
 
 def test_a_conversation_goes_on() -> None:
-    """From the second turn on only what is new is hashed."""
+    """From the second turn on, only new blocks are hashed."""
     hashes = small()
 
     assert 0 == known_blocks(hashes, prompt(1, 2))
@@ -197,7 +197,7 @@ def test_a_little_more_is_known_than_is_held() -> None:
 
 
 def test_looking_is_bounded() -> None:
-    """Farther up nothing is looked for; all is hashed, once."""
+    """Beginnings more than MOST_STEPS parts before the known end are not looked up."""
     hashes = small()
     known_blocks(hashes, prompt(1))
     shared = tuple(range(1, MOST_STEPS + 2))
@@ -218,7 +218,7 @@ def test_nothing_is_held_twice_nearby() -> None:
 
 
 def test_short_prompts_are_left_out(core: str) -> None:
-    """What is hashed sooner than looked up is hashed; the default depends on the version in use."""
+    """Prompts that are faster to hash than to look up are hashed; the limit depends on the version in use."""
     hashes, parts = PrefixHashes(near_tokens=0), range(LEAST_TOKENS[core] // 60)
     known_blocks(hashes, prompt(*parts))
     assert 0 == len(hashes)
@@ -236,7 +236,7 @@ def test_short_prompts_are_left_out(core: str) -> None:
 
 
 def test_bounded_in_number() -> None:
-    """The one that was not used for longest goes."""
+    """The least recently used beginning is evicted."""
     hashes = small(most=2)
     for first in (1, 2, 1, 3):
         known_blocks(hashes, prompt(first, known=int(len(hashes) == 2)))
@@ -247,7 +247,7 @@ def test_bounded_in_number() -> None:
 
 
 def test_bounded_in_bytes() -> None:
-    """Long ones count for more; one that is larger than the cache is not held."""
+    """Long ones count for more; a beginning larger than the cache is not stored."""
     hashes = small(max_bytes=2 * ENTRY_BYTES + 8 * 8)
     known_blocks(hashes, prompt(1))
     known_blocks(hashes, prompt(2))
@@ -260,7 +260,7 @@ def test_bounded_in_bytes() -> None:
 
 
 def test_callers_may_change_what_they_get() -> None:
-    """Nobody else has the array that is returned."""
+    """The array returned is a copy."""
     hashes = small()
     for _ in range(3):
         found = hashes_of(hashes, prompt(1, 2, known=2), 16, SEED)

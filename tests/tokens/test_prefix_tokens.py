@@ -1,4 +1,4 @@
-"""The prefix-token cache: exact, whatever was tokenized before."""
+"""The prefix-token cache: exact after any history, and bounded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ texts = st.lists(pieces, max_size=40).map("".join)
 
 
 def whole(model: Model, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    """The ids that count."""
+    """The ids of a full tokenization."""
     ids: list[int] = model.encode(text, add_special_tokens=add_special_tokens).ids
     return ids
 
@@ -247,7 +247,7 @@ chains = st.lists(st.text("ab", min_size=1, max_size=6), max_size=40)
 
 @given(chains, st.integers(1, 6))
 def test_no_part_without_its_beginning(texts: list[str], most: int) -> None:
-    """Whatever is used: a part in the store has all that comes before it there, too."""
+    """After any use, the store also has all parts before each stored part."""
     store = PrefixStore(max_parts=most)
     for text in texts:
         keys = [text[:end].encode() for end in range(1, len(text) + 1)]

@@ -64,7 +64,7 @@ async def test_texts(encoder: PromptEncoder, tokenizer: Tokenizer, texts: list[s
 
 
 async def test_token_ids(encoder: PromptEncoder) -> None:
-    """Token ids are taken as they are, also those that this tokenizer does not have."""
+    """Token ids are used as they are, also if this tokenizer does not know them."""
     assert [[1, 2], [2**32 - 1]] == await encoder.encode(TokenPrompt([[1, 2], [2**32 - 1]]))
 
 

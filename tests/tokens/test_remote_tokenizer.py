@@ -63,7 +63,7 @@ async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Engine]:
 
 
 async def test_texts(server: Engine) -> None:
-    """Each text is asked for by itself, with the engine's default about special tokens."""
+    """Each text is one request, with the engine's default for special tokens."""
     async with EngineTokenizer.open("key") as engines:
         found = await engines.tokenize(server.url, "m", TextPrompt(["a", "b"]))
 
@@ -76,7 +76,7 @@ async def test_texts(server: Engine) -> None:
 
 
 async def test_chat(server: Engine) -> None:
-    """Everything that shapes a chat's prompt is passed on; what is not given is left out."""
+    """All fields that shape a chat's prompt are sent; absent ones are left out."""
     messages, tools = [{"role": "user", "content": "hi"}], [{"type": "function"}]
     whole = ChatPrompt(messages, tools, False, True, {"x": 1}, True, slice(-1, None))
     async with EngineTokenizer.open() as engines:
@@ -103,28 +103,28 @@ async def test_chat(server: Engine) -> None:
     [
         (web.Response(status=400, text="no such role"), RefusedError, "answered 400: no such role"),
         (web.Response(status=404), EngineTokenizerError, "answered 404"),
-        (web.Response(text="<html>"), EngineTokenizerError, "answered no tokens"),
-        (web.Response(text='{"tokens": "x"}'), EngineTokenizerError, "answered no tokens"),
+        (web.Response(text="<html>"), EngineTokenizerError, "answered without tokens"),
+        (web.Response(text='{"tokens": "x"}'), EngineTokenizerError, "answered without tokens"),
     ],
     ids=["400", "404", "html", "schema"],
 )
 async def test_failures(server: Engine, reply: web.Response, kind: type[Exception], words: str) -> None:
-    """Whatever an engine says instead of tokens is one error with its words."""
+    """Any answer without tokens is one error that quotes the answer."""
     server.reply = lambda _: reply
     async with EngineTokenizer.open() as engines:
         with pytest.raises(kind, match=words):
             await engines.tokenize(server.url, "m", TextPrompt(["a"]))
 
 
-async def test_nobody_there(free_port: Callable[[], int]) -> None:
-    """An engine that is gone, or too slow, is an error, too."""
+async def test_no_engine_listens(free_port: Callable[[], int]) -> None:
+    """An engine that does not listen is an error."""
     async with EngineTokenizer.open() as engines:
         with pytest.raises(EngineTokenizerError, match=r"/tokenize: .*Cannot connect"):
             await engines.tokenize(f"http://127.0.0.1:{free_port()}", "m", TextPrompt(["a"]))
 
 
 async def test_too_slow(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request waits long for its tokens."""
+    """A request waits for its tokens no longer than TIMEOUT_S."""
     monkeypatch.setattr(remote_tokenizer, "TIMEOUT_S", 0.05)
     server.gate.clear()
     async with EngineTokenizer.open() as engines:
@@ -133,7 +133,7 @@ async def test_too_slow(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_bounded(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond so many calls at once nobody is asked; places are given back, also by those who leave."""
+    """Calls beyond MOST_CALLS fail at once; a call that ends or is cancelled frees its place."""
     monkeypatch.setattr(remote_tokenizer, "MOST_CALLS", 2)
     server.gate.clear()
     async with EngineTokenizer.open() as engines:
@@ -158,7 +158,7 @@ async def test_not_unicode(server: Engine) -> None:
 
 
 async def test_https(tmp_path: Path) -> None:
-    """An engine behind TLS is asked if its authority is trusted; otherwise the error says what to do."""
+    """An engine behind TLS needs a trusted authority; otherwise the error states the remedy."""
     authority = Authority(tmp_path)
     async with serving(authority.server()) as server:
         async with EngineTokenizer.open(tls=trusting(authority.file)) as engines:

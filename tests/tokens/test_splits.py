@@ -1,4 +1,4 @@
-"""Where texts may be cut: proven from the tokenizer, and tried on many texts."""
+"""Where texts can be cut: proven from the tokenizer, and tried on many texts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_after_added_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOWHERE)
 def test_nowhere(name: str) -> None:
-    """What cannot be proven is not cut, and the reason is said."""
+    """A tokenizer without a proof is not cut, and the reason is given."""
     make, words_of_reason = NOWHERE[name]
     splits = find_splits(make())
 
@@ -62,14 +62,14 @@ def test_nowhere(name: str) -> None:
     ],
 )
 def test_the_trial_finds_wrong_places(name: str, pattern: str) -> None:
-    """Places that are not safe are found by the trial that every start makes."""
+    """The trial at start-up finds positions that are not safe."""
     wrong = Splits(re.compile(pattern))
 
     assert trial_fault(build(name), wrong)
 
 
 def test_the_trial_finds_wrong_special_ids() -> None:
-    """And so are ids that add_special_tokens would add."""
+    """The trial at start-up finds wrong special ids."""
     splits = find_splits(build("Llama 3"))
     assert ((0,), (1,)) == (splits.before, splits.after)
 
@@ -89,7 +89,7 @@ def anchors(tokenizer: Tokenizer) -> set[str]:
     [("x<s>", "<s>"), ("<|im_start|>user", "<|im_start|>"), ("a<", "<s>"), ("aba", "aba"), ("<s><s>", "<s>")],
 )
 def test_tokens_that_hide_others(another: str, hidden: str) -> None:
-    """After a token that another contains or runs into it is not cut: it may not be the one found."""
+    """A text is not cut after a token that another contains or overlaps: the search may find the other."""
     plain = {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
     found = anchors(bpe(words(QWEN2), None, raw(another)))
 
@@ -98,5 +98,5 @@ def test_tokens_that_hide_others(another: str, hidden: str) -> None:
 
 
 def test_tokens_inside_others() -> None:
-    """A token that only contains others is the one found."""
+    """A token that contains others is found itself."""
     assert "<|im_start|>user" in anchors(bpe(words(QWEN2), None, raw("<|im_start|>user"), raw("im")))

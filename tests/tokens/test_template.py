@@ -65,8 +65,8 @@ def test_older_file_of_special_tokens(tmp_path: Path) -> None:
     assert "<bos><eos>" == found.render(HELLO)
 
 
-def test_the_template_refuses(tmp_path: Path) -> None:
-    """What a template says with raise_exception reaches the client as its own mistake."""
+def test_the_template_raises(tmp_path: Path) -> None:
+    """The message of a template's raise_exception reaches the client as a 400."""
     with pytest.raises(BadRequestError, match="Only user and assistant roles are supported!") as caught:
         ChatTemplate(LLAMA_2).render(HELLO)
     assert "messages" == caught.value.param
@@ -83,8 +83,8 @@ def test_the_template_refuses(tmp_path: Path) -> None:
     ],
 )
 def test_the_template_fails(text: str) -> None:
-    """Whatever else goes wrong in a template, the sandbox's refusals included, is a 400 and not a 500."""
-    with pytest.raises(BadRequestError, match="the chat template refuses this request"):
+    """Any other error in a template, including one of the sandbox, is a 400 and not a 500."""
+    with pytest.raises(BadRequestError, match="the chat template rejects this request"):
         ChatTemplate(text).render(HELLO)
 
 
@@ -96,7 +96,7 @@ def test_parts_are_joined_for_a_plain_template() -> None:
 
 
 def test_parts_are_passed_to_a_template_that_wants_them() -> None:
-    """A template that loops over parts gets parts, also from a string."""
+    """A template that loops over parts receives parts, also for a string."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
     prompt = ChatTemplate(VISION).render(
@@ -107,7 +107,7 @@ def test_parts_are_passed_to_a_template_that_wants_them() -> None:
 
 
 def test_white_space_of_blocks() -> None:
-    """A block's own line leaves no trace, as in transformers (trim_blocks, lstrip_blocks)."""
+    """The line of a block adds no white space, as in transformers (trim_blocks, lstrip_blocks)."""
     block = "  {% if m.role == 'user' %}\n  {{ m.content }}\n  {% endif %}\n"
     text = "{% for m in messages %}\n" + block + "{% endfor %}\nEND"
 
@@ -135,7 +135,7 @@ def test_json_is_not_escaped() -> None:
 
 
 def test_absent_variables() -> None:
-    """Without tools and documents both are none; a variable that nobody set prints nothing."""
+    """Without tools and documents both are none; an unset variable prints nothing."""
     assert "True True ||" == ChatTemplate("{{ tools is none }} {{ documents is none }} |{{ other }}|").render(
         HELLO
     )
@@ -195,7 +195,7 @@ def test_continue_the_last_part() -> None:
 
 @pytest.mark.parametrize(("text", "content"), [("nothing", "a"), (VISION, [])])
 def test_nothing_to_continue(text: str, content: object) -> None:
-    """A final message that the template drops, or that says nothing, cannot be continued."""
+    """A final message that the template drops, or that is empty, cannot be continued."""
     with pytest.raises(BadRequestError, match="continue_final_message"):
         ChatTemplate(text).render([{"role": "assistant", "content": content}], continue_final_message=True)
 
@@ -235,7 +235,7 @@ def test_additional_template_file(tmp_path: Path) -> None:
 
 
 def test_no_template(tmp_path: Path) -> None:
-    """A model without a template, such as a base model, is nothing unusual."""
+    """A model without a template, such as a base model, is valid."""
     assert ChatTemplate.load(tmp_path) is None
 
 
@@ -247,7 +247,7 @@ def test_broken_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["[]", "{", "\xff"])
 def test_broken_config(tmp_path: Path, content: str) -> None:
-    """A tokenizer_config.json that is no JSON object stops the start."""
+    """A tokenizer_config.json that is not a JSON object is a ConfigError."""
     (tmp_path / "tokenizer_config.json").write_text(content, "latin-1")
 
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):

@@ -1,4 +1,4 @@
-"""Templates that mean harm: each ends soon, with what is wrong, and takes little memory."""
+"""Hostile templates: each ends soon, with its reason, and takes little memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HOSTILE = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile(name: str) -> None:
-    """It ends with what it does too much of."""
+    """The error names the limit that was exceeded."""
     template = ChatTemplate(HOSTILE[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -66,13 +66,13 @@ def test_hostile(name: str) -> None:
     ],
 )
 def test_sandbox(text: str) -> None:
-    """What jinja2's own sandbox refuses is a refusal of the request."""
+    """An operation that jinja2's own sandbox rejects is a 400."""
     with pytest.raises(Exception, match="the chat template"):
         ChatTemplate(text).render(CHAT)
 
 
 def test_budget_is_of_one_rendering() -> None:
-    """A template may be rendered for ever; long chats and many of their parts are no trouble."""
+    """The budget is per rendering: any number of renderings and long chats fit."""
     template = ChatTemplate(
         "{% for m in messages %}{% for n in messages[:20] %}{{ n.role ~ '-' ~ loop.index }}{% endfor %}"
         "{{ m.content|trim ~ loop.length }}{% endfor %}"
@@ -83,7 +83,7 @@ def test_budget_is_of_one_rendering() -> None:
 
 
 def test_loops_keep_what_they_know() -> None:
-    """Loops over lists, dictionaries and generators, with what a loop knows of itself."""
+    """Counted loops over lists, dictionaries and generators keep their `loop` variable."""
     text = (
         "{% for a in [3, 4] %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% endfor %}"
         "{% for k, v in {'a': 1}.items() %}{{ k ~ v }} {% endfor %}"
@@ -108,7 +108,7 @@ def test_loops_keep_what_they_know() -> None:
     ],
 )
 def test_files(tmp_path: Path, name: str, content: bytes) -> None:
-    """A file that is no template ends the start with an error that names it or its folder."""
+    """A file that is not a template is a ConfigError that names it or its folder."""
     (tmp_path / name).write_bytes(content)
 
     with pytest.raises(ConfigError, match=str(tmp_path)):

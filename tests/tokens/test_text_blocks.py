@@ -30,7 +30,7 @@ def test_blocks_fit_the_length(text: str, more: str) -> None:
 
 
 def test_identity() -> None:
-    """LoRA and salt change every block, and no hash of text is one of tokens."""
+    """LoRA and salt change every hash, and hashes of text differ from those of tokens."""
     text = "0123456789abcdef"
     named = [hashed(text), hashed(text, lora_name="a"), hashed(text, salt="a"), hashed(text[::-1])]
 
@@ -59,5 +59,5 @@ def test_chat() -> None:
 
 
 def test_half_a_surrogate_pair() -> None:
-    """Text without a UTF-8 form has hashes, too: the engine judges it."""
+    """Text without a UTF-8 form has hashes, too; the engine decides whether to reject it."""
     assert 1 == len(hashed("\ud800" * 8).hashes)

@@ -31,7 +31,7 @@ def test_complete_directory_is_left_alone(tiny: Path) -> None:
 
 
 def test_incomplete_directory_is_completed(tiny: Path, tmp_path: Path) -> None:
-    """What an interrupted build left out is filled in."""
+    """Files that an interrupted build left out are added."""
     (tmp_path / "config.json").write_text("{}")
 
     build_tiny_model(tmp_path)
@@ -40,7 +40,7 @@ def test_incomplete_directory_is_completed(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_config_agrees_with_the_tokenizer(tiny: Path, tokenizer: Tokenizer) -> None:
-    """The vocabulary has the size that config.json says, and its ends are the special tokens."""
+    """The vocabulary has the size in config.json, and its end ids are the special tokens."""
     config = json.loads((tiny / "config.json").read_text())
 
     assert VOCABULARY_SIZE == config["vocab_size"] == tokenizer.vocabulary_size

@@ -28,7 +28,7 @@ async def test_encodes_like_the_model(tokenizer: Tokenizer, tiny: Path, text: st
 
 @given(st.text().filter(lambda text: "<|" not in text))
 def test_decodes_to_the_text(tokenizer: Tokenizer, text: str) -> None:
-    """A byte-level tokenizer loses nothing but what the normal form NFC takes to be the same."""
+    """A byte-level tokenizer is lossless, apart from NFC normalization."""
     ids = tokenizer.encode_now(text, add_special_tokens=False)
 
     assert unicodedata.normalize("NFC", text) == tokenizer.decode(ids)
@@ -52,7 +52,7 @@ def test_the_file_does_not_truncate(tiny: Path, tmp_path: Path) -> None:
         assert plain.encode_now(LONG, add_special_tokens=True) == found
 
 
-def test_adds_special_tokens_when_told(tiny: Path, tmp_path: Path) -> None:
+def test_adds_special_tokens_on_request(tiny: Path, tmp_path: Path) -> None:
     """What the post-processor adds, a start-of-text token here, comes only with add_special_tokens."""
     file = json.loads((tiny / "tokenizer.json").read_text())
     start = {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}
@@ -74,14 +74,14 @@ def test_adds_special_tokens_when_told(tiny: Path, tmp_path: Path) -> None:
 
 
 async def test_half_a_surrogate_pair(tokenizer: Tokenizer) -> None:
-    """A text without a UTF-8 form is the client's mistake, inline and in a thread."""
+    """A text without a UTF-8 form is a BadRequestError, inline and in a thread."""
     for text in ("\ud800", "\ud800" * (INLINE_CHARACTERS + 1)):
         with pytest.raises(BadRequestError, match="not valid Unicode"):
             await tokenizer.encode(text, add_special_tokens=False)
 
 
 async def test_cancelled_while_waiting_for_a_thread(tiny: Path) -> None:
-    """A job whose caller has gone before a thread was free never runs, and the pool goes on."""
+    """A job cancelled before a thread was free never runs, and the pool continues."""
     release, ran = threading.Event(), threading.Event()
     with Tokenizer.load(tiny, threads=1) as tokenizer:
         busy = asyncio.create_task(tokenizer.in_thread(release.wait))
@@ -99,13 +99,13 @@ async def test_cancelled_while_waiting_for_a_thread(tiny: Path) -> None:
 
 
 async def test_cancelled_while_encoding(tiny: Path) -> None:
-    """A caller may go while its text is being encoded: the result is dropped without a word."""
+    """A caller may be cancelled while its text is encoded: the result is dropped, nothing is logged."""
     started, release = threading.Event(), threading.Event()
 
     def job() -> None:
         started.set()
         release.wait()
-        raise ValueError("nobody hears this")
+        raise ValueError("an error after the caller has gone")
 
     with Tokenizer.load(tiny, threads=1) as tokenizer:
         encoding = asyncio.create_task(tokenizer.in_thread(job))
@@ -118,14 +118,14 @@ async def test_cancelled_while_encoding(tiny: Path) -> None:
 
 
 def test_no_tokenizer_file(tmp_path: Path) -> None:
-    """A directory without tokenizer.json is refused by name, with the way out."""
+    """A directory without tokenizer.json is a ConfigError with its name and the remedy."""
     with pytest.raises(ConfigError, match=r"tokenizer\.json is missing: --model-path must name"):
         Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", "not json"])
 def test_broken_tokenizer_file(tmp_path: Path, content: str) -> None:
-    """A tokenizer.json that is none is a mistake in the configuration."""
+    """A tokenizer.json that is not a tokenizer is a ConfigError."""
     (tmp_path / "tokenizer.json").write_text(content)
 
     with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
