@@ -58,7 +58,7 @@ def compare(
         is_firm=is_firm and not choice.waiting and not placement.wants_report,
         is_estimate=any(prompt.is_estimate for prompt in route.prompts),
     )
-    router.truth.observe(prediction, find_usage(tail))
+    router.predictions.observe(prediction, find_usage(tail))
 
 
 def expect_events(
@@ -68,7 +68,7 @@ def expect_events(
     worker = router.pool.workers.get(placement.target.worker_id)
     announces = worker is not None and worker.card.publishes_events and router.pool.settings.use_kv_events
     if announces and traits.kind is not None and _names_blocks_of_engine(router, route, placement):
-        router.truth.expect(placement.target, traits.kind, route.prompts[0].hashes, now)
+        router.predictions.expect(placement.target, traits.kind, route.prompts[0].hashes, now)
 
 
 def _names_blocks_of_engine(router: Router, route: RouteRequest, placement: Placement) -> bool:

@@ -142,7 +142,7 @@ def _prediction_samples(router: Router, audit: Audit) -> Iterator[Sample]:
     for worker_id in pool.workers:
         labels = {"pool": str(pool.id), "worker": str(worker_id)}
         yield from _of_problems(audit, pool.id, worker_id)
-        record = router.truth.records.get(worker_id)
+        record = router.predictions.records.get(worker_id)
         if record is not None:
             yield from _of_predictions(record, labels)
             yield from _of_evidence(record, labels)

@@ -35,52 +35,54 @@ class Owner:
 
     def __init__(self, forest: Forest, tier_sets: int = 1) -> None:
         self.forest = forest
-        self.truth = NaiveIndex()
+        self.published = NaiveIndex()
         self._tier_sets = tier_sets
         self.lose()
 
     def lose(self) -> None:
         """Empty all sets."""
-        self.truth.sets[TARGET] = [set() for _ in range(self._tier_sets)]
+        self.published.sets[TARGET] = [set() for _ in range(self._tier_sets)]
 
     @property
     def sets(self) -> list[set[int]]:
         """Tier sets, narrowest first."""
-        return self.truth.sets[TARGET]
+        return self.published.sets[TARGET]
 
     def store(self, node: int, tier: int = 0) -> list[Op]:
         """A chain is computed: ops for its missing blocks, parent first."""
         chain = self.forest.chain(node)
         held = sum(hash_ in self.sets[tier] for hash_ in chain)  # a prefix: the set is closed
-        self.truth.store(TARGET, chain, TIERS[tier])
+        self.published.store(TARGET, chain, TIERS[tier])
         parent = chain[held - 1] if held else None
         return [Stored(tier, parent, pack_hashes(chain[held:]))] if held < len(chain) else []
 
     def remove(self, node: int, tier: int = 0) -> list[Op]:
         """A block is evicted with all below it, deepest first."""
         held = [hash_ for hash_ in self.forest.subtree(node) if hash_ in self.sets[tier]]
-        self.truth.remove(TARGET, held, TIERS[tier])
+        self.published.remove(TARGET, held, TIERS[tier])
         return [Removed(tier, pack_hashes(held))] if held else []
 
     def clear(self) -> list[Op]:
         """The engine restarts."""
-        self.truth.clear(TARGET)
+        self.published.clear(TARGET)
         return [Cleared()]
 
     def check(self) -> list[Op]:
         """A Check of each tier set."""
-        return [Check(*self.truth.digest(TARGET, TIERS[tier]), tier=tier) for tier in range(self._tier_sets)]
+        return [
+            Check(*self.published.digest(TARGET, TIERS[tier]), tier=tier) for tier in range(self._tier_sets)
+        ]
 
     def state_ops(self) -> Iterator[Op]:
         """One Stored per block, narrowest tier first, parents before children."""
-        told: set[int] = set()
+        listed: set[int] = set()
         for tier, held in enumerate(self.sets):
             for number, hash_ in enumerate(self.forest.hashes):
-                if hash_ in held and hash_ not in told:
+                if hash_ in held and hash_ not in listed:
                     parent = self.forest.parents[number]
                     above = None if parent is None else self.forest.hashes[parent]
                     yield Stored(tier, above, pack_hashes([hash_]))
-            told |= held
+            listed |= held
 
 
 class Link:
@@ -179,7 +181,7 @@ class Link:
         held = self.held()
         digests = [self.index.digest(self.target, tier) for tier in TIERS[: len(self.owner.sets)]]
         return held == self.owner.sets and digests == [
-            self.owner.truth.digest(TARGET, tier) for tier in TIERS[: len(self.owner.sets)]
+            self.owner.published.digest(TARGET, tier) for tier in TIERS[: len(self.owner.sets)]
         ]
 
 

@@ -21,8 +21,8 @@ T1, T2, T3 = Target(W1), Target(W2), Target(W3)
 
 def card(worker_id: str = "w1", **facts: Any) -> Card:  # a Card's own fields
     """A worker's card with block size 16; `facts` are fields of Card."""
-    told: dict[str, Any] = {"url": f"http://{worker_id}:9000", "model": "llama", "block_size": 16} | facts
-    return Card(worker_id=worker_id, **told)
+    fields: dict[str, Any] = {"url": f"http://{worker_id}:9000", "model": "llama", "block_size": 16} | facts
+    return Card(worker_id=worker_id, **fields)
 
 
 def worker_beat(

@@ -102,7 +102,7 @@ async def until_judged(fleet: Fleet) -> None:
     """Return when nothing is expected of any worker any more, and a look has been taken since."""
     routers = [router for each in fleet.frontends for router in each.replica.routers.values()]
     async with asyncio.timeout(PATIENCE_S):
-        while any(router.truth._expected for router in routers):  # noqa: ASYNC110  # nothing tells of it
+        while any(router.predictions._expected for router in routers):  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.05)
     for each in fleet.frontends:
         each.audit.run()

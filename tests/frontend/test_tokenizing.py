@@ -173,7 +173,7 @@ def saying(**usage: Any) -> Script:
 
 def record_of(fleet: Fleet) -> WorkerRecord:
     """What is known of the only worker."""
-    (record,) = fleet.frontend.replica.routers[POOL].truth.records.values()
+    (record,) = fleet.frontend.replica.routers[POOL].predictions.records.values()
     return record
 
 

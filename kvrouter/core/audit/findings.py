@@ -61,7 +61,7 @@ class Audit:
     def step_count(self) -> int:
         """Into how many steps to divide an audit; `check_events` is called at each."""
         routers = self._replica.routers.values()
-        if any(router.truth.is_waiting for router in routers):
+        if any(router.predictions.is_waiting for router in routers):
             return MOST_STEPS
         workers = sum(len(router.pool.workers) for router in routers)
         return max(FEWEST_STEPS, min(MOST_STEPS, workers // WORKERS_A_STEP))
@@ -69,7 +69,7 @@ class Audit:
     def check_events(self, now: float) -> None:
         """Record which expected blocks the events have named by now."""
         for router in self._replica.routers.values():
-            router.truth.look(now, partial(self._holds, router.pool))
+            router.predictions.look(now, partial(self._holds, router.pool))
 
     def run(self) -> tuple[list[Finding], list[Finding]]:
         """Audit at once; returns the problems that have begun, and the ones that ended."""
@@ -80,7 +80,7 @@ class Audit:
     def steps(self, count: int) -> Iterator[None]:
         """Audit in at most `count` steps: thousands of workers at once would delay requests."""
         for router in self._replica.routers.values():
-            router.truth.keep(router.pool.workers)
+            router.predictions.keep(router.pool.workers)
         compared = {pool_id: self._compared(pool_id) for pool_id in self._replica.routers}
         found = [*self._of_pools(compared)]
         workers = [
@@ -132,7 +132,7 @@ class Audit:
         worker = router.pool.workers.get(worker_id) if router is not None else None
         if router is None or worker is None:
             return  # removed between two steps
-        record = router.truth.records.get(worker_id)
+        record = router.predictions.records.get(worker_id)
         for problem in problems_of(router.pool, worker, record, compared):
             if router.needs_tokens:  # without tokens no overlap is predicted, so nothing can be wrong with it
                 yield Finding(pool_id, worker_id, problem)

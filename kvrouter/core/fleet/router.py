@@ -130,7 +130,7 @@ class Router:
         self.router_id = router_id
         state_ops = weakref.WeakMethod(self._state_ops)  # in a ring it would outlive its pool by an hour
         self.source = FeedSource(incarnation, lambda now: ops(now) if (ops := state_ops()) else ())
-        self.truth = PredictionTable()
+        self.predictions = PredictionTable()
         self.tables = rules.tables
         self.selection = Selection(rules.policy, rules.filters)
         """That of the router's own mode."""

@@ -33,7 +33,7 @@ def kinds(audit: Audit) -> tuple[list[str], list[str]]:
 def answer(replica: Replica, usage: Usage) -> None:
     """A window of answers with this usage, where four blocks were predicted."""
     for _ in range(WINDOW):
-        replica.router(POOL).truth.observe(predicted(4), usage)
+        replica.router(POOL).predictions.observe(predicted(4), usage)
 
 
 def test_problem_is_reported_once(replica: Replica) -> None:
@@ -73,13 +73,13 @@ def test_problems_of_a_worker_that_leaves(replica: Replica) -> None:
     replica.worker_heartbeat(W1, encode(worker_beat(state="leave")), 0.0)
 
     assert ([], ["tokens"]) == kinds(audit)
-    assert {} == replica.router(POOL).truth.records
+    assert {} == replica.router(POOL).predictions.records
 
 
 def expect(replica: Replica) -> None:
     """Requests were served whose blocks no event has named."""
     for hash_ in range(LEAST):
-        replica.router(POOL).truth.expect(T1, TEXT, [hash_], 0.0)
+        replica.router(POOL).predictions.expect(T1, TEXT, [hash_], 0.0)
 
 
 def test_missing_events(replica: Replica) -> None:

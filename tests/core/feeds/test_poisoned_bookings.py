@@ -45,10 +45,10 @@ class PeerFeed:
         self.rng = random.Random(seed)
         self.mutator = Mutator(self.rng)
         self.live: dict[int, AddRequest] = {}
-        self.truth, self.copy = ActiveTable(), ActiveTable()
+        self.owned, self.copy = ActiveTable(), ActiveTable()
         self.source = FeedSource(1000, lambda _now: list(self.live.values()))
         self.sent: list[bytes] = []
-        self._written = sink_of(self.truth)
+        self._written = sink_of(self.owned)
         self._booked = 0
         self.follow()
 
@@ -105,7 +105,7 @@ class PeerFeed:
             self.now += STEP_S
             self.deliver(*self.write())
             if step % 2:
-                self.deliver(*self.source.append([Check(*self.truth.digest(PEER))]))
+                self.deliver(*self.source.append([Check(*self.owned.digest(PEER))]))
                 self.heartbeat()
             if answer := self.ask():
                 self.load(answer)
@@ -121,11 +121,11 @@ class PeerFeed:
     def agrees(self) -> bool:
         """Whether the feed is live and unflagged, and the copy equals the peer's bookings."""
         self.copy.check()
-        copies, held = self.copy.bookings(PEER), self.truth.bookings(PEER)
+        copies, held = self.copy.bookings(PEER), self.owned.bookings(PEER)
         return (
             (FeedState.LIVE, "", self.source.seq) == (self.reader.state, self.reader.flag, self.reader.seq)
             and {booking.key for booking in held} == {booking.key for booking in copies}
-            and self.truth.digest(PEER) == self.copy.digest(PEER)
+            and self.owned.digest(PEER) == self.copy.digest(PEER)
         )
 
 

@@ -337,6 +337,6 @@ def test_too_much_held(link: Link) -> None:
     link.send([Stored(0, None, big)])
 
     assert 1 == link.reader.counters.held_overflows
-    link.owner.truth.store(TARGET, [0], "device")
+    link.owner.published.store(TARGET, [0], "device")
     link.settle()
-    assert link.index.digest(TARGET) == link.owner.truth.digest(TARGET, "device")
+    assert link.index.digest(TARGET) == link.owner.published.digest(TARGET, "device")

@@ -90,17 +90,17 @@ def test_counted_hashes_at_one_place(seed: int) -> None:
 
 def answers(table: FlatTable, seed: int) -> list[Any]:
     """The answers of a table to a random history, in order."""
-    rng, told = random.Random(seed), list[Any]()
+    rng, found = random.Random(seed), list[Any]()
     chains = [[rng.getrandbits(64) for _ in range(40)] for _ in range(20)]
     for slot in range(70):
         table.label(slot, f"owner {slot}")
     for _ in range(300):
         slot, chain = rng.randrange(70), rng.choice(chains)
         cut = rng.randrange(40)
-        told.append(table.add(slot, chain[:cut]) if rng.random() < 0.7 else table.discard(slot, chain[cut:]))
-        told.append(list(table.depths(chain).items()))
+        found.append(table.add(slot, chain[:cut]) if rng.random() < 0.7 else table.discard(slot, chain[cut:]))
+        found.append(list(table.depths(chain).items()))
     table.sweep([1, 2], 0)
-    return [*told, len(table)]
+    return [*found, len(table)]
 
 
 def test_each_process_draws_a_secret() -> None:

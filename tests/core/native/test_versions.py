@@ -70,9 +70,9 @@ def test_without_the_extension_python_is_used() -> None:
     )
     done = run_blocked(code)
 
-    answer, why = done.stdout.splitlines()
+    answer, reason = done.stdout.splitlines()
     assert f"python {{'t': 2}} {block_hashes(range(16), 16)}" == answer
-    assert "kvrouter.core.native" in why
+    assert "kvrouter.core.native" in reason
 
 
 @pytest.mark.parametrize("process", ["frontend", "worker"])

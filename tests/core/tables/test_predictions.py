@@ -27,16 +27,16 @@ CHAT, TEXT, TOKENS = Kind("chat"), Kind("text"), Kind("tokens")
 
 def predicted(blocks: int, **facts: Any) -> Prediction:
     """A prediction for a prompt of 100 tokens on worker 1, block size 16."""
-    told: dict[str, Any] = {"target": T1, "kind": TEXT, "isl": 100, "block_size": 16, **facts}
-    return Prediction(blocks=blocks, **told)
+    fields: dict[str, Any] = {"target": T1, "kind": TEXT, "isl": 100, "block_size": 16, **facts}
+    return Prediction(blocks=blocks, **fields)
 
 
 def observed(*pairs: tuple[Prediction, Usage]) -> WorkerRecord:
     """Worker 1's record after these answers."""
-    truth = PredictionTable()
+    table = PredictionTable()
     for prediction, usage in pairs:
-        truth.observe(prediction, usage)
-    return truth.records[W1]
+        table.observe(prediction, usage)
+    return table.records[W1]
 
 
 def raised(record: WorkerRecord, kind: Kind = TEXT) -> set[str]:
@@ -193,12 +193,12 @@ def test_alarm_is_over() -> None:
 
 def test_kinds_are_judged_apart() -> None:
     """Chats that fail are not hidden by texts that succeed."""
-    truth = PredictionTable()
+    table = PredictionTable()
     for _ in range(LEAST):
-        truth.observe(predicted(4, kind=CHAT), Usage(110, 64))
+        table.observe(predicted(4, kind=CHAT), Usage(110, 64))
         for _ in range(5):
-            truth.observe(predicted(4, kind=TEXT), Usage(100, 64))
-    record = truth.records[W1]
+            table.observe(predicted(4, kind=TEXT), Usage(100, 64))
+    record = table.records[W1]
 
     assert {"lengths"} == raised(record, CHAT)
     assert set() == raised(record, TEXT)
@@ -207,69 +207,69 @@ def test_kinds_are_judged_apart() -> None:
 
 def test_announced() -> None:
     """A block that events name in time confirms the worker; a block that they never name does not."""
-    truth, held = PredictionTable(), {1}
+    table, held = PredictionTable(), {1}
     for hash_ in (1, 2, 3):
-        truth.expect(T1, TEXT, [hash_], 10.0)
-    truth.look(10.0, lambda _, hash_: hash_ in held)
-    assert {"found": 1} == truth.records[W1].announced
+        table.expect(T1, TEXT, [hash_], 10.0)
+    table.look(10.0, lambda _, hash_: hash_ in held)
+    assert {"found": 1} == table.records[W1].announced
 
     held.add(2)
-    truth.look(10.0 + ANNOUNCE_S / 2, lambda _, hash_: hash_ in held)
-    truth.look(10.0 + ANNOUNCE_S - 0.01, lambda _, hash_: hash_ in held)
-    assert {"found": 2} == truth.records[W1].announced
+    table.look(10.0 + ANNOUNCE_S / 2, lambda _, hash_: hash_ in held)
+    table.look(10.0 + ANNOUNCE_S - 0.01, lambda _, hash_: hash_ in held)
+    assert {"found": 2} == table.records[W1].announced
 
-    truth.look(10.0 + ANNOUNCE_S, lambda _, hash_: hash_ in held)
-    assert {"found": 2, "missing": 1} == truth.records[W1].announced
+    table.look(10.0 + ANNOUNCE_S, lambda _, hash_: hash_ in held)
+    assert {"found": 2, "missing": 1} == table.records[W1].announced
 
 
 def test_announcements_that_prove_nothing() -> None:
     """While a feed lags, no block counts as missing."""
-    truth = PredictionTable()
-    truth.expect(T1, TEXT, [1], 10.0)
-    truth.look(99.0, lambda *_: None)
-    truth.look(99.0, lambda *_: False)
+    table = PredictionTable()
+    table.expect(T1, TEXT, [1], 10.0)
+    table.look(99.0, lambda *_: None)
+    table.look(99.0, lambda *_: False)
 
-    assert {} == truth.records
+    assert {} == table.records
 
 
 def test_never_announced() -> None:
     """Eight served requests without an event raise the alarm; it clears when half of them are found."""
-    truth = PredictionTable()
+    table = PredictionTable()
     for hash_ in range(LEAST):
-        truth.expect(T1, TOKENS, [hash_], 0.0)
-    truth.look(ANNOUNCE_S, lambda *_: False)
-    assert {"unannounced"} == raised(truth.records[W1], TOKENS)
+        table.expect(T1, TOKENS, [hash_], 0.0)
+    table.look(ANNOUNCE_S, lambda *_: False)
+    assert {"unannounced"} == raised(table.records[W1], TOKENS)
 
     for hash_ in range(LEAST):
-        truth.expect(T1, TOKENS, [hash_], 10.0)
-    truth.look(10.0, lambda *_: True)
-    assert set() == raised(truth.records[W1], TOKENS)
+        table.expect(T1, TOKENS, [hash_], 10.0)
+    table.look(10.0, lambda *_: True)
+    assert set() == raised(table.records[W1], TOKENS)
 
 
 def test_equal_requests_are_one_piece_of_evidence() -> None:
     """A hundred equal requests count once; requests that only begin alike count each."""
-    truth = PredictionTable()
+    table = PredictionTable()
     for _ in range(100):
-        truth.expect(T1, TEXT, [1, 2], 0.0)
-    truth.look(ANNOUNCE_S, lambda *_: False)
-    assert {"missing": 1} == truth.records[W1].announced
+        table.expect(T1, TEXT, [1, 2], 0.0)
+    table.look(ANNOUNCE_S, lambda *_: False)
+    assert {"missing": 1} == table.records[W1].announced
 
     for own in range(100):
-        truth.expect(T1, TEXT, [1, own], 0.0)
-    truth.look(ANNOUNCE_S, lambda *_: False)
-    assert {"missing": 101} == truth.records[W1].announced
+        table.expect(T1, TEXT, [1, own], 0.0)
+    table.look(ANNOUNCE_S, lambda *_: False)
+    assert {"missing": 101} == table.records[W1].announced
 
 
 def test_bounded() -> None:
     """Expectations beyond the bound are not kept; records end with their workers."""
-    truth = PredictionTable()
+    table = PredictionTable()
     for hash_ in range(2 * MAX_EXPECTED):
-        truth.expect(Target(W2), TEXT, [hash_], 0.0)
-    truth.look(0.0, lambda *_: True)
-    truth.observe(predicted(1), Usage(100, 16))
-    assert MAX_EXPECTED == truth.records[W2].announced["found"]
+        table.expect(Target(W2), TEXT, [hash_], 0.0)
+    table.look(0.0, lambda *_: True)
+    table.observe(predicted(1), Usage(100, 16))
+    assert MAX_EXPECTED == table.records[W2].announced["found"]
 
-    truth.keep({W1})
+    table.keep({W1})
 
-    assert [W1] == list(truth.records)
+    assert [W1] == list(table.records)
     assert T2.worker_id == W2

@@ -72,15 +72,15 @@ def test_drop(sessions: SessionTable) -> None:
 
 def test_no_hit_lru() -> None:
     """Targets never used come first and share a place; then by last use."""
-    cold = NoHitLru()
+    order = NoHitLru()
     for one in (W2, W1, W2):
-        cold.used(one)
+        order.used(one)
     new, newer = target("w3"), target("w4")
 
-    assert [2, 3, 0, 0] == cold.ranks([W1, W2, new, newer])
-    cold.forget(W2)
-    assert [1, 0] == cold.ranks([W1, W2])
-    assert [] == cold.ranks([])
+    assert [2, 3, 0, 0] == order.ranks([W1, W2, new, newer])
+    order.forget(W2)
+    assert [1, 0] == order.ranks([W1, W2])
+    assert [] == order.ranks([])
 
 
 def test_replicas_that_bind_at_once_settle(sessions: SessionTable) -> None:

@@ -173,7 +173,7 @@ def evicting() -> TextIndex:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"block_chars": 0}, "block_chars 0"),
         ({"eviction_target_chars": -1}, "eviction_target_chars -1"),
@@ -183,9 +183,9 @@ def evicting() -> TextIndex:
         ),
     ],
 )
-def test_wrong_settings(settings: dict[str, int], said: str) -> None:
+def test_wrong_settings(settings: dict[str, int], message: str) -> None:
     """Reported when the settings are made, not by a later match or eviction."""
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         TextIndexSettings(**settings)  # type: ignore[arg-type]  # they are integers
 
 
