@@ -169,7 +169,7 @@ def test_tools_line() -> None:
 
     line = tables.tools_line(standard_works(), Results(1, medians))
 
-    assert "90,000 requests/s with nothing between" in line
+    assert "90,000 requests/s without a router" in line
     assert "the fastest router 9,000" in line
     assert "idle at least 50%" in line
 

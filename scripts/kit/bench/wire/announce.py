@@ -1,7 +1,7 @@
-"""`python -m scripts.kit.bench.wire.announce`: tells frontends of fake workers, and asks those nothing.
+"""`python -m scripts.kit.bench.wire.announce`: announces fake workers to frontends.
 
-An agent would ask each engine for its health and its load every second; of this process a frontend hears
-the same, and what is measured is the frontend alone.
+An agent would fetch each engine's health and load every second. This process publishes the same heartbeats
+without requests, so only the frontend is measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiles the two C programs at first use; the binaries stay in the cache until the source changes."""
+"""Compiles the two C programs at first use. A binary is used again until its source changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLAGS = ("-O2", "-Wall", "-Wextra", "-std=gnu11")
 
 
 def binary(name: str, cache: Path = CACHE) -> Path:
-    """The program `worker` or `load`, compiled if need be. Raises FleetError, saying what is missing."""
+    """The program `worker` or `load`, compiled if necessary. Raises FleetError if the compiler is missing."""
     source = HERE / f"{name}.c"
     digest = hashlib.sha256(source.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
     target = cache / f"{name}-{digest}"
@@ -33,7 +33,7 @@ def _compile(source: Path, target: Path) -> None:
     )
     if result.returncode:
         raise FleetError(f"{source.name} does not compile:\n{result.stderr}")
-    half_done.rename(target)
+    half_done.rename(target)  # atomic: another bench may compile the same source
 
 
 def _compiler() -> str:
@@ -42,6 +42,6 @@ def _compiler() -> str:
     if found is None:
         raise FleetError(
             f"no C compiler ({', '.join(wanted)}): the load generator and the fake worker are in C;"
-            " on Debian and Ubuntu: apt-get install gcc libc6-dev; or name one: CC=/path/to/cc"
+            " on Debian and Ubuntu: apt-get install gcc libc6-dev; or set CC=/path/to/cc"
         )
     return found

@@ -1,7 +1,7 @@
 """Chat with real tokenization, kv mode and KV events: our frontend and Dynamo's, each with its own mockers.
 
-Both get the same bodies and have the same tokenizer and chat template. What counts is the CPU time of the
-frontend's process: Dynamo's HTTP server, tokenizer, router and detokenizer are in one, as ours are.
+Both get the same bodies and use the same tokenizer and chat template. The CPU time of the frontend's process
+is compared: in both systems it contains the HTTP server, tokenizer and router.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from scripts.kit.ports import free_ports
 PROMPT_TOKENS, SHARED_TOKENS, OUTPUT_TOKENS = 4000, 3600, 64
 GROUPS, CONCURRENCY, ENGINES = 8, 16, 2
 BLOCK_SIZE, NUM_BLOCKS = 16, 16_384
+# With these both mockers send a token about every 6 ms. Tokens that arrive together cost a frontend less.
 OUR_SPEEDUP, DYNAMO_SPEEDUP = 1.0, 2.0
-"""Such that both send a token about every 6 ms: tokens that come together cost a frontend less."""
 PATH = "/v1/chat/completions"
 
 
 class Prompts:
-    """Chats whose system message is one of a few, and whose question is asked once."""
+    """Chats that share a few system messages; each question is used once."""
 
     def __init__(self, model_path: Path) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(model_path / "tokenizer.json"))
@@ -40,7 +40,7 @@ class Prompts:
         self._systems = itertools.cycle([self._text(SHARED_TOKENS) for _ in range(GROUPS)])
 
     def bodies(self, count: int) -> list[bytes]:
-        """So many that have not been given out before."""
+        """The next `count` bodies, all new."""
         return [self._body(next(self._systems)) for _ in range(count)]
 
     def _body(self, system: str) -> bytes:
@@ -61,7 +61,7 @@ class Prompts:
 
 
 def chat_work(prompts: Prompts, requests: int) -> Work:
-    """One run: prompts that nobody has seen yet."""
+    """One run, with new prompts."""
     return Work(
         "chat", f"chat of {PROMPT_TOKENS:,} tokens, {SHARED_TOKENS:,} shared, {OUTPUT_TOKENS} streamed",
         prompts.bodies(requests), CONCURRENCY, requests, True, 300.0, PATH,
@@ -81,7 +81,7 @@ async def start_ours(stage: Stage) -> Contender:
 
 
 async def start_dynamo(stage: Stage, python: Path, prompts: Prompts) -> Contender:
-    """Its frontend in kv mode and its mockers, found through files, events over ZMQ."""
+    """Dynamo's frontend in kv mode and its mockers, with discovery by files and events over ZMQ."""
     (port,) = free_ports(1)
     planes = ["--discovery-backend", "file", "--event-plane", "zmq", "--request-plane", "tcp"]
     env = {"DYN_FILE_KV": str(stage.directory / "dynamo"), "DYN_LOG": "warn"}

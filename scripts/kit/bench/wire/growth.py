@@ -1,9 +1,9 @@
-"""How the cost of an event and the memory of a stream grow with the streams that are open.
+"""How the cost of an event and the memory of a stream grow with the number of open streams.
 
-    start ── ramp ──▶ all are open ── settle ──▶ CPU ── window ──▶ CPU, memory ──▶ they end
+    start ── ramp ──▶ all are open ── settle ──▶ CPU ── window ──▶ CPU, memory ──▶ end
 
-The rate of events is the same for every number of streams: what changes is how many are open. Each number
-has fake workers of its own pace, and a router of its own, so that memory is not what an earlier one left.
+All numbers of streams have the same total rate of events: only the number of open streams changes. Each
+number gets new fake workers and a new router, so that no memory is left from an earlier one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from scripts.kit.bench.wire.works import MODEL
 from scripts.kit.fleet import FleetError
 
 EVENTS_PER_S = 4000
+# Each worker has its own steps, so events arrive in bursts of a fortieth of the streams.
 WORKERS = 40
-"""Each steps by itself, so events come in bursts of a fortieth of the streams."""
 STREAMS = (10, 100, 1000, 3000, 9000)
 _RAMP_S_PER_STREAM, _LEAST_RAMP_S = 1 / 400, 0.5
 _TRIES = 3
@@ -51,20 +51,20 @@ class Growth:
 
 
 def possible_streams(wanted: Sequence[int], descriptors: int) -> list[int]:
-    """Those that fit: a router has two connections for each stream."""
+    """The wanted numbers, reduced to what the descriptors allow: a router has two connections a stream."""
     most = (descriptors - _OTHER_DESCRIPTORS) // _DESCRIPTORS_A_STREAM
     return sorted({min(streams, most) for streams in wanted})
 
 
 def pace_ms(streams: int) -> float:
-    """Of one stream, so that all together have the same rate."""
+    """The pace of one stream at which all together have EVENTS_PER_S."""
     return 1000 * streams / EVENTS_PER_S
 
 
 async def grow(contender: Contender, streams: int, *, window_s: float, directory: Path) -> Growth:
-    """Open the streams, look, and let them end; more slowly if the machine was too busy to open them all.
+    """Open the streams, measure, and let them end. If not all were open at once, try again more slowly.
 
-    Raises FleetError if they were not open at once however slowly they came.
+    Raises FleetError if they are not open at once after three tries.
     """
     ramp_s = max(_LEAST_RAMP_S, streams * _RAMP_S_PER_STREAM)
     before = resident_bytes(contender.group)
@@ -114,7 +114,7 @@ def _load(port: int, streams: int, ramp_s: float, lasts_s: float) -> Load:
 
 
 def medians(found: Sequence[Growth]) -> list[Growth]:
-    """Of all runs with the same router and number of streams."""
+    """The medians of all runs with the same router and number of streams."""
     groups: dict[tuple[str, int], list[Growth]] = {}
     for each in found:
         groups.setdefault((each.name, each.streams), []).append(each)
@@ -157,5 +157,4 @@ def write_plots(directory: Path, rows: Sequence[Growth]) -> None:
 
 
 def as_json(rows: Sequence[Growth]) -> list[dict[str, Any]]:
-    """For a file."""
     return [asdict(row) for row in rows]

@@ -1,4 +1,4 @@
-"""Other routers from PyPI, each in a virtual environment of its own below the user's cache directory."""
+"""Other routers from PyPI, each in its own virtual environment in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.kit.fleet import FleetError
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What pip is told. `without_deps` are installed alone, after the rest."""
+    """What pip installs. `without_deps` come after the rest, without their dependencies."""
 
     name: str
     packages: Sequence[str]
@@ -25,15 +25,15 @@ class Peer:
 
     @property
     def version(self) -> str:
-        """The one that is installed."""
+        """The wanted version."""
         return (self.without_deps or self.packages)[0].partition("==")[2]
 
     def directory(self, cache: Path | None = None) -> Path:
-        """Its environment, there or not."""
+        """The path of its environment, which may not exist."""
         return (cache or cache_directory()) / self.name
 
     def find(self, cache: Path | None = None) -> Path | None:
-        """Its program, if it has been installed in full."""
+        """Its program if the installation is complete, else None."""
         directory = self.directory(cache)
         return directory / "bin" / self.program if _stamp(directory, self).exists() else None
 
@@ -46,20 +46,19 @@ DYNAMO = Peer(
         "ai-dynamo-runtime==1.6.1", "aiohttp", "certifi", "kubernetes>=32.0.1,<33", "msgspec", "packaging",
         "prometheus-client", "pyyaml", "pyzmq", "redis", "tqdm", "transformers", "zstandard",
     ],
-    ["ai-dynamo==1.6.1"],
+    ["ai-dynamo==1.6.1"],  # alone: its requirement `aisimulate` has no wheel, and is not needed here
 )  # fmt: skip
-"""Its own requirement `aisimulate` has no wheel on PyPI; the frontend and the mocker run without it."""
 PEERS = (VLLM_ROUTER, SGLANG_ROUTER, DYNAMO)
 
 
 def cache_directory() -> Path:
-    """$XDG_CACHE_HOME, or what it is by default."""
+    """The directory of all peers, in $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "kvrouter" / "peers"
 
 
 def install(peer: Peer, cache: Path | None = None) -> None:
-    """Make the environment anew. Raises FleetError with pip's last words."""
+    """Make a new environment. Raises FleetError with the end of pip's output."""
     directory = peer.directory(cache)
     shutil.rmtree(directory, ignore_errors=True)
     venv.create(directory, with_pip=True)

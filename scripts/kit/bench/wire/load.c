@@ -3,12 +3,12 @@
  *   load --port P --bodies FILE [--path /v1/completions] [--concurrency N] [--requests N] [--seconds S]
  *        [--ramp-ms X] [--stream 1] [--header "Name: value"]... [--limit-s S]
  *
- * Each line of FILE is a body; they are sent in turn. It ends after --requests, or sends nothing new
- * after --seconds and waits for what runs; in any case it ends --limit-s after its start. Connections are
- * opened over the first --ramp-ms. Connects to 127.0.0.1 only. Prints one JSON object: times in µs.
+ * Each line of FILE is a body; the bodies are sent in turn. The program ends after --requests. After --seconds
+ * it sends no new requests and waits for the running ones; it always ends --limit-s after its start.
+ * Connections are opened over the first --ramp-ms, to 127.0.0.1 only. Prints one JSON object, with times in µs.
  *
- * An event of a stream is what ends in an empty line, [DONE] is none; it counts when its last byte was read.
- * A request fails unless it is answered with 200 and in full, a stream with [DONE] at its end.
+ * An event of a stream ends with an empty line, and counts when its last byte is read; [DONE] is not counted.
+ * A request fails unless it is answered completely and with 200, and a stream ends with [DONE].
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -115,7 +115,7 @@ static void push(struct stream *s) {
             watch(s, EPOLL_CTL_MOD, EPOLLIN | EPOLLOUT);
             return;
         }
-        if (sent < 0) return;     /* the reading side hears why */
+        if (sent < 0) return;     /* the read fails as well, with the reason */
         s->sent += (size_t)sent;
     }
 }
@@ -209,7 +209,7 @@ static const char *read_head(struct stream *s) {
     return NULL;
 }
 
-/* Take what was read. Returns how much of it belongs to this answer; `why` says what is wrong with it. */
+/* Parse what was read. Returns how much of it belongs to this answer; sets `why` if it is invalid. */
 static size_t take(struct stream *s, const char *bytes, size_t len, uint64_t now, int *is_over, const char **why) {
     const char *at = bytes, *end = bytes + len;
     if (s->phase == WAITING) s->phase = IN_HEAD;
@@ -257,7 +257,7 @@ static void closed(struct stream *s) {
     if (s->phase == UNTIL_CLOSE) {
         s->is_ending = 1;
         finish(s, NULL);
-    } else if (s->phase == WAITING && !s->is_fresh) {   /* closed while idle: the request never arrived */
+    } else if (s->phase == WAITING && !s->is_fresh) {   /* closed while idle: the worker did not get the request */
         reopened++;
         hang_up(s);
         begin(s);

@@ -12,17 +12,16 @@ from pathlib import Path
 from scripts.kit.bench.wire.build import binary
 from scripts.kit.fleet import FleetError
 
+# How much longer than its own limit the generator may take to print its report.
 _SLACK_S = 10.0
-"""How much longer than its own limit the generator may take to say what it saw."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send, to 127.0.0.1 only: after `requests`, or `seconds`, nothing new begins."""
+    """What to send to 127.0.0.1. `bodies` are sent in turn. After `requests` or `seconds` none begins."""
 
     port: int
-    bodies: Sequence[bytes]
-    """Sent in turn, one line each."""
+    bodies: Sequence[bytes]  # without line breaks
     path: str = "/v1/completions"
     concurrency: int = 1
     requests: int = 1_000_000_000
@@ -35,7 +34,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the generator saw; `events` without [DONE]; `stalls`: waits of 35 ms and more for any event."""
+    """The generator's report. `events` are without [DONE]; `stalls` are waits of 35 ms or more."""
 
     requests: int
     errors: int
@@ -54,25 +53,23 @@ class Report:
     gap_max_us: int
     stalls: int
     events: int
-    streams_open: int
-    """The most at the same time."""
+    streams_open: int  # the most at the same time
     bytes: int
-    cpu_s: float
-    """Of the generator itself."""
+    cpu_s: float  # of the generator
 
     @property
     def requests_per_s(self) -> float:
-        """Answered ones."""
+        """Answered requests per second."""
         return self.requests / self.seconds if self.seconds else 0.0
 
     @property
     def idle(self) -> float:
-        """The share of the time in which the generator waited: near 0 it measures itself."""
+        """The share of time in which the generator waited. Near 0 the generator is the bottleneck."""
         return 1 - self.cpu_s / self.seconds if self.seconds else 0.0
 
 
 async def run_load(load: Load, directory: Path) -> Report:
-    """Send; returns when all is answered or time is up. Ends the generator if cancelled."""
+    """Send; returns when all requests are answered or the time is over. If cancelled, kills the generator."""
     with tempfile.NamedTemporaryFile(dir=directory, suffix=".jsonl") as file:
         file.write(b"".join(body + b"\n" for body in load.bodies))
         file.flush()
@@ -81,13 +78,13 @@ async def run_load(load: Load, directory: Path) -> Report:
         )
         try:
             async with asyncio.timeout(load.limit_s + _SLACK_S):
-                output, complaint = await process.communicate()
+                output, errors = await process.communicate()
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
     if process.returncode:
-        raise FleetError(f"the load generator failed: {complaint.decode().strip()}")
+        raise FleetError(f"the load generator failed: {errors.decode().strip()}")
     return Report(**json.loads(output))
 
 

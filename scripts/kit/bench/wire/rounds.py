@@ -1,4 +1,4 @@
-"""Rounds in which every router does every work, one after the other: what disturbs one disturbs all."""
+"""Rounds in which every router does every work in turn, so that a disturbance meets all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WARM_REQUESTS = 200
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What is measured: where it listens, and the process group whose CPU time counts."""
+    """A router that is measured: its port, and the process group whose CPU time counts."""
 
     name: str
     port: int
@@ -31,12 +31,12 @@ class Results:
     medians: dict[tuple[str, str], Run]
 
     def get(self, work: str, name: str) -> Run | None:
-        """None if that was not measured."""
+        """The median, or None if it was not measured."""
         return self.medians.get((work, name))
 
 
 async def warm(contenders: Sequence[Contender], works: Sequence[Work], directory: Path) -> None:
-    """Connections, caches, and code that is compiled or loaded at first use."""
+    """Open connections, fill caches, and load code that is compiled at first use."""
     for work in works:
         few = replace(work, requests=min(work.requests, WARM_REQUESTS), ramp_ms=0)
         for contender in contenders:
@@ -50,7 +50,7 @@ async def run_rounds(
     directory: Path,
     say: Callable[[str], None],
 ) -> Results:
-    """Measure; in each round another contender is first. `make_works` is asked in each, too."""
+    """Measure. Each round calls `make_works` and begins with another contender."""
     seen: dict[tuple[str, str], list[Run]] = {}
     for number in range(runs):
         say(f"round {number + 1} of {runs}")

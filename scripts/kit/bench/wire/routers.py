@@ -1,4 +1,4 @@
-"""What stands between the load generator and the fake workers: kvrouter, and others that are there."""
+"""The routers between the load generator and the fake workers: kvrouter and the installed peers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEES_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """One that runs. `process` leads a group: all of it is the router's."""
+    """A running router. `process` leads a group with all processes of the router."""
 
     name: str
     port: int
@@ -32,7 +32,7 @@ class Router:
 
     @property
     def group(self) -> int:
-        """Of processes whose CPU time counts."""
+        """The process group whose CPU time counts."""
         return self.process.pid
 
 
@@ -45,12 +45,11 @@ class Workers:
 
     @property
     def urls(self) -> list[str]:
-        """As routers are told."""
         return [f"http://127.0.0.1:{port}" for port in self.ports]
 
 
 async def start_workers(fleet: Fleet, client: Client, *, pace_ms: float, count: int = 4) -> Workers:
-    """One thread serves all of them: each costs a router what a worker of its own would."""
+    """Start fake workers in one process with one thread. A router sees separate workers."""
     ports = free_ports(count)
     words = [word for port in ports for word in ("--port", str(port))]
     command = [str(binary("worker")), *words, "--model", MODEL, "--pace-ms", str(pace_ms)]
@@ -60,7 +59,7 @@ async def start_workers(fleet: Fleet, client: Client, *, pace_ms: float, count: 
 
 
 async def start_announcer(fleet: Fleet, workers: Workers, nats_url: str, namespace: str) -> None:
-    """Frontends in `namespace` learn of the workers."""
+    """Announce the workers to the frontends in `namespace`."""
     words = [word for url in workers.urls for word in ("--url", url)]
     command = [
         sys.executable, "-m", "scripts.kit.bench.wire.announce", f"--nats={nats_url}",
@@ -78,10 +77,10 @@ async def start_kvrouter(
     count: int,
     checkout: Path | None = None,
 ) -> Router:
-    """A frontend with its defaults and `flags`; returns when it sees `count` workers.
+    """Start a frontend with `flags`; returns when it knows `count` workers.
 
-    `checkout` is another directory with kvrouter's source, and perhaps a .venv that fits it; -P keeps the
-    source in the working directory, which is ours, out of its way.
+    `checkout` is another directory with kvrouter's source, and perhaps a .venv. Without -P Python would
+    import the source in the working directory, which is this checkout.
     """
     (port,) = free_ports(1)
     python = checkout / ".venv" / "bin" / "python" if checkout else Path(sys.executable)
@@ -102,12 +101,12 @@ async def start_kvrouter(
                 process.check()
                 await asyncio.sleep(0.05)
     except TimeoutError:
-        raise FleetError(f"{name} sees {seen:g} of {count} workers: {process.tail()}") from None
+        raise FleetError(f"{name} knows {seen:g} of {count} workers: {process.tail()}") from None
     return Router(name, port, process)
 
 
 async def _workers_seen(client: Client, url: str) -> float:
-    """By the metrics, which every version has on this port."""
+    """The number of workers by the metrics, which every version has on this port."""
     _, body = await client.get(f"{url}/metrics")
     lines = [line for line in body.decode().splitlines() if line.startswith("kvrouter_workers{")]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
@@ -125,7 +124,7 @@ async def start_nginx(fleet: Fleet, program: Path, workers: Workers) -> Router:
 
 
 def nginx_config(port: int, workers: Sequence[int], directory: Path) -> str:
-    """As an operator would set it up for streams."""
+    """A configuration for streams, as an operator would write it."""
     servers = " ".join(f"server 127.0.0.1:{worker};" for worker in workers)
     user = "user root;" if os.geteuid() == 0 else ""
     return textwrap.dedent(f"""\
@@ -185,8 +184,8 @@ async def _answering(fleet: Fleet, router: Router) -> Router:
 
 
 async def answering(fleet: Fleet, name: str, process: Process, load: Load) -> None:
-    """Until a request comes through. Raises FleetError if none does."""
-    why = ""
+    """Return when a request has been answered. Raises FleetError after READY_TIMEOUT_S."""
+    reason = ""
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
             while True:
@@ -194,16 +193,16 @@ async def answering(fleet: Fleet, name: str, process: Process, load: Load) -> No
                 report = await run_load(replace(load, requests=1, limit_s=5), fleet.directory)
                 if report.requests == 1:
                     return
-                why = report.first_error
+                reason = report.first_error
                 await asyncio.sleep(0.2)
     except TimeoutError:
         raise FleetError(
-            f"{name} answers no request after {READY_TIMEOUT_S:g} s: {why}; log:\n{process.tail()}"
+            f"{name} answers no request after {READY_TIMEOUT_S:g} s: {reason}; log:\n{process.tail()}"
         ) from None
 
 
 def find_nginx(named: Path | None) -> Path | None:
-    """The program a flag names, or the one on PATH; Debian keeps it in /usr/sbin, which may not be there."""
+    """The program that the flag names, or the one on PATH or in /usr/sbin, where Debian has it."""
     if named is not None:
         if not os.access(named, os.X_OK):
             raise FleetError(f"--nginx {named}: no such program")

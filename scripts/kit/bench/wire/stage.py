@@ -1,4 +1,4 @@
-"""What stands around the routers while they are measured: NATS, fake workers, an announcer, a tokenizer."""
+"""What the measured routers need: NATS, fake workers, an announcer, a tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORKERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Open while something is measured."""
+    """The processes of a measurement, and how to start more."""
 
     fleet: Fleet
     client: Client
@@ -37,13 +37,13 @@ class Stage:
         return self.directory / "model"
 
     async def workers(self, pace_ms: float, count: int = WORKERS) -> Workers:
-        """Fake workers of that pace, announced in a namespace of their own."""
+        """Start fake workers with this pace, announced in their own namespace."""
         workers = await routers.start_workers(self.fleet, self.client, pace_ms=pace_ms, count=count)
         await routers.start_announcer(self.fleet, workers, self.nats_url, namespace(workers))
         return workers
 
     async def ours(self, name: str, workers: Workers, checkout: Path | None = None) -> Contender:
-        """A frontend in one of the modes of FLAGS, or the one of another checkout."""
+        """Start a frontend in one of the modes of FLAGS, of this checkout or another one."""
         flags = [*FLAGS[name], f"--nats={self.nats_url}", f"--namespace={namespace(workers)}"]
         if name == OURS_KV:
             flags.append(f"--model-path={self.model_path}")
@@ -55,38 +55,38 @@ class Stage:
         )
 
     async def both_modes(self, workers: Workers, checkout: Path | None) -> list[Contender]:
-        """Frontends of this checkout, and of another one if there is one to compare with."""
+        """Start the frontends of this checkout, and of `checkout` if given."""
         checkouts = [None] if checkout is None else [None, checkout]
         return [await self.ours(name, workers, each) for each in checkouts for name in FLAGS]
 
     async def nginx(self, workers: Workers, program: Path) -> Contender:
-        """One in front of these workers."""
+        """Start an nginx in front of these workers."""
         return contender(await routers.start_nginx(self.fleet, program, workers))
 
     async def stop(self, group: int) -> None:
-        """End the process that leads it."""
+        """End the process that leads this group."""
         (name,) = [name for name, process in self.fleet.processes.items() if process.pid == group]
         await self.fleet.stop(name)
 
 
 def namespace(workers: Workers) -> str:
-    """Of those who are to know these workers."""
+    """The namespace in which these workers are announced."""
     return f"wire-{workers.ports[0]}"
 
 
 def direct(workers: Workers) -> Contender:
-    """The first fake worker itself; its CPU is that of all of them."""
+    """The first fake worker without a router. Its CPU time is that of all of them."""
     return Contender(DIRECT, workers.ports[0], workers.process.pid)
 
 
 def contender(router: Router) -> Contender:
-    """A router as one that is measured."""
+    """The contender for a running router."""
     return Contender(router.name, router.port, router.process.pid)
 
 
 @contextlib.asynccontextmanager
 async def open_stage() -> AsyncIterator[Stage]:
-    """Start NATS and make the tokenizer; everything started on it ends with it."""
+    """Start NATS and make the tokenizer. All processes started on the stage end with it."""
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(log_directory("bench"))
         client = Client()

@@ -16,13 +16,13 @@ CHAT_TITLE = "chat: 4,000 tokens, 3,600 of them shared, 64 streamed"
 
 
 def names(results: Results) -> list[str]:
-    """Of all contenders, the one with nothing between last."""
+    """The names of all contenders, `direct` last."""
     found = dict.fromkeys(name for _, name in results.medians)
     return sorted(found, key=lambda name: name == DIRECT)
 
 
 def work_table(work: Work, rows: Sequence[str], results: Results) -> Table:
-    """One work, a row for each contender."""
+    """The figures of one work, a row for each contender."""
     table = Table(title=work.title, title_justify="left")
     table.add_column("", no_wrap=True)
     columns = _columns(work)
@@ -70,7 +70,7 @@ def _ms(value: float) -> str:
 
 
 def chat_table(results: Results) -> Table:
-    """Of chats: CPU of the frontend's process alone."""
+    """The figures of chats. CPU is that of the frontend's process."""
     table = Table(title=CHAT_TITLE, title_justify="left")
     table.add_column("", no_wrap=True)
     for column in ("CPU ms / request", "TTFT p50", "gap p50", "requests/s"):
@@ -85,7 +85,7 @@ def chat_table(results: Results) -> Table:
 
 
 def tools_line(works: Sequence[Work], results: Results) -> str:
-    """How fast the tools are with nothing between them, and how much of a core the generator left free."""
+    """How fast the tools are without a router, and how much of a core the generator left free."""
     parts = []
     for work in works:
         direct = results.get(work.name, DIRECT)
@@ -95,7 +95,7 @@ def tools_line(works: Sequence[Work], results: Results) -> str:
         fastest = max((run.requests_per_s for run in routed), default=0.0)
         busiest = min((run.generator_idle for run in routed), default=0.0)
         parts.append(
-            f"{work.name}: {direct.requests_per_s:,.0f} requests/s with nothing between, worker"
+            f"{work.name}: {direct.requests_per_s:,.0f} requests/s without a router, worker"
             f" {direct.cpu_us_per_request:.1f} µs of CPU each; the fastest router {fastest:,.0f};"
             f" the generator was idle at least {busiest:.0%} of the time"
         )
@@ -103,5 +103,5 @@ def tools_line(works: Sequence[Work], results: Results) -> str:
 
 
 def as_json(results: Results) -> list[dict[str, Any]]:
-    """A list of works and contenders."""
+    """A list of the runs, by work and contender."""
     return [{"work": work, "name": name, **asdict(run)} for (work, name), run in results.medians.items()]

@@ -1,4 +1,4 @@
-"""What kvrouter's relay is to reach, against what the same run gave."""
+"""The targets of kvrouter's relay, compared with the results of the same run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from scripts.kit.bench.wire.rounds import Results
 from scripts.kit.bench.wire.works import Run
 
 OURS, OURS_KV = "kvrouter round-robin", "kvrouter kv"
-DIRECT = "direct"
-"""The generator and the fake workers, with nothing between them."""
+DIRECT = "direct"  # the generator and the fake workers, without a router
 NGINX, VLLM, SGLANG, DYNAMO = "nginx", "vllm-router round_robin", "sglang-router round_robin", "dynamo kv"
 _ADDED_MS = {"latency_p50_ms": 0.1, "latency_p99_ms": 0.3}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One line: `value` of ours is to be at most `limit`, which is made of the peer's."""
+    """One line: `ours` should be at most `limit`, which is computed from the peer's `theirs`."""
 
     work: str
     figure: str
     target: str
     ours: float
     peer: str
-    theirs: float | None
-    """None: the peer is missing."""
+    theirs: float | None  # None: the peer is missing
     limit: float | None
 
     @property
@@ -38,16 +36,15 @@ class Target:
 
     @property
     def is_met(self) -> bool | None:
-        """None if it cannot be said."""
+        """None if the peer is missing."""
         return None if self.limit is None else self.ours <= self.limit
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
         return {**asdict(self), "ratio": self.ratio, "met": self.is_met}
 
 
 def targets(results: Results) -> list[Target]:
-    """Every target about HTTP, as far as ours was measured."""
+    """All targets whose own figure was measured."""
     return [*_costs(results), *_streams(results), *_chat(results), *_added(results)]
 
 
@@ -81,7 +78,7 @@ def _streams(results: Results) -> Iterator[Target]:
             yield from _times(results, "paced", figure, name, factor)
     if own := results.get("paced", OURS):
         direct = results.get("paced", DIRECT)
-        limit = direct.stalls if direct else 0  # those of a machine that is busy with other things
+        limit = direct.stalls if direct else 0  # without a router stalls come from other work of the machine
         yield Target("paced", "stalls", "no more than direct", own.stalls, DIRECT, limit, limit)
 
 

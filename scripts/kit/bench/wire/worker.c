@@ -2,12 +2,11 @@
  *
  *   worker --port P [--port P]... [--events N] [--pace-ms X] [--model NAME] [--seconds S]
  *
- * Each port is an engine. The first event of a stream leaves --pace-ms after its request has come, so that what
- * a client waits longer is the router's doing; from then on the engine works in steps of --pace-ms: at each all
+ * Each port is an engine. The first event of a stream leaves --pace-ms after its request has arrived, so a longer
+ * wait of the client is caused by the router. After that the engine works in steps of --pace-ms: in each step all
  * its streams get an event, as with continuous batching. The steps of several ports are spread evenly. The head
- * of a stream leaves at once, as from uvicorn. `max_tokens` of a request says how many events its stream has
- * (else --events).
- * A request body needs a content-length. It ends on SIGTERM, or after --seconds. Listens on 127.0.0.1 only.
+ * of a stream leaves at once, as from uvicorn. A stream has `max_tokens` events (default: --events).
+ * A request body needs a content-length. Ends on SIGTERM, or after --seconds. Listens on 127.0.0.1 only.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -31,13 +30,13 @@ enum { MAX_PORTS = 64, MAX_BODY = 64 << 20, EVENT_BATCH = 256, FIRST_BUFFER = 40
 
 struct connection {
     int fd;
-    int at;                       /* place in the heap of streams, -1 if it streams nothing */
-    char *in;                     /* what has been read and not been answered */
+    int at;                       /* place in the heap of streams, -1 without a stream */
+    char *in;                     /* read, and not yet answered */
     size_t in_len, in_size;
-    char *out;                    /* what the socket did not take */
+    char *out;                    /* not yet accepted by the socket */
     size_t out_len, out_sent, out_size;
-    uint64_t due, offset;         /* when the next event leaves; how far its engine's steps are off the grid */
-    long left;                    /* events of this stream that are to come */
+    uint64_t due, offset;         /* time of the next event; offset of its engine's steps */
+    long left;                    /* events of this stream still to send */
     int is_chat, is_closing;
 };
 
@@ -127,7 +126,7 @@ static void watch(struct connection *c, uint32_t what) {
     if (epoll_ctl(epoll_fd, EPOLL_CTL_MOD, c->fd, &e)) die("epoll_ctl");
 }
 
-/* Send, or keep what the socket does not take. Returns 0 if the connection is gone. */
+/* Send, and keep what the socket does not accept. Returns 0 if the connection is gone. */
 static int send_bytes(struct connection *c, const char *bytes, size_t len) {
     if (!c->out_len) {
         ssize_t sent = send(c->fd, bytes, len, MSG_NOSIGNAL);
@@ -156,7 +155,7 @@ static int flush(struct connection *c) {
     return 1;
 }
 
-/* One event of a stream; with the last one the end. Returns 0 if the connection is gone. */
+/* Send an event of a stream; the last one includes the end. Returns 0 if the connection is gone. */
 static int send_event(struct connection *c) {
     if (--c->left > 0) return send_bytes(c, event[c->is_chat], (size_t)event_len[c->is_chat]);
     end_stream(c);
@@ -208,7 +207,7 @@ static int respond(struct connection *c, const char *head_at, const char *body, 
     return 1;
 }
 
-/* Answer what has been read as far as it is whole. Returns 0 if the connection is to be closed. */
+/* Answer all complete requests. Returns 0 if the connection must be closed. */
 static int answer_all(struct connection *c) {
     size_t done = 0;
     while (c->at < 0 && done < c->in_len) {

@@ -1,4 +1,4 @@
-"""The work that routers are measured with, and what one run of it gave."""
+"""The works that routers are measured with, and the result of a run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BODIES = 64
 
 
 def _bodies(prompt: str, **more: object) -> list[bytes]:
-    """Requests that differ in their last word alone."""
+    """Requests that differ only in their last word."""
     request = {"model": MODEL, "max_tokens": 8, **more}
     return [json.dumps({**request, "prompt": f"{prompt} {number}"}).encode() for number in range(BODIES)]
 
 
 def long_prompt(size: int) -> str:
-    """English words of so many bytes in all."""
+    """English words, `size` bytes in all."""
     words = "the router sends each request to the worker that holds most of its prompt in cache already "
     return (words * (size // len(words) + 1))[:size]
 
@@ -38,7 +38,7 @@ STREAM_BODIES = _bodies(_HELLO, stream=True, max_tokens=STREAM_EVENTS)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kind of load, closed loop. `requests` is of one run."""
+    """One kind of load, as a closed loop. `requests` is the number in one run."""
 
     name: str
     title: str
@@ -50,7 +50,7 @@ class Work:
     path: str = "/v1/completions"
 
     def load(self, port: int) -> Load:
-        """The same for every router."""
+        """The load for the router at this port."""
         return Load(
             port, self.bodies, path=self.path, concurrency=self.concurrency, requests=self.requests,
             is_stream=self.is_stream, ramp_ms=self.ramp_ms, seconds=90, limit_s=100,
@@ -73,7 +73,7 @@ def standard_works(share: float = 1.0) -> list[Work]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run cost and gave."""
+    """The figures of one run."""
 
     cpu_us_per_request: float
     cpu_us_per_event: float
@@ -89,7 +89,7 @@ class Run:
 
     @classmethod
     def of(cls, report: Report, cpu_ns: int) -> Run:
-        """From what the generator saw and the CPU time of what was measured."""
+        """From the generator's report and the router's CPU time."""
         return cls(
             cpu_ns / 1e3 / report.requests,
             cpu_ns / 1e3 / report.events if report.events else 0.0,
@@ -106,13 +106,13 @@ class Run:
 
     @classmethod
     def median(cls, runs: Sequence[Run]) -> Run:
-        """Figure by figure; but stalls are added up, for none may be lost."""
+        """The median of each figure. Stalls are added up, so that a median cannot hide one."""
         figures = {field.name: median(getattr(run, field.name) for run in runs) for field in fields(cls)}
         return cls(**figures | {"stalls": sum(run.stalls for run in runs)})
 
 
 def raise_descriptor_limit() -> int:
-    """As many open files as are allowed, for this process and all it starts; returns how many."""
+    """Raise the limit of open files to the hard one, for this process and its children; returns it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
