@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvrouter.core.wire.ops import (
     AddRequest,
@@ -32,6 +33,17 @@ _CHARS_PER_HASH = 256
 OP_HASHES = 1024
 
 
+class _Held(NamedTuple):
+    """A frame in the heap. Tuples compare field by field; `arrival` is unique, so frames are never compared."""
+
+    incarnation: int
+    seq: int
+    arrival: int
+    frame: Decoded
+    question: int
+    size: int
+
+
 @dataclass(slots=True)
 class HeldBudget:
     """What all feeds of a replica hold together."""
@@ -51,9 +63,8 @@ class HeldFrames:
 
     def __init__(self, budget: HeldBudget) -> None:
         self._budget = budget
-        # (incarnation, seq, arrival, frame, question, size): arrival keeps the heap from comparing frames
-        self._frames: list[tuple[int, int, int, Decoded, int, int]] = []
-        self._count = 0
+        self._frames: list[_Held] = []
+        self._arrivals = 0
         self._bytes = 0
 
     def __bool__(self) -> bool:
@@ -61,33 +72,34 @@ class HeldFrames:
 
     @property
     def first(self) -> Decoded:
-        return self._frames[0][3]
+        return self._frames[0].frame
 
     def hold(self, frame: Decoded, size: int, question: int) -> bool:
         """Keep a frame of `size` bytes. False: there was no room, and it is not kept."""
         if self._bytes + size > HELD_BYTES or self._budget.used_bytes + size > self._budget.most_bytes:
             return False
-        self._count += 1
-        heapq.heappush(self._frames, (frame.incarnation, frame.seq, self._count, frame, question, size))
+        self._arrivals += 1
+        held = _Held(frame.incarnation, frame.seq, self._arrivals, frame, question, size)
+        heapq.heappush(self._frames, held)
         self._take_bytes(size)
         return True
 
     def pop(self) -> Decoded:
-        *_, frame, _, size = heapq.heappop(self._frames)
-        self._take_bytes(-size)
-        return frame
+        held = heapq.heappop(self._frames)
+        self._take_bytes(-held.size)
+        return held.frame
 
     def drop_unsent(self, seq: int, question: int) -> int:
         """Drop frames above `seq`, the last that the source has sent; returns how many were dropped.
 
         A frame that arrived after this question may be newer than the source's statement, so it stays.
         """
-        kept = [held for held in self._frames if held[1] <= seq or held[4] >= question]
+        kept = [held for held in self._frames if held.seq <= seq or held.question >= question]
         dropped = len(self._frames) - len(kept)
         if dropped:
             heapq.heapify(kept)
             self._frames = kept
-            self._take_bytes(sum(held[5] for held in kept) - self._bytes)
+            self._take_bytes(sum(held.size for held in kept) - self._bytes)
         return dropped
 
     def clear(self) -> None:
@@ -113,7 +125,12 @@ class Loading:
     @classmethod
     def begin(cls, chunk: SnapshotChunk) -> Loading:
         """For the snapshot of this first chunk, which `take` has yet to take."""
-        return cls(chunk.snapshot_id, chunk.as_of_seq, chunk.incarnation, chunk.chunks)
+        return cls(
+            id=chunk.snapshot_id,
+            as_of_seq=chunk.as_of_seq,
+            incarnation=chunk.incarnation,
+            chunks=chunk.chunks,
+        )
 
     @property
     def is_complete(self) -> bool:

@@ -22,6 +22,7 @@ than what was applied when they arrived.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from kvrouter.core.feeds.buffers import HeldBudget, HeldFrames, Loading, cost
 from kvrouter.core.feeds.sinks import FeedSink
@@ -117,7 +118,7 @@ class FeedReader:
     # What arrives
 
     def frame(self, data: bytes, now: float) -> bool:
-        """Take a live frame; False if it is unreadable or of another incarnation or version.
+        """Take a live frame; False if it is unreadable, of an older incarnation or another version.
 
         Never raises for bad data: that is counted and leads to a recovery.
         """
@@ -219,10 +220,10 @@ class FeedReader:
         return self._asked
 
     def _question(self) -> ReplayRequest:
-        loading = self._loading
-        if loading is not None:
-            return ReplayRequest(VERSION, self._part, self._newest, 0, loading.id, loading.next_chunk)
-        return ReplayRequest(VERSION, self._part, self._newest, 0 if self._want_snapshot else self.seq + 1)
+        ask = partial(ReplayRequest, VERSION, self._part, self._newest)
+        if self._loading is not None:
+            return ask(from_seq=0, snapshot_id=self._loading.id, chunk=self._loading.next_chunk)
+        return ask(from_seq=0 if self._want_snapshot else self.seq + 1)
 
     def work(self, hashes: int, now: float) -> None:
         """Load ops of a snapshot that cost about as much as this many hashes (see `cost`)."""

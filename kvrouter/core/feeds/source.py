@@ -132,7 +132,16 @@ class FeedSource:
     def _take_snapshot(self, snapshot_id: int, room: int, now: float) -> _Snapshot:
         parts = list(_split(list(self._state_ops(now)), room)) or [[]]
         chunks = [
-            encode(SnapshotChunk(snapshot_id, self.seq, number, len(parts), ops, self.incarnation))
+            encode(
+                SnapshotChunk(
+                    snapshot_id=snapshot_id,
+                    as_of_seq=self.seq,
+                    chunk=number,
+                    chunks=len(parts),
+                    ops=ops,
+                    incarnation=self.incarnation,
+                )
+            )
             for number, ops in enumerate(parts)
         ]
         return _Snapshot(snapshot_id, self.seq, now, chunks)
