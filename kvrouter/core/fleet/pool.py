@@ -109,7 +109,7 @@ class Pool:
         worker.ranks = {rank.rank: rank for rank in beat.ranks}
         self._is_stale = self._is_stale or changed
         if not changed:
-            self._roster.hear(worker)
+            self._roster.update_beats(worker)
         if settles:
             self.settle()
         return True

@@ -142,7 +142,7 @@ class Replica:
         if beat.state == "leave":
             self._meet_awaited(worker_id)
             return
-        if beat.card is None and (known is None or not known.has_shown_card_of(beat)):
+        if beat.card is None and (known is None or not known.knows_card_of(beat)):
             self._lacks_card = True
         if self._readiness.is_waiting_for(worker_id):
             self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # `wants_hello` asks for its card
@@ -154,7 +154,7 @@ class Replica:
             return
         self._worker_pools[worker_id] = pool_id
         if not self._is_in_batch:
-            self.routers[pool_id].tell_workers()
+            self.routers[pool_id].report_workers()
         self._meet_awaited(worker_id)
         self._leases.renew(WorkerSource(worker_id), beat.interval_ms)
         self._follow_worker(pool_id, worker_id, beat, now)
@@ -169,7 +169,7 @@ class Replica:
             self._is_in_batch = False
             for router in self.routers.values():
                 router.pool.settle()
-                router.tell_workers()
+                router.report_workers()
 
     def kv_frame(self, source: KvSource, data: bytes, now: float) -> None:
         """A frame of a KV feed; ignored until the worker's card has arrived."""
@@ -489,7 +489,7 @@ class Replica:
 
     def _drop_targets(self, pool_id: PoolId, targets: list[Target]) -> None:
         self.routers[pool_id].forget(targets)
-        self.routers[pool_id].tell_workers()
+        self.routers[pool_id].report_workers()
 
     def _unfollow_blocks(self, source: KvSource) -> None:
         """End the feed of a rank that heartbeats no longer name, or name with another incarnation."""

@@ -1,11 +1,11 @@
-"""The router of one pool: it chooses and books in one plain call, so nothing can come between.
+"""The router of one pool. It chooses a target and books the request in one plain call: no task runs between.
 
     route ──> booking + AddRequest        sent frames:  [AddRequest n …]
     first data byte ──> MarkPrefillCompleted            [MarkPrefillCompleted n]
     end, error, disconnect ──> Free                     [Free n]
 
-What happened to own bookings collects in an outbox; `frames` numbers it for the peers. Order in
-the outbox is order on the wire and order at the peer, so a Free can never overtake its AddRequest.
+Changes to the bookings of this router collect in an outbox; `frames` numbers them for the peers. The outbox,
+the wire and the peer keep one order, so a Free never overtakes its AddRequest.
 """
 
 from __future__ import annotations
@@ -51,48 +51,50 @@ from kvrouter.core.wire.ops import (
 )
 from kvrouter.errors import NoWorkersError
 
-MOST_SESSIONS_TOLD = 5_000
-"""A snapshot tells of the sessions used last: so many take about 15 ms to encode."""
+# Of the sessions, a snapshot contains those used last: 5,000 take about 15 ms to encode.
+SNAPSHOT_SESSIONS_MOST = 5_000
+
+# Seconds between two Checks of a feed on which nothing happens: a peer whose copy is wrong still finds out.
 QUIET_CHECK_S = 10.0
-"""Between two Checks of a feed on which nothing happens."""
+
+# A heap of fewer predictions costs less to keep than to tidy.
 _FEW_PREDICTED = 64
-"""Below this nothing is worth tidying."""
+
+# Freed before its worker answered: the status that nginx logs when a client disconnects.
 GIVEN_UP = 499
-"""The status of a request that was freed before its worker answered, as nginx logs it."""
 
 
 class Placement(Struct, frozen=True):
-    """Where a request goes, and what was known when that was decided."""
+    """Where a request is sent, and what was known when that was decided."""
 
     key: BookingKey
     target: Target
-    """What the request is sent to."""
     choice: Candidate
     url: str
     rank_header: str
     wants_report: bool
-    """Whether the request shall ask for a report of the blocks it reuses."""
+    """Whether to ask the engine to report the blocks that this request reuses."""
     fallbacks: tuple[Target, ...]
-    """Where the policy would have it tried next, should this target fail."""
+    """The targets that the policy tries next if this one fails."""
     block_size: int
-    """Of the pool: that of the blocks in `choice`."""
+    """The pool's block size, in which `choice` counts."""
 
 
-class _Own(Struct):
-    """What the owner of a booking remembers beside it. Not the candidates: those are large."""
+class _OwnBooking(Struct):
+    """A booking of this router, with what its later events need. Not the candidates: they are large."""
 
     booking: Booking
     request: RouteRequest
     policy: BuiltInPolicy
-    """The one that chose."""
+    """The policy that chose the target."""
     charged_tokens: int
-    """On the target when it was booked, its own included."""
+    """Prefill tokens charged on the target when it was booked, this request's included."""
     sent_at: float
     streamed: bool
     block_size: int
-    """Of the pool when it was booked: a booking counts in these blocks until it ends."""
+    """The pool's block size when it was booked: the booking counts in these blocks until it ends."""
     is_answered: bool = False
-    """Whether the policy has been told how the worker answered."""
+    """Whether the policy knows the status of the worker's response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class RouterRules:
 
 
 class Router:
-    """Decisions and own bookings in one pool. `synced`: whether peers are told."""
+    """Decides in one pool, and keeps the bookings made here. `synced`: whether it publishes them to peers."""
 
     def __init__(
         self,
@@ -125,15 +127,16 @@ class Router:
         synced: bool,
         seq: int = 0,
     ) -> None:
-        """`seq`: how far the feed had come when this pool was given up before."""
+        """`seq`: the last number of this pool's feed, if the pool was given up before and begins again."""
         self.pool = pool
         self.router_id = router_id
-        state_ops = weakref.WeakMethod(self._state_ops)  # in a ring it would outlive its pool by an hour
+        # Weak: in a reference cycle, a router outlived its pool by up to an hour (full collections are rare).
+        state_ops = weakref.WeakMethod(self._state_ops)
         self.source = FeedSource(incarnation, lambda now: ops(now) if (ops := state_ops()) else ())
         self.predictions = PredictionTable()
         self.tables = rules.tables
         self.selection = Selection(rules.policy, rules.filters)
-        """That of the router's own mode."""
+        """The selection of the router's own mode."""
         self.modes = Modes(self.selection, rules.mode, rules.new_policy)
         self.circuits = rules.circuits
         self.decisions = rules.decisions
@@ -143,23 +146,23 @@ class Router:
         self.unseen = UnseenBookings()
         self._sent_texts = SentTexts()
         self._synced = synced
-        self._own: dict[int, _Own] = {}
+        self._own: dict[int, _OwnBooking] = {}
         self._predicted: list[tuple[float, int]] = []
         self._last_number = 0
         self._outbox: list[Op] = []
         self._checked_seq = seq
         self._checked_at = float("-inf")
-        self._told_changes = 0
-        self._told_cards: list[Card] = []
+        self._reported_changes = 0
+        self._reported_cards: list[Card] = []
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether prompts have to be tokenized, also for requests in a mode that does not look at them."""
+        """Whether every prompt has to be tokenized, in all modes."""
         return self.pool.settings.counts_tokens or self.selection.needs_tokens
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no own booking, and nothing to tell."""
+        """Whether it has no booking, and nothing to publish."""
         return not self._own and not self._outbox
 
     def route(
@@ -201,7 +204,7 @@ class Router:
             self.decisions.append(Decided(request, moment, selection, order, candidates, eligible, refused))
         choice = best[0]
         booking = self._book(request, choice)
-        own = _Own(
+        own = _OwnBooking(
             booking, request, selection.policy, choice.prefill_tokens, now, streamed, self.pool.block_size
         )
         self._remember(own, choice, selection, moment)
@@ -244,7 +247,7 @@ class Router:
         return self._selection(request).explain(request, candidates, self._moment(now), refused)
 
     def forget(self, targets: list[Target]) -> None:
-        """The targets are gone: what is remembered of them goes, too."""
+        """Remove targets that are gone from every table."""
         for target in targets:
             self.tables.forget(target)
             if self.circuits is not None:
@@ -252,30 +255,31 @@ class Router:
         for worker_id in dict.fromkeys(target.worker_id for target in targets):
             self.selection.policy.on_worker_removed(worker_id)
 
-    def tell_workers(self) -> None:
-        """Tell the policy who takes requests, if that has changed since it was told."""
-        if self._told_changes == self.pool.changes:
+    def report_workers(self) -> None:
+        """Call the policy's `on_workers` if the workers that take requests have changed."""
+        if self._reported_changes == self.pool.changes:
             return
-        self._told_changes = self.pool.changes
+        self._reported_changes = self.pool.changes
         cards = list({worker.card.worker_id: worker.card for worker in self.pool.targets.values()}.values())
-        if cards != self._told_cards:
-            self._told_cards = cards
+        if cards != self._reported_cards:
+            self._reported_cards = cards
             self.selection.policy.on_workers(list(cards))
 
     def _selection(self, request: RouteRequest) -> Selection:
-        """The selection of the mode that the request names; its policy knows the workers of now."""
-        if self._told_changes != self.pool.changes:
-            self.tell_workers()
+        """The selection of the mode that the request names."""
+        if self._reported_changes != self.pool.changes:
+            self.report_workers()
         return self.modes.of(request.mode) if request.mode else self.selection
 
     def _moment(self, now: float) -> Moment:
         return Moment(now, self._random, self.tables, self.unseen.expected)
 
     def _refused(self, request: RouteRequest, exclude: frozenset[Target]) -> dict[Target, str]:
-        """Why targets of the pool are no candidates; looked up anew when the pool's targets have changed."""
+        """Why each target of the pool that is not a candidate is not one."""
         if request.lora_name is not None:
             refused = self.pool.refusals(request)
         else:
+            # the pool makes a new dict of targets with every change: the same dict means no change
             if self._refusals[0] is not self.pool.targets:
                 self._refusals = (self.pool.targets, self.pool.refusals(request))
             refused = self._refusals[1]
@@ -293,7 +297,7 @@ class Router:
         return f"no live worker for model {self.pool.model!r}; known: {known}"
 
     def _book(self, request: RouteRequest, choice: Candidate) -> Booking:
-        """The booking, and its AddRequest for the peers."""
+        """Book the request here, and publish its AddRequest."""
         self._last_number += 1
         named, anonymous_blocks = self._blocks(request) if request.prompts else ((), 0)
         booking = Booking(
@@ -306,17 +310,17 @@ class Router:
         return booking
 
     def _blocks(self, request: RouteRequest) -> tuple[Sequence[int], int]:
-        """The blocks that have a name, as far as a booking can tell them, and how many others there are."""
+        """The named blocks of a request, at most MAX_BOOKING_HASHES, and the number of its other blocks."""
         hashes = _union(request)
         named = hashes if len(hashes) <= MAX_BOOKING_HASHES else hashes[:MAX_BOOKING_HASHES]
         return named, len(hashes) - len(named) + self.pool.unnamed_blocks(request)
 
-    def _remember(self, own: _Own, choice: Candidate, selection: Selection, moment: Moment) -> None:
-        """What a later decision shall know of this one."""
+    def _remember(self, own: _OwnBooking, choice: Candidate, selection: Selection, moment: Moment) -> None:
+        """Record what later decisions depend on."""
         request, target, now = own.request, choice.target, own.sent_at
         number = own.booking.key.number
         self._own[number] = own
-        if self._synced:  # else nothing is heard of the peers' bookings
+        if self._synced:  # else no bookings of peers arrive to be counted
             self.unseen.booked_here(now)
         selection.policy.routed(request, choice, moment)
         if self.circuits is not None:
@@ -324,21 +328,22 @@ class Router:
         if request.session and selection.keeps_sessions:
             sessions = self.tables.sessions
             sessions.bind(request.session, target, now)
-            self._tell(Bind(request.session, target.worker_id, target.rank, round(sessions.ttl_s * 1000)))
+            self._publish(Bind(request.session, target.worker_id, target.rank, round(sessions.ttl_s * 1000)))
         if not own.streamed:
             seconds = self.tables.rates.seconds(target, own.charged_tokens)
             if seconds is not None:
                 self._predict(now + seconds, number)
 
     def _predict(self, at: float, number: int) -> None:
-        """Of requests that ended before their time no more are kept than of those in flight."""
+        """Record when the request's prefill should be over."""
         heapq.heappush(self._predicted, (at, number))
+        # requests that ended early stay in the heap until tidied: at most as many as are in flight
         if len(self._predicted) > _FEW_PREDICTED + 2 * len(self._own):
             self._predicted = [one for one in self._predicted if one[1] in self._own]
             heapq.heapify(self._predicted)
 
     def due(self, now: float) -> list[BookingKey]:
-        """Own bookings, not streamed, whose predicted prefill time has passed."""
+        """Bookings of responses that are not streamed, once their predicted prefill time has passed."""
         over = []
         while self._predicted and self._predicted[0][0] <= now:
             number = heapq.heappop(self._predicted)[1]
@@ -347,24 +352,25 @@ class Router:
         return over
 
     def first_byte(self, key: BookingKey, now: float) -> None:
-        """The first data byte of a streamed answer: prefill is done, and its speed is known."""
+        """The first data byte of a response: prefill has ended, and its rate can be measured."""
         self.answered(key, 200)
         own = self._own.get(key.number)
         if own is None or own.booking.prefill_completed:
             return
-        if own.streamed and own.booking.isl:  # else its share of the charged tokens is not known
+        # unstreamed, the time includes decoding; without a length, the share of the charge is unknown
+        if own.streamed and own.booking.isl:
             self.tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
         self.mark_prefill_completed(key, now)
 
     def answered(self, key: BookingKey, status: int) -> None:
-        """The worker's answer has begun with this status; the first time the policy is told."""
+        """The worker's response has begun with this status; only the first call counts."""
         own = self._own.get(key.number)
         if own is not None and not own.is_answered:
             own.is_answered = True
             own.policy.on_request_routed(own.request, own.booking.target, status)
 
     def mark_prefill_completed(self, key: BookingKey, now: float) -> None:
-        """The booking's prefill tokens are no longer charged; a second time changes nothing."""
+        """Stop charging the booking's prefill tokens; a second call changes nothing."""
         booking = self.pool.active.mark_prefill_completed(key)
         if booking is None:
             return
@@ -375,10 +381,10 @@ class Router:
             self.assume(booking, now, own=True)
         if own is not None and own.request.text and own.policy.remembers_text:
             self.tables.texts.insert(booking.target, own.request.text, now)
-            self._tell(self._sent_texts.add(booking.target, own.request.text))
+            self._publish(self._sent_texts.add(booking.target, own.request.text))
 
     def progress(self, key: BookingKey, output_tokens: int) -> None:
-        """The answer has this many tokens so far (an estimate); blocks are booked as they fill."""
+        """Book the output blocks that the response has filled. `output_tokens`: an estimate of its length."""
         own = self._own.get(key.number)
         if own is None or not own.booking.isl:
             return
@@ -386,10 +392,10 @@ class Router:
         output_blocks = (isl + output_tokens) // size - isl // size
         if output_blocks > booked_blocks:
             self.pool.active.progress(key, output_blocks)
-            self._tell(Progress(key.number, output_blocks))
+            self._publish(Progress(key.number, output_blocks))
 
     def free(self, key: BookingKey) -> None:
-        """The request ended; a second time changes nothing."""
+        """The request has ended; a second call changes nothing."""
         own = self._own.pop(key.number, None)
         if own is not None and not own.is_answered:
             own.policy.on_request_routed(own.request, own.booking.target, GIVEN_UP)
@@ -397,24 +403,25 @@ class Router:
             self._outbox.append(Free(key.number))
 
     def assume(self, booking: Booking, now: float, *, own: bool) -> None:
-        """Without KV events: the target is taken to hold what was prefilled there."""
+        """Without KV events, assume that the target holds the blocks it has prefilled."""
         if not self.pool.settings.use_kv_events and self.pool.may_assume(booking.target):
             room = self.pool.capacity_blocks(booking.target)
             self.pool.approx.insert(booking.target, booking.hashes, now, own=own, capacity=room)
 
-    # The sync feed
+    # The sync feed, which peers follow
 
     def frames(self) -> list[bytes]:
-        """What the peers have to be told, as frames of the feed, in order."""
+        """The frames that the peers have not received yet, in order."""
         if not self._outbox:
             return []
         ops, self._outbox = self._outbox, []
         return self.source.append(ops)
 
     def check_frames(self, now: float) -> list[bytes]:
-        """Once a second: a Check if anything was sent since the last one, or if that was long ago.
+        """Called once a second: the frames to publish, with a Check if one is due.
 
-        Without the latter a peer that was misled while nothing happened here would not learn of it.
+        A Check is due after any change, and every QUIET_CHECK_S without one: else a peer whose copy is wrong
+        would not find out while nothing happens here.
         """
         is_quiet = self.source.seq == self._checked_seq and not self._outbox
         if is_quiet and (not self.source.seq or now - self._checked_at < QUIET_CHECK_S):
@@ -427,7 +434,7 @@ class Router:
         return frames
 
     def copy_sink(self, router_id: RouterId) -> SyncSink:
-        """Where a peer's feed writes its copies."""
+        """The sink that writes a peer's bookings into this pool's tables."""
         return SyncSink(
             self.pool.active,
             router_id,
@@ -449,26 +456,23 @@ class Router:
         if target in self.pool.targets:
             self.tables.texts.insert(target, sent.text, now)
 
-    def _tell(self, op: Op) -> None:
+    def _publish(self, op: Op) -> None:
         if self._synced:
             self._outbox.append(op)
 
     def _state_ops(self, now: float) -> Iterator[Op]:
-        """Own bookings, then own assumptions, texts and sessions.
-
-        What is in the outbox comes after, and repeats nothing.
-        """
+        """A snapshot: the bookings, assumptions, texts and sessions of this router."""
         for booking in self.pool.active.bookings(self.router_id):
             yield from booking_ops(booking, pack_hashes(booking.hashes))
         for target, hashes, seconds in self.pool.approx.own_entries(now):
             yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), math.ceil(seconds * 1000))
         yield from self._sent_texts
-        for session, target, seconds in self.tables.sessions.newest(now, MOST_SESSIONS_TOLD):
+        for session, target, seconds in self.tables.sessions.newest(now, SNAPSHOT_SESSIONS_MOST):
             yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))
 
 
 def _preferred(eligible: Candidates, prefer: tuple[Target, ...]) -> list[Candidate]:
-    """Those of the fall-backs that are left, in their order."""
+    """The eligible fallbacks, in the order of `prefer`."""
     return [one for name in prefer for one in eligible if one.target == name]
 
 

@@ -1,24 +1,24 @@
-"""Admission: requests wait here while every target they may go to has more prefill than it can do soon.
+"""Admission: a request waits while every target it may go to has more prefill than it can do soon.
 
     arrives ──may pass?──> routed
         │ no
         v
     [ … waiting, in order … ] ──admit──> routed            a target fell below the threshold
         │         │
-        │         └─ leave(ticket)                         the client went away
-        └─ expire(now)                                     waited too long: 503
+        │         └─ leave(ticket)                         the client disconnected
+        └─ expire(now)                                     waited `max_wait_s`: 503
 
-Full is a target whose charged prefill tokens exceed `threshold × max_batched_tokens`. Order is by
-`arrival + priority × ageing_s`: as in vLLM the lower priority goes first; a step is worth so many
-seconds of waiting, so nobody starves, and equal priorities keep their order of arrival (Ray's
-FIFOMixin promise, in one replica). While anyone waits, whoever arrives waits too.
+A target is full if its charged prefill tokens exceed `threshold × max_batched_tokens`. Order is by
+`arrival + priority × ageing_s`: as in vLLM the lower priority goes first. One step of priority is worth
+`ageing_s` seconds of waiting, so no request starves, and equal priorities keep their order of
+arrival (what Ray's FIFOMixin promises, in one replica). While requests wait, new ones wait behind them.
 
-Requests that may go to different targets wait in different lanes, or one for a full worker would
-hold up those for an idle one. Order is kept within a lane; `max_waiting` counts them all.
+Requests that may go to different targets wait in different lanes: else one that waits for a full worker
+would hold up those for an idle one. Order holds within a lane; `max_waiting` counts all lanes.
 The caller does the waiting and passes the time in.
 
-Invariants: `_waiting` holds exactly the tickets that have not left, in order of arrival; a lane's
-heap has all of its tickets that wait, and may have some that left; no lane is kept without a waiter.
+Invariants: `_waiting` holds exactly the tickets that have not left, in order of arrival; the heap of a
+lane holds all of its waiting tickets, and may hold some that have left; every lane has a waiting ticket.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ from dataclasses import dataclass, field
 from kvrouter.core.routing.policy import Candidate
 from kvrouter.errors import QueueFullError
 
+# Seconds per peer: one Free wakes the queues of all replicas at once, and not all of them may send there.
 WAKE_SPREAD_S = 0.002
-"""Per peer: N queues wake at once on one Free, and must not all send there."""
+
+# A heap with fewer tickets that have left is not worth rebuilding.
+_FEW_LEFT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """`threshold` 0: nobody ever waits."""
+    """`threshold` 0: no request waits."""
 
     threshold: float = 0.0
     max_waiting: int = 1000
     max_wait_s: float = 30.0
     ageing_s: float = 1.0
-    """What a step of priority is worth, in seconds of waiting; 0: first come, first served."""
+    """Seconds of waiting that one step of priority is worth; 0: first come, first served."""
 
     def lead_s(self, priority: int) -> float:
-        """Seconds that a priority counts for: at most a quarter of the longest wait, either way.
-
-        Between the greatest and the least there is so half of it, and nobody can be kept out for all of it.
-        """
+        """Seconds that a priority counts for."""
+        # At most a quarter of the longest wait, either way: the greatest and the least priority are then half
+        # of it apart, so that no flow of urgent requests can keep one out until it times out.
         most = self.max_wait_s / 4
         return min(max(priority * self.ageing_s, -most), most)
 
@@ -65,7 +67,7 @@ class Ticket:
 
 @dataclass(slots=True)
 class _Lane:
-    """Those who may go to the same targets: a heap of (rank, number), and how many of it still wait."""
+    """Requests that may go to the same targets: a heap of (rank, number), and how many of them still wait."""
 
     order: list[tuple[float, int]] = field(default_factory=list)
     waiting: int = 0
@@ -76,7 +78,7 @@ class _Lane:
         self.waiting += 1
 
     def first(self, waiting: Container[int]) -> int:
-        """The number that is next; there is one."""
+        """The number of the next ticket. There must be a waiting one."""
         while self.order[0][1] not in waiting:
             heapq.heappop(self.order)
         return self.order[0][1]
@@ -87,7 +89,7 @@ class _Lane:
 
 
 class AdmissionQueue:
-    """The requests of one pool that wait for room."""
+    """The waiting requests of one pool."""
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self.settings = settings
@@ -100,22 +102,22 @@ class AdmissionQueue:
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody may ever have to wait."""
+        """Whether requests can wait at all."""
         return self.settings.threshold > 0
 
     def is_saturated(self, eligible: Iterable[Candidate]) -> bool:
-        """Whether all of these are full, so that a request for them has to wait."""
+        """Whether all of these targets are full; False if there are none."""
         if not self.is_on:
             return False
         full = [self._is_full(candidate) for candidate in eligible]
         return bool(full) and all(full)
 
     def is_waited_in(self, lane: str = "") -> bool:
-        """Whether somebody waits there, so that whoever arrives has to wait too: nobody is overtaken."""
+        """Whether requests wait in the lane: a new one must wait behind them."""
         return lane in self._lanes
 
     def join(self, now: float, priority: int = 0, lane: str = "") -> Ticket:
-        """Queue. Raises QueueFullError when too many wait already."""
+        """Queue a request. Raises QueueFullError if `max_waiting` requests wait already."""
         if len(self._waiting) >= self.settings.max_waiting:
             raise QueueFullError(
                 f"all workers are busy and {len(self._waiting)} requests wait already; try again later"
@@ -127,46 +129,46 @@ class AdmissionQueue:
         return ticket
 
     def firsts(self) -> list[Ticket]:
-        """Who is next, in each lane."""
+        """The next ticket of each lane."""
         return [self._waiting[lane.first(self._waiting)] for lane in self._lanes.values()]
 
     def first(self, lane: str = "") -> Ticket | None:
-        """Who is next in a lane."""
+        """The next ticket of a lane; None if none waits there."""
         found = self._lanes.get(lane)
         return self._waiting[found.first(self._waiting)] if found else None
 
     def admit(self, ticket: Ticket, *, has_room: bool) -> bool:
-        """Whether this request may be routed now; if so it has left the queue."""
+        """Whether this request may be routed now; if so it leaves the queue."""
         if self.first(ticket.lane) != ticket or not has_room:
             return False
         self.leave(ticket)
         return True
 
     def leave(self, ticket: Ticket) -> None:
-        """Its client went away, or it was admitted; a second time changes nothing."""
+        """Remove a request that was admitted or whose client disconnected; a second call changes nothing."""
         if self._waiting.pop(ticket.number, None) is None:
             return
         lane = self._lanes[ticket.lane]
         lane.waiting -= 1
         if not lane.waiting:
             del self._lanes[ticket.lane]
-        elif len(lane.order) > 64 + 2 * lane.waiting:  # many left from the middle
+        elif len(lane.order) > _FEW_LEFT + 2 * lane.waiting:
             lane.tidy(self._waiting)
 
     def expire(self, now: float) -> list[Ticket]:
-        """Those that have waited too long: they have left, and their clients get a 503."""
+        """Remove and return the tickets that have waited `max_wait_s`; their clients get a 503."""
         over = [one for one in self._waiting.values() if now - one.arrived >= self.settings.max_wait_s]
         for ticket in over:
             self.leave(ticket)
         return over
 
     def longest_wait_s(self, now: float) -> float:
-        """How long the one who has waited longest has waited."""
+        """How long the oldest waiting request has waited; 0 if none waits."""
         oldest = next(iter(self._waiting.values()), None)  # in order of arrival
         return now - oldest.arrived if oldest else 0.0
 
     def wake_after_s(self, peers: int, chance: float) -> float:
-        """How long to hesitate when room appears, that peers see too; `chance` in [0, 1)."""
+        """Seconds to hesitate once a target has capacity again, which peers see too; `chance` in [0, 1)."""
         return chance * WAKE_SPREAD_S * peers
 
     def _is_full(self, candidate: Candidate) -> bool:

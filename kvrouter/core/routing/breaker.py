@@ -1,4 +1,4 @@
-"""A circuit breaker per target: one that keeps failing is left alone for a while. Pure; time comes in.
+"""A circuit breaker per target: a target that keeps failing gets no requests for a while.
 
               10 failures in a row                     60 s over
     closed ─────────────────────────> open ─────────────────────────> half-open
@@ -6,9 +6,9 @@
       │  3 successes in a row          └────────── a failure ─────────────┤
       └───────────────────────────────────────────────────────────────────┘
 
-Only what speaks against the worker is a failure: a lost connection, a 5xx, silence. A 4xx is the
-client's, whatever the number of them (sglang #25811: they took a fleet down). Half-open lets one
-request through at a time. Defaults: SGLang's router.
+Only a fault of the worker is a failure: a lost connection, a 5xx, a timeout. A 4xx is the client's fault and
+never opens a circuit (sglang #25811: clients' 4xx took a fleet down). Half-open lets one request through at
+a time. Defaults: SGLang's router.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvrouter.core.wire.ids import Target
 
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
-    """When to open, for how long, and what closes again."""
+    """`failures` in a row open a circuit for `open_s`; then `successes` in a row close it."""
 
     failures: int = 10
     successes: int = 3
@@ -33,7 +33,7 @@ class _Circuit:
     successes: int = 0
     opened_at: float | None = None
     probe_at: float | None = None
-    """Since when the one request of a half-open circuit has been on its way."""
+    """When the one request of a half-open circuit was sent."""
 
 
 class CircuitBreakers:
@@ -45,7 +45,7 @@ class CircuitBreakers:
         self._open: set[Target] = set()
 
     def any_open(self) -> bool:
-        """Whether any circuit is not closed; asked at every request."""
+        """Whether any circuit is not closed. Every request asks."""
         return bool(self._open)
 
     def open_targets(self) -> list[Target]:
@@ -59,15 +59,16 @@ class CircuitBreakers:
         circuit, open_s = self._circuits[target], self.settings.open_s
         if circuit.opened_at is not None and now - circuit.opened_at < open_s:
             return False
-        return circuit.probe_at is None or now - circuit.probe_at >= open_s  # the last one was never answered
+        # a probe may never be answered: after `open_s` the next one goes
+        return circuit.probe_at is None or now - circuit.probe_at >= open_s
 
     def sent(self, target: Target, now: float) -> None:
-        """A request goes there; in a half-open circuit it is the one that is let through."""
+        """A request is sent there; a half-open circuit lets only this one through."""
         if target in self._open:
             self._circuits[target].probe_at = now
 
     def failed(self, target: Target, now: float) -> bool:
-        """A request failed for a reason that speaks against the worker; returns whether that opened it."""
+        """A request failed by a fault of the worker; returns whether the circuit is open now."""
         circuit = self._circuits.setdefault(target, _Circuit())
         circuit.failures += 1
         circuit.successes = 0
@@ -79,7 +80,7 @@ class CircuitBreakers:
         return True
 
     def succeeded(self, target: Target) -> None:
-        """A request was answered, be it with a 4xx."""
+        """A request was answered, perhaps with a 4xx."""
         circuit = self._circuits.get(target)
         if circuit is None:
             return
@@ -90,11 +91,11 @@ class CircuitBreakers:
             self.forget(target)
 
     def abandoned(self, target: Target) -> None:
-        """A request ended without saying anything about the worker: its client left."""
+        """A request ended without a result for the worker: its client disconnected."""
         if target in self._open:
             self._circuits[target].probe_at = None
 
     def forget(self, target: Target) -> None:
-        """The circuit is closed, or the target gone."""
+        """Close the circuit, or drop it with its target."""
         self._circuits.pop(target, None)
         self._open.discard(target)

@@ -1,10 +1,12 @@
-"""Every target that may serve a request, as policies see it: what the request would find and cost there.
+"""The targets that may serve a request, in columns: what the request would find and cost on each.
 
 index  ──> depth per tier set ─┐
 active ──> depth in flight ────┴──> overlap ──> tokens to compute, blocks to hold
 
-Of a large fleet most targets hold nothing of a prompt: they all cost it the same. So the columns are
-filled at once, corrected where somebody holds something, and a `Candidate` is only made when looked at.
+Most targets of a large fleet hold nothing of a prompt, so the request costs the same on all of them. The
+columns are therefore filled with that amount, and corrected for the targets that hold a part of it. Built-in
+policies read columns. A `Candidate` is only made when an item is read: 512 of them take about 290 µs, one
+column of 512 takes 2 to 5 µs.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import Target
 
 Cached: TypeAlias = "dict[Target, Any]"
-"""The index's depths of one prompt, by target: numbers, or lists by tier set where anybody has wider ones."""
+"""The index's depths of one prompt, by target: numbers, or lists by tier set if any target has tiers."""
 Found: TypeAlias = tuple[Prompt, Cached, dict[Target, int]]
 """What one prompt finds, per target: the index's depths, and the depth held in flight."""
 Column: TypeAlias = "array[int]"
@@ -36,7 +38,10 @@ _NOWHERE: tuple[int, ...] = ()
 
 
 class _Columns(Struct):
-    """Amounts by place, named as in `Candidate`. What is charged and active is so without the request."""
+    """Amounts by place of the roster, named as in `Candidate`.
+
+    `charged_tokens`, `active_blocks` and `requests` do not include the request itself.
+    """
 
     own_prefill_tokens: Column
     own_decode_blocks: Column
@@ -50,10 +55,10 @@ class _Columns(Struct):
 
 
 class Candidates(Sequence[Candidate]):
-    """The candidates of one decision, as of its moment. Equal to any sequence of the same ones."""
+    """The candidates of one decision, as of its moment. Equal to any sequence of equal candidates."""
 
     __slots__ = ("_all", "_block_size", "_cached", "_columns", "_places", "_roster")
-    __hash__ = None  # type: ignore[assignment]  # compared by what is in it, as a list is
+    __hash__ = None  # type: ignore[assignment]  # compared by its items, as a list is
 
     def __init__(self, roster: Roster, columns: _Columns, cached: Cached, block_size: int) -> None:
         self._roster = roster
@@ -159,7 +164,7 @@ class Candidates(Sequence[Candidate]):
 
     def _amounts(self, column: Column) -> list[int]:
         if len(column) == len(self._places):
-            return column.tolist()  # a list is faster to walk: an array makes each number anew
+            return column.tolist()  # faster to walk than an array, which makes an int at each access
         return [column[place] for place in self._places]
 
     def _at_places(self, column: Sequence[Item]) -> Sequence[Item]:
@@ -182,6 +187,7 @@ class Candidates(Sequence[Candidate]):
         own_tokens, own_blocks = columns.own_prefill_tokens[place], columns.own_decode_blocks[place]
         prefill_tokens = columns.charged_tokens[place] + own_tokens
         beat = columns.beats[place]
+        # positional: with keywords a Candidate takes 0.65 instead of 0.16 µs
         return Candidate(
             target,
             columns.overlap_blocks[place],
@@ -214,9 +220,9 @@ def form_candidates(
     block_size: int,
     inflight_overlap: bool,
 ) -> Candidates:
-    """One for each target of the roster, in their order."""
+    """A candidate for each target of the roster, in its order."""
     charged, blocks, requests = active.lined_up()
-    if not request.prompts:  # nothing is known of its blocks, and nobody differs in them
+    if not request.prompts:  # no block is known, so no target differs
         none = roster.nothing
         columns = _Columns(none, none, none, none, none, charged, blocks, requests, roster.beats())
         return Candidates(roster, columns, {}, block_size)
@@ -231,7 +237,7 @@ def form_candidates(
     for prompt, cached, in_flight in found:
         reused = _reused(in_flight, roster, block_size) if in_flight and inflight_overlap else {}
         reckon(columns, roster, prompt.isl, block_size, cached, reused)
-    for target, held in _held_in_flight(found).items():  # these blocks are active there already
+    for target, held in _held_in_flight(found).items():  # these blocks are active there already: no new load
         place = roster.places.get(target)
         if place is not None:
             columns.own_decode_blocks[place] -= held
@@ -244,9 +250,9 @@ def _find(prompt: Prompt, index: BlockIndex, active: ActiveTable) -> Found:
 
 
 def _reused(in_flight: dict[Target, int], roster: Roster, block_size: int) -> dict[Target, int]:
-    """Of what is in flight, what an engine would compute but once.
+    """The depths in flight that the engine will reuse instead of computing them again.
 
-    Nothing where prefix caching is off, nor where blocks have another size: it reuses whole blocks only.
+    None where prefix caching is off, or where the engine's blocks have another size: it reuses whole blocks.
     """
     return {
         target: depth
@@ -265,9 +271,9 @@ def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost
     cached: Cached,
     reused: dict[Target, int],
 ) -> None:
-    """Correct the columns where a target holds a beginning of the prompt, or reuses one in flight.
+    """Correct the columns for each target that holds the start of the prompt, or reuses one in flight.
 
-    What `find_overlap` and `uncached_tokens` say, where there is nothing but the device: written out.
+    `find_overlap` and `uncached_tokens` for a single tier, written out: a call for each target costs more.
     """
     most, places = max(0, isl - 1) // block_size, roster.places
     own_tokens, overlap = columns.own_prefill_tokens, columns.overlap_blocks
@@ -296,7 +302,7 @@ def _reckon_tiers(  # noqa: PLR0917
     cached: Cached,
     reused: dict[Target, int],
 ) -> None:
-    """The same where some hold blocks in host memory or on disk, too."""
+    """The same where targets also hold blocks in host memory or on disk."""
     for target in {**cached, **reused}:
         place = roster.places.get(target)
         if place is None:
@@ -310,7 +316,7 @@ def _reckon_tiers(  # noqa: PLR0917
 
 
 def _all_blocks(request: RouteRequest, block_size: int) -> int:
-    """Blocks that the request makes active where none of them is in flight."""
+    """Blocks that the request makes active on a target where none of them is in flight."""
     if len(request.prompts) == 1:
         return request.prompts[0].isl // block_size
     named = {hash_ for prompt in request.prompts for hash_ in prompt.hashes}
@@ -318,7 +324,7 @@ def _all_blocks(request: RouteRequest, block_size: int) -> int:
 
 
 def _held_in_flight(found: list[Found]) -> dict[Target, int]:
-    """How many of the request's blocks are held by requests in flight, per target."""
+    """Per target, how many of the request's blocks are held by requests in flight."""
     if len(found) == 1:
         return found[0][2]
     held: defaultdict[Target, set[int]] = defaultdict(set)
@@ -329,8 +335,6 @@ def _held_in_flight(found: list[Found]) -> dict[Target, int]:
 
 
 def unnamed_blocks(request: RouteRequest, block_size: int) -> int:
-    """Blocks of prompts whose end was not tokenized: charged, and without a hash.
-
-    Never fewer than none: a library's caller may have hashed for another block size.
-    """
+    """Blocks of prompts whose end was not tokenized: they are charged, and have no hash."""
+    # at least 0: a caller of the library may have hashed for another block size
     return sum(max(0, prompt.isl // block_size - len(prompt.hashes)) for prompt in request.prompts)

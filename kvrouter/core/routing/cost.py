@@ -10,19 +10,20 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+# The worth of a block in host memory or on disk, relative to one on the device. Source: Dynamo's defaults.
 HOST_CREDIT = 0.75
 DISK_CREDIT = 0.25
-"""What a block in host memory or on disk is worth against one on the device (Dynamo's defaults)."""
 
+# Costs that differ by less, relative to the larger, are equal: sums in another order round differently, and a
+# tie must stay a tie, or one worker would get all requests.
 EQUAL_WITHIN = 1e-9
-"""Costs this close, relative to the larger, count as equal."""
 
 
 class Prompt(Struct, frozen=True):
     """One prompt: the sequence hashes of its full blocks, and its length in tokens.
 
-    `is_estimate`: only its beginning, or nothing of it, was tokenized; the length is a guess.
-    `block_size` is that of the hashes: the pool's may have changed since. 0: the pool's.
+    `is_estimate`: only its beginning was tokenized, or nothing; the length is an estimate.
+    `block_size`: what the hashes were made with; the pool's may have changed since. 0: the pool's.
     """
 
     hashes: Sequence[int]
@@ -34,8 +35,9 @@ class Prompt(Struct, frozen=True):
 class Overlap(Struct, frozen=True, gc=False):
     """What one prompt finds on one target.
 
-    `overlap_blocks` can be skipped by the engine; `credit_blocks` weighs in slower tiers;
-    `widest_blocks` is the depth over all tiers, what the engine's cached_tokens is compared with.
+    `overlap_blocks`: the blocks that the engine can skip. `credit_blocks`: the same with the blocks of slower
+    tiers, at their worth. `widest_blocks`: the depth over all tiers, which the engine's cached_tokens should
+    match.
     """
 
     overlap_blocks: int
@@ -49,10 +51,8 @@ def cost(overlap_weight: float, prefill_blocks: float, decode_blocks: float) -> 
 
 
 def find_overlap(isl: int, block_size: int, tier_depths: Sequence[int], in_flight_depth: int) -> Overlap:
-    """Combine what the index knows (depth per tier set) with what requests in flight hold.
-
-    An engine always computes the last token, so overlap never reaches it.
-    """
+    """The overlap from the index's depth per tier set, and from the depth that requests in flight hold."""
+    # an engine always computes the last token, so the overlap never includes it
     most = max(0, isl - 1) // block_size
     device = min(max(tier_depths[0] if tier_depths else 0, in_flight_depth), most)
     if len(tier_depths) < 2:
@@ -64,14 +64,15 @@ def find_overlap(isl: int, block_size: int, tier_depths: Sequence[int], in_fligh
 
 
 def uncached_tokens(isl: int, block_size: int, overlap: Overlap) -> int:
-    """Prompt tokens the target would still have to compute, rounded to whole tokens."""
+    """The prompt tokens that the target would have to compute, rounded to whole tokens."""
     return max(0, round(isl - overlap.credit_blocks * block_size))
 
 
 def lowest(costs: Sequence[float], chance: float) -> int:
     """The index of the lowest cost; `chance` in [0, 1) decides among the equal."""
     least = min(costs)
-    edge = least + 2 * EQUAL_WITHIN * abs(least)  # nothing above it can be equal; a quick look at thousands
+    # a cheap first pass for thousands of costs: nothing above the edge can be equal to the least
+    edge = least + 2 * EQUAL_WITHIN * abs(least)
     near = [i for i, value in enumerate(costs) if value <= edge]
     if len(near) == 1:
         return near[0]
@@ -80,11 +81,11 @@ def lowest(costs: Sequence[float], chance: float) -> int:
 
 
 def spread(costs: Sequence[float], own_cost: float, unseen: float, chance: float) -> int:
-    """Choose while others choose the same moment: as if their load were water poured over the costs.
+    """Choose while other replicas choose: as if the requests they place were water poured over the costs.
 
-    `unseen` requests of about `own_cost` each will go where cost is lowest; poured over the
-    candidates they rise to one level, and each candidate is as likely as the water on it is deep.
-    If every replica draws so, the load they add together is level. No water: the lowest cost.
+    `unseen` requests of about `own_cost` each will go where the cost is lowest. Poured over the costs, they
+    rise to one level, and each candidate is drawn with a chance proportional to the depth of water on it. If
+    every replica draws so, the load that they add together is level. Without water: the lowest cost.
     """
     level = _level(sorted(costs), unseen * own_cost)
     depths = [max(0.0, level - value) for value in costs]
@@ -92,7 +93,7 @@ def spread(costs: Sequence[float], own_cost: float, unseen: float, chance: float
 
 
 def _level(ordered: Sequence[float], volume: float) -> float:
-    """How high `volume` rises over a ground of these heights, lowest first."""
+    """The level to which `volume` rises over a ground of these heights, lowest first."""
     total = 0.0
     for count, height in enumerate(ordered, start=1):
         total += height
@@ -103,13 +104,14 @@ def _level(ordered: Sequence[float], volume: float) -> float:
 
 
 def _draw(weights: Sequence[float], chance: float) -> int:
-    """An index, as likely as its weight is large; `chance` in [0, 1) is where to draw."""
+    """An index with a probability proportional to its weight; `chance` in [0, 1) is where to draw."""
     left = chance * sum(weights)
     for i, weight in enumerate(weights):
         left -= weight
         if left < 0:
             return i
-    return max(i for i, weight in enumerate(weights) if weight > 0)  # rounding used up the last one
+    # rounding can leave a rest above the last weight
+    return max(i for i, weight in enumerate(weights) if weight > 0)
 
 
 def sample(costs: Sequence[float], temperature: float, chance: float) -> int:
@@ -121,8 +123,8 @@ def sample(costs: Sequence[float], temperature: float, chance: float) -> int:
     if most == least:
         return int(chance * len(costs))
     if math.isinf(most):
-        return lowest(costs, chance)  # a weight near the largest number there is
-    width = most - least  # divided by first: times a tiny temperature it may become 0
+        return lowest(costs, chance)  # an overlap weight near the largest float: the difference would be NaN
+    width = most - least  # divided first: its product with a tiny temperature may be 0
     return _draw([math.exp(-(value - least) / width / temperature) for value in costs], chance)
 
 

@@ -1,11 +1,11 @@
-"""What was decided, kept raw for a while, and explained when somebody asks.
+"""Past decisions, kept for a while as they were made, and explained on request (`/decisions`).
 
-    route ──append──> [ …, request + candidates + choice ]       no terms: they are computed on reading
+    route ──append──> [ …, request + candidates + choice ]       without terms: computed when it is read
                           │
-                          └──explain──> Decision, as a dry run would have told it
+                          └──explain──> Decision, as a dry run would have explained it
 
-A decision keeps the candidates that were formed for it anyway, so keeping it costs a record.
-Bounds: `capacity` decisions, and an estimate of their bytes.
+The candidates of a decision were formed anyway, so keeping them costs one record. Bounds: `capacity`
+decisions, and MAX_BYTES of them by estimate.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from kvrouter.core.routing.selection import Decision, Selection
 from kvrouter.core.wire.ids import Target
 
 MAX_BYTES = 64 * 1024 * 1024
+
+# Measured roughly: a Candidate with its numbers; an int in a list.
 _CANDIDATE_BYTES = 400
 _HASH_BYTES = 40
-"""Measured roughly: a record of 16 fields with its numbers; an int in a list."""
 
 
 class Decided(Struct, frozen=True):
@@ -69,7 +70,7 @@ class DecisionRing:
         return len(self._kept)
 
     def append(self, decided: Decided) -> None:
-        """Keep this one; the oldest go when there is no room."""
+        """Keep a decision, and drop the oldest ones above the bounds."""
         kept = self._kept
         kept.append(decided)
         self._bytes += decided.about_bytes()
@@ -77,9 +78,9 @@ class DecisionRing:
             self._bytes -= kept.popleft().about_bytes()
 
     def of(self, request_id: str) -> list[Decided]:
-        """What was decided for a request, oldest first: several if it was tried again. Walks the ring."""
+        """The decisions for a request, oldest first: one for each attempt. Walks the whole ring."""
         return [decided for decided in self._kept if decided.request.request_id == request_id]
 
     def last(self, most: int) -> list[Decided]:
-        """The newest, newest first."""
+        """The newest decisions, newest first."""
         return list(islice(reversed(self._kept), most))

@@ -1,11 +1,11 @@
-"""Filters: which candidates may be chosen at all, before a policy picks. Pure; each is a value.
+"""Filters: which candidates a policy may pick from. Each filter is a value and changes nothing.
 
-    must      Breaker, Busy, MaxOngoing        may leave nobody: then it is a 503, or a queue
-    should    Session, Multiplex, Locality     narrow, but never to nobody
+    requirements   Breaker, Busy, MaxOngoing        may leave no candidate: the request waits, or gets a 503
+    preferences    Session, Multiplex, Locality     narrow the candidates, but always leave one
 
-What must hold comes first: a preferred worker that is full has left before the preference is asked.
-Who names its target (mode direct) is asked for no preference.
-Workers that drain, are down or lack the adapter are no candidates from the start (core/fleet/pool.py).
+Requirements come first: a preferred worker that is full is out before the preference applies. Preferences do
+not apply to a request that names its target (mode direct). Workers that drain, are down or do not serve the
+adapter are not candidates in the first place (core/fleet/pool.py).
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class Filter(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Busy(Filter):
-    """Passes over targets above a threshold. Names are Dynamo's; None: that one does not apply.
+    """Removes targets above a threshold. The names are Dynamo's; None: the threshold does not apply.
 
-    `active_decode_blocks` is a fraction of the target's KV blocks, `active_prefill_tokens` a number
-    of tokens; exactly at a threshold is not above it. Unknown capacity is never above.
+    `active_decode_blocks` is a fraction of the target's KV blocks, `active_prefill_tokens` a number of
+    tokens; the request itself does not count. Exactly at a threshold is not above it. A target whose
+    capacity is unknown is never above.
     """
 
     active_decode_blocks: float | None = None
@@ -60,7 +61,6 @@ class Busy(Filter):
     needs_tokens = True
 
     def keep(self, _request: RouteRequest, candidates: Candidates, _moment: Moment) -> Candidates:
-        """Those that are not above either threshold without this request."""
         tokens, share = self.active_prefill_tokens, self.active_decode_blocks
         if tokens is not None:
             candidates = candidates.kept([charged <= tokens for charged in candidates.charged_tokens()])
@@ -77,7 +77,7 @@ def _is_above(active_tokens: int, share: float, card: Card) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MaxOngoing(Filter):
-    """`--max-ongoing-requests`: a target with so many in flight, booked by any replica, takes no more."""
+    """Removes targets with `--max-ongoing-requests` requests in flight, booked by any replica."""
 
     requests: int
 
@@ -85,20 +85,18 @@ class MaxOngoing(Filter):
     frees_up = True
 
     def keep(self, _request: RouteRequest, candidates: Candidates, _moment: Moment) -> Candidates:
-        """Those with room for one more."""
         return candidates.kept([requests < self.requests for requests in candidates.requests()])
 
 
 @dataclass(frozen=True, slots=True)
 class Breaker(Filter):
-    """Passes over targets whose circuit is open (core/routing/breaker.py)."""
+    """Removes targets whose circuit is open (core/routing/breaker.py)."""
 
     circuits: CircuitBreakers
 
     name = "circuit-breaker"
 
     def keep(self, _request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
-        """Those that may be tried."""
         if not self.circuits.any_open():
             return candidates
         return candidates.kept(
@@ -108,10 +106,10 @@ class Breaker(Filter):
 
 @dataclass(frozen=True, slots=True)
 class Session(Filter):
-    """Keeps a session where it is bound, as long as that target is a candidate.
+    """Keeps a session on the target it is bound to, while that target is a candidate.
 
-    First in the list it is hard: a bound target that is full then takes itself out, and the request
-    waits or fails. Last it is soft: the binding counts only while the target takes requests.
+    Hard: it comes first, so that a requirement may remove the bound target; the request then waits or fails.
+    Soft: it comes after the requirements, so the binding counts only while the target passes them.
     """
 
     is_hard: bool = False
@@ -129,7 +127,6 @@ class Session(Filter):
         return moment.tables.sessions.target_of(request.session, moment.now)
 
     def keep(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
-        """The bound target alone, or all."""
         if not request.session or request.wanted is not None:
             return candidates
         bound = moment.tables.sessions.target_of(request.session, moment.now)
@@ -138,16 +135,15 @@ class Session(Filter):
 
 @dataclass(frozen=True, slots=True)
 class Multiplex(Filter):
-    """Ray's MultiplexMixin, for adapters: those that have it loaded, else those with the fewest adapters.
+    """Ray's MultiplexMixin for adapters: targets that have it loaded, else targets with the fewest adapters.
 
-    The third step, all, is reached by a retry, when these have failed and are excluded.
+    A retry reaches Ray's third step, any target: the targets that failed are excluded.
     """
 
     name = "multiplex"
     is_preference = True
 
     def keep(self, request: RouteRequest, candidates: Candidates, _moment: Moment) -> Candidates:
-        """The best rank that is not empty."""
         if request.lora_name is None or request.wanted is not None or not candidates:
             return candidates
         names = [card.lora_names for card in candidates.cards()]
@@ -160,7 +156,7 @@ class Multiplex(Filter):
 
 @dataclass(frozen=True, slots=True)
 class Locality(Filter):
-    """Ray's LocalityMixin: workers on this node, else in this zone, else all. Empty: not known."""
+    """Ray's LocalityMixin: workers on this node, else in this zone, else all. Empty: unknown."""
 
     node: str = ""
     zone: str = ""
@@ -169,7 +165,6 @@ class Locality(Filter):
     is_preference = True
 
     def keep(self, request: RouteRequest, candidates: Candidates, _moment: Moment) -> Candidates:
-        """The nearest that there are."""
         if request.wanted is not None:
             return candidates
         for label, here in (("node", self.node), ("zone", self.zone)):
@@ -182,7 +177,7 @@ class Locality(Filter):
 
 @dataclass(frozen=True, slots=True)
 class FilterSettings:
-    """What an operator sets; with the defaults nothing is filtered beyond what the pool itself leaves out."""
+    """What an operator sets. The defaults need no filter."""
 
     active_decode_blocks_threshold: float | None = None
     active_prefill_tokens_threshold: int | None = None

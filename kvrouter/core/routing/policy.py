@@ -19,17 +19,17 @@ from kvrouter.errors import BadRequestError
 
 
 class Wanted(NamedTuple):
-    """The target a client names (mode direct). Rank None: any of the worker's."""
+    """The target that a client names (mode direct). Rank None: any rank of the worker."""
 
     worker_id: WorkerId
     rank: int | None = None
 
 
 class RouteRequest(Struct, frozen=True):
-    """One request as routing sees it. `prompts` is empty where the tokens are not known.
+    """One request as routing sees it. `prompts` is empty if the tokens are not known.
 
-    `overlap_weight` and `temperature` override the settings for this request. `text` is there only
-    for policies that need it; `bucket` is what a client says its kind of prompt is (two-stage).
+    `overlap_weight` and `temperature` override the settings for this request. `text` is filled in only for
+    policies that need it; `bucket` is the kind of prompt that the client states (mode two-stage).
     """
 
     request_id: str
@@ -43,7 +43,7 @@ class RouteRequest(Struct, frozen=True):
     wanted: Wanted | None = None
     priority: int = 0
     mode: str = ""
-    """The mode that the client asks for; empty: the router's own."""
+    """The mode that the client names; empty: the router's own."""
 
     @property
     def isl(self) -> int:
@@ -56,11 +56,12 @@ class RouteRequest(Struct, frozen=True):
 class Candidate(Struct, frozen=True, gc=False):
     """A target as a policy sees it, for one request. Amounts include the request itself.
 
-    `prefill_tokens` are those charged on the target plus the request's own; `decode_blocks` the
-    blocks that would be active there, `own_decode_blocks` of them only through this request;
-    `requests` those in flight, booked by any replica. `tier_blocks` are the index's depths per tier
-    set, narrowest first (of the first prompt). `running`, `waiting`, `kv_usage` and `waiting_loras` are
-    what the engine reports of itself, None (or nothing) if it does not.
+    `overlap_blocks`: leading blocks of the prompt that the engine can skip; `widest_blocks` counts all its
+    tiers. `prefill_tokens`: the tokens charged on the target plus the request's own. `decode_blocks`: the
+    blocks that would be active there, `own_decode_blocks` of them only because of this request. `requests`:
+    requests in flight, booked by any replica. `tier_blocks`: the index's depths per tier set, narrowest first
+    (of the first prompt). `running`, `waiting`, `kv_usage` and `waiting_loras` are what the engine reports;
+    None (or empty) if it does not.
     """
 
     target: Target
@@ -79,27 +80,27 @@ class Candidate(Struct, frozen=True, gc=False):
     tier_blocks: Sequence[int] = ()
     waiting_loras: Sequence[str] = ()
     indexed_blocks: int = 0
-    """Of `widest_blocks` those that the index knows; the others are held by requests in flight."""
+    """The part of `widest_blocks` that the index knows; requests in flight hold the rest."""
     running_loras: Sequence[str] | None = None
     """Adapters in use by requests in flight, as the engine reports them; None if it does not."""
     metrics: Mapping[str, float] = {}
-    """Statistics of an operator's own, by name (`--metric` of the agent); absent if not reported."""
+    """Statistics that the operator chose, by name (`--metric` of the agent); absent if not reported."""
     block_size: int = 0
-    """Of the pool, in which blocks are counted here; the card counts in blocks of its own. 0: the card's."""
+    """The pool's block size, in which these blocks count (the card may have another). 0: the card's."""
 
     @property
     def charged_tokens(self) -> int:
-        """Prefill tokens that requests in flight still have before them."""
+        """Prefill tokens charged on the target without this request."""
         return self.prefill_tokens - self.own_prefill_tokens
 
     @property
     def active_blocks(self) -> int:
-        """Blocks that requests in flight hold."""
+        """Blocks that requests in flight hold, without this request."""
         return self.decode_blocks - self.own_decode_blocks
 
     @property
     def overlap_tokens(self) -> int:
-        """Prompt tokens that need not be computed."""
+        """Prompt tokens that the engine need not compute."""
         return self.overlap_blocks * (self.block_size or self.card.block_size)
 
     @property
@@ -114,7 +115,7 @@ class Candidate(Struct, frozen=True, gc=False):
 
     @property
     def loaded_loras(self) -> Sequence[str]:
-        """The adapters that take a place now: those in use, where the engine tells, or else all it serves."""
+        """The adapters that occupy a place now: the ones in use if the engine reports them, else all."""
         return self.card.lora_names if self.running_loras is None else self.running_loras
 
 

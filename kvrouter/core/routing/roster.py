@@ -1,12 +1,12 @@
-"""Who takes requests, in columns: one place for each target, the same in every column.
+"""The targets that take requests, in columns: a target has the same place in every column.
 
     place      0        1        2
     targets    w1/0     w2/0     w2/1        ordered by name
     workers    w1       w2       w2
-    beats      …        …        …           what each rank last said of itself
+    beats      …        …        …           what each rank last reported
 
-A decision keeps the columns it was made from. So they are never changed: targets and workers are
-made anew with the roster, and beats are copied before the first change after somebody has seen them.
+A decision keeps the columns it was made from, so a column that was handed out never changes: a change of the
+targets makes a new roster, and beats are copied before the first change after `beats` was called.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Roster:
         ]
         self._are_seen = False
         self.nothing = array("q", bytes(8 * len(self.targets)))
-        """A column of zeros. Shared: nobody changes it."""
+        """A column of zeros, shared by decisions: must not be changed."""
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def beats(self) -> list[RankBeat]:
-        """What each target last said of itself. The list does not change any more."""
+        """What each target last reported. The list does not change after this."""
         self._are_seen = True
         return self._beats
 
-    def hear(self, worker: Worker) -> None:
-        """A worker, which is the same as before, has said something new."""
+    def update_beats(self, worker: Worker) -> None:
+        """A heartbeat of a worker whose targets are the same as before."""
         if self._are_seen:
             self._beats, self._are_seen = self._beats.copy(), False
         for rank in range(worker.card.ranks):

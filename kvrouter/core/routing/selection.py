@@ -27,17 +27,17 @@ from kvrouter.errors import BadRequestError
 
 
 class Verdict(Struct, frozen=True):
-    """One target in a decision: what it was judged by, or what took it out."""
+    """One target in a decision: the terms it was judged by, or what removed it."""
 
     target: Target
     candidate: Candidate | None
-    """None: the pool did not offer it."""
+    """None: the pool refused the target."""
     terms: dict[str, float]
     removed_by: str = ""
 
 
 class Decision(Struct, frozen=True):
-    """A decision explained. `order`: the choice first, then those to try next; empty if nobody is left."""
+    """An explained decision. `order`: the choice, then the targets to try next; empty if none is eligible."""
 
     request_id: str
     now: float
@@ -48,7 +48,6 @@ class Decision(Struct, frozen=True):
 
     @property
     def target(self) -> Target | None:
-        """The choice."""
         return self.order[0] if self.order else None
 
 
@@ -160,7 +159,7 @@ class Selection:
         return removed
 
     def ties(self, verdicts: Sequence[Verdict], order: Sequence[Target]) -> tuple[Target, ...]:
-        """Those as good as the choice in the terms that decide; the choice alone if there are none."""
+        """The targets that are as good as the choice in the decisive terms, the choice among them."""
         chosen = next((one for one in verdicts if order and one.target == order[0]), None)
         if chosen is None:
             return ()

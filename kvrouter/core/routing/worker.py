@@ -20,26 +20,25 @@ class Worker:
     card_seen: tuple[int, int] = (0, 0)
     """Incarnation and version of the card."""
     silent: bool = False
-    """Its lease has ended, and it is kept because the pool has nobody else."""
+    """Its lease has ended; it is kept because the pool has no other target."""
 
     def targets(self) -> list[Target]:
-        """Its ranks."""
         return [Target(WorkerId(self.card.worker_id), rank) for rank in range(self.card.ranks)]
 
     def wants_report(self, rank: int) -> bool:
-        """Whether requests to this rank help to learn what it holds, after its history was lost."""
+        """Whether requests to this rank should ask for a report, which repairs its lost history."""
         beat = self.ranks.get(rank)
         return self.card.repairs_by_report and beat is not None and beat.partial
 
-    def has_shown_card_of(self, beat: WorkerBeat) -> bool:
-        """Whether the card that the heartbeat speaks of has been seen."""
+    def knows_card_of(self, beat: WorkerBeat) -> bool:
+        """Whether this is the card that the heartbeat refers to."""
         return self.card_seen == (beat.incarnation, beat.card_version)
 
     def tier_sets(self) -> int:
-        """How many nested tier sets it publishes."""
+        """The number of nested tier sets that it publishes."""
         return 1 + max((TIERS.index(tier) for tier in self.card.tiers if tier in TIERS), default=0)
 
     def capacity_blocks(self) -> int:
-        """Blocks one rank can hold over all tiers; 0 if a tier's capacity is unknown."""
+        """The blocks that one rank can hold over all tiers; 0 if a tier's capacity is unknown."""
         capacities = self.card.tiers.values()
         return sum(capacities) if all(capacities) else 0

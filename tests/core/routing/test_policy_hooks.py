@@ -57,7 +57,7 @@ def test_told_of_workers_when_they_change(router: Router, policy: Listens) -> No
     router.route(request(), 0.0)
     for state in ("up", "draining", "down", "up"):
         router.pool.update(W2, worker_beat("w2", state=state, ranks=[RankBeat(0, 100, 0, running=3)]))
-        router.tell_workers()
+        router.report_workers()
     router.decide(request(), 0.0)
 
     assert [["w1", "w2"], ["w1"], ["w1", "w2"]] == policy.workers
@@ -65,9 +65,9 @@ def test_told_of_workers_when_they_change(router: Router, policy: Listens) -> No
 
 def test_a_changed_card_is_told(router: Router, policy: Listens) -> None:
     """Other labels are another list."""
-    router.tell_workers()
+    router.report_workers()
     router.pool.update(W1, worker_beat(card("w1", ranks=2, labels={"zone": "a"})))
-    router.tell_workers()
+    router.report_workers()
 
     assert 2 == len(policy.workers)
 
