@@ -1,7 +1,7 @@
-"""A fleet under attack: every kind of message is mutated and replayed, questions are answered falsely.
+"""A fleet under attack: messages of every kind are mutated and replayed, replay requests answered falsely.
 
-The attacker hears all that is published, and may publish anything on any subject. Its answers race with the
-honest ones: the first to arrive counts, as with NATS.
+The attacker receives all that is published, and publishes anything on any subject. Its answers race with the
+real ones: the first to arrive counts, as with NATS.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tests.convergence.truth import check_tables, differences
 from tests.convergence.world import Setup, World
 
 HEAL_BEATS = 60
-"""Heartbeats, a second each, within which everything must be as its owner says after an attack."""
+"""Heartbeats, a second each, within which all copies must equal their owners' state after an attack."""
 LEASES_BEATS = 60
-"""A forged heartbeat may claim the longest interval, and then its pool has a lease of its own."""
+"""A forged heartbeat may state the longest interval, and then its pool has a lease, too."""
 _KEPT = 60
-"""Messages of each kind that the attacker remembers."""
+"""Messages of each kind that the attacker keeps."""
 
 
 class AttackedWorld(World):
@@ -38,7 +38,7 @@ class AttackedWorld(World):
         self.net.publish = self._overhear  # type: ignore[method-assign]
 
     def attack(self, messages: int, seconds: float) -> None:
-        """Send this many mutants within this time, while load goes on; questions are answered falsely."""
+        """Publish this many mutants within this time, under load; replay requests are answered falsely."""
         self.is_attacked = True
         for _ in range(messages):
             self.agenda.at(self.agenda.now + self.rng.random() * seconds, self._strike_once)
@@ -49,7 +49,7 @@ class AttackedWorld(World):
         self.is_attacked = False
 
     def heal(self) -> int:
-        """The attack is over; returns after how many heartbeats all agreed. Raises AssertionError."""
+        """End the attack; returns after how many heartbeats all agreed. Raises AssertionError."""
         self.mend()
         for place, process in enumerate(self._places):
             if process is not None and not process.is_alive:  # two heartbeats of a namesake end an agent
@@ -63,7 +63,7 @@ class AttackedWorld(World):
         raise AssertionError(f"after {HEAL_BEATS} heartbeats: {differences(self)}")
 
     def leftovers(self) -> list[str]:
-        """What the attack has left in memory, once requests and the leases of what it invented have ended."""
+        """Memory that the attack has left, after all requests and leases of invented members have ended."""
         for sim in self.replicas():
             sim.run(sim.drain_requests)
         for _ in range(LEASES_BEATS):
@@ -113,7 +113,7 @@ class AttackedWorld(World):
             self._send(reply, forged)
 
     def _strike_once(self) -> None:
-        """A mutant of something that was heard, on its own subject or on that of another."""
+        """A mutant of a received message, on its subject or on another."""
         kind = self.rng.choice(sorted(self._heard.keys() - {"answer"}) or ["hello"])
         if not (heard := self._heard.get(kind)):
             return

@@ -20,7 +20,7 @@ OnMessage = Callable[[str, bytes, str], None]
 
 
 class Agenda:
-    """What is to happen, in order of time."""
+    """Future events, in order of time."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -28,12 +28,12 @@ class Agenda:
         self._count = 0
 
     def at(self, when: float, action: Action) -> None:
-        """Let it happen then; of things at one time the first said comes first."""
+        """Schedule an event; of events at one time the first scheduled comes first."""
         self._count += 1
         heapq.heappush(self._heap, (when, self._count, action))
 
     def run(self, seconds: float) -> None:
-        """Let so much time pass."""
+        """Let time pass."""
         end = self.now + seconds
         while self._heap and self._heap[0][0] <= end:
             self.now, _, action = heapq.heappop(self._heap)
@@ -42,7 +42,7 @@ class Agenda:
 
 
 class Process:
-    """Something that has its own time, and can be stopped (SIGSTOP) and killed (SIGKILL)."""
+    """A process with its own clock that can be stopped (SIGSTOP) and killed (SIGKILL)."""
 
     def __init__(self, agenda: Agenda, skew_s: float) -> None:
         self.is_alive = True
@@ -52,7 +52,7 @@ class Process:
         self._queued: list[Action] = []
 
     def now(self) -> float:
-        """Its own clock, which nobody else's is compared with."""
+        """Its own clock, which is compared with no other."""
         return self._agenda.now + self._skew_s
 
     def after(self, seconds: float, action: Action) -> None:
@@ -60,32 +60,32 @@ class Process:
         self._agenda.at(self._agenda.now + seconds, lambda: self.run(action))
 
     def run(self, action: Action) -> None:
-        """Do it now; a paused process does it when it goes on, a dead one never."""
+        """Run it now. A paused process runs it when it resumes, a dead one never."""
         if self.is_paused:
             self._queued.append(action)
         elif self.is_alive:
             action()
 
     def pause(self) -> None:
-        """Nothing happens until `resume`."""
+        """Stop until `resume`."""
         self.is_paused = True
 
     def resume(self) -> None:
-        """Go on with what has arrived and come due meanwhile."""
+        """Run what has arrived and become due in the meantime."""
         self.is_paused = False
         queued, self._queued = self._queued, []
         for action in queued:
             self.run(action)
 
     def kill(self) -> None:
-        """It ends without a word."""
+        """End without publishing anything."""
         self.is_alive = False
         self._queued.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How likely a message is lost, repeated, or held up (up to a second)."""
+    """The probability that a message is lost, repeated, or delayed (up to a second)."""
 
     loss: float = 0.0
     repeat: float = 0.0
@@ -103,13 +103,13 @@ class _Message:
 
 
 class Net:
-    """The server in the middle."""
+    """The NATS server."""
 
     def __init__(self, agenda: Agenda, rng: random.Random, max_payload: int) -> None:
         self.weather = FINE
         self.max_payload = max_payload
         self.trace = xxh3_64()
-        """Of all that arrived, and when: two runs of one history have the same."""
+        """Hash of all messages and their times: two runs of one history have the same."""
         self.agenda = agenda
         self._rng = rng
         self._exact: dict[str, list[tuple[Line, OnMessage]]] = {}
@@ -118,28 +118,28 @@ class Net:
         self._stopped_until = 0.0
 
     def subscribe(self, line: Line, subject: str, callback: OnMessage) -> None:
-        """A subscription; it outlives reconnections."""
+        """Subscribe; the subscription outlives reconnections."""
         if subject.endswith(">"):
             self._below.append((subject[:-1], line, callback))
         else:
             self._exact.setdefault(subject, []).append((line, callback))
 
     def unsubscribe(self, line: Line, subject: str) -> None:
-        """End it."""
+        """End a subscription."""
         kept = [entry for entry in self._exact.pop(subject, []) if entry[0] is not line]
         if kept:
             self._exact[subject] = kept
 
     def has_subscriber(self, subject: str) -> bool:
-        """Whether anybody listens; a connection that is gone does not count."""
+        """Whether a connected subscriber exists."""
         return any(line.is_open for line, _ in self._exact.get(subject, ()))
 
     def stop(self, seconds: float) -> None:
-        """SIGSTOP: nothing is passed on until then; afterwards one sender's messages may come in a burst."""
+        """SIGSTOP: no message is delivered until then; then one sender's messages may arrive in a burst."""
         self._stopped_until = self.agenda.now + seconds
 
     def publish(self, sender: Line, subject: str, payload: bytes, reply: str = "") -> None:
-        """To everybody who listens, each by a way of its own."""
+        """Deliver to all subscribers, with a delay and loss for each."""
         message = _Message(subject, payload, reply)
         for line, callback in self._exact.get(subject, ()):
             self._carry(sender, line, subject, message, callback)
@@ -175,7 +175,7 @@ class Net:
 
 
 class Line:
-    """One process's connection. `is_mute`: what it sends is lost; `is_deaf`: what it should get is."""
+    """One process's connection. `is_mute`: its messages are lost; `is_deaf`: messages to it are."""
 
     def __init__(self, net: Net, process: Process, number: int) -> None:
         self.process = process
@@ -192,7 +192,7 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server would send it anything."""
+        """Whether the server would deliver to it."""
         return self.is_connected and self.process.is_alive
 
     @property
@@ -201,33 +201,33 @@ class Line:
         return self._net.max_payload
 
     def connect(self) -> None:
-        """The connection is there (again)."""
+        """The process is connected (again)."""
         if not self.is_connected and self.process.is_alive:
             self.is_connected = True
             for callback in self._connect_callbacks:
                 self.process.run(callback)
 
     def disconnect(self) -> None:
-        """The connection breaks, with all that is underway to it."""
+        """The connection breaks; messages on their way to it are lost."""
         self.is_connected = False
         self.epoch += 1
 
     def mend(self) -> None:
-        """No fault is left."""
+        """End all faults."""
         self.is_mute = self.is_deaf = False
         self.side = 0
         self.connect()
 
-    # What a Bus offers
+    # The interface of Bus
 
     def publish(self, subject: str, payload: bytes) -> bool:
-        """Send, in order; False while there is no connection."""
+        """Publish, in order; False without a connection."""
         if self.is_connected:
             self._net.publish(self, subject, payload)
         return self.is_connected
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> None:
-        """Listen, for those who await it."""
+        """Subscribe, for callers that await it."""
         self.listen(subject, on_message)
 
     def listen(self, subject: str, on_message: OnMessage) -> None:
@@ -235,7 +235,7 @@ class Line:
         self._net.subscribe(self, subject, on_message)
 
     def on_connect(self, callback: Action) -> None:
-        """Call it after every (re)connection."""
+        """Call `callback` after every (re)connection."""
         self._connect_callbacks.append(callback)
 
     def request(
@@ -246,11 +246,11 @@ class Line:
         answered: Callable[[bytes], None],
         failed: Action,
     ) -> None:
-        """Ask; exactly one of the two is called, `answered` with the first reply."""
+        """Send a request; calls exactly one of the two, `answered` with the first reply."""
         self._requests += 1
         inbox = f"_INBOX.{self.number}.{self._requests}"
         if not self.is_connected or not self._net.has_subscriber(subject):
-            self.process.after(0.0, failed)  # NATS says at once that nobody is there
+            self.process.after(0.0, failed)  # NATS reports a missing responder at once
             return
 
         def reply_came(_subject: str, data: bytes, _reply: str) -> None:

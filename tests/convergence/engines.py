@@ -1,4 +1,4 @@
-"""Engines that store and remove blocks as engines do, and the agents beside them.
+"""Simulated engines that store and remove blocks like real ones, and their agents.
 
 The agent is made of the real parts (KvPublisher, Announcer), driven in virtual time as `agent.py`
 drives them in real time.
@@ -29,7 +29,7 @@ HEARTBEAT_S = 1.0
 LIBRARY_SIZE = 42
 
 Event = Callable[[KvPublisher], None]
-"""What an engine tells its agent."""
+"""An engine's event for its agent."""
 
 
 class Library:
@@ -71,7 +71,7 @@ class Engine:
         self._tiers = tiers
 
     def act(self, rng: random.Random) -> Event | None:
-        """Something happens in the cache; None if there was nothing to do."""
+        """Store or remove some blocks; None if there was nothing to do."""
         chance = rng.random()
         if chance < 0.55:
             return self._store(rng.randrange(LIBRARY_SIZE), is_copy=rng.random() < 0.2)
@@ -82,12 +82,12 @@ class Engine:
         return self.clear()
 
     def clear(self) -> Event:
-        """Everything goes."""
+        """Clear the cache."""
         self.held.clear()
         return lambda publisher: publisher.cleared()
 
     def replay(self) -> Iterator[Event]:
-        """The present contents told anew, parents first."""
+        """Events for the whole contents, parents first."""
         for node, tier in sorted(self.held):
             for _ in range(self.held[node, tier]):
                 yield self._stored([node], tier)
@@ -112,7 +112,7 @@ class Engine:
             return None
         node, tier = rng.choice(sorted(self.held))
         self.held[node, tier] -= 1
-        self.held += Counter()  # forgets what is zero
+        self.held += Counter()  # drops zero counts
         return lambda publisher: publisher.removed([_engine_hash(node), 7], TIERS[tier])
 
     @staticmethod
@@ -128,7 +128,7 @@ def _engine_hash(node: int) -> int:
 
 
 class WatchedPublisher(KvPublisher):
-    """A publisher with a small ring, whose every frame's state is noted."""
+    """A publisher with a small ring; the state after each frame is recorded."""
 
     def __init__(self, line: Line, card: Card, rank: int, incarnation: int, histories: Histories, ring: int):
         self._ring_frames = ring
@@ -141,16 +141,16 @@ class WatchedPublisher(KvPublisher):
 
     @property
     def owes(self) -> bool:
-        """Whether something, or a digest for it, is still to be sent."""
+        """Whether frames, or a digest for them, are still to be published."""
         return bool(self._pending) or self._is_unchecked
 
     @property
     def source(self) -> KvSource:
-        """Which feed this is."""
+        """The source of this feed."""
         return self._source
 
     def flush(self, now: float) -> None:
-        """Send, and note what the last frame stands for."""
+        """Publish, and record the state after the last frame."""
         super().flush(now)
         self._histories.note(self._source, self.incarnation, self.seq, published_facts(self.blocks))
 
@@ -159,7 +159,7 @@ class WatchedPublisher(KvPublisher):
 
 
 class SimAgent(Process):
-    """An agent in one life."""
+    """An agent, from start to end."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class SimAgent(Process):
         self._is_check_due = False
 
     def start(self) -> None:
-        """Listen, connect, say that it is there."""
+        """Subscribe, connect, publish the first heartbeat."""
         worker_id = WorkerId(self.card.worker_id)
         self.line.listen(self._subjects.kv_replay(worker_id), self._answer_replay)
         _run_plain(self._announcer.subscribe())
@@ -201,16 +201,16 @@ class SimAgent(Process):
         self.line.connect()
 
     def hear(self, rank: int, event: Event) -> None:
-        """The engine tells something."""
+        """An event of the engine arrives."""
         event(self.publishers[rank])
         self._flush_soon(self._rng.uniform(0.0, 0.01))
 
     def lose_history(self, rank: int, incarnation: int) -> None:
-        """Batches of the engine are missing for good."""
+        """Batches of the engine's events are lost for good."""
         self.publishers[rank].lose_history(incarnation)
 
     def go(self, state: str) -> None:
-        """The engine is `down` (its cache with it) or `up` again."""
+        """The engine goes `down` and loses its cache, or is `up` again."""
         if state == "down":
             for publisher in self.publishers:
                 publisher.cleared()
@@ -220,22 +220,22 @@ class SimAgent(Process):
 
     @property
     def pool_id(self) -> PoolId:
-        """The pool it belongs to."""
+        """Its pool."""
         return PoolId(pool_token(self.card.model))
 
     def blocks(self, pool_id: PoolId) -> set[int]:
-        """What its ranks have published in any tier, if it belongs to that pool."""
+        """Blocks that its ranks have published in any tier, if it belongs to that pool."""
         if pool_id != self.pool_id:
             return set()
         return {hash_ for publisher in self.publishers for hash_ in published_sets(publisher.blocks)[-1]}
 
     @property
     def state(self) -> str:
-        """As it announces it."""
+        """Its card."""
         return self._announcer.state
 
     def leave(self) -> None:
-        """An orderly end."""
+        """Leave and end."""
         self._announcer.leave()
         self.kill()
 
@@ -243,7 +243,7 @@ class SimAgent(Process):
         return [RankBeat(p.rank, p.incarnation, p.seq) for p in self.publishers]
 
     def _hurry(self) -> None:
-        """As Announcer.run does: 10 ms later, whatever else asks for it meanwhile."""
+        """As Announcer.run does: one heartbeat 10 ms later, however often it is requested."""
         self._announcer.hurry()
         if not self._is_hurried:
             self._is_hurried = True
@@ -253,7 +253,7 @@ class SimAgent(Process):
 
     def _beat(self, turn: int) -> None:
         if turn != self._beat_turn:
-            return  # a hurried one has come before
+            return  # an early heartbeat was published before
         self._is_hurried = False
         self._announcer.beat(self.now())
         self.after(HEARTBEAT_S, lambda: self._beat(turn))
@@ -276,7 +276,7 @@ class SimAgent(Process):
             self.after(CHECK_EVERY_S, self._flush_check)
 
     def _flush_check(self) -> None:
-        """A digest is owed for what was sent less than a second after the last one."""
+        """Publish the digest that frames within a second of the last digest still lack."""
         self._is_check_due = False
         self._flush()
 
@@ -291,7 +291,7 @@ class SimAgent(Process):
 
 
 def _run_plain(coroutine: Coroutine[object, None, None]) -> None:
-    """Run a coroutine that never waits."""
+    """Run a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration:

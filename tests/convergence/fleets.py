@@ -13,23 +13,23 @@ from tests.convergence.replicas import SimReplica
 from tests.convergence.world import Setup, World
 
 LEASE_BEATS = 7
-"""More than 5 rounds of silence, and one for the phase."""
+"""Five rounds of silence are passed, plus one for the phase."""
 
 
 class Fleet(World):
-    """A world in which everybody has met; places 0, 1, … are replicas, then agents."""
+    """A world whose members all know each other; places 0, 1, … are replicas, then agents."""
 
     def __init__(self, setup: Setup | None = None) -> None:
         super().__init__(setup or Setup())
         self.agenda.run(3.0)
 
     def pass_beats(self, count: float) -> None:
-        """Time passes, in heartbeats."""
+        """Let time pass, in heartbeats."""
         self.agenda.run(count)
         self.check()
 
     def replica_at(self, place: int) -> SimReplica:
-        """Who lives there."""
+        """The process in this place."""
         process = self._places[place]
         assert isinstance(process, SimReplica)
         return process
@@ -45,7 +45,7 @@ class Fleet(World):
         self._bury(place)
 
     def book(self, sim: SimReplica, count: int) -> None:
-        """Requests come to a replica, and its peers are told."""
+        """Requests arrive at a replica, which publishes its bookings."""
         for _ in range(count):
             sim.place(self.rng)
         self.agenda.run(0.05)
@@ -80,7 +80,7 @@ def index(sim: SimReplica) -> BlockIndex:
 
 
 def load_seen(sim: SimReplica) -> dict[Target, tuple[int, int, int]]:
-    """Requests, blocks and charged tokens on each target, as a replica sees them."""
+    """Requests, blocks and charged tokens on each target, in a replica's table."""
     table = active(sim)
     return {
         target: (table.requests(target), table.blocks(target), table.charged_tokens(target))
@@ -94,12 +94,12 @@ def requests_seen(sim: SimReplica) -> int:
 
 
 def sync_reader(sim: SimReplica, peer: SimReplica) -> FeedReader:
-    """Where it follows the peer's bookings in their first pool."""
+    """The replica's reader of the peer's bookings in their first pool."""
     return sim.replica.readers[SyncSource(PoolId(min(sim.replica.routers)), peer.replica.router_id)]
 
 
 def kv_reader(sim: SimReplica, agent: SimAgent) -> FeedReader:
-    """Where it follows the agent's rank 0."""
+    """The replica's reader of the agent's rank 0."""
     source = agent.publishers[0].source
     assert isinstance(source, KvSource)
     return sim.replica.readers[source]

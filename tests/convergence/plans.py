@@ -1,4 +1,4 @@
-"""Plans of faults, drawn by Hypothesis so that a failing one is cut down to what matters."""
+"""Plans of faults, drawn by Hypothesis, which shrinks a failing one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.convergence.poison import POISONS
 from tests.convergence.world import Setup, Step
 
 OUTAGES = ("mute", "deaf", "cut", "disconnect", "pause")
-"""What can cut a process off from the others; nobody else notices anything but its silence."""
+"""Faults that cut a process off; for the others it is only silent."""
 KINDS = (
     "calm", "weather", "weather", "server", *OUTAGES, "split", "crash", "clock back", "die", "leave",
     "engine restart", "engine down", "lost history", "usurp", *POISONS,

@@ -1,7 +1,7 @@
-"""Single messages that no honest process sends: numbers and versions out of nowhere, in somebody's name.
+"""Single forged messages: impossible numbers and versions in the name of a real process.
 
-None of them carries contents: who holds a forged block or booking is wrong until the next Check, which
-is the business of tests/core.
+None of them carries blocks or bookings: a forged one makes a copy wrong until the next Check, which
+tests/core covers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Message = tuple[str, bytes]
 
 SUBJECTS = Subjects(NAMESPACE)
 FAR = 2**40
-"""More frames than anybody sends."""
+"""More frames than any process publishes."""
 NEVER = 2**60
 """An incarnation that starts in thousands of years."""
 POISONS = (
@@ -30,7 +30,7 @@ POISONS = (
 
 
 def poison(kind: str, victim: SimReplica | SimAgent, number: int) -> Iterator[Message]:
-    """What is sent in the victim's name; no two are the same."""
+    """The forged message in the victim's name; no two are equal."""
     if isinstance(victim, SimAgent):
         yield from _of_agent(kind, victim, number)
     else:

@@ -37,15 +37,15 @@ from tests.convergence.engines import BLOCK_SIZE, HEARTBEAT_S, LIBRARY, LIBRARY_
 from tests.convergence.truth import Histories, booking_facts, check_live_copies
 
 SWEEPS = 600
-"""Steps of tidying at a time: two slots' worth. Nobody looks in between."""
+"""Steps of sweeping at a time: two slots' worth."""
 
 
 Running = tuple[PoolId, BookingKey]
-"""A request in flight; bookings are counted per pool."""
+"""A request in flight; booking numbers are per pool."""
 
 
 class WatchedSink:
-    """A peer's sync feed; no moment of a booking may come before its AddRequest, nor after its Free."""
+    """A peer's sync feed. It raises if a moment of a booking precedes its AddRequest or follows its Free."""
 
     def __init__(self, sink: FeedSink, active: ActiveTable, owner: RouterId) -> None:
         self._sink = sink
@@ -56,7 +56,7 @@ class WatchedSink:
         self.finish_load, self.abandon_load = sink.finish_load, sink.abandon_load
 
     def apply(self, op: Op, now: float) -> str:
-        """Look, then apply."""
+        """Check the order, then apply."""
         if isinstance(op, AddRequest | MarkPrefillCompleted | Progress | Free):
             is_known = self._active.booking(BookingKey(self._owner, op.number)) is not None
             assert is_known is not isinstance(op, AddRequest), f"{op} of {self._owner}: known {is_known}"
@@ -64,7 +64,7 @@ class WatchedSink:
 
 
 class WatchedReplica(Replica):
-    """A replica with small rings, whose copies of bookings are watched."""
+    """A replica with small rings whose copies of bookings are checked."""
 
     ring_frames = 4096
     is_watched = True
@@ -84,7 +84,7 @@ class WatchedReplica(Replica):
 
 
 class SimReplica(Process):
-    """A frontend in one life."""
+    """A frontend, from start to end."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class SimReplica(Process):
         self.replica.ring_frames = ring
         self.replica.is_watched = is_watched
         self.running: dict[Running, int] = {}
-        """Own requests in flight, with the tokens of their answers so far: the ledger."""
+        """The ledger: own requests in flight, with the tokens of their answers so far."""
         self._rng = rng
         self._histories = histories
         self._subjects = Subjects(NAMESPACE)
@@ -122,7 +122,7 @@ class SimReplica(Process):
         return RouterRules(Kv(), self._rng.random)
 
     def start(self) -> None:
-        """Listen, connect, beat."""
+        """Subscribe, connect, publish heartbeats."""
         subjects = self._subjects
         self.line.listen(subjects.live, self._receive)
         self.line.listen(subjects.hello, lambda *_: self._answer_hello())
@@ -133,7 +133,7 @@ class SimReplica(Process):
         self._tick()
 
     def leave(self) -> None:
-        """An orderly end: what runs has finished, then goodbye."""
+        """Finish the running requests, then leave."""
         self.drain_requests()
         self._flush()
         self.state = "leave"
@@ -143,7 +143,7 @@ class SimReplica(Process):
     # Requests
 
     def act(self, rng: random.Random) -> None:
-        """A client's request begins, goes on or ends."""
+        """A client's request begins, continues or ends."""
         if not self.running or (len(self.running) < 12 and rng.random() < 0.4):
             self.place(rng)
             return
@@ -163,13 +163,13 @@ class SimReplica(Process):
         self._flush_soon()
 
     def drain_requests(self) -> None:
-        """All answers have been sent."""
+        """Finish all requests."""
         for running in list(self.running):
             self.free(running)
         self._flush_soon()
 
     def place(self, rng: random.Random) -> None:
-        """A request begins, if there is anybody to send it to."""
+        """A request begins, if there is a target."""
         pools = [router for _, router in sorted(self.replica.routers.items()) if router.pool.targets]
         if not pools:
             return
@@ -182,7 +182,7 @@ class SimReplica(Process):
         self._flush_soon()
 
     def free(self, running: Running) -> None:
-        """It ends."""
+        """The request ends."""
         del self.running[running]
         self.replica.router(running[0]).free(running[1])
 
@@ -212,7 +212,7 @@ class SimReplica(Process):
             self._drain_soon()
 
     def _work(self, now: float) -> bool:
-        """One slice of a snapshot, or some sweeping; returns whether there is more."""
+        """Load one slice of a snapshot, or sweep; returns whether there is more."""
         is_loading = any(reader.is_loading for reader in self.replica.readers.values())
         return all(self.replica.work(now) for _ in range(1 if is_loading else SWEEPS))
 
@@ -230,7 +230,7 @@ class SimReplica(Process):
                 assert not self.replica.is_watched, f"who sends on {subject}?"
 
     def look(self) -> None:
-        """Every moment: live copies are exact, and readiness is for ever."""
+        """At every moment live copies are exact, and a ready replica stays ready."""
         if self.replica.is_watched:
             check_live_copies(self.replica, self._histories)
         is_ready = not self.replica.not_ready(self.now())

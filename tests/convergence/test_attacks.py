@@ -1,4 +1,4 @@
-"""Whoever may publish on NATS sends what it likes: replicas stay up, and are right again within a minute."""
+"""An attacker may publish anything on NATS: replicas stay up, and all copies are right within a minute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONG = bool(os.environ.get("KVROUTER_TEST_LONG"))
     st.sampled_from((3.0, 12.0)),
 )
 def test_attacked_fleet_heals(core: str, setup: Setup, seconds: float) -> None:
-    """Nothing raises under attack; after it every copy is its owner's truth, and nothing is left behind."""
+    """Nothing raises under attack; after it every copy equals its owner's state, and no memory is left."""
     world = AttackedWorld(setup)
     world.agenda.run(3.0)
 

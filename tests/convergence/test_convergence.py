@@ -1,4 +1,4 @@
-"""Replicas that provably agree: whatever is lost, repeated, delayed, killed or split.
+"""Replicas agree in the end after any loss, repetition, delay, crash or partition.
 
 See docs/concepts/design.md#agreement.
 
@@ -23,7 +23,7 @@ HISTORIES = 2000 if os.environ.get("KVROUTER_TEST_LONG") else 200
 @pytest.mark.timeout(1200)  # 2,000 histories, or a failing one that is cut down
 @settings(max_examples=HISTORIES, deadline=None)
 @given(histories)
-def test_every_copy_becomes_its_owners_truth(history: tuple[Setup, list[Step]]) -> None:
+def test_every_copy_becomes_equal_to_its_owner(history: tuple[Setup, list[Step]]) -> None:
     """After the faults: the same blocks, the same bookings, no phantom, nothing lost, all readers live."""
     world = live_through(*history)
 
@@ -46,8 +46,8 @@ def test_every_copy_becomes_its_owners_truth(history: tuple[Setup, list[Step]]) 
         max_size=3,
     ),
 )
-def test_whoever_is_cut_off_drops_nobody(setup: Setup, outages: list[Step]) -> None:
-    """A replica that was deaf, mute, paused or away keeps all whom it knew: their silence was its own."""
+def test_replica_that_is_cut_off_drops_no_member(setup: Setup, outages: list[Step]) -> None:
+    """A replica that was deaf, mute, paused or away keeps all members it knew: they were not silent."""
     world = World(setup)
     world.agenda.run(3.0)
     cut_off = world.replicas()[0].replica
@@ -61,8 +61,8 @@ def test_whoever_is_cut_off_drops_nobody(setup: Setup, outages: list[Step]) -> N
 
 @settings(max_examples=HISTORIES // 4, deadline=None)
 @given(setups, st.floats(0.1, PINGS_S), st.integers(0, 5))
-def test_stopped_server_loses_nobody(setup: Setup, seconds: float, load: int) -> None:
-    """nats-server stands still for as long as clients bear it: what then comes in bursts ends no lease."""
+def test_stopped_server_ends_no_lease(setup: Setup, seconds: float, load: int) -> None:
+    """nats-server stops for as long as clients tolerate it; the bursts after that end no lease."""
     world = World(setup)
     world.agenda.run(3.0)
 

@@ -25,7 +25,7 @@ from tests.convergence.world import Setup
 
 
 def test_free_cannot_overtake_add_request() -> None:
-    """#11992: the frame with the Free comes first. It waits for the one before it; no load is left."""
+    """#11992: the frame with the Free arrives first. It waits for the one before it; no load remains."""
     fleet = Fleet()
     owner, peer = fleet.replicas()
     owner.line.is_mute = True
@@ -75,7 +75,7 @@ def test_crashed_replica_leaves_no_phantom_load() -> None:
 
 
 def test_long_live_requests_are_not_expired() -> None:
-    """#2889, #13718: a request that runs for a quarter of an hour is load for as long."""
+    """#2889, #13718: a request that runs for a quarter of an hour counts all that time."""
     fleet = Fleet()
     owner, peer = fleet.replicas()
     fleet.book(owner, 3)
@@ -87,7 +87,7 @@ def test_long_live_requests_are_not_expired() -> None:
 
 
 def test_a_replica_that_was_only_slow_gets_its_bookings_back() -> None:
-    """#2889: its lease ends while it is away; when it speaks again, its running requests count again."""
+    """#2889: its lease ends while it is away; after its next heartbeat its requests count again."""
     fleet = Fleet()
     slow, peer = fleet.replicas()
     fleet.book(slow, 4)
@@ -103,7 +103,7 @@ def test_a_replica_that_was_only_slow_gets_its_bookings_back() -> None:
 
 
 def test_a_joining_replica_learns_active_load() -> None:
-    """Read in its source: who joins starts with zero load. Here it has every peer's bookings, as they are."""
+    """Read in its source: a joiner starts with zero load. Here it has the bookings of all peers."""
     fleet = Fleet(Setup(replicas=3, max_payload=200))
     fleet.crash(2)
     for sim in fleet.replicas():
@@ -122,7 +122,7 @@ def test_a_joining_replica_learns_active_load() -> None:
 
 
 def test_joiner_decides_as_if_it_had_seen_all_traffic() -> None:
-    """Read in its source: a blind joiner sends its first request to the busiest worker."""
+    """Read in its source: a joiner without bookings sends its first request to the busiest worker."""
     fleet = Fleet(Setup(agents=3))
     fleet.crash(1)
     fleet.book(fleet.replica_at(0), 8)
@@ -135,7 +135,7 @@ def test_joiner_decides_as_if_it_had_seen_all_traffic() -> None:
 
 
 def test_sync_frames_are_numbered() -> None:
-    """Read in its source: sync events carry no number. Here a lost one is missed, and fetched."""
+    """Read in its source: sync events have no numbers. Here a lost one leaves a gap and is fetched."""
     fleet = Fleet()
     owner, peer = fleet.replicas()
     fleet.book(owner, 1)
@@ -151,7 +151,7 @@ def test_sync_frames_are_numbered() -> None:
 
 
 def test_draining_leaks_no_bookings() -> None:
-    """#13559, #11915: a worker leaves under its requests; they count until their owner ends them."""
+    """#13559, #11915: a worker leaves before its requests end; they count until their owner ends them."""
     fleet = Fleet(Setup(agents=1))
     owner, peer = fleet.replicas()
     fleet.book(owner, 5)
@@ -166,7 +166,7 @@ def test_draining_leaks_no_bookings() -> None:
 
 
 def say_load(sim: SimReplica, fleet: Fleet, waiting: int | None) -> None:
-    """A heartbeat of worker 0 arrives, with this load."""
+    """A heartbeat of worker 0 with this load arrives."""
     agent = fleet.agent_at(0)
     publisher = agent.publishers[0]
     ranks = [RankBeat(0, publisher.incarnation, publisher.seq, waiting=waiting)]
@@ -175,7 +175,7 @@ def say_load(sim: SimReplica, fleet: Fleet, waiting: int | None) -> None:
 
 
 def waiting_seen(replica: Replica) -> int | None:
-    """How many requests wait at worker 0, as candidates show it."""
+    """Waiting requests at worker 0, in the candidates."""
     request = RouteRequest("req", (Prompt([1], 2),))
     return replica.routers[min(replica.routers)].pool.candidates(request)[0].waiting
 
@@ -183,7 +183,7 @@ def waiting_seen(replica: Replica) -> int | None:
 def test_overloaded_clears() -> None:
     """#12514, #7753, #10564, #14213: one owner per load signal.
 
-    Bookings do not touch the worker's word, and it is over when its next heartbeat does not repeat it.
+    Bookings do not change the load that a worker reports, and its next heartbeat replaces it.
     """
     fleet = Fleet(Setup(agents=1))
     owner, peer = fleet.replicas()

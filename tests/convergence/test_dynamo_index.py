@@ -11,14 +11,14 @@ from tests.convergence.world import Setup
 
 
 def has_blocks_of(sim: SimReplica, fleet: Fleet, number: int = 0) -> bool:
-    """Whether the replica's index holds exactly what the agent has published, and that is something."""
+    """Whether the replica's index holds exactly the agent's blocks, and the agent has some."""
     publisher = fleet.agent_at(number).publishers[0]
     facts = published_facts(publisher.blocks)
     return facts[0][0] > 0 and copied_facts(sim.replica, publisher.source) == facts
 
 
 def test_router_restart_recovers_kv_state() -> None:
-    """#1056, #4904: a replica that starts again has every worker's blocks within a heartbeat."""
+    """#1056, #4904: a replica that restarts has every worker's blocks within a heartbeat."""
     fleet = Fleet(Setup(tiers=3, max_payload=200))
     fleet.fill_caches()
 
@@ -33,7 +33,7 @@ def test_router_restart_recovers_kv_state() -> None:
 
 
 def test_router_restart_alone_recovers_kv_state() -> None:
-    """#1056: also when it is the only one, so that nobody but the workers can tell."""
+    """#1056: also if it is the only replica, so that only the workers can answer."""
     fleet = Fleet(Setup(replicas=1))
     fleet.fill_caches()
     fleet.crash(0)
@@ -47,7 +47,7 @@ def test_router_restart_alone_recovers_kv_state() -> None:
 
 
 def test_snapshot_ids_do_not_reset_the_cursor() -> None:
-    """#7072: after a snapshot the reader goes on at the source's own numbers, without asking again."""
+    """#7072: after a snapshot the reader continues with the source's numbers, without asking again."""
     fleet = Fleet(Setup(replicas=1, agents=1, ring_frames=2, max_payload=200))
     (sim,), agent = fleet.replicas(), fleet.agent_at(0)
     sim.line.is_deaf = True
@@ -68,9 +68,9 @@ def test_snapshot_ids_do_not_reset_the_cursor() -> None:
 
 
 def test_recovery_stops_when_the_worker_leaves() -> None:
-    """#10580: a snapshot is half there when its worker says goodbye.
+    """#10580: a snapshot is half loaded when its worker leaves.
 
-    Nobody asks for the rest, and what was loaded takes no room.
+    The rest is not requested, and the loaded blocks take no memory.
     """
     fleet = Fleet(Setup(replicas=1, max_payload=200))
     fleet.fill_cache(range(LIBRARY_SIZE))
@@ -93,7 +93,7 @@ def test_recovery_stops_when_the_worker_leaves() -> None:
 
 
 def test_recovery_stops_when_the_worker_crashes() -> None:
-    """#10580: without a goodbye nobody asks any more when its lease has ended."""
+    """#10580: after a crash the requests end with the worker's lease."""
     fleet = Fleet(Setup(replicas=1))
     (sim,), agent = fleet.replicas(), fleet.agent_at(0)
     sim.line.is_deaf = True
@@ -110,7 +110,7 @@ def test_recovery_stops_when_the_worker_crashes() -> None:
 
 
 def test_not_ready_before_the_index_has_recovered() -> None:
-    """#10803, #13403: while a snapshot comes chunk by chunk, /ready says which feed it waits for."""
+    """#10803, #13403: while a snapshot arrives chunk by chunk, /ready names the feed it waits for."""
     fleet = Fleet(Setup(replicas=1, agents=1, max_payload=120))
     fleet.fill_cache(range(LIBRARY_SIZE))
     fleet.crash(0)
@@ -158,8 +158,8 @@ def test_unknown_hash_in_a_removal_does_not_stop_the_batch() -> None:
     assert (0, 0) == index(sim).digest(agent.publishers[0].source.target)
 
 
-def test_a_feed_that_brings_nothing_is_said() -> None:
-    """#11473, #12095: frames do not arrive and requests for them fail; the replica says so."""
+def test_a_feed_that_receives_nothing_is_reported() -> None:
+    """#11473, #12095: frames do not arrive and requests for them fail; the replica reports it."""
     fleet = Fleet(Setup(replicas=1, agents=1))
     (sim,), agent = fleet.replicas(), fleet.agent_at(0)
     agent.line.is_deaf = True
@@ -178,7 +178,7 @@ def test_a_feed_that_brings_nothing_is_said() -> None:
 
 
 def test_index_memory_does_not_grow() -> None:
-    """#4429, #10774, #11678: after any churn it holds what engines hold, in as many slots as needed."""
+    """#4429, #10774, #11678: after any churn it holds the engines' blocks, in no more slots than needed."""
     fleet = Fleet(Setup(tiers=3, ring_frames=8))
 
     for turn in range(60):

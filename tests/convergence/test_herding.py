@@ -8,21 +8,21 @@ from scripts.kit.bench.herding import place_bursts
 
 
 def worst_loads(replicas: int, burst: int, busy: int, seed: int) -> list[int]:
-    """Requests on the fullest worker after each burst; bookings are told to peers when it is over."""
+    """Requests on the fullest worker after each burst; bookings are published after it."""
     return [placed.fullest for placed in place_bursts(replicas, burst, seed, busy=busy)]
 
 
 def mean(values: list[int]) -> float:
-    """Their average."""
+    """The average."""
     return sum(values) / len(values)
 
 
 def test_several_routers_pick_the_same_best_worker() -> None:
-    """The first burst of eight goes to the one idle worker; after some, they share it with the others."""
+    """The first burst of eight goes to the one idle worker; later bursts spread over all workers."""
     worst = worst_loads(replicas=8, burst=8, busy=3, seed=1)
 
     assert 8 == worst[0]
-    assert mean(worst[20:]) < 6  # 4 is the best that one who saw everything could do
+    assert mean(worst[20:]) < 6  # 4 is the best with complete knowledge
 
 
 def test_random_ties_alone_do_not_help() -> None:
@@ -42,7 +42,7 @@ def test_large_bursts_level_out() -> None:
 
 @pytest.mark.parametrize("burst", [1, 8, 32])
 def test_one_replica_is_not_moved(burst: int) -> None:
-    """Where nobody else decides, the lowest cost is taken, exactly."""
+    """A single replica always takes the lowest cost."""
     ideal = max(3, -(-(7 * 3 + burst) // 8))
 
     assert {ideal} == set(worst_loads(replicas=1, burst=burst, busy=3, seed=3))

@@ -1,4 +1,4 @@
-"""Who is there, and in which life: what the histories have taught."""
+"""Members and their incarnations: regressions that histories have found."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tests.convergence.truth import differences
 from tests.convergence.world import Setup, Step
 
 
-def test_card_that_is_missing_is_asked_for() -> None:
-    """A worker comes back after its lease. It shows its card every 10 s only, so a hello asks for it."""
+def test_missing_card_is_requested() -> None:
+    """A worker comes back after its lease. It publishes its card every 10 s only, so a hello asks for it."""
     fleet = Fleet(Setup(replicas=2, agents=2))
     agent = fleet.agent_at(0)
     agent.line.is_mute = True
-    fleet.pass_beats(LEASE_BEATS + 2)  # it has just shown its card, and nobody saw it
+    fleet.pass_beats(LEASE_BEATS + 2)  # its card was published, and not received
     assert ["w1"] == list(pool(fleet.replica_at(0)).workers)
 
     agent.line.is_mute = False
@@ -22,8 +22,8 @@ def test_card_that_is_missing_is_asked_for() -> None:
     assert [] == differences(fleet)
 
 
-def test_hello_is_not_said_in_every_round() -> None:
-    """An agent that does not hear the hello is not asked again before as many rounds as a lease has."""
+def test_hello_is_not_published_in_every_round() -> None:
+    """An agent that does not receive the hello is asked again only after a lease."""
     fleet = Fleet(Setup(replicas=1))
     fleet.agent_at(0).line.is_mute = True
     fleet.pass_beats(LEASE_BEATS + 2)
@@ -39,9 +39,9 @@ def test_hello_is_not_said_in_every_round() -> None:
 
 
 def test_life_of_a_feed_ends_with_its_lease() -> None:
-    """An agent wakes up beside its successor, and begins a life of the feed with a greater incarnation.
+    """A stopped agent resumes after its successor has started, with a greater incarnation of the feed.
 
-    It is gone a moment later; when its lease has ended, the successor is followed again.
+    It ends a moment later; after its lease the successor is followed again.
     """
     fleet = Fleet(Setup(replicas=1, agents=1))
     fleet.fill_cache(range(3))
@@ -60,17 +60,17 @@ def test_life_of_a_feed_ends_with_its_lease() -> None:
 
 
 def test_two_lives_of_one_worker() -> None:
-    """Whoever started later stays; the older one ends when it hears of it, whatever its feeds did."""
+    """The agent that started later stays; the older one ends at its heartbeat, with any state of feeds."""
     fleet = Fleet(Setup(agents=1))
 
-    fleet.follow([Step("usurp", 2, wait=2.5)])  # two of its heartbeats are heard
+    fleet.follow([Step("usurp", 2, wait=2.5)])  # two of its heartbeats arrive
 
     assert [False] == [stray.is_alive for stray in fleet._strays]
     assert [] == differences(fleet)
 
 
-def test_lower_incarnation_is_heard_after_the_lease() -> None:
-    """The clock was set back between two lives of an agent: patience, then it is followed."""
+def test_lower_incarnation_counts_after_the_lease() -> None:
+    """The clock was set back between two lives of an agent: it is followed after the lease."""
     fleet = Fleet(Setup(agents=2))
     fleet.fill_caches()
 

@@ -1,4 +1,4 @@
-"""The harness itself: with a bug planted in the protocol it must see the property fail."""
+"""The harness itself: with a bug planted in the protocol, the property must fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.convergence.replicas import WatchedReplica
 from tests.convergence.world import Setup, Step, World, live_through
 
 ENOUGH_HISTORIES = 60
-"""By far: without the bug, thousands pass."""
+"""Enough by far: without the bug, thousands pass."""
 
 
 def is_seen(history: tuple[Setup, list[Any]]) -> bool:
@@ -36,7 +36,7 @@ def is_seen(history: tuple[Setup, list[Any]]) -> bool:
 
 
 def assert_seen() -> None:
-    """Some history of a fixed series shows the bug; raises NoSuchExample if none does."""
+    """Find a history of a fixed series that shows the bug; raises NoSuchExample if none does."""
     few = settings(
         max_examples=ENOUGH_HISTORIES,
         database=None,
@@ -48,29 +48,29 @@ def assert_seen() -> None:
 
 
 class SeesNoGaps(FeedReader):
-    """Whatever comes is taken for the next frame, and what a heartbeat counts for applied."""
+    """Any frame counts as the next one, and a heartbeat's seq as applied."""
 
     def frame(self, data: bytes, now: float) -> bool:
-        """Never mind the number."""
+        """Ignore the seq."""
         decoded = decode_frame(data)
         if self.state is FeedState.LIVE and decoded.incarnation == self.incarnation:
             self.seq = max(self.seq, decoded.seq - 1)
         return super().frame(data, now)
 
     def heartbeat(self, incarnation: int, seq: int, now: float) -> bool:
-        """Never mind the lost tail."""
+        """Ignore lost frames at the end."""
         if self.state is FeedState.LIVE and incarnation == self.incarnation:
             self.seq = max(self.seq, seq)
         return super().heartbeat(incarnation, seq, now)
 
 
 class HoldsNothing(FeedReader):
-    """What comes during a snapshot is taken for applied; it went into the slot that is replaced."""
+    """A frame during a snapshot counts as applied, though it went into the slot that is replaced."""
 
     _is_loaded = False
 
     def _hold(self, *_: object) -> None:
-        """Forget it."""
+        """Drop it."""
 
     def _finish_load(self, *facts: Any) -> None:
         self._is_loaded = True
@@ -97,14 +97,14 @@ def test_holding_live_frames_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_leases_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without them the dead stay."""
+    """Without leases, dead members stay."""
     monkeypatch.setattr(Leases, "round", lambda *_: [])
 
     assert_seen()
 
 
 def assert_seen_only_then(plan: list[Step], plant: Callable[[], None], agents: int = 3) -> None:
-    """The history shows the bug, and nothing without it. Two replicas in places 0 and 1, then agents."""
+    """The history fails with the bug and passes without. Places 0 and 1 are replicas, the others agents."""
     history = (Setup(agents=agents, block_sizes=2), plan)
     assert not is_seen(history)
 
@@ -114,7 +114,7 @@ def assert_seen_only_then(plan: list[Step], plant: Callable[[], None], agents: i
 
 
 def test_the_block_size_must_follow_most_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both engines with smaller blocks die: the pool's size is that of the one that is left."""
+    """Both engines with smaller blocks die: the pool takes the size of the remaining one."""
     assert_seen_only_then(
         [Step("calm", wait=7.0), Step("die", who=2), Step("die", who=4)],
         lambda: monkeypatch.setattr(PoolBlockSize, "next_round", keep_first_size),
@@ -136,7 +136,7 @@ def test_a_joiner_must_take_the_elders_block_size(monkeypatch: pytest.MonkeyPatc
 
 
 def test_feeds_of_peers_need_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one frame of the future ends a feed for ever."""
+    """Without them one frame with a huge incarnation ends a feed forever."""
     heard = Leases.renew
 
     def heard_but_sync(self: Leases[Any], source: object, interval_ms: int | None = None) -> None:
@@ -149,8 +149,8 @@ def test_feeds_of_peers_need_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_held_frames_that_nobody_sent_must_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one frame far ahead is a gap for ever."""
+def test_forged_held_frames_must_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one frame far ahead is a gap forever."""
     assert_seen_only_then(
         [Step("frame far ahead", who=0, load=9)],
         lambda: monkeypatch.setattr(HeldFrames, "drop_unsent", lambda *_: 0),
@@ -158,7 +158,7 @@ def test_held_frames_that_nobody_sent_must_go(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_versions_must_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one frame of another version leaves a flag for as long as the source is quiet."""
+    """Otherwise one frame of another version leaves a flag as long as the source is quiet."""
 
     def meet_other_version(self: FeedReader, version: int, now: float) -> None:
         self.flag = f"sends frames of version {version}"
@@ -170,7 +170,7 @@ def test_versions_must_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_only_own_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were any heartbeat in our name a round, one from the future would end all leases."""
+    """If any heartbeat in a replica's name were a round, a forged one would end all leases."""
 
     def take_own_heartbeat(self: WatchedReplica, beat: RouterBeat) -> None:
         self._lose(self._leases.round(beat.round))
@@ -182,7 +182,7 @@ def test_only_own_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rounds_must_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were rounds counted when they are begun, a deaf replica would drop everybody."""
+    """If rounds counted when they begin, a deaf replica would drop all members."""
 
     def next_round(self: WatchedReplica, now: float) -> None:
         super(WatchedReplica, self).next_round(now)

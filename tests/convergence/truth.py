@@ -1,4 +1,4 @@
-"""What owners hold, frame by frame, and whether the copies are the same.
+"""The state of owners after each frame, and whether copies equal it.
 
 While faults run, one thing must be true at every moment: a reader that is live at frame n of an
 incarnation holds exactly what the owner held after frame n. Afterwards: everything everywhere.
@@ -32,7 +32,7 @@ _MASK64 = (1 << 64) - 1
 
 
 class Histories:
-    """What each feed's owner held after each frame."""
+    """The state of each feed's owner after each frame."""
 
     def __init__(self) -> None:
         self._facts: dict[tuple[Feed, int], dict[int, Facts]] = {}
@@ -42,12 +42,12 @@ class Histories:
         self._facts.setdefault((source, incarnation), {})[seq] = facts
 
     def facts(self, source: Feed, incarnation: int, seq: int) -> Facts | None:
-        """What was noted; None for a frame that was sent together with the next."""
+        """The recorded state; None for a frame that was published together with the next."""
         return self._facts.get((source, incarnation), {}).get(seq)
 
 
 def published_facts(blocks: EngineBlocks) -> Facts:
-    """Of the three tier sets; one that holds nothing more is as the narrower one."""
+    """Of the three tier sets; a set without further blocks equals the narrower one."""
     return _tier_facts(published_sets(blocks))
 
 
@@ -61,13 +61,13 @@ def _tier_facts(sets: list[set[int]]) -> Facts:
 
 
 def booking_facts(replica: Replica, pool_id: PoolId, router_id: RouterId) -> Facts:
-    """Of one replica's bookings, as this one has them."""
+    """Of one replica's bookings in this replica's table."""
     router = replica.routers.get(pool_id)
     return (router.pool.active.digest(router_id) if router else (0, 0),)
 
 
 def copied_facts(replica: Replica, source: Feed) -> Facts:
-    """Of a feed, as this replica has it."""
+    """Of this replica's copy of a feed."""
     if isinstance(source, SyncSource):
         return booking_facts(replica, source.pool, source.router_id)
     index = replica.router(source.pool).pool.index
@@ -79,7 +79,7 @@ def copied_facts(replica: Replica, source: Feed) -> Facts:
 
 
 def check_live_copies(replica: Replica, histories: Histories) -> None:
-    """Raise if a live reader's copy is not what the owner held after that frame, or an owner is a ghost."""
+    """Raise if a live reader's copy differs from its owner's state after that frame, or has no owner."""
     for source, reader in replica.readers.items():
         if reader.state is FeedState.LIVE:
             expected = histories.facts(source, reader.incarnation, reader.seq)
@@ -92,7 +92,9 @@ def check_live_copies(replica: Replica, histories: Histories) -> None:
     for pool_id, router in replica.routers.items():
         for owner in router.pool.active.owners():
             is_followed = SyncSource(pool_id, owner) in replica.readers
-            assert is_followed or owner == replica.router_id, f"bookings of {owner}, whom nobody follows"
+            assert is_followed or owner == replica.router_id, (
+                f"bookings of {owner}, whose feed is not followed"
+            )
 
 
 def check_tables(replica: Replica) -> None:
@@ -107,7 +109,7 @@ def check_tables(replica: Replica) -> None:
 
 
 def differences(world: World) -> list[str]:
-    """Where any copy is not its owner's truth; empty when all agree."""
+    """Copies that differ from their owner's state; empty when all agree."""
     return [difference for sim in world.replicas() for difference in _differences_at(sim.replica, world)]
 
 
@@ -142,12 +144,12 @@ def _expected_feeds(replica: Replica, world: World) -> Iterator[tuple[Feed, int]
 
 
 def _matters(source: Feed, seq: int) -> bool:
-    """A peer's feed that is empty may be followed or not: the pool goes sooner or later."""
+    """A peer's empty feed may be followed or not, as its pool ends sooner or later."""
     return seq > 0 or not isinstance(source, SyncSource)
 
 
 def _differences_of_workers(replica: Replica, world: World) -> Iterator[str]:
-    """Workers known here are those that live; the last of a pool are kept, as silent, if none is up."""
+    """Known workers are the live ones; the last of a pool are kept as silent if none is up."""
     for pool_id, router in replica.routers.items():
         live = {WorkerId(agent.card.worker_id): agent for agent in world.agents() if agent.pool_id == pool_id}
         has_any_up = any(agent.state == "up" for agent in live.values())
@@ -166,7 +168,7 @@ def _differences_of_workers(replica: Replica, world: World) -> Iterator[str]:
 def _differences_of_block_size(
     replica: Replica, pool_id: PoolId, agents: list[SimAgent], world: World
 ) -> Iterator[str]:
-    """No other size has more targets, all replicas have the same, and every worker that is up is a target."""
+    """No other size has more targets, all replicas have the same, every worker that is up is a target."""
     pool = replica.routers[pool_id].pool
     cards = [agent.card for agent in agents if agent.state == "up"]
     targets = Counter(card.block_size for card in cards)
@@ -189,7 +191,7 @@ def _differences_of_reader(replica: Replica, source: Feed, incarnation: int) -> 
 
 
 def _differences_of_bookings(replica: Replica, owner: SimReplica) -> Iterator[str]:
-    """The ledger says what runs, the owner's table how it stands, the copies are like it."""
+    """The owner's table has the requests of the ledger, and the copies equal it."""
     name = owner.replica.router_id
     for pool_id in set(replica.routers) | set(owner.replica.routers):
         sides = [side.routers.get(pool_id) for side in (replica, owner.replica)]
@@ -223,12 +225,12 @@ def _differences_of_overlap(
 
 
 def _told(booking: Booking) -> str:
-    """All of it; hashes that came in packed are those that were given as a list."""
+    """All fields; packed hashes equal those of a list."""
     return repr(replace(booking, hashes=list(booking.hashes)))
 
 
 def _leaks(replica: Replica, world: World) -> Iterator[str]:
-    """What nobody owns any longer: bookings, targets, slots, rows."""
+    """Bookings, targets, slots and rows without an owner."""
     alive = {sim.replica.router_id for sim in world.replicas()}
     targets = {publisher.source.target for agent in world.agents() for publisher in agent.publishers}
     for pool_id, router in replica.routers.items():
@@ -239,10 +241,10 @@ def _leaks(replica: Replica, world: World) -> Iterator[str]:
             yield f"{replica.router_id}: blocks of {set(pool.index.targets()) - targets}"
         sets = [tier_set for holding in pool.index._holdings.values() for tier_set in holding.sets]
         if pool.index._slots.in_use != len(sets):
-            yield f"{replica.router_id}: slots that nobody owns in {pool_id}"
+            yield f"{replica.router_id}: slots without an owner in {pool_id}"
         slots = pool.index._slots
-        is_swept = not slots._dying and not slots._waiting  # else rows of whoever is gone may still be here
+        is_swept = not slots._dying and not slots._waiting  # otherwise rows of dropped targets may remain
         if is_swept and len(pool.index) != len(
             {h for agent in world.agents() for h in agent.blocks(pool_id)}
         ):
-            yield f"{replica.router_id}: rows that nobody holds in {pool_id}"
+            yield f"{replica.router_id}: rows without a holder in {pool_id}"

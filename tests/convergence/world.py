@@ -23,18 +23,15 @@ from tests.convergence.poison import POISONS, poison
 from tests.convergence.replicas import SimReplica
 from tests.convergence.truth import Histories, check_tables, differences
 
+# Heartbeats within which all must agree: three leases of 6 (more than 5 rounds), one heartbeat for the phase
+# and one for repair. A worker whose older life had the greater incarnation is followed after that life's
+# lease. The last worker of a pool, kept although silent, is dropped a lease after another has appeared. The
+# block size follows after one more. Cards (every 10 s, or on hello) and back-off (up to 7.5 s) run in parallel.
 BOUND = 20
-"""Heartbeats within which all must agree. Three leases of 6 (more than 5 rounds) and one heartbeat each for
-the phase and for repair: a worker whose older life had the greater incarnation is heard when that one's
-lease has ended, the last of a pool, kept although silent, goes a lease after another has come, and the
-block size follows after one more. Cards (every 10 s, or on hello) and back-off (up to 7.5 s) run
-in parallel."""
-
+# For this many heartbeats late copies of earlier messages may arrive.
 IN_THE_AIR = 4
-"""For as many heartbeats late copies of what was sent before may arrive, and say what is over."""
-
+# After this time nats-py notices that its server is gone: ping_interval 1 s, 2 outstanding.
 PINGS_S = 3.0
-"""nats-py notices after so long that its server is gone: ping_interval 1 s, 2 outstanding."""
 
 TIERS_OF_ENGINES = ("device", "host", "disk")
 WEATHERS = (FINE, Weather(loss=0.05, repeat=0.05, slow=0.1), Weather(loss=0.3, repeat=0.2, slow=0.3))
@@ -42,7 +39,7 @@ WEATHERS = (FINE, Weather(loss=0.05, repeat=0.05, slow=0.1), Weather(loss=0.3, r
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What kind of fleet it is."""
+    """The kind of fleet."""
 
     seed: int = 0
     replicas: int = 2
@@ -50,17 +47,17 @@ class Setup:
     ranks: int = 1
     pools: int = 1
     block_sizes: int = 1
-    """With 2 every other engine has blocks of twice the size, the one started first has not."""
+    """With 2 every other engine has blocks of twice the size; the first one started has the smaller."""
     tiers: int = 1
     ring_frames: int = 4096
     max_payload: int = 1 << 20
     snapshot_kept_s: float = 10.0
     is_busy: bool = False
-    """Whether load goes on while all settle."""
+    """Whether load continues while all settle."""
 
 
 class Step(NamedTuple):
-    """Something happens to somebody for some seconds; then `wait` passes, with some load."""
+    """A fault of a process for some seconds; then `wait` passes, with some load."""
 
     kind: str
     who: int = 0
@@ -70,7 +67,7 @@ class Step(NamedTuple):
 
 
 class World:
-    """The fleet. Replicas and agents live in places; a place is empty while nobody lives there."""
+    """The fleet. Replicas and agents live in places, which are empty after a crash."""
 
     is_watched = True
     """Whether every live copy must be exact at every moment."""
@@ -96,14 +93,14 @@ class World:
         for place in range(len(self._places)):
             self.agenda.at(self.agenda.now + self.rng.random(), partial(self.start, place))
 
-    # Who is there
+    # Members
 
     def replicas(self) -> list[SimReplica]:
-        """Those that live."""
+        """Replicas that are alive."""
         return [one for one in self._places if isinstance(one, SimReplica) and one.is_alive]
 
     def agents(self) -> list[SimAgent]:
-        """Those that live; one whose name a newer has taken counts if that is gone again."""
+        """Agents that are alive. One whose name a newer agent took counts if that one is gone again."""
         living = [one for one in (*self._strays, *self._places) if isinstance(one, SimAgent) and one.is_alive]
         return list({agent.card.worker_id: agent for agent in living}.values())
 
@@ -112,7 +109,7 @@ class World:
         return next(agent.pool_id for agent in self.agents() if agent.card.worker_id == target.worker_id)
 
     def start(self, place: int, *, started_at: float | None = None) -> None:
-        """A new life begins in an empty place; `started_at` is what its clock says, if that is wrong."""
+        """A process starts in an empty place; `started_at` is the time of its clock, if that is wrong."""
         if self._places[place] is None:
             clock = self.agenda.now if started_at is None else started_at
             self._places[place] = process = self._new_process(place, clock)
@@ -135,7 +132,7 @@ class World:
         )  # fmt: skip
 
     def _card(self, number: int) -> Card:
-        """What the engine's card says; wider tiers may only show in its events."""
+        """Tiers on the engine's card; wider tiers may appear in its events only."""
         known = self.rng.randrange(1, self.setup.tiers + 1)
         return Card(
             worker_id=f"w{number}",
@@ -148,16 +145,16 @@ class World:
         )
 
     def _tell_history(self, agent: SimAgent, number: int) -> None:
-        """The engine's replay; now and then it no longer reaches back."""
+        """The engine's replay; sometimes it no longer has the events."""
         for rank, engine in enumerate(self.engines[number]):
             if self.rng.random() < 0.7:
                 for event in engine.replay():
                     agent.hear(rank, event)
 
-    # What happens
+    # Steps
 
     def follow(self, plan: Sequence[Step]) -> None:
-        """Step by step; the tables' invariants hold after each."""
+        """Take the steps; check the tables' invariants after each."""
         self.agenda.run(1.5)
         for step in plan:
             self._happen(step)
@@ -171,7 +168,7 @@ class World:
             check_tables(sim.replica)
 
     def load(self, amount: int) -> None:
-        """Engines and clients do something, `amount` of them at this moment."""
+        """Some load at this moment: `amount` actions of engines and clients."""
         for _ in range(amount):
             if self.rng.random() < 0.5:
                 self._engine_acts()
@@ -242,13 +239,13 @@ class World:
                 self._end(step, place, process)
 
     def _poison(self, kind: str, victim: SimReplica | SimAgent) -> None:
-        """Somebody sends what is not his to send."""
+        """A forged message is published."""
         self._born += 1
         for subject, payload in poison(kind, victim, self._born):
             self._stranger.publish(subject, payload)
 
     def _end(self, step: Step, place: int, process: SimReplica | SimAgent) -> None:
-        """What concerns a whole life: crashes, goodbyes, and what only engines and agents can do."""
+        """Steps of a whole process: crashes, leaving, and faults of engines and agents."""
         match step.kind:
             case "crash":
                 self._bury(place)
@@ -280,7 +277,7 @@ class World:
             case "lost history":
                 agent.run(lambda: agent.lose_history(rank, int(self.agenda.now * 1e6)))
             case "usurp":
-                self._strays.append(agent)  # it still runs, and finds out
+                self._strays.append(agent)  # it still runs, until it finds its successor
                 self._places[place] = None
                 self.start(place)
 
@@ -290,7 +287,7 @@ class World:
             process.kill()
 
     def _later(self, step: Step, end: Callable[[], None]) -> None:
-        """The step's trouble ends after its time, or when all is mended."""
+        """End the step's fault after its time, or when all faults end."""
         self._troubles += 1
         number = self._troubles
         self._ends[number] = end
@@ -301,10 +298,10 @@ class World:
         if end is not None:
             end()
 
-    # Afterwards
+    # After the faults
 
     def mend(self) -> None:
-        """The faults are over. Who crashed and was to come back is back; who died stays dead."""
+        """End the faults. Processes that were to restart have restarted; dead ones stay dead."""
         self.net.weather = FINE
         while self._ends:
             self._end_trouble(min(self._ends))
@@ -313,8 +310,8 @@ class World:
             process.line.mend()
 
     def settle(self) -> None:
-        """Raise if not all agree within BOUND heartbeats, and ever after."""
-        found: list[str] = ["nobody has looked"]
+        """Raise if not all agree within BOUND heartbeats and from then on."""
+        found: list[str] = ["no check was made"]
         for beat in range(1, BOUND + 1):
             self._beat()
             had_agreed, found = not found, self._differences()
@@ -325,14 +322,14 @@ class World:
         raise AssertionError(f"after {BOUND} heartbeats: {found}")
 
     def _differences(self) -> list[str]:
-        """Where copies differ, and still do when what was sent a moment ago has arrived."""
+        """Copies that differ, also after the messages on their way have arrived."""
         if not differences(self):
             return []
         self.agenda.run(0.01)
         return differences(self)
 
     def _beat(self) -> None:
-        """One heartbeat, with load in its first half if it goes on."""
+        """Let one heartbeat pass, with load in its first half if the fleet is busy."""
         for _ in range(5):
             self.load(2 if self.setup.is_busy else 0)
             self.agenda.run(HEARTBEAT_S / 10)
@@ -341,7 +338,7 @@ class World:
 
 
 def live_through(setup: Setup, plan: Sequence[Step]) -> World:
-    """A whole history: faults, then peace. Raises if anything that must be true is not."""
+    """A whole history: faults, then calm. Raises if a property fails."""
     with (
         mock.patch.object(replica_module, "SLICE_HASHES", 5),
         mock.patch.object(feed_source, "SNAPSHOT_KEPT_S", setup.snapshot_kept_s),
