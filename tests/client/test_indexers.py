@@ -128,7 +128,7 @@ async def test_one_way_of_feeding(indexer: KvIndexer) -> None:
             pass
 
 
-async def test_nobody_is_there(nats_url: str) -> None:
+async def test_no_worker_in_time(nats_url: str) -> None:
     """It waits until the timeout; the error states what is missing."""
     with pytest.raises(NoWorkersError, match=r"not ready after 0\.3 s: .*no worker has been seen"):
         async with KvIndexer(16).subscribe(nats_url, uuid.uuid4().hex, ready_timeout_s=0.3):

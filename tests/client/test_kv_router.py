@@ -147,7 +147,7 @@ def test_adapters() -> None:
         router.route(PROMPT, lora_name="b")
 
 
-def test_a_policy_of_ones_own() -> None:
+def test_custom_policy() -> None:
     """A custom class: made once for the pool, its hooks are called, its mistakes do not fail requests."""
     router = by_hand("w1", "w2", policy=Last)
     with router.route(PROMPT, request_id="r") as placed:

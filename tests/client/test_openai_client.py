@@ -139,7 +139,7 @@ async def test_worker_that_is_gone(fleet_of: FleetOf, nats_url: str) -> None:
             await all_of(client.generate(BODY))
 
 
-async def test_nobody(fleet_of: FleetOf, nats_url: str) -> None:
+async def test_no_worker(fleet_of: FleetOf, nats_url: str) -> None:
     """No live worker, an unknown target, a model that no worker serves, a client that is not open."""
     async with fleet_of(scripts=(OK,)) as fleet:
         async with opened(fleet, nats_url) as client:

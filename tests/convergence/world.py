@@ -26,7 +26,7 @@ from tests.convergence.truth import Histories, check_tables, differences
 # Heartbeats within which all must agree: three leases of 6 (more than 5 rounds), one heartbeat for the phase
 # and one for repair. A worker whose older life had the greater incarnation is followed after that life's
 # lease. The last worker of a pool, kept although silent, is dropped a lease after another has appeared. The
-# block size follows after one more. Cards (every 10 s, or on hello) and back-off (up to 7.5 s) run in parallel.
+# block size follows after one more. Cards (every 10 s, or on hello) and back-off (up to 7.5 s) overlap these.
 BOUND = 20
 # For this many heartbeats late copies of earlier messages may arrive.
 IN_THE_AIR = 4

@@ -72,7 +72,7 @@ class Audit:
             router.predictions.look(now, partial(self._holds, router.pool))
 
     def run(self) -> tuple[list[Finding], list[Finding]]:
-        """Audit at once; returns the problems that have begun, and the ones that ended."""
+        """Audit at once; returns the problems that have begun and the problems that ended."""
         for _ in self.steps(1):
             pass
         return self.changes()

@@ -25,7 +25,7 @@ def replica() -> Replica:
 
 
 def kinds(audit: Audit) -> tuple[list[str], list[str]]:
-    """Audit: kinds of the problems that have begun, and of those that are over."""
+    """Audit: kinds of the problems that have begun, and of the problems that ended."""
     begun, over = audit.run()
     return [one.problem.kind for one in begun], [one.problem.kind for one in over]
 

@@ -110,7 +110,7 @@ def test_lease_is_counted_in_own_rounds(replica: Replica) -> None:
 
 
 def test_paused_replica_drops_no_worker(replica: Replica) -> None:
-    """Only rounds that came back count, not those that began."""
+    """Rounds count when they come back, not when they begin."""
     receive_worker(replica, card("w1"))
     receive_worker(replica, card("w2"))
 
