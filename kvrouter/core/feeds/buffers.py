@@ -34,7 +34,7 @@ OP_HASHES = 1024
 
 
 class _Held(NamedTuple):
-    """A frame in the heap. Tuples compare field by field; `arrival` is unique, so frames are never compared."""
+    """Ordered field by field; `arrival` is unique, so the heap never compares two frames."""
 
     incarnation: int
     seq: int

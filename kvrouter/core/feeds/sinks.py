@@ -234,7 +234,7 @@ class SyncSink:
         # a booking that the owner did not name has ended
         for booking in self._active.bookings(self._router_id):
             if booking.key.number not in self._named:
-                self._active.drop(booking.key)
+                self._active.drop(booking.key)  # not `free`: there may be thousands of them
 
     def abandon_load(self) -> None:
         """Keep what was loaded: bookings do not depend on each other, and the next snapshot has the rest."""

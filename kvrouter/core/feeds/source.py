@@ -73,7 +73,7 @@ class FeedSource:
         if not ops:
             return []
         frames = [self._frame(1, ops)]
-        if len(frames[0]) > MAX_FRAME_BYTES:
+        if len(frames[0]) > MAX_FRAME_BYTES:  # rare, so sizes are looked at op by op only here
             parts = _split(ops, MAX_FRAME_BYTES - _ENVELOPE_BYTES)
             frames = [self._frame(number, part) for number, part in enumerate(parts, 1)]
         self.seq += len(frames)
@@ -88,6 +88,7 @@ class FeedSource:
     def _remember(self, data: bytes) -> None:
         self._ring.append(data)
         self._ring_room -= len(data)
+        # the last frame stays at any size: a reader that lost only this one needs no snapshot
         while len(self._ring) > self._ring_frames or (self._ring_room < 0 and len(self._ring) > 1):
             self._ring_room += len(self._ring.popleft())
 

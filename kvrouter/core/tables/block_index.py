@@ -189,7 +189,7 @@ class BlockIndex:
         holding = self._holdings.get(target)
         if holding is None:
             return False
-        sets = holding.sets
+        sets = holding.sets  # without that tier, the widest set has all blocks that it could have
         return self._table.holds(sets[min(TIERS.index(tier), len(sets) - 1)].slot, hash_)
 
     def digest(self, target: Target, tier: str = "device") -> tuple[int, int]:
@@ -267,7 +267,7 @@ class BlockIndex:
             widest = holding.sets[-1]
             wider = self._table.slot_set(self._slots.take())
             self._table.copy_slot(widest.slot, wider.slot)
-            wider.count, wider.digest = widest.count, widest.digest
+            wider.count, wider.digest = widest.count, widest.digest  # copy_slot changes rows only
             self._widest = self._widest & ~(1 << widest.slot) | 1 << wider.slot
             holding.sets.append(wider)
 
@@ -278,7 +278,7 @@ class BlockIndex:
 
     def finish_load(self, target: Target, holding: Holding) -> None:
         """Make this the target's holding: from now on look-ups see it."""
-        self.drop(target)
+        self.drop(target)  # no look-up comes between: these are plain calls
         self._holdings[target] = holding
         self._own(target, holding)
 

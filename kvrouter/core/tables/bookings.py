@@ -151,7 +151,7 @@ class ActiveTable:
             self.free(booking.key)
             owner = self._owners.get(router_id)  # None if that was its last booking
         load = self._loads.get(booking.target) or self._begin(booking.target)
-        if booking.hashes:
+        if booking.hashes:  # first, because it may raise: then nothing is booked
             load.held.add(booking.hashes)
         load.nameless_blocks += booking.anonymous_blocks + booking.output_blocks
         load.charged_tokens += 0 if booking.prefill_completed else booking.prefill_tokens
@@ -347,7 +347,7 @@ class ActiveTable:
         if owner is None:
             return None
         booking = owner.end(key.number)
-        if not owner.bookings:
+        if not owner.bookings:  # replicas come and go, each with a new id
             del self._owners[key.router_id]
         return booking
 

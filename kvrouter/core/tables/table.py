@@ -151,6 +151,7 @@ class FlatTable:
         shards, count = self._shards, len(listed)
         hash_, last = listed[0], listed[-1]
         alive = shards[hash_ & _SHARD_MASK].get(hash_, 0) & self._visible
+        # the last hash first: often a target holds the whole prompt, and then this is the only look-up
         deepest = shards[last & _SHARD_MASK].get(last, 0) if alive else 0
         low = 0  # every slot in `alive` holds listed[low]
         while alive:
@@ -194,6 +195,7 @@ class FlatTable:
 
     def sweep(self, slots: Sequence[int], shard_number: int) -> None:
         """Remove `slots` from one shard."""
+        # set(): a slot that is named twice must not carry into the next bit
         shard, gone = self._shards[shard_number], sum(1 << slot for slot in set(slots))
         for hash_ in [hash_ for hash_, mask in shard.items() if mask & gone]:
             mask = shard[hash_] & ~gone

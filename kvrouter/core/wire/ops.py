@@ -28,7 +28,9 @@ from kvrouter.core.wire.values import (
 from kvrouter.errors import MalformedFrameError
 
 VERSION = 1
+# Half of NATS's default max_payload: a frame must also fit an answer, with its envelope.
 MAX_FRAME_BYTES = 512 * 1024
+# 32 KiB of hashes: a reader applies a frame in one call, between two requests.
 MAX_FRAME_HASHES = 4096
 # 480 KB: an AddRequest must fit a frame. Its other blocks travel as a number (`anonymous_blocks`).
 MAX_BOOKING_HASHES = 60_000
@@ -216,7 +218,7 @@ _decode_raw_ops = msgspec.msgpack.Decoder(list[Raw]).decode
 _decode_code = msgspec.msgpack.Decoder(list[object]).decode
 _decode_request = msgspec.msgpack.Decoder(ReplayRequest).decode
 _decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_KNOWN_CODES = frozenset({1, 2, 3, 4, 16, 17, 18, 19, 20, 21, 22})
+_KNOWN_CODES = frozenset({1, 2, 3, 4, 16, 17, 18, 19, 20, 21, 22})  # the tags of Op
 _WITH_HASHES = (Stored, Removed, AddRequest, ApproxEntry)
 # What msgspec raises for malformed bytes: besides its own error, for deep nesting and for text not in UTF-8.
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
