@@ -79,7 +79,7 @@ class AiohttpClient:
 
 
 class AlreadyWritten(web.StreamResponse):
-    """Makes aiohttp believe that it has sent the response; says whether the connection stays open."""
+    """A response that aiohttp takes for sent, with or without keep-alive."""
 
     def __init__(self, served: Served) -> None:
         super().__init__(status=served.status)

@@ -121,11 +121,11 @@ class Completions:
         except KvRouterError as error:
             served = self._reply(request, openai.error_answer(error, request_id), closes=error.is_body_left)
         except asyncio.CancelledError:
-            refusal = self._in_flight.take_refusal(request)
-            if refusal is None:  # the client left; else cut_off cancelled the request
+            rejection = self._in_flight.take_rejection(request)
+            if rejection is None:  # the client left; else cut_off cancelled the request
                 self._metrics.cancelled.inc()
                 raise
-            served = self._reply(request, openai.error_answer(refusal, request_id))
+            served = self._reply(request, openai.error_answer(rejection, request_id))
         except Exception:
             log.exception("request.failed", path=request.head.path)
             served = self._fail(request, request_id)
@@ -269,7 +269,7 @@ class Completions:
     def cut_off(self) -> None:
         """End every request: answers that have begun get an error event, all others are answered with 503."""
         begun = {attempt: one.work.request for attempt, one in self._running.items() if attempt.is_committed}
-        self._in_flight.refuse_waiting(set(begun.values()))
+        self._in_flight.reject_waiting(set(begun.values()))
         for attempt in begun:
             attempt.cut_off(cut_off_error())
 

@@ -1,4 +1,4 @@
-"""The HTTP side of a replica: its routes, its two listeners, and how that ends.
+"""The HTTP side of a replica: its routes, its two ports, and its drain.
 
 connection ──plain request──> Completions.serve
 └──anything else──> aiohttp: the same routes, and all others
@@ -100,7 +100,6 @@ class Site:
 
 
 def _behind(gate: Gate, definition: web.RouteDef) -> web.RouteDef:
-
     async def serve(http: web.Request) -> web.StreamResponse:
         gate(f"{http.method} {http.path}", http.headers)
         return await cast(HttpRoute, definition.handler)(http)
@@ -143,9 +142,8 @@ class _Port:
             start_serving=start_serving,
             ssl=tls,
             ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-            ssl_shutdown_timeout=KEEP_ALIVE_S
-            if tls
-            else None,  # the client reads the rest of an answer meanwhile
+            # The client reads the rest of its answer meanwhile; asyncio's default is 30 s.
+            ssl_shutdown_timeout=KEEP_ALIVE_S if tls else None,
         )
 
     @property

@@ -82,7 +82,7 @@ class HungEngines:
         self._silent_workers = silent_workers
         self._probe = probe
         self._now = now
-        # By URL, of suspected engines only: the running probe, or the last one. The oldest come first.
+        # By URL, only of suspected engines: the running probe, or the last one. The oldest come first.
         self._probes: dict[str, asyncio.Future[bool]] = {}
         # By URL: how many probes in a row got no answer. An answer removes the entry.
         self._misses: dict[str, int] = {}
@@ -100,14 +100,18 @@ class HungEngines:
 
     async def look(self) -> int:
         """Probe suspected engines and move the requests that wait for hung ones; returns how many moved."""
-        doubts = {attempt: doubt for attempt, one in self._running.items() if (doubt := _doubt(attempt, one))}
+        suspicions = {
+            attempt: suspicion
+            for attempt, one in self._running.items()
+            if (suspicion := _suspicion(attempt, one))
+        }
         silent = self._silent_workers()
-        urls = {self._running[attempt].placement.url for attempt in doubts}
+        urls = {self._running[attempt].placement.url for attempt in suspicions}
         self._keep_probing(urls.union(worker.card.url for _, worker in silent))
         self._remove_unreachable(silent)
         moved, most = 0, max(1, len(self._running) // MOVED_SHARE)
         misses = 0
-        for attempt, reason in self._in_turn(dict(self._hanging(doubts))):
+        for attempt, reason in self._in_turn(dict(self._hanging(suspicions))):
             one = self._running.get(attempt)
             if moved == most or misses == MOST_MISSES:
                 break
@@ -119,7 +123,7 @@ class HungEngines:
             else:
                 self._missed.add(attempt)
                 misses += 1
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # a search for another worker may take 0.7 ms (MOST_MISSES)
         return moved
 
     def _remove_unreachable(self, silent: Sequence[tuple[Pool, Worker]]) -> None:
@@ -138,13 +142,13 @@ class HungEngines:
             self._missed.clear()
         return sorted(hanging.items(), key=lambda one: one[0] in self._missed)
 
-    def _hanging(self, doubts: Mapping[Attempt, str]) -> Iterator[tuple[Attempt, str]]:
+    def _hanging(self, suspicions: Mapping[Attempt, str]) -> Iterator[tuple[Attempt, str]]:
         """The attempts that should move, the oldest first, each with the reason."""
-        for attempt, doubt in doubts.items():
+        for attempt, suspicion in suspicions.items():
             one = self._running[attempt]
             if one.placement.url in self._misses:
-                yield attempt, f"its agent is {doubt}, and the engine does not answer /health"
-            elif doubt == "down" and one.work.stream:
+                yield attempt, f"its agent is {suspicion}, and the engine does not answer /health"
+            elif suspicion == "down" and one.work.stream:
                 yield attempt, "its agent reports that the engine is down"
 
     def _keep_probing(self, urls: set[str]) -> None:
@@ -159,6 +163,7 @@ class HungEngines:
                 self._misses.pop(url, None)
             else:
                 self._misses[url] = self._misses.get(url, 0) + 1
+        # A dict keeps the order of insertion, so removing and adding a URL puts it last.
         free = MOST_PROBES - len(self._probes) + len(over)
         for url in [*sorted(urls - self._probes.keys()), *over][:free]:  # oldest first
             self._probes.pop(url, None)
@@ -171,7 +176,7 @@ class HungEngines:
         return router.has_eligible(one.work.route, self._now(), exclude=excluded.union(present))
 
 
-def _doubt(attempt: Attempt, one: Running) -> str:
+def _suspicion(attempt: Attempt, one: Running) -> str:
     """Why the engine is suspected; empty if it is not, or if the attempt does not wait or must not move."""
     if attempt.is_committed or one.excluded is None or one.work.route.wanted is not None:
         return ""
@@ -185,6 +190,7 @@ def _doubt(attempt: Attempt, one: Running) -> str:
 async def probing(tls: ssl.SSLContext | None) -> AsyncIterator[Probe]:
     """Probes engines over HTTP. `tls` verifies https:// URLs; None: with the system's authorities."""
     timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
+    # A new connection for each probe: it also shows whether the engine still accepts connections.
     connector = engine_connector(tls or trusting(None), limit=MOST_PROBES, force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         yield partial(_answers, http)

@@ -1,7 +1,7 @@
 """The requests being served: how many there are, and how they end if they outlive the drain.
 
 begun ──> waiting: body, tokens, a worker, its first byte ──> answering ──> ended
-             │ refuse_waiting                                    │ Attempt.cut_off
+             │ reject_waiting                                    │ Attempt.cut_off
              └──> 503                                            └──> error event
 """
 
@@ -23,12 +23,12 @@ class InFlight:
         self.idle.set()
         self.count = 0
         self._waiting: dict[Request, asyncio.Task[Any]] = {}
-        self._refused: dict[Request, asyncio.Task[Any]] = {}
+        self._rejected: dict[Request, asyncio.Task[Any]] = {}
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
 
     def begin(self, request: Request) -> None:
-        """Count a request that the current task serves. Raises ShuttingDownError after `refuse_waiting`."""
+        """Count a request that the current task serves. Raises ShuttingDownError after `reject_waiting`."""
         task = asyncio.current_task(self._loop)  # without the loop it calls os.getpid to find it
         assert task is not None
         self.count += 1
@@ -41,30 +41,30 @@ class InFlight:
         """The answer is written. The task may still wait for its client, and is no longer cancelled."""
         self._waiting.pop(request, None)
 
-    def take_refusal(self, request: Request) -> ShuttingDownError | None:
-        """The error for a request that `refuse_waiting` cancelled, whose task goes on to answer with it.
+    def take_rejection(self, request: Request) -> ShuttingDownError | None:
+        """The error for a request that `reject_waiting` cancelled, whose task goes on to answer with it.
 
         None if the task was cancelled because the client has left.
         """
-        task = self._refused.get(request)
+        task = self._rejected.get(request)
         if task is None:
             return None
-        task.uncancel()
+        task.uncancel()  # the cancellation ends here: the task answers its client
         return cut_off_error()
 
     def end(self, request: Request) -> None:
         self.count -= 1
         self._waiting.pop(request, None)
-        self._refused.pop(request, None)
+        self._rejected.pop(request, None)
         if not self.count:
             self.idle.set()
 
-    def refuse_waiting(self, answering: Container[Request]) -> None:
+    def reject_waiting(self, answering: Container[Request]) -> None:
         """Answer all requests with 503, later ones too, except those in `answering`."""
         self._is_closed = True
         for request, task in self._waiting.items():
             if request not in answering:
-                self._refused[request] = task
+                self._rejected[request] = task
                 task.cancel()
 
 

@@ -36,13 +36,14 @@ POST_ROUTES = (
 )
 GET_ROUTES = ("/version",)
 
+# Parts of a form in which `model` and `stream` are searched: bounds the work for a hostile body.
 _MAX_PARTS = 64
 _FORM = "multipart/form-data"
 _NAME = re.compile(rb';\s*name="?([^";\r\n]*)', re.IGNORECASE)
 
 _BOUNDARY = re.compile(r';\s*boundary="?([^";]+)', re.IGNORECASE)
 
-
+# Overrides have a few short fields. Larger ones are rejected before objects are made of them.
 _MOST_OVERRIDES_BYTES = 64 * 1024
 _NULL = msgspec.Raw(b"null")
 

@@ -35,10 +35,10 @@ async def serve(
             in_flight.answered(request)
         await may_end.wait()
     except asyncio.CancelledError:
-        refusal = in_flight.take_refusal(request)
-        if refusal is None:
+        rejection = in_flight.take_rejection(request)
+        if rejection is None:
             raise
-        raise refusal from None
+        raise rejection from None
     finally:
         in_flight.end(request)
     return "whole"
@@ -65,7 +65,7 @@ async def test_refuse_waiting() -> None:
     answering = asyncio.create_task(serve(in_flight, may_end, begun))
     answered = asyncio.create_task(serve(in_flight, may_end, is_answered=True))
     await turn()
-    in_flight.refuse_waiting({begun})
+    in_flight.reject_waiting({begun})
 
     with pytest.raises(ShuttingDownError, match="shutting down"):
         await waiting
@@ -76,10 +76,10 @@ async def test_refuse_waiting() -> None:
     assert not waiting.cancelling()
 
 
-async def test_later_requests_are_refused() -> None:
+async def test_later_requests_are_rejected() -> None:
     """A request that arrives after that is rejected as well."""
     in_flight = InFlight()
-    in_flight.refuse_waiting(())
+    in_flight.reject_waiting(())
 
     with pytest.raises(ShuttingDownError):
         await serve(in_flight, asyncio.Event())
