@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.tables.block_index import BlockIndex
-from kvrouter.core.tables.bookings import ActiveTable
+from kvrouter.core.tables.bookings import BookingTable
 from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.core.wire.senders import KvSource, SyncSource
 from tests.convergence.engines import LIBRARY, SimAgent
@@ -69,7 +69,7 @@ def pool(sim: SimReplica) -> Pool:
     return sim.replica.routers[min(sim.replica.routers)].pool
 
 
-def active(sim: SimReplica) -> ActiveTable:
+def active(sim: SimReplica) -> BookingTable:
     """Its table of bookings."""
     return pool(sim).active
 

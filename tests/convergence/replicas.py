@@ -13,7 +13,7 @@ from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.core.tables.bookings import ActiveTable
+from kvrouter.core.tables.bookings import BookingTable
 from kvrouter.core.wire.heartbeats import State
 from kvrouter.core.wire.heartbeats import encode as encode_beat
 from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId
@@ -47,7 +47,7 @@ Running = tuple[PoolId, BookingKey]
 class WatchedSink:
     """A peer's sync feed. It raises if a moment of a booking precedes its AddRequest or follows its Free."""
 
-    def __init__(self, sink: FeedSink, active: ActiveTable, owner: RouterId) -> None:
+    def __init__(self, sink: FeedSink, active: BookingTable, owner: RouterId) -> None:
         self._sink = sink
         self._active = active
         self._owner = owner

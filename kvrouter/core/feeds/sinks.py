@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvrouter.core.tables.block_index import BlockIndex, Holding
-from kvrouter.core.tables.bookings import ActiveTable, Booking
+from kvrouter.core.tables.bookings import Booking, BookingTable
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.wire.hashes import hash_array
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
@@ -162,7 +162,7 @@ class SyncSink:
 
     def __init__(
         self,
-        active: ActiveTable,
+        active: BookingTable,
         router_id: RouterId,
         *,
         booked: Callable[[float], None],

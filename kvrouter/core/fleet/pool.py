@@ -1,4 +1,4 @@
-"""The workers of one base model: their cards and state, one index, one active table.
+"""The workers of one base model: their cards and state, one block index, one table of bookings.
 
     heartbeats ──> workers ──> targets (what may be chosen)
     KV feeds   ──> index   ─┐
@@ -23,7 +23,7 @@ from kvrouter.core.routing.roster import Roster
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.approx import DEFAULT_TTL_S, ApproxIndex
 from kvrouter.core.tables.block_index import BlockIndex, IndexBounds
-from kvrouter.core.tables.bookings import ActiveTable
+from kvrouter.core.tables.bookings import BookingTable
 from kvrouter.core.wire.heartbeats import WorkerBeat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 
@@ -80,7 +80,7 @@ class Pool:
         """The longest prompt that any worker takes, in tokens; 0 if not known."""
         self.index = settings.new_index(settings.index_bounds, settings.placement_secret)
         self.approx = ApproxIndex(self.index, settings.ttl_s)
-        self.active = ActiveTable(settings.placement_secret)
+        self.active = BookingTable(settings.placement_secret)
         self._roster = Roster()  # `targets` in columns
 
     # Workers

@@ -2,7 +2,7 @@
 
     live messages ──> worker_heartbeat / kv_frame / router_heartbeat / sync_frame
                               │
-    feeds (one reader each) ──┴──> index and active table of the pool ──> Router.route
+    feeds (one reader each) ──┴──> block index and bookings of the pool ──> Router.route
                               │
     due ──> replay requests to send;  work ──> snapshots loaded and dead slots swept, in slices
 

@@ -23,7 +23,7 @@ from kvrouter.core.routing.cost import Prompt, find_overlap, uncached_tokens
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.roster import Roster
 from kvrouter.core.tables.block_index import BlockIndex
-from kvrouter.core.tables.bookings import ActiveTable
+from kvrouter.core.tables.bookings import BookingTable
 from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import Target
 
@@ -215,7 +215,7 @@ def form_candidates(
     request: RouteRequest,
     roster: Roster,
     index: BlockIndex,
-    active: ActiveTable,
+    active: BookingTable,
     *,
     block_size: int,
     inflight_overlap: bool,
@@ -244,7 +244,7 @@ def form_candidates(
     return Candidates(roster, columns, found[0][1], block_size)
 
 
-def _find(prompt: Prompt, index: BlockIndex, active: ActiveTable) -> Found:
+def _find(prompt: Prompt, index: BlockIndex, active: BookingTable) -> Found:
     look_up = index.overlap_by_tier if index.has_wider_tiers else index.overlap
     return prompt, look_up(prompt.hashes), active.depths(prompt.hashes)
 

@@ -126,7 +126,7 @@ class _Owner:
         return booking
 
 
-class ActiveTable:
+class BookingTable:
     """The bookings of every replica, and the load they add up to. `placement_secret`: see `new_table`."""
 
     def __init__(self, placement_secret: int = 0) -> None:

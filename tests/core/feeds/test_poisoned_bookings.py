@@ -12,7 +12,7 @@ from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.sinks import SyncSink
 from kvrouter.core.feeds.source import FeedSource
 from kvrouter.core.feeds.trust import FeedState
-from kvrouter.core.tables.bookings import ActiveTable
+from kvrouter.core.tables.bookings import BookingTable
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ids import RouterId
 from kvrouter.core.wire.ops import AddRequest, Check, Free, Op, SnapshotChunk, decode_request, encode
@@ -30,7 +30,7 @@ HEAL_S = 60
 FORGED = AddRequest(2**40, "forged", "w1", 0, pack_hashes([1, 2]), 32, 0, 32)
 
 
-def sink_of(table: ActiveTable) -> SyncSink:
+def sink_of(table: BookingTable) -> SyncSink:
     """A sink that writes the peer's feed to the table."""
     return SyncSink(
         table, PEER, booked=lambda _: None, prefill_completed=lambda *_: None, assume=lambda *_: None
@@ -45,7 +45,7 @@ class PeerFeed:
         self.rng = random.Random(seed)
         self.mutator = Mutator(self.rng)
         self.live: dict[int, AddRequest] = {}
-        self.owned, self.copy = ActiveTable(), ActiveTable()
+        self.owned, self.copy = BookingTable(), BookingTable()
         self.source = FeedSource(1000, lambda _now: list(self.live.values()))
         self.sent: list[bytes] = []
         self._written = sink_of(self.owned)

@@ -6,7 +6,7 @@ import pytest
 
 from kvrouter.core.feeds.sinks import KvSink, SyncSink
 from kvrouter.core.tables.block_index import BlockIndex
-from kvrouter.core.tables.bookings import ActiveTable, Booking, booking_ops
+from kvrouter.core.tables.bookings import Booking, BookingTable, booking_ops
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ids import BookingKey, Target, WorkerId
 from kvrouter.core.wire.ops import (
@@ -40,8 +40,8 @@ def kv(index: BlockIndex) -> KvSink:
 
 
 @pytest.fixture
-def active() -> ActiveTable:
-    return ActiveTable()
+def active() -> BookingTable:
+    return BookingTable()
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def prefilled() -> list[Booking]:
 
 
 @pytest.fixture
-def sync(active: ActiveTable, prefilled: list[Booking]) -> SyncSink:
+def sync(active: BookingTable, prefilled: list[Booking]) -> SyncSink:
     """The sink of a peer's bookings."""
     return SyncSink(
         active,
@@ -123,7 +123,7 @@ def test_snapshot_with_a_wider_tier_than_the_card(index: BlockIndex) -> None:
 
 
 def test_ops_of_the_other_kind_are_ignored(
-    kv: KvSink, sync: SyncSink, index: BlockIndex, active: ActiveTable
+    kv: KvSink, sync: SyncSink, index: BlockIndex, active: BookingTable
 ) -> None:
     """A booking in a KV feed, or a block in a sync feed, changes nothing and is not a contradiction."""
     assert not kv.apply(ADD, 0.0)
@@ -133,7 +133,7 @@ def test_ops_of_the_other_kind_are_ignored(
     assert {} == active.owners()
 
 
-def test_three_moments_of_a_booking(sync: SyncSink, active: ActiveTable, prefilled: list[Booking]) -> None:
+def test_three_moments_of_a_booking(sync: SyncSink, active: BookingTable, prefilled: list[Booking]) -> None:
     """AddRequest books, MarkPrefillCompleted ends the charge, Progress adds blocks, Free ends."""
     sync.apply(ADD, 0.0)
     assert (5, 34) == (active.blocks(T1), active.charged_tokens(T1))
@@ -150,7 +150,7 @@ def test_three_moments_of_a_booking(sync: SyncSink, active: ActiveTable, prefill
     active.check()
 
 
-def test_moments_of_unknown_bookings_are_ignored(sync: SyncSink, active: ActiveTable) -> None:
+def test_moments_of_unknown_bookings_are_ignored(sync: SyncSink, active: BookingTable) -> None:
     """A booking that was freed, or never made here, does not appear."""
     for op in (MarkPrefillCompleted(1), Progress(1, 2), Free(1)):
         assert not sync.apply(op, 0.0)
@@ -158,7 +158,7 @@ def test_moments_of_unknown_bookings_are_ignored(sync: SyncSink, active: ActiveT
     assert {} == active.owners()
 
 
-def test_sync_snapshot_replaces_all_bookings(sync: SyncSink, active: ActiveTable) -> None:
+def test_sync_snapshot_replaces_all_bookings(sync: SyncSink, active: BookingTable) -> None:
     """Bookings are as the snapshot names them; those it does not name are freed."""
     sync.apply(ADD, 0.0)
     sync.apply(AddRequest(8, "old", "w2", 0, b"", 5, 0, 5), 0.0)
@@ -176,7 +176,7 @@ def test_sync_snapshot_replaces_all_bookings(sync: SyncSink, active: ActiveTable
     active.check()
 
 
-def test_snapshot_passes_assumptions_on(active: ActiveTable) -> None:
+def test_snapshot_passes_assumptions_on(active: BookingTable) -> None:
     """ApproxEntry counts only in a snapshot, and its prefill moments are not assumed a second time."""
     entries: list[ApproxEntry] = []
     prefilled: list[Booking] = []
@@ -198,7 +198,7 @@ def test_snapshot_passes_assumptions_on(active: ActiveTable) -> None:
     assert ([entry], []) == (entries, prefilled)
 
 
-def test_reset_frees_all(sync: SyncSink, active: ActiveTable) -> None:
+def test_reset_frees_all(sync: SyncSink, active: BookingTable) -> None:
     """A replica that has restarted has no bookings."""
     sync.apply(ADD, 0.0)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from xxhash import xxh3_64_intdigest
 
-from kvrouter.core.tables.bookings import ActiveTable, Booking
+from kvrouter.core.tables.bookings import Booking, BookingTable
 from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
 from tests.core.forest import Forest, walk
@@ -35,11 +35,11 @@ def booking(
 
 
 @pytest.fixture
-def active() -> ActiveTable:
-    return ActiveTable()
+def active() -> BookingTable:
+    return BookingTable()
 
 
-def test_free_twice(active: ActiveTable) -> None:
+def test_free_twice(active: BookingTable) -> None:
     """A request freed twice is counted once."""
     active.book(booking(B1))
     active.book(booking(B2))
@@ -51,7 +51,7 @@ def test_free_twice(active: ActiveTable) -> None:
     active.check()
 
 
-def test_shared_blocks_count_once(active: ActiveTable) -> None:
+def test_shared_blocks_count_once(active: BookingTable) -> None:
     """Two requests with a common prefix hold it once, until both have ended."""
     active.book(booking(B1, hashes=[11, 22, 33]))
     active.book(booking(B2, hashes=[11, 22, 44]))
@@ -63,7 +63,7 @@ def test_shared_blocks_count_once(active: ActiveTable) -> None:
     assert {T1: 2} == active.depths([11, 22, 33])
 
 
-def test_depths_are_per_target(active: ActiveTable) -> None:
+def test_depths_are_per_target(active: BookingTable) -> None:
     """Blocks in flight on one target are not in flight on another."""
     active.book(booking(B1, T1, CHAIN[:1]))
     active.book(booking(B2, T2, CHAIN[:3]))
@@ -72,7 +72,7 @@ def test_depths_are_per_target(active: ActiveTable) -> None:
     assert {} == active.depths([99])
 
 
-def test_prefill_completed(active: ActiveTable) -> None:
+def test_prefill_completed(active: BookingTable) -> None:
     """The charge ends and the blocks stay; a second mark changes nothing."""
     active.book(booking())
 
@@ -83,7 +83,7 @@ def test_prefill_completed(active: ActiveTable) -> None:
     active.check()
 
 
-def test_free_implies_prefill_completed(active: ActiveTable) -> None:
+def test_free_implies_prefill_completed(active: BookingTable) -> None:
     """The rest of the charge ends with the booking; a later mark changes nothing."""
     active.book(booking())
 
@@ -94,7 +94,7 @@ def test_free_implies_prefill_completed(active: ActiveTable) -> None:
     active.check()
 
 
-def test_free_after_mark_does_not_charge_twice(active: ActiveTable) -> None:
+def test_free_after_mark_does_not_charge_twice(active: BookingTable) -> None:
     """Mark, then free: the charge ends once."""
     active.book(booking(B1))
     active.book(booking(B2))
@@ -105,7 +105,7 @@ def test_free_after_mark_does_not_charge_twice(active: ActiveTable) -> None:
     assert 48 == active.charged_tokens(T1)
 
 
-def test_output_blocks_are_never_shared(active: ActiveTable) -> None:
+def test_output_blocks_are_never_shared(active: BookingTable) -> None:
     """Output blocks of requests with the same prompt add up; a lower number is ignored."""
     active.book(booking(B1))
     active.book(booking(B2))
@@ -120,7 +120,7 @@ def test_output_blocks_are_never_shared(active: ActiveTable) -> None:
     active.check()
 
 
-def test_anonymous_blocks_count(active: ActiveTable) -> None:
+def test_anonymous_blocks_count(active: BookingTable) -> None:
     """Blocks whose hashes are not known are active too."""
     active.book(booking(anonymous_blocks=7))
 
@@ -129,7 +129,7 @@ def test_anonymous_blocks_count(active: ActiveTable) -> None:
     assert 0 == active.blocks(T1)
 
 
-def test_booked_again_under_the_same_key(active: ActiveTable) -> None:
+def test_booked_again_under_the_same_key(active: BookingTable) -> None:
     """The later booking replaces the earlier one, also if its target differs."""
     active.book(booking(B1, T1))
 
@@ -140,7 +140,7 @@ def test_booked_again_under_the_same_key(active: ActiveTable) -> None:
     active.check()
 
 
-def test_same_number_of_two_replicas(active: ActiveTable) -> None:
+def test_same_number_of_two_replicas(active: BookingTable) -> None:
     """Numbers are per replica: one's Free does not end the other's booking."""
     active.book(booking(BookingKey(R1, 1)))
     active.book(booking(BookingKey(R2, 1)))
@@ -151,7 +151,7 @@ def test_same_number_of_two_replicas(active: ActiveTable) -> None:
     assert 1 == active.requests(T1)
 
 
-def test_a_replica_dies(active: ActiveTable) -> None:
+def test_a_replica_dies(active: BookingTable) -> None:
     """All its bookings end, and only its own."""
     for number in range(5):
         active.book(booking(BookingKey(R1, number), T2 if number % 2 else T1))
@@ -166,7 +166,7 @@ def test_a_replica_dies(active: ActiveTable) -> None:
     active.check()
 
 
-def test_many_bookings_go_in_slices(active: ActiveTable) -> None:
+def test_many_bookings_go_in_slices(active: BookingTable) -> None:
     """A dead replica's bookings end at once; slices release their hashes, deepest first."""
     chain = list(range(1000, 1100))
     for number in range(20):
@@ -184,7 +184,7 @@ def test_many_bookings_go_in_slices(active: ActiveTable) -> None:
     assert 0 == len(active._table)
 
 
-def test_owner_comes_back_while_its_past_is_swept(active: ActiveTable) -> None:
+def test_owner_comes_back_while_its_past_is_swept(active: BookingTable) -> None:
     """The same numbers in a later snapshot are new bookings, and only the old ones are released."""
     for number in range(3):
         active.book(booking(BookingKey(R1, number), hashes=[11, 22, 33]))
@@ -200,7 +200,7 @@ def test_owner_comes_back_while_its_past_is_swept(active: ActiveTable) -> None:
     active.check()
 
 
-def test_request_without_blocks(active: ActiveTable) -> None:
+def test_request_without_blocks(active: BookingTable) -> None:
     """A prompt shorter than a block counts as a request in flight."""
     active.book(booking(hashes=[], prefill_tokens=3))
 
@@ -208,7 +208,7 @@ def test_request_without_blocks(active: ActiveTable) -> None:
     active.check()
 
 
-def test_hash_named_twice_in_one_booking(active: ActiveTable) -> None:
+def test_hash_named_twice_in_one_booking(active: BookingTable) -> None:
     """A block that a peer names twice in one booking counts once, and goes when the booking ends."""
     active.book(booking(hashes=[11, 11, 22]))
     active.check()
@@ -220,7 +220,7 @@ def test_hash_named_twice_in_one_booking(active: ActiveTable) -> None:
     active.check()
 
 
-def test_digest_covers_all_that_a_copy_holds(active: ActiveTable) -> None:
+def test_digest_covers_all_that_a_copy_holds(active: BookingTable) -> None:
     """Count, and the sum of xxh3_64 over MessagePack of each booking; its hashes are hashed first."""
     active.book(booking(B1, T2, anonymous_blocks=2))
     active.book(booking(B2, T1))
@@ -237,7 +237,7 @@ def test_digest_covers_all_that_a_copy_holds(active: ActiveTable) -> None:
     assert (0, 0) == active.digest(R2)
 
 
-def test_a_load_is_kept_while_its_target_is_lined_up(active: ActiveTable) -> None:
+def test_a_load_is_kept_while_its_target_is_lined_up(active: BookingTable) -> None:
     """A target without requests has a load of 0 in its column, and is forgotten after it has left."""
     active.line_up([T2, T1])
     for number in range(3):
@@ -256,7 +256,7 @@ def test_a_load_is_kept_while_its_target_is_lined_up(active: ActiveTable) -> Non
     assert 0 == active._slots.in_use
 
 
-def test_columns_are_copies(active: ActiveTable) -> None:
+def test_columns_are_copies(active: BookingTable) -> None:
     """Columns that were read do not change later."""
     active.line_up([T1])
     active.book(booking())
@@ -269,7 +269,7 @@ def test_columns_are_copies(active: ActiveTable) -> None:
     assert ([0], [6], [1]) == tuple(map(list, active.lined_up()))
 
 
-def test_check_notices_a_wrong_charge(active: ActiveTable) -> None:
+def test_check_notices_a_wrong_charge(active: BookingTable) -> None:
     """`check` raises for a charge that is too high."""
     active.book(booking())
     active._loads[T1].charged_tokens += 1
@@ -287,7 +287,7 @@ class ActiveHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.active = ActiveTable()
+        self.active = BookingTable()
         self.model: dict[BookingKey, Booking] = {}
         self.dropped: list[Booking] = []
 
