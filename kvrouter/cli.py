@@ -1,4 +1,4 @@
-"""`kvrouter COMMAND …`: the processes as sub-commands, and the tools beside them."""
+"""`kvrouter COMMAND …`: one sub-command for each process and tool."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ usage: kvrouter COMMAND [flags]
 
   serve      a whole deployment: NATS, an agent for each engine, the frontends
   frontend   one replica: OpenAI-compatible HTTP frontend with the router inside
-  worker     the agent beside an engine: announces it, bridges its KV events, reports its load
+  worker     the agent of an engine: announces it, forwards its KV events, reports its load
   mocker     a simulated engine with vLLM's HTTP surface and KV-event wire
-  simulate   a trace through simulated engines, each routing mode in turn, in virtual time
+  simulate   a trace replayed on simulated engines in virtual time, once per routing mode
   nats       the embedded NATS server on 127.0.0.1, until stopped
-  verify     compares what live replicas hold: the same blocks, the same bookings, and their owners'?
+  verify     compares the state of live replicas: whether they agree on blocks and bookings
 
 `kvrouter COMMAND --help` lists a command's flags. `kvrouter --version` prints the version.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one sub-command; returns the exit code."""
+    """Run one sub-command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in {"-h", "--help"}:
         print(_USAGE, end="")  # noqa: T201
@@ -93,7 +93,7 @@ def _verify(arguments: Sequence[str]) -> int:
     from kvrouter.telemetry.logs import set_up_logs
     from kvrouter.verify import main as run
 
-    set_up_logs("error")  # the result says it
+    set_up_logs("error")  # the printed result already contains what warnings would report
     return run(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Flags that every process shares, and the checks that make start-up fail with a clear message."""
+"""Flags shared by all processes, and the checks that reject wrong values at start-up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NATS_FILES = {
 
 
 class FlagHelp(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default to what --help says of a flag, unless the text has it or there is nothing to show."""
+    """Adds the default to a flag's help, unless the text states it or the default is empty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, "", []) or "default:" in (action.help or ""):
@@ -48,7 +48,7 @@ class FlagHelp(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def identifier(text: str) -> str:
-    """An argparse type: a namespace or a worker id."""
+    """An argparse type: a namespace or a worker id, both of which are parts of NATS subjects."""
     if not is_identifier(text):
         raise argparse.ArgumentTypeError(f"{text!r}: {IDENTIFIER_RULE}")
     return text
@@ -79,10 +79,10 @@ def heartbeat(text: str) -> float:
 
 
 def up_to_a_day(text: str) -> float:
-    """An argparse type: seconds that somebody waits."""
+    """An argparse type: a waiting time in seconds."""
     value = not_negative(text)
     if value > DAY_S:
-        raise argparse.ArgumentTypeError(f"{text!r}: at most {DAY_S:g} seconds, a day")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be at most {DAY_S:g} seconds (a day)")
     return value
 
 
@@ -112,58 +112,58 @@ def _number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text!r}: must be finite")
     return value
 
 
 def add_nats_flags(parser: argparse.ArgumentParser) -> None:
-    """--nats and who to be there, --namespace."""
+    """--nats, the credentials for it, --namespace."""
     nats = parser.add_argument_group("NATS")
     nats.add_argument(
         "--nats",
         default=os.environ.get("NATS_URL", DEFAULT_URL),
         metavar="URL[,URL…]|embedded",
-        help="servers; not given: those of $NATS_URL; "
-        f"'embedded' starts one at {DEFAULT_URL} unless one answers there",
+        help="NATS servers; default: $NATS_URL, else "
+        f"{DEFAULT_URL}; 'embedded' starts a server there unless one is running",
     )
-    nats.add_argument("--nats-user", metavar="NAME", help="with --nats-password-file")
+    nats.add_argument("--nats-user", metavar="NAME", help="user name; needs --nats-password-file")
     for flag, text in _NATS_FILES.items():
         nats.add_argument(f"--nats-{flag}", type=Path, metavar="FILE", help=text)
     parser.add_argument(
-        "--namespace", type=identifier, default="default", help="keeps fleets on one NATS apart"
+        "--namespace", type=identifier, default="default", help="separates fleets that share a NATS server"
     )
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of `add_nats_flags`, --heartbeat-s, --core, --log-level, --log-format."""
+    """The flags of `add_nats_flags`, --heartbeat-s, --core, --log-level, --log-format."""
     add_nats_flags(parser)
     parser.add_argument(
         "--heartbeat-s",
         type=heartbeat,
         default=1.0,
-        help="seconds between heartbeats; others reckon with it, "
+        help="seconds between heartbeats, which other processes are informed of; "
         f"from {MIN_HEARTBEAT_S:g} to {MAX_HEARTBEAT_S:g}",
     )
     parser.add_argument(
         "--core",
         choices=versions.CORES,
-        help="hot tables and hashes: in Python, or their twin in C; default: native if it is built",
+        help="version of the hot tables and hashes: python, or native (C); default: native if it is built",
     )
     parser.add_argument(
         "--log-level",
         choices=["debug", "info", "warning", "error"],
         default="info",
-        help="the least that is logged, on stderr",
+        help="lowest level that is logged to stderr",
     )
     parser.add_argument(
-        "--log-format", choices=["console", "json"], default="console", help="json: one object a line"
+        "--log-format", choices=["console", "json"], default="console", help="json: one object per line"
     )
 
 
 def read_key(flag: str, path: Path | None) -> str | None:
-    """The bearer key in the file of a flag; None if nothing is in it. Raises ConfigError."""
+    """The bearer key in a flag's file; None without a file or if it is empty. Raises ConfigError."""
     if path is None:
         return None
     try:
@@ -171,18 +171,18 @@ def read_key(flag: str, path: Path | None) -> str | None:
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{flag} {path}: it is not text") from None
+        raise ConfigError(f"{flag} {path}: the file is not UTF-8 text") from None
 
 
 def use_core(core: str | None) -> None:
-    """Choose the version of the hot tables and hashes (--core). Raises ConfigError if it is not there."""
+    """Choose the version of the hot tables and hashes (--core). Raises ConfigError if it is not built."""
     if versions.choose(core) == versions.PYTHON and core is None:
-        effect = "the Python version serves: the same answers, more time and memory in a large fleet"
+        effect = "the Python version is used: same results, more time and memory in a large fleet"
         log.info("core.not_built", reason=versions.why_not_built, effect=effect)
 
 
 def nats_options(flags: argparse.Namespace) -> NatsOptions:
-    """What the flags of `add_nats_flags` say about NATS. Raises ConfigError."""
+    """The options from the flags of `add_nats_flags`. Raises ConfigError."""
     options = NatsOptions(
         servers=tuple(url.strip() for url in flags.nats.split(",") if url.strip()),
         user=flags.nats_user,
@@ -195,13 +195,13 @@ def nats_options(flags: argparse.Namespace) -> NatsOptions:
         tls_key=flags.nats_tls_key,
     )
     if not options.is_embedded:
-        options.connect_arguments()  # what is wrong with them is said before anything starts
+        options.connect_arguments()  # raises for wrong values before any part of the process starts
     return options
 
 
 @contextlib.asynccontextmanager
 async def open_bus(options: NatsOptions | str, *, name: str) -> AsyncIterator[Bus]:
-    """The bus at these servers (text: as --nats takes it), with the embedded server where it is asked for."""
+    """The bus at these servers, or at the value of a --nats flag; starts the embedded server if requested."""
     if isinstance(options, str):
         options = NatsOptions(tuple(options.split(",")))
     async with contextlib.AsyncExitStack() as stack:

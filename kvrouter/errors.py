@@ -1,16 +1,17 @@
-"""One error tree. Each error names a situation and carries the HTTP status a client sees."""
+"""The error tree. Each error names a situation and has the HTTP status that a client receives."""
 
 from __future__ import annotations
 
 
 class KvRouterError(Exception):
-    """Anything kvrouter reports to a person: the message gives the value and the way out."""
+    """An error reported to a person: its message states the wrong value and the remedy."""
 
     status = 500
     type = "InternalServerError"
-    # Told to the client with a 503.
+    # The Retry-After header of a 503.
     retry_after_s = 1
-    # Whether a part of the request's body was not read: nothing else can come on its connection then.
+    # Whether part of the request's body was not read. Its connection must then be closed, as the rest of the
+    # body would be taken for the next request.
     is_body_left = False
 
 
@@ -19,7 +20,7 @@ class ConfigError(KvRouterError):
 
 
 class BadRequestError(KvRouterError):
-    """The client's request cannot be served as it is."""
+    """The client's request is wrong."""
 
     status = 400
     type = "BadRequestError"
@@ -30,14 +31,14 @@ class BadRequestError(KvRouterError):
 
 
 class RequestTooLargeError(BadRequestError):
-    """The body is above the limit."""
+    """The body is larger than the limit."""
 
     status = 413
     is_body_left = True
 
 
 class RequestStalledError(BadRequestError):
-    """The client has stopped in the midst of its body."""
+    """The client stopped sending in the middle of its body."""
 
     status = 408
     is_body_left = True
@@ -51,102 +52,102 @@ class UnknownModelError(BadRequestError):
 
 
 class UnknownTargetError(BadRequestError):
-    """The worker or rank that the client names does not exist."""
+    """The worker or rank named by the client does not exist."""
 
     status = 404
     type = "NotFoundError"
 
 
 class UnknownDecisionError(BadRequestError):
-    """No decision about this request is kept."""
+    """No decision is stored for this request."""
 
     status = 404
     type = "NotFoundError"
 
 
 class NoRouteError(KvRouterError):
-    """There is nothing at this path."""
+    """The path does not exist."""
 
     status = 404
     type = "NotFoundError"
 
 
 class OperatorsOnlyError(NoRouteError):
-    """What is asked for is on the admin listener, not on the clients' port."""
+    """The path exists on the admin listener, not on the clients' port."""
 
 
 class WrongAdminKeyError(KvRouterError):
-    """What is asked for takes the operators' key, and the request does not have it."""
+    """The path requires the operators' key, which the request lacks."""
 
     status = 401
     type = "AuthenticationError"
 
 
 class WrongMethodError(KvRouterError):
-    """What is at this path is asked for with another method."""
+    """The path does not support the request's method."""
 
     status = 405
     type = "MethodNotAllowedError"
 
 
 class HttpVersionError(KvRouterError):
-    """The request is in a major version of HTTP that is not spoken here."""
+    """The request uses an unsupported major version of HTTP."""
 
     status = 505
     type = "HTTPVersionNotSupportedError"
 
 
 class NoWorkersError(KvRouterError):
-    """No live worker serves the model now; the client may try again."""
+    """No live worker serves the model; the client may retry."""
 
     status = 503
     type = "ServiceUnavailableError"
 
 
 class ShuttingDownError(KvRouterError):
-    """The replica ends and can wait no longer; the client may try again, at another one."""
+    """The replica is shutting down; the client may retry at another one."""
 
     status = 503
     type = "ServiceUnavailableError"
 
 
 class QueueFullError(NoWorkersError):
-    """So many requests wait for a worker already that this one may not; the client may try again."""
+    """The queue of requests waiting for a worker is full; the client may retry."""
 
 
 class QueueTimeoutError(NoWorkersError):
-    """The request has waited for a worker as long as it may; the client may try again."""
+    """The request waited for a worker for as long as the queue allows; the client may retry."""
 
 
 class OutOfResourcesError(KvRouterError):
-    """The replica cannot open another connection; the client may try again, best at another one."""
+    """The replica cannot open another connection; the client may retry, preferably at another one."""
 
     status = 503
     type = "ServiceUnavailableError"
 
 
 class BodiesFullError(OutOfResourcesError):
-    """Too many bytes of bodies that are not whole wait here already; the client may try again."""
+    """Incomplete request bodies already take all the memory allowed for them; the client may retry."""
 
     is_body_left = True
 
 
 class WorkerDiedError(KvRouterError):
-    """The worker broke off in the middle of its answer."""
+    """The worker's connection broke off in the middle of its answer."""
 
     status = 502
     type = "BadGatewayError"
 
 
 class WorkerSilentError(KvRouterError):
-    """The worker said nothing for too long."""
+    """The worker sent nothing for too long."""
 
     status = 504
     type = "GatewayTimeoutError"
 
 
 class WorkerRefusedError(KvRouterError):
-    """The worker has answered with an error. `status` and `body` are the worker's own."""
+    """The worker answered with an error, whose `status` and `body` are kept."""
 
     def __init__(self, worker_id: str, status: int, body: str) -> None:
         super().__init__(f"worker {worker_id} answered {status}: {body[:500]}")
@@ -156,11 +157,11 @@ class WorkerRefusedError(KvRouterError):
 
 
 class MalformedFrameError(KvRouterError):
-    """Bytes from the bus or an engine that do not decode as what they claim to be."""
+    """Bytes from the bus or an engine that cannot be decoded."""
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The errors themselves, without the groups that task groups put around them."""
+    """The errors inside the groups that task groups wrap around them."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for inner in error.exceptions for leaf in leaves(inner)]

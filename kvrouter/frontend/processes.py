@@ -100,8 +100,8 @@ class Processes:
         patience_s = options.drain_timeout_s + _CUT_OFF_S
         log.info("frontend.draining", processes=len(self._children), grace_s=options.drain_grace_s)
         for child in self._children:
-            child.let_end()
-            child.tell(signal.SIGUSR1)
+            child.stop_restarting()
+            child.send_signal(signal.SIGUSR1)
         if not self._failed.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(options.drain_grace_s):
@@ -114,8 +114,8 @@ class Processes:
         """Send two signals, as for a single frontend. Two of the same kind may arrive as one."""
         await hurried.wait()
         for child in self._children:
-            child.tell(signal.SIGTERM)
-            child.tell(signal.SIGINT)
+            child.send_signal(signal.SIGTERM)
+            child.send_signal(signal.SIGINT)
 
 
 def run(options: FrontendOptions, arguments: Sequence[str]) -> int:

@@ -43,7 +43,7 @@ from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.loop import ReplicaLoop, empty_replica
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
 from kvrouter.telemetry.exposition import Registry
-from kvrouter.telemetry.garbage import Pauses, set_aside_for_ever, thresholds_raised
+from kvrouter.telemetry.garbage import Pauses, collect_and_freeze, thresholds_raised
 from kvrouter.telemetry.loop_lag import LoopLag
 from kvrouter.telemetry.metrics import QueueMetrics, RequestMetrics, StateCollector
 from kvrouter.tls import trusting
@@ -230,7 +230,7 @@ async def _run_tasks(
             "policies": upkeep.run(),
             "texts": evict_texts(member.replica),
             "hung engines": completions.hung_engines.run(),
-            "garbage": set_aside_for_ever(),
+            "garbage": collect_and_freeze(),
         }
         if certificate is not None:
             tasks["certificate"] = certificate.run()

@@ -1,1 +1,1 @@
-"""Child processes of a command: supervised, heard, ended in good order."""
+"""Child processes of a command: supervision, their output, an orderly end."""

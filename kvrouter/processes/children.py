@@ -1,4 +1,4 @@
-"""Child processes: kept running, heard line by line, ended in good order, never left behind."""
+"""Child processes: restarted when they end, their output read line by line, none left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrouter.processes.output import Lines, Output
 
 log = structlog.get_logger()
 
-# A child that lived so long has not failed to start.
+# A child that ran at least this long did not fail to start: its next restart is early again.
 STEADY_S = 60.0
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
@@ -41,7 +41,10 @@ class RestartDelay:
 
 
 class Child:
-    """One process at a time, by one command. It leads a session of its own: Ctrl-C reaches only us."""
+    """Runs one command, one process at a time.
+
+    Each process leads its own session, so that Ctrl-C reaches only the parent, which ends them in order.
+    """
 
     def __init__(
         self, name: str, command: Sequence[str], output: Output, *, pass_fds: Sequence[int] = ()
@@ -59,7 +62,7 @@ class Child:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it shall not start again."""
+        """Whether it must not start again."""
         return self._ending.is_set()
 
     @property
@@ -77,7 +80,7 @@ class Child:
         return self._exit_code
 
     async def pause(self) -> None:
-        """Say that it has ended, and wait before it may start again; `end` cuts that short."""
+        """Log that it has ended, and wait until it may start again; `end` interrupts the wait."""
         if self.is_ending:
             return
         delay_s = self._restart_delay.after(self._lived_s)
@@ -92,18 +95,17 @@ class Child:
             await self.run()
             await self.pause()
 
-    def let_end(self) -> None:
-        """It shall not start again; what runs goes on."""
+    def stop_restarting(self) -> None:
+        """Do not start it again; a running process continues."""
         self._ending.set()
 
-    def tell(self, number: signal.Signals) -> None:
-        """Send a signal, if it runs."""
+    def send_signal(self, number: signal.Signals) -> None:
         if self._process is not None:
             _signal(self._process, number)
 
     async def end(self, patience_s: float) -> None:
-        """SIGTERM; SIGKILL after `patience_s`; return when it has gone."""
-        self.let_end()
+        """SIGTERM, and SIGKILL after `patience_s`; returns when the process has ended."""
+        self.stop_restarting()
         process = self._process
         if process is None:
             return
@@ -117,9 +119,9 @@ class Child:
             await process.wait()
 
     def kill(self) -> None:
-        """SIGKILL, and no other start."""
-        self.let_end()
-        self.tell(signal.SIGKILL)
+        """SIGKILL, without a restart."""
+        self.stop_restarting()
+        self.send_signal(signal.SIGKILL)
 
     async def _run(self) -> int:
         self.starts += 1
@@ -134,25 +136,25 @@ class Child:
             preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,
         )
         self._process = process
-        if self.is_ending:
+        if self.is_ending:  # `end` was called while the process was being created, and saw none
             _signal(process, signal.SIGTERM)
         assert process.stdout is not None
         assert process.stderr is not None
         readers = [
-            asyncio.create_task(self._hear(process.stdout, is_error=False)),
-            asyncio.create_task(self._hear(process.stderr, is_error=True)),
+            asyncio.create_task(self._forward(process.stdout, is_error=False)),
+            asyncio.create_task(self._forward(process.stderr, is_error=True)),
         ]
         try:
             return await process.wait()
         finally:
-            _signal(process, signal.SIGKILL)  # where this task was cancelled
+            _signal(process, signal.SIGKILL)  # still running if this task was cancelled
             await process.wait()
             await asyncio.wait(readers, timeout=_LAST_LINES_S)  # a grandchild may hold the pipes open
             for reader in readers:
                 reader.cancel()
             self._process = None
 
-    async def _hear(self, stream: asyncio.StreamReader, *, is_error: bool) -> None:
+    async def _forward(self, stream: asyncio.StreamReader, *, is_error: bool) -> None:
         lines = Lines()
         while data := await stream.read(_READ_BYTES):
             for line in lines.feed(data):
@@ -168,11 +170,11 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """Ask Linux, in the child, for SIGKILL when its parent ends, whatever ends it."""
+    """In the child, make Linux send SIGKILL when the parent ends, also if the parent is killed."""
 
     def ask() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            os._exit(1)  # it ended before we asked
+            os._exit(1)  # the parent ended before prctl, so no signal will come
 
     return ask

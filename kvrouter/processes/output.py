@@ -1,9 +1,9 @@
-"""The output of several processes as one: whole lines, each under the name of who said it.
+"""Combines the output of several processes: whole lines, each labelled with the name of its process.
 
     agent-1    | 2026-11-21T10:00:00Z [info] engine.up url=…
 
-With JSON logs the name becomes a key of each object instead. A thread writes, so that an output nobody
-reads delays no process: its lines wait in a bounded queue, and beyond that are counted and dropped.
+With JSON logs the name becomes a key of each object instead. A thread writes, so that an output that is not
+read delays no process: lines wait in a bounded queue; when it is full, they are counted and dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from typing import BinaryIO
 
-# A longer line goes out in parts.
+# A longer line is written in parts, so that a process without newlines cannot fill the memory.
 MAX_LINE_BYTES = 64 * 1024
 MAX_LINES = 10_000
 _CLOSE_S = 2.0
@@ -23,13 +23,13 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class Lines:
-    """Cuts what a process writes into lines."""
+    """Cuts the output of a process into lines."""
 
     def __init__(self) -> None:
         self._part = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The lines that are complete now, without their ends."""
+        """The lines completed by `data`, without their ends."""
         *lines, self._part = (self._part + data).split(b"\n")
         for line in lines:
             yield line.removesuffix(b"\r")
@@ -38,14 +38,14 @@ class Lines:
             self._part = self._part[MAX_LINE_BYTES:]
 
     def rest(self) -> Iterator[bytes]:
-        """What came after the last line's end."""
+        """The unfinished last line."""
         if self._part:
             yield self._part
         self._part = b""
 
 
 class Output:
-    """Where the lines of all processes go. `width` is that of the longest name."""
+    """Writes the lines of all processes. `width` is the length of the longest name."""
 
     def __init__(self, out: BinaryIO, err: BinaryIO, *, width: int, is_json: bool = False) -> None:
         self.lost = 0
@@ -59,14 +59,14 @@ class Output:
         self._thread.start()
 
     def line(self, name: str, line: bytes, *, is_error: bool = False) -> None:
-        """Let a line follow the others."""
+        """Queue a line."""
         try:
             self._queue.put_nowait((is_error, self._labelled(name, line, is_tty=self._is_tty[is_error])))
         except queue.Full:
             self.lost += 1
 
     def close(self) -> None:
-        """Write what waits, for a short time at most."""
+        """Write the queued lines, within _CLOSE_S."""
         try:
             self._queue.put(None, timeout=_CLOSE_S)
         except queue.Full:
@@ -83,21 +83,21 @@ class Output:
         return label.encode() + line + b"\n"
 
     def _write_all(self) -> None:
-        said_lost = 0
+        reported = 0
         while (entry := self._queue.get()) is not None:
             is_error, line = entry
-            if self.lost > said_lost:
-                line += self._labelled("serve", b"lines lost: %d" % (self.lost - said_lost), is_tty=False)
-                said_lost = self.lost
+            if self.lost > reported:
+                line += self._labelled("serve", b"lines lost: %d" % (self.lost - reported), is_tty=False)
+                reported = self.lost
             try:
                 self._streams[is_error].write(line)
                 self._streams[is_error].flush()
             except (OSError, ValueError):
-                continue  # whoever read it has gone; the processes go on
+                continue  # the reader of the output has gone; the processes must go on
 
 
 class LabelledText(io.TextIOBase):
-    """A text stream of this process, in place of sys.stderr, whose lines go out under a name."""
+    """Replaces sys.stderr of this process, so that its lines are labelled like those of its children."""
 
     def __init__(self, output: Output, name: str) -> None:
         self._output = output
@@ -105,7 +105,7 @@ class LabelledText(io.TextIOBase):
         self._lines = Lines()
 
     def write(self, text: str) -> int:
-        """Take in text; whole lines go out."""
+        """Pass on the whole lines."""
         for line in self._lines.feed(text.encode(errors="replace")):
             self._output.line(self._name, line, is_error=True)
         return len(text)

@@ -20,7 +20,7 @@ from kvrouter.telemetry.logs import set_up_logs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a deployment until SIGTERM or SIGINT; returns the exit code."""
+    """Run a deployment until SIGTERM or SIGINT and return the exit code."""
     try:
         options = parse_options(sys.argv[1:] if arguments is None else arguments)
     except KvRouterError as error:
@@ -48,7 +48,9 @@ def _serve(options: ServeOptions, output: Output) -> int:
 
 async def _run(options: ServeOptions, output: Output) -> int:
     frontend = options.frontend
-    for port, admin_port in options.ports():  # before an agent of ours takes over another deployment's engine
+    # Check the ports first: in a second deployment by mistake, the agents would take over the first one's
+    # engines before a frontend found its port in use.
+    for port, admin_port in options.ports():
         listen(frontend.host, port).close()
         listen(frontend.process.admin_host, admin_port, "--admin-port").close()
     stopped, hurried = asyncio.Event(), asyncio.Event()

@@ -1,7 +1,7 @@
-"""A deployment at work: one agent per engine as the engines become known, then the frontends.
+"""A running deployment: an agent for each engine once that answers, then the frontends.
 
-engine known ──> report ──> agent-N, until it ends ──> known anew …
-     └── all, or some of them after a while ──> frontend-1 … frontend-N
+engine answers ──> report ──> agent-N, until it ends ──> query the engine again …
+     └── all engines, or those known after OTHERS_S ──> frontend-1 … frontend-N
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from kvrouter.worker.zmq.sockets import EventEndpoints
 log = structlog.get_logger()
 
 NAME = "serve"
-# How long the frontends wait for the other engines once they might start with those that are known.
+# Time that the frontends wait for further engines once the first one is known: their flags depend on what all
+# engines report, and do not change later.
 OTHERS_S = 10.0
 AGENT_PATIENCE_S = 10.0
 _CUT_OFF_S = 10.0
-# The exit code of a frontend that cannot start as it is told, or where: its port is taken, say.
+# Exit code of a frontend with wrong flags or a port that is in use: a restart would fail in the same way.
 _WRONG_FLAGS = 2
-# The vLLM that was seen to report 0 cached tokens; earlier ones leave the field out then.
+# The first vLLM version seen to report 0 cached tokens. Earlier ones omit the field if it is 0, so its
+# absence proves nothing.
 _ALWAYS_COUNTS = (0, 32)
 
 
 class Deployment:
-    """All children of one `kvrouter serve`."""
+    """The child processes of one `kvrouter serve`."""
 
     def __init__(self, options: ServeOptions, nats: str, output: Output) -> None:
         self._options = options
@@ -64,7 +66,7 @@ class Deployment:
         self._frontends: list[Child] = []
 
     async def run(self, stopped: asyncio.Event, hurried: asyncio.Event) -> int:
-        """Serve until `stopped`, then end in order; `hurried` kills. Returns the exit code."""
+        """Serve until `stopped`, then end in order; `hurried` kills all. Returns the exit code."""
         async with asyncio.TaskGroup() as tasks:
             for engine in self._options.engines:
                 tasks.create_task(self._attend(engine), name=engine.worker_id)
@@ -80,7 +82,7 @@ class Deployment:
         return 1 if hurried.is_set() else 0
 
     async def _attend(self, engine: EngineSpec) -> None:
-        """Learn the engine, say what it is, run its agent; again whenever the agent ends."""
+        """Query the engine, report it, run its agent; again each time the agent ends."""
         agent, options = self._agents[engine.worker_id], self._options.agent(engine)
         async with EngineHttp.open(options.engine_url, options.api_key, options.tls_ca) as http:
             while not agent.is_ending:
@@ -96,13 +98,13 @@ class Deployment:
         self._tokenizers.learn(self._options.agent(engine), facts)
         self._report()
         if self._approximate and facts.endpoints:
-            self._say("this engine publishes KV events now: start kvrouter serve again to route by them")
+            self._say("this engine now publishes KV events: restart kvrouter serve to route by them")
         self._one_known.set()
         if len(self._facts) == len(self._options.engines):
             self._all_known.set()
 
     def _report(self) -> None:
-        """Say what every engine that is known is; nothing twice."""
+        """Print the report of each known engine whose report has changed."""
         for engine in self._options.engines:
             facts, agent = self._facts.get(engine.worker_id), self._options.agent(engine)
             if facts is None:
@@ -115,7 +117,7 @@ class Deployment:
                     self._say(line)
 
     async def _serve(self) -> None:
-        """Run the frontends, as soon as it is known how."""
+        """Run the frontends once their flags are known."""
         await self._one_known.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OTHERS_S):
@@ -147,12 +149,12 @@ class Deployment:
         ]  # fmt: skip
 
     def _discovered_flags(self) -> list[str]:
-        """What the engines say about how the frontends are to route."""
+        """Flags of the frontends that follow from what the engines reported."""
         flags = self._tokenizers.flags()
-        if not self._has_events() and not self._options.says_events():
+        if not self._has_events() and not self._options.chooses_events():
             self._approximate = True
             flags.append("--no-kv-events")
-            self._say("no engine publishes KV events: routing by what was sent where, which is approximate")
+            self._say("no engine publishes KV events: routing by past requests, which is approximate")
         return flags
 
     def _has_events(self) -> bool:
@@ -163,7 +165,10 @@ class Deployment:
         )
 
     async def _wind_down(self) -> None:
-        """Frontends drain first, with the agents still there; NATS goes last, when this has returned."""
+        """End the frontends, then the agents: requests that drain still need these.
+
+        NATS ends after this has returned, as all of them publish until they end.
+        """
         self._stopping.set()
         frontend = self._options.frontend
         patience_s = frontend.drain_grace_s + frontend.drain_timeout_s + _CUT_OFF_S
@@ -182,7 +187,7 @@ class Deployment:
 
 
 async def _with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFacts:
-    """The facts, with what the engine lacks if its answers do not count cached tokens."""
+    """The facts, with CACHED_TOKENS_UNKNOWN among the lacks if answers omit the cached tokens."""
     version = re.match(r"v?(\d+)\.(\d+)", facts.version)
     if facts.kind == "sglang" or not version or (int(version[1]), int(version[2])) < _ALWAYS_COUNTS:
         return facts
@@ -192,7 +197,7 @@ async def _with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFac
 
 
 async def _first_of(*events: asyncio.Event) -> None:
-    """Return when one of them is set."""
+    """Return when one of the events is set."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -208,7 +213,7 @@ def _python(part: str) -> list[str]:
 def report(
     options: AgentOptions, facts: EngineFacts, tokenizer: TokenizerReport, *, no_events: str = ""
 ) -> Iterator[str]:
-    """The lines of one engine's block. `no_events` says why the frontends do not use events, if so."""
+    """The lines of one engine. `no_events`: the flag that keeps the frontends from using events, if any."""
     settled, models, scrape = with_discovered(options, facts), facts.models, facts.scrape
     loras = f", LoRA: {', '.join(models.lora_names)}" if models.lora_names else ""
     block_size = options.block_size or scrape.block_size

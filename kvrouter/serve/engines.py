@@ -1,4 +1,4 @@
-"""`--engine URL[,key=value…]`: one engine as the command line names it."""
+"""`--engine URL[,key=value…]`: an engine on the command line."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _EXAMPLE = "http://127.0.0.1:9000,kv=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine, and what is said of it by hand; the rest is learnt from itself."""
+    """An engine and the values given for it; all others are queried from the engine."""
 
     url: str
     worker_id: str
-    # By flag of the agent.
+    # The agent's flag -> its value.
     values: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def flags(self) -> list[str]:
-        """The agent's flags that say the same."""
+        """The equivalent flags of the agent."""
         return [
             f"--engine-url={self.url}",
             f"--worker-id={self.worker_id}",
@@ -42,14 +42,14 @@ def read_engine(text: str) -> EngineSpec:
     """Read one --engine. Raises ConfigError."""
     url, *pairs = text.split(",")
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--engine {text!r}: begin with the engine's URL, as in {_EXAMPLE}")
+        raise ConfigError(f"--engine {text!r}: must begin with the engine's URL, as in {_EXAMPLE}")
     if url.rstrip("/").endswith("/v1"):
-        raise ConfigError(f"--engine {text!r}: name the server, without /v1")
+        raise ConfigError(f"--engine {text!r}: give the server's URL without /v1")
     worker_id, values, labels = _worker_id_of(url), dict[str, str](), dict[str, str]()
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not value:
-            raise ConfigError(f"--engine {text!r}: {pair!r} is no key=value")
+            raise ConfigError(f"--engine {text!r}: {pair!r} is not key=value")
         if key == "id":
             check_identifier(f"--engine {text!r}: id", value)
             worker_id = value
@@ -59,19 +59,19 @@ def read_engine(text: str) -> EngineSpec:
             values[_FLAGS[key]] = _checked(text, key, value)
         else:
             known = ", ".join(["id", *_FLAGS, f"{_LABEL}NAME"])
-            raise ConfigError(f"--engine {text!r}: no key {key!r}; there are {known}")
+            raise ConfigError(f"--engine {text!r}: unknown key {key!r}; keys: {known}")
     return EngineSpec(url.rstrip("/"), worker_id, values, labels)
 
 
 def read_engines(texts: Sequence[str]) -> tuple[EngineSpec, ...]:
-    """Read all of them, and check that they are different ones. Raises ConfigError."""
+    """Read all --engine values. Raises ConfigError, also if two are the same engine."""
     specs = [read_engine(text) for text in texts]
     by_id: dict[str, EngineSpec] = {}
     by_address: dict[str, EngineSpec] = {}
     for spec in specs:
         same = by_address.setdefault(_address(spec.url), spec)
         if same is not spec:
-            raise ConfigError(f"--engine {same.url} and {spec.url} are one engine: leave one of them out")
+            raise ConfigError(f"--engine {same.url} and {spec.url} are the same engine: remove one of them")
         former = by_id.setdefault(spec.worker_id, spec)
         if former is not spec:
             raise ConfigError(
@@ -81,7 +81,7 @@ def read_engines(texts: Sequence[str]) -> tuple[EngineSpec, ...]:
 
 
 def _address(url: str) -> str:
-    """The same for all names of this machine's loopback."""
+    """Host, port and path; all names of this machine's loopback become 127.0.0.1."""
     parts = urlsplit(url.lower())
     host = "127.0.0.1" if parts.hostname in _LOOPBACK else parts.hostname
     port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -1,4 +1,4 @@
-"""The flags of `kvrouter serve`: its own, those that all processes share, and all of the frontends'."""
+"""The flags of `kvrouter serve`: its own, the shared ones of all processes, and all of the frontends'."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvrouter.worker import options as worker
 from kvrouter.worker.options import AgentOptions
 
 _EPILOG = (
-    "Flags of `kvrouter frontend` may be given too and go to each replica; this list has them. "
-    "Only --processes may not: use --replicas."
+    "Flags of `kvrouter frontend`, included in this list, are passed to each replica, except --processes: "
+    "use --replicas."
 )
 
 
@@ -27,8 +27,8 @@ _EPILOG = (
 class ServeOptions:
     """A whole deployment.
 
-    `common` are the flags of every child, `frontend_flags` those of the frontends, `engine_access` what of
-    these the agents need, too.
+    `common`: flags for all child processes. `frontend_flags`: flags for the frontends. `engine_access`: the
+    flags among these that the agents need as well.
     """
 
     engines: tuple[EngineSpec, ...]
@@ -43,12 +43,13 @@ class ServeOptions:
     frontend: FrontendOptions
 
     def ports(self) -> list[tuple[int, int]]:
-        """Of each replica: the port for clients and the admin port; 0 stays 0."""
+        """The clients' port and the admin port of each replica; 0, a port chosen by the system, stays 0."""
         first, admin = self.frontend.port, self.frontend.process.admin_port
         return [(first and first + number, admin and admin + number) for number in range(self.replicas)]
 
     def agent_flags(self, engine: EngineSpec) -> list[str]:
-        """The flags of an engine's agent but for --nats. It ends when the frontends have drained: at once."""
+        """The flags of an engine's agent except --nats."""
+        # the agents end after the frontends have drained: no request is left to wait for
         flags = [*engine.flags(), *self.common, "--drain-timeout=0"]
         flags += [f"--metric={metric}" for metric in self.metrics]
         if self.state_dir is not None:
@@ -56,24 +57,25 @@ class ServeOptions:
         return [*flags, *self.engine_access]
 
     def agent(self, engine: EngineSpec) -> AgentOptions:
-        """What its agent will make of its flags. Raises ConfigError."""
+        """The options that its agent will read from these flags. Raises ConfigError."""
         parser = argparse.ArgumentParser()
         worker.add_flags(parser)
         return worker.read_options(parser.parse_args(self.agent_flags(engine)))
 
-    def says_events(self) -> bool:
+    def chooses_events(self) -> bool:
         """Whether the command line chooses between events and the approximate index."""
         return any("use-kv-events" in flag or "no-kv-events" in flag for flag in self.frontend_flags)
 
     def no_events(self) -> str:
-        """What on the command line keeps the frontends from using events; empty: nothing."""
+        """The flag that keeps the frontends from using events; empty if there is none."""
         if self.frontend.tokens.way == "none":
             return "--tokenizer none"
         return "" if self.frontend.replica.pool.use_kv_events else "--no-kv-events"
 
 
 def parse_options(arguments: Sequence[str]) -> ServeOptions:
-    """Read the command line; a wrong one ends the process with a message or raises ConfigError."""
+    """Read the command line. For a wrong one, argparse exits with a message, or ConfigError is raised."""
+    # first with all flags, so that --help lists all and an unknown flag is an error
     _whole_parser().parse_args(arguments)
     own, rest = _own_parser().parse_known_args(arguments)
     shared, frontend_flags = _common_parser().parse_known_args(rest)
@@ -92,16 +94,16 @@ def parse_options(arguments: Sequence[str]) -> ServeOptions:
         frontend=replace(frontend.parse_options([*common, *frontend_flags]), nats=nats),
     )
     for engine in options.engines:
-        options.agent(engine)
+        options.agent(engine)  # raises for wrong values now, not when the agent starts
     for flag, port in zip(("--port", "--admin-port"), options.ports()[-1], strict=True):
         if port > 65535:
             first = port - own.replicas + 1
-            raise ConfigError(f"{flag} {first}: {own.replicas} replicas go beyond port 65535")
+            raise ConfigError(f"{flag} {first}: {own.replicas} replicas would need ports above 65535")
     return options
 
 
 def _as_flags(shared: argparse.Namespace) -> tuple[str, ...]:
-    """Flags that say what was read; --nats is known only when the server runs."""
+    """The flags again, as text. Without --nats, which is known only when the server runs."""
     return tuple(
         f"--{name.replace('_', '-')}={value}"
         for name, value in vars(shared).items()
@@ -117,14 +119,19 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="URL[,key=value…]",
         help="an engine; repeatable. Keys: kv, replay (ZMQ endpoints), id, topic, model, label.NAME; "
-        "what is not given is asked of the engine",
+        "by default the engine is queried for them",
     )
-    group.add_argument("--replicas", type=positive_int, default=1, help="frontends, on --port, --port + 1, …")
+    group.add_argument(
+        "--replicas", type=positive_int, default=1, help="number of frontends, on --port, --port + 1, …"
+    )
     group.add_argument(
         "--nats-port", type=positive_int, default=4222, help="port of the embedded NATS server"
     )
     group.add_argument(
-        "--state-dir", type=Path, metavar="DIR", help="agents keep their tables here across restarts"
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="directory in which agents save their tables for a restart",
     )
     group.add_argument(
         "--metric", action="append", default=[], metavar="NAME=SERIES", help="of the agents; repeatable"
@@ -138,7 +145,7 @@ def _own_parser() -> argparse.ArgumentParser:
 
 
 def _access_parser() -> argparse.ArgumentParser:
-    """How to reach the engines: agents get a copy of what are frontends' flags."""
+    """Flags of the frontends for access to engines; the agents get a copy of them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--engine-api-key-file", type=Path)
     parser.add_argument("--worker-tls-ca", type=Path)
@@ -153,7 +160,7 @@ def _common_parser() -> argparse.ArgumentParser:
 
 
 def _whole_parser() -> argparse.ArgumentParser:
-    """Knows every flag: for --help, and to refuse what nobody knows."""
+    """Knows all flags, for --help and to reject unknown ones."""
     parser = argparse.ArgumentParser(
         prog="kvrouter serve",
         usage="kvrouter serve --engine URL[,key=value…] [--engine …] [flag …]; --help lists the flags",

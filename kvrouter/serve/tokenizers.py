@@ -1,6 +1,6 @@
-"""Which tokenizer each model has: what the command line names, else the directory that an engine names.
+"""The tokenizer of each model: from the command line, else the directory that an engine reports.
 
-engines tell ──> learn ──> flags, when the frontends start ──> what comes later is not in use, and said
+engines report ──> learn ──> flags, when the frontends start ──> later directories are not used, but reported
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.options import AgentOptions
 
 NO_TOKENIZER = (
-    "no tokenizer: {where}; give --model-path {model}=DIR, a directory with tokenizer.json. Until then texts "
-    "and chats go by load, prompts as token ids by cache"
+    "no tokenizer: {where}; give --model-path {model}=DIR, a directory with tokenizer.json. Until then, "
+    "texts and chats are routed by load, and only prompts given as token ids by cache"
 )
 NOT_IN_USE = (
-    "tokenizer of {model} is not in use, the frontends run without it: start kvrouter serve again, "
+    "tokenizer of {model} is not in use, as the frontends started without it: restart kvrouter serve, "
     "or give --model-path {model}={path}"
 )
 _ELSEWHERE = {
@@ -29,14 +29,14 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class TokenizerReport:
-    """What of it is to be said of one engine."""
+    """The text of an engine's report about its tokenizer."""
 
     shown: str
     lack: str = ""
 
 
 class Tokenizers:
-    """Those of all models. Once `flags` has been called, nothing is added to what the frontends have."""
+    """The tokenizers of all models. A frontend gets them as flags, so `flags` fixes which are in use."""
 
     def __init__(self, options: TokenOptions) -> None:
         self._options = options
@@ -44,13 +44,13 @@ class Tokenizers:
         self._given: dict[str, Path] | None = None
 
     def learn(self, agent: AgentOptions, facts: EngineFacts) -> None:
-        """Take the directory that an engine names; the first of a model is kept."""
+        """Keep the directory reported by an engine, unless one is known for its model."""
         path = tokenizer_of(facts)
         if path is not None:
             self._found.setdefault(model_of(agent, facts), path)
 
     def flags(self) -> list[str]:
-        """What the frontends are to be started with beside the command line's own."""
+        """Flags of the frontends in addition to those of the command line."""
         takes_more = self._options.way == "local" and self._options.model_path is None
         named = self._options.model_paths
         more = {model: path for model, path in self._found.items() if takes_more and model not in named}
@@ -58,7 +58,7 @@ class Tokenizers:
         return [f"--model-path={model}={path}" for model, path in more.items()]
 
     def of(self, agent: AgentOptions, facts: EngineFacts) -> TokenizerReport:
-        """What the frontends have, or will have, for an engine's model."""
+        """The tokenizer that the frontends use, or will use, for an engine's model."""
         if self._options.way != "local":
             return TokenizerReport(_ELSEWHERE[self._options.way])
         model = model_of(agent, facts)
@@ -70,7 +70,7 @@ class Tokenizers:
         return TokenizerReport("none", NO_TOKENIZER.format(where=_where(facts), model=model))
 
     def _path(self, model: str, names: Sequence[str]) -> Path | str | None:
-        """As the frontends look it up: any name of the model will do, and last the unnamed default."""
+        """The path for any of the model's names, else the default, as the frontends look it up."""
         known: Mapping[str, Path | str] = self._found if self._given is None else self._given
         for name, path in (*self._options.model_paths.items(), *known.items()):
             if name == model or name in names:
@@ -84,12 +84,12 @@ def model_of(agent: AgentOptions, facts: EngineFacts) -> str:
 
 
 def tokenizer_of(facts: EngineFacts) -> Path | None:
-    """The engine's tokenizer, if it is a directory on this machine."""
+    """The directory of the engine's tokenizer, if it exists on this machine."""
     path = Path(facts.tokenizer) if facts.tokenizer else None
     return path if path is not None and (path / "tokenizer.json").is_file() else None
 
 
 def _where(facts: EngineFacts) -> str:
     if not facts.tokenizer:
-        return "the engine does not say where its model is from"
-    return f"the engine's {facts.tokenizer!r} is no such directory on this machine"
+        return "the engine does not report its model's directory"
+    return f"the engine's {facts.tokenizer!r} is not a model directory on this machine"

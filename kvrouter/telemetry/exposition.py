@@ -1,9 +1,9 @@
-"""/metrics as text. What grows with the fleet is written in slices: of a thousand workers it is 25,000 lines.
+"""/metrics as text. State that grows with the fleet is written in slices: 1,000 workers have 25,000 lines.
 
     plain collectors  ──> prometheus_client, at once: a few dozen series
-    StateCollectors   ──> a line for each sample, 1 ms at a time, the loop's other work between
+    StateCollectors   ──> a line for each sample, 1 ms at a time; the event loop runs between slices
 
-Families of a StateCollector are of about the same moment, not of the very same.
+The samples of a StateCollector are therefore from slightly different moments.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from prometheus_client.utils import floatToGoString
 
 from kvrouter.telemetry.metrics import SUFFIXES, Sample, StateCollector
 
+# How long the event loop may be held up at once.
 SLICE_S = 0.001
-# Samples between two looks at the clock (a mask).
+# Samples between two readings of the clock, as a mask: reading it for each would cost more than some samples.
 _LOOK_EVERY = 63
 _ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class Registry(CollectorRegistry):
-    """prometheus_client's, with the StateCollectors apart."""
+    """prometheus_client's registry, with the StateCollectors kept separately."""
 
     def __init__(self) -> None:
         super().__init__()
         self.states: list[StateCollector] = []
 
     def register(self, collector: Collector) -> None:
-        """Add a collector."""
         if isinstance(collector, StateCollector):
             self.states.append(collector)
         else:
             super().register(collector)
 
     def collect(self) -> Iterable[Metric]:
-        """All families at once."""
+        """All families at once, as prometheus_client asks for them."""
         yield from super().collect()
         for state in self.states:
             yield from state.collect()
@@ -57,22 +57,24 @@ class _Plain:
 
 
 async def exposition(registry: Registry, slice_s: float = SLICE_S, *, names: Collection[str] = ()) -> bytes:
-    """Everything, or the samples of these names alone, in Prometheus's text format."""
+    """All samples, or only those with these names, in Prometheus's text format."""
     plain = generate_latest(_Plain(registry))
     parts = [_only(plain, names) if names else plain]
     for state in registry.states:
         try:
             parts.append(await _written(state.samples, names, slice_s))
-        except RuntimeError:  # a table grew while a slice was out
+        except RuntimeError:
+            # A dictionary changed its size between two slices. Once more, in one piece: that cannot happen.
             parts.append(await _written(state.samples, names, math.inf))
     return b"".join(parts)
 
 
 def _only(text: bytes, names: Collection[str]) -> bytes:
-    """Of a text the samples of these names alone, their families' HELP and TYPE before them."""
+    """The samples with these names, after the HELP and TYPE lines of their families."""
     kept: list[str] = []
     head: list[str] = []
-    for line in io.StringIO(text.decode(), newline="\n"):  # splitlines would cut at more than that
+    # not splitlines(): it also cuts at characters such as U+2028, which a label may contain
+    for line in io.StringIO(text.decode(), newline="\n"):
         if line.startswith("#"):
             head = [*head, line] if line.startswith("# TYPE") else [line]
         elif line.partition(" ")[0].partition("{")[0] in names:

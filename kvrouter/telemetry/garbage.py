@@ -1,18 +1,18 @@
-"""Python's garbage collector, kept from holding up the event loop.
+"""Keeps Python's garbage collector from holding up the event loop.
 
-Of itself it walks everything alive whenever a quarter is new: with a thousand workers that takes 0.1 s, in
-one piece. Nearly all of it is state that stays, and what goes is freed by its reference count; only what
-refers to itself in a ring needs the collector. So:
+By default Python examines all live objects whenever a quarter of them is new: with 1,000 workers that takes
+0.1 s, in one piece. Nearly all of these objects are state that stays, and others are freed by their reference
+counts; only reference cycles need the collector. So:
 
-    young objects   collected by Python, as ever (two young generations, a ms at most)
-    every 2 s       what has been made since then and lives is collected once, and then set aside (gc.freeze)
-    once an hour    everything: rings that died after they were set aside
-    every minute    what the C library keeps of freed memory goes back to the system (malloc_trim)
+    young objects   collected by Python as usual (two young generations, 1 ms at most)
+    every 2 s       all objects made since the last time are collected once; survivors are frozen (gc.freeze)
+    once an hour    everything, for cycles that became garbage after they were frozen
+    every minute    memory that the C library keeps after it was freed is returned to the system (malloc_trim)
 
-Without the last, memory stays at its peak: 1,000 pools that came and went left 279 MB behind, 14 MB with it.
-It takes 0.2 ms, and 12 ms (60 for 279 MB) when there is something to give back.
+Without malloc_trim, memory stays at its peak: 1,000 pools that were added and removed left 279 MB behind, and
+14 MB with it. The call takes 0.2 ms if nothing can be returned, else 12 ms (60 ms for the 279 MB).
 
-What was set aside is freed by its reference count like everything else.
+Frozen objects are still freed by their reference counts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from kvrouter.telemetry.loop_lag import Longest
 from kvrouter.telemetry.metrics import CountBy
 
 SET_ASIDE_S, TRIM_S, EVERYTHING_S = 2.0, 60.0, 3600.0
-# New containers before the youngest are looked at; such looks before the next ones; the oldest are ours.
+# New containers before a collection of the youngest generation; collections before one of the next. The last
+# number keeps Python away from the oldest generation, which `collect_and_freeze` handles.
 THRESHOLDS = (5_000, 10, 1_000_000)
 
 
 class Pauses:
-    """How long the collector has held everything up, for metrics."""
+    """Metrics of the time that the collector held up the process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         text = "Time the garbage collector has taken, by generation"
@@ -50,13 +51,13 @@ class Pauses:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Measure while inside."""
-        gc.callbacks.append(self._heard)
+        gc.callbacks.append(self._record)
         try:
             yield
         finally:
-            gc.callbacks.remove(self._heard)
+            gc.callbacks.remove(self._record)
 
-    def _heard(self, phase: str, info: dict[str, Any]) -> None:
+    def _record(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "start":
             self._began = time.perf_counter()
             return
@@ -67,7 +68,7 @@ class Pauses:
 
 @contextlib.contextmanager
 def thresholds_raised() -> Iterator[None]:
-    """Leave the oldest generation to `set_aside_for_ever` while inside."""
+    """While inside, leave the oldest generation to `collect_and_freeze`."""
     before = gc.get_threshold()
     gc.set_threshold(*THRESHOLDS)
     try:
@@ -77,8 +78,8 @@ def thresholds_raised() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def set_aside_for_ever() -> None:
-    """What lives is set aside every few seconds, and all of it looked through once in a long while."""
+async def collect_and_freeze() -> None:
+    """Collect new objects every SET_ASIDE_S and freeze the survivors; collect all every EVERYTHING_S."""
     loop = asyncio.get_running_loop()
     due, trim_due = loop.time() + EVERYTHING_S, loop.time() + TRIM_S
     while True:
@@ -94,7 +95,7 @@ async def set_aside_for_ever() -> None:
 
 
 def give_back() -> bool:
-    """Give freed memory back to the system; False where the C library (not glibc) has no call for it."""
+    """Return freed memory to the system; False if the C library, unlike glibc, has no call for it."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):

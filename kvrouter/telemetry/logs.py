@@ -1,4 +1,10 @@
-"""Logs: structlog to stderr, one event name per fact (`worker.lost`), values beside it."""
+"""Logs: structlog to stderr, one event name per fact (`worker.lost`) with its values as fields.
+
+    log.info(…) ──> bounded queue ──> thread ──> stderr: a file on a full disk, or a pipe that is not read
+
+The thread writes, so that a stream that blocks or fails cannot hold up or end the process. A line that cannot
+be queued or written is lost; the next line that can be written is preceded by the number of lost ones.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ _CLOSE_S = 2.0
 
 def set_up_logs(level: str = "info", form: str = "console") -> None:
     """Send this process's logs to stderr. `form` json: one object a line."""
-    stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115  # started with 2>&-
+    stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115  # None if started with 2>&-
     stream = _stream_to(stderr)
     renderers: list[structlog.types.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
@@ -39,11 +45,11 @@ def set_up_logs(level: str = "info", form: str = "console") -> None:
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, stream=stream, format="%(name)s: %(message)s")
-    logging.getLogger("nats").setLevel(logging.CRITICAL)  # our bus says the same, once and shorter
+    logging.getLogger("nats").setLevel(logging.CRITICAL)  # the bus logs the same events, once and shorter
 
 
 def _stream_to(stderr: TextIO) -> TextIO:
-    """One that neither fails nor blocks. Where several processes share an output, stderr is one itself."""
+    """A stream that neither fails nor blocks; stderr itself if it has no file descriptor (LabelledText)."""
     try:
         return cast(TextIO, LogStream(stderr.fileno()))
     except (OSError, ValueError):
@@ -51,10 +57,10 @@ def _stream_to(stderr: TextIO) -> TextIO:
 
 
 class LogStream:
-    """What logging needs of a text stream. What waits at the exit is still written, for 2 s at most.
+    """The part of a text stream that logging needs. Queued lines are written at exit, within 2 s.
 
-    It writes to the file descriptor itself: Python's own streams keep what could not be written, and their
-    locks, until the interpreter ends, which then fails or hangs.
+    It writes to the file descriptor itself. Python's streams keep unwritten data and their locks until the
+    interpreter ends, and then fail or hang.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -66,7 +72,7 @@ class LogStream:
         atexit.register(self.close)
 
     def write(self, text: str) -> int:
-        """Take in whole lines."""
+        """Queue whole lines."""
         try:
             self._lines.put_nowait(text)
         except queue.Full:
@@ -74,10 +80,10 @@ class LogStream:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is to be waited for."""
+        """Do nothing: logging calls it after each line, and must not wait."""
 
     def close(self) -> None:
-        """Write what waits, for a short time at most."""
+        """Write the queued lines, within _CLOSE_S."""
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=_CLOSE_S)
             self._thread.join(_CLOSE_S)

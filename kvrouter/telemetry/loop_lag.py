@@ -1,8 +1,8 @@
-"""How long the event loop keeps things waiting.
+"""Measures how late the event loop runs callbacks that are ready.
 
-A timer, 50 times a second: how much later than asked it comes is how long anything else that was ready
-then had to wait. Its moments are even in time, so its quantiles are those of an arrival at random.
-A stall shorter than the interval may fall between two of them; one that is longer never does.
+A timer fires 50 times a second. Its delay is the delay of anything else that became ready at that moment.
+The moments are evenly spaced, so its quantiles are those of an arrival at a random moment. A stall shorter
+than the interval may fall between two moments; a longer one never does.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from kvrouter.telemetry.metrics import Spread
 
-# Each look wakes an idle process, which costs it more than all else that it does then.
+# Not shorter: each timer wakes an idle process, and costs it more than anything else that it does.
 INTERVAL_S = 0.02
 LAGS_S = (
     0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0
 )  # fmt: skip
-# The longest of the last minute is told, forgotten in steps of ten seconds.
+# The maximum covers the last minute, in steps of ten seconds.
 WINDOW_S, WINDOWS = 10.0, 6
 
 
 class Longest:
-    """The greatest of the values of the last minute. Bounded: one number for each ten seconds."""
+    """The greatest value of the last minute. Bounded: one number for each ten seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._windows: deque[tuple[int, float]] = deque(maxlen=WINDOWS)
 
     def note(self, value: float) -> None:
-        """A value, as of now."""
+        """Record a value that was measured now."""
         window = int(self._clock() / WINDOW_S)
         if self._windows and self._windows[-1][0] == window:
             if value <= self._windows[-1][1]:
@@ -43,7 +43,7 @@ class Longest:
         self._windows.append((window, value))
 
     def value(self) -> float:
-        """0 if there was none."""
+        """The maximum; 0 without values."""
         oldest = int(self._clock() / WINDOW_S) - WINDOWS
         return max((value for window, value in self._windows if window > oldest), default=0.0)
 
@@ -54,20 +54,20 @@ class LoopLag:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lags = Spread(
             "kvrouter_loop_lag_seconds",
-            "How long what was ready had to wait for the event loop",
+            "Delay of callbacks that were ready on the event loop",
             registry,
             bounds=LAGS_S,
         )
         self._longest = Longest(time.monotonic)
         longest = Gauge(
-            "kvrouter_loop_lag_longest_seconds", "The longest of the last minute", registry=registry
+            "kvrouter_loop_lag_longest_seconds", "Longest delay of the last minute", registry=registry
         )
         longest.set_function(self._longest.value)
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at the running loop while inside."""
+        """Measure the running loop while inside."""
         self._wait(asyncio.get_running_loop(), time.perf_counter())
         try:
             yield
@@ -76,7 +76,7 @@ class LoopLag:
                 self._timer.cancel()
 
     def _wait(self, loop: asyncio.AbstractEventLoop, now: float) -> None:
-        loop.time()  # brings uvloop's timers up to date
+        loop.time()  # updates uvloop's cached time, from which call_later counts
         self._timer = loop.call_later(INTERVAL_S, self._look, loop, now + INTERVAL_S)
 
     def _look(self, loop: asyncio.AbstractEventLoop, due: float) -> None:

@@ -1,7 +1,7 @@
 """Prometheus metrics of a frontend. Names start with `kvrouter_`; label sets are bounded by the fleet.
 
-Counting is on every request's path, reading is not: so counting is adding to a plain number, and the
-library's families are made of the numbers when somebody reads /metrics.
+Counting is on the path of every request, reading is not. So counting adds to a plain number, and the families
+of prometheus_client are built from these numbers when a client reads /metrics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300,
 
 
 class Count(Collector):
-    """A number that only grows."""
+    """A counter."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self.value = 0
@@ -28,16 +28,14 @@ class Count(Collector):
         registry.register(self)
 
     def inc(self, by: int = 1) -> None:
-        """Add."""
         self.value += by
 
     def collect(self) -> Iterable[Metric]:
-        """One family of one sample."""
         return [CounterMetricFamily(self._name, self._text, self.value)]
 
 
 class CountBy(Collector):
-    """Numbers that only grow, one for each value of a label."""
+    """A counter for each value of a label."""
 
     def __init__(self, name: str, text: str, label: str, registry: CollectorRegistry) -> None:
         self.values: dict[str, float] = {}
@@ -45,11 +43,9 @@ class CountBy(Collector):
         registry.register(self)
 
     def inc(self, value: str, by: float = 1) -> None:
-        """Add to that of this value."""
         self.values[value] = self.values.get(value, 0) + by
 
     def collect(self) -> Iterable[Metric]:
-        """One family, a sample for each value seen so far."""
         family = CounterMetricFamily(self._name, self._text, labels=[self._label])
         for value, count in self.values.items():
             family.add_metric([value], count)
@@ -57,7 +53,7 @@ class CountBy(Collector):
 
 
 class _Buckets:
-    """How many observations fell between two bounds, and their sum."""
+    """Observations between each two bounds, and their sum."""
 
     __slots__ = ("counts", "sum")
 
@@ -67,7 +63,7 @@ class _Buckets:
 
 
 class Spread(Collector):
-    """How observations spread over buckets, for each value of a label; without one, there is one spread."""
+    """A histogram, or one for each value of a label."""
 
     def __init__(
         self,
@@ -84,7 +80,7 @@ class Spread(Collector):
         registry.register(self)
 
     def observe(self, amount: float, value: str = "") -> None:
-        """Count one; an amount equal to a bound falls below it."""
+        """Count one; an amount equal to a bound belongs to the bucket below it, as `le` requires."""
         spread = self._spreads.get(value)
         if spread is None:
             spread = self._spreads[value] = _Buckets(self._bounds)
@@ -92,7 +88,6 @@ class Spread(Collector):
         spread.sum += amount
 
     def collect(self) -> Iterable[Metric]:
-        """One family, its buckets cumulative."""
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label] if self._label else [])
         for value, spread in self._spreads.items():
             family.add_metric([value] if self._label else [], self._cumulative(spread), spread.sum)
@@ -107,13 +102,11 @@ class Spread(Collector):
 
 
 def _bound(bound: float) -> str:
-    """A bound as the library writes it."""
+    """A bound in the spelling of prometheus_client, as a changed label would be another series."""
     return str(floatToGoString(bound))  # type: ignore[no-untyped-call]
 
 
 class RequestMetrics:
-    """What happens to requests."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = CountBy("kvrouter_requests", "Requests answered, by status", "status", registry)
         self.failed_attempts = CountBy(
@@ -124,7 +117,9 @@ class RequestMetrics:
             registry,
         )
         self.cancelled = Count("kvrouter_cancelled_requests", "Requests whose client left", registry)
-        self.broken = Count("kvrouter_broken_streams", "Answers broken off after their first byte", registry)
+        self.broken = Count(
+            "kvrouter_broken_streams", "Answers that broke off after their first byte", registry
+        )
         self.prompt_tokens = Count(
             "kvrouter_prompt_tokens", "Prompt tokens routed (0 where unknown)", registry
         )
@@ -141,7 +136,7 @@ class RequestMetrics:
 
 
 class QueueMetrics:
-    """What happens to requests that have to wait for a worker."""
+    """Metrics of requests that wait for a worker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.wait = Spread(
@@ -150,23 +145,23 @@ class QueueMetrics:
             registry,
             label="outcome",
         )
-        self.full = Count("kvrouter_queue_full", "Requests refused because too many waited", registry)
+        self.full = Count("kvrouter_queue_full", "Requests rejected because the queue was full", registry)
 
 
-# `(name, kind, help, labels, value)`. A histogram comes as its buckets, cumulative, with the label `le`.
+# `(name, kind, help, labels, value)`. A histogram is given as its cumulative buckets, with the label `le`.
 Sample = tuple[str, Literal["gauge", "counter", "histogram"], str, dict[str, str], float]
 
 SUFFIXES = {"gauge": "", "counter": "_total", "histogram": "_bucket"}
 
 
 class StateCollector(Collector):
-    """Turns what is asked at scrape time into metrics, so that nothing is counted twice."""
+    """Metrics read from the state at scrape time, so that no second count can differ from it."""
 
     def __init__(self, samples: Callable[[], Iterable[Sample]]) -> None:
         self.samples = samples
 
     def collect(self) -> Iterable[Metric]:
-        """One family per name, in order of first appearance."""
+        """One family per name, in the order of first samples."""
         families: dict[str, Metric] = {}
         for name, kind, text, labels, value in self.samples():
             family = families.get(name)

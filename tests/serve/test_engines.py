@@ -38,16 +38,16 @@ def test_every_key() -> None:
         ("kv=tcp://e:1", "begin with the engine's URL"),
         ("http://", "use http://HOST:PORT"),
         ("http://e:port", "--engine"),
-        ("http://e:1,kvs=tcp://e:2", "no key 'kvs'; there are id, kv, replay"),
-        ("http://e:1,label.=x", "no key 'label.'"),
+        ("http://e:1,kvs=tcp://e:2", "unknown key 'kvs'; keys: id, kv, replay"),
+        ("http://e:1,label.=x", "unknown key 'label.'"),
         ("http://e:1,kv=e:2", "use tcp://HOST:PORT"),
         ("http://e:1,replay=http://e:2", "use tcp://HOST:PORT"),
         ("http://e:1,kv=tcp://e", "use tcp://HOST:PORT"),
         ("http://e:1/v1", "without /v1"),
         ("http://e:1/v1/,kv=tcp://e:2", "without /v1"),
-        ("http://e:1,kv", "no key=value"),
-        ("http://e:1,kv=", "no key=value"),
-        ("http://e:1,", "no key=value"),
+        ("http://e:1,kv", "not key=value"),
+        ("http://e:1,kv=", "not key=value"),
+        ("http://e:1,", "not key=value"),
         ("http://e:1,id=a b", "use 1 to 64"),
     ],
 )
@@ -69,7 +69,7 @@ def test_refused(text: str, said: str) -> None:
 )
 def test_one_engine_twice(one: str, other: str) -> None:
     """One engine under two names would count its load and its blocks twice."""
-    with pytest.raises(ConfigError, match="are one engine: leave one of them out"):
+    with pytest.raises(ConfigError, match="are the same engine: remove one of them"):
         read_engines([one, other])
 
 

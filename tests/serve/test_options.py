@@ -51,7 +51,7 @@ def test_who_gets_which_flag(tmp_path: Path) -> None:
         "--port", "9000", "--router-mode", "random", "--kv-overlap-score-weight=2", "--no-use-kv-events",
     ) == options.frontend_flags  # fmt: skip
     assert ("n", 2.0) == (options.frontend.namespace, options.frontend.policy.overlap_weight)
-    assert options.says_events()
+    assert options.chooses_events()
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_wrong_flags(flags: list[str], said: str, capsys: pytest.CaptureFixture[
 
 def test_what_does_not_fit() -> None:
     """What only shows when flags are seen together is refused too."""
-    with pytest.raises(ConfigError, match="--port 65535: 2 replicas go beyond port 65535"):
+    with pytest.raises(ConfigError, match="--port 65535: 2 replicas would need ports above 65535"):
         parse("--port", "65535", "--admin-port", "0", "--replicas", "2")
-    with pytest.raises(ConfigError, match="--admin-port 65535: 2 replicas go beyond port 65535"):
+    with pytest.raises(ConfigError, match="--admin-port 65535: 2 replicas would need ports above 65535"):
         parse("--port", "65435", "--replicas", "2")
     with pytest.raises(ConfigError, match="--kv-replay without --kv-events"):
         parse("--engine", "http://e:1,replay=tcp://e:2")

@@ -61,7 +61,7 @@ def test_named_even_if_alone(directories: dict[str, Path]) -> None:
     assert str(directories["one"]) == tokenizers.of(AGENT, one).shown
     assert "none" == late.shown
     assert "tokenizer of two is not in use" in late.lack
-    assert late.lack.endswith(f"start kvrouter serve again, or give --model-path two={directories['two']}")
+    assert late.lack.endswith(f"restart kvrouter serve, or give --model-path two={directories['two']}")
 
 
 def test_some_named_by_hand(directories: dict[str, Path]) -> None:
@@ -74,7 +74,7 @@ def test_some_named_by_hand(directories: dict[str, Path]) -> None:
     assert "/by/hand" == tokenizers.of(AGENT, one).shown
     assert "/by/hand" == tokenizers.of(AGENT, engine("other", "", "one")).shown
     assert str(directories["two"]) == tokenizers.of(AGENT, two).shown
-    assert "'O/R' is no such directory on this machine; give --model-path far=DIR" in (
+    assert "'O/R' is not a model directory on this machine; give --model-path far=DIR" in (
         tokenizers.of(AGENT, far).lack
     )
 

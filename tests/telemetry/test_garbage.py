@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrouter.telemetry import garbage
-from kvrouter.telemetry.garbage import THRESHOLDS, Pauses, give_back, set_aside_for_ever, thresholds_raised
+from kvrouter.telemetry.garbage import THRESHOLDS, Pauses, collect_and_freeze, give_back, thresholds_raised
 
 
 class Ring:
@@ -35,7 +35,7 @@ async def until_gone(ring: weakref.ref[Ring]) -> None:
 async def collecting() -> AsyncIterator[None]:
     """The collector at work."""
     with thresholds_raised():
-        task = asyncio.create_task(set_aside_for_ever())
+        task = asyncio.create_task(collect_and_freeze())
         try:
             yield
         finally:

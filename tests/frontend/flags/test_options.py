@@ -98,7 +98,7 @@ def test_max_body_in_mib() -> None:
         (["--heartbeat-s", "61"], "use 0.05 to 10 seconds"),
         (["--retries", "-1"], "must be a whole number of at least 0"),
         (["--max-body-mb", "1.5"], "must be a whole number of at least 1"),
-        (["--idle-timeout", "soon"], "'soon' is no number"),
+        (["--idle-timeout", "soon"], "'soon' is not a number"),
         (["--kv-cache-block-size", "0"], "must be a whole number of at least 1"),
         (["--sync"], "unrecognized arguments: --sync"),
     ],
