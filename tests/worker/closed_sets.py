@@ -1,4 +1,4 @@
-"""What a reader of a KV feed holds, checked after every single hash."""
+"""The copy of a KV feed that a reader holds, checked after every single hash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MASK64 = (1 << 64) - 1
 class ClosedSets:
     """The nested tier sets of one rank. `apply` fails as soon as one of them has a hole.
 
-    Like the router's index it has the device set only, until it is told of a wider one.
+    Like the router's index it has only the device set, until an op names a wider tier.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class ClosedSets:
 
     @property
     def tiers(self) -> list[set[int]]:
-        """All three sets; one that does not exist holds what the widest does."""
+        """All three sets. A set that does not exist equals the widest one that does."""
         return [self._sets[min(tier, len(self._sets) - 1)] for tier in range(len(TIERS))]
 
     def apply(self, ops: Iterable[Op]) -> ClosedSets:

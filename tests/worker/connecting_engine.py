@@ -1,4 +1,4 @@
-"""An engine's publisher that connects, as vLLM's does where its endpoint names a host."""
+"""An engine's publisher that connects, as vLLM's does if its endpoint contains a host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Connecting:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, endpoint: str, topic: str) -> AsyncIterator[Connecting]:
-        """Connect, and wait for the subscription: what is sent before it is lost."""
+        """Connect, and wait for the subscription: messages sent before it are lost."""
         context = zmq.asyncio.Context()
         pub = context.socket(zmq.XPUB)
         pub.connect(endpoint)
@@ -38,5 +38,5 @@ class Connecting:
         self._seq += 1
 
     async def send_raw(self, frames: list[bytes]) -> None:
-        """Publish whatever that is."""
+        """Publish any frames."""
         await self._pub.send_multipart(frames)

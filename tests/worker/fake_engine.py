@@ -1,4 +1,4 @@
-"""An engine as the agent sees it: HTTP, a publisher of KV events, a replay socket; all real sockets."""
+"""An engine as the agent sees it, on real sockets: HTTP, a publisher of KV events, a replay socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END_OF_REPLAY = b"\xff" * 8
 
 
 class EventSockets:
-    """The event sockets of one rank. Numbers its batches from 0; `forget` what a replay shall lack."""
+    """The event sockets of one rank. Batches are numbered from 0; `forget` removes some from the replay."""
 
     def __init__(
         self, pub: zmq.asyncio.Socket, router: zmq.asyncio.Socket, *, names_topic_in_replays: bool
@@ -43,17 +43,17 @@ class EventSockets:
             context.destroy(linger=0)
 
     async def until_subscribed(self) -> None:
-        """Return when a subscriber has arrived: an XPUB is told."""
+        """Return when a subscriber has arrived: an XPUB receives its subscription."""
         async with asyncio.timeout(5):
             await self._pub.recv()
 
     def source(self) -> dict[str, object]:
-        """How vLLM would name them; only in this form it binds them."""
+        """The endpoints as vLLM reports them, in the form in which it binds them."""
         mapped = self.events.replace("127.0.0.1", "[::ffff:127.0.0.1]")
         return {"publisher": "zmq", "endpoint": mapped, "replay_endpoint": self.replay, "topic": "topic"}
 
     def restart(self) -> None:
-        """Begin anew, as another process would."""
+        """Begin again, as another process would."""
         self.buffer = []
 
     async def send(self, payload: bytes, *, is_lost: bool = False) -> None:
@@ -63,7 +63,7 @@ class EventSockets:
             await self._pub.send_multipart([b"topic", _number(len(self.buffer) - 1), payload])
 
     async def send_raw(self, frames: list[bytes]) -> None:
-        """Publish whatever that is."""
+        """Publish any frames."""
         await self._pub.send_multipart(frames)
 
     async def _answer_replays(self) -> None:
@@ -79,7 +79,7 @@ class EventSockets:
 class EngineServer:
     """The HTTP side. `is_healthy`, `metrics` and `sources` may be changed while it serves.
 
-    `sources` is what it tells of its event endpoints; None: it does not know the question.
+    `sources` is the answer of /kv_event_sources; None: it has no such path.
     """
 
     def __init__(self, url: str) -> None:
@@ -112,7 +112,7 @@ class EngineServer:
             await runner.cleanup()
 
     async def scraped(self, count: int) -> None:
-        """Return when the metrics have been asked for so often."""
+        """Return when the metrics have been requested this many times."""
         async with asyncio.timeout(5):
             while self.scrapes < count:  # noqa: ASYNC110  # polled: one line, in one test
                 await asyncio.sleep(0.001)

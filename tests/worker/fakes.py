@@ -1,4 +1,4 @@
-"""A bus that remembers, in place of NATS."""
+"""A bus that records messages, in place of NATS."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class FakeBus:
         self._published = asyncio.Event()
 
     def publish(self, subject: str, payload: bytes) -> bool:
-        """Remember a message."""
+        """Record a message."""
         if self.connected:
             self.sent.append((subject, payload))
             self._published.set()
         return self.connected
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> None:
-        """Remember whom to call; a test calls `deliver`."""
+        """Record the callback; a test calls `deliver`."""
         self.callbacks[subject] = on_message
 
     def on_connect(self, callback: Callable[[], None]) -> None:
-        """Remember whom to call after a connection."""
+        """Record the callback."""
         self.connect_callbacks.append(callback)
 
     def deliver(self, subject: str, payload: bytes = b"") -> None:
-        """Let a message arrive."""
+        """Deliver a message to its subscribers."""
         self.callbacks[subject](subject, payload, "")
 
     async def until_sent(self, count: int) -> None:
-        """Return when so many messages wait to be taken."""
+        """Return when this many messages wait to be taken."""
         async with asyncio.timeout(5):
             while len(self.sent) < count:
                 self._published.clear()
                 await self._published.wait()
 
     def take(self) -> list[tuple[str, bytes]]:
-        """What was published since the last time."""
+        """The messages published since the last call."""
         sent, self.sent = self.sent, []
         return sent

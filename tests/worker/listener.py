@@ -1,4 +1,4 @@
-"""Another process on the bus, which hears an agent and asks it for what it missed."""
+"""Another process on the bus, which receives an agent's frames and requests missing ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.worker.closed_sets import ClosedSets
 
 
 class Listener:
-    """Hears the heartbeats and frames of one worker, and reads its feed."""
+    """Receives the heartbeats and frames of one worker, and reads its feed."""
 
     def __init__(self, bus: Bus, namespace: str, worker_id: WorkerId) -> None:
         self.bus = bus
@@ -42,7 +42,7 @@ class Listener:
     async def open(
         cls, nats_url: str, namespace: str, model: str, worker: str = "w"
     ) -> AsyncIterator[Listener]:
-        """Connect and listen."""
+        """Connect and subscribe."""
         async with Bus.open(NatsOptions((nats_url,)), name="listener") as bus:
             worker_id = WorkerId(worker)
             listener = cls(bus, namespace, worker_id)
@@ -55,14 +55,14 @@ class Listener:
             yield listener
 
     def on_beat(self, subject: str, payload: bytes, reply: str) -> None:
-        """A heartbeat: it tells how many frames there have been."""
+        """Take a heartbeat, which has the number of the last frame."""
         beat = decode_worker_beat(payload, WorkerId(subject.rpartition(".")[2]))
         self.beats.put_nowait(beat)
         self._sent = max([self._sent, *((rank.incarnation, rank.seq) for rank in beat.ranks)])
         self._has_heard.set()
 
     def on_frame(self, subject: str, payload: bytes, reply: str) -> None:
-        """A frame: applied if it is the next; the first of a new life begins with nothing."""
+        """Take a frame: apply it if it is the next one. The first frame of a new life empties the sets."""
         frame = decode_frame(payload)
         if frame.incarnation > self._life[0] and frame.seq == 1:
             self._reader, self._life = ClosedSets(), (frame.incarnation, 0)
@@ -79,15 +79,15 @@ class Listener:
 
     @property
     def held(self) -> set[int]:
-        """What is held of the device set."""
+        """The blocks in the device set."""
         return self._reader.tiers[0]
 
     async def until_held(self, hashes: set[int]) -> None:
-        """Return when the feed has come to this."""
+        """Return when the device set has these blocks."""
         await self.until(lambda: self.held == hashes)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Return when something is so, at the newest frame that is known of."""
+        """Return when `is_so` holds at the newest known frame."""
         async with asyncio.timeout(10):
             while self._life < self._sent or not is_so():
                 if self._life < self._sent:
@@ -97,7 +97,7 @@ class Listener:
                     await self._has_heard.wait()
 
     async def usurp(self, later: WorkerBeat) -> None:
-        """Heartbeats of a later agent with the same worker id, with some of the agent's own between them."""
+        """Send heartbeats of a later agent with the same worker id, between those of the agent."""
         subject = self.subjects.live_worker(self._worker_id)
         self.bus.publish(subject, encode_op(later))
         await self.beat(lambda beat: beat == later)
@@ -106,7 +106,7 @@ class Listener:
         self.bus.publish(subject, encode_op(later))
 
     async def snapshot(self) -> SnapshotChunk:
-        """Ask the agent for everything it holds."""
+        """Request everything from the agent."""
         answer = await self._ask(0, 0)
         assert isinstance(answer, SnapshotChunk)
         return answer
@@ -117,7 +117,7 @@ class Listener:
         return decode_answer(await self.bus.request(subject, request, timeout_s=5))
 
     async def _recover(self) -> None:
-        """Frames if the agent has them, else a snapshot: which may be one from a moment ago."""
+        """Request frames, or a snapshot if the agent no longer has them."""
         incarnation, seq = self._life
         answer = await self._ask(incarnation, seq + 1)
         if isinstance(answer, SnapshotChunk):

@@ -1,4 +1,4 @@
-"""Damage to what an engine sends: to its bytes, to what they mean, to their numbers and their order."""
+"""Damage to an engine's messages: to their bytes, their meaning, their numbers and their order."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _STRANGE: list[Callable[[random.Random], Any]] = [
 
 
 def mutate(message: Message, chance: random.Random) -> list[Message]:
-    """What arrives instead of a message: nothing, once, or twice."""
+    """The messages that arrive instead of one: none, one or two."""
     return chance.choice([_bytes, _content, _content, _number, _frames, _delivery])(message, chance)
 
 
 def pervert(message: Message, chance: random.Random, hashes: list[int]) -> list[Message]:
-    """A batch that is well-formed and says what no engine would: `hashes` are those of the whole capture."""
+    """A well-formed batch that no engine would send. `hashes` are those of the whole capture."""
     ts, events, rank = msgpack.unpackb(message[2])
     for _ in range(chance.randint(1, 3)):
         event: dict[str, Any] | list[Any] = chance.choice([*events, *_orders(chance, hashes)])
@@ -62,7 +62,7 @@ def _turned(
 
 
 def _bytes(message: Message, chance: random.Random) -> list[Message]:
-    """Bits flip, pieces are lost or come twice."""
+    """Flip bits; lose or repeat pieces."""
     payload = bytearray(message[2])
     for _ in range(chance.randint(1, 4)):
         start = chance.randrange(len(payload) + 1)
@@ -80,7 +80,7 @@ def _bytes(message: Message, chance: random.Random) -> list[Message]:
 
 
 def _content(message: Message, chance: random.Random) -> list[Message]:
-    """Well-formed msgpack that says something else."""
+    """Well-formed msgpack with another meaning."""
     content = msgpack.unpackb(message[2], strict_map_key=False)
     for _ in range(chance.randint(1, 3)):
         content = _replace_somewhere(content, chance)
@@ -88,7 +88,7 @@ def _content(message: Message, chance: random.Random) -> list[Message]:
 
 
 def _replace_somewhere(value: Any, chance: random.Random) -> Any:
-    """The value with one part of it strange, missing, or twice there."""
+    """The value with one part replaced, missing, or repeated."""
     if not isinstance(value, list | dict) or not value or chance.random() < 0.15:
         return chance.choice(_STRANGE)(chance)
     if isinstance(value, dict):
@@ -107,7 +107,7 @@ def _replace_somewhere(value: Any, chance: random.Random) -> Any:
 
 
 def _number(message: Message, chance: random.Random) -> list[Message]:
-    """Another number: a gap, a repeat, a restart, one beyond anything, or none at all."""
+    """Another number: a gap, a repeat, a restart, a huge one, or none at all."""
     seq = int.from_bytes(message[1], "big")
     other = chance.choice([0, max(0, seq - 1), seq + 1, seq + 1000, 2**63, 2**64 - 1])
     number = chance.choice([other.to_bytes(8, "big"), other.to_bytes(8, "big"), b"", b"12", bytes(9)])
@@ -115,7 +115,7 @@ def _number(message: Message, chance: random.Random) -> list[Message]:
 
 
 def _frames(message: Message, chance: random.Random) -> list[Message]:
-    """Frames that are missing, or too many."""
+    """Too few or too many frames."""
     return [message[: chance.randrange(3)], [*message, b"more"]][chance.randrange(2) :][:1]
 
 

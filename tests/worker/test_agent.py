@@ -36,7 +36,7 @@ _namespaces = itertools.count()
 
 @dataclass
 class Scene:
-    """An engine, a listener, and how an agent is to be run."""
+    """An engine, a listener, and the options of an agent."""
 
     engine: EngineServer
     events: EventSockets
@@ -45,7 +45,7 @@ class Scene:
 
     @contextlib.asynccontextmanager
     async def agent(self, options: AgentOptions | None = None) -> AsyncIterator[asyncio.Task[None]]:
-        """An agent at work; told to stop at the end."""
+        """A running agent, which leaves at the end."""
         stop = asyncio.Event()
         task = asyncio.create_task(serve(options or self.options, stop))
         yield task
@@ -55,7 +55,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(nats_url: str, free_port: Callable[[], int]) -> AsyncIterator[Scene]:
-    """Everything but the agent; the engine has one block already."""
+    """Everything except the agent; the engine has one block already."""
     namespace = f"agent-{next(_namespaces)}-{free_port()}"
     async with (
         EngineServer.open(free_port()) as engine,
@@ -71,7 +71,7 @@ async def scene(nats_url: str, free_port: Callable[[], int]) -> AsyncIterator[Sc
 
 
 async def test_replay_is_learnt(scene: Scene) -> None:
-    """With only the events given, what was cached before is replayed from where the engine says."""
+    """With only --kv-events, the replay that the engine reports gives the blocks cached before."""
     scene.engine.sources = {"0": scene.events.source()}
     options = replace(scene.options, endpoints=[EventEndpoints(scene.events.events)])
 
@@ -80,7 +80,7 @@ async def test_replay_is_learnt(scene: Scene) -> None:
 
 
 async def test_announces(scene: Scene) -> None:
-    """The agent announces the engine as it is, with its load and the state of its feed, and says leave."""
+    """The agent announces the engine's card, its load and the state of its feed, and leaves at the end."""
     listener = scene.listener
     async with scene.agent():
         beat = await listener.beat(
@@ -110,8 +110,8 @@ async def test_announces(scene: Scene) -> None:
     assert "leave" == (await listener.beat(lambda beat: beat.state == "leave")).state
 
 
-async def test_own_statistics_and_adapters(scene: Scene) -> None:
-    """A series that is asked for, and the adapters in use and waited for, are in the next heartbeat."""
+async def test_extra_series_and_adapters(scene: Scene) -> None:
+    """An additional series, and the adapters in use and waited for, are in the next heartbeat."""
     scene.engine.metrics += (
         'vllm:num_preemptions_total{engine="0"} 7\n'
         'vllm:lora_requests_info{max_lora="2",running_lora_adapters="adapter",waiting_lora_adapters="b"} 1\n'
@@ -132,8 +132,8 @@ async def test_own_statistics_and_adapters(scene: Scene) -> None:
     assert 2 == carried.card.max_loras
 
 
-async def test_bridges_events(scene: Scene) -> None:
-    """What the engine stores, whether replayed or live, arrives at the listener."""
+async def test_publishes_events(scene: Scene) -> None:
+    """The engine's stored blocks, replayed or live, arrive at the listener."""
     async with scene.agent():
         await scene.events.until_subscribed()
         await scene.listener.until_held({A})
@@ -142,8 +142,8 @@ async def test_bridges_events(scene: Scene) -> None:
         await scene.listener.until_held({A, B})
 
 
-async def test_events_break_something(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event that nobody foresaw breaks its feed for a pause; then the history is read anew."""
+async def test_events_raise(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected error in an event stops its rank for a pause; then the history is read again."""
     monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.05)
     is_sound = asyncio.Event()
     publish = VllmAdapter.publish
@@ -152,7 +152,7 @@ async def test_events_break_something(scene: Scene, monkeypatch: pytest.MonkeyPa
         publish(adapter, batch, sink)
         if not is_sound.is_set():
             is_sound.set()
-            raise IndexError("an event that nobody foresaw")
+            raise IndexError("an unexpected event")
 
     monkeypatch.setattr(VllmAdapter, "publish", broken)
     async with scene.agent():
@@ -160,8 +160,8 @@ async def test_events_break_something(scene: Scene, monkeypatch: pytest.MonkeyPa
         await scene.listener.until_held({A})
 
 
-async def test_reading_breaks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error before a batch is even queued is over after a pause, too."""
+async def test_reading_raises(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error before a batch is queued ends after a pause, too."""
     monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.05)
     async with scene.agent():
         await scene.listener.until_held({A})
@@ -171,7 +171,7 @@ async def test_reading_breaks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> 
 
             def broken(_feed: EngineEvents, _topic: bytes) -> bool:
                 is_read.set()
-                raise IndexError("a topic that nobody foresaw")
+                raise IndexError("an unexpected topic")
 
             patch.setattr(EngineEvents, "_is_followed", broken)
             await scene.events.send(pack(store(2, parent=1)))
@@ -181,7 +181,7 @@ async def test_reading_breaks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_history_is_read_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that says for a while that it has less room than it uses is whole again afterwards."""
+    """An engine that reports too few blocks for a while is whole again afterwards."""
     monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.02)
     monkeypatch.setattr(rank_module, "MOST_READ_AGAIN_S", 0.05)
     sound = scene.engine.metrics
@@ -198,7 +198,7 @@ async def test_history_is_read_again(scene: Scene, monkeypatch: pytest.MonkeyPat
 
 
 async def test_odd_replay_endpoint(scene: Scene) -> None:
-    """Where no replay can be asked for, events are followed all the same."""
+    """If no replay can be requested, events are followed all the same."""
     feed = EventEndpoints(scene.events.events, "tcp://nowhere", replay_timeout_s=0.05)
     options = replace(scene.options, endpoints=[feed])
     async with scene.agent(options):
@@ -218,7 +218,7 @@ async def test_hello(scene: Scene) -> None:
 
 
 async def test_replay(scene: Scene) -> None:
-    """Who asks gets a snapshot; nonsense and unknown ranks get nothing and harm nobody."""
+    """A process that requests one gets a snapshot; malformed requests and unknown ranks get nothing."""
     listener = scene.listener
     subject = listener.subjects.kv_replay(WorkerId("w"))
     async with scene.agent():
@@ -231,7 +231,7 @@ async def test_replay(scene: Scene) -> None:
 
 
 async def test_engine_down_and_up(scene: Scene) -> None:
-    """Three failed probes mean down and Cleared; when it answers again its history is read anew."""
+    """Three failed probes mean down and Cleared; when the engine answers, its history is read again."""
     listener = scene.listener
     async with scene.agent():
         await listener.until_held({A})
@@ -245,8 +245,8 @@ async def test_engine_down_and_up(scene: Scene) -> None:
     assert Cleared() in listener.live_ops
 
 
-async def test_engine_restarted_unheard(scene: Scene) -> None:
-    """An engine whose process is younger than the table has its history read anew."""
+async def test_engine_restarted_between_probes(scene: Scene) -> None:
+    """If the engine's process is younger than the table, its history is read again."""
     async with scene.agent():
         await scene.listener.until_held({A})
         scene.events.restart()
@@ -262,18 +262,18 @@ METRICS_4 = (
 
 
 def says(size: int) -> Callable[[WorkerBeat], bool]:
-    """Whether a heartbeat brings a card with this block size."""
+    """Whether a heartbeat has a card with this block size."""
     return lambda beat: beat.card is not None and beat.card.block_size == size
 
 
 def of_another_size(scene: Scene) -> None:
-    """The engine is another process, whose blocks have 4 tokens."""
+    """Make the engine another process, whose blocks have 4 tokens."""
     scene.events.restart()
     scene.engine.metrics = METRICS_4
 
 
 async def test_engine_comes_back_with_another_block_size(scene: Scene) -> None:
-    """What the events of the process before showed does not count: the first card says the new size."""
+    """Events of the former process do not count: the first card has the new size."""
     async with scene.agent():
         await scene.listener.until_held({A})
         scene.engine.is_healthy = False
@@ -288,10 +288,10 @@ async def test_engine_comes_back_with_another_block_size(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (8, 4)])
-async def test_engine_restarted_unheard_with_another_block_size(
+async def test_engine_restarted_between_probes_with_another_block_size(
     scene: Scene, before: int, after: int
 ) -> None:
-    """Another process in the metrics has its own block size, larger or smaller, before its first event."""
+    """A new process has its own block size, larger or smaller, before its first event."""
     tokens = [7] * before
     await scene.events.send(pack({**store(9), "token_ids": tokens, "block_size": before}))
     async with scene.agent():
@@ -305,7 +305,7 @@ async def test_engine_restarted_unheard_with_another_block_size(
 
 
 async def test_events_do_not_lower_the_block_size(scene: Scene) -> None:
-    """Blocks of another KV group may be smaller; the card keeps the largest of the engine's life."""
+    """Another KV group may have smaller blocks; the card keeps the largest size of the engine's life."""
     async with scene.agent():
         await scene.events.send(pack({**store(9), "token_ids": [7] * 8, "block_size": 8}))
         await scene.listener.beat(says(8))
@@ -322,7 +322,7 @@ async def test_events_do_not_lower_the_block_size(scene: Scene) -> None:
 
 
 async def test_another_model(scene: Scene) -> None:
-    """An engine that comes back with another model ends the agent: the pool is another."""
+    """An engine that comes back with another model ends the agent: its pool has changed."""
     task = asyncio.create_task(serve(scene.options, asyncio.Event()))
     await scene.listener.until_held({A})
     scene.engine.is_healthy = False
@@ -337,7 +337,7 @@ async def test_another_model(scene: Scene) -> None:
 
 
 async def test_adapters_come(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter that the engine has loaded since is announced."""
+    """An adapter that the engine loads later is announced."""
     monkeypatch.setattr(agent, "MODELS_EVERY_S", 0.02)
     async with scene.agent():
         await scene.listener.beat(lambda beat: bool(beat.card and beat.card.lora_names == ("adapter",)))
@@ -348,8 +348,8 @@ async def test_adapters_come(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
         )
 
 
-async def test_another_model_unheard(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that serves another model without having been down ends its agent, with the reason."""
+async def test_another_model_without_an_outage(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that serves another model without an outage ends its agent, with the reason."""
     monkeypatch.setattr(agent, "MODELS_EVERY_S", 0.02)
     with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match="'tiny' and now serves 'other'")):
         async with scene.agent() as task:
@@ -359,7 +359,7 @@ async def test_another_model_unheard(scene: Scene, monkeypatch: pytest.MonkeyPat
 
 
 async def test_namesake(scene: Scene) -> None:
-    """An agent that keeps hearing a later one with its own worker id ends with an error."""
+    """An agent that receives heartbeats of a later one with its worker id ends with an error."""
     later = WorkerBeat(VERSION, 2**62, "up", "p", [], 1)
 
     task = asyncio.create_task(serve(scene.options, asyncio.Event()))
@@ -383,7 +383,7 @@ async def test_without_events(scene: Scene) -> None:
 
 
 async def test_discovers_events(scene: Scene) -> None:
-    """Without endpoints in its flags the agent takes those that the engine tells."""
+    """Without endpoints in its flags the agent uses those that the engine reports."""
     scene.engine.sources = {"0": scene.events.source()}
 
     async with scene.agent(replace(scene.options, endpoints=())):
@@ -395,7 +395,7 @@ async def test_discovers_events(scene: Scene) -> None:
 
 
 async def test_events_move(scene: Scene) -> None:
-    """An engine that comes back with events elsewhere, or with events at last, ends the agent."""
+    """An engine that comes back with other event endpoints, or with its first ones, ends the agent."""
     scene.engine.sources = {}
     task = asyncio.create_task(serve(replace(scene.options, endpoints=()), asyncio.Event()))
     await scene.listener.beat(lambda beat: beat.card is not None)
@@ -420,7 +420,7 @@ async def test_engine_not_up_yet(scene: Scene, free_port: Callable[[], int]) -> 
 
 
 async def test_process(scene: Scene, nats_url: str) -> None:
-    """`python -m kvrouter.worker` runs until SIGTERM, says leave and exits 0."""
+    """`python -m kvrouter.worker` runs until SIGTERM, publishes `leave` and exits with 0."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvrouter.worker",
         "--engine-url", scene.engine.url,

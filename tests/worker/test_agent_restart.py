@@ -1,4 +1,4 @@
-"""Agents that come and go beside one simulated engine, over real sockets and a real NATS server."""
+"""Agents that are stopped and started with one simulated engine, over real sockets and a real NATS."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _namespaces = itertools.count()
 
 
 def prompt(number: int) -> list[int]:
-    """A prompt of four blocks and a token that begins like no other."""
+    """A prompt of four blocks and a token, with a unique beginning."""
     return list(range(1000 * number, 1000 * number + 17))
 
 
 @dataclass
 class Scene:
-    """A mocker, what it has cached by our names, a listener, and how an agent is to be run."""
+    """A mocker, the sequence hashes that it has cached, a listener, and the options of an agent."""
 
     mocker: Mocker
     listener: Listener
@@ -48,27 +48,27 @@ class Scene:
 
     @property
     def cached(self) -> set[int]:
-        """The sequence hashes of all that the engine can hit."""
+        """The sequence hashes of all blocks that the engine can hit."""
         return {self.names[engine_hash] for engine_hash in self.mocker.engine.cache.cached_hashes()}
 
     async def ask(self, *prompts: Sequence[int], **more: object) -> None:
-        """Have prompts answered, one after the other."""
+        """Send prompts, one after the other."""
         for tokens in prompts:
             body = {"prompt": tokens, "max_tokens": 4, "ignore_eos": True, **more}
             async with self.http.post(f"{self.mocker.url}/v1/completions", json=body) as response:
                 assert 200 == response.status
 
     async def ask_as_a_frontend(self, *prompts: Sequence[int]) -> None:
-        """The same with what a frontend adds for a partial rank."""
+        """Send prompts with the field that a frontend adds for a partial rank."""
         await self.ask(*prompts, vllm_xargs={"kv_cache_report_mode": "full"})
 
     async def until_exact(self) -> None:
-        """Return when exactly what the engine holds is published."""
+        """Return when exactly the engine's blocks are published."""
         await self.listener.until(lambda: self.listener.held == self.cached)
 
     @contextlib.asynccontextmanager
     async def agent(self, options: AgentOptions | None = None) -> AsyncIterator[WorkerBeat]:
-        """An agent, stopped in good order at the end; yields its first heartbeat."""
+        """An agent that leaves in order at the end; yields its first heartbeat."""
         stop = asyncio.Event()
         task = asyncio.create_task(serve(options or self.options, stop))
         yield await self.first_beat()
@@ -77,7 +77,7 @@ class Scene:
 
     @contextlib.asynccontextmanager
     async def agent_to_be_killed(self) -> AsyncIterator[WorkerBeat]:
-        """An agent that says no word at the end and writes nothing."""
+        """An agent that neither leaves nor saves its state at the end."""
         task = asyncio.create_task(serve(self.options, asyncio.Event()))
         yield await self.first_beat()
         task.cancel()
@@ -85,7 +85,7 @@ class Scene:
             await task
 
     async def first_beat(self) -> WorkerBeat:
-        """The first heartbeat of an agent that was not there before."""
+        """The first heartbeat of a new agent."""
         beat = await self.listener.beat(lambda beat: beat.incarnation > self.newest)
         self.newest = beat.incarnation
         return beat
@@ -93,7 +93,7 @@ class Scene:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The state file."""
+    """The path of the state file."""
     return tmp_path / "state"
 
 
@@ -101,7 +101,7 @@ def path(tmp_path: Path) -> Path:
 async def scene(
     nats_url: str, free_port: Callable[[], int], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Scene]:
-    """Everything but the agent. The engine has room for 64 blocks and replays its last 12 batches."""
+    """Everything except the agent. The engine has 64 blocks and replays its last 12 batches."""
     monkeypatch.setattr("kvrouter.mocker.publisher.BUFFER_STEPS", 12)
     namespace = f"restart-{next(_namespaces)}-{free_port()}"
     engine = EngineConfig(num_blocks=64, block_size=SIZE, max_model_len=128)
@@ -136,12 +136,12 @@ def _eavesdrop(mocker: Mocker, monkeypatch: pytest.MonkeyPatch) -> dict[int, int
 
 
 def partial_of(beat: WorkerBeat) -> bool:
-    """What a heartbeat says about rank 0."""
+    """The `partial` of rank 0 in a heartbeat."""
     return beat.ranks[0].partial
 
 
 async def test_stopped_and_started(scene: Scene) -> None:
-    """An agent that ends in good order keeps its table; the next one goes on, and is exact."""
+    """An agent that leaves in order keeps its table; the next one continues it, and is exact."""
     async with scene.agent() as first:
         await scene.ask(HOT, *map(prompt, range(15)))
         await scene.until_exact()
@@ -155,8 +155,8 @@ async def test_stopped_and_started(scene: Scene) -> None:
     assert len(scene.cached) > 4 * SIZE
 
 
-async def test_readers_never_see_nothing(scene: Scene) -> None:
-    """The first heartbeat of an agent that goes on already tells of its table: no moment without it."""
+async def test_readers_never_lose_the_table(scene: Scene) -> None:
+    """The first heartbeat of a continuing agent has its table: readers always have blocks."""
     async with scene.agent():
         await scene.ask(HOT)
         await scene.until_exact()
@@ -170,12 +170,12 @@ async def test_readers_never_see_nothing(scene: Scene) -> None:
 
 
 async def test_killed_and_started(scene: Scene) -> None:
-    """Killed long after its last write: the engine's buffer reaches back to that, and all is exact."""
+    """Killed long after its last save: the engine's buffer reaches back to it, and the table is exact."""
     scene.options = replace(scene.options, state_every_s=0.02)
     async with scene.agent_to_be_killed():
         await scene.ask(HOT, prompt(1))
         await scene.until_exact()
-        await _until_kept(scene, blocks=len(scene.cached))
+        await _until_saved(scene, blocks=len(scene.cached))
     await scene.ask(prompt(2), HOT)
 
     async with scene.agent() as second:
@@ -183,8 +183,8 @@ async def test_killed_and_started(scene: Scene) -> None:
     assert not partial_of(second)
 
 
-async def test_killed_before_it_kept_anything(scene: Scene, path: Path) -> None:
-    """Without its exit write there is no file; the buffer still has everything."""
+async def test_killed_before_a_save(scene: Scene, path: Path) -> None:
+    """Killed before the first save there is no file, and the buffer still has everything."""
     async with scene.agent_to_be_killed():
         await scene.ask(HOT)
         await scene.until_exact()
@@ -196,7 +196,7 @@ async def test_killed_before_it_kept_anything(scene: Scene, path: Path) -> None:
 
 
 async def test_lost_and_repaired(scene: Scene) -> None:
-    """No state and a short buffer: partial, never too much; what frontends' requests re-use comes back."""
+    """Without state and with a short buffer: partial, never too much; requests bring reused blocks back."""
     await scene.ask(HOT, *map(prompt, range(12)))
     async with scene.agent(replace(scene.options, state_file=None)) as beat:
         assert beat.card is not None
@@ -215,7 +215,7 @@ async def test_lost_and_repaired(scene: Scene) -> None:
 
 
 async def test_lost_without_repair(scene: Scene) -> None:
-    """The card does not ask for reports; the rank stays partial until the engine empties its cache."""
+    """The card does not ask for reports: the rank stays partial until the engine empties its cache."""
     await scene.ask(HOT, *map(prompt, range(12)))
     options = replace(scene.options, state_file=None, kv_repair=False)
     async with scene.agent(options) as beat:
@@ -231,7 +231,7 @@ async def test_lost_without_repair(scene: Scene) -> None:
 
 
 async def test_state_too_old(scene: Scene) -> None:
-    """The buffer no longer reaches back to the batch that was kept: nothing of the table is published."""
+    """If the buffer no longer has the saved batch, no block of the saved table is published."""
     async with scene.agent():
         await scene.ask(HOT)
         await scene.until_exact()
@@ -243,7 +243,7 @@ async def test_state_too_old(scene: Scene) -> None:
 
 
 async def test_another_engine(scene: Scene) -> None:
-    """The engine restarts between two agents: the table is given up, the new history read from its start."""
+    """The engine restarts between two agents: the saved table is dropped, the new history read."""
     async with scene.agent():
         await scene.ask(HOT, prompt(1))
         await scene.until_exact()
@@ -261,7 +261,7 @@ async def test_another_engine(scene: Scene) -> None:
 
 
 async def test_damaged_file(scene: Scene, path: Path) -> None:
-    """Half a file is refused, and the agent works without; at its end it writes a whole one."""
+    """Half a file is rejected; the agent runs without it, and writes a complete one at its end."""
     _put(path, b"kvrouter agent state\n half of it")
     async with scene.agent() as beat:
         await scene.ask(HOT)
@@ -271,8 +271,8 @@ async def test_damaged_file(scene: Scene, path: Path) -> None:
     assert await _kept_blocks(scene) == len(scene.cached)
 
 
-async def _until_kept(scene: Scene, blocks: int) -> None:
-    """Return when the state file has so many blocks."""
+async def _until_saved(scene: Scene, blocks: int) -> None:
+    """Return when the state file has this many blocks."""
     async with asyncio.timeout(10):
         while await _kept_blocks(scene) != blocks:
             await scene.listener.beat(lambda beat: True)
@@ -283,7 +283,7 @@ async def _kept_blocks(scene: Scene) -> int:
     assert options.state_file is not None
     with StateFile.open(options.state_file, f"{options.namespace}/w") as file:
         state = await asyncio.to_thread(file.read)
-    rank = state.ranks.get(0) if state else None  # there is none before the first batch
+    rank = state.ranks.get(0) if state else None  # no rank before the first batch
     return len(rank.image.known) if rank else 0
 
 

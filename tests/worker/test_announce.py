@@ -1,4 +1,4 @@
-"""The Python door: a worker that its own program announces, read by a replica over a real NATS server."""
+"""The Python interface: a program announces its worker, and a replica reads it over a real NATS server."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Reader:
         self.nats_url = nats_url
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Return when the replica has come to this."""
+        """Return when `is_so` holds at the replica."""
         async with asyncio.timeout(10):
-            while not is_so():  # noqa: ASYNC110  # a replica tells nobody what it has applied
+            while not is_so():  # noqa: ASYNC110  # a replica has no event for what it applied
                 await asyncio.sleep(0.005)
 
     def overlap(self, worker: str, tokens: list[int], block_size: int, **seed: str) -> list[int]:
-        """The depth at which a worker's blocks end, per tier set."""
+        """The depth of a worker's blocks, per tier set."""
         hashes = kvrouter.sequence_hashes(kvrouter.block_hashes(tokens, block_size, **seed))  # type: ignore[arg-type]
         target = Target(WorkerId(worker), 0)
         found = [router.pool.index.overlap_by_tier(hashes) for router in self.replica.routers.values()]
@@ -59,7 +59,7 @@ class Reader:
 
 @contextlib.asynccontextmanager
 async def open_reader(nats_url: str, namespace: str) -> AsyncIterator[Reader]:
-    """A replica at work."""
+    """A running replica."""
     replica = Replica(
         ReplicaSettings(),
         RouterId(f"reader{next(_numbers)}"),
@@ -79,13 +79,13 @@ async def open_reader(nats_url: str, namespace: str) -> AsyncIterator[Reader]:
 
 @pytest.fixture
 async def reader(nats_url: str, free_port: Callable[[], int]) -> AsyncIterator[Reader]:
-    """A replica in a namespace of its own."""
+    """A replica in a separate namespace."""
     async with open_reader(nats_url, f"door-{next(_numbers)}-{free_port()}") as reader:
         yield reader
 
 
 async def test_example(reader: Reader) -> None:
-    """docs/examples/trtllm_worker.py makes a worker that can be routed to, with its blocks in their tiers."""
+    """docs/examples/trtllm_worker.py makes a worker that gets requests, with its blocks in their tiers."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(EXAMPLE), "--demo", "--nats", reader.nats_url, "--namespace", reader.namespace,
         "--url", "http://127.0.0.1:9", "--model", "tiny", "--block-size", "4",
@@ -106,7 +106,7 @@ async def test_example(reader: Reader) -> None:
 
 
 async def test_worker(reader: Reader) -> None:
-    """What is stored and removed arrives; so do load, being down and up, and the end."""
+    """Stored and removed blocks arrive, and so do load, down, up, and the end."""
     async with connect(reader.nats_url) as nats:
         blocks = KvPublisher(nats, "own", 2)
         blocks.stored([b"a", b"b"], [1, 2, 3, 4], salt="s")
@@ -127,7 +127,7 @@ async def test_worker(reader: Reader) -> None:
 
 
 async def test_late_reader(nats_url: str, reader: Reader) -> None:
-    """Who comes later asks for what was published before, and gets it."""
+    """A replica that starts later requests the former frames, and gets them."""
     async with connect(nats_url) as nats:
         blocks = KvPublisher(nats, "own", 2)
         async with announce(nats, [blocks], url="http://h:1", model="m", namespace=reader.namespace):
@@ -138,7 +138,7 @@ async def test_late_reader(nats_url: str, reader: Reader) -> None:
 
 
 async def test_error_inside(nats_url: str, reader: Reader) -> None:
-    """An error of the program's own ends the announcement, and nothing is left of the worker."""
+    """An error in the program ends the announcement, and the worker is gone."""
 
     async def break_down() -> None:
         blocks = KvPublisher(nats, "own", 2)
@@ -163,25 +163,25 @@ async def test_error_inside(nats_url: str, reader: Reader) -> None:
     ],
 )
 def test_bad_publisher(worker_id: str, block_size: int, rank: int, message: str) -> None:
-    """What cannot be a worker is refused, with the value."""
+    """Invalid arguments are rejected, with the value."""
     with pytest.raises(ConfigError, match=message):
         KvPublisher(FakeBus(), worker_id, block_size, rank)
 
 
 def test_another_client() -> None:
-    """A client of nats-py's own is refused: its publish is a coroutine, and nothing would be sent."""
+    """A client of nats-py is rejected: its publish is a coroutine, and no message would be sent."""
     with pytest.raises(ConfigError, match=r"kvrouter\.connect"):
         KvPublisher(Client(), "w", 16)  # type: ignore[arg-type]
 
 
 def test_not_announced() -> None:
-    """A publisher that belongs to no pool has nowhere to send."""
+    """A publisher without a pool cannot send."""
     with pytest.raises(ConfigError, match="announce it"):
         KvPublisher(FakeBus(), "w", 16).flush(0.0)
 
 
 def test_bad_tier() -> None:
-    """A tier that is none is refused with those there are."""
+    """An unknown tier is rejected, with the valid ones."""
     with pytest.raises(ValueError, match="tier 'gpu': use one of device, host, disk"):
         KvPublisher(FakeBus(), "w", 16).removed([1], "gpu")
 
@@ -195,7 +195,7 @@ def test_bad_tier() -> None:
     ],
 )
 async def test_bad_announcement(nats_url: str, ranks: list[int], url: str, message: str) -> None:
-    """What cannot be announced is refused, with the way out."""
+    """An invalid announcement is rejected, with the way out."""
     async with connect(nats_url) as nats:
         publishers = [KvPublisher(nats, "w", 16, rank) for rank in ranks]
         with pytest.raises(ConfigError, match=message):
@@ -204,7 +204,7 @@ async def test_bad_announcement(nats_url: str, ranks: list[int], url: str, messa
 
 
 def test_public_names() -> None:
-    """Every public name can be had from the package, and a wrong one is an AttributeError."""
+    """The package has every public name; a wrong one is an AttributeError."""
     for name in kvrouter.__all__:
         assert getattr(kvrouter, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):

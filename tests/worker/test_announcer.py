@@ -1,4 +1,4 @@
-"""Heartbeats, hellos and namesakes."""
+"""Heartbeats, hellos, and agents with the same worker id."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANKS = [RankBeat(0, 7, 3)]
 
 @pytest.fixture
 def bus() -> FakeBus:
-    """A bus that remembers."""
+    """A bus that records messages."""
     return FakeBus()
 
 
@@ -35,12 +35,12 @@ def announcer(bus: FakeBus) -> Announcer:
 
 
 def beats(bus: FakeBus) -> list[WorkerBeat]:
-    """The heartbeats sent since the last time."""
+    """The heartbeats sent since the last call."""
     return [decode_worker_beat(payload, WorkerId(CARD.worker_id)) for _, payload in bus.take()]
 
 
 def test_beat(bus: FakeBus, announcer: Announcer) -> None:
-    """A heartbeat carries state, pool and ranks; the card goes along first, and then every 10 s."""
+    """A heartbeat has state, pool and ranks; the first one has the card, and then one every 10 s."""
     for now in (0.0, 1.0, 9.9, 10.0):
         announcer.beat(now)
 
@@ -60,7 +60,7 @@ def test_card_while_away(bus: FakeBus, announcer: Announcer) -> None:
 
 
 def test_worker_is_up_once_announced(bus: FakeBus, announcer: Announcer) -> None:
-    """While NATS is away nobody knows of the worker, so it is not said to be up; later once."""
+    """`worker.up` is logged once, when the first heartbeat is sent: not while NATS is away."""
     bus.connected = False
     with capture_logs() as logs:
         announcer.beat(0.0)
@@ -85,7 +85,7 @@ def test_update(bus: FakeBus, announcer: Announcer) -> None:
 
 
 def test_leave(bus: FakeBus, announcer: Announcer) -> None:
-    """At the end it says leave."""
+    """The last heartbeat has the state `leave`."""
     announcer.leave()
 
     assert ["leave"] == [beat.state for beat in beats(bus)]
@@ -107,7 +107,7 @@ async def test_hello(bus: FakeBus, announcer: Announcer) -> None:
 
 
 async def test_state(bus: FakeBus, announcer: Announcer) -> None:
-    """A new state is told at once."""
+    """A new state is announced at once."""
     task = asyncio.create_task(announcer.run(heartbeat_s=3600))
     await bus.until_sent(1)
     announcer.set_state("down")
@@ -117,8 +117,8 @@ async def test_state(bus: FakeBus, announcer: Announcer) -> None:
     assert ["up", "down"] == [beat.state for beat in beats(bus)]
 
 
-def test_card_that_readers_would_refuse(bus: FakeBus, announcer: Announcer) -> None:
-    """At the start it is an error; later the former card goes on, and the log says why, once."""
+def test_card_that_readers_would_reject(bus: FakeBus, announcer: Announcer) -> None:
+    """At the start it is an error; later the former card stays, and the reason is logged once."""
     bad = Card(worker_id="w", url="http://e:99999", model="m", block_size=16)
     with pytest.raises(ConfigError, match="'w' cannot be announced"):
         Announcer(bus, SUBJECTS, bad, 7, list)
@@ -133,8 +133,8 @@ def test_card_that_readers_would_refuse(bus: FakeBus, announcer: Announcer) -> N
 
 
 @pytest.mark.parametrize("running", [2**70, -1, 1e300])
-def test_load_that_readers_would_refuse(bus: FakeBus, running: int) -> None:
-    """The heartbeat goes out without it: a worker must not fall silent for an odd number of its engine."""
+def test_load_that_readers_would_reject(bus: FakeBus, running: int) -> None:
+    """The heartbeat is sent without it: an odd number of the engine must not silence the worker."""
     odd = RankBeat(0, 5, 7, True, running, 3)
     announcer = Announcer(bus, SUBJECTS, CARD, 7, lambda: [odd])
 
@@ -146,18 +146,18 @@ def test_load_that_readers_would_refuse(bus: FakeBus, running: int) -> None:
     assert 1 == [entry["event"] for entry in logs].count("worker.load_rejected")
 
 
-def hear(bus: FakeBus, incarnation: int) -> None:
-    """A heartbeat with this incarnation comes on the announcer's own subject."""
+def receive(bus: FakeBus, incarnation: int) -> None:
+    """Deliver a heartbeat with this incarnation on the announcer's own subject."""
     bus.deliver(OWN, encode(WorkerBeat(VERSION, incarnation, "up", "p", [], 1)))
 
 
 async def test_namesake(bus: FakeBus, announcer: Announcer) -> None:
-    """An agent gives way to a later one with its own id; its echo and an earlier one do not matter."""
+    """An agent gives way to a later one with its id; its echo and an earlier agent do not matter."""
     await announcer.subscribe()
     for now in range(2):
         announcer.beat(float(now))
         for incarnation in (6, 7, 8):
-            hear(bus, incarnation)
+            receive(bus, incarnation)
         bus.deliver(OWN, b"noise")
 
     with pytest.raises(TakenOverError, match="'w' is also used by an agent that started later"):
@@ -165,21 +165,21 @@ async def test_namesake(bus: FakeBus, announcer: Announcer) -> None:
 
 
 @pytest.mark.parametrize("beats_between", [0, SUSPECTED_BEATS + 1])
-async def test_namesake_heard_once(bus: FakeBus, announcer: Announcer, beats_between: int) -> None:
-    """One odd heartbeat ends no healthy agent, however often it is repeated at once; nor two long apart."""
+async def test_namesake_received_once(bus: FakeBus, announcer: Announcer, beats_between: int) -> None:
+    """One odd heartbeat ends no agent, even if it is repeated at once; nor do two long apart."""
     await announcer.subscribe()
-    hear(bus, 2**60)
-    hear(bus, 2**60)
+    receive(bus, 2**60)
+    receive(bus, 2**60)
     for now in range(beats_between):
         announcer.beat(float(now))
-    hear(bus, 2**60)
-    hear(bus, 2**61)
+    receive(bus, 2**60)
+    receive(bus, 2**61)
 
     assert not announcer._successor
 
 
-async def test_interval_is_told(bus: FakeBus, announcer: Announcer) -> None:
-    """Heartbeats say how far apart they are, so that whoever beats faster does not take it for silence."""
+async def test_interval(bus: FakeBus, announcer: Announcer) -> None:
+    """Heartbeats have their interval: a replica with a shorter one must not take it for silence."""
     task = asyncio.create_task(announcer.run(heartbeat_s=2.5))
     await bus.until_sent(1)
     task.cancel()

@@ -1,4 +1,4 @@
-"""125 batches of a real vLLM 0.32 engine, through the agent's whole path, against its `cached_tokens`."""
+"""125 batches of a real vLLM 0.32, through all parts of the agent, compared with its `cached_tokens`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AS_BYTES = "with hashes as bytes"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request as it was recorded."""
+    """A recorded request."""
 
     label: str
     hashes: list[int]
@@ -41,7 +41,7 @@ class Request:
 
 
 def read_requests() -> Iterator[tuple[float, Request]]:
-    """The requests whose token ids and cached tokens were recorded, with the time they were sent."""
+    """The requests with recorded token ids and cached tokens, and the time at which they were sent."""
     for record in json.loads((DATA / "vllm_requests.json").read_text())["requests"]:
         tokens, cached = record.get("prompt_token_ids"), record.get("cached_tokens")
         if tokens and cached is not None:
@@ -62,7 +62,7 @@ def read_batches(name: str) -> Iterator[tuple[float, bytes]]:
 
 
 def with_bytes(payload: bytes) -> bytes:
-    """The batch as with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0: 32 bytes, the last 8 of which are the int."""
+    """The batch as with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0: hashes of 32 bytes that end in the int."""
     ts, events, rank = msgpack.unpackb(payload)
     for event in events:
         if "block_hashes" in event:
@@ -74,13 +74,13 @@ def with_bytes(payload: bytes) -> bytes:
 
 
 def whole_hash(short: int) -> bytes:
-    """A hash of which this is the short form."""
+    """A hash whose short form this is."""
     return b"\xff" * 24 + short.to_bytes(8, "big")
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the published blocks say about a request, and what the engine said."""
+    """The prediction for a request by the published blocks, and the engine's report."""
 
     request: Request
     cached_tokens: int
@@ -110,14 +110,14 @@ def replay(name: str) -> list[Prediction]:
 
 
 def predict(request: Request, published: set[int]) -> int:
-    """The engine's cached tokens as a router would expect them: the last token is always computed."""
+    """The cached tokens that a router would expect: the last token is always computed."""
     overlap = next((i for i, name in enumerate(request.hashes) if name not in published), len(request.hashes))
     return BLOCK_SIZE * min(overlap, (request.isl - 1) // BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("name", [*CAPTURES, AS_BYTES])
 def test_predicts_what_the_engine_reported(name: str) -> None:
-    """54 of 58 predictions are exact; the others were in flight, or cleared without being told yet."""
+    """54 of 58 predictions are exact; the others were in flight, or cleared and not announced yet."""
     predictions = replay(name)
 
     wrong = [made for made in predictions if made.cached_tokens != made.request.cached_tokens]
@@ -142,22 +142,22 @@ def test_both_shapes_mean_the_same() -> None:
 @pytest.mark.parametrize("name", CAPTURES)
 @pytest.mark.parametrize("names_topic", [True, False], ids=["as vLLM", "as SGLang"])
 async def test_over_sockets(name: str, names_topic: bool) -> None:
-    """Begun late, with batches lost on the wire and a restart: the table is that of the whole history."""
+    """Started late, with batches lost on the wire and a restart: the table is that of the whole history."""
     payloads = [payload for _, payload in read_batches(name)]
     async with EventSockets.open(names_topic_in_replays=names_topic) as engine:
         for payload in payloads[:40]:
             await engine.send(payload)
         async with EngineEvents.open(
             EventEndpoints(engine.events, engine.replay, verify_after_s=0.1)
-        ) as feed:
+        ) as events:
             rank = EngineRank(
-                KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="tiny", incarnation=1), feed.stream
+                KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="tiny", incarnation=1), events.stream
             )
 
             def is_at(count: int) -> bool:
                 return rank.publisher.blocks.image() == held_after(payloads[:count])
 
-            task = asyncio.create_task(feed.run(rank.on_action))
+            task = asyncio.create_task(events.run(rank.on_action))
             await engine.until_subscribed()
             for number, payload in enumerate(payloads[40:]):
                 await engine.send(payload, is_lost=number % 7 == 3)
@@ -174,7 +174,7 @@ async def test_over_sockets(name: str, names_topic: bool) -> None:
 
 
 async def until(is_so: Callable[[], bool], task: asyncio.Task[None]) -> None:
-    """Return when something is so."""
+    """Return when `is_so` holds."""
     async with asyncio.timeout(10):
         while not is_so():
             assert not task.done(), task

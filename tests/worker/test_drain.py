@@ -1,4 +1,4 @@
-"""A worker that drains: what the operator asks for, what looks at the engine say, what is announced."""
+"""A draining worker: the operator's signals, the looks at the engine's load, and the announcements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _namespaces = itertools.count()
 
 @pytest.fixture
 def duty() -> Duty:
-    """Of a worker that is there."""
+    """The duty of a running worker."""
     made = Duty(asyncio.Event())
     made.attend(lambda: None)
     return made
@@ -47,7 +47,7 @@ def test_retire(duty: Duty) -> None:
 
 
 def test_retire_before_there_is_a_worker() -> None:
-    """While the engine is awaited there is nothing to drain."""
+    """While the agent waits for its engine there is nothing to drain."""
     duty = Duty(asyncio.Event())
 
     duty.retire()
@@ -56,7 +56,7 @@ def test_retire_before_there_is_a_worker() -> None:
 
 
 def test_pause(duty: Duty) -> None:
-    """SIGUSR1 drains without leaving, the next takes it back; not from a worker that retires."""
+    """SIGUSR1 drains without leaving, the next one ends it; it has no effect on a worker that retires."""
     seen = []
     for step in (duty.pause, duty.pause, duty.retire, duty.pause, duty.pause):
         step()
@@ -66,8 +66,8 @@ def test_pause(duty: Duty) -> None:
     assert not duty.leave.is_set()
 
 
-def test_worker_is_told() -> None:
-    """Each change reaches the worker; what was asked for before it was there is kept."""
+def test_worker_is_notified() -> None:
+    """The worker is notified of each change; signals before its start are kept."""
     duty, told = Duty(asyncio.Event()), []
     duty.pause()
     duty.attend(lambda: told.append(duty.is_draining))
@@ -94,7 +94,7 @@ def test_worker_is_told() -> None:
     ids=["idle", "two in a row", "waiting", "another rank", "blind", "in between"],
 )
 def test_looks(looks: list[dict[int, RankLoad]], verdicts: list[str]) -> None:
-    """Two in a row without a request end the draining, and so do three that tell nothing."""
+    """Two looks in a row without a request end the draining, and so do three without numbers."""
     judge = Looks()
 
     assert verdicts == [judge.take(loads) for loads in looks]
@@ -108,7 +108,7 @@ async def engine(free_port: Callable[[], int]) -> AsyncIterator[EngineServer]:
 
 
 async def test_waits_for_the_last_request(engine: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the metrics count a request, and no longer."""
+    """The agent waits until the metrics count no request, and no longer."""
     monkeypatch.setattr(drain, "LOOK_S", 0.01)
     async with EngineHttp.open(engine.url) as http, asyncio.timeout(SOON_S):
         waiting = asyncio.create_task(until_drained(http, lambda: False))
@@ -120,14 +120,14 @@ async def test_waits_for_the_last_request(engine: EngineServer, monkeypatch: pyt
 
 
 async def test_engine_that_is_not_there(free_port: Callable[[], int]) -> None:
-    """Nobody listens, or it is known to be down: there is nothing to wait for."""
+    """If the engine's port is closed, or it is known to be down, there is nothing to wait for."""
     async with EngineHttp.open(f"http://127.0.0.1:{free_port()}") as http, asyncio.timeout(SOON_S):
         assert "the engine is gone" == await until_drained(http, lambda: False)
         assert "the engine is down" == await until_drained(http, lambda: True)
 
 
 async def test_engine_without_metrics(engine: EngineServer) -> None:
-    """One that never tells its load is not waited for."""
+    """An engine that never reports its load does not delay the agent."""
     engine.metrics = "go_goroutines 7\n"
     async with EngineHttp.open(engine.url) as http, asyncio.timeout(SOON_S):
         assert NO_ANSWER == await until_drained(http, lambda: False)
@@ -137,18 +137,18 @@ async def test_engine_without_metrics(engine: EngineServer) -> None:
 
 
 class Agent:
-    """`python -m kvrouter.worker` as a process, and what it announces."""
+    """`python -m kvrouter.worker` as a process, and its heartbeats."""
 
     def __init__(self, process: asyncio.subprocess.Process, listener: Listener) -> None:
         self.process = process
         self._listener = listener
 
     async def says(self, state: str) -> WorkerBeat:
-        """The next heartbeat of this state."""
+        """The next heartbeat with this state."""
         return await self._listener.beat(lambda beat: beat.state == state)
 
     async def ended(self) -> tuple[int, str]:
-        """Its exit code, and what it logged."""
+        """Its exit code, and its log."""
         async with asyncio.timeout(SOON_S):
             _, said = await self.process.communicate()
         assert self.process.returncode is not None
@@ -176,7 +176,7 @@ async def running_agent(nats_url: str, engine: EngineServer, *flags: str) -> Asy
 
 
 async def test_sigterm(nats_url: str, engine: EngineServer) -> None:
-    """`draining` with the first SIGTERM, heartbeats while requests run, then `leave` and exit code 0."""
+    """`draining` after the first SIGTERM, heartbeats while requests run, then `leave` and exit code 0."""
     async with running_agent(nats_url, engine, "--heartbeat-s", "0.1") as agent:
         agent.process.send_signal(signal.SIGTERM)
         beats = [await agent.says("draining") for _ in range(8)]
@@ -190,7 +190,7 @@ async def test_sigterm(nats_url: str, engine: EngineServer) -> None:
 
 
 async def test_second_sigterm(nats_url: str, engine: EngineServer) -> None:
-    """It leaves at once, whatever runs."""
+    """The second SIGTERM ends the agent at once, although requests run."""
     async with running_agent(nats_url, engine) as agent:
         agent.process.send_signal(signal.SIGINT)
         await agent.says("draining")
@@ -204,7 +204,7 @@ async def test_second_sigterm(nats_url: str, engine: EngineServer) -> None:
 
 @pytest.mark.parametrize(("limit_s", "why"), [("0", "0: leaving at once"), ("0.5", "0.5 has passed")])
 async def test_drain_timeout(nats_url: str, engine: EngineServer, limit_s: str, why: str) -> None:
-    """Requests that outlast --drain-timeout are left."""
+    """After --drain-timeout the agent leaves, although requests run."""
     async with running_agent(nats_url, engine, "--drain-timeout", limit_s) as agent:
         agent.process.send_signal(signal.SIGTERM)
         await agent.says("leave")
@@ -215,7 +215,7 @@ async def test_drain_timeout(nats_url: str, engine: EngineServer, limit_s: str, 
 
 
 async def test_sigterm_while_the_engine_is_down(nats_url: str, engine: EngineServer) -> None:
-    """Nothing runs on an engine that is down, whatever its metrics say."""
+    """On an engine that is down nothing runs, whatever its last metrics were."""
     async with running_agent(nats_url, engine) as agent:
         engine.is_healthy = False
         await agent.says("down")
@@ -228,7 +228,7 @@ async def test_sigterm_while_the_engine_is_down(nats_url: str, engine: EngineSer
 
 
 async def test_maintenance(nats_url: str, engine: EngineServer) -> None:
-    """SIGUSR1: draining, also after the engine was down meanwhile; the next SIGUSR1: up."""
+    """SIGUSR1: draining, also after the engine was down; the next SIGUSR1: up."""
     async with running_agent(nats_url, engine) as agent:
         agent.process.send_signal(signal.SIGUSR1)
         await agent.says("draining")

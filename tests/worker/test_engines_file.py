@@ -1,4 +1,4 @@
-"""`--engines FILE`: what it may say, and how it is told what is wrong with it."""
+"""`--engines FILE`: its content, and the errors for a wrong one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ kv-repair = false
 
 
 def read(path: Path, *flags: str) -> EngineList:
-    """What a file means beside these flags."""
+    """The options in a file, with these flags."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
     return read_engines(parser.parse_args(["--engines", str(path), *flags]))
@@ -42,7 +42,7 @@ def written(directory: Path, text: str, name: str = "engines.toml") -> Path:
 
 
 def test_entries(tmp_path: Path) -> None:
-    """Flags hold for every engine that does not say otherwise."""
+    """A flag holds for every engine whose entry does not set it."""
     flags = ("--kv-events", "tcp://*:5557", "--kv-topic", "kv@", "--label", "rack=r", "--probe-s", "2")
     first, second = read(written(tmp_path, TWO_PODS), *flags).agents
 
@@ -62,7 +62,7 @@ def test_entries(tmp_path: Path) -> None:
 
 
 def test_shared_endpoints(tmp_path: Path) -> None:
-    """A bound endpoint has one socket, whoever sends there; --kv-topic filters all of it."""
+    """A bound endpoint has one socket for all its engines; --kv-topic filters all of it."""
     engines = read(written(tmp_path, TWO_PODS), "--kv-events", "tcp://*:5557", "--kv-topic", "kv@")
 
     assert "kv@" == engines.topic_filter
@@ -72,8 +72,8 @@ def test_shared_endpoints(tmp_path: Path) -> None:
     } == engines.shared
 
 
-def test_own_endpoints(tmp_path: Path) -> None:
-    """Engines with an endpoint each, to which the agent connects, need no topic."""
+def test_separate_endpoints(tmp_path: Path) -> None:
+    """Engines with separate endpoints, to which the agent connects, need no topic."""
     text = "".join(
         f'[[engine]]\nengine-url = "http://e{n}:80"\nkv-events = "tcp://e{n}:5557"\n' for n in (1, 2)
     )
@@ -120,26 +120,26 @@ def test_json(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    """A mistake is told with the entry and the key."""
+def test_rejected(tmp_path: Path, text: str, message: str) -> None:
+    """A mistake is reported with the entry and the key."""
     with pytest.raises(ConfigError, match=message):
         read(written(tmp_path, text))
 
 
 def test_no_file() -> None:
-    """A file that is not there is told as such."""
+    """A missing file is reported."""
     with pytest.raises(ConfigError, match="--engines /nowhere: No such file"):
         read(Path("/nowhere"))
 
 
 def test_flags_of_one_engine(tmp_path: Path) -> None:
-    """What only one engine can have is no flag beside the file."""
+    """A flag that only one engine can have is rejected on the command line."""
     with pytest.raises(ConfigError, match="belong in the entries"):
         read(written(tmp_path, TWO_PODS), "--worker-id", "w")
 
 
 def test_too_many(tmp_path: Path) -> None:
-    """A process has so many engines and no more."""
+    """The number of engines in a process is limited."""
     text = "".join(f'[[engine]]\nengine-url = "http://e:{port}"\n' for port in range(1, 1026))
     with pytest.raises(ConfigError, match="at most 1024"):
         read(written(tmp_path, text))

@@ -1,7 +1,7 @@
-"""Damaged batches of a real engine, through the whole way that batches go.
+"""Damaged batches of a real engine, through all parts of the agent that batches pass.
 
-Whatever arrives: nothing is raised, the table keeps its invariants, a reader of the feed never finds a
-hole, and good batches that follow are applied as if nothing had happened.
+With any damage: no error is raised, the table keeps its invariants, a reader of the feed never finds a hole,
+and later good batches are applied.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ BLOCKS = 100
 
 @cache
 def captured(name: str) -> list[Message]:
-    """What a real engine sent, in order, numbered from 0."""
+    """The batches of a real engine, in order, numbered from 0."""
     batches = [payload for _, _, payload in msgpack.unpackb((DATA / name).read_bytes())]
     return [[b"kv@e@tiny", seq.to_bytes(8, "big"), payload] for seq, payload in enumerate(batches)]
 
 
 @cache
 def another_life(name: str) -> list[Message]:
-    """The same of an engine that has restarted: other times, so other bytes."""
+    """The same batches from an engine that has restarted: other times, so other bytes."""
     lives = []
     for topic, number, payload in captured(name):
         ts, *rest = msgpack.unpackb(payload)
@@ -54,7 +54,7 @@ def another_life(name: str) -> list[Message]:
 
 
 class Way:
-    """A rank at the end of a feed, and a reader of what it publishes."""
+    """A rank with its publisher, and a reader of its feed."""
 
     def __init__(self, feed: EngineEvents | None = None, adapter: VllmAdapter | None = None) -> None:
         self.bus = FakeBus()
@@ -65,28 +65,28 @@ class Way:
         self._incarnation = 1
         self._now = 0.0
 
-    def hear(self, message: Message) -> None:
-        """What EngineEvents does with a message, without a socket."""
+    def receive(self, message: Message) -> None:
+        """Take a message as EngineEvents does, without a socket."""
         if len(message) == 3 and len(message[1]) == 8:
             self.do(self.stream.receive(int.from_bytes(message[1], "big"), message[2]))
 
     def do(self, step: Step) -> Step:
-        """Apply a step, and look at everything afterwards."""
+        """Apply a step, and check everything afterwards."""
         for action in step.actions:
             self.rank.on_action(action)
-            self.look()
+            self.check()
         return step
 
     def on_action(self, action: Action) -> None:
-        """What a feed passes on."""
+        """Apply an action."""
         self.do(Step([action]))
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise if an invariant is broken, or if a reader of the feed would find a hole."""
-        self._now += 1.0  # every flush owes a digest
+        self._now += 1.0  # so that every flush sends a digest
         self.publisher.blocks.check()
         self.publisher.flush(self._now)
-        if self.publisher.incarnation != self._incarnation:  # heartbeats tell readers of a new life
+        if self.publisher.incarnation != self._incarnation:  # readers learn of a new life from heartbeats
             self._reader, self._incarnation = ClosedSets(), self.publisher.incarnation
         assert self.publisher.blocks.count() <= BLOCKS
         assert len(self.rank.skipped) <= MAX_REASONS + 1
@@ -95,21 +95,21 @@ class Way:
 
     @property
     def held(self) -> set[int]:
-        """What a reader holds of the device."""
+        """The blocks that a reader holds on the device."""
         return self._reader.tiers[0]
 
 
 @cache
 def expected(name: str) -> frozenset[int]:
-    """What is held after the capture, if nothing is damaged."""
+    """The blocks after the whole capture, if nothing is damaged."""
     way = Way()
     for message in captured(name):
-        way.hear(message)
+        way.receive(message)
     return frozenset(way.held)
 
 
 def damaged(name: str, seed: int, count: int, share: float) -> Iterable[Message]:
-    """The capture's first messages: every other one lies, and a share of all is broken as well."""
+    """The first messages of the capture: every other one is wrong, and some are broken as well."""
     chance = random.Random(seed)
     for message in captured(name)[:count]:
         heard = pervert(message, chance, hashes(name)) if chance.random() < 0.5 else [message]
@@ -131,13 +131,13 @@ def hashes(name: str) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 60), share=st.sampled_from([0.0, 0.02, 0.3]))
 def test_damage_then_good_batches(name: str, seed: int, count: int, share: float) -> None:
-    """After any damage an engine's next life is read as if nothing had happened."""
+    """After any damage the engine's next life is read without an error."""
     way = Way()
     for message in damaged(name, seed, count, share):
-        way.hear(message)
+        way.receive(message)
 
     for message in another_life(name):
-        way.hear(message)
+        way.receive(message)
 
     assert expected(name) == way.held
     assert not way.rank.is_partial
@@ -146,17 +146,17 @@ def test_damage_then_good_batches(name: str, seed: int, count: int, share: float
 @settings(max_examples=100, deadline=None)
 @given(payloads=st.lists(st.binary(max_size=200), max_size=10))
 def test_any_bytes(payloads: list[bytes]) -> None:
-    """Payloads that never were an engine's are lost history at most."""
+    """Arbitrary payloads cause lost history at most."""
     way = Way(adapter=SglangAdapter())
     for seq, payload in enumerate(payloads):
-        way.hear([b"", seq.to_bytes(8, "big"), payload])
+        way.receive([b"", seq.to_bytes(8, "big"), payload])
 
     assert set() == way.held
     assert sum(not is_readable(payload) for payload in payloads) == way.rank.losses["malformed"]
 
 
 def is_readable(payload: bytes) -> bool:
-    """Whether it happens to be a batch."""
+    """Whether the bytes happen to be a batch."""
     try:
         decode_batch(payload)
     except MalformedFrameError:
@@ -167,7 +167,7 @@ def is_readable(payload: bytes) -> bool:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_damaged_replays(seed: int) -> None:
-    """Replays that fail, end early or are damaged: sooner or later the feed goes on with what is live."""
+    """Replays may fail, end early or be damaged: in the end live batches are applied."""
     chance = random.Random(seed)
     way = Way()
     way.stream = way.rank._stream = EngineStream(can_replay=True)
@@ -187,7 +187,7 @@ def test_damaged_replays(seed: int) -> None:
 def answered(way: Way, step: Step, messages: list[Message], chance: random.Random) -> Step:
     """Answer the questions that follow from a step, one way or another; they must come to an end.
 
-    By chance damage may look like one restart after the other: so the last answers are good ones.
+    By chance damage may check like one restart after the other: so the last answers are good ones.
     """
     for tries in range(20):
         if step.replay_from is None:
@@ -204,7 +204,7 @@ def answered(way: Way, step: Step, messages: list[Message], chance: random.Rando
 
 
 def replay(messages: list[Message], chance: random.Random) -> list[Numbered]:
-    """An engine's answer, damaged here and there."""
+    """An engine's answer, with damage."""
     answer: list[Numbered] = []
     for message in messages[: chance.randint(0, 40)]:
         for heard in mutate(message, chance) if chance.random() < 0.1 else [message]:
@@ -215,7 +215,7 @@ def replay(messages: list[Message], chance: random.Random) -> list[Numbered]:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_over_a_socket(seed: int, free_port: Callable[[], int]) -> None:
-    """The same over ZMQ: what no feed can read is counted, and the feed lives on."""
+    """The same over ZMQ: unreadable messages are counted, and the rank goes on."""
     port = free_port()
     async with (
         EngineEvents.open(EventEndpoints(f"tcp://*:{port}")) as feed,

@@ -1,4 +1,4 @@
-"""A whole agent whose engine says anything, over real sockets: a small form of `scripts.kit.fuzz zmq`."""
+"""An agent whose engine sends anything, over real sockets: a small form of `scripts.kit.fuzz zmq`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scripts.kit.fuzz.zmq import hostile
 async def test_agent_outlives_its_engine(
     kind: Kind, nats_url: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After hostile events, replays and metrics it publishes what the engine holds."""
+    """After hostile events, replays and metrics it publishes the engine's blocks."""
     monkeypatch.setattr(rank_module, "READ_AGAIN_S", 0.02)
     monkeypatch.setattr(rank_module, "MOST_READ_AGAIN_S", 0.1)
     namespace = f"fuzz-{kind}-{free_port()}"
@@ -43,7 +43,7 @@ async def test_agent_outlives_its_engine(
 
 
 async def equal(bus: Bus, namespace: str, engine: HonestEngine) -> bool:
-    """Whether the agent publishes what the engine holds; not while it does not answer."""
+    """Whether the agent publishes the engine's blocks; False while it does not answer."""
     try:
         return await agent_blocks(bus, namespace, "w") == engine.held()
     except (BusError, RuntimeError):
@@ -52,7 +52,7 @@ async def equal(bus: Bus, namespace: str, engine: HonestEngine) -> bool:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_honest_engine(kind: Kind) -> None:
-    """What the fuzz holds for the truth: a full cache that evicts leaves, and repeats by its seed."""
+    """The reference of the fuzz: a full cache that evicts leaves, repeatable by its seed."""
     engines = [HonestEngine(random.Random(3), kind) for _ in range(2)]
     for _ in range(400):
         for engine in engines:

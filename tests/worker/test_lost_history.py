@@ -1,8 +1,8 @@
-"""Random histories of a simulated engine, and agents that come and go beside it.
+"""Random histories of a simulated engine, whose agents are killed and started again.
 
-The engine is the mocker's, with its paged cache, copies of one hash, evictions and reports; its
-replay buffer is short. Whatever happens, what is published is in the engine's cache (undercount is
-allowed, overcount never), and where nothing was lost it is the cache.
+The engine is the mocker's, with its paged cache, copies of one hash, evictions and reports; its replay buffer
+is short. Every published block is in the engine's cache (an undercount is allowed, an overcount never), and
+if nothing was lost the published blocks are the cache.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROMPTS = [
 
 
 class SmallEngine:
-    """An engine with a bounded replay buffer. `names` tells the sequence hash of each engine hash."""
+    """An engine with a bounded replay buffer. `names` has the sequence hash of each engine hash."""
 
     def __init__(self, buffer_batches: int, clock: count[int]) -> None:
         self.names: dict[int, int] = {}
@@ -58,7 +58,7 @@ class SmallEngine:
         self._requests = count()
 
     def serve(self, prompts: list[int], *, report_full: bool) -> list[Numbered]:
-        """Serve some requests at once; returns the batches this made."""
+        """Serve some requests at once; returns the resulting batches."""
         for prompt in prompts:
             tokens = array("I", PROMPTS[prompt])
             number = str(next(self._requests))
@@ -71,11 +71,11 @@ class SmallEngine:
         return batches
 
     def replay(self, start: int) -> list[Numbered]:
-        """What is still there from a number on."""
+        """The buffered batches from a number on."""
         return [batch for batch in self._buffer if batch[0] >= start]
 
     def cached(self) -> set[int]:
-        """The sequence hashes of what can be hit."""
+        """The sequence hashes that can be hit."""
         return {self.names[engine_hash] for engine_hash in self.engine.cache.cached_hashes()}
 
     def _send(self, events: list[KvEvent]) -> Numbered:
@@ -95,7 +95,7 @@ class SmallEngine:
 
 
 class SmallAgent:
-    """Stream, rank and publisher, driven by hand."""
+    """Stream, rank and publisher, driven step by step."""
 
     def __init__(
         self, engine: SmallEngine, former: RankState | None, incarnation: int, *, repairs: bool
@@ -107,19 +107,19 @@ class SmallAgent:
         self._engine = engine
         self._asked: int | None = None
         if former is None:
-            self.hear(self.stream.begin())
+            self.receive(self.stream.begin())
         else:
             head = former.head
-            self.hear(self.stream.resume(head.seq, head.digest, was_complete=head.is_complete))
+            self.receive(self.stream.resume(head.seq, head.digest, was_complete=head.is_complete))
         self.settle()
 
     @property
     def published(self) -> set[int]:
-        """What readers hold."""
+        """The blocks that readers hold."""
         return ClosedSets().apply(self.rank.publisher.blocks.state_ops()).tiers[0]
 
-    def hear(self, step: Step) -> None:
-        """Do what the stream says; each action leaves a sound table."""
+    def receive(self, step: Step) -> None:
+        """Perform a step. After each action the table is valid."""
         for action in step.actions:
             self.was_continued = self.was_continued or isinstance(action, Continued)
             self.rank.on_action(action)
@@ -127,17 +127,17 @@ class SmallAgent:
         self._asked = step.replay_from if step.replay_from is not None else self._asked
 
     def settle(self) -> None:
-        """Let the engine answer, until the last word is known."""
+        """Let the engine answer, until the stream needs no further replay."""
         for _ in range(8):
             if self._asked is None:
-                self.hear(self.stream.verify())
+                self.receive(self.stream.verify())
             asked, self._asked = self._asked, None
             if asked is not None:
-                self.hear(self.stream.replayed(asked, self._engine.replay(asked)))
+                self.receive(self.stream.replayed(asked, self._engine.replay(asked)))
 
 
 class World:
-    """An engine, the agent beside it, and the state that was kept last."""
+    """An engine, its agent, and the state that was saved last."""
 
     def __init__(self, buffer_batches: int, *, repairs: bool) -> None:
         self.clock = count(100)
@@ -151,24 +151,24 @@ class World:
         self.agent: SmallAgent | None = None
 
     def new_agent(self) -> SmallAgent:
-        """An agent that starts with what was kept last."""
+        """An agent that starts with the saved state."""
         return SmallAgent(self.engine, self.kept, next(self.incarnations), repairs=self.repairs)
 
     def is_provable(self) -> bool:
-        """Whether the engine still is the one whose batch was kept, and still has that batch."""
+        """Whether the engine is still the process of the saved batch, and still has that batch."""
         seqs = [seq for seq, _ in self.engine.replay(0)]
         return self.kept is not None and self.kept_of is self.engine and self.kept.head.seq in seqs
 
     def step(self, kind: str, prompts: list[int]) -> None:
         match kind:
-            case "serve" | "unheard":
-                self._serve(prompts, is_heard=kind == "serve")
+            case "serve" | "missed":
+                self._serve(prompts, is_received=kind == "serve")
             case "reset":
                 self.engine.engine.reset_prefix_cache()
-                self._serve(prompts, is_heard=True)  # the clear is told with the next step only
+                self._serve(prompts, is_received=True)  # the event of the reset comes with the next step
             case "restart engine":
                 self.engine = SmallEngine(self.buffer_batches, self.clock)
-                self.agent = None  # beside a running agent: see test_stream
+                self.agent = None  # a restart with a running agent: see test_ordering
             case "keep":
                 self.keep()
             case "kill":
@@ -196,17 +196,17 @@ class World:
         assert agent == read
         self.kept, self.kept_of = read.ranks.get(0), self.engine
 
-    def _serve(self, prompts: list[int], *, is_heard: bool) -> None:
-        """Frontends ask for reports while they last heard that the rank is partial, agent or not."""
+    def _serve(self, prompts: list[int], *, is_received: bool) -> None:
+        """Frontends ask for reports while the last heartbeat said `partial`, also without an agent."""
         if self.agent is not None:
             self.has_asked = self.repairs and self.agent.rank.is_partial
         batches = self.engine.serve(prompts, report_full=self.has_asked)
-        for seq, payload in batches if is_heard and self.agent is not None else ():
+        for seq, payload in batches if is_received and self.agent is not None else ():
             assert self.agent is not None
-            self.agent.hear(self.agent.stream.receive(seq, payload))
+            self.agent.receive(self.agent.stream.receive(seq, payload))
 
     def judge(self, agent: SmallAgent) -> None:
-        """What is published is cached; where all stores were counted from the start, it is the cache."""
+        """Published blocks are cached; if all stores were counted from the start, they are equal."""
         published, cached = agent.published, self.engine.cached()
         assert published <= cached, "overcount"
         assert agent.rank.publisher.blocks.held_blocks <= NUM_BLOCKS
@@ -215,19 +215,19 @@ class World:
 
 
 def ops(kinds: list[str], max_size: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
-    """Things that happen, each with the prompts that are served at it."""
+    """Random events, each with the prompts that are served at it."""
     prompts = st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=3)
     return st.lists(st.tuples(st.sampled_from(kinds), prompts), max_size=max_size)
 
 
 @st.composite
 def histories(draw: st.DrawFn, away: list[str], ends: list[str]) -> list[tuple[str, list[int]]]:
-    """Lives of agents: what happens beside one, how it ends, and what happens until the next."""
+    """Lives of agents: the events of each, how it ends, and the events until the next."""
     history: list[tuple[str, list[int]]] = []
     for _ in range(draw(st.integers(1, 4))):
-        history += [("start", []), *draw(ops(["serve", "serve", "serve", "unheard", "keep", "reset"], 8))]
+        history += [("start", []), *draw(ops(["serve", "serve", "serve", "missed", "keep", "reset"], 8))]
         history += [(draw(st.sampled_from(ends)), []), *draw(ops(away, 6))]
-    return [*history, ("start", []), *draw(ops(["serve", "unheard"], 8))]
+    return [*history, ("start", []), *draw(ops(["serve", "missed"], 8))]
 
 
 @settings(max_examples=300, deadline=None)
@@ -237,7 +237,7 @@ def histories(draw: st.DrawFn, away: list[str], ends: list[str]) -> list[tuple[s
     st.booleans(),
 )
 def test_never_overcounts(history: list[tuple[str, list[int]]], buffer_batches: int, repairs: bool) -> None:
-    """Agents killed, stopped, restarted with and without state, engines restarted, buffers too short."""
+    """Agents are killed, stopped and restarted with and without state, engines restart, buffers are short."""
     world = World(buffer_batches, repairs=repairs)
 
     for step in history:
@@ -247,7 +247,7 @@ def test_never_overcounts(history: list[tuple[str, list[int]]], buffer_batches: 
 @settings(max_examples=100, deadline=None)
 @given(histories(["serve", "serve", "reset"], ["kill", "stop"]))
 def test_exact_where_continuity_is_proven(history: list[tuple[str, list[int]]]) -> None:
-    """A state kept and a buffer that reaches back to it: the next agent holds exactly the cache."""
+    """With a saved state and a buffer that reaches back to it, the next agent holds exactly the cache."""
     world = World(1000, repairs=True)
     for step in history:
         world.step(*step)
@@ -259,7 +259,7 @@ def test_exact_where_continuity_is_proven(history: list[tuple[str, list[int]]]) 
 
 
 def test_repaired_by_reports() -> None:
-    """A hot prefix that was stored before the agent came is published once a request re-uses it."""
+    """A hot prefix that was stored before the agent started is published once a request reuses it."""
     world = World(1, repairs=True)
     for prompt in (0, 2, 0, 2):
         world.step("serve", [prompt])
@@ -278,7 +278,7 @@ def test_repaired_by_reports() -> None:
 
 
 def test_a_hot_prefix_is_lost_without_reports() -> None:
-    """The same without repair: nothing below the root is ever known again. This is what it is for."""
+    """The same without repair: no block below the root is known again. This is why repair exists."""
     world = World(1, repairs=False)
     for prompt in (2, 2, 2):
         world.step("serve", [prompt])

@@ -13,14 +13,14 @@ from kvrouter.worker.options import AgentOptions, add_flags, read_endpoints, rea
 
 
 def read(*flags: str) -> AgentOptions:
-    """The options that flags mean."""
+    """The options in these flags."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
     return read_options(parser.parse_args(["--engine-url", "http://127.0.0.1:25100", *flags]))
 
 
 def test_defaults() -> None:
-    """Without further flags: one rank, no events, an id made of host and port."""
+    """Without flags: one rank, no events, an id of host and port."""
     options = read()
 
     assert ("127-0-0-1-25100", 1, []) == (options.worker_id, options.ranks, options.endpoints)
@@ -36,12 +36,12 @@ def test_defaults() -> None:
     ],
 )
 def test_worker_id(url: str, worker_id: str) -> None:
-    """The default worker id keeps to the allowed characters."""
+    """The default worker id contains only allowed characters."""
     assert worker_id == worker_id_of(url)
 
 
 def test_bad_url() -> None:
-    """A URL without scheme is refused with a way out."""
+    """A URL without a scheme is rejected with the way out."""
     with pytest.raises(ConfigError, match=r"use http://HOST:PORT"):
         worker_id_of("127.0.0.1:8000")
 
@@ -72,14 +72,14 @@ def test_ranks_listed() -> None:
         (",", None, None),
     ],
 )
-def test_feeds_that_do_not_fit(events: str | None, replay: str | None, ranks: int | None) -> None:
-    """Endpoints that do not fit the ranks are refused."""
+def test_endpoints_that_do_not_fit(events: str | None, replay: str | None, ranks: int | None) -> None:
+    """Endpoints that do not fit the number of ranks are rejected."""
     with pytest.raises(ConfigError):
         read_endpoints(events, replay, "", ranks)
 
 
 def test_labels_and_key(tmp_path: Path) -> None:
-    """Labels are pairs; the key is the content of a file."""
+    """Labels are pairs; the API key is the content of a file."""
     path = tmp_path / "key"
     path.write_text("secret\n")
 
@@ -89,7 +89,7 @@ def test_labels_and_key(tmp_path: Path) -> None:
 
 
 def test_metrics() -> None:
-    """Series of one's own, each with a name."""
+    """Additional series, each with a name."""
     options = read("--metric", "preempted=vllm:num_preemptions_total", "--metric", "_q9=up")
 
     assert {"preempted": "vllm:num_preemptions_total", "_q9": "up"} == options.metrics
@@ -106,13 +106,13 @@ def test_metrics() -> None:
     ],
 )
 def test_bad_metrics(given: list[str], words: str) -> None:
-    """What is no name and series, is given twice, or is too much, is refused."""
+    """An invalid name or series, a repeated name, and too many are rejected."""
     with pytest.raises(ConfigError, match=words):
         read(*(argument for text in given for argument in ("--metric", text)))
 
 
 def test_bad_label_and_key() -> None:
-    """A label without value and a file that is not there are refused."""
+    """A label without a value and a missing file are rejected."""
     with pytest.raises(ConfigError, match="use KEY=VALUE"):
         read("--label", "zone")
     with pytest.raises(ConfigError, match="No such file"):
@@ -120,7 +120,7 @@ def test_bad_label_and_key() -> None:
 
 
 def test_state_file_and_repair(tmp_path: Path) -> None:
-    """Without flags nothing is kept, and lost history is repaired where the engine can."""
+    """By default no state is saved, and lost history is repaired if the engine can report."""
     plain, told = read(), read("--state-file", str(tmp_path / "state"), "--no-kv-repair")
 
     assert (None, True) == (plain.state_file, plain.kv_repair)
@@ -129,7 +129,7 @@ def test_state_file_and_repair(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/nowhere/state", "/"])
 def test_bad_state_file(path: str) -> None:
-    """A state file that cannot be written is refused at once, naming the flag."""
+    """A state file that cannot be written is rejected at once, with the flag."""
     with pytest.raises(ConfigError, match=f"--state-file {path}"):
         read("--state-file", path)
 
@@ -139,6 +139,6 @@ def test_bad_state_file(path: str) -> None:
     [("0.32.0", True), ("v0.24.1+cpu", True), ("1.0", True), ("0.23.0", False), ("", None), ("dev", None)],
 )
 def test_who_can_report(version: str, can: bool | None) -> None:
-    """Reports came with vLLM 0.24; an engine that tells no version is judged by its events."""
+    """Reports came with vLLM 0.24; for an engine without a version its events decide."""
     assert can is can_report(read(), version)
     assert can_report(read("--no-kv-repair"), version) is False

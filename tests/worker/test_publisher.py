@@ -1,4 +1,4 @@
-"""The feed of one rank: what is sent, when, and what is answered."""
+"""The feed of one rank: its frames, their times, and its answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STORED_A = Stored(DEVICE, None, pack_hashes([A]))
 
 @pytest.fixture
 def bus() -> FakeBus:
-    """A bus that remembers."""
+    """A bus that records messages."""
     return FakeBus()
 
 
@@ -49,12 +49,12 @@ def publisher(bus: FakeBus) -> KvPublisher:
 
 
 def frames(bus: FakeBus) -> list[Decoded]:
-    """The frames sent since the last time."""
+    """The frames sent since the last call."""
     return [decode_frame(payload) for _, payload in bus.take()]
 
 
 def ops(bus: FakeBus) -> Iterator[list[Op]]:
-    """Their ops without the digests."""
+    """The ops of these frames without digests."""
     for frame in frames(bus):
         yield [op for op in frame.ops or () if not isinstance(op, Check)]
 
@@ -65,7 +65,7 @@ def ask(from_seq: int, incarnation: int = 5) -> ReplayRequest:
 
 
 def test_one_frame_per_flush(bus: FakeBus, publisher: KvPublisher) -> None:
-    """What is collected between two flushes travels in one frame, numbered from 1."""
+    """Changes between two flushes travel in one frame, numbered from 1."""
     publisher.stored([10], [1, 2])
     publisher.removed([10])
     publisher.flush(0.0)
@@ -107,7 +107,7 @@ def test_check_once_a_second(bus: FakeBus, publisher: KvPublisher) -> None:
 
 
 def test_bus_away(bus: FakeBus, publisher: KvPublisher) -> None:
-    """While the bus is away frames are numbered and kept, not sent; a reader has them replayed."""
+    """While the bus is away frames are numbered and kept, not sent; a reader requests them later."""
     bus.connected = False
     publisher.stored([10], [1, 2])
     publisher.flush(0.0)
@@ -122,7 +122,7 @@ def test_bus_away(bus: FakeBus, publisher: KvPublisher) -> None:
 
 
 def test_snapshot(bus: FakeBus, publisher: KvPublisher) -> None:
-    """A snapshot holds all blocks as of a frame that has been sent: what is pending leaves first."""
+    """A snapshot has all blocks as of a sent frame: pending changes are sent first."""
     publisher.stored([10], [1, 2])
     publisher.flush(0.0)
     publisher.stored([11], [3, 4], parent=10)
@@ -136,7 +136,7 @@ def test_snapshot(bus: FakeBus, publisher: KvPublisher) -> None:
 
 
 def test_lost_history(bus: FakeBus, publisher: KvPublisher) -> None:
-    """Lost history begins a new life: greater incarnation, frames from 1, nothing held."""
+    """Lost history begins a new life: a greater incarnation, frames from 1, no blocks."""
     publisher.stored([10], [1, 2])
     publisher.flush(0.0)
     publisher.stored([11], [3, 4], parent=10)
@@ -150,7 +150,7 @@ def test_lost_history(bus: FakeBus, publisher: KvPublisher) -> None:
     assert (6, 1, [STORED_A, Check(1, A)]) == (frame.incarnation, frame.seq, frame.ops)
 
 
-def test_lost_before_anything_was_said(publisher: KvPublisher) -> None:
+def test_lost_before_the_first_frame(publisher: KvPublisher) -> None:
     """Before the first frame there is no life to end."""
     publisher.lose_history(99)
 
@@ -158,7 +158,7 @@ def test_lost_before_anything_was_said(publisher: KvPublisher) -> None:
 
 
 def test_restore(bus: FakeBus, publisher: KvPublisher) -> None:
-    """A table of the agent before is had as a snapshot only; what follows comes in frames, with a digest."""
+    """A restored table is available as a snapshot only; later changes come in frames, with a digest."""
     former = EngineBlocks()
     former.stored([10], [1, 2], block_size=SIZE)
     publisher.restore(former.image(), SIZE)
@@ -177,7 +177,7 @@ def test_restore(bus: FakeBus, publisher: KvPublisher) -> None:
 
 
 def test_block_size_of_events(bus: FakeBus, publisher: KvPublisher) -> None:
-    """Stores are named by their own block size; the largest on the device is remembered for one life."""
+    """Stores have their own block size; the largest on the device counts for one life."""
     publisher.stored([10], [1, 2, 3, 4], block_size=4)
     publisher.stored([11], [5, 6])
     publisher.stored([12, 13], [1, 2, 3, 4, 5, 6, 7, 8], tier="host", block_size=4)
@@ -208,7 +208,7 @@ def test_frames_are_bounded(bus: FakeBus, publisher: KvPublisher) -> None:
 
 
 async def test_run(bus: FakeBus, publisher: KvPublisher) -> None:
-    """While it runs, what is stored is sent without anybody asking."""
+    """While the publisher runs, stored blocks are sent without a request."""
     task = asyncio.create_task(publisher.run())
     publisher.stored([10], [1, 2])
     await bus.until_sent(1)

@@ -1,4 +1,4 @@
-"""One rank: when its table can be trusted, when it begins again, when it is whole once more."""
+"""One rank: when its table is trusted, when it begins again, and when it is whole again."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Scene:
         shaped = [list(event.values()) if as_arrays else event for event in map(_dict, events)]
         self.rank.on_action(Apply(next(self._seq), msgpack.packb([ts, shaped, rank])))
 
-    def tell(self) -> None:
-        """Let a first frame be sent: a life that nobody was told of need not end."""
+    def send(self) -> None:
+        """Send a first frame: a life without one need not end."""
         self.rank.publisher.flush(0.0)
 
 
@@ -74,7 +74,7 @@ def store(*hashes: int, parent: int | None = None) -> dict[str, object]:
 
 
 def remove(*hashes: int) -> dict[str, object]:
-    """Blocks that go."""
+    """Remove blocks."""
     return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}
 
 
@@ -83,28 +83,28 @@ def scene() -> Scene:
     """A rank that has published one block."""
     scene = Scene()
     scene.apply(store(1))
-    scene.tell()
+    scene.send()
     return scene
 
 
 @pytest.fixture
 def repairing() -> Scene:
-    """A rank that has lost its history and has it repaired by reports."""
+    """A rank that has lost its history and is repaired by reports."""
     scene = Scene(repairs=True)
     scene.rank.on_action(Lost())
     return scene
 
 
 def test_apply(scene: Scene) -> None:
-    """Batches reach the table; with all of them nothing is missing."""
+    """Batches reach the table; while none is missing the rank is not partial."""
     scene.apply(store(2, parent=1))
 
     assert 2 == scene.count
     assert not scene.rank.is_partial
 
 
-def test_batches_that_cannot_be_had() -> None:
-    """Without a replay the rank is partial from the start; not while an answer is awaited."""
+def test_missing_batches() -> None:
+    """Without a replay the rank is partial from the start, but not while it waits for an answer."""
     scene = Scene(stream=EngineStream(can_replay=False))
     assert scene.rank.is_partial
 
@@ -114,7 +114,7 @@ def test_batches_that_cannot_be_had() -> None:
 
 
 def test_restart(scene: Scene) -> None:
-    """A restarted engine holds nothing; the feed's life goes on."""
+    """A restarted engine has no blocks; the feed's life continues."""
     scene.rank.on_action(Restarted())
 
     assert (0, 5) == (scene.count, scene.rank.publisher.incarnation)
@@ -129,7 +129,7 @@ def test_restart(scene: Scene) -> None:
     ],
 )
 def test_lost(scene: Scene, action: Callable[[Scene], None], reason: str) -> None:
-    """A gap, an unreadable batch or more blocks than fit begin a new life, marked partial."""
+    """A gap, an unreadable batch or more blocks than the capacity begin a new life, marked partial."""
     action(scene)
 
     assert {reason: 1} == scene.rank.losses
@@ -141,7 +141,7 @@ def test_lost(scene: Scene, action: Callable[[Scene], None], reason: str) -> Non
 
 @pytest.mark.parametrize("repairs", [True, False])
 def test_cleared_after_loss(repairs: bool) -> None:
-    """Once the engine has emptied its cache, or restarted, what was lost no longer matters."""
+    """Once the engine has emptied its cache, or restarted, the loss no longer matters."""
     cleared, restarted = Scene(repairs=repairs), Scene(repairs=repairs)
     for scene in (cleared, restarted):
         scene.rank.on_action(Lost())
@@ -153,7 +153,7 @@ def test_cleared_after_loss(repairs: bool) -> None:
 
 
 def test_turned_over(repairing: Scene) -> None:
-    """With repair: after two rounds of evictions nothing can be there that was not announced."""
+    """With repair: after two rounds of evictions every block is announced."""
     repairing.apply(remove(70, 71, 72))
     assert repairing.rank.is_partial
 
@@ -171,8 +171,8 @@ def test_not_turned_over_while_blocks_are_held(repairing: Scene) -> None:
 
 
 @pytest.mark.parametrize(("repairs", "capacity_blocks"), [(False, 2), (True, 0)])
-def test_turning_over_alone_tells_nothing(repairs: bool, capacity_blocks: int) -> None:
-    """Without reports a hot block stays unknown for ever, and without a capacity nobody can count."""
+def test_turning_over_is_not_enough(repairs: bool, capacity_blocks: int) -> None:
+    """Without reports a hot block stays unknown; without a capacity rounds cannot be counted."""
     scene = Scene(repairs=repairs, capacity_blocks=capacity_blocks)
     scene.rank.on_action(Lost())
     scene.apply(remove(*range(70, 90)))
@@ -180,15 +180,15 @@ def test_turning_over_alone_tells_nothing(repairs: bool, capacity_blocks: int) -
     assert scene.rank.is_partial
 
 
-def test_turned_over_beside_another_tier(repairing: Scene) -> None:
-    """What was in the host tier may still be there."""
+def test_turned_over_with_another_tier(repairing: Scene) -> None:
+    """Blocks may still be in the host tier."""
     repairing.apply(store(1), {**store(1), "medium": "CPU"}, remove(70, 71, 72, 73))
 
     assert repairing.rank.is_partial
 
 
 def test_reports_add_no_references(repairing: Scene) -> None:
-    """Once asked for, reports may come at any time: even when the rank is whole again."""
+    """Once requested, reports may come at any time, also when the rank is whole again."""
     repairing.apply(store(1), store(1))
     repairing.apply(remove(1))
     assert 0 == repairing.count
@@ -201,7 +201,7 @@ def test_reports_add_no_references(repairing: Scene) -> None:
 
 
 def test_doubt(repairing: Scene) -> None:
-    """A block withdrawn after a store that was not counted: the rank is partial again, and mended again."""
+    """A block withdrawn after an uncounted store: the rank is partial again, and mended later."""
     repairing.apply(CLEARED, store(1))
     repairing.apply(store(1))
     assert not repairing.rank.is_partial
@@ -215,7 +215,7 @@ def test_doubt(repairing: Scene) -> None:
 
 
 def test_no_doubt(repairing: Scene) -> None:
-    """What was announced while reports were asked for is no reason to doubt later."""
+    """Blocks announced while reports were requested cause no doubt later."""
     repairing.apply(store(1), store(1))
     repairing.apply(remove(70, 71, 72, 73))
     repairing.apply(remove(1))
@@ -224,7 +224,7 @@ def test_no_doubt(repairing: Scene) -> None:
 
 
 def test_without_repair_all_stores_count() -> None:
-    """Nobody asks for reports: what looks like a store is one."""
+    """Without requests for reports every store is real."""
     scene = Scene(repairs=False)
     scene.rank.on_action(Lost())
     scene.apply(store(1), store(1), remove(1))
@@ -233,8 +233,8 @@ def test_without_repair_all_stores_count() -> None:
 
 
 @pytest.mark.parametrize("as_arrays", [True, False])
-def test_shape_tells_whether_it_repairs(as_arrays: bool) -> None:
-    """An engine that does not tell its version is judged by the shape of its events."""
+def test_shape_decides_whether_it_repairs(as_arrays: bool) -> None:
+    """For an engine without a version the shape of its events decides."""
     scene = Scene(repairs=None)
     scene.apply(store(1), as_arrays=as_arrays)
 
@@ -246,7 +246,7 @@ def test_shape_tells_whether_it_repairs(as_arrays: bool) -> None:
 
 
 def test_block_size_of_a_life(scene: Scene) -> None:
-    """What events showed counts until the engine is another process, also after lost history."""
+    """The size of events counts until the engine is another process, also after lost history."""
     publisher = scene.rank.publisher
     assert 1 == publisher.event_block_size
     scene.apply({**store(2, 3), "block_hashes": [7], "block_size": 2})
@@ -263,7 +263,7 @@ def test_block_size_of_a_life(scene: Scene) -> None:
 
 
 def test_down(scene: Scene) -> None:
-    """While the engine is down it holds nothing, and nothing is kept for the next agent."""
+    """While the engine is down it has no blocks, and no state is saved."""
     scene.rank.go_down()
     scene.apply(store(1))
     assert (0, False, False) == (scene.count, scene.rank.is_partial, scene.rank.is_settled)
@@ -274,7 +274,7 @@ def test_down(scene: Scene) -> None:
 
 
 def test_state(scene: Scene) -> None:
-    """The next agent goes on from there: table, position, and all that decides whether it is partial."""
+    """The next agent continues: table, position, and everything that decides whether it is partial."""
     scene.apply(store(2, parent=1), store(9, parent=8), ts=101.0)
     state = scene.rank.state()
     assert state is not None
@@ -288,7 +288,7 @@ def test_state(scene: Scene) -> None:
 
 
 def test_state_of_a_partial_rank(repairing: Scene) -> None:
-    """It stays partial, counts evictions on, and knows that reports may come."""
+    """It stays partial, continues to count evictions, and expects reports."""
     repairing.apply(store(1), remove(70, 71, 72))
     state = repairing.rank.state()
     assert state is not None
@@ -303,7 +303,7 @@ def test_state_of_a_partial_rank(repairing: Scene) -> None:
 
 
 def test_state_not_proven(repairing: Scene) -> None:
-    """A state that is not continued leaves no block, yet the reports asked for may still come."""
+    """A state that is not continued leaves no block, but requested reports may still come."""
     repairing.apply(store(1))
     after = Scene(former=repairing.rank.state())
     after.rank.on_action(Restarted())
@@ -313,7 +313,7 @@ def test_state_not_proven(repairing: Scene) -> None:
 
 
 def test_group_is_kept(scene: Scene) -> None:
-    """The KV group that is followed is: else its removals would be passed over."""
+    """The followed KV group is saved: otherwise its removals would be ignored."""
     scene.apply({**store(2), "group_idx": 1}, ts=101.0)
     state = scene.rank.state()
     assert state is not None
@@ -325,7 +325,7 @@ def test_group_is_kept(scene: Scene) -> None:
 
 
 def _continue(scene: Scene, state: RankState) -> None:
-    """Let the engine prove that it is the same."""
+    """Let the engine prove that it is the same process."""
     payload = b"whatever the batch was"
     scene.stream.resume(state.head.seq, digest_of(payload), was_complete=state.head.is_complete)
     actions: list[Action] = [*scene.stream.replayed(state.head.seq, [(state.head.seq, payload)]).actions]
@@ -334,7 +334,7 @@ def _continue(scene: Scene, state: RankState) -> None:
 
 
 def test_age(scene: Scene) -> None:
-    """A table with batches from before the engine's process is older than it."""
+    """A table with batches from before the start of the engine's process is older than it."""
     assert not Scene().rank.is_older_than(200.0)
 
     assert scene.rank.is_older_than(100.5)
@@ -351,7 +351,7 @@ def test_skipped(scene: Scene) -> None:
 
 
 def test_events_of_another_rank() -> None:
-    """Endpoints in the wrong order: nothing is applied, the rank is partial, the note says what to change."""
+    """Endpoints in the wrong order: nothing is applied, the rank is partial, a note has the remedy."""
     scene = Scene(has_siblings=True)
     scene.apply(store(1), rank=1)
 
@@ -361,7 +361,7 @@ def test_events_of_another_rank() -> None:
 
 
 def test_rank_of_an_external_balancer() -> None:
-    """An engine with one rank may number it as it likes (vLLM's external data parallelism does)."""
+    """An engine with one rank may give it any number (vLLM's external data parallelism does)."""
     scene = Scene()
     scene.apply(store(1), rank=3)
 
@@ -369,7 +369,7 @@ def test_rank_of_an_external_balancer() -> None:
 
 
 def test_full_table_is_noted() -> None:
-    """What a wider tier stores beyond the table's bound is not counted, and that is said."""
+    """Stores beyond the table's limit are not counted, which a note states."""
     scene = Scene()
     scene.rank.publisher.blocks.max_known_blocks = 1
     scene.apply(store(1))
@@ -381,7 +381,7 @@ def test_full_table_is_noted() -> None:
 
 
 def test_other_groups_after_a_restart() -> None:
-    """An engine that restarts may number its KV groups otherwise: which one is followed is found anew."""
+    """A restarted engine may number its KV groups differently: the followed one is found again."""
     scene = Scene()
     scene.apply({**store(1), "group_idx": 1, "kv_cache_spec_kind": "full_attention"})
     scene.rank.on_action(Restarted())
@@ -391,7 +391,7 @@ def test_other_groups_after_a_restart() -> None:
 
 
 def test_reports_before_the_first_batch() -> None:
-    """A rank without replay is partial until its first batch: reports asked for meanwhile may still come."""
+    """A rank without replay is partial until its first batch: requested reports may still come."""
     stream = EngineStream(can_replay=False)
     scene = Scene(repairs=True, stream=stream)
     scene.rank = EngineRank(scene.rank.publisher, stream, 2, repairs=True)

@@ -1,4 +1,4 @@
-"""One process with the agents of several engines, which all connect to one endpoint of ours."""
+"""One process with the agents of several engines, which all connect to one bound endpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Scene:
     nats_url: str
 
     def engines(self) -> EngineList:
-        """The two, as their file would list them."""
+        """Both engines, as a file would list them."""
         endpoint = f"tcp://*:{self.port}"
         topics = ("kv@a@tiny", "kv@b@tiny")
         agents = [
@@ -55,7 +55,7 @@ class Scene:
 
     @contextlib.asynccontextmanager
     async def publishers(self) -> AsyncIterator[list[Connecting]]:
-        """The engines' event sockets, once they have been subscribed to."""
+        """The engines' event sockets, once they have a subscriber."""
         async with contextlib.AsyncExitStack() as stack:
             topics = ("kv@a@tiny", "kv@b@tiny")
             yield [
@@ -66,7 +66,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(nats_url: str, free_port: Callable[[], int]) -> AsyncIterator[Scene]:
-    """Everything but the agents."""
+    """Everything except the agents."""
     namespace = f"several-{next(_namespaces)}-{free_port()}"
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -77,7 +77,7 @@ async def scene(nats_url: str, free_port: Callable[[], int]) -> AsyncIterator[Sc
 
 @contextlib.asynccontextmanager
 async def running(engines: EngineList) -> AsyncIterator[asyncio.Task[None]]:
-    """The agents at work."""
+    """The running agents."""
     stop = asyncio.Event()
     task = asyncio.create_task(serve_all(engines, [Duty(stop), Duty(stop)], retry_s=0.05))
     yield task
@@ -85,8 +85,8 @@ async def running(engines: EngineList) -> AsyncIterator[asyncio.Task[None]]:
     await task
 
 
-async def test_told_apart(scene: Scene) -> None:
-    """Each engine's blocks are its own, although all arrive at one endpoint."""
+async def test_engines_are_separate(scene: Scene) -> None:
+    """Each engine has its own blocks, although all arrive at one endpoint."""
     first, second = scene.listeners
     async with running(scene.engines()), scene.publishers() as (a, b):
         await a.send(pack(store(1, 2)))
@@ -99,7 +99,7 @@ async def test_told_apart(scene: Scene) -> None:
 
 
 async def test_unknown_topic_is_on_the_cards(scene: Scene) -> None:
-    """An engine that nobody listed shows on every card of its endpoint."""
+    """The topic of an engine that is not listed is on every card of its endpoint."""
     async with running(scene.engines()), scene.publishers() as (a, _):
         await a.send_raw([b"kv@c@tiny", bytes(8), pack(store(1))])
 
@@ -109,7 +109,7 @@ async def test_unknown_topic_is_on_the_cards(scene: Scene) -> None:
 
 
 async def test_one_fails(scene: Scene) -> None:
-    """An engine that comes back with another model gets a new agent; its neighbour notices nothing."""
+    """An engine that comes back with another model gets a new agent; the other agent is not affected."""
     async with running(scene.engines()), scene.publishers() as (_, b):
         await scene.listeners[0].beat(lambda beat: beat.state == "up")
         scene.servers[0].is_healthy = False
@@ -125,7 +125,7 @@ async def test_one_fails(scene: Scene) -> None:
 
 @pytest.mark.parametrize("error", [OverflowError("int too big"), TypeError("a bug")])
 async def test_one_breaks(scene: Scene, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Whatever one engine brings about ends its own agent alone, which begins again."""
+    """An error of any kind ends only its own agent, which starts again."""
     announced = Announcer.update
 
     def broken(announcer: Announcer, card: Card) -> None:
@@ -145,7 +145,7 @@ async def test_one_breaks(scene: Scene, monkeypatch: pytest.MonkeyPatch, error: 
 
 
 async def test_odd_load(scene: Scene) -> None:
-    """An engine whose metrics no heartbeat can carry goes on without a load."""
+    """An engine whose metrics no heartbeat can carry is announced without a load."""
     async with running(scene.engines()):
         await scene.listeners[0].beat(lambda beat: beat.ranks[0].running == 3)
         scene.servers[0].metrics = 'vllm:num_requests_running{engine="0"} 1e300\n'
@@ -155,7 +155,7 @@ async def test_odd_load(scene: Scene) -> None:
 
 
 async def test_taken_over(scene: Scene) -> None:
-    """An agent whose id is used elsewhere stays away, and comes back when the other one is silent."""
+    """An agent whose id is used elsewhere waits, and comes back when the other one is silent."""
     later = WorkerBeat(VERSION, 2**62, "up", "p", [], 1)
     first, second = scene.listeners
     async with running(scene.engines()), scene.publishers() as (_, b):

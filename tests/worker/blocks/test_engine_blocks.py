@@ -1,4 +1,4 @@
-"""The table of one rank, against a model that recomputes everything."""
+"""The table of one rank, compared with a model that computes everything again."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PARENTS = [None, 0, 1, 2, 1, 4, 0, None, 7, 8]
 
 
 def path(block: int) -> list[int]:
-    """The blocks from the root down to `block`."""
+    """The blocks from the root to `block`."""
     above = PARENTS[block]
     return [block] if above is None else [*path(above), block]
 
 
 def tokens_of(blocks: Sequence[int]) -> list[int]:
-    """The tokens of some blocks; SIZE each, different for each block."""
+    """The tokens of some blocks: SIZE tokens each, different for each block."""
     return [token for block in blocks for token in (2 * block, 2 * block + 1)]
 
 
@@ -38,7 +38,7 @@ SEQUENCE = [sequence_hashes(block_hashes(tokens_of(path(block)), SIZE))[-1] for 
 
 
 class Model:
-    """What should be published: blocks whose whole path is referenced, tier set by tier set."""
+    """The expected contents: blocks whose whole path is referenced, per tier set."""
 
     def __init__(self) -> None:
         self.refs: Counter[tuple[int, int, int]] = Counter()
@@ -57,7 +57,7 @@ class Model:
 
 
 class Run:
-    """One history through the table, a reader that never fails, and the model."""
+    """One history, applied to the table, to a reader that misses no frame, and to the model."""
 
     def __init__(self) -> None:
         self.table = EngineBlocks()
@@ -96,7 +96,7 @@ def steps(engines: int) -> st.SearchStrategy[list[tuple[str, int, int, int, int]
 @settings(max_examples=300, deadline=None)
 @given(steps(engines=1))
 def test_publishes_exactly_the_closure(history: list[tuple[str, int, int, int, int]]) -> None:
-    """After every event each tier set is the closure of what is referenced; never a hole in between."""
+    """After every event each tier set is the closure of the referenced blocks; no set ever has a hole."""
     run = Run()
 
     for step in history:
@@ -109,7 +109,7 @@ def test_publishes_exactly_the_closure(history: list[tuple[str, int, int, int, i
 @settings(max_examples=200, deadline=None)
 @given(steps(engines=3))
 def test_never_publishes_more_than_the_closure(history: list[tuple[str, int, int, int, int]]) -> None:
-    """Where several engine hashes mean one block, what is published is still closed and held."""
+    """If several engine hashes mean one block, the published sets stay closed and held."""
     run = Run()
 
     for step in history:
@@ -126,14 +126,14 @@ def table() -> EngineBlocks:
 
 
 def store(table: EngineBlocks, first: int, end: int, tier: int = DEVICE) -> list[Op]:
-    """Store blocks [first, end) of the sequence NAMES; their engine hashes are their numbers."""
+    """Store blocks [first, end) of the sequence NAMES. Their engine hashes are their numbers."""
     parent = first - 1 if first else None
     tokens = TOKENS[first * SIZE : end * SIZE]
     return table.stored(list(range(first, end)), tokens, block_size=SIZE, parent=parent, tier=tier)
 
 
 def test_store(table: EngineBlocks) -> None:
-    """A chain travels as one op, parent first, and names the parent of its first block."""
+    """A chain travels as one op, parent first, with the parent of its first block."""
     assert [Stored(DEVICE, None, pack_hashes([A, B]))] == store(table, 0, 2)
     assert [Stored(DEVICE, B, pack_hashes([C]))] == store(table, 2, 3)
 
@@ -150,7 +150,7 @@ def test_references(table: EngineBlocks) -> None:
 
 
 def test_parent_leaves_first(table: EngineBlocks) -> None:
-    """A block that goes takes its descendants along, deepest first; they return with it."""
+    """A block that is removed takes its descendants along, deepest first; they return with it."""
     store(table, 0, 3)
 
     assert [Removed(DISK, pack_hashes([C, B, A]))] == table.removed([0])
@@ -158,7 +158,7 @@ def test_parent_leaves_first(table: EngineBlocks) -> None:
 
 
 def test_unknown_parent(table: EngineBlocks) -> None:
-    """Blocks below an unknown one are held back and published when it appears."""
+    """Blocks below an unknown block are held, and published when it appears."""
     assert [] == store(table, 1, 3)
     assert 2 == table.held_blocks
 
@@ -167,7 +167,7 @@ def test_unknown_parent(table: EngineBlocks) -> None:
 
 
 def test_held_and_removed(table: EngineBlocks) -> None:
-    """A block that the engine drops while it is held back is not published later."""
+    """A held block that the engine removes is not published later."""
     store(table, 1, 3)
     table.removed([2])
 
@@ -186,7 +186,7 @@ def test_held_blocks_are_bounded() -> None:
 
 
 def test_cleared(table: EngineBlocks) -> None:
-    """Cleared empties all tiers; nothing is said about a table that was empty."""
+    """Cleared empties all tiers; an empty table publishes nothing."""
     store(table, 0, 2)
     store(table, 0, 1, HOST)
 
@@ -206,7 +206,7 @@ def test_move_to_host(table: EngineBlocks) -> None:
 
 
 def test_device_hole_above(table: EngineBlocks) -> None:
-    """A block on the device below one that is only in host counts as host; so the sets stay closed."""
+    """A device block below a block that is only in host counts as host: the sets stay closed."""
     store(table, 0, 3)
     store(table, 0, 3, HOST)
 
@@ -215,13 +215,13 @@ def test_device_hole_above(table: EngineBlocks) -> None:
 
 
 def test_tokenless_store_of_unknown(table: EngineBlocks) -> None:
-    """An offload tier that names no tokens can only add to blocks known already."""
+    """A store without tokens, from an offload tier, only adds to blocks that are known already."""
     assert [] == table.stored([5], [], block_size=SIZE, tier=HOST)
     assert [] == table.removed([5], HOST)
 
 
 def test_seed_is_handed_down(table: EngineBlocks) -> None:
-    """Salt and LoRA name of the root hold for every block below it, whatever later events show."""
+    """Salt and LoRA name of the root hold for every block below it, independent of later events."""
     hashes = sequence_hashes(block_hashes(TOKENS[:6], SIZE, lora_name="a", salt="s"))
 
     table.stored([0], TOKENS[:2], block_size=SIZE, lora_name="a", salt="s")
@@ -231,7 +231,7 @@ def test_seed_is_handed_down(table: EngineBlocks) -> None:
 
 
 def test_multimodal_ids(table: EngineBlocks) -> None:
-    """A block's multimodal ids enter its hash as the router's do."""
+    """A block's multimodal ids enter its hash as in the router."""
     hashes = sequence_hashes(block_hashes(TOKENS[:4], SIZE, multimodal=[(2, 4, "f" * 16)]))
 
     ops = table.stored([0, 1], TOKENS[:4], block_size=SIZE, ids=[(), [(1 << 64) - 1]])
@@ -240,7 +240,7 @@ def test_multimodal_ids(table: EngineBlocks) -> None:
 
 
 def test_extra_keys_not_understood(table: EngineBlocks) -> None:
-    """A block that cannot be named is not published, nor is any below it, now or later."""
+    """A block that cannot be named is never published, nor is any block below it."""
     ops = table.stored([0, 1, 2], TOKENS[:6], block_size=SIZE, ids=[(), None, ()])
 
     assert [Stored(DEVICE, None, pack_hashes([A]))] == ops
@@ -251,7 +251,7 @@ def test_extra_keys_not_understood(table: EngineBlocks) -> None:
 
 
 def test_opaque_engine_hashes(table: EngineBlocks) -> None:
-    """Bytes and integers above 2^63 name blocks alike."""
+    """Bytes and integers above 2^63 are equally valid engine hashes."""
     ops = table.stored([b"\xff" * 32, 2**64 - 1], TOKENS[:4], block_size=SIZE)
 
     assert [Stored(DEVICE, None, pack_hashes([A, B]))] == ops
@@ -270,7 +270,7 @@ def test_two_names_for_one_block(table: EngineBlocks) -> None:
 
 
 def test_held_below_two_parents(table: EngineBlocks) -> None:
-    """A hash announced below an unknown parent and then below a known one counts where it is known."""
+    """A hash announced below an unknown parent and then below a known one counts below the known one."""
     table.stored([9], TOKENS[:2], block_size=SIZE, parent=77)
     table.stored([9], TOKENS[:2], block_size=SIZE)
     table.check()
@@ -280,7 +280,7 @@ def test_held_below_two_parents(table: EngineBlocks) -> None:
 
 
 def test_reports(table: EngineBlocks) -> None:
-    """Where reports may come, a store at the root adds none to a reference; one below a parent does."""
+    """While reports may come, a store at the root adds no reference; a store below a parent does."""
     table.expects_reports = True
     store(table, 0, 2)
     store(table, 0, 3)
@@ -299,7 +299,7 @@ def test_reports(table: EngineBlocks) -> None:
 
 
 def test_report_names_held_blocks(table: EngineBlocks) -> None:
-    """Blocks held back keep the references they have when a report names what is above them."""
+    """Held blocks keep their references when a report names the blocks above them."""
     table.expects_reports = True
     store(table, 1, 3)
     store(table, 1, 3)
@@ -311,13 +311,13 @@ def test_report_names_held_blocks(table: EngineBlocks) -> None:
 
 
 def test_wrong_token_count(table: EngineBlocks) -> None:
-    """Tokens that do not fill the blocks are refused."""
+    """Tokens that do not fill the blocks are rejected."""
     with pytest.raises(ValueError, match="2 blocks of 2 with 3 tokens"):
         table.stored([0, 1], TOKENS[:3], block_size=SIZE)
 
 
 def test_long_chain() -> None:
-    """An op names at most 4,096 hashes; the next one goes on below the last."""
+    """An op names at most 4,096 hashes; the next op continues below the last one."""
     table = EngineBlocks()
     count = MAX_FRAME_HASHES + 10
 

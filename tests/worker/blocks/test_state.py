@@ -1,4 +1,4 @@
-"""What an agent keeps for the next one: the bytes, the file, and whatever may have happened to it."""
+"""The saved state of an agent: its bytes, its file, and damage to both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HEAD = RankHead(0, 7, b"d" * 16, True, True, False, False, 3, None, 100.5, 2)
 
 
 def table() -> BlocksImage:
-    """A table with everything that a table can have."""
+    """A table with entries of every kind."""
     blocks = EngineBlocks()
     blocks.stored([1, b"\xff" * 32], [1, 2, 3, 4], block_size=2, lora_name="a", salt="s")
     blocks.stored([1], [], block_size=2, tier=1)
@@ -54,7 +54,7 @@ def state_of(*heads: RankHead, owner: str = OWNER, version: int = VERSION) -> Ag
 
 
 def bytes_of(state: AgentState) -> bytes:
-    """The whole file."""
+    """The bytes of the whole file."""
     pieces = list(encode_state(state))
     return b"".join([*pieces, digest_of_file(pieces)])
 
@@ -65,7 +65,7 @@ DATA = bytes_of(STATE)
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the file is to be."""
+    """The path of the file."""
     return tmp_path / "state"
 
 
@@ -77,22 +77,22 @@ def file(path: Path) -> Iterator[StateFile]:
 
 
 def look(path: Path) -> os.stat_result:
-    """What the file system says about a file."""
+    """Inode and modification time of a file."""
     return path.stat()
 
 
 def put(path: Path, data: bytes) -> None:
-    """Leave a file there."""
+    """Write a file to that path."""
     path.write_bytes(data)
 
 
 def test_round_trip() -> None:
-    """What is written is read again."""
+    """A state that is written is read back equal."""
     assert STATE == decode_state(DATA, OWNER)
 
 
 def test_pieces_are_small() -> None:
-    """The loop gets a turn after each: a record has a thousand rows at most."""
+    """A record has at most a thousand rows, so other tasks run after each."""
     pieces = list(encode_state(STATE))
 
     assert 1 + 1 + 2 * (1 + 2 + 1) == len(pieces)
@@ -100,14 +100,14 @@ def test_pieces_are_small() -> None:
 
 @given(st.integers(0, len(DATA) - 1))
 def test_cut_off(length: int) -> None:
-    """A part of a file is no file."""
+    """A part of a file is rejected."""
     with pytest.raises(DamagedStateError):
         decode_state(DATA[:length], OWNER)
 
 
 @given(st.integers(len(MAGIC), len(DATA) - 1), st.integers(1, 255))
 def test_flipped(position: int, change: int) -> None:
-    """A file in which any byte differs is of no use."""
+    """A file with any wrong byte is rejected."""
     data = bytearray(DATA)
     data[position] ^= change
 
@@ -126,14 +126,14 @@ def test_flipped(position: int, change: int) -> None:
         ),
     ],
 )
-def test_of_no_use(data: bytes) -> None:
-    """Another version, nothing, unknown records: of no use, whatever the digest says."""
+def test_unusable(data: bytes) -> None:
+    """Another version, an empty file and unknown records are rejected, although the digest is right."""
     with pytest.raises(DamagedStateError):
         decode_state(data, OWNER)
 
 
 def test_two_headers() -> None:
-    """A file has one header."""
+    """A file with two headers is rejected."""
     _, head, *_ = encode_state(STATE)
     body = [MAGIC, head, head]
 
@@ -143,13 +143,13 @@ def test_two_headers() -> None:
 
 @pytest.mark.parametrize("data", [b"# a file of mine\n", bytes_of(state_of(owner="ns/other"))])
 def test_foreign(data: bytes) -> None:
-    """What is no state, or another agent's, is told apart from what is damaged."""
+    """A file that is not a state, or belongs to another agent, is not called damaged."""
     with pytest.raises(ForeignStateError):
         decode_state(data, OWNER)
 
 
 def test_restore() -> None:
-    """A table that was kept and restored publishes what it did, and goes on as it would have."""
+    """A restored table publishes the same blocks as before, and continues in the same way."""
     before, after = EngineBlocks(), EngineBlocks()
     before.restore(table())
     after.restore(decode_state(DATA, OWNER).ranks[0].image)
@@ -167,7 +167,7 @@ def test_restore() -> None:
 
 
 def test_image_stays() -> None:
-    """What happens to the table later does not reach an image of it."""
+    """Later changes of the table do not change its image."""
     blocks = EngineBlocks()
     blocks.stored([1, 2], [1, 2], block_size=1)
     image = blocks.image()
@@ -180,7 +180,7 @@ def test_image_stays() -> None:
 
 
 async def test_save_and_load(file: StateFile, path: Path) -> None:
-    """A saved state is loaded; only its owner may read it: prompts' tokens can be in it."""
+    """A saved state is read back. Only its owner may read the file: it can contain prompts."""
     await file.save(STATE)
 
     assert STATE == file.read()
@@ -189,7 +189,7 @@ async def test_save_and_load(file: StateFile, path: Path) -> None:
 
 
 async def test_unchanged(file: StateFile, path: Path) -> None:
-    """While nothing happens nothing is written."""
+    """Without changes nothing is written."""
     await file.save(STATE)
     written = look(path).st_ino
     await file.save(STATE)
@@ -200,12 +200,12 @@ async def test_unchanged(file: StateFile, path: Path) -> None:
 
 
 def test_none(file: StateFile) -> None:
-    """Without a file there is nothing to go on from."""
+    """Without a file there is no state."""
     assert file.read() is None
 
 
 async def test_half_written(file: StateFile, path: Path) -> None:
-    """Killed in the middle of writing: the file before is whole, and the half beside it is replaced."""
+    """Killed while writing: the former file is complete, and the unfinished one is replaced."""
     await file.save(STATE)
     path.with_name("state.new").write_bytes(DATA[: len(DATA) // 2])
 
@@ -216,7 +216,7 @@ async def test_half_written(file: StateFile, path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 10, len(DATA) // 2])
 async def test_damaged(file: StateFile, path: Path, size: int) -> None:
-    """Half a file is refused, with a word, and replaced by the next."""
+    """Half a file is rejected with a log entry, and replaced by the next save."""
     put(path, DATA[:size])
     with capture_logs() as logs:
         assert file.read() is None
@@ -227,7 +227,7 @@ async def test_damaged(file: StateFile, path: Path, size: int) -> None:
 
 
 async def test_foreign_file_stays(file: StateFile, path: Path) -> None:
-    """A file that is somebody else's is neither used nor touched."""
+    """The file of another agent is neither used nor changed."""
     put(path, b"mine")
     with capture_logs() as logs:
         assert file.read() is None
@@ -238,7 +238,7 @@ async def test_foreign_file_stays(file: StateFile, path: Path) -> None:
 
 
 async def test_cannot_be_written(tmp_path: Path) -> None:
-    """Where nothing can be written the agent works on; it is said once."""
+    """If the file cannot be written the agent continues; the error is logged once."""
     with StateFile.open(tmp_path / "gone" / "state", OWNER) as file, capture_logs() as logs:
         await file.save(STATE)
         await file.save(STATE)
@@ -247,7 +247,7 @@ async def test_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_replace_file_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full leaves the file before as it was."""
+    """A full disk leaves the former file unchanged."""
     replace_file(path, [b"before"])
     monkeypatch.setattr("os.fsync", _full)
 
@@ -261,8 +261,8 @@ def _full(descriptor: int) -> None:
     raise OSError("the disk is full")
 
 
-def test_ranks_are_told_apart() -> None:
-    """Each rank has its own table."""
+def test_ranks_are_separate() -> None:
+    """Each rank has a separate table."""
     other = RankState(msgspec.structs.replace(HEAD, rank=1), BlocksImage({}, {}))
     state = replace(STATE, ranks={0: STATE.ranks[0], 1: other})
 

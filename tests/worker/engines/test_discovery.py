@@ -1,4 +1,4 @@
-"""What is learnt from an engine, of whichever kind; the answers are those of tests/data/engines."""
+"""Learning each kind of engine, from the recorded answers in tests/data/engines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SGLANG = {
 
 @dataclass
 class Recorded:
-    """An engine that answers by path as one did; what is not there is 404."""
+    """An engine that gives the recorded answer for each path, else 404."""
 
     url: str
     answers: dict[str, bytes]
@@ -50,7 +50,7 @@ class Recorded:
         return AgentOptions(self.url, "w")
 
     async def learn(self, options: AgentOptions | None = None) -> EngineFacts:
-        """Learn it."""
+        """Learn the engine."""
         async with EngineHttp.open(self.url) as engine:
             return await learn(engine, options or self.options)
 
@@ -68,7 +68,7 @@ class Recorded:
 
 @contextlib.asynccontextmanager
 async def recorded(files: Mapping[str, str], port: int) -> AsyncIterator[Recorded]:
-    """Serve what was recorded."""
+    """Serve recorded answers."""
     answers = {path: (DATA / name).read_bytes() for path, name in files.items()}
     engine = Recorded(f"http://127.0.0.1:{port}", answers)
     app = web.Application()
@@ -97,7 +97,7 @@ async def sglang(free_port: Callable[[], int]) -> AsyncIterator[Recorded]:
 
 
 async def test_vllm(vllm: Recorded) -> None:
-    """Everything an agent needs is learnt from vLLM itself; this one lacks nothing."""
+    """An agent learns everything that it needs from vLLM itself; this one lacks nothing."""
     facts = await vllm.learn()
 
     assert ("vllm", "0.32.0", 1, ()) == (facts.kind, facts.version, facts.ranks, facts.lacks)
@@ -113,7 +113,7 @@ async def test_vllm(vllm: Recorded) -> None:
 
 
 async def test_vllm_without_events(vllm: Recorded) -> None:
-    """Events and prefix caching that are off are said, each with the flags that switch them on."""
+    """If events and prefix caching are off, `lacks` has the flags that switch them on."""
     vllm.answers["/kv_event_sources"] = b"{}"
     caching = b'enable_prefix_caching="True"'
     vllm.answers["/metrics"] = vllm.answers["/metrics"].replace(caching, b'enable_prefix_caching="False"')
@@ -130,7 +130,7 @@ async def test_vllm_without_events(vllm: Recorded) -> None:
     ("flag", "events", "size"), [(None, 0, 32), (None, 64, 64), (None, 16, 32), (16, 0, 16), (16, 32, 32)]
 )
 async def test_block_size(vllm: Recorded, flag: int | None, events: int, size: int) -> None:
-    """The metrics' 32, or the flag's in its place; events show larger blocks, and never smaller ones."""
+    """The metrics say 32, or the flag replaces them; events may raise the size, never lower it."""
     facts = await vllm.learn()
     options = replace(vllm.options, block_size=flag)
 
@@ -140,7 +140,7 @@ async def test_block_size(vllm: Recorded, flag: int | None, events: int, size: i
 
 
 async def test_old_vllm(vllm: Recorded) -> None:
-    """A vLLM that does not tell its endpoints is served with those of the flags, or says what to give."""
+    """A vLLM that reports no endpoints uses those of the flags; `lacks` has the flags if there are none."""
     del vllm.answers["/kv_event_sources"]
     told = replace(vllm.options, endpoints=[EventEndpoints("tcp://e:1", "tcp://e:2")])
 
@@ -152,7 +152,7 @@ async def test_old_vllm(vllm: Recorded) -> None:
 
 
 async def test_events_by_flag(vllm: Recorded) -> None:
-    """Events in the flags keep the replay that the engine tells: a flag overrides itself only."""
+    """Event endpoints in the flags keep the replay endpoint that the engine reports."""
     told = replace(vllm.options, endpoints=[EventEndpoints("tcp://localhost:26557")])
 
     facts = await vllm.learn(told)
@@ -163,7 +163,7 @@ async def test_events_by_flag(vllm: Recorded) -> None:
 
 
 async def test_wrong_events_by_flag(vllm: Recorded) -> None:
-    """Events at another port than the engine says: both are named, and what is missing then."""
+    """If the flags give another port than the engine reports, `lacks` has both, and what is missing."""
     told = replace(vllm.options, endpoints=[EventEndpoints("tcp://127.0.0.1:24666")])
 
     (contradiction, missing) = (await vllm.learn(told)).lacks
@@ -183,7 +183,7 @@ async def test_topic_by_flag(vllm: Recorded) -> None:
 
 
 async def test_no_replay(vllm: Recorded) -> None:
-    """Events without a replay are used, and what that costs is said."""
+    """Events without a replay are used, and `lacks` states the cost."""
     vllm.answers["/kv_event_sources"] = b'{"0": {"publisher": "zmq", "endpoint": "tcp://*:5557"}}'
 
     facts = await vllm.learn()
@@ -193,7 +193,7 @@ async def test_no_replay(vllm: Recorded) -> None:
 
 
 async def test_vllm_ranks_without_events(vllm: Recorded) -> None:
-    """Ranks are counted in the metrics where no events name them."""
+    """Without events the metrics give the number of ranks."""
     vllm.answers["/kv_event_sources"] = b"{}"
     vllm.answers["/metrics"] += b'vllm:num_requests_running{engine="1",model_name="tiny"} 4.0\n'
 
@@ -204,7 +204,7 @@ async def test_vllm_ranks_without_events(vllm: Recorded) -> None:
 
 
 def test_flags_before_discovery() -> None:
-    """Endpoints in the flags are kept; the first rank's stand for all that the engine has."""
+    """Endpoints in the flags are kept; those of the first rank give those of all ranks."""
     told = AgentOptions("http://e:1", "w", endpoints=[EventEndpoints("tcp://e:5557", "tcp://e:5657", "t")])
     feeds = (EventEndpoints("tcp://x:1"), EventEndpoints("tcp://x:2"))
     facts = EngineFacts(Models(("m",), ()), "", Scrape(), ranks=2, endpoints=feeds)
@@ -217,7 +217,7 @@ def test_flags_before_discovery() -> None:
 
 
 async def test_sglang(sglang: Recorded) -> None:
-    """SGLang's settings, metrics and events say the same things in its own words."""
+    """SGLang's settings, metrics and events give the same facts in its own names."""
     facts = await sglang.learn()
 
     assert ("sglang", "0.5.9", 2) == (facts.kind, facts.version, facts.ranks)
@@ -233,7 +233,7 @@ async def test_sglang(sglang: Recorded) -> None:
 
 
 async def test_sglang_card(sglang: Recorded) -> None:
-    """The card names the kind and how a rank is addressed; SGLang has no reports to repair by."""
+    """The card names the kind and how a rank is addressed; SGLang has no reports for repair."""
     facts = await sglang.learn()
 
     card = build_card(
@@ -248,7 +248,7 @@ async def test_sglang_card(sglang: Recorded) -> None:
 
 
 async def test_sglang_without_metrics(sglang: Recorded) -> None:
-    """Without metrics the settings tell block size and capacity; later looks do not lose them."""
+    """Without metrics the settings give block size and capacity, which later scrapes keep."""
     del sglang.answers["/metrics"]
     sglang.change("/server_info", enable_metrics=False, kv_events_config=None, disable_radix_cache=True)
 
@@ -266,14 +266,14 @@ async def test_sglang_without_metrics(sglang: Recorded) -> None:
 
 
 async def test_older_sglang(sglang: Recorded) -> None:
-    """The settings are also found where they were before."""
+    """The settings of an older SGLang are found at the older path."""
     sglang.answers["/get_server_info"] = sglang.answers.pop("/server_info")
 
     assert "0.5.9" == (await sglang.learn()).version
 
 
 async def test_sglang_page_size_1(sglang: Recorded) -> None:
-    """Page size 1 is refused, saying what to change."""
+    """Page size 1 is rejected, with the flag to change."""
     sglang.change("/server_info", page_size=1)
     del sglang.answers["/metrics"]
 
@@ -285,7 +285,7 @@ async def test_sglang_page_size_1(sglang: Recorded) -> None:
     "answer", [b"nonsense", b'{"page_size": "many"}', b'{"kv_events_config": "{"}', b"{}"]
 )
 async def test_sglang_nonsense(sglang: Recorded, answer: bytes) -> None:
-    """Settings that cannot be read, or name no page size, are an error."""
+    """Unreadable settings, or settings without a page size, are an error."""
     sglang.answers["/server_info"] = answer
     del sglang.answers["/metrics"]
 
@@ -312,7 +312,7 @@ async def test_sglang_health(sglang: Recorded) -> None:
     ],
 )
 async def test_cached_tokens(vllm: Recorded, answer: bytes | None, reports: bool | None) -> None:
-    """One token in, one out tells whether answers count cached tokens."""
+    """A request with one token in and one out shows whether answers count cached tokens."""
     if answer is not None:
         vllm.answers["/v1/completions"] = answer
 

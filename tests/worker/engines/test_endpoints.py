@@ -1,4 +1,4 @@
-"""Where engines say their events are, and where that is from here."""
+"""The event endpoints that engines report, and the agent's view of them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kvrouter.worker.zmq.sockets import EventEndpoints
         ("tcp://0.0.0.0:5557", "10.0.0.7", "tcp://*:5557"),
     ],
 )
-def test_as_seen_from_here(told: str, host: str, seen: str) -> None:
-    """What the engine binds is connected to at its host; where it connects, the agent binds."""
+def test_as_the_agent_sees_it(told: str, host: str, seen: str) -> None:
+    """The agent connects to an endpoint that the engine binds, and binds one to which it connects."""
     feed = EventsConfig(publisher="zmq", endpoint=told).endpoints(host)
 
     assert feed == EventEndpoints(seen)
 
 
 def test_replay_is_always_bound() -> None:
-    """A replay endpoint is the engine's own, whatever its form."""
+    """The engine binds a replay endpoint of any form."""
     config = EventsConfig(publisher="zmq", endpoint="tcp://10.0.0.9:1", replay_endpoint="tcp://0.0.0.0:2")
 
     assert EventEndpoints("tcp://*:1", "tcp://engine:2") == config.endpoints("engine")
@@ -64,19 +64,19 @@ def test_ranks_in_their_order() -> None:
     ],
 )
 def test_events_off(body: bytes) -> None:
-    """An engine that publishes nothing, or not on every rank, has no feeds."""
+    """An engine that publishes nothing, or not on every rank, has no endpoints."""
     assert () == read_sources(body, "e")
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"zero": {}}', b'{"0": {"endpoint": 5}}'])
 def test_nonsense(body: bytes) -> None:
-    """An answer of another kind is an error that names the path."""
+    """An answer in another format is an error that names the path."""
     with pytest.raises(EngineError, match="/kv_event_sources"):
         read_sources(body, "e")
 
 
 def test_sglang_ranks() -> None:
-    """SGLang tells rank 0's ports; the others are above them."""
+    """SGLang reports rank 0's ports; the other ranks' ports are above them."""
     text = '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "t"}'
 
     feeds = read_config(text, "e", 2)
@@ -89,7 +89,7 @@ def test_sglang_ranks() -> None:
 
 @pytest.mark.parametrize("text", ["nonsense", '{"publisher": "zmq", "endpoint": "ipc:///tmp/x"}'])
 def test_sglang_nonsense(text: str) -> None:
-    """A config that cannot be read, or has no port to count ranks from, is an error."""
+    """An unreadable config, or one without a port to count ranks from, is an error."""
     with pytest.raises(KvRouterError):
         read_config(text, "e", 2)
 
@@ -98,7 +98,7 @@ def test_sglang_nonsense(text: str) -> None:
     "endpoint", ["tcp://*", "tcp://*:http", "tcp://*:123456", "tcp://a b:1", "x\\u0000", "*"]
 )
 def test_odd_endpoints(endpoint: str) -> None:
-    """An endpoint that no socket can use is an error that shows it, not one of the agent's own flags."""
+    """An endpoint that no socket accepts is an error with its text, not an error of the agent's flags."""
     config = f'{{"publisher": "zmq", "endpoint": "{endpoint}"}}'
     with pytest.raises(EngineError, match="event"):
         read_sources(f'{{"0": {config}}}'.encode(), "h")

@@ -1,4 +1,4 @@
-"""What an engine says about itself, well-formed or not."""
+"""What an engine reports about itself, well-formed or not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HUGE = b'{"data": [' + b",".join([b'{"id": "a"}'] * 5000) + b"]}"
     ids=lambda body: body[:40],
 )
 def test_no_models(body: bytes) -> None:
-    """An answer without a base model, or that no card could carry, is an error that says so."""
+    """An answer without a base model, or one that no card could carry, is an error with the reason."""
     with pytest.raises(EngineError, match="/v1/models"):
         read_models(body)
 
@@ -70,7 +70,7 @@ async def test_engine(free_port: Callable[[], int]) -> None:
     ids=["length", "chunked", "until close"],
 )
 async def test_endless_answer(framing: bytes) -> None:
-    """An answer without end is given up at a limit, and the connection closed."""
+    """An endless answer is abandoned at a limit, and the connection closed."""
     is_closed = asyncio.Event()
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -93,7 +93,7 @@ async def test_endless_answer(framing: bytes) -> None:
 
 
 async def test_endless_interim_answers() -> None:
-    """An engine that sends 1xx without end is given up at once, and the health path with it."""
+    """Endless 1xx answers are abandoned at once, also on the health path."""
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -112,7 +112,7 @@ async def test_endless_interim_answers() -> None:
 
 
 async def test_packed_answer() -> None:
-    """A packed answer, which nobody asked for, is not unpacked: a few bytes may be a gigabyte."""
+    """A compressed answer, which was not requested, is not decompressed: it may become a gigabyte."""
     bomb = gzip.compress(b"#" * 1_000_000)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,7 +129,7 @@ async def test_packed_answer() -> None:
 
 
 async def test_no_engine(free_port: Callable[[], int]) -> None:
-    """Where nobody listens: not healthy, no version, and an error that names the path."""
+    """Without an engine: not healthy, no version, and an error that names the path."""
     async with EngineHttp.open(f"http://127.0.0.1:{free_port()}") as engine:
         assert not await engine.is_healthy()
         assert not await engine.version()
@@ -138,7 +138,7 @@ async def test_no_engine(free_port: Callable[[], int]) -> None:
 
 
 async def test_https(free_port: Callable[[], int], tmp_path: Path) -> None:
-    """An engine with a certificate of its own authority is asked over TLS by whoever is given that."""
+    """With the right authority the agent reaches an engine over TLS."""
     authority = Authority(tmp_path)
     async with EngineServer.open(free_port(), authority.server()) as server:
         async with EngineHttp.open(server.url, tls_ca=authority.file) as engine:

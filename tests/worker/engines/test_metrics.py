@@ -37,7 +37,7 @@ def test_read_metrics() -> None:
 
 
 def test_host_blocks() -> None:
-    """A host tier's capacity is read if the engine tells it."""
+    """A host tier's capacity is read if the engine reports it."""
     scrape = read_metrics(
         'vllm:cache_config_info{block_size="16",num_cpu_blocks="50",num_gpu_blocks="8"} 1.0'
     )
@@ -46,18 +46,18 @@ def test_host_blocks() -> None:
 
 
 def test_nothing() -> None:
-    """Metrics of another program tell nothing."""
+    """The metrics of another program give no values."""
     assert Scrape() == read_metrics("go_goroutines 7\n")
 
 
 def test_malformed() -> None:
-    """A line that is no sample is refused."""
+    """A line that is not a sample is rejected."""
     with pytest.raises(ValueError, match="could not convert"):
         read_metrics("vllm:num_requests_running{engine=\n")
 
 
-def test_own_series() -> None:
-    """Series that are asked for, per rank; the largest of several; without a rank for all; infinite never."""
+def test_extra_series() -> None:
+    """Additional series count per rank: the largest sample; without a rank for all; never infinity."""
     text = TEXT + (
         'my:kind_total{engine="0",kind="a"} 3\nmy:kind_total{engine="0",kind="b"} 5\n'
         'my:kind_total{engine="1",kind="a"} 1\nmy:kind_total_other 9\nmy:room 0.5\nmy:limit +Inf\n'
@@ -79,7 +79,7 @@ def test_own_series() -> None:
 
 
 def test_adapters() -> None:
-    """The newest sample counts, whatever its place; places are remembered when it is gone."""
+    """The newest sample counts, in any order."""
     text = TEXT + (
         'vllm:lora_requests_info{max_lora="4",running_lora_adapters="b",waiting_lora_adapters=""} 200.5\n'
         'vllm:lora_requests_info{max_lora="4",running_lora_adapters="a, c",waiting_lora_adapters="d"} 300.5\n'
@@ -99,7 +99,7 @@ def test_adapters() -> None:
 
 
 def test_adapters_by_rank() -> None:
-    """Where they are told by rank, each has its own."""
+    """If adapters are reported by rank, each rank has its own."""
     text = "".join(
         f'vllm:lora_requests_info{{engine="{rank}",max_lora="1",running_lora_adapters="{name}"}} 1\n'
         for rank, name in enumerate("ab")
@@ -116,7 +116,7 @@ CONFIG = 'vllm:cache_config_info{block_size="%s",num_gpu_blocks="%s"} 1\n'
 
 @pytest.mark.parametrize("number", ["1e300", "NaN", "+Inf", "-1", "9" * 400, str(2 * MOST_AMOUNT)])
 def test_odd_number(number: str) -> None:
-    """A number that no heartbeat can carry is taken as not reported; the others count."""
+    """A number that no heartbeat can carry counts as not reported; the others count."""
     text = f"{RUNNING} {number}\nvllm:num_requests_waiting 2\nprocess_start_time_seconds {number}\n"
 
     assert Scrape({0: RankLoad(None, 2)}) == read_metrics(text)
@@ -124,19 +124,19 @@ def test_odd_number(number: str) -> None:
 
 @pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, "1" + "0" * 20, "-1", "1e3", "\u0663" * 30])
 def test_odd_label(number: str) -> None:
-    """The same for a number in a label: size and capacity are unknown then."""
+    """The same holds for a number in a label: size and capacity are unknown then."""
     assert Scrape() == read_metrics(CONFIG % (number, number))
 
 
 def test_odd_rank() -> None:
-    """A rank beyond those that there can be is none; it is not taken for rank 0."""
+    """A sample with a rank out of range is ignored, not counted for rank 0."""
     text = "".join(f'vllm:num_requests_running{{engine="{rank}"}} 1\n' for rank in (0, 1024, 10**30))
 
     assert {0: RankLoad(1)} == read_metrics(text).loads
 
 
-def test_own_series_out_of_range() -> None:
-    """Series of an operator's choice may be negative, but neither NaN nor infinite."""
+def test_extra_series_out_of_range() -> None:
+    """Additional series may be negative, but neither NaN nor infinite."""
     text = 'a{engine="0"} -1\nb{engine="0"} NaN\nc{engine="0"} -Inf\n'
 
     (load,) = read_metrics(text, {name: name for name in "abc"}).loads.values()
@@ -144,7 +144,7 @@ def test_own_series_out_of_range() -> None:
 
 
 def test_duplicated_families() -> None:
-    """Of one sample that comes often the largest counts, also if its family begins again."""
+    """If a sample repeats, the largest one counts, also if its family begins again."""
     text = f"# TYPE vllm:num_requests_running gauge\n{RUNNING} 3\nvllm:num_requests_waiting 1\n"
 
     assert {0: RankLoad(3, 1)} == read_metrics(text * 3 + f"{RUNNING} 2\n").loads
@@ -160,13 +160,13 @@ def test_duplicated_families() -> None:
     ids=["lines", "a line", "all lines"],
 )
 def test_endless(text: str) -> None:
-    """An exposition that would take long to read is refused before it is parsed."""
+    """An exposition that would take long to read is rejected before it is parsed."""
     with pytest.raises(ValueError, match="more than"):
         read_metrics(text)
 
 
 def test_endless_adapters() -> None:
-    """Of adapters no more are told than a heartbeat may name."""
+    """At most as many adapters are reported as a heartbeat may name."""
     names = ",".join(str(number) for number in range(MOST_NAMES + 1))
 
     (load,) = read_metrics(f'vllm:lora_requests_info{{waiting_lora_adapters="{names}"}} 1\n').loads.values()

@@ -1,4 +1,4 @@
-"""SGLang's events, built as its source builds them, through its adapter and a publisher."""
+"""SGLang's events, built as in its source, through its adapter and a publisher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGES = [-(2**63), -7, 12]
 
 
 class Bench:
-    """An adapter, and what a reader holds of what its publisher sent."""
+    """An adapter with a publisher, and a reader of its frames."""
 
     def __init__(self) -> None:
         self.adapter = SglangAdapter()
@@ -27,8 +27,8 @@ class Bench:
         self._publisher = KvPublisher(self._bus, "w", PAGE, model="m", incarnation=1)
         self._reader = ClosedSets()
 
-    def hear(self, *events: object) -> list[set[int]]:
-        """A batch of two fields, as SGLang's without data parallelism; returns what is held per tier set."""
+    def receive(self, *events: object) -> list[set[int]]:
+        """Apply a batch without a rank, as SGLang sends without data parallelism; returns the tier sets."""
         payload = msgpack.packb([1.5, events])
         self.adapter.publish(self.adapter.decode(payload), self._publisher)
         self._publisher.flush(1.0)
@@ -39,56 +39,56 @@ class Bench:
 
 
 def stored(index: int, medium: str | None = "GPU") -> list[object]:
-    """One page of the chain, an event of its own."""
+    """One page of the chain, in a separate event."""
     parent = PAGES[index - 1] if index else None
     tokens = TOKENS[index * PAGE : (index + 1) * PAGE]
     return ["BlockStored", [PAGES[index]], parent, tokens, PAGE, None, medium]
 
 
 def test_pages() -> None:
-    """Each page is an event; the chain is named as the router names it."""
-    assert set(NAMES) == Bench().hear(*(stored(index) for index in range(3)))[0]
+    """Each page is an event; its sequence hashes are those of the router."""
+    assert set(NAMES) == Bench().receive(*(stored(index) for index in range(3)))[0]
 
 
 def test_old_wire() -> None:
-    """Older SGLangs name no medium."""
+    """Older SGLangs send no medium."""
     bench = Bench()
-    bench.hear(stored(0)[:6])
+    bench.receive(stored(0)[:6])
 
-    assert set() == bench.hear(["BlockRemoved", [PAGES[0]]])[0]
+    assert set() == bench.receive(["BlockRemoved", [PAGES[0]]])[0]
 
 
 def test_removed_parent_first() -> None:
-    """A node's pages go parent first; nothing below a hole stays published meanwhile."""
+    """A node's pages are removed parent first; no block below a hole stays published meanwhile."""
     bench = Bench()
-    bench.hear(*(stored(index) for index in range(3)))
+    bench.receive(*(stored(index) for index in range(3)))
 
-    assert {NAMES[0]} == bench.hear(["BlockRemoved", [PAGES[1]], "GPU"])[0]
-    assert {NAMES[0]} == bench.hear(["BlockRemoved", [PAGES[2]], "GPU"])[0]
-    assert set(NAMES[:2]) == bench.hear(stored(1))[0]
+    assert {NAMES[0]} == bench.receive(["BlockRemoved", [PAGES[1]], "GPU"])[0]
+    assert {NAMES[0]} == bench.receive(["BlockRemoved", [PAGES[2]], "GPU"])[0]
+    assert set(NAMES[:2]) == bench.receive(stored(1))[0]
 
 
 def test_host_tier() -> None:
     """A page that is in host memory when it leaves the device stays there."""
     bench = Bench()
-    bench.hear(stored(0), stored(0, "CPU"), ["BlockRemoved", [PAGES[0]], "GPU"])
+    bench.receive(stored(0), stored(0, "CPU"), ["BlockRemoved", [PAGES[0]], "GPU"])
 
-    assert [set(), {NAMES[0]}] == bench.hear()[:2]
+    assert [set(), {NAMES[0]}] == bench.receive()[:2]
 
 
 def test_cleared() -> None:
     """A flushed cache is empty."""
     bench = Bench()
-    bench.hear(stored(0))
+    bench.receive(stored(0))
 
-    assert set() == bench.hear(["AllBlocksCleared"])[0]
+    assert set() == bench.receive(["AllBlocksCleared"])[0]
 
 
 def test_pages_of_one_token() -> None:
-    """SGLang's default page size is refused, saying what to change."""
+    """SGLang's default page size is rejected, with the flag to change."""
     bench = Bench()
 
-    assert set() == bench.hear(["BlockStored", [5], None, [1], 1, None, "GPU"])[0]
+    assert set() == bench.receive(["BlockStored", [5], None, [1], 1, None, "GPU"])[0]
     assert {PAGE_OF_ONE: 1} == bench.adapter.skipped
     assert "--page-size" in PAGE_OF_ONE
 
@@ -98,5 +98,5 @@ def test_pairs_of_tokens() -> None:
     bench = Bench()
     pairs = [[1, 2], [2, 3], [3, 4], [4, 5]]
 
-    assert set() == bench.hear(["BlockStored", [5], None, pairs, PAGE, None, "GPU"])[0]
+    assert set() == bench.receive(["BlockStored", [5], None, pairs, PAGE, None, "GPU"])[0]
     assert ["BlockStored that cannot be read"] == [reason[:31] for reason in bench.adapter.skipped]

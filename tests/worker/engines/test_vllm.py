@@ -1,4 +1,4 @@
-"""Decoding vLLM's events, and what they mean for a publisher."""
+"""Decoding vLLM's events, and passing them to a publisher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 class Ledger:
-    """A sink that writes down what it is told."""
+    """A sink that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -52,11 +52,9 @@ class Ledger:
         self.told.append(("stored", [*engine_hashes], parent, lora_name, salt, tier, [*ids], block_size))
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
-        """Write down what was removed."""
         self.told.append(("removed", [*engine_hashes], tier))
 
     def cleared(self) -> None:
-        """Write down that all is gone."""
         self.told.append(("cleared",))
 
 
@@ -66,8 +64,8 @@ def pack(*events: object) -> bytes:
     return packed
 
 
-def told_by(*events: object) -> tuple[list[tuple[Any, ...]], dict[str, int]]:
-    """What a sink is told of events, and what was skipped."""
+def passed_on(*events: object) -> tuple[list[tuple[Any, ...]], dict[str, int]]:
+    """The calls that a sink gets for events, and the skipped ones."""
     ledger = Ledger()
     adapter = VllmAdapter()
     adapter.publish(adapter.decode(pack(*events)), ledger)
@@ -75,7 +73,6 @@ def told_by(*events: object) -> tuple[list[tuple[Any, ...]], dict[str, int]]:
 
 
 def stored(**changes: object) -> BlockStored:
-    """A BlockStored of two blocks, decoded."""
     (event,) = decode_batch(pack(STORED | changes)).events
     assert isinstance(event, BlockStored)
     return event
@@ -83,7 +80,7 @@ def stored(**changes: object) -> BlockStored:
 
 def test_order() -> None:
     """Events are passed on in their order."""
-    told, skipped = told_by(CLEARED, REMOVED, STORED)
+    told, skipped = passed_on(CLEARED, REMOVED, STORED)
 
     assert [
         ("cleared",),
@@ -99,25 +96,27 @@ def test_hashes_are_opaque(hash_: int | bytes) -> None:
     in_map = {**REMOVED, "block_hashes": [hash_]}
     in_array = ["BlockRemoved", [hash_], "GPU"]
 
-    assert [("removed", [hash_], "device")] * 2 == told_by(in_map)[0] + told_by(in_array)[0]
+    assert [("removed", [hash_], "device")] * 2 == passed_on(in_map)[0] + passed_on(in_array)[0]
 
 
 def test_short_arrays() -> None:
-    """Old publishers' arrays end earlier; what is absent has its default."""
-    assert [("stored", [7], 6, None, None, "device", [], 2)] == told_by(
+    """The arrays of old publishers are shorter; missing fields have their defaults."""
+    assert [("stored", [7], 6, None, None, "device", [], 2)] == passed_on(
         ["BlockStored", [7], 6, [1, 2], 2, None]
     )[0]
 
 
 def test_new_fields() -> None:
-    """Fields that are not known here are passed over, in both shapes."""
-    assert told_by(REMOVED)[0] == told_by({**REMOVED, "locality": "LOCAL"})[0]
-    assert told_by(REMOVED)[0] == told_by(["BlockRemoved", [7], "GPU", 0, "LOCAL"])[0]
+    """Unknown fields are ignored, in both shapes."""
+    assert passed_on(REMOVED)[0] == passed_on({**REMOVED, "locality": "LOCAL"})[0]
+    assert passed_on(REMOVED)[0] == passed_on(["BlockRemoved", [7], "GPU", 0, "LOCAL"])[0]
 
 
 def test_every_clear() -> None:
     """Both kinds of clear empty the table."""
-    assert [("cleared",)] * 2 == told_by(["AllBlocksCleared"])[0] + told_by({"type": "AllCacheCleared"})[0]
+    assert [("cleared",)] * 2 == passed_on(["AllBlocksCleared"])[0] + passed_on({"type": "AllCacheCleared"})[
+        0
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,54 +124,54 @@ def test_every_clear() -> None:
     [(None, "device"), ("CPU", "host"), ("cpu", "host"), ("STORAGE", "disk"), ("DISK", "disk")],
 )
 def test_media(medium: str | None, tier: str) -> None:
-    """A medium is a tier."""
-    assert [("removed", [7], tier)] == told_by({**REMOVED, "medium": medium})[0]
+    """Each medium has a tier."""
+    assert [("removed", [7], tier)] == passed_on({**REMOVED, "medium": medium})[0]
 
 
 def test_offloaded_blocks() -> None:
     """Offload tiers name blocks without tokens, block size 0 (seen in vLLM 0.32's connector)."""
     placeholder = {**STORED, "token_ids": [], "block_size": 0, "medium": "CPU", "group_idx": 0}
 
-    assert ([("stored", [7, 8], None, None, None, "host", [], None)], {}) == told_by(placeholder)
+    assert ([("stored", [7, 8], None, None, None, "host", [], None)], {}) == passed_on(placeholder)
 
 
 def test_offloaded_blocks_without_extra_keys() -> None:
-    """Off the device a salt may be left out: such an event names nothing, but counts what is known."""
+    """Off the device an event may lack the salt: it names no block, but counts known ones."""
     host = {**STORED, "medium": "CPU"}
 
-    assert [("stored", [7, 8], None, None, None, "host", [], None)] == told_by(host)[0]
-    assert [("stored", [7, 8], None, None, "s", "host", [[], []], 2)] == told_by(
+    assert [("stored", [7, 8], None, None, None, "host", [], None)] == passed_on(host)[0]
+    assert [("stored", [7, 8], None, None, "s", "host", [[], []], 2)] == passed_on(
         {**host, "extra_keys": [["s"], None]}
     )[0]
 
 
 @pytest.mark.parametrize("locality", ["LOCAL", "local", None])
-def test_own_blocks(locality: str | None) -> None:
-    """Blocks that are with the engine count; so they do where it does not say."""
-    assert ([("removed", [7], "disk")], {}) == told_by(
+def test_local_blocks(locality: str | None) -> None:
+    """Blocks of the engine itself count, also if the event has no locality."""
+    assert ([("removed", [7], "disk")], {}) == passed_on(
         {**REMOVED, "medium": "STORAGE", "locality": locality, "ownership": "fs"}
     )
 
 
 def test_remote_blocks() -> None:
-    """Blocks in a store that others reach as well count for nobody, neither coming nor going."""
+    """Blocks in a store that others reach as well are ignored, both stores and removals."""
     remote = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "kvcr"}
 
-    told, skipped = told_by({**STORED, **remote}, {**REMOVED, **remote})
+    told, skipped = passed_on({**STORED, **remote}, {**REMOVED, **remote})
 
     assert ([], [2]) == (told, [*skipped.values()])
     assert "locality REMOTE" in next(iter(skipped))
 
 
 def test_unknown_medium() -> None:
-    """Blocks in a medium that is no tier are skipped and counted."""
-    assert ([], {"medium TAPE": 2}) == told_by({**STORED, "medium": "TAPE"}, {**REMOVED, "medium": "TAPE"})
+    """Blocks in a medium without a tier are skipped and counted."""
+    assert ([], {"medium TAPE": 2}) == passed_on({**STORED, "medium": "TAPE"}, {**REMOVED, "medium": "TAPE"})
 
 
 @pytest.mark.parametrize("event", [{"type": "Novelty", "x": 1}, ["Novelty", 1]])
 def test_unknown_type(event: object) -> None:
     """An unknown event is skipped and counted; the others of its batch count."""
-    assert ([("removed", [7], "device")], {"event Novelty": 1}) == told_by(event, REMOVED)
+    assert ([("removed", [7], "device")], {"event Novelty": 1}) == passed_on(event, REMOVED)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +179,8 @@ def test_unknown_type(event: object) -> None:
     [{"token_ids": [1, 2, 3]}, {"token_ids": [-1, 2, 3, 4]}, {"block_size": 0}, {"extra_keys": [None]}],
 )
 def test_unreadable_store(changes: dict[str, object]) -> None:
-    """A store that does not fit together is skipped: blocks are missed, none is imagined."""
-    told, skipped = told_by(STORED | changes)
+    """An inconsistent store is skipped: its blocks are missed, no wrong ones are published."""
+    told, skipped = passed_on(STORED | changes)
 
     assert ([], [1]) == (told, [*skipped.values()])
     assert all(reason.startswith("BlockStored ") for reason in skipped)
@@ -201,14 +200,14 @@ def test_unreadable_store(changes: dict[str, object]) -> None:
     ],
 )
 def test_malformed(payload: bytes) -> None:
-    """What is no batch, or hides a removal, is malformed."""
+    """A payload that is not a batch, or may hide a removal, is malformed."""
     with pytest.raises(MalformedFrameError):
         decode_batch(payload)
 
 
 @given(st.binary(max_size=64))
 def test_any_bytes(payload: bytes) -> None:
-    """Whatever arrives decodes or is malformed; nothing else is raised."""
+    """Any bytes decode or are malformed; no other error is raised."""
     try:
         batch = decode_batch(payload)
     except MalformedFrameError:
@@ -230,17 +229,17 @@ def test_any_bytes(payload: bytes) -> None:
     ],
 )
 def test_extra_keys(lora_name: str | None, keys: object, expected: tuple[object, object]) -> None:
-    """Untagged keys are LoRA name, items, salt (first block only); others cannot be named."""
+    """Untagged keys are LoRA name, items and salt (first block only); a block with others cannot be named."""
     assert expected == read_extra_keys(stored(lora_name=lora_name, extra_keys=keys))
 
 
 def test_salt_below_a_parent() -> None:
-    """A string on a block that is no root is no salt."""
+    """A string on a block below a parent is not a salt."""
     assert (None, [None, []]) == read_extra_keys(stored(parent_block_hash=3, extra_keys=[["s"], None]))
 
 
 def test_nameless_lora() -> None:
-    """A LoRA known by number only cannot be named, so its blocks are not published."""
+    """Blocks of a LoRA without a name cannot be named, so they are not published."""
     assert (None, [None, None]) == read_extra_keys(stored(lora_id=3))
 
 
@@ -251,7 +250,7 @@ def test_groups() -> None:
     other = {**STORED, "group_idx": 2, "kv_cache_spec_kind": "full_attention"}
     removals = [{**REMOVED, "group_idx": group} for group in (0, 1)]
 
-    told, skipped = told_by(window, full, other, *removals)
+    told, skipped = passed_on(window, full, other, *removals)
 
     assert ["stored", "removed"] == [entry[0] for entry in told]
     assert {
@@ -262,7 +261,7 @@ def test_groups() -> None:
 
 
 def test_groups_are_noted() -> None:
-    """Which group is followed, and which are not, is said."""
+    """The notes name the group that is followed, and the others."""
     adapter = VllmAdapter()
     window = {**STORED, "group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
     full = {**STORED, "group_idx": 1, "kv_cache_spec_kind": "full_attention"}
@@ -278,19 +277,19 @@ def test_groups_are_noted() -> None:
 
 
 def test_offloaded_blocks_decide_no_group() -> None:
-    """An offload tier does not tell the kind of its group: the device does, whichever comes first."""
+    """Events of offload tiers lack the kind of their group, so only the device decides, in any order."""
     placeholder = {**STORED, "token_ids": [], "block_size": 0, "medium": "CPU", "group_idx": 1}
     full = {**STORED, "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
 
-    told, skipped = told_by(placeholder, full, placeholder)
+    told, skipped = passed_on(placeholder, full, placeholder)
 
     assert ["device"] == [entry[5] for entry in told]
     assert {"group of None": 2} == skipped
 
 
 def test_reasons_are_bounded() -> None:
-    """However many things an engine invents, the reasons stay few."""
-    _, skipped = told_by(*({**STORED, "medium": f"TAPE {number}"} for number in range(1000)))
+    """An engine that invents texts without end gets a bounded number of reasons."""
+    _, skipped = passed_on(*({**STORED, "medium": f"TAPE {number}"} for number in range(1000)))
 
     assert MAX_REASONS + 1 == len(skipped)
     assert 1000 == sum(skipped.values())

@@ -32,7 +32,7 @@ def batches(first: int, end: int, life: str = "a") -> list[Numbered]:
 
 
 def applied(step: Step) -> list[str]:
-    """What a step does, in short: payloads, `Restarted`, `Lost`."""
+    """A short form of a step's actions: payloads, `Restarted`, `Lost`."""
     return [
         action.payload.decode() if isinstance(action, Apply) else type(action).__name__
         for action in step.actions
@@ -57,7 +57,7 @@ def deaf() -> EngineStream:
 
 
 def test_begin() -> None:
-    """It begins with an empty table and asks for everything; live batches wait for the answer."""
+    """It begins with an empty table and requests everything; live batches wait for the answer."""
     stream = EngineStream(can_replay=True)
 
     begun = stream.begin()
@@ -70,8 +70,8 @@ def test_begin() -> None:
     assert stream.is_complete
 
 
-def test_begin_beside_a_new_engine() -> None:
-    """An engine that has sent nothing yet answers nothing: its history is complete."""
+def test_begin_with_a_new_engine() -> None:
+    """An engine that has sent no batch yet answers none: its history is complete."""
     stream = EngineStream(can_replay=True)
     stream.begin()
 
@@ -81,7 +81,7 @@ def test_begin_beside_a_new_engine() -> None:
 
 
 def test_begin_too_late() -> None:
-    """An engine whose buffer no longer reaches back to 0 has a history that is lost."""
+    """If the engine's buffer no longer reaches back to 0, history is lost."""
     stream = EngineStream(can_replay=True)
     stream.begin()
 
@@ -96,7 +96,7 @@ def test_in_order(stream: EngineStream) -> None:
 
 
 def test_gap(stream: EngineStream) -> None:
-    """After a gap the replay starts at the last batch applied, which proves continuity."""
+    """After a gap the replay starts at the last applied batch, which proves continuity."""
     asked = stream.receive(*batch(4))
     stream.receive(*batch(5))
 
@@ -113,7 +113,7 @@ def test_repeats(stream: EngineStream) -> None:
 
 
 def test_gap_beyond_the_buffer(stream: EngineStream) -> None:
-    """A gap that the engine's buffer no longer covers is history lost."""
+    """A gap that the engine's buffer no longer covers is lost history."""
     stream.receive(*batch(9))
 
     assert ["Lost", "a8", "a9"] == applied(stream.replayed(1, batches(8, 10)))
@@ -148,21 +148,21 @@ def test_restart_behind_a_gap(stream: EngineStream) -> None:
 
 
 def test_verify(stream: EngineStream) -> None:
-    """In quiet times the last batch is asked for again; unchanged, it changes nothing."""
+    """In quiet times the last batch is requested again; an unchanged one has no effect."""
     assert 1 == stream.verify().replay_from
     assert [] == applied(stream.replayed(1, batches(1, 2)))
     assert ["a2"] == applied(stream.receive(*batch(2)))
 
 
 def test_verify_finds_a_lost_tail(stream: EngineStream) -> None:
-    """Batches lost at the end are found although nothing follows them."""
+    """Batches lost at the end are found although no later one arrives."""
     stream.verify()
 
     assert ["a2", "a3"] == applied(stream.replayed(1, batches(1, 4)))
 
 
 def test_verify_finds_a_silent_restart(stream: EngineStream) -> None:
-    """An engine that does not know the batch any more has restarted."""
+    """An engine that no longer has the batch has restarted."""
     stream.verify()
 
     step = stream.replayed(1, [])
@@ -173,7 +173,7 @@ def test_verify_finds_a_silent_restart(stream: EngineStream) -> None:
 
 
 def test_no_answer(stream: EngineStream) -> None:
-    """A replay that nobody answers is asked again a few times, then the gap is given up."""
+    """A replay without an answer is requested again a few times, then the gap is given up."""
     step = stream.receive(*batch(4))
     for _ in range(MAX_ATTEMPTS):
         if step.replay_from is not None:
@@ -184,7 +184,7 @@ def test_no_answer(stream: EngineStream) -> None:
 
 
 def test_no_answer_to_verify(stream: EngineStream) -> None:
-    """An unanswered question in quiet times loses nothing."""
+    """A request without an answer in quiet times loses nothing."""
     asked = stream.verify().replay_from
     assert asked is not None
     stream.receive(*batch(2))
@@ -195,7 +195,7 @@ def test_no_answer_to_verify(stream: EngineStream) -> None:
 
 
 def test_answers_that_do_not_help(stream: EngineStream) -> None:
-    """If replays never bring what is missing, the gap is given up."""
+    """If replays never contain the missing batches, the gap is given up."""
     for seq in range(4, 4 + MAX_ATTEMPTS):
         asked = stream.receive(*batch(seq)).replay_from
         assert asked is not None
@@ -204,8 +204,8 @@ def test_answers_that_do_not_help(stream: EngineStream) -> None:
     assert ["Lost", "a9"] == applied(stream.receive(*batch(9)))
 
 
-def test_heard_before_asking() -> None:
-    """A batch heard before the question is in the answer, or of a former life: it is not applied."""
+def test_received_before_asking() -> None:
+    """A batch received before a request is in its answer, or of a former life: it is not applied."""
     stream = EngineStream(can_replay=True)
     stream.begin()
     stream.replayed(0, [])
@@ -217,7 +217,7 @@ def test_heard_before_asking() -> None:
 
 
 def test_late_answer(stream: EngineStream) -> None:
-    """An answer to a question from before a new beginning is ignored."""
+    """An answer to a request from before a new beginning is ignored."""
     stream.receive(*batch(4))
     stream.begin()
 
@@ -227,7 +227,7 @@ def test_late_answer(stream: EngineStream) -> None:
 
 
 def test_without_replay(deaf: EngineStream) -> None:
-    """Without a replay endpoint batches are taken from the first that comes; a gap is lost history."""
+    """Without a replay endpoint the first batch received begins the history; a gap is lost history."""
     assert ["a3"] == applied(deaf.receive(*batch(3)))
     assert not deaf.is_complete
     assert ["Lost", "a7"] == applied(deaf.receive(*batch(7)))
@@ -235,14 +235,14 @@ def test_without_replay(deaf: EngineStream) -> None:
 
 
 def test_without_replay_from_zero(deaf: EngineStream) -> None:
-    """Batch 0 heard live is a complete history without any replay."""
+    """A live batch 0 is a complete history without a replay."""
     deaf.receive(*batch(0))
 
     assert deaf.is_complete
 
 
 def test_held_batches_are_bounded() -> None:
-    """Beyond the bound the oldest held batch is dropped, and asked for again afterwards."""
+    """Beyond the limit the oldest held batch is dropped, and requested again later."""
     stream = EngineStream(can_replay=True)
     stream.begin()
     for number in range(HELD_BATCHES + 1):
@@ -252,7 +252,7 @@ def test_held_batches_are_bounded() -> None:
 
 
 def test_held_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of live batches that wait only the newest stay, as many as there is room for; the rest is a gap."""
+    """Of waiting live batches only the newest stay, up to a limit in bytes; the others are a gap."""
     monkeypatch.setattr(engine_stream, "HELD_BYTES", 100)
     stream = EngineStream(can_replay=True)
     stream.begin()
@@ -267,7 +267,7 @@ def test_held_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resumed(*, was_complete: bool = True) -> EngineStream:
-    """A stream that is to go on behind batch 4 of a former agent."""
+    """A stream that continues after batch 4 of a former agent."""
     stream = EngineStream(can_replay=True)
     seq, payload = batch(4)
     assert Step((), 4) == stream.resume(seq, digest_of(payload), was_complete=was_complete)
@@ -276,7 +276,7 @@ def resumed(*, was_complete: bool = True) -> EngineStream:
 
 @pytest.mark.parametrize("was_complete", [True, False])
 def test_resume(was_complete: bool) -> None:
-    """What the former agent applied is gone on from once its last batch has come back unchanged."""
+    """The former table is used once its last batch has come back unchanged."""
     stream = resumed(was_complete=was_complete)
     assert stream.is_beginning
     assert [] == applied(stream.receive(*batch(6)))
@@ -293,8 +293,8 @@ def test_resume_when_nothing_happened() -> None:
 
 
 @pytest.mark.parametrize("answer", [[], batches(4, 6, "b")])
-def test_resume_beside_another_engine(answer: list[Numbered]) -> None:
-    """Another batch of that number, or none: the engine has restarted, and is read from its start."""
+def test_resume_with_another_engine(answer: list[Numbered]) -> None:
+    """Another batch of that number, or none: the engine has restarted, and its history is read."""
     stream = resumed()
 
     step = stream.replayed(4, answer)
@@ -306,7 +306,7 @@ def test_resume_beside_another_engine(answer: list[Numbered]) -> None:
 
 
 def test_resume_too_late() -> None:
-    """Where the engine no longer has the batch, its history is lost."""
+    """If the engine no longer has the batch, its history is lost."""
     stream = resumed()
 
     assert ["Lost", "a7"] == applied(stream.replayed(4, batches(7, 8)))
@@ -314,7 +314,7 @@ def test_resume_too_late() -> None:
 
 
 def test_resume_unanswered() -> None:
-    """What cannot be proven is not gone on from."""
+    """Without proof the former table is not used."""
     stream = resumed()
     stream.receive(*batch(5))
     for _ in range(MAX_ATTEMPTS):
@@ -332,7 +332,7 @@ def test_resume_without_replay(deaf: EngineStream) -> None:
 
 
 class Engine:
-    """An engine that can restart, a wire that can lose live batches, and the stream that hears it."""
+    """An engine that can restart, a wire that can lose live batches, and the stream that receives them."""
 
     def __init__(self) -> None:
         self.stream = EngineStream(can_replay=True)
@@ -352,7 +352,9 @@ class Engine:
 
     def send(self, *, is_heard: bool) -> None:
         self.sent.append(batch(len(self.sent), f"{self.life}."))
-        is_first = self.life > 0 and len(self.sent) == 1  # what follows it unheard could pass for a sequel
+        is_first = (
+            self.life > 0 and len(self.sent) == 1
+        )  # if it is missed, later ones could look like a continuation
         if is_heard or is_first:
             self.hear(self.stream.receive(*self.sent[-1]))
 
@@ -362,7 +364,7 @@ class Engine:
             self.hear(self.stream.replayed(asked, self.sent[asked:]))
 
     def settle(self) -> None:
-        """Answer until nothing is asked and the last word is known."""
+        """Answer until no replay is requested and the last batch is known."""
         for _ in range(8):
             if self.asked is None:
                 self.hear(self.stream.verify())
@@ -371,8 +373,8 @@ class Engine:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(["heard", "heard", "unheard", "answer", "verify", "restart"]), max_size=40))
-def test_whatever_is_lost(history: list[str]) -> None:
-    """Whatever the wire loses and wherever the engine restarts, its present life is applied in order."""
+def test_any_loss(history: list[str]) -> None:
+    """With any loss and any restarts, the engine's present life is applied in order."""
     engine = Engine()
 
     for step in history:

@@ -25,33 +25,37 @@ TOPICS = ("kv@10.0.0.1@", "kv@10.0.0.12@tiny")
 
 
 def captured(name: str) -> list[bytes]:
-    """The payloads that a real engine sent, in order."""
+    """The payloads of a real engine, in order."""
     return [payload for _, _, payload in msgpack.unpackb((DATA / name).read_bytes())]
 
 
 class Scene:
-    """A bound socket, two feeds on it, and engines that connect."""
+    """A bound socket, the events of two engines on it, and the engines, which connect."""
 
     def __init__(
-        self, endpoint: str, socket: SharedSocket, feeds: list[EngineEvents], stack: contextlib.AsyncExitStack
+        self,
+        endpoint: str,
+        socket: SharedSocket,
+        events: list[EngineEvents],
+        stack: contextlib.AsyncExitStack,
     ) -> None:
         self.socket = socket
-        self.feeds = feeds
+        self.events = events
         self.ranks = [
-            EngineRank(KvPublisher(FakeBus(), f"w{number}", 32, model="tiny", incarnation=1), feed.stream)
-            for number, feed in enumerate(feeds)
+            EngineRank(KvPublisher(FakeBus(), f"w{number}", 32, model="tiny", incarnation=1), events.stream)
+            for number, events in enumerate(events)
         ]
         self._endpoint = endpoint
         self._stack = stack
 
     async def engine(self, topic: str) -> Connecting:
-        """An engine, connected."""
+        """A connected engine."""
         return await self._stack.enter_async_context(Connecting.open(self._endpoint, topic))
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Return when something is so."""
+        """Return when `is_so` holds."""
         async with asyncio.timeout(10):
-            while not is_so():  # noqa: ASYNC110  # sockets and feeds tell nobody
+            while not is_so():  # noqa: ASYNC110  # neither has an event to wait for
                 await asyncio.sleep(0.001)
 
     def count(self, number: int) -> int:
@@ -59,24 +63,24 @@ class Scene:
         return self.ranks[number].publisher.blocks.count()
 
     def next_seqs(self) -> list[int | None]:
-        """Which batch each feed waits for."""
-        return [feed.stream.next_seq for feed in self.feeds]
+        """The number of the batch that each rank waits for."""
+        return [events.stream.next_seq for events in self.events]
 
 
 @contextlib.asynccontextmanager
 async def open_scene(port: int, topic_filter: str = "") -> AsyncIterator[Scene]:
-    """Everything at work."""
+    """Everything, running."""
     endpoint = f"tcp://*:{port}"
     async with contextlib.AsyncExitStack() as stack:
         socket = await stack.enter_async_context(SharedSocket.open(endpoint, TOPICS, topic_filter))
-        feeds = [
+        events = [
             stack.enter_context(socket.events(EventEndpoints(endpoint, topic=topic))) for topic in TOPICS
         ]
-        scene = Scene(f"tcp://127.0.0.1:{port}", socket, feeds, stack)
+        scene = Scene(f"tcp://127.0.0.1:{port}", socket, events, stack)
         tasks = [asyncio.create_task(socket.run())]
         tasks += [
-            asyncio.create_task(feed.run(rank.on_action))
-            for feed, rank in zip(feeds, scene.ranks, strict=True)
+            asyncio.create_task(events.run(rank.on_action))
+            for events, rank in zip(events, scene.ranks, strict=True)
         ]
         yield scene
         for task in tasks:
@@ -99,12 +103,12 @@ async def test_two_engines(free_port: Callable[[], int]) -> None:
             rank.publisher.blocks.check()
         assert [alone(maps), alone(arrays[:60])] == [scene.count(0), scene.count(1)]
         assert scene.count(0) != scene.count(1)
-        assert all(feed.stream.is_complete for feed in scene.feeds)
+        assert all(events.stream.is_complete for events in scene.events)
         assert {} == scene.socket.unknown
 
 
 def alone(payloads: list[bytes]) -> int:
-    """How many blocks are published after these batches."""
+    """The number of blocks after these batches."""
     stream = EngineStream(can_replay=False)
     rank = EngineRank(KvPublisher(FakeBus(), "w", 32, model="tiny", incarnation=1), stream)
     for seq, payload in enumerate(payloads):
@@ -114,7 +118,7 @@ def alone(payloads: list[bytes]) -> int:
 
 
 async def test_unknown_topics(free_port: Callable[[], int]) -> None:
-    """What is nobody's is counted by topic, a bounded number of them, and stands on the workers' cards."""
+    """Messages of unknown topics are counted, for a bounded number of topics, and noted on the cards."""
     async with open_scene(free_port()) as scene:
         engine = await scene.engine("kv@10.0.0.1@tiny")
         for number in range(2 * MAX_REASONS):
@@ -125,11 +129,11 @@ async def test_unknown_topics(free_port: Callable[[], int]) -> None:
 
         assert 2 * MAX_REASONS + 1 == sum(scene.socket.unknown.values())
         assert MAX_REASONS + 1 == len(scene.socket.unknown)
-        assert "kv@10.0.0.100@tiny; add it to --engines" in scene.feeds[1].notes[0]
+        assert "kv@10.0.0.100@tiny; add it to --engines" in scene.events[1].notes[0]
 
 
 async def test_filter(free_port: Callable[[], int]) -> None:
-    """What does not begin as the filter says does not even arrive."""
+    """Messages without the prefix of the filter do not arrive."""
     async with open_scene(free_port(), "kv@") as scene:
         engine = await scene.engine("kv@10.0.0.1@tiny")
         await engine.send_raw([b"other", bytes(8), b"x"])
@@ -140,7 +144,7 @@ async def test_filter(free_port: Callable[[], int]) -> None:
 
 
 async def test_malformed_messages(free_port: Callable[[], int]) -> None:
-    """Messages of another form are counted and passed over."""
+    """Messages of another form are counted and ignored."""
     async with open_scene(free_port()) as scene:
         engine = await scene.engine("kv@10.0.0.1@tiny")
         await engine.send_raw([b"kv@10.0.0.1@tiny"])
@@ -148,11 +152,11 @@ async def test_malformed_messages(free_port: Callable[[], int]) -> None:
         await engine.send(msgpack.packb([1.0, [], 0]))
         await scene.until(lambda: scene.next_seqs()[0] == 1)
 
-        assert (1, 1) == (scene.socket.malformed, scene.feeds[0].malformed)
+        assert (1, 1) == (scene.socket.malformed, scene.events[0].malformed)
 
 
 async def test_engine_between_two_attempts(free_port: Callable[[], int]) -> None:
-    """An engine whose agent is about to be tried again is no unknown one."""
+    """An engine whose agent waits for its next attempt is not an unknown topic."""
     endpoint = f"tcp://*:{free_port()}"
     async with SharedSocket.open(endpoint, TOPICS, "") as socket:
         with socket.events(EventEndpoints(endpoint, topic=TOPICS[0])):
@@ -163,7 +167,7 @@ async def test_engine_between_two_attempts(free_port: Callable[[], int]) -> None
 
 
 async def test_taken_endpoint(free_port: Callable[[], int]) -> None:
-    """An endpoint that is bound already is refused, with the likeliest reason."""
+    """An endpoint that is already bound is rejected, with the likely reason."""
     endpoint = f"tcp://*:{free_port()}"
     async with SharedSocket.open(endpoint, TOPICS, ""):
         with pytest.raises(ConfigError, match="if the engine has bound it"):
@@ -183,5 +187,5 @@ async def test_taken_endpoint(free_port: Callable[[], int]) -> None:
     ],
 )
 def test_what_is_bound(endpoint: str, bound: bool) -> None:
-    """An endpoint that names no host is ours to bind."""
+    """An endpoint without a host is bound by the agent."""
     assert bound == agent_binds(endpoint)
