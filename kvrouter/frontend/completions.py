@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import partial
+from typing import Any
 
 import structlog
 
@@ -18,7 +19,13 @@ from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.wire.ids import Target
-from kvrouter.errors import KvRouterError, NoWorkersError, WorkerDiedError, WorkerSilentError
+from kvrouter.errors import (
+    KvRouterError,
+    NoWorkersError,
+    ShuttingDownError,
+    WorkerDiedError,
+    WorkerSilentError,
+)
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept, Parse, Work
 from kvrouter.frontend.admission_queue import WaitingRoom
@@ -26,7 +33,6 @@ from kvrouter.frontend.bodies import openai
 from kvrouter.frontend.bodies.edits import with_report_mode
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
-from kvrouter.frontend.in_flight import InFlight, cut_off_error
 from kvrouter.frontend.operators import Gate
 from kvrouter.frontend.prediction_checks import compare, expect_events
 from kvrouter.frontend.rules import record_outcome
@@ -337,3 +343,66 @@ def _response_headers(work: Work, placement: Placement, router_id: str) -> bytes
         f"x-kvrouter-overlap-blocks: {placement.choice.overlap_blocks}\r\n"
         f"x-kvrouter-router: {router_id}\r\n"
     ).encode()
+
+
+class InFlight:
+    """Counts the requests being served, and rejects the waiting ones when the drain is over.
+
+    begun ──> waiting: body, tokens, a worker, its first byte ──> answering ──> ended
+                 │ reject_waiting                                    │ Attempt.cut_off
+                 └──> 503                                            └──> error event
+    """
+
+    def __init__(self) -> None:
+        self.idle = asyncio.Event()  # set while no request is being served
+        self.idle.set()
+        self.count = 0
+        self._waiting: dict[Request, asyncio.Task[Any]] = {}
+        self._rejected: dict[Request, asyncio.Task[Any]] = {}
+        self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+
+    def begin(self, request: Request) -> None:
+        """Count a request that the current task serves. Raises ShuttingDownError after `reject_waiting`."""
+        task = asyncio.current_task(self._loop)  # without the loop it calls os.getpid to find it
+        assert task is not None
+        self.count += 1
+        self.idle.clear()
+        self._waiting[request] = task
+        if self._is_closed:
+            raise cut_off_error()
+
+    def answered(self, request: Request) -> None:
+        """The answer is written. The task may still wait for its client, and is no longer cancelled."""
+        self._waiting.pop(request, None)
+
+    def take_rejection(self, request: Request) -> ShuttingDownError | None:
+        """The error for a request that `reject_waiting` cancelled, whose task goes on to answer with it.
+
+        None if the task was cancelled because the client has left.
+        """
+        task = self._rejected.get(request)
+        if task is None:
+            return None
+        task.uncancel()  # the cancellation ends here: the task answers its client
+        return cut_off_error()
+
+    def end(self, request: Request) -> None:
+        self.count -= 1
+        self._waiting.pop(request, None)
+        self._rejected.pop(request, None)
+        if not self.count:
+            self.idle.set()
+
+    def reject_waiting(self, answering: Container[Request]) -> None:
+        """Answer all requests with 503, later ones too, except those in `answering`."""
+        self._is_closed = True
+        for request, task in self._waiting.items():
+            if request not in answering:
+                self._rejected[request] = task
+                task.cancel()
+
+
+def cut_off_error() -> ShuttingDownError:
+    """The error for requests that outlive the drain."""
+    return ShuttingDownError("this replica is shutting down and can wait no longer; send the request again")
