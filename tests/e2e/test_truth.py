@@ -199,7 +199,7 @@ async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.Mo
             await ask(fleet, text(number))
         (problem,) = await until_flagged(fleet)
 
-    assert "no KV event has come from it" in problem
+    assert "no KV event has arrived from it" in problem
     assert "--kv-events-config" in problem
 
 

@@ -222,7 +222,7 @@ def test_flags() -> None:
     [
         (["--router-policy", "nowhere:Mine"], "no module 'nowhere'"),
         (["--router-policy", f"{HERE}:NotMade"], "no such store"),
-        (["--router-policy-arg", "a=1"], "--router-policy-arg is for a --router-policy"),
+        (["--router-policy-arg", "a=1"], "--router-policy-arg needs --router-policy"),
     ],
 )
 def test_what_is_wrong_ends_the_start(

@@ -115,7 +115,7 @@ async def test_verify_with_the_key(fleet_of: FleetOf, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "No such file"), (b" \n", "it is empty"), (b"\xff\xfe", "it is not text")],
+    [(None, "No such file"), (b" \n", "it is empty"), (b"\xff\xfe", "the file is not UTF-8 text")],
 )
 def test_key_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, said: str) -> None:
     """It does not start without the key that it was to have."""
