@@ -27,10 +27,9 @@ from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.wire.hashes import prompt_hashes
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
+from kvrouter.core.wire.values import MOST_RANKS
 from kvrouter.errors import ConfigError
 from kvrouter.policies.baseline import Random
-
-_MOST_RANKS = 1024
 
 
 class KvIndexer(HandFed):
@@ -48,8 +47,8 @@ class KvIndexer(HandFed):
 
     def apply(self, frame: bytes, worker_id: str, rank: int = 0) -> None:
         """Apply a frame of this worker's KvPublisher, in order; the first one adds the worker."""
-        if not 0 <= rank < _MOST_RANKS:
-            raise ConfigError(f"rank {rank}: use 0 to {_MOST_RANKS - 1}")
+        if not 0 <= rank < MOST_RANKS:
+            raise ConfigError(f"rank {rank}: use 0 to {MOST_RANKS - 1}")
         if rank >= self._ranks.get(worker_id, 0):
             self._take_card(
                 Card(worker_id=worker_id, url="", model="", block_size=self.block_size, ranks=rank + 1)

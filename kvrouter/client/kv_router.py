@@ -36,7 +36,7 @@ from kvrouter.core.tables.approx import DEFAULT_TTL_S
 from kvrouter.core.wire.hashes import Multimodal, block_hashes, sequence_hashes
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
-from kvrouter.core.wire.values import MOST_ID_CHARACTERS
+from kvrouter.core.wire.values import MOST_ID_CHARACTERS, MOST_RANKS
 from kvrouter.errors import ConfigError
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
 from kvrouter.policies.importing import GuardedPolicies
@@ -145,8 +145,8 @@ class KvRouter(HandFed):
 
         `kv_blocks`: how many blocks one of its ranks can hold; 0 if that is not known. Raises ConfigError.
         """
-        if not 1 <= ranks <= 1024:
-            raise ConfigError(f"ranks {ranks}: use 1 to 1024")
+        if not 1 <= ranks <= MOST_RANKS:
+            raise ConfigError(f"ranks {ranks}: use 1 to {MOST_RANKS}")
         card = Card(
             worker_id=worker_id,
             url=url,
@@ -233,7 +233,7 @@ class KvRouter(HandFed):
         )
 
     def _targets_of(self, worker_ids: Collection[str]) -> frozenset[Target]:
-        if isinstance(worker_ids, str):
+        if isinstance(worker_ids, str):  # it would be a collection of one-letter ids
             raise ConfigError(f"exclude {worker_ids!r}: give a list of worker ids")
         wanted = {WorkerId(worker_id) for worker_id in worker_ids}
         return frozenset(target for target in self._router.pool.targets if target.worker_id in wanted)
@@ -349,6 +349,7 @@ class PlacedRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Free it. A block that ends without an error counts as answered with status 200."""
+        # After an error the prefill may not have ended, so nothing is assumed to be cached.
         if kind is None:
             self._router.answered(self._placement.key, 200)
             self._router.mark_prefill_completed(self._placement.key, self._clock())

@@ -25,14 +25,15 @@ from kvrouter.core.wire.senders import KvSource
 from kvrouter.errors import ConfigError, NoWorkersError
 from kvrouter.replica.loop import ReplicaLoop, empty_replica
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
+from kvrouter.replica.recovery import RECOVERIES
 
 log = structlog.get_logger()
 
 BY_HAND = PoolId("by-hand")
 """The pool of workers that are not on NATS."""
 READY_TIMEOUT_S = 60.0
+# Between two checks whether the first recovery is complete: no event reports it.
 _LOOK_S = 0.01
-_AT_ONCE = 16
 
 
 def replica_with(new_policy: Callable[[], BuiltInPolicy], settings: ReplicaSettings) -> Replica:
@@ -119,7 +120,7 @@ class HandFed:
         now = self._clock()
         return [
             (feed.target, request)
-            for feed, request in self._replica.due(now, _AT_ONCE)
+            for feed, request in self._replica.due(now, RECOVERIES)
             if isinstance(feed, KvSource)
         ]
 
@@ -135,6 +136,7 @@ class HandFed:
 
     def _take_card(self, card: Card) -> None:
         check_identifier("worker_id", card.worker_id)
+        # Incarnation 0 for all: calls arrive in order, so there are no late heartbeats of a former life.
         ranks = [RankBeat(rank, 0, 0) for rank in range(card.ranks)]
         beat = WorkerBeat(VERSION, 0, "up", BY_HAND, ranks, 1, card)
         self._replica.take_worker_beat(WorkerId(card.worker_id), beat, self._clock())

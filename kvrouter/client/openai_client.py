@@ -86,6 +86,7 @@ class Client:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(joined(self._replica, self._nats, self.namespace))
             self._pool = await until_serving(self._replica, self.model, self._ready_timeout_s)
+            # aiohttp's defaults would cut answers after 5 minutes and queue requests beyond 100 connections.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
             connector = aiohttp.TCPConnector(limit=0, ssl=trusting(self._worker_tls_ca))
             session = aiohttp.ClientSession(timeout=timeout, connector=connector)

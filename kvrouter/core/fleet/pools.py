@@ -52,7 +52,7 @@ class Pools:
             router = self.routers[pool_id] = self._new_router(pool_id, self._reached.pop(pool_id, 0))
         return router
 
-    def has_room(self, pool_id: PoolId, *, served: bool) -> bool:
+    def may_begin(self, pool_id: PoolId, *, served: bool) -> bool:
         """Whether the pool exists or may begin. `served`: by a worker whose card is known."""
         if pool_id in self.routers:
             return True

@@ -115,7 +115,7 @@ class Replica:
         self._round = self._returned_round = 0
         self._lacks_card = self._is_in_batch = False
         self._hello_again_round = 0
-        self._made_room_in = -1
+        self._silent_removed_in = -1
 
     # Messages
 
@@ -148,7 +148,7 @@ class Replica:
             self._leases.renew(AwaitedSource(worker_id), beat.interval_ms)  # `wants_hello` asks for its card
         if beat.card is None and self._worker(worker_id) is None:
             return  # without a card neither its URL nor its block size is known
-        if not self._has_room(pool_id, served=True) or not self._has_room_for(worker_id, beat):
+        if not self._may_begin(pool_id, served=True) or not self._may_add(worker_id, beat):
             return
         if not self.router(pool_id).pool.update(worker_id, beat, settles=not self._is_in_batch):
             return
@@ -200,6 +200,7 @@ class Replica:
 
     def _take_own_heartbeat(self, beat: RouterBeat) -> None:
         """A heartbeat of this replica came back: a round. One that it never sent is forged."""
+        # Rounds do not count when they begin: a replica that is cut off or deaf would lose all its members.
         if beat.incarnation != self.incarnation or beat.round > self._round:
             self.counters.stale_heartbeats += 1
             return
@@ -218,8 +219,8 @@ class Replica:
     def _follow_bookings(self, source: SyncSource, beat: RouterBeat, seq: int, now: float) -> None:
         """A peer's heartbeat with the seq of its sync feed in one pool. An empty feed begins no pool here."""
         is_known = source.pool in self.routers
-        if not (is_known or seq) or not self._has_room(source.pool, served=False):
-            return
+        if not (is_known or seq) or not self._may_begin(source.pool, served=False):
+            return  # pool names in heartbeats cost nothing, so an attacker could send many
         self._feeds.heartbeat(source, beat.incarnation, seq, beat.interval_ms, now)
 
     def _wait_for_workers(self, beat: RouterBeat, router_id: RouterId) -> None:
@@ -239,7 +240,7 @@ class Replica:
         """A frame of a peer's sync feed; frames of this replica are ignored."""
         if source.router_id == self.router_id or not self.settings.synced:
             return
-        if not self._has_room(source.pool, served=False):
+        if not self._may_begin(source.pool, served=False):
             return
         if self._feeds.sync_frame(source, data, now):
             self._leases.renew(RouterSource(source.router_id))
@@ -272,7 +273,7 @@ class Replica:
     def work(self, now: float) -> bool:
         """One slice of loading and sweeping, about 1 ms; returns whether there is more."""
         if self._feeds.load(SLICE_HASHES, now):
-            return True
+            return True  # loading first: a feed that loads holds frames in memory until it is done
         swept = SLICE_HASHES // SWEPT_SHARE
         return any(router.pool.sweep(swept) for router in self.routers.values())
 
@@ -303,6 +304,7 @@ class Replica:
             self._round,
             round(self.settings.heartbeat_s * 1000),
             self._live_workers() if names_workers else [],
+            # Peers that serve fewer pools become unready by this, so it must not promise too much.
             self._serves() if state == "up" and self._readiness.is_ready else {},
         )
 
@@ -351,14 +353,14 @@ class Replica:
             seq=seq,
         )
 
-    def _has_room(self, pool_id: PoolId, *, served: bool) -> bool:
+    def _may_begin(self, pool_id: PoolId, *, served: bool) -> bool:
         if pool_id in self.routers:
             return True
-        has_room = self.pools.has_room(pool_id, served=served)
-        if served and not has_room:
+        may_begin = self.pools.may_begin(pool_id, served=served)
+        if served and not may_begin:
             self._remove_silent_workers()
-        self.counters.pools_refused += not has_room
-        return has_room
+        self.counters.pools_refused += not may_begin
+        return may_begin
 
     def silent_workers(self) -> list[tuple[Pool, Worker]]:
         """Workers whose leases have ended and that are kept because their pools have no other."""
@@ -367,21 +369,21 @@ class Replica:
 
     def _remove_silent_workers(self) -> None:
         """Make room: pools whose workers are all silent end. At most once a round, as it walks all pools."""
-        if self._made_room_in != self._round:
-            self._made_room_in = self._round
+        if self._silent_removed_in != self._round:
+            self._silent_removed_in = self._round
             for _, worker in self.silent_workers():
                 self._remove_worker(WorkerId(worker.card.worker_id))
 
-    def _has_room_for(self, worker_id: WorkerId, beat: WorkerBeat) -> bool:
+    def _may_add(self, worker_id: WorkerId, beat: WorkerBeat) -> bool:
         """Whether the worker is known, or there is room for it and its ranks."""
         known, card = self._worker(worker_id), beat.card
         if card is None or (known is not None and known.card.ranks >= card.ranks):
             return True
         ranks = sum(router.pool.ranks for router in self.routers.values())
-        has_room = ranks + card.ranks - (known.card.ranks if known is not None else 0) <= TARGETS_MOST
-        has_room = has_room and (known is not None or len(self._worker_pools) < WORKERS_MOST)
-        self.counters.members_refused += not has_room
-        return has_room
+        fits = ranks + card.ranks - (known.card.ranks if known is not None else 0) <= TARGETS_MOST
+        fits = fits and (known is not None or len(self._worker_pools) < WORKERS_MOST)
+        self.counters.members_refused += not fits
+        return fits
 
     def not_ready(self, now: float) -> list[str]:
         """Why this replica should not get traffic yet; always empty after it was ready once."""
@@ -432,7 +434,7 @@ class Replica:
             return
         for rank in beat.ranks:
             if rank.rank >= worker.card.ranks:
-                continue
+                continue  # forged, or from before the card: no target of this pool
             source = KvSource(pool_id, worker_id, rank.rank)
             self._feeds.heartbeat(source, rank.incarnation, rank.seq, beat.interval_ms, now)
 
@@ -443,7 +445,7 @@ class Replica:
         pool, worker_id = router.pool, source.worker_id
         worker = pool.workers[worker_id]
 
-        def capacity() -> int:
+        def capacity() -> int:  # asked each time, as a new card may change it
             return pool.workers[worker_id].capacity_blocks()
 
         sink = KvSink(pool.index, source.target, worker.tier_sets(), capacity)
