@@ -1,4 +1,4 @@
-"""Whether a request may be routed now, and with whom it waits."""
+"""Whether a request must wait, and in which lane."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pool() -> Pool:
 
 
 def test_all_full(pool: Pool) -> None:
-    """There is room until every worker has more than twice its step charged, this request apart."""
+    """A request waits when every worker has more than twice its step charged, without this request."""
     router = new_router(pool)
     book(pool, T1, [1], prefill_tokens=201)
     second = book(pool, T2, [2], prefill_tokens=200)
@@ -47,8 +47,8 @@ def test_all_full(pool: Pool) -> None:
     assert router.must_wait(ASKED, 0.0, QUEUE)
 
 
-def test_only_those_it_may_go_to_count(pool: Pool) -> None:
-    """A worker that a filter takes out is no room."""
+def test_only_eligible_workers_count(pool: Pool) -> None:
+    """A worker that a filter removes does not keep a request from waiting."""
     router = new_router(pool, FilterSettings(active_decode_blocks_threshold=0.5))
     pool.workers[T2.worker_id].card.tiers["device"] = 2
     book(pool, T1, [1], prefill_tokens=201)
@@ -65,8 +65,8 @@ def test_only_those_it_may_go_to_count(pool: Pool) -> None:
         (FilterSettings(node="here"), False),
     ],
 )
-def test_a_preference_keeps_nobody_waiting(settings: FilterSettings, waits: bool) -> None:
-    """The bound worker, or the one on this node, is full: that matters only where it must be that one."""
+def test_preference_does_not_make_a_request_wait(settings: FilterSettings, waits: bool) -> None:
+    """The bound worker, or the one on this node, is full: the request waits only if no other may serve it."""
     pool = new_pool(
         card("w1", max_batched_tokens=100, labels={"node": "here"}), card("w2", max_batched_tokens=100)
     )
@@ -77,8 +77,8 @@ def test_a_preference_keeps_nobody_waiting(settings: FilterSettings, waits: bool
     assert waits is router.must_wait(RouteRequest("r", session="s"), 1.0, QUEUE)
 
 
-def test_requests_in_flight_are_waited_for(pool: Pool) -> None:
-    """--max-ongoing-requests reached everywhere: there will be room."""
+def test_request_waits_for_requests_in_flight(pool: Pool) -> None:
+    """All workers have reached --max-ongoing-requests: the request waits until one ends."""
     router = new_router(pool, FilterSettings(max_ongoing_requests=1))
     keys = [book(pool, target, [1]) for target in (T1, T2)]
     assert router.must_wait(ASKED, 0.0, QUEUE)
@@ -87,8 +87,8 @@ def test_requests_in_flight_are_waited_for(pool: Pool) -> None:
     assert not router.must_wait(ASKED, 0.0, QUEUE)
 
 
-def test_what_is_not_waited_for(pool: Pool) -> None:
-    """No worker at all, all busy, all broken: `route` says so at once."""
+def test_request_that_cannot_wait(pool: Pool) -> None:
+    """Without workers, or with all busy or broken, `route` raises at once."""
     assert not new_router(Pool(PoolId(POOL), PoolSettings())).must_wait(ASKED, 0.0, QUEUE)
 
     for target in (T1, T2):
@@ -105,7 +105,7 @@ def test_what_is_not_waited_for(pool: Pool) -> None:
 
 
 def test_lanes(pool: Pool) -> None:
-    """An adapter's requests wait by themselves, and a hard session's with those for the same worker."""
+    """Requests for an adapter have a lane; requests of a hard session share the lane of their worker."""
     sessions = [RouteRequest("r", session=name) for name in ("a", "b", "c")]
     hard, soft = (
         new_router(pool, FilterSettings(session_affinity="hard")),

@@ -1,4 +1,4 @@
-"""Route and book in one step; what happened to own bookings is told in order."""
+"""Route and book in one step; what happens to own bookings is published in order."""
 
 from __future__ import annotations
 
@@ -52,29 +52,29 @@ def pool() -> Pool:
 
 @pytest.fixture
 def router(pool: Pool) -> Router:
-    """A router that tells its peers."""
+    """A router that publishes its bookings."""
     return new_router(pool)
 
 
 class Listening(RoundRobin):
-    """Remembers what it is told of answers."""
+    """Records the answers that it is called with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[Target, int]] = []
+        self.answers: list[tuple[Target, int]] = []
 
     def on_request_routed(self, _request: RouteRequest, target: Target, status: int) -> None:
-        """Kept."""
-        self.told.append((target, status))
+        """Record the call."""
+        self.answers.append((target, status))
 
 
-def told(router: Router) -> list[list[Op]]:
-    """The ops of each frame that goes out now."""
+def published(router: Router) -> list[list[Op]]:
+    """The ops of each frame that is published now."""
     return [decode_frame(frame).ops or [] for frame in router.frames()]
 
 
 def test_route_books_what_it_chose(router: Router, pool: Pool) -> None:
-    """The choice is in the table at once, with the request's blocks and tokens; the peers are told."""
+    """The choice is in the table at once, with the request's blocks and tokens, and is published."""
     pool.index.store(T2, CHAIN[:4])
 
     placed, candidates = router.route_among(request(prompt(CHAIN, 165)), 0.0)
@@ -82,7 +82,7 @@ def test_route_books_what_it_chose(router: Router, pool: Pool) -> None:
     assert (T2, "http://w2:9000", "X-data-parallel-rank") == (placed.target, placed.url, placed.rank_header)
     assert (10, 101, 1) == (pool.active.blocks(T2), pool.active.charged_tokens(T2), pool.active.requests(T2))
     assert [T1, T2] == candidates.targets()
-    [[add]] = told(router)
+    [[add]] = published(router)
     assert isinstance(add, AddRequest)
     assert (1, "req", "w2", 165, 4, 101) == (
         add.number, add.request_id, add.worker_id, add.isl, add.overlap_blocks, add.prefill_tokens
@@ -90,7 +90,7 @@ def test_route_books_what_it_chose(router: Router, pool: Pool) -> None:
 
 
 def test_no_worker_is_a_503(router: Router, pool: Pool) -> None:
-    """Nobody up, or all tried: NoWorkersError that says which."""
+    """No worker is up, or all were tried: NoWorkersError states which."""
     with pytest.raises(NoWorkersError, match="w1/0") as failed:
         router.route(request(), 0.0, exclude=frozenset({T1, T2}))
     assert 503 == failed.value.status
@@ -99,11 +99,11 @@ def test_no_worker_is_a_503(router: Router, pool: Pool) -> None:
 
     with pytest.raises(NoWorkersError, match="known: w1, w2"):
         router.route(request(), 0.0)
-    assert [] == told(router), "nothing was booked"
+    assert [] == published(router), "nothing was booked"
 
 
-def test_concurrent_siblings_see_each_other(router: Router) -> None:
-    """Booking at once means that the second of two equal requests finds the first one's blocks."""
+def test_concurrent_siblings_share_blocks(router: Router) -> None:
+    """As booking is immediate, the second of two equal requests finds the blocks of the first."""
     first = router.route(request(prompt(CHAIN)), 0.0)
     second = router.route(request(prompt(chain_from(9000, 10))), 0.0)
 
@@ -113,22 +113,22 @@ def test_concurrent_siblings_see_each_other(router: Router) -> None:
 def test_retry_is_one_frame(router: Router) -> None:
     """A Free and the new AddRequest travel together, in this order."""
     first = router.route(request(prompt(CHAIN)), 0.0)
-    told(router)
+    published(router)
 
     router.free(first.key)
     second = router.route(request(prompt(CHAIN)), 0.0, exclude=frozenset({first.target}))
 
-    [[free, add]] = told(router)
+    [[free, add]] = published(router)
     assert free == Free(first.key.number)
     assert isinstance(add, AddRequest)
     assert add.number == second.key.number != first.key.number
     assert first.target != second.target
 
 
-def test_free_twice_is_told_once(router: Router, pool: Pool) -> None:
-    """A second Free, or a mark after it, changes nothing and says nothing."""
+def test_free_twice_is_published_once(router: Router, pool: Pool) -> None:
+    """A second free, or a mark after it, changes and publishes nothing."""
     key = router.route(request(prompt(CHAIN)), 0.0).key
-    told(router)
+    published(router)
 
     router.free(key)
     router.free(key)
@@ -136,25 +136,25 @@ def test_free_twice_is_told_once(router: Router, pool: Pool) -> None:
     router.first_byte(key, 0.0)
     router.progress(key, 1000)
 
-    assert [[Free(key.number)]] == told(router)
+    assert [[Free(key.number)]] == published(router)
     assert {} == pool.active.owners()
 
 
 def test_first_byte_completes_prefill_and_is_a_sample(router: Router, pool: Pool) -> None:
-    """The charge goes, the peers are told once, and the time it took is learnt."""
+    """The charge ends, the op is published once, and the prefill's duration counts as a sample."""
     placed = router.route(request(prompt(CHAIN)), 10.0)
-    told(router)
+    published(router)
 
     router.first_byte(placed.key, 12.0)
     router.first_byte(placed.key, 99.0)
 
-    assert [[MarkPrefillCompleted(placed.key.number)]] == told(router)
+    assert [[MarkPrefillCompleted(placed.key.number)]] == published(router)
     assert 0 == pool.active.charged_tokens(placed.target)
     assert 1.0 == router.tables.rates.seconds(placed.target, 80)
 
 
-def test_the_policy_that_chose_is_told_how_each_attempt_was_answered(pool: Pool) -> None:
-    """Once: by the first status there is, or by 499 if the request is freed before."""
+def test_policy_receives_the_status_of_each_attempt(pool: Pool) -> None:
+    """It receives the first status, once, or 499 if the request is freed before."""
     policy = Listening()
     router = Router(pool, RouterRules(policy, lambda: 0.5), router_id=ME, incarnation=1, synced=False)
     streamed, refused, left = [router.route(request(), 0.0) for _ in range(3)]
@@ -165,11 +165,11 @@ def test_the_policy_that_chose_is_told_how_each_attempt_was_answered(pool: Pool)
     for placed in (streamed, refused, left, left):
         router.free(placed.key)
 
-    assert [(streamed.target, 200), (refused.target, 503), (left.target, 499)] == policy.told
+    assert [(streamed.target, 200), (refused.target, 503), (left.target, 499)] == policy.answers
 
 
 def test_unstreamed_request_is_predicted(router: Router) -> None:
-    """The pool's rate, and what is charged in front of it, say when an unstreamed prefill is over."""
+    """The pool's rate and the tokens charged before it predict the end of its prefill."""
     streamed = router.route(request(prompt(CHAIN)), 0.0)
     router.first_byte(streamed.key, 1.0)
     other = router.route(request(prompt(chain_from(5000, 20))), 1.0, streamed=False)
@@ -187,7 +187,7 @@ def test_unstreamed_request_without_samples(router: Router) -> None:
 
 
 def test_unstreamed_request_that_ended_is_not_due(router: Router) -> None:
-    """A response that came before its prediction needs no mark."""
+    """A response before the predicted end needs no mark."""
     router.first_byte(router.route(request(prompt(CHAIN)), 0.0).key, 1.0)
     key = router.route(request(prompt(CHAIN)), 1.0, streamed=False).key
 
@@ -196,8 +196,8 @@ def test_unstreamed_request_that_ended_is_not_due(router: Router) -> None:
     assert [] == router.due(1e9)
 
 
-def test_predictions_of_requests_that_ended_do_not_pile_up(router: Router) -> None:
-    """A worker that was slow once: an hour is predicted, and every request ends at once."""
+def test_predictions_of_ended_requests_are_dropped(router: Router) -> None:
+    """A worker was slow once, so an hour is predicted, and every request ends at once."""
     router.first_byte(router.route(request(prompt(CHAIN)), 0.0).key, 3600.0)
     waiting = [router.route(request(prompt(CHAIN)), 3600.0, streamed=False).key for _ in range(3)]
 
@@ -209,19 +209,19 @@ def test_predictions_of_requests_that_ended_do_not_pile_up(router: Router) -> No
 
 
 def test_output_blocks(router: Router, pool: Pool) -> None:
-    """(isl + tokens) // size − isl // size, told when a boundary is crossed and not before."""
+    """(isl + tokens) // size − isl // size, published when a boundary is crossed and not before."""
     placed = router.route(request(prompt(CHAIN, 165)), 0.0)
-    told(router)
+    published(router)
 
     for tokens in (1, 10, 11, 26, 27):
         router.progress(placed.key, tokens)
 
-    assert [[Progress(1, 1), Progress(1, 2)]] == told(router)
+    assert [[Progress(1, 1), Progress(1, 2)]] == published(router)
     assert 10 + 2 == pool.active.blocks(placed.target)
 
 
 def test_several_prompts_are_booked_as_their_union(router: Router, pool: Pool) -> None:
-    """Shared blocks once, tokens of both, and all of it gone after one Free."""
+    """Shared blocks count once, tokens of both prompts count, and one free ends all."""
     placed = router.route(request(prompt(CHAIN), prompt(CHAIN[:4] + chain_from(7000, 2))), 0.0)
 
     assert 12 == pool.active.blocks(placed.target)
@@ -232,7 +232,7 @@ def test_several_prompts_are_booked_as_their_union(router: Router, pool: Pool) -
 
 
 def test_booking_of_60_001_blocks(router: Router, pool: Pool) -> None:
-    """The first 60,000 travel by name, the last one as a number; one frame below 512 KiB; peers agree."""
+    """The first 60,000 hashes and a count of the others fit one frame below 512 KiB, and peers agree."""
     router.route(request(prompt(range(2**63, 2**63 + MAX_BOOKING_HASHES + 1))), 0.0)
 
     (frame,) = router.frames()
@@ -249,7 +249,7 @@ def test_booking_of_60_001_blocks(router: Router, pool: Pool) -> None:
 
 @pytest.mark.parametrize("prompts", [1, 2])
 def test_blocks_without_a_hash(router: Router, pool: Pool, prompts: int) -> None:
-    """A prompt whose end was not tokenized fills, is charged and is booked with the blocks it has in all."""
+    """A prompt whose end was not tokenized is charged and booked with all its blocks."""
     chains = [chain_from(100 * number, 3) for number in range(prompts)]
 
     placement = router.route(request(*(prompt(chain, isl=160) for chain in chains)), now=0)
@@ -259,13 +259,13 @@ def test_blocks_without_a_hash(router: Router, pool: Pool, prompts: int) -> None
         placement.choice.own_decode_blocks,
     )
     assert 10 * prompts == pool.active.blocks(placement.target)
-    (frame,) = told(router)
+    (frame,) = published(router)
     assert isinstance(frame[0], AddRequest)
     assert 7 * prompts == frame[0].anonymous_blocks
 
 
-def test_check_is_sent_when_there_was_something_to_tell(router: Router, pool: Pool) -> None:
-    """One Check behind the last frame, then silence until there is news."""
+def test_check_follows_frames(router: Router, pool: Pool) -> None:
+    """One Check after the last frame, then nothing until the next op."""
     router.route(request(prompt(CHAIN)), 0.0)
 
     (frame,) = router.check_frames(0.0)
@@ -278,8 +278,8 @@ def test_check_is_sent_when_there_was_something_to_tell(router: Router, pool: Po
     assert [] == router.check_frames(0.0)
 
 
-def test_unsynced_router_says_nothing(pool: Pool) -> None:
-    """Without --router-replica-sync no frame goes out, and bookings work all the same."""
+def test_unsynced_router_publishes_nothing(pool: Pool) -> None:
+    """Without --router-replica-sync no frame is published, and bookings work."""
     router = new_router(pool, synced=False)
 
     key = router.route(request(prompt(CHAIN)), 0.0).key
@@ -318,7 +318,7 @@ def test_snapshot_ahead_of_the_outbox() -> None:
 
 @pytest.mark.parametrize("own", [True, False])
 def test_assumptions_without_kv_events(own: bool) -> None:
-    """Prefill completed means: assumed to be cached there, by owner and peer alike, for the ttl."""
+    """After prefill, owner and peer assume that the blocks are cached, for the TTL."""
     pool, peer = new_pool(card(), use_kv_events=False, ttl_s=5.0), new_pool(card(), use_kv_events=False)
     router = new_router(pool)
     reader = FeedReader(POOL, new_router(peer).copy_sink(ME), lambda: 0.5)
@@ -331,7 +331,7 @@ def test_assumptions_without_kv_events(own: bool) -> None:
 
     index = pool.index if own else peer.index
     assert {T1: 10} == index.overlap(CHAIN)
-    assert {} == index.overlap(chain_from(500, 2)), "a booking freed by an error is no assumption"
+    assert {} == index.overlap(chain_from(500, 2)), "a booking that an error ends leaves no assumed blocks"
     answer = decode_answer(router.source.answer(ReplayRequest(1, POOL, 1000, 0), 10**6, 0.0))
     assert isinstance(answer, SnapshotChunk)
     assert [6000] == [op.ttl_ms for op in answer.ops if isinstance(op, ApproxEntry)]
@@ -339,7 +339,7 @@ def test_assumptions_without_kv_events(own: bool) -> None:
 
 @pytest.mark.parametrize(("caches", "found"), [(False, {}), (None, {T1: 10}), (True, {T1: 10})])
 def test_no_assumptions_about_engines_without_a_cache(caches: bool | None, found: dict[Target, int]) -> None:
-    """Without KV events a worker whose prefix caching is off is taken to hold nothing, here and at peers."""
+    """Without KV events a worker without prefix caching is assumed to hold nothing, here and at peers."""
     facts = card(prefix_caching=caches)
     pool, peer = new_pool(facts, use_kv_events=False), new_pool(facts, use_kv_events=False)
     router = new_router(pool)
