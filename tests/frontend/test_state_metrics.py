@@ -6,7 +6,7 @@ from kvrouter.core.wire.hashes import pack_hashes
 from kvrouter.core.wire.ops import Check, Removed, Stored
 from tests.frontend.fleet import POOL, FleetOf
 from tests.frontend.workers import until
-from tests.replica.test_loop import HASHES, Agent, blocks, first_reader
+from tests.replica.agents import HASHES, Agent, blocks, first_reader
 
 KV = ("--router-mode", "kv")
 DIGEST = sum(HASHES[:3]) % 2**64
