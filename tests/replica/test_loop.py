@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.frontend.fleet import BODY, POOL, STREAM, FleetOf
 from tests.frontend.workers import (
     OK,
@@ -19,7 +17,7 @@ from tests.replica.agents import blocks
 SYNCED = ("--router-mode", "kv", "--router-replica-sync")
 
 
-async def test_output_blocks(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_output_blocks(fleet_of: FleetOf) -> None:
     """Blocks that an answer fills are booked as it grows."""
     texts = [chunk(event(str(number))) for number in range(40)]
     async with fleet_of("--router-mode", "kv", scripts=(says_and_stalls(SSE_HEAD, *texts),)) as fleet:
