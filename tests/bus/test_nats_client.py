@@ -1,4 +1,4 @@
-"""Plain callbacks on nats-py: messages reach them without a queue between."""
+"""Plain callbacks on nats-py: messages reach them without a queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOM = {"pending_msgs_limit": 100, "pending_bytes_limit": 100_000}
 
 
 def test_private_names() -> None:
-    """What is leant on is there: else messages go the long way, and every one costs twice as much."""
+    """The private names exist: otherwise messages take the queue, and each costs twice as much."""
     names = list(inspect.signature(client.Client._process_msg).parameters)
 
     assert ["self", "sid", "subject", "reply", "data", "headers"] == names
@@ -24,7 +24,7 @@ def test_private_names() -> None:
 
 
 async def test_order(nats_url: str) -> None:
-    """Messages come in order, subject, payload and reply with them, and none by nats-py's queue."""
+    """Messages arrive in order, with subject, payload and reply, and none through nats-py's queue."""
     told: list[tuple[str, bytes, str]] = []
     nats = NatsClient()
     await nats.connect(nats_url)
@@ -44,7 +44,7 @@ async def test_order(nats_url: str) -> None:
 
 
 async def test_callback_that_raises(nats_url: str) -> None:
-    """It is told to the error callback, and the next message comes."""
+    """The error callback gets the error, and the next message arrives."""
     told: list[str] = []
     errors: list[Exception] = []
 
@@ -68,7 +68,7 @@ async def test_callback_that_raises(nats_url: str) -> None:
 
 
 async def test_requests(nats_url: str) -> None:
-    """Beside it requests are answered as ever."""
+    """Requests are answered as before."""
     nats = NatsClient()
     await nats.connect(nats_url)
     replies: list[asyncio.Task[None]] = []

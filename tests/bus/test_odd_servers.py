@@ -1,4 +1,4 @@
-"""What is not NATS answers on NATS's port, for a while: the bus connects as soon as NATS is there."""
+"""Another program answers on NATS's port for a while: the bus connects as soon as NATS is there."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ODD_ANSWERS = {
     "a line without end": b"x" * 300_000,
     "an INFO without end": b'INFO {"a":"' + b"y" * 200_000,
     "an INFO that is a list": b"INFO []\r\n",
-    "an INFO that is no text": b"INFO \xff\xfe\r\n",
+    "an INFO that is not text": b"INFO \xff\xfe\r\n",
     "an INFO with a wrong type": b'INFO {"connect_urls": 7}\r\n',
     "HTTP": b"HTTP/1.1 400 Bad Request\r\n\r\n",
     "nothing": b"",
 }
 ODD_ONCE_CONNECTED = {
     "an INFO that is a list": b"INFO [1]\r\n",
-    "an INFO that is no JSON": b"INFO {bad\r\n",
+    "an INFO that is not JSON": b"INFO {bad\r\n",
     "an unknown message": b"FOO\r\n",
     "a message of no subscription": b"MSG a 77 x\r\n",
     "an error without text": b"-ERR \r\n",
@@ -39,7 +39,7 @@ GREETING = b'INFO {"server_id":"x","version":"2.10.0","max_payload":1048576}\r\n
 
 
 class OddServer:
-    """Sends each who connects the same bytes; counts them."""
+    """Sends the same bytes to every client, and counts the clients."""
 
     def __init__(self, answer: bytes) -> None:
         self.clients = 0
@@ -47,7 +47,7 @@ class OddServer:
         self._came = asyncio.Event()
 
     async def speak(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serve one connection."""
         self.clients += 1
         self._came.set()
         writer.write(self._answer)
@@ -59,7 +59,7 @@ class OddServer:
             writer.close()
 
     async def was_tried(self, times: int) -> None:
-        """Wait until this many have come."""
+        """Wait until there were this many clients."""
         async with asyncio.timeout(SOON_S):
             while self.clients < times:
                 self._came.clear()
@@ -68,7 +68,7 @@ class OddServer:
 
 @asynccontextmanager
 async def odd_server(port: int, answer: bytes) -> AsyncIterator[OddServer]:
-    """It listens while inside."""
+    """It listens until the block ends."""
     server = OddServer(answer)
     async with await asyncio.start_server(server.speak, "127.0.0.1", port):
         yield server
@@ -76,7 +76,7 @@ async def odd_server(port: int, answer: bytes) -> AsyncIterator[OddServer]:
 
 @pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS)
 async def test_odd_answers_at_the_first_connection(new_nats_server: NewServer, answer: bytes) -> None:
-    """A process that starts while something else has NATS's port connects when NATS is back there."""
+    """A process that starts while another program has NATS's port connects when NATS is back."""
     server, inbox = new_nats_server(), Inbox()
     with capture_logs() as logs:
         async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
@@ -97,7 +97,7 @@ async def test_odd_answers_at_the_first_connection(new_nats_server: NewServer, a
 
 @pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS)
 async def test_odd_answers_when_connecting_again(new_nats_server: NewServer, answer: bytes) -> None:
-    """A connected process that finds something else on NATS's port is not cut off for good."""
+    """A connected process that finds another program on NATS's port reconnects later."""
     server, inbox = new_nats_server(), Inbox()
     server.start()
     async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
@@ -117,7 +117,7 @@ async def test_odd_answers_when_connecting_again(new_nats_server: NewServer, ans
 
 @pytest.mark.parametrize("answer", ODD_ONCE_CONNECTED.values(), ids=ODD_ONCE_CONNECTED)
 async def test_odd_words_in_a_connection(new_nats_server: NewServer, answer: bytes) -> None:
-    """A server that speaks nonsense once connected is left, and NATS found when it is there."""
+    """A connected server that sends nonsense is left, and NATS found when it is there."""
     server, inbox = new_nats_server(), Inbox()
 
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -165,7 +165,7 @@ async def test_client_that_stays_away_is_replaced(
 async def test_cancelled_future_of_nats_py(
     new_nats_server: NewServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cancellation that is not meant for the bus ends none of its tasks."""
+    """A cancellation inside nats-py ends no task of the bus."""
     server, inbox = new_nats_server(), Inbox()
     server.start()
 
@@ -179,7 +179,7 @@ async def test_cancelled_future_of_nats_py(
             patch.setattr(bus._client, "publish", cancelled)
             bus.publish("a", b"lost")
             async with asyncio.timeout(SOON_S):
-                while not bus.counters.unsent:  # noqa: ASYNC110  # counters tell nobody
+                while not bus.counters.unsent:  # noqa: ASYNC110  # counters have no event
                     await asyncio.sleep(0)
         bus.publish("a", b"after")
 

@@ -1,4 +1,4 @@
-"""NATS credentials: real servers that ask for them, and what is said of wrong ones."""
+"""NATS credentials: real servers that ask for them, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TLS = Path(__file__).parents[1] / "data" / "tls"
 
 @pytest.fixture
 def start(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Callable[..., str]]:
-    """Starts a nats-server with these arguments; returns its address. Clients wait until it is up."""
+    """A function that starts a nats-server with these arguments and returns its address."""
     running: list[subprocess.Popen[bytes]] = []
 
     def run(*arguments: str) -> str:
@@ -43,7 +43,7 @@ def write(path: Path, text: str) -> Path:
 
 
 async def connects(options: NatsOptions) -> bool:
-    """Whether a bus with these options comes up; it waits as long as the test may take."""
+    """Whether a bus with these options connects, within the test's time."""
     connected = asyncio.Event()
     async with Bus.open(options, name="test") as bus:
         bus.on_connect(connected.set)
@@ -53,7 +53,7 @@ async def connects(options: NatsOptions) -> bool:
 
 
 async def test_user_and_password(start: Callable[..., str], tmp_path: Path) -> None:
-    """The password comes from a file, or stands in the URL."""
+    """The password comes from a file, or is in the URL."""
     address = start("--user", "router", "--pass", "secret")
     password = write(tmp_path / "password", "secret\n")
 
@@ -69,7 +69,7 @@ async def test_token(start: Callable[..., str], tmp_path: Path) -> None:
 
 
 async def test_nkey(start: Callable[..., str], tmp_path: Path) -> None:
-    """An nkey seed proves who one is."""
+    """An nkey seed proves the identity."""
     import nkeys  # type: ignore[import-untyped]
 
     raw = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER)
@@ -82,7 +82,7 @@ async def test_nkey(start: Callable[..., str], tmp_path: Path) -> None:
 
 
 async def test_tls(start: Callable[..., str]) -> None:
-    """A server with a private authority, asking for the client's certificate too."""
+    """A server with a private authority that asks for the client's certificate."""
     cert, key = TLS / "cert.pem", TLS / "key.pem"
     address = start("--tls", f"--tlscert={cert}", f"--tlskey={key}", "--tlsverify", f"--tlscacert={cert}")
 
@@ -90,8 +90,8 @@ async def test_tls(start: Callable[..., str]) -> None:
     assert await connects(options)
 
 
-async def test_refused_password_is_said_and_tried_again(start: Callable[..., str], tmp_path: Path) -> None:
-    """A wrong password ends nothing: the log says what to look at, without showing it."""
+async def test_rejected_password(start: Callable[..., str], tmp_path: Path) -> None:
+    """After a wrong password the bus retries; the log has the remedy, not the password."""
     address = start("--user", "router", "--pass", "secret")
     password = write(tmp_path / "password", "wrong")
     refused = asyncio.Event()
@@ -130,14 +130,14 @@ async def test_refused_password_is_said_and_tried_again(start: Callable[..., str
         (NatsOptions(tls_ca=Path("/nowhere")), "--nats-tls-ca"),
     ],
 )
-def test_what_is_wrong_is_said(options: NatsOptions, said: str) -> None:
-    """Each mistake names its flag."""
+def test_errors_name_the_flag(options: NatsOptions, said: str) -> None:
+    """Each mistake is reported with its flag."""
     with pytest.raises(ConfigError, match=said):
         options.connect_arguments()
 
 
 def test_passwords_are_not_shown() -> None:
-    """What is logged of a URL has no password in it."""
+    """A logged URL has no password."""
     options = NatsOptions(("nats://router:secret@10.0.0.1:4222", "nats://10.0.0.2:4222"))
 
     assert "nats://10.0.0.1:4222, nats://10.0.0.2:4222" == options.shown()

@@ -23,7 +23,7 @@ async def test_most_specific_error_stays() -> None:
 
 
 async def test_other_error_replaces_reason() -> None:
-    """If the server is gone since, that is the reason, whatever error came before."""
+    """If the server is gone since, that is the reason, not the error before."""
     outage = Outage("nats://x")
     for error in (REJECTED, ConnectionRefusedError(111, "Connect call failed")):
         outage.failed(error)

@@ -1,4 +1,4 @@
-"""Subjects: what is written is what is read."""
+"""Subjects that are written can be read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_table_of_the_design(subjects: Subjects) -> None:
     ],
 )
 def test_live_subjects_come_back(subjects: Subjects, source: Source) -> None:
-    """A live subject says who speaks."""
+    """A live subject names its sender."""
     match source:
         case WorkerSource():
             subject = subjects.live_worker(source.worker_id)
@@ -58,19 +58,19 @@ def test_live_subjects_come_back(subjects: Subjects, source: Source) -> None:
 @pytest.mark.parametrize(
     "rest", ["", "worker", "worker.a.b", "kv.pool.w1", "kv.pool.w1.x", "kv.pool.w1.-1", "sync.pool", "new.a"]
 )
-def test_other_live_subjects_are_none_of_ours(subjects: Subjects, rest: str) -> None:
-    """What a newer version may publish under live is passed over."""
+def test_unknown_live_subjects(subjects: Subjects, rest: str) -> None:
+    """Live subjects of a newer version are ignored."""
     assert subjects.parse_live(f"kvrouter.prod.live.{rest}") is None
 
 
 def test_replay_subject_of_a_feed(subjects: Subjects) -> None:
-    """A KV feed is asked of its agent, a sync feed of its replica."""
+    """A KV feed is requested from its agent, a sync feed from its replica."""
     assert subjects.kv_replay(WORKER) == subjects.replay(KvSource(POOL, WORKER, 0))
     assert subjects.sync_replay(ROUTER) == subjects.replay(SyncSource(POOL, ROUTER))
 
 
 @pytest.mark.parametrize("namespace", ["", "a.b", "a b", "*", ">", "x" * 65, "ü"])
 def test_bad_namespace_fails_at_start(namespace: str) -> None:
-    """A namespace that makes no subject is refused, with its value."""
+    """A namespace that is invalid in a subject is rejected, with its value."""
     with pytest.raises(ConfigError, match="use 1 to 64"):
         Subjects(namespace)

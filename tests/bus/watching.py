@@ -1,4 +1,4 @@
-"""What tests of the bus see and wait for."""
+"""What tests of the bus observe and wait for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SOON_S = 10.0
 
 
 class Inbox:
-    """Messages as they arrive."""
+    """Messages in order of arrival."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[str, bytes]] = []
@@ -34,7 +34,7 @@ class Inbox:
 
 
 class Connections:
-    """Counts what `on_connect` is called for, and waits for it."""
+    """Counts the calls of `on_connect`, and waits for them."""
 
     def __init__(self, bus: Bus) -> None:
         self.count = 0

@@ -25,20 +25,20 @@ PATIENCE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Frontends and the mockers behind them."""
+    """Frontends, and the mockers behind them."""
 
     frontends: Sequence[RunningFrontend]
     mockers: Sequence[Mocker]
     http: aiohttp.ClientSession
 
     async def workers(self, frontend: int) -> dict[str, Any]:
-        """What one frontend shows at /workers."""
+        """The /workers of one frontend."""
         async with self.http.get(f"{self.frontends[frontend].admin_url}/workers") as response:
             shown: dict[str, Any] = await response.json()
         return shown
 
     async def views(self) -> list[dict[str, Any]]:
-        """What every frontend shows."""
+        """The /workers of every frontend."""
         return [await self.workers(number) for number in range(len(self.frontends))]
 
     def router_ids(self) -> list[str]:
@@ -47,7 +47,7 @@ class Fleet:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Turn the loop until something is so; bounded."""
+    """Let the event loop run until `is_so` holds; bounded."""
     async with asyncio.timeout(PATIENCE_S):
         while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
             await asyncio.sleep(0.005)
@@ -66,7 +66,7 @@ async def running_fleet(
     host_blocks: int = 0,
     max_num_queued_reqs: int | None = None,
 ) -> AsyncIterator[Fleet]:
-    """Start it all; yields when every frontend is ready and sees every worker and every peer."""
+    """Start everything; yields when every frontend is ready and sees every worker and every peer."""
     async with contextlib.AsyncExitStack() as stack:
         engine = engine or EngineConfig(num_blocks=2048 + 1, host_blocks=host_blocks)
         config = MockerConfig(
@@ -102,7 +102,7 @@ def frontend_flags(
 
 @contextlib.asynccontextmanager
 async def running_agent(mocker: Mocker, nats_url: str, namespace: str) -> AsyncIterator[None]:
-    """The agent beside one mocker."""
+    """The agent of one mocker."""
     stop = asyncio.Event()
     options = AgentOptions(
         engine_url=mocker.url,

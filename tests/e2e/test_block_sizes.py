@@ -1,4 +1,4 @@
-"""Engines move to another block size, one after the other: processes that are killed and started again."""
+"""Engines change their block size, one after the other: each process is killed and started again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROBE_S = 0.05
 
 @dataclass
 class EngineProcess:
-    """`python -m kvrouter.mocker` on ports that it keeps over restarts."""
+    """`python -m kvrouter.mocker` on ports that it keeps across restarts."""
 
     worker_id: str
     ports: tuple[int, int, int]
@@ -40,15 +40,15 @@ class EngineProcess:
         return f"http://127.0.0.1:{self.ports[0]}"
 
     @property
-    def feed(self) -> EventEndpoints:
-        """Its events."""
+    def endpoints(self) -> EventEndpoints:
+        """Its event endpoints."""
         return EventEndpoints(f"tcp://127.0.0.1:{self.ports[1]}", f"tcp://127.0.0.1:{self.ports[2]}")
 
     async def start(self, block_size: int) -> None:
-        """Return when the process runs; its agent sees when it serves."""
+        """Return when the process runs; its agent notices when it serves."""
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvrouter.mocker", "--port", str(self.ports[0]),
-            "--kv-events", self.feed.events, "--kv-replay", str(self.feed.replay),
+            "--kv-events", self.endpoints.events, "--kv-replay", str(self.endpoints.replay),
             "--served-model-name", "tiny", "--block-size", str(block_size),
             stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
@@ -63,12 +63,12 @@ class EngineProcess:
 
 @contextlib.asynccontextmanager
 async def running_agents(engines: list[EngineProcess], nats_url: str, namespace: str) -> AsyncIterator[None]:
-    """An agent for each engine; they stay while their engines restart."""
+    """An agent for each engine, which stays while its engine restarts."""
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for engine in engines:
             options = AgentOptions(
-                engine.url, engine.worker_id, nats_url, namespace, [engine.feed],
+                engine.url, engine.worker_id, nats_url, namespace, [engine.endpoints],
                 heartbeat_s=HEARTBEAT_S, probe_s=PROBE_S,
             )  # fmt: skip
             tasks.create_task(serve_agent(options, stop))
@@ -84,7 +84,7 @@ def pools(frontends: list[RunningFrontend]) -> list[Pool]:
 
 
 def shows(frontends: list[RunningFrontend], worker_id: str, state: str, size: int) -> bool:
-    """Whether all replicas have seen the worker so."""
+    """Whether all replicas show the worker with these values."""
     found = [pool.workers.get(WorkerId(worker_id)) for pool in pools(frontends)]
     return len(found) == len(frontends) and all(
         one is not None and (one.state, one.card.block_size) == (state, size) for one in found
@@ -92,7 +92,7 @@ def shows(frontends: list[RunningFrontend], worker_id: str, state: str, size: in
 
 
 async def ask(http: aiohttp.ClientSession, url: str, number: int, **headers: str) -> tuple[int, int]:
-    """One request of some blocks; its status, and the blocks that were predicted."""
+    """One request of some blocks: its status, and the predicted blocks."""
     body = {"model": "tiny", "prompt": [number % 1000] * 200, "max_tokens": 2}
     async with http.post(f"{url}/v1/completions", json=body, headers=headers) as response:
         await response.read()
@@ -107,14 +107,14 @@ async def load(http: aiohttp.ClientSession, urls: list[str], statuses: list[int]
 
 
 async def until_predicted(ask_again: Callable[[], Awaitable[tuple[int, int]]]) -> None:
-    """Ask until the whole prompt is predicted to be cached: 6 blocks of 32 tokens."""
+    """Send requests until the whole prompt is predicted to be cached: 6 blocks of 32 tokens."""
     async with asyncio.timeout(PATIENCE_S):
         while await ask_again() != (200, 6):
             pass
 
 
 async def test_rolling_change(nats_url: str, free_port: Callable[[], int]) -> None:
-    """No request fails, every engine serves throughout, and in the end all are routed by what they hold."""
+    """No request fails, every engine serves all the time, and in the end blocks decide the routing."""
     namespace = uuid.uuid4().hex
     engines = [EngineProcess(f"w{n}", (free_port(), free_port(), free_port())) for n in range(2)]
     lease = ["--heartbeat-s", str(HEARTBEAT_S), "--lease-s", str(5 * HEARTBEAT_S)]

@@ -1,4 +1,4 @@
-"""A real vLLM capture through agent, feed, replica and router, against the engine's own cached_tokens."""
+"""A real vLLM capture through agent, feed, replica and router, compared with the engine's cached_tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CARD = Card(worker_id=WORKER, url="http://pod1", model="tiny", block_size=BLOCK_
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the router said when the request came, and what the engine said when it was done."""
+    """The router's prediction when the request arrived, and the engine's report when it was done."""
 
     label: str
     tokens: int
@@ -47,7 +47,7 @@ class Predicted:
 
 
 class Routed:
-    """An agent and a replica, joined by their bytes."""
+    """An agent and a replica that exchange their bytes directly."""
 
     def __init__(self) -> None:
         self.bus = FakeBus()
@@ -64,7 +64,7 @@ class Routed:
         self.replica.worker_heartbeat(WORKER, beats.encode(beat), 0.0)
 
     def batch(self, payload: bytes, at: float) -> None:
-        """The engine published a batch."""
+        """Take a batch that the engine published."""
         self.rank.on_action(Apply(0, payload))
         self.publisher.flush(at)
         for _, frame in self.bus.take():
@@ -78,13 +78,13 @@ def read_batches(name: str) -> Iterator[tuple[float, bytes]]:
 
 
 def read_requests() -> list[dict[str, Any]]:
-    """The requests whose token ids and cached tokens were recorded."""
+    """The requests with recorded token ids and cached tokens."""
     recorded = json.loads((DATA / "vllm_requests.json").read_text())["requests"]
     return [one for one in recorded if one.get("prompt_token_ids") and one.get("cached_tokens") is not None]
 
 
 def replay(name: str) -> list[Predicted]:
-    """Batches, arrivals and ends in the order of their times; a booking lives from t0 to t1."""
+    """Batches, arrivals and ends in order of time; a booking lasts from t0 to t1."""
     routed = Routed()
     router = routed.replica.routers[POOL]
     moments: list[tuple[float, int, Any]] = []
@@ -116,7 +116,7 @@ def replay(name: str) -> list[Predicted]:
 
 @pytest.mark.parametrize("name", ["vllm_capture.msgpack", "vllm_capture_array_0.23.msgpack"])
 def test_overlap_predicted_when_a_request_comes_is_what_the_engine_reports(name: str) -> None:
-    """57 of 58 exactly, siblings in flight included; vLLM tells of the last one's clear only afterwards."""
+    """57 of 58 are exact, siblings in flight included; vLLM publishes the last one's clear afterwards."""
     predictions = replay(name)
 
     wrong = [made for made in predictions if made.tokens != made.cached_tokens]
@@ -125,7 +125,7 @@ def test_overlap_predicted_when_a_request_comes_is_what_the_engine_reports(name:
 
 
 def test_siblings_in_flight_count_as_cached() -> None:
-    """Of four equal requests at once, the engine served the last three from the first one's blocks."""
+    """Of four equal requests at once, the engine served the last three with the first one's blocks."""
     predictions = replay("vllm_capture.msgpack")
 
     siblings = [made.tokens for made in predictions if made.label == "dup-concurrent"]

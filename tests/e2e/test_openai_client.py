@@ -1,4 +1,4 @@
-"""The `openai` package before a frontend and its workers: what a program that uses it gets."""
+"""The `openai` package with a frontend and its workers: the results of a program that uses it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Use = Callable[[openai.OpenAI], Answer]
 
 @pytest.fixture
 async def fleet(nats_url: str, model_path: Path) -> AsyncIterator[Fleet]:
-    """One frontend in mode kv before two mockers."""
+    """One frontend in mode kv with two mockers."""
     async with running_fleet(
         nats_url, uuid.uuid4().hex, frontends=1, mockers=2, model_path=model_path
     ) as running:
@@ -56,7 +56,7 @@ async def fleet(nats_url: str, model_path: Path) -> AsyncIterator[Fleet]:
 
 @pytest.fixture
 async def client(fleet: Fleet) -> AsyncIterator[openai.AsyncOpenAI]:
-    """The asynchronous client, without retries of its own."""
+    """The asynchronous client, without retries."""
     async with _async_client(fleet) as made:
         yield made
 
@@ -67,7 +67,7 @@ def _async_client(fleet: Fleet, *, max_retries: int = 0) -> openai.AsyncOpenAI:
 
 
 async def in_thread(fleet: Fleet, use: Use[Answer]) -> Answer:
-    """What the synchronous client gets, in a thread of its own: the fleet has the event loop."""
+    """The result of the synchronous client, in a thread: the fleet uses the event loop."""
 
     def run() -> Answer:
         url = f"{fleet.frontends[0].url}/v1"
@@ -84,18 +84,18 @@ def bookings(fleet: Fleet) -> int:
 
 
 def is_at_rest(fleet: Fleet) -> bool:
-    """Whether no booking is left and no engine works."""
+    """Whether no booking is left and every engine is idle."""
     return not bookings(fleet) and not any(mocker.engine.has_work() for mocker in fleet.mockers)
 
 
 async def rests_at_once(fleet: Fleet) -> None:
-    """Return when nothing is booked or computed any more; fail if that takes as long as the answer would."""
+    """Return when no booking is left and every engine is idle; fail after the answer's own time."""
     async with asyncio.timeout(AT_ONCE_S):
         await until(lambda: is_at_rest(fleet))
 
 
 async def knows_all_blocks(fleet: Fleet) -> None:
-    """Return when the frontend's index holds what the engines hold."""
+    """Return when the frontend's index has the engines' blocks."""
     (router,) = fleet.frontends[0].replica.routers.values()
     held = {worker_id_of(m.url): m.engine.cache for m in fleet.mockers}
 
@@ -168,15 +168,15 @@ async def test_several_prompts(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
-    """The models are listed, and one can be asked for."""
+    """The models are listed, and a single one can be requested."""
     assert ["tiny"] == [model.id async for model in client.models.list()]
     assert "tiny" == (await client.models.retrieve("tiny")).id
     with pytest.raises(openai.NotFoundError, match="served: tiny"):
         await client.models.retrieve("org/other")
 
 
-async def test_headers_say_what_was_decided(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
-    """`with_raw_response` shows worker, replica and overlap; the request's own id comes back."""
+async def test_headers_have_the_decision(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
+    """`with_raw_response` has worker, replica and overlap; the request's own id comes back."""
     raw = client.chat.completions.with_raw_response
     first = await raw.create(
         model="tiny", messages=CHAT, max_tokens=2, extra_headers={"x-request-id": "mine-1"}
@@ -198,7 +198,7 @@ async def test_headers_say_what_was_decided(fleet: Fleet, client: openai.AsyncOp
 
 
 async def test_tools_are_part_of_the_prompt(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
-    """Tools and tool turns are tokenized as the engine does it: it had cached what was predicted."""
+    """Tools and tool turns are tokenized like the engine does: it had cached the predicted blocks."""
     turn: Any = [
         *CHAT,
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -227,7 +227,7 @@ async def test_tools_are_part_of_the_prompt(fleet: Fleet, client: openai.AsyncOp
 
 
 async def test_unknown_model(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
-    """NotFoundError, streamed or not, with what is served, the parameter and the request's id."""
+    """NotFoundError, streamed or not, with the served models, the parameter and the request's id."""
     for stream in (False, True):
         with pytest.raises(openai.NotFoundError, match="served: tiny") as caught:
             await client.chat.completions.create(model="gpt-4o", messages=CHAT, stream=stream)
@@ -272,7 +272,7 @@ async def test_body_above_the_limit(nats_url: str) -> None:
 
 
 async def test_no_worker(nats_url: str) -> None:
-    """APIStatusError 503 with Retry-After before any worker was seen."""
+    """APIStatusError 503 with Retry-After before the first worker appears."""
     flags = frontend_flags(nats_url, uuid.uuid4().hex, None)
     async with (
         running_frontend(parse_options(flags)) as frontend,
@@ -287,7 +287,7 @@ async def test_no_worker(nats_url: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_clients_own_retry(nats_url: str, stream: bool) -> None:
-    """A full fleet is a 503, also where the engine says so inside a stream: the client tries again."""
+    """A full fleet is a 503, also if the engine reports it inside a stream: the client tries again."""
     async with (
         running_fleet(nats_url, uuid.uuid4().hex, frontends=1, mockers=1, max_num_queued_reqs=1) as fleet,
         _async_client(fleet, max_retries=5) as client,
@@ -309,7 +309,7 @@ async def test_the_clients_own_retry(nats_url: str, stream: bool) -> None:
 
 
 async def test_worker_ends_in_the_middle_of_a_stream(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
-    """APIError, after what was streamed: a part of an answer never passes for the whole."""
+    """APIError after the streamed part: a part of an answer is never taken for the whole."""
     stream = await client.completions.create(stream=True, **ENDLESS)
     assert (await anext(stream)).choices[0].text
 
@@ -327,7 +327,7 @@ async def test_worker_ends_in_the_middle_of_a_stream(fleet: Fleet, client: opena
 
 
 async def test_synchronous_stream_left_early(fleet: Fleet) -> None:
-    """Leaving the `with` of a stream frees its booking and ends the work of the engine."""
+    """Leaving the `with` of a stream frees its booking and ends the engine's work."""
 
     def use(client: openai.OpenAI) -> int:
         with client.completions.create(stream=True, **ENDLESS) as stream:
@@ -339,7 +339,7 @@ async def test_synchronous_stream_left_early(fleet: Fleet) -> None:
 
 
 async def test_asynchronous_stream_cancelled(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
-    """A cancelled task takes its request with it."""
+    """A cancelled task ends its request."""
     heard = asyncio.Event()
 
     async def listen() -> None:
@@ -357,7 +357,7 @@ async def test_asynchronous_stream_cancelled(fleet: Fleet, client: openai.AsyncO
 
 
 async def test_timeout(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
-    """A client that gives up on a whole answer before its first byte frees everything, too."""
+    """A client that times out before the first byte of a whole answer frees everything, too."""
     impatient = client.with_options(timeout=1.0)
     asking = asyncio.create_task(impatient.completions.create(**ENDLESS))
     await until(lambda: bookings(fleet) == 1)

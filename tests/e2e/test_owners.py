@@ -1,4 +1,4 @@
-"""`kvrouter verify --owners`: replicas that are wrong alike, agents that are wrong about their engines."""
+"""`kvrouter verify --owners`: replicas with the same error, and agents that contradict their engines."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Json = dict[str, Any]
 
 
 @contextlib.asynccontextmanager
-async def saying(body: Json) -> AsyncIterator[str]:
-    """A replica that says this at /workers."""
+async def answering(body: Json) -> AsyncIterator[str]:
+    """A replica that answers /workers with this."""
     app = web.Application()
 
     async def workers(_: web.Request) -> web.Response:
@@ -47,7 +47,7 @@ async def saying(body: Json) -> AsyncIterator[str]:
 
 
 def with_invented_block(body: Json) -> Json:
-    """The same from a replica that holds one block more of every target."""
+    """The same answer with one block more on every target."""
     for target in body["targets"]:
         for tier in target["tiers"]:
             tier["blocks"] += 1
@@ -56,12 +56,12 @@ def with_invented_block(body: Json) -> Json:
 
 
 async def verify(*flags: str) -> int:
-    """The command, beside the fleet's loop."""
+    """Run the command in a thread: the fleet uses the event loop."""
     return await asyncio.to_thread(main, flags)
 
 
 async def test_replicas(nats_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Equal to their owners; and two that agree and are both wrong are found out."""
+    """Replicas that equal their owners; and two that agree and are both wrong."""
     namespace, file = uuid.uuid4().hex, tmp_path / "verify.json"
     asked = ("--owners", "--nats", nats_url, "--namespace", namespace, "--timeout", "60")
     async with running_fleet(nats_url, namespace, mockers=2) as fleet:
@@ -77,7 +77,7 @@ async def test_replicas(nats_url: str, tmp_path: Path, capsys: pytest.CaptureFix
         assert "their owner was not compared" in capsys.readouterr().out
 
         wrong = [with_invented_block(view) for view in await fleet.views()]
-        async with saying(wrong[0]) as one, saying(wrong[1]) as two:
+        async with answering(wrong[0]) as one, answering(wrong[1]) as two:
             replicas = ("--replica", one, "--replica", two)
             assert 0 == await verify(*replicas)
             assert 1 == await verify(*replicas, *asked, "--timeout", "5", "--json", str(file))
@@ -89,7 +89,7 @@ async def test_replicas(nats_url: str, tmp_path: Path, capsys: pytest.CaptureFix
 async def test_no_nats(
     free_port: Callable[[], int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2, and what is away."""
+    """Exit code 2, and the server."""
     monkeypatch.setattr(owners, "CONNECT_TIMEOUT_S", 0.1)
     nats = f"nats://127.0.0.1:{free_port()}"
     assert 2 == await verify("--replica", "u", "--owners", "--nats", nats)
@@ -98,7 +98,7 @@ async def test_no_nats(
 
 
 class Worker:
-    """An engine, and an agent for it that publishes what the test wants."""
+    """An engine, and an agent that publishes what the test wants."""
 
     def __init__(self, mocker: Mocker, publisher: KvPublisher, owners: Owners, http: aiohttp.ClientSession):
         self.mocker = mocker
@@ -107,14 +107,14 @@ class Worker:
         self._http = http
 
     async def until(self, is_so: Callable[[OwnersView], bool]) -> OwnersView:
-        """Look until a look shows this."""
+        """Take looks until one shows this."""
         async with asyncio.timeout(PATIENCE_S):
             while not is_so(view := await self.owners.look()):  # noqa: ASYNC110  # as `compare` does
                 await asyncio.sleep(0.05)
         return view
 
     async def ask_engine(self) -> None:
-        """A request straight to it, so that it holds blocks."""
+        """Send a request directly to the engine, so that it has blocks."""
         body = {"model": "m", "prompt": TOKENS, "max_tokens": 1}
         async with self._http.post(f"{self.mocker.url}/v1/completions", json=body) as response:
             assert 200 == response.status
@@ -122,7 +122,7 @@ class Worker:
 
 @contextlib.asynccontextmanager
 async def running_worker(nats_url: str, namespace: str) -> AsyncIterator[Worker]:
-    """Announced, and met by `Owners`."""
+    """An announced worker that `Owners` has found."""
     async with contextlib.AsyncExitStack() as stack:
         config = MockerConfig(model_name="m", speedup=100.0)
         mocker = await stack.enter_async_context(running_mocker(config))
@@ -137,7 +137,7 @@ async def running_worker(nats_url: str, namespace: str) -> AsyncIterator[Worker]
 
 
 def says(*words: str) -> Callable[[OwnersView], bool]:
-    """Whether the engine's check says all of this."""
+    """Whether the engine's check has all of these texts."""
 
     def is_said(view: OwnersView) -> bool:
         texts = [text for check in view.engines.values() for text in check.texts]
@@ -147,7 +147,7 @@ def says(*words: str) -> Callable[[OwnersView], bool]:
 
 
 async def test_agent_and_engine(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that the engine has not, blocks that the agent lacks, then neither."""
+    """Blocks that the engine does not have, blocks that the agent lacks, then neither."""
     monkeypatch.setattr(engines, "FIRST_GAP_S", 0.05)
     monkeypatch.setattr(engines, "LONGEST_GAP_S", 0.05)
     async with running_worker(nats_url, uuid.uuid4().hex) as worker:
@@ -164,7 +164,7 @@ async def test_agent_and_engine(nats_url: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_forged_answer(nats_url: str) -> None:
-    """Whoever answers in an agent's name is noticed, even if the first answer is believed."""
+    """A process that answers in an agent's name is reported, even if its answer is used."""
     namespace = uuid.uuid4().hex
     subject = Subjects(namespace).kv_replay(WorkerId("w"))
     async with (

@@ -1,4 +1,4 @@
-"""Predictions against what mockers report: wrong set-ups are soon flagged, right ones never."""
+"""Predictions compared with the mockers' reports: wrong set-ups are flagged soon, right ones never."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvrouter.tokens.tiny import build_tiny_model
 from tests.e2e.fleet import Fleet, running_fleet
 
 REQUESTS = 20
-"""A wrong set-up must be found out within so many requests to one worker."""
+"""A wrong set-up must be found within this many requests to one worker."""
 PATIENCE_S = 10.0
 
 
@@ -33,26 +33,26 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def altered(model_path: Path, copy: Path, alter: Callable[[Path], None]) -> Path:
-    """A copy of the model directory in which something differs."""
+    """A changed copy of the model directory."""
     shutil.copytree(model_path, copy)
     alter(copy)
     return copy
 
 
 def other_template(path: Path) -> None:
-    """A template that starts with a line of its own."""
+    """A template that begins with another line."""
     config = path / "chat_template.jinja"
     config.write_text("{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}" + config.read_text())
 
 
 def template_of_equal_length(path: Path) -> None:
-    """A template whose prompts have as many tokens, of which the first differs."""
+    """A template whose prompts have as many tokens, with a different first one."""
     config = path / "chat_template.jinja"
     config.write_text(config.read_text().replace("<|im_start|>", "<|endoftext|>"))
 
 
 def other_tokenizer(path: Path) -> None:
-    """A tokenizer that knows fewer merges."""
+    """A tokenizer with fewer merges."""
     file = path / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:200]
@@ -67,17 +67,17 @@ def chat(number: int, group: int = 0) -> dict[str, Any]:
 
 
 def text(number: int, group: int = 0) -> dict[str, Any]:
-    """The same as a text."""
+    """The same prompt as text."""
     return {"prompt": f"Document {group} says a lot. " * 20 + f"question {number} " * 10, "max_tokens": 4}
 
 
 def tokens(number: int, group: int = 0) -> dict[str, Any]:
-    """The same as token ids."""
+    """The same prompt as token ids."""
     return {"prompt": [*range(100 * group, 100 * group + 100), number], "max_tokens": 4}
 
 
 async def ask(fleet: Fleet, body: dict[str, Any], frontend: int = 0) -> None:
-    """One request, answered."""
+    """Send one request and read its answer."""
     route = "chat/completions" if "messages" in body else "completions"
     url = f"{fleet.frontends[frontend].url}/v1/{route}"
     async with fleet.http.post(url, json={"model": "tiny", **body}) as response:
@@ -86,30 +86,30 @@ async def ask(fleet: Fleet, body: dict[str, Any], frontend: int = 0) -> None:
 
 
 async def problems(fleet: Fleet, frontend: int = 0) -> list[str]:
-    """What /workers says is wrong."""
+    """The problems in /workers."""
     return [text for row in (await fleet.workers(frontend))["targets"] for text in row["problems"]]
 
 
 async def until_flagged(fleet: Fleet) -> list[str]:
     """The problems, as soon as there are any."""
     async with asyncio.timeout(PATIENCE_S):
-        while not (found := await problems(fleet)):  # noqa: ASYNC110  # nothing tells of it
+        while not (found := await problems(fleet)):  # noqa: ASYNC110  # nothing to wait for
             await asyncio.sleep(0.05)
     return found
 
 
 async def until_judged(fleet: Fleet) -> None:
-    """Return when nothing is expected of any worker any more, and a look has been taken since."""
+    """Return when no prediction is open and the problems have been computed since."""
     routers = [router for each in fleet.frontends for router in each.replica.routers.values()]
     async with asyncio.timeout(PATIENCE_S):
-        while any(router.predictions._expected for router in routers):  # noqa: ASYNC110  # nothing tells of it
+        while any(router.predictions._expected for router in routers):  # noqa: ASYNC110  # nothing to wait for
             await asyncio.sleep(0.05)
     for each in fleet.frontends:
         each.audit.run()
 
 
 def metric(page: str, name: str, *labels: str) -> float:
-    """The sum of a metric's samples that carry these labels."""
+    """The sum of a metric's samples with these labels."""
     lines = [line for line in page.splitlines() if line.startswith(f"{name}{{")]
     return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in labels))
 
@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], Callable[[int], dict[str, Any]], 
 
 @pytest.mark.parametrize("case", WRONG)
 async def test_wrong_model_path(nats_url: str, model_path: Path, tmp_path: Path, case: str) -> None:
-    """Another tokenizer or template: flagged in /workers, in a metric, and once in the log."""
+    """Another tokenizer or template is flagged in /workers, in a metric, and once in the log."""
     alter, body, kind, remedy = WRONG[case]
     wrong = altered(model_path, tmp_path / "wrong", alter)
     flags = ["--model-path", str(wrong), "--no-token-comparison"]  # else it is found before any request
@@ -150,7 +150,7 @@ async def test_wrong_model_path(nats_url: str, model_path: Path, tmp_path: Path,
 
 
 def fleet_of(nats_url: str, model_path: Path, **facts: Any) -> Any:
-    """One frontend before one mocker, unless told otherwise."""
+    """One frontend with one mocker, unless the arguments differ."""
     told: dict[str, Any] = {"frontends": 1, "mockers": 1, "model_path": model_path, **facts}
     return running_fleet(nats_url, uuid.uuid4().hex, **told)
 
@@ -159,7 +159,7 @@ def fleet_of(nats_url: str, model_path: Path, **facts: Any) -> Any:
 async def test_wrong_salt(
     nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch, asks_usage: bool
 ) -> None:
-    """A salt that does not reach the hashes is found out, with usage in the answers or without."""
+    """A salt that is missing in the hashes is found, with usage in the answers or without."""
 
     def unsalted(lora_name: str | None, _salt: str | None) -> int:
         return block_seed(lora_name)
@@ -176,7 +176,7 @@ async def test_wrong_salt(
 
 
 async def test_wrong_block_size(nats_url: str, model_path: Path) -> None:
-    """A block size that is not the engines' is named once, and no other problem with it."""
+    """A block size that differs from the engines' is one problem, and no other appears with it."""
     flags = ["--kv-cache-block-size", "32"]
     async with fleet_of(nats_url, model_path, flags=flags) as fleet:
         for number in range(REQUESTS):
@@ -192,7 +192,7 @@ async def test_wrong_block_size(nats_url: str, model_path: Path) -> None:
 
 
 async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine whose events do not arrive is found out, and how to start them is said."""
+    """An engine whose events do not arrive is flagged, with the flags to start them."""
     monkeypatch.setattr("kvrouter.mocker.publisher.Publisher.publish", lambda *_args: None)
     async with fleet_of(nats_url, model_path) as fleet:
         for number in range(REQUESTS):
@@ -204,7 +204,7 @@ async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_it_passes(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the blocks turn up again the flag goes, by itself."""
+    """When the blocks arrive again, the problem disappears by itself."""
     with monkeypatch.context() as patched:
         patched.setattr("kvrouter.frontend.prompt_blocks.block_seed", lambda *_: block_seed(salt="other"))
         async with fleet_of(nats_url, model_path) as fleet:
@@ -224,13 +224,13 @@ MIXED = [chat, text, tokens]
 
 
 def mixed(chance: random.Random, number: int) -> dict[str, Any]:
-    """Any kind of request, of one of 24 groups, now and then with a salt."""
+    """A request of any kind, of one of 24 groups, sometimes with a salt."""
     body = chance.choice(MIXED)(number, chance.randrange(24))
     return body | ({"cache_salt": "s"} if chance.random() < 0.2 else {})
 
 
 async def test_no_false_alarm(nats_url: str, model_path: Path) -> None:
-    """Mixed traffic, at once and one by one, over two replicas, small caches that evict, siblings, salts."""
+    """Mixed traffic over two replicas, small caches that evict, siblings and salts cause no problem."""
     small = EngineConfig(num_blocks=512, max_model_len=2048)
     chance = random.Random(7)
     with structlog.testing.capture_logs() as logs:
@@ -255,7 +255,7 @@ async def test_no_false_alarm(nats_url: str, model_path: Path) -> None:
 
 
 async def test_sequential_predictions_are_exact(nats_url: str, model_path: Path) -> None:
-    """One by one, every prediction is what the engine reports; the histogram's only step is at 0."""
+    """One by one, every prediction equals the engine's report; the histogram's only step is at 0."""
     async with fleet_of(nats_url, model_path) as fleet:
         for number in range(REQUESTS):
             await ask(fleet, MIXED[number % 3](number))

@@ -1,4 +1,4 @@
-"""Two replicas, four mockers with their agents, one NATS: what a client and an operator see."""
+"""Two replicas, four mockers with their agents, one NATS: the results for a client and an operator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.e2e.fleet import Fleet, running_fleet, until
 
 @pytest.fixture
 async def fleet(nats_url: str, model_path: Path) -> AsyncIterator[Fleet]:
-    """Two frontends in mode kv before four mockers."""
+    """Two frontends in mode kv with four mockers."""
     async with running_fleet(nats_url, uuid.uuid4().hex, model_path=model_path) as running:
         yield running
 
@@ -49,13 +49,13 @@ def system_prompt(group: int) -> str:
 
 
 def content_of(view: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """What a frontend knows of each target's blocks and load."""
+    """A frontend's view of each target's blocks and load."""
     fields = ("incarnation", "last_seq", "blocks", "digest", "active_blocks", "charged_prefill_tokens")
     return {row["worker_id"]: tuple(row[field] for field in fields) for row in view["targets"]}
 
 
 def is_settled(fleet: Fleet) -> bool:
-    """Whether nothing is in flight, and every replica has all that engines and peers have to tell."""
+    """Whether no request is in flight, and every replica has all frames of engines and peers."""
     return all(
         has_every_frame(replica, fleet) and knows_every_block(replica, fleet)
         for replica in (frontend.replica for frontend in fleet.frontends)
@@ -63,7 +63,7 @@ def is_settled(fleet: Fleet) -> bool:
 
 
 def has_every_frame(replica: Replica, fleet: Fleet) -> bool:
-    """Whether its readers are where their sources are, and no booking is left."""
+    """Whether its readers are at their sources' frames, and no booking is left."""
     sent = {
         (frontend.replica.router_id, pool): router.source.seq
         for frontend in fleet.frontends
@@ -79,7 +79,7 @@ def has_every_frame(replica: Replica, fleet: Fleet) -> bool:
 
 
 def knows_every_block(replica: Replica, fleet: Fleet) -> bool:
-    """Whether its index holds as many blocks for each target as the engine has on its device."""
+    """Whether its index has as many blocks for each target as the engine has on its device."""
     held = {
         worker_id_of(mocker.url): len(set(mocker.engine.cache.cached_hashes())) for mocker in fleet.mockers
     }
@@ -103,7 +103,7 @@ async def settle(fleet: Fleet) -> list[dict[str, Any]]:
 
 
 async def ask_and_settle(fleet: Fleet, client: openai.AsyncOpenAI, prompt: list[int]) -> Any:
-    """The raw answer to one completion, once every replica knows all that came of it."""
+    """The raw answer to one completion, once every replica knows the resulting blocks."""
     answer = await client.completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=2)
     await until(lambda: is_settled(fleet))
     return answer
@@ -146,7 +146,7 @@ async def test_replicas_agree_after_mixed_traffic(fleet: Fleet, clients: list[op
 async def test_a_prefix_cached_through_one_replica_is_found_by_the_other(
     fleet: Fleet, clients: list[openai.AsyncOpenAI]
 ) -> None:
-    """Replica B sends a request to the worker that replica A has warmed, and predicts what it reports."""
+    """Replica B sends a request to the worker that replica A has warmed, and its prediction is right."""
     prompt = list(range(100, 500))
     first = await clients[0].completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=2)
     await settle(fleet)
@@ -164,7 +164,7 @@ async def test_a_prefix_cached_through_one_replica_is_found_by_the_other(
 async def test_text_and_its_token_ids_are_the_same_prompt(
     fleet: Fleet, clients: list[openai.AsyncOpenAI]
 ) -> None:
-    """What the engine says a text is in tokens finds the blocks that the text has filled."""
+    """The token ids of a text, from the engine, find the blocks that the text has filled."""
     text = system_prompt(1)
     first = await clients[0].completions.with_raw_response.create(model="tiny", prompt=text, max_tokens=1)
     async with fleet.http.post(f"{fleet.mockers[0].url}/tokenize", json={"prompt": text}) as response:
@@ -198,7 +198,7 @@ async def test_a_booking_is_seen_by_the_other_replica_while_it_lasts(
 
 
 async def test_errors_are_openai_errors(clients: list[openai.AsyncOpenAI]) -> None:
-    """The client raises what it would raise at OpenAI's own service."""
+    """The client raises the same errors as with OpenAI's service."""
     chat: Any = [{"role": "user", "content": "x"}]
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         await clients[0].chat.completions.create(model="other", messages=chat)
@@ -211,7 +211,7 @@ async def test_errors_are_openai_errors(clients: list[openai.AsyncOpenAI]) -> No
 
 
 async def test_a_worker_that_leaves_is_replaced(fleet: Fleet, clients: list[openai.AsyncOpenAI]) -> None:
-    """A worker that refuses connections costs its next request nothing but a retry."""
+    """A worker that rejects connections costs the next request only a retry."""
     prompt = list(range(1000, 1400))
     first = await clients[0].completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=2)
     warmed = first.headers["x-kvrouter-worker"]
@@ -232,7 +232,7 @@ def _unreachable(card: Card) -> Card:
 
 @pytest.mark.parametrize("mode", ["round-robin", "random"])
 async def test_modes_without_tokens_spread_requests(nats_url: str, mode: str) -> None:
-    """They serve without a tokenizer, and use every worker."""
+    """These modes serve without a tokenizer, and use every worker."""
     async with running_fleet(
         nats_url, uuid.uuid4().hex, frontends=1, mockers=2, flags=["--router-mode", mode]
     ) as fleet:
@@ -271,7 +271,7 @@ async def test_without_events_the_approximate_index_is_shared(nats_url: str) -> 
 
 
 async def test_texts_are_shared(nats_url: str, model_path: Path) -> None:
-    """In mode prefix-affinity replica B sends a text where replica A has sent one that begins alike."""
+    """In mode prefix-affinity replica B sends a text where replica A sent one with the same beginning."""
     flags = ["--router-mode", "prefix-affinity"]
     async with running_fleet(
         nats_url, uuid.uuid4().hex, mockers=3, model_path=model_path, flags=flags
@@ -300,7 +300,7 @@ async def test_texts_are_shared(nats_url: str, model_path: Path) -> None:
 
 
 async def test_host_tier_earns_its_credit(nats_url: str) -> None:
-    """Blocks that went to host memory still draw their requests, and count as cached there."""
+    """Blocks in host memory still attract their requests, and count as cached."""
     small = EngineConfig(num_blocks=128, host_blocks=1024, max_model_len=2048)
     async with running_fleet(nats_url, uuid.uuid4().hex, frontends=1, mockers=2, engine=small) as fleet:
         client = openai.AsyncOpenAI(base_url=f"{fleet.frontends[0].url}/v1", api_key="none")

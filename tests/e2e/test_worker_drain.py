@@ -1,4 +1,4 @@
-"""A worker that drains: mockers, agents and a frontend over real sockets, the draining agent as a process."""
+"""A draining worker: mockers, agents and a frontend over real sockets, the draining agent as a process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = 4000
 async def agent_process(
     mocker: Mocker, nats_url: str, namespace: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`python -m kvrouter.worker` beside a mocker; killed at the end if it still runs."""
+    """`python -m kvrouter.worker` for a mocker; killed at the end if it still runs."""
     assert mocker.kv_events
     assert mocker.kv_replay
     process = await asyncio.create_subprocess_exec(
@@ -49,18 +49,18 @@ async def agent_process(
 
 
 def targets(frontend: RunningFrontend) -> list[Target]:
-    """What new requests may be sent to."""
+    """The targets that take new requests."""
     return [target for router in frontend.replica.routers.values() for target in router.pool.targets]
 
 
 def workers(frontend: RunningFrontend) -> dict[str, str]:
-    """Every worker that is known, and its state."""
+    """Every known worker, and its state."""
     pools = [router.pool for router in frontend.replica.routers.values()]
     return {str(name): worker.state for pool in pools for name, worker in pool.workers.items()}
 
 
 def last_seq(frontend: RunningFrontend, target: Target) -> int:
-    """How many KV frames of a target are applied."""
+    """The number of applied KV frames of a target."""
     readers = frontend.replica.readers.items()
     return sum(
         reader.seq for source, reader in readers if isinstance(source, KvSource) and source.target == target
@@ -75,12 +75,12 @@ async def ask(client: openai.AsyncOpenAI, number: int) -> str:
 
 
 async def read_to_the_end(stream: openai.AsyncStream[Any]) -> list[Any]:
-    """Its finish reasons, one for each event; raises if the stream is torn or has an error event."""
+    """The finish reasons of a stream's events. Raises if the stream breaks or has an error event."""
     return [event.choices[0].finish_reason async for event in stream]
 
 
 async def test_worker_that_drains(nats_url: str) -> None:
-    """A's stream runs on while new requests go to B; A's agent leaves when it has ended, with code 0."""
+    """A's stream continues while new requests go to B; A's agent leaves when it has ended, with code 0."""
     namespace = uuid.uuid4().hex
     async with contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(running_mocker(CONFIG))
@@ -101,7 +101,7 @@ async def test_worker_that_drains(nats_url: str) -> None:
         await until(lambda: targets(frontend) == [b])
         frames = last_seq(frontend, a)
         served_by = [await ask(client, number) for number in range(12)]
-        await until(lambda: last_seq(frontend, a) > frames)  # its events go on being told
+        await until(lambda: last_seq(frontend, a) > frames)  # its events are still published
         while_draining = (workers(frontend), reading.done(), agent.returncode)
         async with asyncio.timeout(PATIENCE_S):
             reasons = await reading

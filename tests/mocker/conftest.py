@@ -1,4 +1,4 @@
-"""What the mocker's tests share: a naive reader of KV events."""
+"""Fixtures of the mocker's tests: a naive reader of KV events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Shadow:
         self.parents: dict[int, int | None] = {}
 
     def apply(self, events: Iterable[KvEvent]) -> None:
-        """Take in a batch, checking after every single event."""
+        """Apply a batch, with a check after every event."""
         for event in events:
             self._apply(event)
             self.check()
@@ -84,5 +84,5 @@ def shadow() -> Shadow:
 
 @pytest.fixture(scope="session")
 def new_shadow() -> Callable[[], Shadow]:
-    """Makes shadows, for tests that need one per example."""
+    """A function that makes shadows, for tests that need one per example."""
     return Shadow

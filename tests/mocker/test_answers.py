@@ -1,4 +1,4 @@
-"""What the simulated model says."""
+"""The answers of the simulated model."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from kvrouter.mocker.hashing import token_ids
 PROMPT = list(range(100))
 
 
-def say(prompt: list[int], count: int, *, lora_name: str | None = None) -> list[int]:
+def answer(prompt: list[int], count: int, *, lora_name: str | None = None) -> list[int]:
     """The first tokens of the answer to a prompt."""
     answer = Answer(token_ids(prompt), Vocabulary(), lora_name=lora_name, may_end=False)
     return [answer.next_token() for _ in range(count)]
 
 
 def test_same_prompt_same_answer() -> None:
-    """Greedy decoding: the prompt decides."""
-    assert say(PROMPT, 20) == say(PROMPT, 20)
-    assert say(PROMPT, 20) != say([*PROMPT, 1], 20)
+    """Greedy decoding: only the prompt decides."""
+    assert answer(PROMPT, 20) == answer(PROMPT, 20)
+    assert answer(PROMPT, 20) != answer([*PROMPT, 1], 20)
 
 
 def test_answer_continues_elsewhere() -> None:
-    """The prompt and the first half of its answer are continued with the second half."""
-    whole = say(PROMPT, 20)
+    """The prompt and the first half of its answer continue with the second half."""
+    whole = answer(PROMPT, 20)
 
-    assert whole[10:] == say(PROMPT + whole[:10], 10)
+    assert whole[10:] == answer(PROMPT + whole[:10], 10)
 
 
 def test_lora_changes_the_answer() -> None:
     """An adapter is another model."""
-    assert say(PROMPT, 20) != say(PROMPT, 20, lora_name="adapter")
+    assert answer(PROMPT, 20) != answer(PROMPT, 20, lora_name="adapter")
 
 
 def test_answers_end_by_themselves() -> None:
-    """With odds of 1 to 4 a hundred tokens do not pass without an end."""
+    """With a chance of 1 to 4 per token, a hundred tokens do not pass without an end."""
     vocabulary = Vocabulary(end=2, mean_answer_tokens=4)
     answer = Answer(token_ids(PROMPT), vocabulary, lora_name=None, may_end=True)
 

@@ -1,4 +1,4 @@
-"""What request bodies may hold."""
+"""Valid and invalid request bodies."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvrouter.mocker.bodies import (
 
 
 def test_defaults() -> None:
-    """Completions have 16 tokens, chats as many as it takes."""
+    """Completions have 16 tokens, chats have no limit."""
     assert 16 == parse(CompletionBody, b'{"prompt": [1]}').answer_tokens
     assert parse(ChatBody, b'{"messages": []}').answer_tokens is None
 
 
 def test_newer_name_of_the_limit_wins() -> None:
-    """`max_completion_tokens` beats `max_tokens`."""
+    """`max_completion_tokens` has priority over `max_tokens`."""
     body = parse(ChatBody, b'{"messages": [], "max_tokens": 1, "max_completion_tokens": 2}')
 
     assert 2 == body.answer_tokens
@@ -33,7 +33,7 @@ def test_unknown_fields_are_ignored() -> None:
 
 
 def test_full_report() -> None:
-    """`vllm_xargs` can ask for reused blocks to be announced."""
+    """`vllm_xargs` can request the announcement of reused blocks."""
     full = b'{"prompt": [1], "vllm_xargs": {"kv_cache_report_mode": "full"}}'
 
     assert parse(CompletionBody, full).reports_full
@@ -55,7 +55,7 @@ def test_full_report() -> None:
     ],
 )
 def test_wrong_shape(raw: bytes, param: str) -> None:
-    """It is refused with the name of what is wrong."""
+    """The error names the wrong field."""
     with pytest.raises(SchemaError) as caught:
         parse(ChatBody, raw)
 
@@ -63,7 +63,7 @@ def test_wrong_shape(raw: bytes, param: str) -> None:
 
 
 def test_prompts_of_ids() -> None:
-    """One list of ids is one prompt, a list of lists is several; text is none."""
+    """One list of ids is one prompt, a list of lists is several; text is not accepted here."""
     assert [[1, 2]] == [ids.tolist() for ids in token_prompts([1, 2]) or []]
     assert [[1], [2]] == [ids.tolist() for ids in token_prompts([[1], [2]]) or []]
     assert token_prompts("text") is None
@@ -78,13 +78,13 @@ def test_prompts_of_text() -> None:
 
 @pytest.mark.parametrize("prompt", [[1, "a"], [[1], 2], [-1], [1 << 32]])
 def test_prompts_that_are_neither(prompt: object) -> None:
-    """Ids are unsigned 32-bit integers, and all of them."""
+    """Ids must all be unsigned 32-bit integers."""
     with pytest.raises(SchemaError):
         token_prompts(prompt)
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], None, 7, ["a", 1]])
 def test_no_prompt(prompt: object) -> None:
-    """An empty or missing prompt is refused."""
+    """An empty or missing prompt is rejected."""
     with pytest.raises(SchemaError):
         text_prompts(prompt)

@@ -18,7 +18,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def serve(cache: BlockCache, tokens: list[int], *, output: int = 0, **keys: Any) -> Hit:
-    """Run one request through the cache, alone: its prompt, then `output` tokens; returns its hit."""
+    """Run one request through the cache alone: its prompt, then `output` tokens; returns its hit."""
     size = cache.block_size
     chain = Chain(token_ids(tokens), size, **keys)
     hit = cache.lookup(chain, (len(tokens) - 1) // size)
@@ -103,7 +103,7 @@ def test_leaves_go_first(cache: BlockCache) -> None:
 
 
 def test_room_is_made_before_it_is_used(cache: BlockCache) -> None:
-    """Removals come before the store that they made room for, one event each."""
+    """Removals come before the store that needs their blocks, one event each."""
     serve(cache, [*range(32)])
     cache.take_events()
 
@@ -113,7 +113,7 @@ def test_room_is_made_before_it_is_used(cache: BlockCache) -> None:
 
 
 def test_held_blocks_are_not_evicted(cache: BlockCache) -> None:
-    """Without room nothing changes: no eviction, no event, the caller waits."""
+    """If too few blocks are free nothing changes: no eviction, no event; the caller waits."""
     holder = Chain(token_ids(range(24)), BLOCK_SIZE)
     assert cache.open(holder, Hit(0, 0), 6, must_fit_blocks=6)
     late = Chain(token_ids(range(100, 112)), BLOCK_SIZE)
@@ -125,7 +125,7 @@ def test_held_blocks_are_not_evicted(cache: BlockCache) -> None:
 
 
 def test_idle_hits_take_room(cache: BlockCache) -> None:
-    """A hit on an idle block uses it up: it no longer counts as free."""
+    """A hit on an idle block uses it: it no longer counts as free."""
     serve(cache, [*range(16)])
     holder = Chain(token_ids(range(100, 116)), BLOCK_SIZE)
     assert cache.open(holder, Hit(0, 0), 4, must_fit_blocks=4)
@@ -136,7 +136,7 @@ def test_idle_hits_take_room(cache: BlockCache) -> None:
 
 
 def test_clear(cache: BlockCache) -> None:
-    """A reset forgets everything and says so; it is refused while blocks are held."""
+    """A reset empties the cache with an event; it fails while blocks are held."""
     serve(cache, [*range(8)])
     holder = Chain(token_ids(range(8)), BLOCK_SIZE)
     cache.open(holder, Hit(1, 0), 2, must_fit_blocks=2)
@@ -152,7 +152,7 @@ def test_clear(cache: BlockCache) -> None:
 
 
 def test_extra_keys(cache: BlockCache) -> None:
-    """The LoRA name stands at every block, the salt at the first only."""
+    """The LoRA name is in the keys of every block, the salt in those of the first only."""
     serve(cache, [*range(8)], lora_name="adapter", salt="pepper")
 
     (event,) = cache.take_events()
@@ -162,7 +162,7 @@ def test_extra_keys(cache: BlockCache) -> None:
 
 
 def test_full_report_stores_nothing(cache: BlockCache) -> None:
-    """Reused blocks can be announced again from the root."""
+    """Reused blocks can be announced again from the root on."""
     serve(cache, [*range(9)])
     cache.take_events()
     chain = Chain(token_ids(range(9)), BLOCK_SIZE)
@@ -177,7 +177,7 @@ def test_full_report_stores_nothing(cache: BlockCache) -> None:
 
 
 def test_evicted_blocks_move_to_the_host() -> None:
-    """A block leaving the device is announced on the host first, with all that names it; then it is a hit."""
+    """A block that leaves the device is first announced on the host, with all its keys; then it is a hit."""
     cache = BlockCache(2, BLOCK_SIZE, host_blocks=2)
     serve(cache, [*range(8)])
     serve(cache, [*range(100, 108)])
@@ -194,7 +194,7 @@ def test_evicted_blocks_move_to_the_host() -> None:
 
 
 def test_host_evicts_its_oldest() -> None:
-    """A full host makes room first."""
+    """A full host evicts a block first."""
     cache = BlockCache(1, BLOCK_SIZE, host_blocks=1)
     for start in (0, 100, 200):
         serve(cache, [*range(start, start + 4)])
@@ -204,7 +204,7 @@ def test_host_evicts_its_oldest() -> None:
 
 
 def test_vllm_did_the_same() -> None:
-    """30 requests served by a real vLLM of 99 blocks: same hits, same events, same evictions, in order."""
+    """30 requests served by a real vLLM with 99 blocks: same hits, same events, same evictions, in order."""
     requests = json.loads((DATA / "vllm_requests.json").read_text())["requests"][:30]
     frames = msgpack.unpackb((DATA / "vllm_capture.msgpack").read_bytes())
     theirs = [event for _, _, payload in frames for event in msgpack.unpackb(payload)[1]]
@@ -235,7 +235,7 @@ def replay(cache: BlockCache, request: dict[str, Any]) -> Hit:
 
 
 def is_same(ours: KvEvent, theirs: dict[str, Any], names: dict[int | None, int | None]) -> bool:
-    """Whether two events say the same, up to the names of blocks, which stored events introduce."""
+    """Whether two events are equal, except for the hashes, which stored events map."""
     if isinstance(ours, BlockStored):
         pairs = zip(theirs["block_hashes"], ours.block_hashes, strict=True)
         known = all(names.setdefault(their, our) == our for their, our in pairs)

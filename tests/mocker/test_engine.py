@@ -1,4 +1,4 @@
-"""The scheduler behaves as vLLM's, and its events tell the whole truth about its cache."""
+"""The scheduler behaves like vLLM's, and its events describe its cache exactly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def request(number: int, prompt: list[int], max_tokens: int = 4, **more: str) ->
 
 
 def finish(engine: Engine) -> list[Output]:
-    """Step until nothing is left; every output, in order."""
+    """Step until no request is left; every output, in order."""
     outputs: list[Output] = []
     while engine.has_work():
         outputs += engine.step().outputs
@@ -37,7 +37,7 @@ def finish(engine: Engine) -> list[Output]:
 
 @pytest.fixture
 def engine() -> Engine:
-    """Sixteen blocks of four, three sequences, twelve tokens a step."""
+    """Sixteen blocks of four tokens, three sequences, twelve tokens per step."""
     return Engine(SMALL)
 
 
@@ -53,7 +53,7 @@ def test_answer_has_the_length_asked_for(engine: Engine) -> None:
 
 
 def test_context_limits_the_answer(engine: Engine) -> None:
-    """An answer ends where the context does."""
+    """An answer ends at the end of the context."""
     engine.add(request(1, [*range(40)], max_tokens=100))
 
     assert 8 == len(finish(engine))
@@ -78,8 +78,8 @@ def test_long_prompt_is_computed_in_chunks(engine: Engine) -> None:
     assert [0, 0, 1] == [len(engine.step().outputs) for _ in range(3)]
 
 
-def test_decoding_goes_on_beside_a_prefill(engine: Engine) -> None:
-    """A long prompt takes what is left of the budget, so running answers keep flowing."""
+def test_decoding_continues_during_a_prefill(engine: Engine) -> None:
+    """A long prompt takes the rest of the budget, so running answers continue."""
     engine.add(request(1, [1], max_tokens=10))
     engine.step()
     engine.add(request(2, [*range(100, 130)]))
@@ -96,8 +96,8 @@ def test_sequences_are_limited(engine: Engine) -> None:
     assert (3, 1) == (engine.num_running, engine.num_waiting)
 
 
-def test_nobody_overtakes(engine: Engine) -> None:
-    """A small request does not pass a large one that finds no room."""
+def test_no_request_overtakes(engine: Engine) -> None:
+    """A small request does not pass a large one that does not fit."""
     engine.add(request(1, [*range(40)], max_tokens=8))
     while not engine.step().outputs:
         pass
@@ -110,7 +110,7 @@ def test_nobody_overtakes(engine: Engine) -> None:
 
 
 def test_newest_is_preempted_and_resumes() -> None:
-    """When blocks run out the newest request starts over, and still gives the answer it would have given."""
+    """When blocks run out the newest request starts over, and still gives the same answer."""
     engine = Engine(replace(SMALL, num_blocks=12))
     prompts = [[*range(100 * n, 100 * n + 16)] for n in (1, 2)]
     for number, prompt in enumerate(prompts):
@@ -126,7 +126,7 @@ def test_newest_is_preempted_and_resumes() -> None:
 
 
 def test_abort_frees_at_once(engine: Engine) -> None:
-    """An aborted request holds nothing, whether it ran or waited; a second abort does nothing."""
+    """An aborted request holds no blocks, running or waiting; a second abort has no effect."""
     for number in range(4):
         engine.add(request(number, [number], max_tokens=40))
     engine.step()
@@ -138,7 +138,7 @@ def test_abort_frees_at_once(engine: Engine) -> None:
 
 
 def test_reset_is_announced_by_the_next_step(engine: Engine) -> None:
-    """The clear comes first in the batch of the next request; it is refused while one runs."""
+    """The clear comes first in the batch of the next request; it fails while one runs."""
     engine.add(request(1, [*range(8)]))
     engine.step()
     assert not engine.reset_prefix_cache()
@@ -164,7 +164,7 @@ def test_cached_prefix_saves_time(engine: Engine) -> None:
 
 
 def test_given_hashes_stand_for_tokens() -> None:
-    """A trace that knows only hashes is served with them."""
+    """A trace that has only hashes can be served."""
     engine = Engine(SMALL)
     for number in (1, 2):
         engine.add(EngineRequest(str(number), token_ids([0] * 9), 1, hashes=(11, 22)))
@@ -175,7 +175,7 @@ def test_given_hashes_stand_for_tokens() -> None:
 
 
 def test_full_report(engine: Engine) -> None:
-    """A request that asks for it gets its reused blocks announced again."""
+    """A request with this option gets its reused blocks announced again."""
     engine.add(request(1, [*range(9)], max_tokens=1))
     finish(engine)
     engine.add(EngineRequest("2", token_ids(range(9)), 1, report_full=True))
@@ -187,7 +187,7 @@ def test_full_report(engine: Engine) -> None:
 
 @pytest.mark.parametrize("bad", [[], [1] * 48])
 def test_impossible_prompts(engine: Engine, bad: list[int]) -> None:
-    """An empty prompt, or one that leaves no room for an answer, is a mistake of the caller."""
+    """An empty prompt, or one without room for an answer, is an error."""
     with pytest.raises(ValueError, match="prompt of"):
         engine.add(request(1, bad))
 
@@ -201,7 +201,7 @@ def test_id_twice(engine: Engine) -> None:
 
 @pytest.mark.parametrize("wrong", [{"num_blocks": 2}, {"max_num_batched_tokens": 2}])
 def test_impossible_config(wrong: dict[str, int]) -> None:
-    """Settings under which a request could never finish are refused with the numbers."""
+    """Settings under which a request could never finish are rejected with the numbers."""
     with pytest.raises(ConfigError, match=r"\d"):
         replace(SMALL, **wrong)  # type: ignore[arg-type]
 
@@ -221,14 +221,14 @@ class Add:
     full: bool
 
     def request(self, number: int) -> EngineRequest:
-        """As the engine takes it."""
+        """The EngineRequest."""
         prompt = token_ids(range(1000 * self.family, 1000 * self.family + self.length))
         return EngineRequest(str(number), prompt, self.max_tokens, lora_name=self.lora_name, salt=self.salt)
 
 
 @dataclass(frozen=True)
 class Abort:
-    """End some request."""
+    """Abort some request."""
 
     number: int
 
@@ -258,7 +258,7 @@ configs = st.builds(
 
 
 def act(engine: Engine, action: Action, number: int) -> None:
-    """Do one thing to an engine."""
+    """Apply one action to an engine."""
     if isinstance(action, Add):
         engine.add(action.request(number))
     elif isinstance(action, Abort):
@@ -268,10 +268,10 @@ def act(engine: Engine, action: Action, number: int) -> None:
 
 
 @given(configs, st.lists(actions, max_size=60))
-def test_events_tell_the_cache(
+def test_events_describe_the_cache(
     new_shadow: Callable[[], Shadow], config: EngineConfig, history: list[Action]
 ) -> None:
-    """Whatever happens, the events give exactly the cache's content, and no block ever lacks its parent."""
+    """After any actions the events give exactly the cache's content, and no block lacks its parent."""
     engine, shadow = Engine(config), new_shadow()
 
     for number, action in enumerate(history):
@@ -289,7 +289,7 @@ def test_events_tell_the_cache(
 def test_cached_tokens_are_predictable(
     new_shadow: Callable[[], Shadow], config: EngineConfig, history: list[Add]
 ) -> None:
-    """One request at a time: what the events promise is what the engine reports."""
+    """One request at a time: the blocks in the events are those that the engine reports."""
     engine, shadow = Engine(config), new_shadow()
 
     for number, add in enumerate(history):
@@ -308,7 +308,7 @@ def test_cached_tokens_are_predictable(
 
 
 @given(configs, st.lists(adds, min_size=1, max_size=12))
-def test_everybody_is_served(config: EngineConfig, history: list[Add]) -> None:
+def test_every_request_is_served(config: EngineConfig, history: list[Add]) -> None:
     """All requests at once: each gets its whole answer, the same as alone on another engine."""
     engine = Engine(config)
     for number, add in enumerate(history):
@@ -323,7 +323,7 @@ def test_everybody_is_served(config: EngineConfig, history: list[Add]) -> None:
 
 
 def test_speed_up() -> None:
-    """A config twice as fast takes half the time."""
+    """A config with twice the speed takes half the time."""
     durations = []
     for config in (SMALL, speed_up(SMALL, 2)):
         engine = Engine(config)

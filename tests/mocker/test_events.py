@@ -28,7 +28,7 @@ def recorded(shape: str) -> list[bytes]:
 
 
 def rebuilt(event: dict[str, Any]) -> KvEvent:
-    """Our struct for a decoded event of map shape; vLLM's newer fields are dropped."""
+    """The struct of a decoded event of map shape, without vLLM's newer fields."""
     fields = {name: value for name, value in event.items() if name not in {"type", "session_id"}}
     kinds: dict[str, type[KvEvent]] = {
         kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
@@ -38,7 +38,7 @@ def rebuilt(event: dict[str, Any]) -> KvEvent:
 
 @pytest.mark.parametrize("shape", CAPTURES)
 def test_same_bytes_as_vllm(shape: str) -> None:
-    """The 125 batches of a real engine, taken apart and encoded again, are the same bytes."""
+    """The 125 batches of a real engine, decoded and encoded again, are the same bytes."""
     encoder = BatchEncoder(shape, rank=0)
 
     for payload, batch in zip(recorded(shape), map(msgpack.unpackb, recorded("map")), strict=True):

@@ -16,7 +16,7 @@ def order(request: pytest.FixtureRequest) -> EvictionOrder:
 
 
 def test_first_in_first_out_among_equals(order: EvictionOrder) -> None:
-    """Blocks of equal use leave in the order in which they came."""
+    """Blocks with equal use leave in the order in which they came."""
     for block in (3, 1, 2):
         order.push(block, engine_hash=100 + block)
 
@@ -35,7 +35,7 @@ def test_discarded_block_stays(order: EvictionOrder) -> None:
 
 
 def test_lru_ignores_use() -> None:
-    """Only the time of return counts."""
+    """Only the time of release counts."""
     order = LruOrder()
     order.used([101, 101])
     order.push(1, 101)
@@ -45,7 +45,7 @@ def test_lru_ignores_use() -> None:
 
 
 def test_lfu_keeps_what_is_used() -> None:
-    """The rarest hash goes first, however recent."""
+    """The least used hash is evicted first, also if its use was recent."""
     order = LfuOrder()
     order.used([101, 101, 102])
     order.push(1, 101)
@@ -55,7 +55,7 @@ def test_lfu_keeps_what_is_used() -> None:
 
 
 def test_lfu_forgets() -> None:
-    """A hash that was gone starts from nothing."""
+    """A hash that was gone starts at no uses."""
     order = LfuOrder()
     order.used([101, 101, 102])
     order.forget(101)

@@ -1,4 +1,4 @@
-"""Engine hashes name a block and what is before it."""
+"""Engine hashes name a block and everything before it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_names_are_stable() -> None:
 
 @pytest.mark.parametrize("keys", [{"lora_name": "a"}, {"salt": "a"}, {"lora_name": "a", "salt": "a"}])
 def test_lora_and_salt_reach_every_block(keys: dict[str, str]) -> None:
-    """Another LoRA or salt gives every block another name: one by its hash, one by the chain."""
+    """Another LoRA or salt changes every hash: the LoRA directly, the salt through the chain."""
     assert not set(names()) & set(names(**keys))
 
 
@@ -37,7 +37,7 @@ def test_empty_salt_counts_as_absent() -> None:
 
 
 def test_generated_blocks_continue_the_chain() -> None:
-    """A chain that grows names its blocks as if the tokens had been there from the start."""
+    """A growing chain has the same hashes as one that had all tokens at the start."""
     chain = Chain(token_ids(TOKENS[:20]), 16)
 
     chain.tokens.extend(TOKENS[20:])
@@ -48,6 +48,6 @@ def test_generated_blocks_continue_the_chain() -> None:
 
 @pytest.mark.parametrize("bad", [[-1], [1 << 32], ["a"], [1.5]])
 def test_not_a_token_id(bad: list[object]) -> None:
-    """What is not an unsigned 32-bit integer is refused."""
+    """Values other than unsigned 32-bit integers are rejected."""
     with pytest.raises((OverflowError, TypeError)):
         token_ids(bad)  # type: ignore[arg-type]

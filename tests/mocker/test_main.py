@@ -17,19 +17,19 @@ from kvrouter.mocker.config import MockerConfig
 
 
 def config(*arguments: str) -> MockerConfig:
-    """The config of a command line."""
+    """The settings of a command line."""
     return config_from(_parser().parse_args(arguments))
 
 
 def test_defaults() -> None:
-    """Without flags a mocker picks its ports and has vLLM's block size."""
+    """Without flags a mocker uses free ports and vLLM's block size."""
     default = config()
 
     assert (0, 16, 32_768) == (default.port, default.engine.block_size, default.engine.max_model_len)
 
 
 def test_context_follows_the_cache() -> None:
-    """A small cache has a small context, unless it is named."""
+    """A small cache has a small context, unless a flag sets it."""
     assert 160 == config("--num-blocks", "10").engine.max_model_len
 
 
@@ -41,18 +41,18 @@ def test_repeated_and_disabled() -> None:
 
 
 def test_replay_buffer() -> None:
-    """As large as vLLM's unless it is named."""
+    """As large as vLLM's unless a flag sets it."""
     assert (None, 25) == (config().replay_buffer, config("--replay-buffer", "25").replay_buffer)
 
 
 def test_impossible_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    """The process does not start, and says why."""
+    """The process does not start, and prints the reason."""
     with pytest.raises(SystemExit, match="max_model_len 5000 does not fit"):
         main(["--num-blocks", "10", "--max-model-len", "5000"])
 
 
 def test_process() -> None:
-    """It says where it is, serves, and ends with 0 on SIGTERM."""
+    """It logs its endpoints, serves, and ends with 0 on SIGTERM."""
     command = [sys.executable, "-m", "kvrouter.mocker", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -70,7 +70,7 @@ def test_process() -> None:
 
 @pytest.mark.parametrize("flags", [["--port"], ["--kv-events"]])
 def test_port_in_use(flags: list[str]) -> None:
-    """Who already listens there is not an exception but a message."""
+    """A port in use is a message, not a traceback."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -85,6 +85,6 @@ def test_port_in_use(flags: list[str]) -> None:
 
 
 def test_no_blocks() -> None:
-    """An engine without memory is refused."""
+    """An engine without blocks is rejected."""
     with pytest.raises(ConfigError, match="num_blocks 0 must be at least 1"):
         config("--num-blocks", "0")

@@ -33,7 +33,7 @@ def context() -> Iterator[zmq.asyncio.Context]:
 
 @pytest.fixture
 def dealer(context: zmq.asyncio.Context, publisher: Publisher) -> Iterator[zmq.asyncio.Socket]:
-    """A reader that asks for replays."""
+    """A reader that requests replays."""
     with context.socket(zmq.DEALER) as dealer:
         assert publisher.replay_endpoint is not None
         dealer.linger = 0
@@ -101,7 +101,7 @@ async def test_long_replay_is_complete(dealer: zmq.asyncio.Socket, publisher: Pu
 
 
 async def test_request_without_delimiter(dealer: zmq.asyncio.Socket, publisher: Publisher) -> None:
-    """It is not answered; the next proper one is."""
+    """It gets no answer; the next valid one does."""
     publish(publisher, 1)
     await dealer.send_multipart([sequence_frame(0)])
 
@@ -109,7 +109,7 @@ async def test_request_without_delimiter(dealer: zmq.asyncio.Socket, publisher: 
 
 
 async def test_no_replay() -> None:
-    """Some engines run without a replay socket."""
+    """An engine may have no replay socket."""
     async with Publisher.open(ANY_PORT, None, BatchEncoder("map", 0), "") as publisher:
         publish(publisher, 1)
 
@@ -124,7 +124,7 @@ async def test_taken_port(publisher: Publisher) -> None:
         await opening.__aenter__()
 
 
-def test_ranks_have_ports_of_their_own() -> None:
+def test_ranks_have_separate_ports() -> None:
     """The port is offset by the rank, but 0 stays 0."""
     assert "tcp://*:5559" == rank_endpoint("tcp://*:5557", 2)
     assert ANY_PORT == rank_endpoint(ANY_PORT, 2)

@@ -34,7 +34,7 @@ async def rank() -> AsyncIterator[Rank]:
 
 
 async def test_outputs_come_into_the_mailbox(rank: Rank) -> None:
-    """A request is run until its end."""
+    """A request runs until its end."""
     with rank.serving([request("a")]) as mailbox:
         outputs = await read(mailbox)
 
@@ -42,7 +42,7 @@ async def test_outputs_come_into_the_mailbox(rank: Rank) -> None:
 
 
 async def test_events_are_published_before_the_answer(rank: Rank) -> None:
-    """Whoever has the first token can replay the prompt's blocks."""
+    """A client with the first token can already have the prompt's blocks replayed."""
     with rank.serving([request("a")]) as mailbox:
         await mailbox.take()
 
@@ -50,7 +50,7 @@ async def test_events_are_published_before_the_answer(rank: Rank) -> None:
 
 
 async def test_leaving_early_aborts(rank: Rank) -> None:
-    """A reader that goes away leaves nothing behind."""
+    """A reader that leaves early leaves no request in the engine."""
     with rank.serving([request("a", 1000), request("b", 1000)]) as mailbox:
         await mailbox.take()
 
@@ -58,7 +58,7 @@ async def test_leaving_early_aborts(rank: Rank) -> None:
 
 
 async def test_shut_down(rank: Rank) -> None:
-    """What is in flight, and what still comes, ends with "abort"."""
+    """Running requests, and new ones, end with "abort"."""
     with rank.serving([request("a", 1000)]) as before:
         rank.shut_down()
         with rank.serving([request("b")]) as after:
@@ -78,7 +78,7 @@ async def test_idle_rank_waits(rank: Rank) -> None:
 
 
 async def test_failed_engine_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a dead engine, and the failure is raised when the rank closes."""
+    """Requests of a failed engine end, and the error is raised when the rank closes."""
 
     def fail(_: Engine) -> StepResult:
         raise ZeroDivisionError

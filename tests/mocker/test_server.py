@@ -1,4 +1,4 @@
-"""vLLM's HTTP surface, over real sockets."""
+"""vLLM's HTTP interface, over real sockets."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_stream(client: aiohttp.ClientSession) -> None:
 
 
 async def test_continuous_usage(client: aiohttp.ClientSession) -> None:
-    """Every chunk counts, on request."""
+    """Every chunk has usage, if requested."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": PROMPT, "max_tokens": 2, "stream_options": options}
 
@@ -113,7 +113,7 @@ async def test_continuous_usage(client: aiohttp.ClientSession) -> None:
 
 
 async def test_text_needs_a_tokenizer(client: aiohttp.ClientSession) -> None:
-    """Without a model directory text is refused with the way out."""
+    """Without a model directory text is rejected with the way out."""
     for path, body in [
         ("/v1/completions", {"prompt": "text"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
@@ -149,10 +149,10 @@ async def test_text_needs_a_tokenizer(client: aiohttp.ClientSession) -> None:
         ({"prompt": PROMPT, "stream_options": {}}, 400, "Bad Request", "Stream options"),
     ],
 )
-async def test_refusals(
+async def test_errors(
     client: aiohttp.ClientSession, body: Json, status: int, kind: str, message: str
 ) -> None:
-    """VLLM's status, type and message."""
+    """Status, type and message of vLLM's errors."""
     async with client.post("/v1/completions", json=body) as response:
         error = (await response.json())["error"]
 
@@ -220,7 +220,7 @@ async def test_metrics(client: aiohttp.ClientSession) -> None:
 
 
 async def test_reset_prefix_cache(client: aiohttp.ClientSession) -> None:
-    """The cache is forgotten."""
+    """The cache is emptied."""
     await complete(client)
 
     async with client.post("/reset_prefix_cache") as response:
@@ -230,7 +230,7 @@ async def test_reset_prefix_cache(client: aiohttp.ClientSession) -> None:
 
 
 async def test_nodelay(mocker: Mocker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sockets that are accepted have TCP_NODELAY set, so small chunks leave at once."""
+    """Accepted sockets have TCP_NODELAY, so small chunks leave at once."""
     seen: list[int] = []
     health = mocker.service.health
 
@@ -262,7 +262,7 @@ async def test_nodelay(mocker: Mocker, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Turn the loop until something is so; the test's time limit is the bound."""
+    """Let the event loop run until `is_so` holds; the test's time limit is the bound."""
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - the engine has no event for what a test waits for
             await asyncio.sleep(0)
@@ -270,14 +270,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def slow() -> AsyncIterator[Mocker]:
-    """A mocker that takes its time: one step a millisecond, at most two requests."""
+    """A slow mocker: one step per millisecond, at most two requests."""
     async with running_mocker(replace(CONFIG, speedup=5, max_num_queued_reqs=2)) as mocker:
         yield mocker
 
 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_disconnect_aborts(slow: Mocker, streams: bool) -> None:
-    """A client that leaves frees its blocks, whether or not it streamed."""
+    """A client that leaves frees its blocks, streamed or not."""
     body = {"prompt": PROMPT, "max_tokens": 900, "stream": streams}
     async with aiohttp.ClientSession(slow.url) as client:
         call = asyncio.create_task(client.post("/v1/completions", json=body))
@@ -291,7 +291,7 @@ async def test_disconnect_aborts(slow: Mocker, streams: bool) -> None:
 
 
 async def test_overload(slow: Mocker) -> None:
-    """Beyond the limit: 503, and for a stream 200 whose first event is the error."""
+    """Beyond the limit: 503; for a stream 200 with an error as the first event."""
     body = {"prompt": PROMPT, "max_tokens": 900}
     async with aiohttp.ClientSession(slow.url) as client:
         calls = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
@@ -312,8 +312,8 @@ async def test_overload(slow: Mocker) -> None:
     assert 2 == slow.service.rejections
 
 
-async def test_shutdown_ends_what_runs() -> None:
-    """In-flight requests end with their partial output, HTTP 200 and "abort"; the port is closed."""
+async def test_shutdown() -> None:
+    """Running requests end with their partial output, HTTP 200 and "abort"; the port is closed."""
     body = {"prompt": PROMPT, "max_tokens": 900}
     async with aiohttp.ClientSession() as client:
         async with running_mocker(replace(CONFIG, speedup=5)) as mocker:
@@ -340,7 +340,7 @@ async def test_shutdown_ends_what_runs() -> None:
 
 
 async def test_ranks() -> None:
-    """The header pins a rank; each has its own cache and its own endpoints."""
+    """The header selects a rank; each has a separate cache and separate endpoints."""
     pin = {"X-data-parallel-rank": "1"}
     async with (
         running_mocker(replace(CONFIG, data_parallel_size=2)) as mocker,
@@ -359,7 +359,7 @@ async def test_ranks() -> None:
 
 @pytest.mark.parametrize(("rank", "status"), [("2", 400), ("-1", 400), ("x", 200), ("0", 200)])
 async def test_rank_header(client: aiohttp.ClientSession, rank: str, status: int) -> None:
-    """Out of range is refused, what is no integer is ignored."""
+    """A rank out of range is rejected; a value that is not an integer is ignored."""
     headers = {"X-data-parallel-rank": "5" if rank == "2" else rank}
     async with client.post("/v1/completions", json={"prompt": PROMPT}, headers=headers) as response:
         assert status == response.status
@@ -377,7 +377,7 @@ async def test_requests_spread_over_ranks() -> None:
 
 
 async def test_replay_gives_the_cache(mocker: Mocker, client: aiohttp.ClientSession) -> None:
-    """What the replay socket hands out names exactly the blocks that are cached."""
+    """The replay socket names exactly the cached blocks."""
     for start in (0, 50, 0):
         await complete(client, [*range(start, start + 200)])
 

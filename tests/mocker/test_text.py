@@ -49,7 +49,7 @@ async def chat(client: openai.AsyncOpenAI, messages: list[Any], max_tokens: int 
 
 
 async def test_chat(client: openai.AsyncOpenAI) -> None:
-    """A chat is rendered, encoded, answered in words."""
+    """A chat is rendered, encoded, and answered in words."""
     answer = await chat(client, [QUESTION])
 
     assert answer.id.startswith("chatcmpl-")
@@ -76,7 +76,7 @@ async def test_chat_stream_begins_with_the_role(client: openai.AsyncOpenAI) -> N
 
 
 async def test_next_turn_finds_the_answer_in_the_cache(client: openai.AsyncOpenAI) -> None:
-    """The answer sent back as text has the tokens that were generated."""
+    """An answer sent back as text has the generated tokens."""
     first = await chat(client, [QUESTION])
     answer = {"role": "assistant", "content": first.choices[0].message.content}
 
@@ -87,7 +87,7 @@ async def test_next_turn_finds_the_answer_in_the_cache(client: openai.AsyncOpenA
 
 
 async def test_chat_ends_by_itself(client: openai.AsyncOpenAI) -> None:
-    """Without max_tokens the model stops in the end, and the end is no text."""
+    """Without max_tokens the model stops in the end, and its end token has no text."""
     answer = await chat(client, [QUESTION], max_tokens=None)
 
     assert "stop" == answer.choices[0].finish_reason
@@ -127,7 +127,7 @@ def test_spoken_words_survive_a_round_trip(model_path: Path) -> None:
     "vocabulary", [{"a": 0, "b": 1, "?": 2}, {"\u6f22": 0, "\u5b57": 1, "?": 2}, {"?": 0}]
 )
 async def test_no_words(tmp_path: Path, vocabulary: dict[str, int]) -> None:
-    """A tokenizer without a word after a space answers with the tokens that it has."""
+    """A tokenizer without a word after a space answers with its other tokens."""
     tokenizer = Tokenizers(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(tmp_path / "tokenizer.json"))

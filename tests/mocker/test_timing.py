@@ -18,7 +18,7 @@ def test_empty_step_reads_the_weights() -> None:
 
 @given(amounts, amounts, amounts, amounts)
 def test_speedup_scales_everything(prefill: int, decode: int, context: int, host: int) -> None:
-    """Ten times the speed is a tenth of the time, whatever the work."""
+    """Ten times the speed is a tenth of the time, for any work."""
     work = StepWork(prefill, decode, context, host)
 
     assert Timing().step_s(work) == pytest.approx(10 * Timing().scaled(10).step_s(work))
@@ -26,5 +26,5 @@ def test_speedup_scales_everything(prefill: int, decode: int, context: int, host
 
 @given(amounts, amounts)
 def test_more_work_takes_longer(prefill: int, more: int) -> None:
-    """Time grows with the tokens to prefill: this is what a cache hit saves."""
+    """Time grows with the tokens to prefill: a cache hit saves it."""
     assert Timing().step_s(StepWork(prefill)) <= Timing().step_s(StepWork(prefill + more))

@@ -1,4 +1,4 @@
-"""What an agent publishes, question by question, from a real publisher or from one that lies."""
+"""The frames of an agent, requested one by one, from a real publisher or from one that lies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK_SIZE = 4
 
 
 class Agent:
-    """One rank's publisher, which answers as its agent would; or with what is put in `lies` first."""
+    """One rank's publisher, which answers like its agent; or first with the answers in `lies`."""
 
     def __init__(self, max_bytes: int = 1 << 20) -> None:
         self.publisher = KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="m", incarnation=7)
@@ -28,24 +28,24 @@ class Agent:
         return self.lies.pop() if self.lies else self.publisher.answer(request, self._max_bytes, self._now)
 
     def store(self, *engine_hashes: int, tier: str = "device", parent: int | None = None) -> None:
-        """A chain, as a frame of its own."""
+        """Store a chain, in a separate frame."""
         tokens = [token for each in engine_hashes for token in [each] * BLOCK_SIZE]
         self.publisher.stored(engine_hashes, tokens, parent, tier=tier)
         self.flush()
 
     def remove(self, *engine_hashes: int, tier: str = "device") -> None:
-        """A frame of its own."""
+        """Remove blocks, in a separate frame."""
         self.publisher.removed(engine_hashes, tier)
         self.flush()
 
     def flush(self) -> None:
-        """Send, with a digest each time."""
+        """Send a frame, with a digest each time."""
         self._now += 100.0
         self.publisher.flush(self._now)
 
     @property
     def content(self) -> Content:
-        """What it publishes now, by its own reckoning."""
+        """The published blocks, computed separately."""
         names = ("device", "host", "disk")
         checks = self.publisher.blocks.check_ops()
         return tuple(
@@ -59,7 +59,7 @@ async def look(feed: RankFeed, agent: Agent) -> list[Copy]:
 
 
 async def test_every_frame() -> None:
-    """From the first snapshot on it is known what was held at each frame."""
+    """From the first snapshot on, the content at each frame is known."""
     agent, feed = Agent(), RankFeed(0)
     agent.store(1, 2)
     assert [Copy(7, 1, agent.content)] == await look(feed, agent)
@@ -77,14 +77,14 @@ async def test_every_frame() -> None:
 
 
 async def test_nothing_yet() -> None:
-    """A feed without a frame is known as such."""
+    """A feed without a frame is shown as such."""
     agent = Agent()
 
     assert [Copy(7, 0, agent.content)] == await look(RankFeed(0), agent)
 
 
 async def test_tiers() -> None:
-    """Each tier set is the agent's own, and a wider one that adds nothing is shown if the card has it."""
+    """Each tier set is the agent's own; a wider one that adds no block is shown if the card has it."""
     agent, feed = Agent(), RankFeed(0)
     agent.store(1, 2, 3)
     assert 2 == len((await feed.look(agent.ask, 2))[-1].content)
@@ -102,7 +102,7 @@ async def test_tiers() -> None:
 
 
 async def test_snapshot_in_chunks() -> None:
-    """As many questions as there are chunks."""
+    """There are as many requests as chunks."""
     agent = Agent(max_bytes=200)
     for number in range(40):
         agent.store(number)
@@ -114,7 +114,7 @@ async def test_snapshot_in_chunks() -> None:
 
 
 async def test_new_life() -> None:
-    """An agent that begins anew is read anew."""
+    """A new life of the agent is read from its beginning."""
     agent, feed = Agent(), RankFeed(0)
     agent.store(1)
     await look(feed, agent)
@@ -124,8 +124,8 @@ async def test_new_life() -> None:
     assert Copy(9, agent.publisher.seq, agent.content) == (await look(feed, agent))[-1]
 
 
-async def test_digest_of_its_own() -> None:
-    """An agent whose digest is not that of its frames contradicts itself, or another has answered for it."""
+async def test_wrong_digest() -> None:
+    """A digest that does not fit the frames: the agent is wrong, or another process has answered."""
     agent, feed = Agent(), RankFeed(0)
     agent.store(1)
     await look(feed, agent)
@@ -135,8 +135,8 @@ async def test_digest_of_its_own() -> None:
     assert "as of frame 7:2" == feed.bad_digest
 
 
-async def test_other_frames_than_asked_for() -> None:
-    """That is said, and the next look begins with a snapshot."""
+async def test_other_frames_than_requested() -> None:
+    """They are an error, and the next look begins with a snapshot."""
     agent, feed = Agent(), RankFeed(0)
     agent.store(1)
     await look(feed, agent)
@@ -148,7 +148,7 @@ async def test_other_frames_than_asked_for() -> None:
 
 
 async def test_malformed_answer() -> None:
-    """It is said, and nothing ends."""
+    """It is an error of this look, and the next one begins with a snapshot."""
     agent, feed = Agent(), RankFeed(0)
     agent.lies = [b"?"]
 

@@ -1,4 +1,4 @@
-"""What an engine holds, by the batches that a scripted one still replays."""
+"""The blocks of an engine, from the batches that a simulated one still replays."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Event = list[Any]
 
 
 def store(first: int, count: int = 1) -> Event:
-    """Blocks of one chain, which the engine calls 100, 101 and so on."""
+    """Blocks of one chain, with the engine hashes 100, 101 and so on."""
     tokens = TOKENS[BLOCK_SIZE * first : BLOCK_SIZE * (first + count)]
     parent = 99 + first if first else None
     return ["BlockStored", [*range(100 + first, 100 + first + count)], parent, tokens, BLOCK_SIZE]
 
 
 def remove(*blocks: int) -> Event:
-    """They leave the device."""
+    """Remove blocks from the device."""
     return ["BlockRemoved", [100 + block for block in blocks]]
 
 
@@ -42,25 +42,25 @@ CLEAR: Event = ["AllBlocksCleared"]
 
 
 class Engine:
-    """Batches by number, of which the oldest may be gone."""
+    """Batches by number; the oldest may be gone."""
 
     def __init__(self) -> None:
         self.batches: list[bytes] = []
         self.oldest = 0
         self.answers = True
 
-    def say(self, *events: Event) -> None:
-        """One batch."""
+    def publish(self, *events: Event) -> None:
+        """Publish one batch."""
         self.batches.append(msgspec.msgpack.encode([time.time(), list(events)]))
 
     def forget(self) -> None:
-        """What it has said so far is replayed no longer."""
+        """Remove all batches so far from the replay."""
         self.oldest = len(self.batches)
 
     async def replay(
         self, _context: object, _endpoint: str, from_seq: int, _timeout_s: float
     ) -> list[Numbered] | None:
-        """As `ask_replay`."""
+        """The answer of `ask_replay`."""
         numbered = list(enumerate(self.batches))
         return numbered[max(from_seq, self.oldest) :] if self.answers else None
 
@@ -74,37 +74,37 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 class Checked:
-    """An engine's history, and what it says of an agent that publishes some blocks."""
+    """An engine's history, compared with an agent that publishes some blocks."""
 
     def __init__(self) -> None:
         self.history = EngineHistory("tcp://e", CARD, 0)
 
     async def look(self) -> bool:
-        """One more."""
+        """Take one more look."""
         with zmq.asyncio.Context() as context:
             return await self.history.look(context)
 
     def differences(self, *blocks: SequenceHash, is_partial: bool = False) -> list[str]:
-        """What is wrong with publishing these."""
+        """The differences if these blocks are published."""
         return list(self.history.differences(published(blocks), is_partial=is_partial))
 
     def doubts(self, *blocks: SequenceHash, is_partial: bool = False) -> list[str]:
-        """What is not known of these."""
+        """The doubts if these blocks are published."""
         return list(self.history.doubts(published(blocks), is_partial=is_partial))
 
 
 def published(blocks: Iterable[SequenceHash]) -> TierSets:
-    """On the device."""
+    """Published blocks on the device."""
     sets = TierSets()
     sets.apply(Stored(DEVICE, None, pack_hashes(list(blocks))))
     return sets
 
 
 async def test_equal(engine: Engine) -> None:
-    """What it has stored and not removed, each as often as it has stored it."""
+    """The blocks that were stored and not removed, counted per copy."""
     checked = Checked()
-    engine.say(store(0, 3), store(0))
-    engine.say(remove(2), remove(0))
+    engine.publish(store(0, 3), store(0))
+    engine.publish(remove(2), remove(0))
     await checked.look()
     await checked.look()
 
@@ -113,10 +113,10 @@ async def test_equal(engine: Engine) -> None:
 
 
 async def test_published_and_gone(engine: Engine) -> None:
-    """A block that the engine has removed is one too many; so is one that it never had."""
+    """A block that the engine has removed, or never had, is one too many."""
     checked = Checked()
-    engine.say(store(0, 3))
-    engine.say(remove(2))
+    engine.publish(store(0, 3))
+    engine.publish(remove(2))
     await checked.look()
     await checked.look()
 
@@ -127,9 +127,9 @@ async def test_published_and_gone(engine: Engine) -> None:
 
 
 async def test_held_and_not_published(engine: Engine) -> None:
-    """It is missing, unless the agent says itself that it may lack some."""
+    """It is missing, unless the agent is partial."""
     checked = Checked()
-    engine.say(store(0, 3))
+    engine.publish(store(0, 3))
     await checked.look()
     await checked.look()
 
@@ -142,12 +142,12 @@ async def test_held_and_not_published(engine: Engine) -> None:
 
 
 async def test_between_two_looks(engine: Engine) -> None:
-    """What has come or gone since the look before may be published or not; afterwards it counts."""
+    """A block that came or went between the looks may be published or not; later it counts."""
     checked = Checked()
-    engine.say(store(0, 2))
+    engine.publish(store(0, 2))
     await checked.look()
-    engine.say(remove(1), store(2))
-    engine.say(store(1), remove(2))
+    engine.publish(remove(1), store(2))
+    engine.publish(store(1), remove(2))
     await checked.look()
 
     for blocks in ((A,), (A, B), (A, B, C)):
@@ -157,12 +157,12 @@ async def test_between_two_looks(engine: Engine) -> None:
 
 
 async def test_replay_that_does_not_reach_back(engine: Engine) -> None:
-    """Blocks from before are unknown; those that the replay names as held must be published."""
+    """Blocks from before are unknown; those that the replay stores must be published."""
     checked = Checked()
-    engine.say(store(0))
+    engine.publish(store(0))
     engine.forget()
-    engine.say(remove(0))
-    engine.say(store(0, 3), remove(2))
+    engine.publish(remove(0))
+    engine.publish(store(0, 3), remove(2))
     await checked.look()
     await checked.look()
 
@@ -173,13 +173,13 @@ async def test_replay_that_does_not_reach_back(engine: Engine) -> None:
     assert f"its agent publishes 1 block ({C:016x}) that its engine stored and removed" in gone
 
 
-async def test_reports_are_no_stores(engine: Engine) -> None:
-    """While the beginning is not known a store at the root may be a report: one copy is believed."""
+async def test_reports_are_not_stores(engine: Engine) -> None:
+    """While the beginning is unknown a store at the root may be a report: one copy counts."""
     checked = Checked()
-    engine.say(store(0))
+    engine.publish(store(0))
     engine.forget()
-    engine.say(store(0), store(0))
-    engine.say(remove(0))
+    engine.publish(store(0), store(0))
+    engine.publish(remove(0))
     await checked.look()
     await checked.look()
 
@@ -187,11 +187,11 @@ async def test_reports_are_no_stores(engine: Engine) -> None:
 
 
 async def test_emptied_cache(engine: Engine) -> None:
-    """From then on all is known, whatever the replay lacks."""
+    """From then on everything is known, also if the replay is incomplete."""
     checked = Checked()
-    engine.say(store(3))
+    engine.publish(store(3))
     engine.forget()
-    engine.say(store(0), CLEAR, store(0))
+    engine.publish(store(0), CLEAR, store(0))
     await checked.look()
     await checked.look()
 
@@ -200,13 +200,13 @@ async def test_emptied_cache(engine: Engine) -> None:
 
 
 async def test_engine_that_restarts(engine: Engine) -> None:
-    """Its batches begin with 0 again, and it has nothing from before."""
+    """Its batches begin with 0 again, and it has no earlier blocks."""
     checked = Checked()
-    engine.say(store(0, 2))
+    engine.publish(store(0, 2))
     await checked.look()
     engine.batches.clear()
-    engine.say(store(2))
-    engine.say(store(0))
+    engine.publish(store(2))
+    engine.publish(store(0))
     await checked.look()
     await checked.look()
 
@@ -215,10 +215,10 @@ async def test_engine_that_restarts(engine: Engine) -> None:
 
 
 async def test_malformed_removal(engine: Engine) -> None:
-    """After it nothing is known to be gone."""
+    """After it no block is known to be gone."""
     checked = Checked()
-    engine.say(store(0, 2))
-    engine.say(["BlockRemoved", "?"])
+    engine.publish(store(0, 2))
+    engine.publish(["BlockRemoved", "?"])
     await checked.look()
     await checked.look()
 
@@ -227,9 +227,9 @@ async def test_malformed_removal(engine: Engine) -> None:
 
 
 async def test_no_answer(engine: Engine) -> None:
-    """It is said; the next look begins anew."""
+    """It is reported; the next look begins again."""
     checked = Checked()
-    engine.say(store(0))
+    engine.publish(store(0))
     engine.answers = False
     assert not await checked.look()
 

@@ -1,4 +1,4 @@
-"""`kvrouter verify` before servers that say what the test wants, and before real frontends."""
+"""`kvrouter verify` with servers that give prepared answers, and with real frontends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KV = "blocks of w1/0 in p"
 
 
 def body(router_id: str, **more: Any) -> Json:
-    """What a replica says that holds 5 blocks of w1 as of frame 10, and nobody's bookings."""
+    """The /workers of a replica that holds 5 blocks of w1 as of frame 10, and no bookings."""
     facts = {"seq": 10, "incarnation": 1, "digest": AGREED, "state": "live", "lag": 0, "flag": "", **more}
     feed = {"kind": "kv", "pool": "p", "owner": "w1/0", "incarnation": facts["incarnation"]}
     feed |= {"last_seq": facts["seq"], "state": facts["state"], "lag": facts["lag"], "flag": facts["flag"]}
@@ -47,13 +47,13 @@ def body(router_id: str, **more: Any) -> Json:
 
 
 def sync_feed(owner: str, seq: int = 4) -> Json:
-    """A peer's bookings, as followed here."""
+    """A peer's bookings, as this replica follows them."""
     feed = {"kind": "sync", "pool": "p", "owner": owner, "incarnation": 3, "last_seq": seq}
     return {**feed, "state": "live", "lag": 0, "flag": ""}
 
 
-class Said:
-    """Looks at replicas r0, r1 …: each argument is what all of them say in one look."""
+class Looks:
+    """Looks at replicas r0, r1 …: each argument has the answers of all of them in one look."""
 
     def __init__(self, *looks: tuple[Json, ...]) -> None:
         self.comparison = Comparison()
@@ -62,12 +62,12 @@ class Said:
 
     @property
     def report(self) -> Report:
-        """As of the last look."""
+        """The report after the last look."""
         return self.comparison.report(1, 0.0)
 
     @property
     def differences(self) -> list[str]:
-        """As of the last look."""
+        """The differences after the last look."""
         return self.report.differences
 
 
@@ -75,8 +75,8 @@ class Said:
 
 
 def test_equal() -> None:
-    """The same at the same frames: nothing to say."""
-    report = Said((body("r0"), body("r1"))).report
+    """The same content at the same frames: no difference."""
+    report = Looks((body("r0"), body("r1"))).report
 
     assert report.is_equal
     assert {"u0": "r0", "u1": "r1"} == report.replicas
@@ -87,8 +87,8 @@ def test_equal() -> None:
 
 
 def test_other_digest_at_the_same_frame() -> None:
-    """That is a difference, whatever comes later."""
-    said = Said((body("r0"), body("r1", digest=f"{8:016x}")), (body("r0", seq=11), body("r1", seq=11)))
+    """It is a difference, also if later frames are equal."""
+    said = Looks((body("r0"), body("r1", digest=f"{8:016x}")), (body("r0", seq=11), body("r1", seq=11)))
 
     assert not said.report.is_equal
     assert [
@@ -98,32 +98,32 @@ def test_other_digest_at_the_same_frame() -> None:
 
 
 def test_other_digest_at_other_frames() -> None:
-    """Two moments of one feed say nothing about each other."""
-    said = Said((body("r0"), body("r1", seq=11, digest=f"{8:016x}")))
+    """Two moments of one feed cannot be compared."""
+    said = Looks((body("r0"), body("r1", seq=11, digest=f"{8:016x}")))
 
     assert [] == said.comparison.differences
     assert [f"{KV}: u0 and u1 were never at the same frame (now 1:10 and 1:11)"] == said.differences
 
 
 def test_met_at_different_looks() -> None:
-    """Under traffic one replica is seen at a frame a moment after the other."""
-    assert Said((body("r0", seq=11), body("r1")), (body("r0", seq=12), body("r1", seq=11))).report.is_equal
+    """Under traffic one replica reaches a frame a moment after the other."""
+    assert Looks((body("r0", seq=11), body("r1")), (body("r0", seq=12), body("r1", seq=11))).report.is_equal
 
 
 def test_met_through_others() -> None:
-    """A is equal to B at one frame, B to C at another."""
+    """A equals B at one frame, and B equals C at another."""
     first = (body("r0", seq=10), body("r1", seq=10), body("r2", seq=9))
     then = (body("r0", seq=13), body("r1", seq=12), body("r2", seq=12))
 
-    assert Said(first).differences
-    assert Said(first, then).report.is_equal
+    assert Looks(first).differences
+    assert Looks(first, then).report.is_equal
 
 
 def test_owner_is_a_party() -> None:
-    """A booking that its owner has freed and a peer still holds is a phantom."""
+    """A booking that its owner has freed and a peer still holds is an error."""
     peer = body("r1")
     peer["bookings"][0]["owners"] = {"r0": {"count": 1, "digest": AGREED}}
-    said = Said((body("r0"), peer))
+    said = Looks((body("r0"), peer))
 
     (text,) = said.differences
     assert text.startswith("bookings of r0 in p, as of frame 3:4: u0 holds bookings 0 ")
@@ -136,7 +136,7 @@ def test_dead_owner() -> None:
     late["feeds"].append(sync_feed("dead"))
     late["bookings"][0]["owners"] = {"dead": {"count": 2, "digest": AGREED}}
 
-    assert ["bookings of dead in p: u0 does not follow them"] == Said((body("r0"), late)).differences
+    assert ["bookings of dead in p: u0 does not follow them"] == Looks((body("r0"), late)).differences
 
 
 @pytest.mark.parametrize(
@@ -149,32 +149,32 @@ def test_dead_owner() -> None:
         ({"incarnation": 2}, f"{KV}: u0 stays behind, by 0 frames now"),
     ],
 )
-def test_what_is_not_in_step(facts: Json, says: str) -> None:
-    """It may pass, and is said if it has not when time is up."""
-    said = Said((body("r0"), body("r1", **facts)))
+def test_not_in_step(facts: Json, says: str) -> None:
+    """It may end, and is reported if it has not at the end."""
+    said = Looks((body("r0"), body("r1", **facts)))
 
     assert [] == said.comparison.differences
     assert says in said.differences
 
 
 def test_caught_up() -> None:
-    """Lag at one look, none at the next."""
-    assert Said((body("r0"), body("r1", lag=3)), (body("r0"), body("r1"))).report.is_equal
+    """Lag at one look, and none at the next."""
+    assert Looks((body("r0"), body("r1", lag=3)), (body("r0"), body("r1"))).report.is_equal
 
 
-def test_new_incarnation_begins_anew() -> None:
-    """What was equal before a source started anew proves nothing about it."""
+def test_new_incarnation() -> None:
+    """Equality in a former incarnation proves nothing about the new one."""
     before, after = (body("r0"), body("r1")), (body("r0", incarnation=2, seq=1), body("r1"))
 
-    assert Said(before).report.is_equal
-    assert not Said(before, after).report.is_equal
+    assert Looks(before).report.is_equal
+    assert not Looks(before, after).report.is_equal
 
 
 def test_strangers() -> None:
-    """Replicas that do not see each other, share differently or cut blocks differently."""
+    """Replicas that do not see each other, or have different settings."""
     other = body("r1")
     other |= {"namespace_peers": [], "replica_sync": False, "pools": [{"pool": "p", "block_size": 32}]}
-    differences = Said((body("r0"), other)).differences
+    differences = Looks((body("r0"), other)).differences
 
     assert "u1 does not see the replica r0 (u0)" in differences
     assert "u0 and u1: only one of them has --router-replica-sync" in differences
@@ -182,10 +182,10 @@ def test_strangers() -> None:
 
 
 def test_replica_without_sync() -> None:
-    """One that runs without --router-replica-sync follows no bookings: that is what is said."""
+    """A replica without --router-replica-sync follows no bookings, which the report states."""
     alone = body("r1") | {"replica_sync": False}
     alone["feeds"] = alone["feeds"][:1]
-    differences = Said((body("r0"), alone)).differences
+    differences = Looks((body("r0"), alone)).differences
 
     assert "u0 and u1: only one of them has --router-replica-sync" in differences
     assert (
@@ -195,10 +195,10 @@ def test_replica_without_sync() -> None:
 
 
 def test_silent_owner() -> None:
-    """Survivors agree on a dead replica's bookings until its lease ends: equal, with a note."""
+    """Replicas agree on a dead replica's bookings until its lease ends: equal, with a note."""
     survivor = body("r1")
     survivor["peers"][1]["silent_rounds"] = 3
-    report = Said((body("r0"), survivor)).report
+    report = Looks((body("r0"), survivor)).report
 
     assert report.is_equal
     (note,) = report.notes
@@ -206,19 +206,19 @@ def test_silent_owner() -> None:
 
 
 def test_restart_while_looking() -> None:
-    """Another replica answers under the URL."""
+    """Another replica answers at the URL."""
     with pytest.raises(VerifyError, match="u1 answers as r1 and as r2"):
-        Said((body("r0"), body("r1")), (body("r0"), body("r2")))
+        Looks((body("r0"), body("r1")), (body("r0"), body("r2")))
 
 
 def test_one_replica_twice() -> None:
     """It would agree with itself."""
     with pytest.raises(VerifyError, match="two URLs lead to the same replica"):
-        Said((body("r0"), body("r0")))
+        Looks((body("r0"), body("r0")))
 
 
 def test_another_version() -> None:
-    """A /workers without what is compared is refused, not found equal."""
+    """A /workers without the compared fields is rejected, not found equal."""
     with pytest.raises(VerifyError, match=r"u/workers is not in this version.s format"):
         read_view("u", {"router_id": "r0"})
 
@@ -229,7 +229,7 @@ def test_another_version() -> None:
 def owned(
     *frames: tuple[int, str], engine: EngineCheck | None = None, errors: tuple[str, ...] = ()
 ) -> OwnersView:
-    """What w1's agent held at these frames of incarnation 1: 5 blocks each, of this digest."""
+    """The content of w1's agent at these frames of incarnation 1: 5 blocks each, with this digest."""
     key = FeedKey("kv", "p", "w1/0")
     copies = [(key, Copy(1, seq, (("device", 5, digest),))) for seq, digest in frames]
     return OwnersView(copies, {key: engine} if engine else {}, errors)
@@ -237,13 +237,13 @@ def owned(
 
 def with_owners(view: OwnersView, *bodies: Json) -> Report:
     """One look at replicas, then at owners."""
-    said = Said(bodies)
+    said = Looks(bodies)
     said.comparison.add_owners(view)
     return said.report
 
 
 def test_equal_to_its_agent() -> None:
-    """The agent is met at whatever frame a replica stands; one replica is enough."""
+    """The agent's content is known at every frame of a replica, so one replica is enough."""
     view = owned((9, "a"), (10, AGREED), (11, "b"), engine=EngineCheck("equal"))
     report = with_owners(view, body("r0"))
 
@@ -254,7 +254,7 @@ def test_equal_to_its_agent() -> None:
 
 
 def test_wrong_alike() -> None:
-    """Replicas that agree and hold something else than their agent."""
+    """Replicas that agree with each other and not with their agent."""
     report = with_owners(owned((10, "a")), body("r0"), body("r1"))
 
     assert (
@@ -265,7 +265,7 @@ def test_wrong_alike() -> None:
 
 
 def test_frames_that_were_never_published() -> None:
-    """A forged snapshot's number: both replicas stand where their agent has not been."""
+    """After a forged snapshot both replicas are at a frame that the agent never had."""
     report = with_owners(owned((10, AGREED)), body("r0", seq=1000), body("r1", seq=1000))
 
     at = "is at frame 1:1000, which its agent has not published: that is at 1:10"
@@ -273,7 +273,7 @@ def test_frames_that_were_never_published() -> None:
 
 
 def test_wider_tier_that_adds_nothing() -> None:
-    """Whether it is named makes no difference."""
+    """A wider tier set without further blocks makes no difference."""
     host = body("r0")
     host["targets"][0]["tiers"].append({"tier": "host", "blocks": 5, "digest": AGREED})
 
@@ -281,7 +281,7 @@ def test_wider_tier_that_adds_nothing() -> None:
 
 
 def test_worker_without_agent() -> None:
-    """A target that nobody announces, an agent that does not answer, one that no replica follows."""
+    """A target without an announcement, an agent without an answer, one that no replica follows."""
     nobody = OwnersView([], {}, ())
     key = FeedKey("kv", "p", "w1/0")
     mute = OwnersView([(key, Copy(0, 0, (), trouble="no answer"))], {}, ())
@@ -295,8 +295,8 @@ def test_worker_without_agent() -> None:
     assert [f"{KV}: no agent announces them"] == with_owners(gone, body("r0")).differences
 
 
-def test_engine_says_otherwise() -> None:
-    """What differs is a difference; what was not compared is a note."""
+def test_engine_contradicts() -> None:
+    """A difference is a difference; a part that was not compared is a note."""
     differs = EngineCheck("different", ("its agent publishes 1 block",))
     unchecked = EngineCheck("not checked", ("no replay",))
 
@@ -309,8 +309,8 @@ def test_engine_says_otherwise() -> None:
 
 
 def test_error_of_an_agent() -> None:
-    """It is certain, and said once."""
-    said = Said((body("r0"),))
+    """It is certain, and reported once."""
+    said = Looks((body("r0"),))
     for _ in range(2):
         said.comparison.add_owners(owned((10, AGREED), errors=("two answers",)))
 
@@ -322,7 +322,7 @@ def test_error_of_an_agent() -> None:
 
 @contextlib.asynccontextmanager
 async def serving(*answers: Json | int | str) -> AsyncIterator[str]:
-    """A replica that gives these answers, one after the other, the last one for ever."""
+    """A replica that gives these answers, one after the other, and then always the last one."""
     said = iter(answers)
     last: list[Json | int | str] = []
 
@@ -343,12 +343,12 @@ async def serving(*answers: Json | int | str) -> AsyncIterator[str]:
 
 
 async def verify(*flags: str) -> int:
-    """The command, beside the servers' loop."""
+    """Run the command in a thread: the servers use the event loop."""
     return await asyncio.to_thread(main, flags)
 
 
 async def test_looks_until_equal() -> None:
-    """A replica that is behind has until the timeout."""
+    """A replica that is behind has time until the timeout."""
     async with serving(body("r0")) as one, serving(body("r1", lag=1), body("r1")) as two:
         report = await compare([one, two], timeout_s=20.0)
 
@@ -356,7 +356,7 @@ async def test_looks_until_equal() -> None:
 
 
 async def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """0 equal, 1 different; the file says what the terminal says."""
+    """0 equal, 1 different; the file has the same result as the terminal."""
     file = tmp_path / "verify.json"
     async with serving(body("r0")) as one, serving(body("r1")) as two, serving(body("r2", lag=1)) as late:
         assert 0 == await verify("--replica", one, "--replica", f"{two}/", "--json", str(file))
@@ -371,7 +371,7 @@ async def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 async def test_unreachable(free_port: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> None:
-    """2, and which one."""
+    """Exit code 2, and the replica."""
     gone = f"127.0.0.1:{free_port()}"
     async with serving(body("r0")) as one:
         assert 2 == await verify("--replica", one, "--replica", gone)
@@ -392,7 +392,7 @@ async def test_unreachable(free_port: Callable[[], int], capsys: pytest.CaptureF
 async def test_something_else_answers(
     answer: Json | int | str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """2, and what came."""
+    """Exit code 2, and the answer."""
     async with serving(body("r0")) as one, serving(answer) as two:
         assert 2 == await verify("--replica", one, "--replica", two)
 
@@ -408,7 +408,7 @@ def test_needs_two(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "1e9", "soon"])
 def test_timeout_must_end(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A time that never passes is refused."""
+    """An infinite time is rejected."""
     with pytest.raises(SystemExit) as ended:
         main(["--replica", "a", "--replica", "b", "--timeout", seconds])
 
@@ -417,7 +417,7 @@ def test_timeout_must_end(seconds: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 async def test_silence_is_counted(nats_url: str) -> None:
-    """/workers tells for how many rounds a peer was not heard; one that speaks, at most a moment."""
+    """/workers has the rounds since a peer's last heartbeat; 0 or 1 for a live one."""
     flags = ("--router-replica-sync", "--heartbeat-s", "0.05", "--lease-s", "60")
     async with running_fleet(nats_url, *flags) as fleet:
         beat = encode(RouterBeat(VERSION, 1, "up", "http://gone", {}, 1))
@@ -433,7 +433,7 @@ async def test_silence_is_counted(nats_url: str) -> None:
 
 
 async def test_real_replicas(nats_url: str) -> None:
-    """Two frontends: what they say is what is read here, and they agree."""
+    """Two frontends: their answers can be read, and they agree."""
     async with running_fleet(nats_url, "--router-replica-sync", replicas=2) as fleet:
         urls = [frontend.admin_url for frontend in fleet.frontends]
         await fleet.ask()
