@@ -141,7 +141,8 @@ class BlockCache:
         # Blocks held by requests.
         self.used_blocks = 0
         self.host = HostTier(host_blocks)
-        self._hash_of: list[int | None] = []  # per physical block that was ever taken
+        # Per physical block that was ever taken: a large cache costs nothing until it is used.
+        self._hash_of: list[int | None] = []
         self._holders: list[int] = []
         self._home: dict[int, int] = {}
         self._spares: dict[int, list[int]] = {}

@@ -288,6 +288,7 @@ class Engine:
         """Hold a request's cached blocks, and blocks for its next tokens. Returns their number, or 0."""
         block_size = self.config.block_size
         length = len(sequence.tokens)
+        # the last token is always computed: the next one is sampled from its output
         hit = self.cache.lookup(sequence.chain, (length - 1) // block_size)
         cached = hit.blocks * block_size
         tokens = min(length - cached, budget)

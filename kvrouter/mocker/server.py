@@ -69,6 +69,8 @@ async def running_mocker(config: MockerConfig | None = None) -> AsyncIterator[Mo
 @asynccontextmanager
 async def _listening(config: MockerConfig, service: Service) -> AsyncIterator[str]:
     """Serve HTTP; aiohttp sets TCP_NODELAY on the sockets it accepts."""
+    # handler_cancellation: without it aiohttp lets a handler run on, and a client that left would keep its
+    # blocks
     runner = web.AppRunner(
         service.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
     )

@@ -1,1 +1,1 @@
-"""The agent beside an engine: announces it, bridges its KV events, reports its load."""
+"""The agent of an engine: announces it, publishes its KV events and its load."""

@@ -132,7 +132,7 @@ class Agent:
             tasks = [group.create_task(loop) for loop in loops]
             reason = await self._duty.until_done(self._serve_out())
             log.info("worker.leaving", worker=self._options.worker_id, reason=reason)
-            self._announcer.leave()
+            self._announcer.leave()  # no await before the cancellations: no heartbeat may follow it
             for task in tasks:
                 task.cancel()
         await self._save_state(file)  # not after an error: a successor may own the file by now
@@ -194,6 +194,7 @@ class Agent:
             namespace=self._options.namespace,
             incarnation=self._incarnation,
             flush_s=self._options.flush_s,
+            # an engine cannot wait for more parents than it has blocks
             max_held_blocks=scrape.device_blocks + scrape.host_blocks or MAX_HELD_BLOCKS,
         )
         repairs = can_report(self._options, self._facts.version, self._facts.kind)
@@ -246,6 +247,7 @@ class Agent:
         """After MISSES_UNTIL_DOWN failed probes the engine is down; the next answer brings it back up."""
         misses = 0
         while True:
+            # together, so that a slow probe does not delay the next one
             is_healthy, _ = await asyncio.gather(
                 self._engine.is_healthy(), asyncio.sleep(self._options.probe_s)
             )
@@ -273,7 +275,7 @@ class Agent:
         try:
             facts = await learn(self._engine, self._options)
         except EngineError:
-            return  # the next probe tries again
+            return  # it answers probes, but is still starting: the next probe tries again
         self._check_model(facts.models)
         if facts.endpoints != self._facts.endpoints:
             raise EngineError(
@@ -316,7 +318,7 @@ class Agent:
             try:
                 self._note_scrape(await self._engine.scrape())
             except EngineError:
-                self._loads = {}
+                self._loads = {}  # unknown, rather than old: frontends then count their own bookings
             self._announcer.update(self._card())  # events may have shown a block size or a tier
 
     def _note_scrape(self, scrape: Scrape) -> None:

@@ -121,7 +121,7 @@ class Announcer:
         self._beats += 1
         card = self.card if now - self._card_sent_at >= CARD_EVERY_S else None
         if not self._send(self.state, card):
-            return
+            return  # NATS is away: the card stays due
         if card is not None:
             self._card_sent_at = now
         if not self._is_announced:
@@ -152,6 +152,7 @@ class Announcer:
         try:
             payload = self._heartbeat(state, card, ranks)
         except (MalformedFrameError, OverflowError, TypeError, ValueError) as error:
+            # without the load: a worker must not fall silent because of an odd number of its engine
             self._warn_once("worker.load_rejected", str(error))
             bare = [RankBeat(rank.rank, rank.incarnation, rank.seq, rank.partial) for rank in ranks]
             payload = self._heartbeat(state, card, bare)

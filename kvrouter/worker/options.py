@@ -69,6 +69,7 @@ def worker_id_of(url: str) -> str:
         port = address.port or (443 if address.scheme == "https" else 80)
     except ValueError as error:
         raise ConfigError(f"--engine-url {url!r}: {error}") from None
+    # the end, not the beginning: the port distinguishes engines of one host
     return re.sub(r"[^A-Za-z0-9_-]", "-", f"{address.hostname}-{port}")[-64:]
 
 

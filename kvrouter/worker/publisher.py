@@ -169,6 +169,7 @@ class KvPublisher:
         self._pending.clear()
         self._is_unchecked = False
         if self.seq:  # otherwise no frame has been sent that could be wrong
+            # greater also if the clock was set back: replicas ignore a lower incarnation
             self._feed = self._new_feed(max(incarnation, self.incarnation + 1))
 
     def restore(self, image: BlocksImage, event_block_size: int) -> None:
@@ -208,7 +209,7 @@ class KvPublisher:
             await self._wait_until_due()
             self._filled.clear()
             self.flush(time.monotonic())
-            await asyncio.sleep(self._flush_s)
+            await asyncio.sleep(self._flush_s)  # after the flush: a single change is sent without a delay
 
     @property
     def _check_every_s(self) -> float:

@@ -231,6 +231,7 @@ class EngineRank:
             self._mend(batch)
         elif self.publisher.blocks.doubtful_removals > doubts_before:
             self._doubt()
+        # more blocks than the engine has: a removal was missed, and nothing shows which
         if 0 < self.capacity_blocks < self.publisher.blocks.count(DEVICE):
             self._lose_track("overfull", capacity_blocks=self.capacity_blocks)
 
@@ -307,7 +308,7 @@ class EngineRank:
         self._begin()
         self._is_whole = False
         self.losses[reason] += 1
-        if self.losses[reason] == 1:
+        if self.losses[reason] == 1:  # a broken engine would log this every few seconds
             log.warning("engine.history_lost", rank=self.publisher.rank, reason=reason, **facts)
         self.publisher.lose_history(time.time_ns() // 1000)
 

@@ -46,6 +46,7 @@ MAX_KNOWN_BLOCKS = 2_000_000
 _NO_REFS = (0, 0, 0)
 
 
+# gc=False: entries cannot be part of a cycle, and a collection over two million of them would stop the agent.
 class Known(Struct, frozen=True, array_like=True, gc=False):
     """An engine hash that has a sequence hash, or can never have one (`sequence` and `seed` None)."""
 
@@ -270,6 +271,7 @@ class EngineBlocks:
 
     def _refer(self, engine_hash: EngineHash, known: Known, tier: int, count: int = 1) -> None:
         refs = _counted(known.refs, tier, count)
+        # a new entry, not a changed one: an image may share the old one
         self._known[engine_hash] = Known(known.sequence, known.parent, known.seed, refs)
         if known.sequence is not None:
             for _ in range(count):
@@ -283,7 +285,7 @@ class EngineBlocks:
             self._waiting.setdefault(parent, set()).add(engine_hash)
         self._held[engine_hash] = replace(held, refs=_counted(held.refs, tier, 1))
         if len(self._held) > self.max_held_blocks:
-            self._drop_held(next(iter(self._held)))
+            self._drop_held(next(iter(self._held)))  # the oldest: a dict keeps the order of insertion
             self.dropped_held_blocks += 1
 
     def _name_waiting(self, engine_hash: EngineHash) -> None:

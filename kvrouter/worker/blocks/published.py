@@ -111,7 +111,9 @@ class PublishedBlocks:
         self._known_tier = DEVICE  # the widest tier that the ops so far have named
         self._blocks: dict[int, _Block] = {}
         self._children: defaultdict[int | None, set[int]] = defaultdict(set)
-        self._counts = [0] * (GONE + 1)  # of the blocks at each level, and so the sums
+        # Per level, so that a digest needs three additions and no pass over the blocks. Python's integers do
+        # not overflow, so the sums are masked only when they are read.
+        self._counts = [0] * (GONE + 1)
         self._sums = [0] * (GONE + 1)
         self._writer = OpWriter()
 

@@ -123,7 +123,7 @@ def digest_of_file(pieces: Iterable[bytes]) -> bytes:
 
 def decode_state(data: bytes, owner: str) -> AgentState:
     """Decode a file. Raises ForeignStateError if it is not `owner`'s, DamagedStateError if it is unusable."""
-    if not data.startswith(MAGIC[: len(data)]):
+    if not data.startswith(MAGIC[: len(data)]):  # a file cut off inside the magic is damaged, not foreign
         raise ForeignStateError("it does not begin like an agent's state")
     body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if digest_of_file([body]) != digest:

@@ -118,7 +118,7 @@ class EngineHttp:
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
             connector=engine_connector(trusting(tls_ca)),
-            auto_decompress=False,
+            auto_decompress=False,  # some kilobytes could become gigabytes; UNPACKED asks for plain answers
         ) as session:
             yield cls(session)
 
@@ -146,7 +146,7 @@ class EngineHttp:
         try:
             timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
             async with self._session.get(self.health_path, timeout=timeout) as response:
-                return response.status < 500
+                return response.status < 500  # an engine without this path, or with a key, is alive, too
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
 

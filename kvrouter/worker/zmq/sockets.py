@@ -268,7 +268,7 @@ async def ask_replay(
                 frames = await dealer.recv_multipart()
             if frames[-2] == _END_OF_REPLAY:
                 return batches
-            batch = _numbered(frames[-2:])
+            batch = _numbered(frames[-2:])  # from the end: SGLang's replays have no topic frame
             if batch is not None:
                 batches.append(batch)
             left, left_bytes = left - 1, left_bytes - sum(map(len, frames))
