@@ -15,8 +15,8 @@ from kvrouter.bus import Bus, NatsOptions
 from kvrouter.bus.embedded import server_binary
 from kvrouter.errors import ConfigError
 
+# A self-signed certificate for 127.0.0.1 and its key, for tests only.
 TLS = Path(__file__).parents[1] / "data" / "tls"
-"""A certificate for 127.0.0.1 that signs itself, and its key; good for nothing else."""
 
 
 @pytest.fixture

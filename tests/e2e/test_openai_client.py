@@ -37,8 +37,8 @@ TOOLS: Any = [
 CALL: Any = {"id": "call_1", "type": "function"} | {
     "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}
 }
+# The mocker needs many seconds for it: an earlier end means that it was cancelled.
 ENDLESS: Any = {"model": "tiny", "prompt": [7] * 64, "max_tokens": 30_000, "extra_body": {"ignore_eos": True}}
-"""Takes the mocker many seconds: what ends sooner has been cancelled."""
 AT_ONCE_S = 2.0
 
 Answer = TypeVar("Answer")

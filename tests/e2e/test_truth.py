@@ -19,8 +19,8 @@ from kvrouter.mocker.engine import EngineConfig
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.e2e.fleet import Fleet, running_fleet
 
+# A wrong set-up must be found within this many requests to one worker.
 REQUESTS = 20
-"""A wrong set-up must be found within this many requests to one worker."""
 PATIENCE_S = 10.0
 
 

@@ -23,8 +23,8 @@ from kvrouter.worker.options import worker_id_of
 from tests.e2e.fleet import PATIENCE_S, frontend_flags, running_agent, until
 
 CONFIG = MockerConfig(engine=EngineConfig(num_blocks=4097), model_name="tiny", speedup=20.0)
+# Tokens that the draining worker still has to send: some seconds.
 LONG = 4000
-"""Tokens of the stream that the worker still has to finish; some seconds."""
 
 
 @contextlib.asynccontextmanager

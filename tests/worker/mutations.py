@@ -8,8 +8,8 @@ from typing import Any
 
 import msgpack
 
+# Topic, sequence number, payload; after a mutation also fewer or more frames.
 Message = list[bytes]
-"""Topic, sequence number, payload; mutated also fewer or more."""
 
 _STRANGE: list[Callable[[random.Random], Any]] = [
     lambda chance: None,

@@ -43,8 +43,8 @@ class Scene:
     options: AgentOptions
     http: aiohttp.ClientSession
     names: dict[int, int]
+    # The incarnation of the last agent.
     newest: int = 0
-    """The incarnation of the last agent."""
 
     @property
     def cached(self) -> set[int]:

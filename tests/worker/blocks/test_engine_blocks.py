@@ -19,8 +19,8 @@ TOKENS = list(range(100, 112))
 NAMES = sequence_hashes(block_hashes(TOKENS, SIZE))
 A, B, C = NAMES[:3]
 
+# A forest of ten blocks: PARENTS[i] is the parent of block i.
 PARENTS = [None, 0, 1, 2, 1, 4, 0, None, 7, 8]
-"""A forest of ten blocks: block i stands below PARENTS[i]."""
 
 
 def path(block: int) -> list[int]:

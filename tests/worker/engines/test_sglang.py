@@ -14,8 +14,8 @@ from tests.worker.fakes import FakeBus
 PAGE = 4
 TOKENS = list(range(3 * PAGE))
 NAMES = [*sequence_hashes(block_hashes(TOKENS, PAGE))]
+# The engine's hashes of the three pages, signed.
 PAGES = [-(2**63), -7, 12]
-"""The engine's hashes of the three pages: signed."""
 
 
 class Bench:
