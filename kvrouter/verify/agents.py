@@ -111,15 +111,15 @@ class RankFeed:
         `tiers`: the number of tier sets in each copy, also if the wider ones add no block.
         """
         copies: list[Copy] = []
-        trouble, is_last = "", False
+        problem, is_last = "", False
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 while not is_last:
                     is_last = self._take(await ask(self._next), tiers, copies)
         except (AgentError, MalformedFrameError, TimeoutError) as error:
-            trouble = str(error) or f"no end of its answers within {LOOK_TIMEOUT_S:g} s"
+            problem = str(error) or f"no end of its answers within {LOOK_TIMEOUT_S:g} s"
             self._next = ReplayRequest(VERSION, self._rank, 0, 0)
-        return [*copies, self._copy(tiers, trouble)]
+        return [*copies, self._copy(tiers, problem)]
 
     def _take(self, data: bytes, tiers: int, copies: list[Copy]) -> bool:
         """Take one answer. Returns whether it was the last one: no published frame is missing."""
@@ -157,8 +157,8 @@ class RankFeed:
         self._seq = frame.seq
         self._next = ReplayRequest(VERSION, self._rank, self._incarnation, self._seq + 1)
 
-    def _copy(self, tiers: int, trouble: str = "") -> Copy:
-        return Copy(self._incarnation, self._seq, self.blocks.content(tiers), trouble=trouble)
+    def _copy(self, tiers: int, problem: str = "") -> Copy:
+        return Copy(self._incarnation, self._seq, self.blocks.content(tiers), problem=problem)
 
 
 class AgentRank(NamedTuple):

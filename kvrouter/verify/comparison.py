@@ -59,7 +59,7 @@ class Copy:
     content: Content
     lag: int = 0
     # Why the content does not count now; empty if it counts.
-    trouble: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ def _copies(body: Mapping[str, Any]) -> Iterator[tuple[FeedKey, Copy]]:
     contents = dict(_contents(body))
     for feed in body["feeds"]:
         key = FeedKey(feed["kind"], feed["pool"], feed["owner"])
-        trouble = feed["state"] if feed["state"] != "live" else feed["flag"]
+        problem = feed["state"] if feed["state"] != "live" else feed["flag"]
         content = contents.get(key, (("bookings", 0, f"{0:016x}"),) if key.kind == "sync" else ())
-        yield key, Copy(feed["incarnation"], feed["last_seq"], content, feed["lag"], trouble)
+        yield key, Copy(feed["incarnation"], feed["last_seq"], content, feed["lag"], problem)
     for booked in body["bookings"] if body["replica_sync"] else ():
         key = FeedKey("sync", booked["pool"], body["router_id"])
         content = contents.get(key, (("bookings", 0, f"{0:016x}"),))
@@ -200,7 +200,7 @@ class _Track:
         if copy.incarnation > self.incarnation:
             self.incarnation = copy.incarnation
             self.seen, self.met, self.in_step, self.last = {}, {}, set(), (0, ())
-        if copy.trouble or copy.incarnation < self.incarnation:
+        if copy.problem or copy.incarnation < self.incarnation:
             return []
         if not copy.lag:
             self.in_step.add(url)
@@ -285,7 +285,7 @@ class Comparison:
 
     def _keys(self) -> list[FeedKey]:
         followed = {key for view in self._latest.values() for key in view.copies}
-        published = {key for key, copy in (self._owned or {}).items() if not copy.trouble}
+        published = {key for key, copy in (self._owned or {}).items() if not copy.problem}
         return sorted(followed | published)
 
     def _pending(self, key: FeedKey, views: Sequence[View]) -> Iterator[str]:
@@ -294,8 +294,8 @@ class Comparison:
             owned = self._owned.get(key)
             if owned is None:
                 yield f"{key}: no agent announces them"
-            elif owned.trouble:
-                yield f"{key}: {AGENT}: {owned.trouble}"
+            elif owned.problem:
+                yield f"{key}: {AGENT}: {owned.problem}"
             else:
                 standing[AGENT] = owned
         for view in views:
@@ -304,8 +304,8 @@ class Comparison:
                 yield f"{key}: {view.url} runs without --router-replica-sync, so it does not follow them"
             elif copy is None:
                 yield f"{key}: {view.url} does not follow them"
-            elif copy.trouble:
-                yield f"{key}: at {view.url}: {copy.trouble}, {copy.lag} frames behind"
+            elif copy.problem:
+                yield f"{key}: at {view.url}: {copy.problem}, {copy.lag} frames behind"
             elif view.url not in track.in_step:
                 yield f"{key}: {view.url} stays behind, by {copy.lag} frames now"
             else:

@@ -143,7 +143,7 @@ async def test_other_frames_than_requested() -> None:
     hashes = (5).to_bytes(8, "little")
     agent.lies = [encode(ReplayFrames([encode(Frame(VERSION, 7, 9, [Stored(0, None, hashes)]))], 9))]
 
-    assert "sent frame 7:9 instead of the requested one" == (await look(feed, agent))[-1].trouble
+    assert "sent frame 7:9 instead of the requested one" == (await look(feed, agent))[-1].problem
     assert [Copy(7, 1, agent.content)] == await look(feed, agent)
 
 
@@ -152,6 +152,6 @@ async def test_malformed_answer() -> None:
     agent, feed = Agent(), RankFeed(0)
     agent.lies = [b"?"]
 
-    assert (await look(feed, agent))[-1].trouble.startswith("not a replay answer")
-    assert not (await look(feed, agent))[-1].trouble
+    assert (await look(feed, agent))[-1].problem.startswith("not a replay answer")
+    assert not (await look(feed, agent))[-1].problem
     assert decode(await agent.ask(ReplayRequest(VERSION, 0, 7, 1)))

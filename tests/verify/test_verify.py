@@ -284,10 +284,10 @@ def test_worker_without_agent() -> None:
     """A target without an announcement, an agent without an answer, one that no replica follows."""
     nobody = OwnersView([], {}, ())
     key = FeedKey("kv", "p", "w1/0")
-    mute = OwnersView([(key, Copy(0, 0, (), trouble="no answer"))], {}, ())
+    mute = OwnersView([(key, Copy(0, 0, (), problem="no answer"))], {}, ())
     other = OwnersView([*owned((10, AGREED)).copies, (FeedKey("kv", "p", "w2/0"), Copy(1, 1, ()))], {}, ())
 
-    gone = OwnersView([(FeedKey("kv", "p", "w2/0"), Copy(0, 0, (), trouble="not connected to NATS"))], {}, ())
+    gone = OwnersView([(FeedKey("kv", "p", "w2/0"), Copy(0, 0, (), problem="not connected to NATS"))], {}, ())
 
     assert [f"{KV}: no agent announces them"] == with_owners(nobody, body("r0")).differences
     assert [f"{KV}: its agent: no answer"] == with_owners(mute, body("r0")).differences
