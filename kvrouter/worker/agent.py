@@ -58,13 +58,13 @@ async def serve_engine(options: AgentOptions, bus: Bus, events: Sequence[EngineE
     started_us = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(
-            EngineHttp.open(options.engine_url, options.api_key, options.tls_ca)
+            EngineHttp.open(options.engine_url, options.api_key, options.tls_ca, options.metrics)
         )
-        engine.extra_metrics = options.metrics
         facts = await learn_patiently(engine, options, duty.leave)
         if facts is None:
             return
         found = with_discovered(options, facts)
+        # The engine may report more ranks than the flags have endpoints.
         for each, settled in zip(events, found.endpoints, strict=False):
             each.learn_replay(settled.replay)
         reported = found.endpoints[len(events) :]

@@ -271,8 +271,8 @@ class EngineRank:
 
     def _is_turned_over(self) -> bool:
         blocks = self.publisher.blocks
-        can_tell = self.repairs and self.capacity_blocks > 0 and blocks.widest_tier == DEVICE
-        if not can_tell or blocks.held_blocks:
+        can_count = self.repairs and self.capacity_blocks > 0 and blocks.widest_tier == DEVICE
+        if not can_count or blocks.held_blocks:
             return False
         evicted = blocks.device_removals - self._removals_before
         return evicted >= TURNOVERS_UNTIL_MENDED * self.capacity_blocks

@@ -97,20 +97,24 @@ def read_models(body: bytes) -> Models:
 class EngineHttp:
     """An engine's HTTP server, as a client. Open it with `async with`."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, extra_metrics: Mapping[str, str]) -> None:
         self.health_path = "health"
-        # Additional series of /metrics to read (flag --metric): report name -> series.
-        self.extra_metrics: Mapping[str, str] = {}
+        self._extra_metrics = extra_metrics
         self._session = session
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, url: str, api_key: str | None = None, tls_ca: Path | None = None
+        cls,
+        url: str,
+        api_key: str | None = None,
+        tls_ca: Path | None = None,
+        extra_metrics: Mapping[str, str] | None = None,
     ) -> AsyncIterator[EngineHttp]:
         """A session for the engine at `url`; the key is sent as a bearer token. Raises ConfigError.
 
-        `tls_ca`: authorities to trust for an https:// URL, in addition to the system's.
+        `tls_ca`: authorities to trust for an https:// URL, in addition to the system's. `extra_metrics`:
+        additional series of /metrics to read (flag --metric): report name -> series.
         """
         headers = {**UNPACKED, "Authorization": f"Bearer {api_key}"} if api_key else UNPACKED
         async with aiohttp.ClientSession(
@@ -120,7 +124,7 @@ class EngineHttp:
             connector=engine_connector(trusting(tls_ca)),
             auto_decompress=False,  # some kilobytes could become gigabytes; UNPACKED asks for plain answers
         ) as session:
-            yield cls(session)
+            yield cls(session, extra_metrics or {})
 
     async def models(self) -> Models:
         """The models that the engine serves. Raises EngineError."""
@@ -137,7 +141,7 @@ class EngineHttp:
         """The engine's metrics. Raises EngineError."""
         text = (await self._get("metrics")).decode(errors="replace")
         try:
-            return read_metrics(text, self.extra_metrics)
+            return read_metrics(text, self._extra_metrics)
         except ValueError as error:
             raise EngineError(f"/metrics is not in Prometheus' text format: {error}") from None
 
