@@ -99,6 +99,7 @@ async def _start(host: str, port: int) -> asyncio.subprocess.Process:
 
 
 def _die_with_parent() -> None:
+    # also after SIGKILL, when no `finally` of this process runs
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -29,7 +29,7 @@ class Subjects:
         self._root = f"kvrouter.{namespace}"
         self.hello = f"{self._root}.hello"
         self.live = f"{self._root}.live.>"
-        self._live_parts = self.live.count(".")
+        self._live_parts = self.live.count(".")  # the parts in front of the `>`
 
     def live_worker(self, worker_id: WorkerId) -> str:
         """A worker's heartbeats."""

@@ -141,6 +141,7 @@ class Service:
         try:
             number = int(header)
         except ValueError:
+            # vLLM's weights: a waiting request counts four times as much as a running one
             return min(self.ranks, key=lambda rank: 3 * rank.engine.num_waiting + rank.num_unfinished)
         if not 0 <= number < len(self.ranks):
             raise BadRequestError(f"data_parallel_rank {number} is out of range [0, {len(self.ranks)}).")

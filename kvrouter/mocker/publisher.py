@@ -122,7 +122,7 @@ class Publisher:
 
 def _bound(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, hwm: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
-    socket.linger = 0
+    socket.linger = 0  # closing does not wait for subscribers that do not read
     socket.set_hwm(hwm)
     socket.ipv6 = "::" in endpoint
     try:

@@ -39,6 +39,7 @@ from kvrouter.verify.tier_sets import TierSets
 ANSWER_TIMEOUT_S = 2.0
 # For all requests to one rank in a look: a large snapshot takes several.
 LOOK_TIMEOUT_S = 20.0
+# Ranks that are read at once: a fleet of thousands must not fill NATS's buffers with snapshots.
 AT_ONCE = 64
 
 Ask: TypeAlias = Callable[[ReplayRequest], Awaitable[bytes]]

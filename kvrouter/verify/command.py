@@ -26,8 +26,11 @@ from kvrouter.verify.engines import EngineAccess
 from kvrouter.verify.owners import Owners
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
+# Under traffic two replicas are at the same frame only for moments, so looks are frequent. A look at the
+# owners requests every new frame of every agent.
 _LOOK_EVERY_S, _LOOK_AT_OWNERS_EVERY_S = 0.02, 0.1
 _ANSWER_TIMEOUT_S = 5.0
+# A clients' port answers 404 without operators' keys, and 401 with them.
 _NOT_FOR_CLIENTS = (401, 404)
 _WHERE_TO_ASK = (
     "give the URL of the replica's admin listener (--admin-port, by default its --port + 100), "

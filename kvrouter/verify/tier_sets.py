@@ -58,7 +58,7 @@ class TierSets:
             self._sets.append(set(self._sets[-1]))
             self._sums.append(self._sums[-1])
         for tier, each in enumerate(self._sets[op.tier :], op.tier):
-            self._sums[tier] += sum(set(hashes_of(op.hashes)) - each)
+            self._sums[tier] += sum(set(hashes_of(op.hashes)) - each)  # an op may repeat blocks
             each.update(hashes_of(op.hashes))
 
     def _remove(self, op: Removed) -> None:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         use_core(arguments.core)
         uvloop.run(_run(arguments))
-    except* KvRouterError as group:
+    except* KvRouterError as group:  # a TaskGroup raises groups, a failed start a plain error
         for error in leaves(group):
             log.error("worker.failed", error=str(error), kind=type(error).__name__)
             status = max(status, 2 if isinstance(error, ConfigError) else 1)

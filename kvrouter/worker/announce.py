@@ -140,6 +140,7 @@ class Announcement:
 
     def _rank_beats(self) -> list[RankBeat]:
         return [
+            # never partial: the program itself reports every block
             self._loads.get(one.rank, RankLoad()).beat(one.rank, one.incarnation, one.seq, is_partial=False)
             for one in self._publishers
         ]

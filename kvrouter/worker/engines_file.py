@@ -91,9 +91,11 @@ def _named(entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, A
 
 
 def _agent(name: str, entry: dict[str, Any], flags: argparse.Namespace) -> AgentOptions:
+    # complete keys only: a later flag could make an abbreviation ambiguous
     parser = _EntryParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
     base = copy(flags)
+    # --kv-topic on the command line is the filter of shared sockets, not the topic of one engine
     base.engines, base.kv_topic = None, None
     try:
         settings = parser.parse_args([*_arguments(entry)], namespace=base)

@@ -196,6 +196,7 @@ class KvPublisher:
             raise ConfigError(f"worker {self.worker_id}: announce it, or give the publisher a model")
         ops, self._pending = self._pending, []
         self._is_unchecked = self._is_unchecked or bool(ops)
+        # no digest before the first frame: no reader follows a feed without frames
         if self.seq + len(ops) and now - self._checked_at >= self._check_every_s:
             ops += self.blocks.check_ops()
             self._checked_at, self._is_unchecked = now, False

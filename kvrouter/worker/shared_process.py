@@ -79,6 +79,7 @@ async def _keep(
 
 
 def _log_failure(options: AgentOptions, error: BaseException) -> None:
+    # an error of kvrouter states the remedy; any other error is a bug, and its traceback is needed
     trace = None if isinstance(error, KvRouterError) else error
     log.error(
         "worker.failed",

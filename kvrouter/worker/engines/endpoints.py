@@ -70,6 +70,7 @@ def read_sources(body: bytes, host: str, *, binds: bool = False) -> tuple[EventE
     except (*UNREADABLE, ValueError) as error:
         raise EngineError(f"/kv_event_sources is not in vLLM's format: {error}") from None
     found = [rank.endpoints(host, binds=binds) for rank in ranks]
+    # all or none: without one rank's endpoints the others would get wrong numbers
     return tuple(each for each in found if each is not None) if None not in found else ()
 
 

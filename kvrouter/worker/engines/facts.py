@@ -106,6 +106,7 @@ def _block_size(options: AgentOptions, scrape: Scrape, event_block_size: int) ->
 
 def _tiers(scrape: Scrape, widest_tier: int) -> dict[str, int]:
     capacities = {"device": scrape.device_blocks, "host": scrape.host_blocks, "disk": 0}
+    # a host tier with a capacity exists before the first event names it
     widest = max(widest_tier, 1 if scrape.host_blocks else 0)
     return {name: capacities[name] for name in TIERS[: widest + 1]}
 

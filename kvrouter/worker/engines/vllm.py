@@ -267,6 +267,7 @@ class VllmAdapter:
         tier = self._tier(event)
         if tier is None:
             return
+        # group 0 until a group is known, as for stores
         if event.group_idx in {None, self.group or 0}:
             sink.removed(event.block_hashes, tier)
         else:
