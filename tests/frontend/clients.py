@@ -1,4 +1,4 @@
-"""A client on raw streams, and what it reads."""
+"""A client on raw streams, and its responses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Response:
 
     @property
     def events(self) -> list[Any]:
-        """The JSON of the server-sent events, [DONE] left out."""
+        """The JSON of the server-sent events, without [DONE]."""
         datas = [line[5:].strip() for line in self.body.split(b"\n") if line.startswith(b"data:")]
         return [json.loads(data) for data in datas if data != b"[DONE]"]
 
@@ -55,7 +55,7 @@ class Client:
     def send(
         self, body: Any, *headers: str, path: str = "/v1/completions", version: str = "HTTP/1.1"
     ) -> None:
-        """Send a request; a body that is no bytes is made JSON."""
+        """Send a request. A body that is not bytes is encoded as JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         lines = [f"POST {path} {version}", "host: test", f"content-length: {len(data)}", *headers]
         self.writer.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + data)
@@ -71,7 +71,7 @@ class Client:
         return await self.response()
 
     async def response(self) -> Response:
-        """Read an answer to its end, however it ends."""
+        """Read an answer to its end, or to the end of the connection."""
         async with asyncio.timeout(WAIT_S):
             head = await self.reader.readuntil(b"\r\n\r\n")
             started = Response(int(head[9:12]), head[:-4], b"")
@@ -102,12 +102,12 @@ class Client:
         return bytes(body), True
 
     async def read_until(self, text: bytes) -> bytes:
-        """What comes, up to and with this text."""
+        """All bytes up to and including this text."""
         async with asyncio.timeout(WAIT_S):
             return await self.reader.readuntil(text)
 
     async def is_closed(self) -> bool:
-        """Whether the frontend closes the connection, saying no more."""
+        """Whether the frontend closes the connection without sending more."""
         async with asyncio.timeout(WAIT_S):
             try:
                 return await self.reader.read() == b""
@@ -115,21 +115,21 @@ class Client:
                 return True
 
     def stop_reading(self) -> None:
-        """Take nothing more from the socket."""
+        """Stop reading from the socket."""
         cast(asyncio.Transport, self.writer.transport).pause_reading()
 
     def go_on_reading(self) -> None:
-        """Take what comes again."""
+        """Read from the socket again."""
         cast(asyncio.Transport, self.writer.transport).resume_reading()
 
     def leave(self) -> None:
-        """Go away without a word."""
+        """Abort the connection."""
         self.writer.transport.abort()
 
 
 @contextlib.asynccontextmanager
 async def connected(url: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
-    """A connection to the frontend at `url`; `tls` says whom to trust."""
+    """A connection to the frontend at `url`. `tls`: the trusted authorities."""
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=2**20, ssl=tls)
     try:
@@ -139,12 +139,12 @@ async def connected(url: str, tls: ssl.SSLContext | None = None) -> AsyncIterato
 
 
 async def ask(url: str, body: Any, *headers: str, path: str = "/v1/completions") -> Response:
-    """One request on a connection of its own."""
+    """One request on a new connection."""
     async with connected(url) as client:
         return await client.ask(body, *headers, path=path)
 
 
 async def get(url: str, path: str) -> Response:
-    """One GET on a connection of its own."""
+    """One GET on a new connection."""
     async with connected(url) as client:
         return await client.get(path)

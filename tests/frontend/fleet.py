@@ -27,11 +27,11 @@ POOL = PoolId("m-12345678")
 BODY = {"model": "m", "prompt": list(range(64)), "max_tokens": 4}
 STREAM = {**BODY, "stream": True}
 FOR_OPERATORS = ("/workers", "/decisions", "/busy_threshold", "/v1/route")
-"""Paths that are asked for on the admin listener."""
+"""Paths that `get` requests from the admin listener."""
 
 
 class Trouble:
-    """What must not happen behind a client's back: errors in the log, exceptions in the loop."""
+    """Errors in the log and exceptions in the event loop, which no test may cause."""
 
     def __init__(self) -> None:
         self.loop_errors: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ class Trouble:
 
 @contextlib.contextmanager
 def no_trouble() -> Iterator[Trouble]:
-    """Fails if there was any inside."""
+    """Fail if there was any trouble inside."""
     trouble = Trouble()
     handler = logging.Handler(logging.ERROR)
     handler.emit = trouble.records.append  # type: ignore[assignment, method-assign]
@@ -64,7 +64,7 @@ def no_trouble() -> Iterator[Trouble]:
 
 @dataclass
 class Fleet:
-    """Frontends (most tests have one), workers, and the bus they meet on."""
+    """Frontends (most tests have one), workers, and their bus."""
 
     bus: Bus
     subjects: Subjects
@@ -83,7 +83,7 @@ class Fleet:
         return self.frontend.url
 
     def url_of(self, path: str) -> str:
-        """Where the first frontend is asked for this."""
+        """The URL of the first frontend's listener for this path."""
         return self.frontend.admin_url if path.startswith(FOR_OPERATORS) else self.url
 
     @property
@@ -101,7 +101,7 @@ class Fleet:
         self.bus.publish(self.subjects.live_worker(WorkerId(worker.id)), encode_beat(beat))
 
     def targets(self, frontend: RunningFrontend) -> list[Target]:
-        """What a frontend may choose from."""
+        """The targets that a frontend may choose from."""
         routers = frontend.replica.routers.values()
         return [target for router in routers for target in router.pool.targets]
 
@@ -115,11 +115,11 @@ class Fleet:
         await until(lambda: not self.bookings(), "all bookings are freed", within_s)
 
     async def ask(self, body: Any = None, *headers: str, path: str = "/v1/completions") -> Response:
-        """One request on a connection of its own."""
+        """One request on a new connection."""
         return await ask(self.url_of(path), BODY if body is None else body, *headers, path=path)
 
     async def get(self, path: str) -> Response:
-        """One GET on a connection of its own."""
+        """One GET on a new connection."""
         return await get(self.url_of(path), path)
 
     def connected(self) -> contextlib.AbstractAsyncContextManager[Client]:
@@ -127,11 +127,11 @@ class Fleet:
         return connected(self.url)
 
     def logged(self, event: str) -> list[Any]:
-        """What was logged under this name."""
+        """The log events with this name."""
         return [entry for entry in self.trouble.logs if entry["event"] == event]
 
     def check_nothing_is_left(self) -> None:
-        """Raise if a request left something behind."""
+        """Raise if a request left a booking or a connection."""
         for frontend in self.frontends:
             assert {} == frontend.completions._running
             assert frontend.completions.idle.is_set()
@@ -164,7 +164,7 @@ async def running_fleet(
     worker_tls: ssl.SSLContext | None = None,
     **card: Any,
 ) -> AsyncIterator[Fleet]:
-    """A fleet with a worker for each script, all of them known. No trouble may happen inside."""
+    """A fleet with one known worker per script. Trouble inside fails the test."""
     namespace = uuid.uuid4().hex
     common = ["--host", "127.0.0.1", "--port", "0", "--nats", nats, "--namespace", namespace]
     common += ["--lease-s", "60", "--drain-timeout", "5", "--router-mode", "round-robin", *flags]
@@ -179,9 +179,9 @@ async def running_fleet(
             frontend = running_frontend(parse_options(common))
             fleet.frontends.append(await stack.enter_async_context(frontend))
         await until(lambda: bus.connected, "the test is connected")
-        # its own heartbeat has come back: so the server has its subscription
-        heard = lambda: all(each.replica._leases._last_round for each in fleet.frontends)  # noqa: E731
-        await until(heard, "every frontend hears itself")
+        # Its own heartbeat has come back, so the server has its subscription.
+        has_subscribed = lambda: all(each.replica._leases._last_round for each in fleet.frontends)  # noqa: E731
+        await until(has_subscribed, "every frontend receives its own heartbeat")
         for worker in fleet.workers:
             fleet.announce(worker, **card)
         count = len(scripts) * card.get("ranks", 1)

@@ -39,13 +39,13 @@ async def test_live(fleet_of: FleetOf) -> None:
 
 
 async def test_ready(fleet_of: FleetOf) -> None:
-    """/ready is 200 as soon as a worker is known and everyone had time to answer the hello."""
+    """/ready is 200 as soon as a worker is known and the time for answers to the hello is over."""
     async with fleet_of() as fleet:
         assert {"status": "ready", "reasons": [], "feeds": []} == (await until_ready(fleet.url)).json
 
 
 async def test_not_ready_without_workers(fleet_of: FleetOf) -> None:
-    """Until a worker has been seen /ready is 503, and says why."""
+    """Before a worker is known, /ready is 503 and contains the reason."""
     async with fleet_of(scripts=()) as fleet:
         response = await fleet.get("/ready")
 
@@ -69,7 +69,7 @@ async def test_not_ready_while_a_feed_recovers(fleet_of: FleetOf) -> None:
 
 
 async def test_ready_timeout(fleet_of: FleetOf) -> None:
-    """After --ready-timeout it is ready with what there is, and says so until all is well."""
+    """After --ready-timeout it is ready although a feed is missing, and reports that until it is not."""
     async with fleet_of("--ready-timeout", "0", scripts=()) as fleet:
         responses = [await fleet.get("/ready") for _ in range(2)]
         worker = FakeWorker("late", OK, "http://127.0.0.1:1")
@@ -83,7 +83,7 @@ async def test_ready_timeout(fleet_of: FleetOf) -> None:
 
 
 async def test_once_ready_always_ready(fleet_of: FleetOf) -> None:
-    """When all workers go down /ready stays 200: or the balancer would take out every replica at once."""
+    """When all workers go down, /ready stays 200: else balancers would drop every replica at once."""
     async with fleet_of() as fleet:
         await until_ready(fleet.url)
         fleet.announce(fleet.workers[0], state="down")
@@ -108,7 +108,7 @@ async def test_draining(fleet_of: FleetOf) -> None:
 
 
 async def test_nats_comes_late(new_nats_server: Callable[[], NatsServer]) -> None:
-    """Without NATS it starts, lives and says why it is not ready; when NATS appears it recovers."""
+    """Without NATS a replica starts, and /ready contains the reason; when NATS appears it recovers."""
     server = new_nats_server()
     options = parse_options(["--host", "127.0.0.1", "--port", "0", "--nats", server.url])
     with no_trouble():
@@ -124,7 +124,7 @@ async def test_nats_comes_late(new_nats_server: Callable[[], NatsServer]) -> Non
 
 
 async def test_nats_goes_away(new_nats_server: Callable[[], NatsServer]) -> None:
-    """When NATS goes away requests go on, and /ready says degraded."""
+    """When NATS goes away, requests are still served, and /ready is degraded."""
     server = new_nats_server()
     server.start()
     async with running_fleet(server.url) as fleet:
@@ -140,7 +140,7 @@ async def test_nats_goes_away(new_nats_server: Callable[[], NatsServer]) -> None
 
 
 async def test_ready_names_every_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per source its state and lag; of a large fleet only what is behind, unless all are asked for."""
+    """State and lag of every feed; in a large fleet only feeds that are behind, unless `verbose`."""
     async with fleet_of("--ready-timeout", "0", publishes_events=True, ranks=3) as fleet:
         ranks = [RankBeat(0, 1, 0), RankBeat(1, 1, 7), RankBeat(2, 1, 0)]
         beat = WorkerBeat(VERSION, 1, "up", POOL, ranks, 1)
@@ -158,7 +158,7 @@ async def test_ready_names_every_feed(fleet_of: FleetOf, monkeypatch: pytest.Mon
 
 
 async def test_workers(fleet_of: FleetOf) -> None:
-    """/workers lists every target with its load, every feed, and who has booked how much."""
+    """/workers lists every target with its load, every feed, and the bookings of each replica."""
     script = says_and_stalls(SSE_HEAD, chunk(b": wait\n\n"))
     async with (
         fleet_of("--router-mode", "kv", scripts=(script,), ranks=2) as fleet,
@@ -181,7 +181,7 @@ async def test_workers(fleet_of: FleetOf) -> None:
 
 
 async def test_worker_of_another_block_size(fleet_of: FleetOf) -> None:
-    """It takes requests; /workers, /ready and /health say that no overlap is predicted there."""
+    """It takes requests; /workers, /ready and /health report that no overlap is predicted there."""
     async with fleet_of("--router-mode", "kv") as fleet:
         fleet.announce(FakeWorker("odd", OK, "http://127.0.0.1:1"), block_size=32, started_at_us=2)
         pool = fleet.frontend.replica.routers[POOL].pool
@@ -202,7 +202,7 @@ async def test_worker_of_another_block_size(fleet_of: FleetOf) -> None:
 
 
 async def beating(fleet: Fleet) -> None:
-    """A peer that serves one pool more."""
+    """Publish heartbeats of a peer that serves one more pool."""
     peer = RouterBeat(VERSION, 1, "up", "http://peer", {}, 1, 50, [], {POOL: 16, "qwen-12345678": 16})
     while True:
         fleet.bus.publish(fleet.subjects.live_router(RouterId("peer")), encode(peer))
@@ -210,7 +210,7 @@ async def beating(fleet: Fleet) -> None:
 
 
 async def test_pool_that_only_peers_serve(fleet_of: FleetOf) -> None:
-    """After a lease /ready is 503 with the reason, and 200 again when no peer is better off."""
+    """After a lease /ready is 503 with the reason, and 200 again when no peer serves more pools."""
     async with fleet_of("--heartbeat-s", "0.05", "--lease-s", "0.25") as fleet:
         await until_ready(fleet.url)
         slow = WorkerBeat(VERSION, 1, "up", POOL, [], 1, None, 60_000)  # a lease that lasts
@@ -228,8 +228,8 @@ async def test_pool_that_only_peers_serve(fleet_of: FleetOf) -> None:
         assert "ready" == (await until_ready(fleet.url)).json["status"]
 
 
-async def test_draining_is_told_to_peers(fleet_of: FleetOf) -> None:
-    """A replica that drains serves nothing, as far as its peers are concerned."""
+async def test_peers_know_of_draining(fleet_of: FleetOf) -> None:
+    """To its peers, a draining replica serves no pool."""
     async with fleet_of() as fleet:
         await until_ready(fleet.url)
         replica, publishing = fleet.frontend.replica, fleet.frontend.replica_loop.publishing
@@ -241,7 +241,7 @@ async def test_draining_is_told_to_peers(fleet_of: FleetOf) -> None:
 
 
 async def test_own_statistics(fleet_of: FleetOf) -> None:
-    """What an agent reports beside the load is in /workers, and every candidate has it."""
+    """Metrics that an agent reports in addition to the load are in /workers and in every candidate."""
     async with fleet_of() as fleet:
         beat = RankBeat(0, 1, 0, waiting_loras=("b",), running_loras=("a",), metrics={"preempted": 7.0})
         fleet.announce(fleet.workers[0], ranks_heard=[beat], max_loras=2)
@@ -273,7 +273,7 @@ async def test_models(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize("path", ["org/m", "org%2Fm"])
 async def test_one_model(fleet_of: FleetOf, path: str) -> None:
-    """/v1/models/NAME describes one model or adapter, slashes in its name or not; else the list is named."""
+    """/v1/models/NAME describes one model or adapter; an unknown name gets the list of names."""
     async with fleet_of(lora_names=("a",), served_names=("org/m",)) as fleet:
         base, adapter = await fleet.get(f"/v1/models/{path}"), await fleet.get("/v1/models/a")
         other = await fleet.get("/v1/models/other")
@@ -285,7 +285,7 @@ async def test_one_model(fleet_of: FleetOf, path: str) -> None:
 
 
 async def test_health(fleet_of: FleetOf) -> None:
-    """/health is /live with details."""
+    """/health is always 200, with details."""
     async with fleet_of(replicas=2) as fleet:
         await until(lambda: fleet.frontend.replica.peers, "the peer is seen")
         body = (await fleet.get("/health")).json
@@ -300,7 +300,7 @@ async def test_health(fleet_of: FleetOf) -> None:
 
 
 async def test_metrics(fleet_of: FleetOf) -> None:
-    """/metrics counts requests and shows the state, in Prometheus' format, all names with our prefix."""
+    """/metrics is in Prometheus' format. All names begin with kvrouter_."""
     async with fleet_of() as fleet:
         await fleet.ask()
         await fleet.ask(b"{")
@@ -328,7 +328,7 @@ async def test_metrics(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/metrics", "/workers", "/v1/models"])
 async def test_while_a_stream_runs(fleet_of: FleetOf, path: str) -> None:
-    """Every view answers at any moment."""
+    """Every view works while a request runs."""
     script = says_and_stalls(SSE_HEAD, chunk(event("a")))
     async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
         client.send(STREAM)
@@ -338,8 +338,8 @@ async def test_while_a_stream_runs(fleet_of: FleetOf, path: str) -> None:
         client.leave()
 
 
-async def test_workers_tells_which_core_serves(fleet_of: FleetOf) -> None:
-    """Python or native; and why it is not native, if it is not built."""
+async def test_workers_contains_the_core_in_use(fleet_of: FleetOf) -> None:
+    """The core is python or native; if native is not built, the reason is there, too."""
     async with fleet_of() as fleet:
         told = (await fleet.get("/workers")).json["core"]
 

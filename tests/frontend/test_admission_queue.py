@@ -1,4 +1,4 @@
-"""Requests that wait for a worker: in which order, how long, how many, and what wakes them."""
+"""Requests that wait for a worker: their order, number, longest wait, and what wakes them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ async def metric(fleet: Fleet, line: str) -> float:
     return float(found[1])
 
 
-async def test_nobody_waits_unless_asked_to(fleet_of: FleetOf) -> None:
-    """Off by default: all go out, however full the worker."""
+async def test_no_request_waits_by_default(fleet_of: FleetOf) -> None:
+    """Without a threshold all requests are sent, even to a full worker."""
     gate = Gate()
     async with fleet_of("--router-mode", "kv", scripts=(gate.script,), **STEP) as fleet:
         tasks = [asyncio.create_task(fleet.ask(numbered(number))) for number in range(5)]
@@ -52,7 +52,7 @@ async def test_nobody_waits_unless_asked_to(fleet_of: FleetOf) -> None:
 
 
 async def test_arrival_order_is_kept(fleet_of: FleetOf) -> None:
-    """Twenty wait, and reach the worker one at a time in the order in which they came."""
+    """Twenty requests wait, and reach the worker one at a time in the order of their arrival."""
     gate = Gate()
     async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
         for number in range(1, 21):
@@ -68,7 +68,7 @@ async def test_arrival_order_is_kept(fleet_of: FleetOf) -> None:
 
 
 def look_now(room: WaitingRoom) -> None:
-    """Have the look that is due at once."""
+    """Run the look that is due now."""
     (line,) = room._lines.values()
     assert line.look is not None
     line.look.cancel()
@@ -76,12 +76,12 @@ def look_now(room: WaitingRoom) -> None:
 
 
 async def test_newcomer_does_not_overtake(fleet_of: FleetOf) -> None:
-    """Room has appeared, and the first has not been looked at yet: who arrives now waits behind it."""
+    """A request that arrives between the change and the look waits behind the first one."""
     gate = Gate()
     async with fleet_of(*SYNCED, scripts=(gate.script,), replicas=2, **STEP) as fleet:
         first = fleet.frontend.waiting_room
-        first._chance = lambda: 1e6  # it looks when told to
-        await until(lambda: first._replica.peers, "it knows that it has a peer")
+        first._chance = lambda: 1e6  # it looks when the test calls look_now
+        await until(lambda: first._replica.peers, "the peer is known")
         async with one_at_work(fleet, gate) as crowd:
             await crowd.add(1)
             gate.permits.release()
@@ -96,7 +96,7 @@ async def test_newcomer_does_not_overtake(fleet_of: FleetOf) -> None:
 
 
 async def test_priority(fleet_of: FleetOf) -> None:
-    """Lower goes first, from the body as in vLLM or from the header, which counts more."""
+    """Lower values go first. The header wins over `priority` in the body."""
     gate = Gate()
     flags = (*KV, "--router-queue-policy", "priority")
     async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
@@ -125,10 +125,8 @@ async def test_fifo_knows_no_priority(fleet_of: FleetOf) -> None:
 @pytest.mark.parametrize(
     ("body", "header"), [({"priority": "high"}, ()), ({"priority": 2**40}, ()), ({}, ("1.5",)), ({}, ("x",))]
 )
-async def test_priority_that_is_none(
-    fleet_of: FleetOf, body: dict[str, Any], header: tuple[str, ...]
-) -> None:
-    """A 400 that says so."""
+async def test_wrong_priority(fleet_of: FleetOf, body: dict[str, Any], header: tuple[str, ...]) -> None:
+    """A priority that is not a number is a 400 that names the field."""
     async with fleet_of() as fleet:
         response = await fleet.ask({**BODY, **body}, *(f"x-kvrouter-priority: {given}" for given in header))
 
@@ -136,14 +134,14 @@ async def test_priority_that_is_none(
         assert "priority" in response.json["error"]["param"]
 
 
-async def test_nobody_starves(fleet_of: FleetOf) -> None:
-    """Under a steady stream of urgent requests the patient one is served when it has waited long enough."""
+async def test_no_request_starves(fleet_of: FleetOf) -> None:
+    """Under a steady stream of urgent requests, waiting raises the priority of the others."""
     gate = Gate()
     flags = (*KV, "--router-queue-policy", "priority", "--router-queue-ageing-s", "0.05")
     async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
         await crowd.add(1)
         number = 1
-        while 1 not in gate.arrived:  # always one urgent request in the queue beside it
+        while 1 not in gate.arrived:  # always one urgent request in the queue with it
             number += 1
             await crowd.add(number, priority=-4)
             gate.permits.release()
@@ -156,7 +154,7 @@ async def test_nobody_starves(fleet_of: FleetOf) -> None:
 
 
 async def test_wait_is_bounded(fleet_of: FleetOf) -> None:
-    """After --router-queue-timeout the client gets a 503 that says when to come again; the next waits on."""
+    """After --router-queue-timeout the client gets a 503 with Retry-After; the next one still waits."""
     gate = Gate()
     flags = (*KV, "--router-queue-timeout", "0.2")
     async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
@@ -187,7 +185,7 @@ async def test_full_queue(fleet_of: FleetOf) -> None:
 
 
 async def test_client_that_leaves(fleet_of: FleetOf) -> None:
-    """It is out of the queue at once and reaches no worker; who stood behind it is next."""
+    """A client that disconnects leaves the queue at once, and its request reaches no worker."""
     gate = Gate()
     async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
         async with connected(fleet.url) as client:
@@ -208,18 +206,18 @@ async def _join(fleet: Fleet, client: Client, number: int) -> None:
 
 
 async def test_first_byte_makes_room(fleet_of: FleetOf) -> None:
-    """Prefill is what is waited for: the next is sent while the first answer is still streaming."""
+    """Requests wait for prefill only: the next is sent while the first answer is still streaming."""
     gate = Gate(streams=True)
     async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet:
         tasks = [asyncio.create_task(fleet.ask(numbered(number, stream=True))) for number in range(3)]
-        await until(lambda: len(gate.arrived) == 3, "all are at the worker, none is over", SOON_S)
+        await until(lambda: len(gate.arrived) == 3, "all are at the worker, and none has ended", SOON_S)
         gate.open()
 
         assert [200] * 3 == [response.status for response in await asyncio.gather(*tasks)]
 
 
 async def test_peer_makes_room(fleet_of: FleetOf) -> None:
-    """A request waits for one of another replica, and is sent as soon as that one ends."""
+    """A request waits for a request of another replica, and is sent as soon as that one ends."""
     gate = Gate()
     opened = fleet_of(*SYNCED, scripts=(gate.script,), replicas=2, **STEP)
     async with opened as fleet, one_at_work(fleet, gate, frontend=0) as crowd:
@@ -233,13 +231,13 @@ async def test_peer_makes_room(fleet_of: FleetOf) -> None:
 
 
 async def test_one_free_admits_one(fleet_of: FleetOf) -> None:
-    """Two replicas see the same room; the one that looks later sees that it is gone."""
+    """Two replicas see the same room; the later one sees that it is taken."""
     gate = Gate()
     async with fleet_of(*SYNCED, scripts=(gate.script,), replicas=2, **STEP) as fleet:
         fleet.frontends[0].waiting_room._chance = lambda: 0.0
         late = fleet.frontends[1].waiting_room
-        late._chance = lambda: 1e6  # it looks when told to
-        await until(lambda: late._replica.peers, "it knows that it has a peer")
+        late._chance = lambda: 1e6  # it looks when the test calls look_now
+        await until(lambda: late._replica.peers, "the peer is known")
         async with one_at_work(fleet, gate) as crowd:
             readers = late._replica.readers
             await until(
@@ -251,8 +249,8 @@ async def test_one_free_admits_one(fleet_of: FleetOf) -> None:
             gate.permits.release()
             await until(lambda: gate.arrived == [0, 1], "one is sent")
             (line,) = late._lines.values()
-            await until(lambda: line.look, "the peer has heard that there was room")
-            await until(lambda: fleet.bookings() == 2, "and that it is gone")
+            await until(lambda: line.look, "the peer has received the Free")
+            await until(lambda: fleet.bookings() == 2, "and the AddRequest that takes the room")
             look_now(late)
 
             assert [0, 1] == gate.arrived
@@ -263,7 +261,7 @@ async def test_one_free_admits_one(fleet_of: FleetOf) -> None:
 
 
 async def test_new_worker_makes_room(fleet_of: FleetOf) -> None:
-    """Its first heartbeat is enough."""
+    """The first heartbeat of a new worker wakes the queue."""
     gate, other = Gate(), Gate()
     async with fleet_of(*KV, scripts=(gate.script, other.script), **STEP) as fleet:
         joining = fleet.workers[1]
@@ -279,7 +277,7 @@ async def test_new_worker_makes_room(fleet_of: FleetOf) -> None:
 
 
 async def test_last_worker_leaves(fleet_of: FleetOf) -> None:
-    """There is nobody to wait for any more: 503, at once."""
+    """When the last worker leaves, waiting requests get a 503 at once."""
     gate = Gate()
     async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
         await crowd.add(1)
@@ -289,7 +287,7 @@ async def test_last_worker_leaves(fleet_of: FleetOf) -> None:
 
 
 async def test_nothing_polls(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten wait: a message is looked at once, or twice where a slice took its whole millisecond."""
+    """Ten wait: each message causes one look, or two if a slice took its whole millisecond."""
     looks, must_wait = 0, Router.must_wait
 
     def counted(router: Router, request: RouteRequest, now: float, queue: AdmissionQueue) -> bool:
@@ -299,7 +297,7 @@ async def test_nothing_polls(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Router, "must_wait", counted)
     gate = Gate()
-    flags = (*KV, "--heartbeat-s", "0.05", "--no-router-track-output-blocks")  # that has a timer of its own
+    flags = (*KV, "--heartbeat-s", "0.05", "--no-router-track-output-blocks")  # progress has its own timer
     async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
         for number in range(1, 11):
             await crowd.add(number)
@@ -313,8 +311,8 @@ async def test_nothing_polls(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch)
         assert [200] * 10 == await crowd.statuses()
 
 
-async def test_queue_is_shown(fleet_of: FleetOf) -> None:
-    """In /workers and /metrics: how many wait, and how long the first has."""
+async def test_queue_is_in_workers_and_metrics(fleet_of: FleetOf) -> None:
+    """/workers and /metrics contain the number of waiting requests and the longest wait."""
     gate = Gate()
     async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
         await crowd.add(1)
@@ -329,7 +327,7 @@ async def test_queue_is_shown(fleet_of: FleetOf) -> None:
 
 
 async def test_any_mode(fleet_of: FleetOf) -> None:
-    """Prompts are tokenized for the queue's sake where the mode does not look at tokens."""
+    """For the queue, prompts are tokenized even if the mode does not need tokens."""
     gate = Gate()
     flags = ("--router-mode", "round-robin", *KV[2:])
     async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
@@ -339,8 +337,8 @@ async def test_any_mode(fleet_of: FleetOf) -> None:
         assert [200] == await crowd.statuses()
 
 
-async def test_worker_that_does_not_tell(fleet_of: FleetOf) -> None:
-    """One without max_batched_tokens is never full, and /workers says so."""
+async def test_worker_without_max_batched_tokens(fleet_of: FleetOf) -> None:
+    """A worker without max_batched_tokens is never full. /workers lists it as such."""
     gate = Gate()
     async with fleet_of(*KV, scripts=(gate.script,)) as fleet, one_at_work(fleet, gate):
         other = asyncio.create_task(fleet.ask(numbered(1)))
@@ -353,7 +351,7 @@ async def test_worker_that_does_not_tell(fleet_of: FleetOf) -> None:
 
 
 async def test_waiting_when_the_draining_ends(fleet_of: FleetOf) -> None:
-    """Who waits is served while the replica drains; who still does when its time is over gets a 503."""
+    """Waiting requests are served during the drain; those left at its end get a 503."""
     gate = Gate()
     async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
         await crowd.add(1)
@@ -368,7 +366,7 @@ async def test_waiting_when_the_draining_ends(fleet_of: FleetOf) -> None:
 
 
 async def test_first_leaves_as_it_is_woken() -> None:
-    """Its client goes in the very turn in which there is room: the next one gets it."""
+    """If the first one's client leaves in the turn in which there is room, the next one gets the room."""
     pool = new_pool(card("w1", max_batched_tokens=64))
     router = new_router(pool)
     replica = cast("Replica", SimpleNamespace(peers={}, settings=ReplicaSettings()))
@@ -393,8 +391,8 @@ async def _lines_with(waiting_room: WaitingRoom, waiting: int) -> list[Any]:
     return list(lines.values())
 
 
-async def test_what_is_passed_on_does_not_wait(fleet_of: FleetOf) -> None:
-    """Its tokens are not known."""
+async def test_other_routes_do_not_wait(fleet_of: FleetOf) -> None:
+    """Routes of passthrough.py never wait: their tokens are not known."""
     gate = Gate()
     async with fleet_of(*KV, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate):
         passed = asyncio.create_task(fleet.ask({"model": "m", "seed": 9}, path="/v1/embeddings"))

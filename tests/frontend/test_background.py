@@ -1,4 +1,4 @@
-"""Old texts are forgotten by a timer."""
+"""Old texts of mode prefix-affinity are evicted by a timer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ W0, W1 = Target(WorkerId("w0")), Target(WorkerId("w1"))
 
 
 async def test_timer_cuts_what_is_above_the_threshold(fleet_of: FleetOf) -> None:
-    """No request has to come for it; a worker below the threshold keeps its texts."""
+    """The eviction needs no request. A worker below the threshold keeps its texts."""
     settings = TextIndexSettings(1, True, 10_000, 5_000, 0.05)
     async with fleet_of() as fleet:
         texts = TextIndex(settings)

@@ -1,4 +1,4 @@
-"""The request path: retries, refusals of our own, what each client is told."""
+"""The request path: retries, errors of kvrouter itself, and what clients get."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ FAILURES: dict[str, Script] = {
     "a head that does not end": says(b"HTTP/1.1 200 OK\r\nx: " + b"x" * 70_000),
     "a lone line feed in a header": says(b"HTTP/1.1 200 OK\r\nx: 1\nset-cookie: 2\r\n\r\n"),
     "a length of many digits": says(b"HTTP/1.1 200 OK\r\ncontent-length: %s\r\n\r\n" % (b"9" * 5000)),
-    "a chunk size that is none": says(SSE_HEAD + b"zz\r\n"),
+    "an invalid chunk size": says(SSE_HEAD + b"zz\r\n"),
 }
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 async def test_another_worker(fleet_of: FleetOf, failure: str) -> None:
-    """Whatever a worker does before its first good byte, another gets the request, and nobody notices."""
+    """If a worker fails before its first good byte, another one serves the request."""
     scripts = in_turn(FAILURES[failure], OK)
     async with fleet_of(scripts=(scripts, scripts)) as fleet:
         response = await fleet.ask()
@@ -88,7 +88,7 @@ async def test_another_worker(fleet_of: FleetOf, failure: str) -> None:
 
 
 async def test_refused_connection(fleet_of: FleetOf) -> None:
-    """A worker whose port refuses is passed over."""
+    """A worker that refuses connections is skipped."""
     async with fleet_of(scripts=(OK,)) as fleet:
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
@@ -103,7 +103,7 @@ async def test_refused_connection(fleet_of: FleetOf) -> None:
 
 
 async def test_name_that_cannot_be_looked_up(fleet_of: FleetOf) -> None:
-    """A host name that DNS does not allow makes its worker one that cannot be reached."""
+    """A worker with a host name that DNS does not allow cannot be reached."""
     async with fleet_of(scripts=()) as fleet:
         fleet.announce(FakeWorker("odd", OK, "http://" + "x" * 70 + ".example"))
         while not fleet.targets(fleet.frontend):
@@ -114,7 +114,7 @@ async def test_name_that_cannot_be_looked_up(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[", "file:///etc/passwd"])
 async def test_senseless_address(fleet_of: FleetOf, url: str) -> None:
-    """A card with an address that is none is refused, and the log says why."""
+    """A card with an invalid address is rejected, and the reason is logged."""
     async with fleet_of(scripts=()) as fleet:
         fleet.announce(FakeWorker("odd", OK, url))
         while not (logged := fleet.logged("feed.malformed")):
@@ -125,7 +125,7 @@ async def test_senseless_address(fleet_of: FleetOf, url: str) -> None:
 
 
 async def test_all_fail(fleet_of: FleetOf) -> None:
-    """If nobody serves it, the client gets the last worker's own answer; each was asked once."""
+    """If all workers fail, the client gets the answer of the last one. Each is tried once."""
     refusal = says(answer(b'{"error":{"message":"full"}}', 503, b"retry-after: 7\r\n"))
     async with fleet_of(scripts=(refusal,) * 2) as fleet:
         response = await fleet.ask()
@@ -137,7 +137,7 @@ async def test_all_fail(fleet_of: FleetOf) -> None:
 
 
 async def test_bounded_attempts(fleet_of: FleetOf) -> None:
-    """`--retries 2`: three workers are tried, however many there are."""
+    """`--retries 2`: at most three workers are tried."""
     async with fleet_of("--retries", "2", scripts=(says_and_resets(),) * 6) as fleet:
         response = await fleet.ask()
 
@@ -164,7 +164,7 @@ async def test_another_worker_not_another_rank(fleet_of: FleetOf) -> None:
 
 
 async def test_more_ids_than_any_context(fleet_of: FleetOf) -> None:
-    """A prompt of more token ids than any worker takes is refused here."""
+    """A prompt with more token ids than any worker's context is rejected without a worker."""
     async with fleet_of(scripts=(OK, OK), max_model_len=4096) as fleet:
         response = await fleet.ask({**BODY, "prompt": [7] * 100_000})
 
@@ -175,7 +175,7 @@ async def test_more_ids_than_any_context(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_another_model(fleet_of: FleetOf, stream: bool) -> None:
-    """A worker that no longer has the model it has announced: the request is tried at another one."""
+    """If a worker no longer has the model on its card, another one is tried."""
     gone = b'{"error":{"message":"The model `m` does not exist.","param":"model","code":404}}'
     body = STREAM if stream else BODY
     turns = in_turn(says(answer(gone, 404)), OK)
@@ -187,7 +187,7 @@ async def test_another_model(fleet_of: FleetOf, stream: bool) -> None:
 
 
 async def test_another_model_everywhere(fleet_of: FleetOf) -> None:
-    """If no worker has it the client gets the last one's own answer."""
+    """If no worker has the model, the client gets the answer of the last one."""
     async with fleet_of(scripts=(says(answer(b'{"detail":"no"}', 404)),) * 2) as fleet:
         response = await fleet.ask()
 
@@ -197,7 +197,7 @@ async def test_another_model_everywhere(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize("status", [301, 400, 401, 422])
 async def test_other_statuses_pass(fleet_of: FleetOf, status: int) -> None:
-    """What is the client's own fault passes through, and is not tried again."""
+    """Errors of the client pass through and are not retried."""
     async with fleet_of(scripts=(says(answer(b'{"detail":"no"}', status)),) * 2) as fleet:
         response = await fleet.ask()
 
@@ -207,7 +207,7 @@ async def test_other_statuses_pass(fleet_of: FleetOf, status: int) -> None:
 
 
 async def test_clients_fault_in_a_stream(fleet_of: FleetOf) -> None:
-    """A first event that says 400 is an answer, not a worker's failure."""
+    """A first event with status 400 is an answer, not a failure of the worker."""
     body = SSE_HEAD + chunk(b'data: {"error": {"code": 400}}\n\n') + LAST_CHUNK
     async with fleet_of(scripts=(says(body),) * 2) as fleet:
         response = await fleet.ask(STREAM)
@@ -217,7 +217,7 @@ async def test_clients_fault_in_a_stream(fleet_of: FleetOf) -> None:
 
 
 async def test_idle_connection_dies(fleet_of: FleetOf) -> None:
-    """A keep-alive connection that the worker closes just as a request comes costs the worker nothing."""
+    """A worker that closes an idle connection while a request is sent there does not count as failed."""
 
     async def once(_received: Received, wire: Wire) -> None:
         if wire.requests == 2:
@@ -233,7 +233,7 @@ async def test_idle_connection_dies(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "\xff"}', b"{}" + b"\x00"])
 async def test_malformed_body(fleet_of: FleetOf, body: bytes) -> None:
-    """A body that is no request is answered with 400 in OpenAI's form."""
+    """A malformed body is a 400 in OpenAI's form."""
     async with fleet_of() as fleet:
         response = await fleet.ask(body)
 
@@ -249,13 +249,13 @@ async def test_malformed_body(fleet_of: FleetOf, body: bytes) -> None:
     ],
 )
 async def test_body_that_cannot_be_edited(fleet_of: FleetOf, body: bytes) -> None:
-    """A body that would have to be changed, and cannot be, is a bad request."""
+    """A body that must be edited and cannot be parsed is a 400."""
     async with fleet_of() as fleet:
         assert 400 == (await fleet.ask(body)).status
 
 
 async def test_torn_request_encoding(fleet_of: FleetOf) -> None:
-    """A request body that breaks its own framing or compression is a bad request, and no error of ours."""
+    """A body with broken framing or compression is a 400, and logs no error."""
     async with fleet_of() as fleet, fleet.connected() as client:
         client.writer.write(
             b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n"
@@ -264,8 +264,8 @@ async def test_torn_request_encoding(fleet_of: FleetOf) -> None:
         assert 400 == (await fleet.ask(b"no gzip at all", "content-encoding: gzip")).status
 
 
-async def test_no_http_at_all(fleet_of: FleetOf) -> None:
-    """Bytes that are no HTTP are answered with 400; the log stays clean."""
+async def test_bytes_that_are_not_http(fleet_of: FleetOf) -> None:
+    """Bytes that are not HTTP get a 400, and log nothing."""
     async with fleet_of() as fleet, fleet.connected() as client:
         client.writer.write(b"\x16\x03\x01 hello\r\n\r\n")
 
@@ -273,7 +273,7 @@ async def test_no_http_at_all(fleet_of: FleetOf) -> None:
 
 
 async def test_unknown_model(fleet_of: FleetOf) -> None:
-    """A model that nobody serves is a 404 that names what is served."""
+    """An unknown model is a 404 that lists the known ones."""
     async with fleet_of() as fleet:
         response = await fleet.ask({**BODY, "model": "other"})
 
@@ -319,7 +319,7 @@ async def test_large_body(fleet_of: FleetOf) -> None:
 
 
 async def test_large_body_refused_unread(fleet_of: FleetOf) -> None:
-    """A worker that breaks off while a large body is on its way is a worker that failed."""
+    """A worker that resets the connection amid a large body has failed."""
 
     async def refuse(_received: Received, wire: Wire) -> None:
         wire.reset()
@@ -341,7 +341,7 @@ async def test_senseless_override(fleet_of: FleetOf, weight: str) -> None:
 
 
 async def test_booking_while_it_runs(fleet_of: FleetOf) -> None:
-    """A request is booked, on its target and with its blocks, exactly as long as it runs."""
+    """A request is booked, on its target and with its blocks, exactly while it runs."""
     async with fleet_of("--router-mode", "kv") as fleet, AsyncExitStack() as stack:
         pool = next(iter(fleet.frontend.replica.routers.values())).pool
         seen: list[tuple[int, int, int]] = []
@@ -371,7 +371,7 @@ async def test_booking_while_it_runs(fleet_of: FleetOf) -> None:
 
 
 async def test_models_with_stream(fleet_of: FleetOf) -> None:
-    """A chat is served too, without a tokenizer placed by load alone."""
+    """Without a tokenizer, a chat is placed by load alone."""
     async with fleet_of("--router-mode", "kv", scripts=(says(stream("a", "b")),)) as fleet:
         body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
         response = await fleet.ask(body, path="/v1/chat/completions")
@@ -381,7 +381,7 @@ async def test_models_with_stream(fleet_of: FleetOf) -> None:
 
 
 async def test_unknown_route(fleet_of: FleetOf) -> None:
-    """A path that is not served is answered in OpenAI's form."""
+    """An unknown path is a 404 in OpenAI's form."""
     async with fleet_of(scripts=()) as fleet:
         response = await fleet.get("/nope")
 
@@ -391,7 +391,7 @@ async def test_unknown_route(fleet_of: FleetOf) -> None:
 
 
 async def test_wrong_method(fleet_of: FleetOf) -> None:
-    """Another method on a path that is served is 405 in OpenAI's form, and says which are right."""
+    """A wrong method is a 405 in OpenAI's form that lists the right ones."""
     async with fleet_of(scripts=()) as fleet:
         got, posted = await fleet.get("/v1/completions"), await fleet.ask({}, path="/v1/models")
 
@@ -403,7 +403,7 @@ async def test_wrong_method(fleet_of: FleetOf) -> None:
 
 
 async def test_texts_that_no_model_takes_are_not_tokenized(fleet_of: FleetOf, tmp_path: Path) -> None:
-    """Tokenizing 30 MB takes 40 s and gigabytes: the engine refuses such a text by its length alone."""
+    """A text of 30 MB is not tokenized: it would take 40 s, and the engine rejects it by its length."""
     build_tiny_model(tmp_path / "tiny")
     async with fleet_of("--router-mode", "kv", "--model-path", str(tmp_path / "tiny")) as fleet:
         fleet.announce(fleet.workers[0], max_model_len=100)
@@ -417,7 +417,7 @@ async def test_texts_that_no_model_takes_are_not_tokenized(fleet_of: FleetOf, tm
 
 
 async def test_no_descriptor_left(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this replica lacks is not the worker's fault: 503, come again, and the worker stays as it was."""
+    """Without a free descriptor the client gets a 503, and the worker does not count as failed."""
     flags = ("--circuit-breaker", "--circuit-breaker-failures", "1")
     async with fleet_of(*flags) as fleet, fleet.connected() as client:
         with monkeypatch.context() as patch:
@@ -432,7 +432,7 @@ async def test_no_descriptor_left(fleet_of: FleetOf, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("framing", ["content-length: 1000000", "transfer-encoding: chunked"])
 async def test_unfinished_bodies_are_bounded_together(fleet_of: FleetOf, framing: str) -> None:
-    """Clients that stop amid their bodies hold 8 of the largest at most: of nine one gets a 503."""
+    """Unfinished bodies take at most 8 times the largest one: of nine clients one gets a 503."""
     head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\n{framing}\r\n\r\n".encode()
     part = b" " * 990_000
     piece = head + (b"%x\r\n%s\r\n" % (len(part), part) if "chunked" in framing else part)

@@ -1,4 +1,4 @@
-"""A frontend and an agent with --nats-creds, as processes, on a NATS that knows one account only."""
+"""A frontend and an agent with --nats-creds, as processes, on a NATS server with one account."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(path: Path, text: str) -> Path:
 
 @contextlib.asynccontextmanager
 async def agent(engine: EngineServer, *flags: str) -> AsyncIterator[None]:
-    """An agent process beside an engine."""
+    """An agent process next to an engine."""
     command = [sys.executable, "-m", "kvrouter.worker", "--engine-url", engine.url, *flags]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
     try:
@@ -49,7 +49,7 @@ async def agent(engine: EngineServer, *flags: str) -> AsyncIterator[None]:
 
 
 async def test_frontend_with_creds(server: NatsServer, tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """Refused it says so, and waits, not ready; when the file is right it connects and finds the worker."""
+    """Rejected by NATS it is not ready and reports the reason; with the right file it connects."""
     file = write(tmp_path / "router.creds", creds(account("stranger"), user("router")))
     agents_file = write(tmp_path / "agent.creds", creds(OURS, user("agent")))
     port, admin_port = free_port(), free_port()
@@ -80,8 +80,8 @@ async def test_frontend_with_creds(server: NatsServer, tmp_path: Path, free_port
     assert [engine.url] == [worker["url"] for worker in workers]
 
 
-async def test_file_that_is_none(tmp_path: Path) -> None:
-    """A file that is no .creds file: code 2, and a message that says so."""
+async def test_file_without_credentials(tmp_path: Path) -> None:
+    """A file without credentials ends the start with code 2 and a message."""
     file = write(tmp_path / "router.creds", "hello\n")
     process = await start("--nats-creds", str(file))
     _, said = await process.communicate()

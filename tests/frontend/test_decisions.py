@@ -1,4 +1,4 @@
-"""Decisions over HTTP: foretold without being made, kept for a while, logged."""
+"""Decisions over HTTP: previewed, kept, logged."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ THREE = (OK, OK, OK)
 KV = ("--router-mode", "kv")
 
 
-async def test_route_tells_everything_and_sends_nothing(fleet_of: FleetOf) -> None:
-    """Every candidate with each term of its cost, the winner, the ties; no booking, no request."""
+async def test_route_explains_and_sends_nothing(fleet_of: FleetOf) -> None:
+    """/v1/route replies with the terms of every candidate, the winner and the ties. Nothing is sent."""
     async with fleet_of(*KV, scripts=THREE) as fleet:
         response = await fleet.ask(None, "x-request-id: r1", path="/v1/route")
 
@@ -36,8 +36,8 @@ async def test_route_tells_everything_and_sends_nothing(fleet_of: FleetOf) -> No
         )  # fmt: skip
 
 
-async def test_route_foretells_what_happens(fleet_of: FleetOf) -> None:
-    """At temperature 0, in one state, the dry run's winner is the request's."""
+async def test_route_predicts_the_decision(fleet_of: FleetOf) -> None:
+    """At temperature 0 and in the same state, a dry run and the request have the same winner."""
     stalls = says_and_stalls(SSE_HEAD, chunk(event("a")))
     async with (
         fleet_of(*KV, scripts=(stalls,) * 3) as fleet,
@@ -49,10 +49,10 @@ async def test_route_foretells_what_happens(fleet_of: FleetOf) -> None:
         next_.send({**STREAM, "prompt": [7] * 640}, "x-kvrouter-mode: direct", "x-kvrouter-target: w0")
         await next_.read_until(b'"a"')
         bodies = [{**BODY, "prompt": [start] * 64} for start in range(1, 6)]
-        foretold = [(await fleet.ask(body, path="/v1/route")).json["winner"] for body in bodies]
+        predicted = [(await fleet.ask(body, path="/v1/route")).json["winner"] for body in bodies]
         shared = (await fleet.ask(BODY, path="/v1/route")).json
 
-        assert ["w2/0"] * 5 == foretold
+        assert ["w2/0"] * 5 == predicted
         assert ("w1/0", 8.0) == (shared["winner"], _terms(shared, "w0")["cost"] - 40)
         router = next(iter(fleet.frontend.replica.routers.values()))
         prompt = shared_prompt(fleet)
@@ -60,7 +60,7 @@ async def test_route_foretells_what_happens(fleet_of: FleetOf) -> None:
 
 
 def shared_prompt(fleet: Fleet) -> Prompt:
-    """That of BODY, as it was booked."""
+    """The prompt of BODY, as it was booked."""
     (router,) = fleet.frontend.replica.routers.values()
     bookings = router.pool.active.bookings(router.router_id)
     booking = next(one for one in bookings if one.target.worker_id == "w1")
@@ -74,7 +74,7 @@ def _terms(body: dict, worker: str) -> dict[str, float]:  # type: ignore[type-ar
 
 
 async def test_dry_run_of_an_ordinary_request(fleet_of: FleetOf) -> None:
-    """By header or in the body: the same answer as /v1/route."""
+    """A dry run by header or body gets the same answer as /v1/route."""
     async with fleet_of(*KV, scripts=THREE) as fleet:
         door = fleet.frontend.admin_url
         by_header = (await ask(door, STREAM, "x-kvrouter-dry-run: true")).json
@@ -88,7 +88,7 @@ async def test_dry_run_of_an_ordinary_request(fleet_of: FleetOf) -> None:
 
 
 async def test_kinds_of_route(fleet_of: FleetOf) -> None:
-    """Chats show themselves; other routes are named; nonsense is refused as the request would be."""
+    """Chats are recognized; other routes are named by `path`; malformed bodies get the request's error."""
     async with fleet_of(*KV) as fleet:
         chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
         passed = {"model": "m", "input": "x", "path": "/v1/embeddings"}
@@ -105,8 +105,8 @@ async def test_kinds_of_route(fleet_of: FleetOf) -> None:
         assert [400, 400, 400, 400, 404] == [(await fleet.ask(body, path="/v1/route")).status for body in bad]
 
 
-async def test_who_was_removed_and_by_what(fleet_of: FleetOf) -> None:
-    """Filters by name, what the pool does not offer by its reason; with nobody left there is no winner."""
+async def test_removed_targets_and_reasons(fleet_of: FleetOf) -> None:
+    """Removed targets name the filter or the reason. Without candidates the winner is null."""
     stalls = in_turn(says_and_stalls(SSE_HEAD, chunk(event("a"))))
     fleets = fleet_of(*KV, "--max-ongoing-requests", "1", scripts=(stalls, OK, OK))
     async with fleets as fleet, fleet.connected() as client:
@@ -130,13 +130,13 @@ async def test_who_was_removed_and_by_what(fleet_of: FleetOf) -> None:
 
 
 async def fleet_until_targets(fleet: Fleet, count: int) -> None:
-    """Return when so many may be chosen."""
+    """Return when the frontend knows `count` targets."""
     while len(fleet.targets(fleet.frontend)) != count:
         await fleet.get("/live")
 
 
 async def test_decisions_are_kept(fleet_of: FleetOf) -> None:
-    """Each attempt of a request, explained when asked for; the oldest are forgotten."""
+    """/decisions keeps each attempt of a request, up to the limit."""
     scripts = in_turn(says(answer(b"{}", 500)), OK)
     async with fleet_of(*KV, "--decisions", "3", scripts=(scripts, scripts)) as fleet:
         await fleet.ask(None, "x-request-id: a/1")
@@ -160,7 +160,7 @@ async def test_decisions_are_kept(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize("limit", ["0", "1001", "x", ""])
 async def test_wrong_limit(fleet_of: FleetOf, limit: str) -> None:
-    """The message says what it may be."""
+    """The message contains the valid values."""
     async with fleet_of() as fleet:
         response = await fleet.get(f"/decisions?limit={limit}")
 
@@ -177,7 +177,7 @@ async def test_none_are_kept(fleet_of: FleetOf) -> None:
 
 
 async def test_log_decisions(fleet_of: FleetOf) -> None:
-    """One event a decision, with every candidate's terms."""
+    """Each decision is one log event with the terms of every candidate."""
     async with fleet_of(*KV, "--log-decisions", "--decisions", "0", scripts=THREE) as fleet:
         response = await fleet.ask(None, "x-request-id: r1")
 

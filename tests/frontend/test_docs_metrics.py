@@ -1,4 +1,4 @@
-"""docs/metrics.md lists what /metrics says."""
+"""docs/metrics.md lists the metrics of /metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = tuple[str, frozenset[str]]
 
 
 def rows() -> dict[str, Row]:
-    """The page's, by family: a counter without its `_total`."""
+    """The rows of the page by family; a counter's family has no `_total`."""
     found: dict[str, Row] = {}
     for name, kind, labels in ROW.findall((ROOT / "docs" / "metrics.md").read_text()):
         family = name.removesuffix("_total") if kind == "counter" else name
@@ -29,7 +29,7 @@ def rows() -> dict[str, Row]:
 
 
 def test_page_lists_every_family() -> None:
-    """All that the sources name, also what has no series until something happens, and nothing else."""
+    """The page lists exactly the families in the sources, also those without a series at the start."""
     sources = [
         file
         for room in ("frontend", "replica", "telemetry")
@@ -42,7 +42,7 @@ def test_page_lists_every_family() -> None:
 
 
 async def test_kinds_and_labels(fleet_of: FleetOf) -> None:
-    """What a frontend says after a request has the kinds and labels of the page."""
+    """Kinds and labels of a frontend's metrics after a request are those of the page."""
     async with fleet_of("--router-mode", "kv", "--router-queue-threshold", "4") as fleet:
         await fleet.ask()
         text = (await fleet.get("/metrics")).body.decode()

@@ -1,4 +1,4 @@
-"""--router-policy in a running frontend: it decides, is told, is refreshed, and its mistakes cost nothing."""
+"""--router-policy in a running frontend: decisions, callbacks, refreshes, and its mistakes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HERE = "tests.policies.guarded_classes"
 
 
 class Slow(Policy):
-    """Its refresh never ends; choose uses what there is."""
+    """A policy whose refresh never ends."""
 
     refresh_s = 0.01
 
@@ -49,7 +49,7 @@ class Slow(Policy):
 
 
 class Counting(Slow):
-    """Its refreshes overlap, if they ever do."""
+    """Counts refreshes that overlap."""
 
     at_once = 0
     most_at_once = 0
@@ -63,7 +63,7 @@ class Counting(Slow):
 
 
 class AsksTheCancelled(Slow):
-    """What its refresh waits for has been cancelled."""
+    """A policy whose refresh waits for something that is cancelled."""
 
     async def refresh(self) -> None:
         self.begun += 1
@@ -79,13 +79,13 @@ def own(fleet: Fleet) -> GuardedPolicy:
 
 
 def told(fleet: Fleet) -> list[Any]:
-    """What Last was told."""
+    """The callbacks that Last has received."""
     policy: Any = own(fleet).policy
     return list(policy.told)
 
 
-async def test_it_decides_and_is_told(fleet_of: FleetOf) -> None:
-    """Requests go where it says; it hears who is there, how each was answered, and who leaves."""
+async def test_it_decides_and_its_callbacks_run(fleet_of: FleetOf) -> None:
+    """Requests go where it chooses; callbacks report the workers, each answer, and leaving workers."""
     async with fleet_of("--router-policy", f"{HERE}:Last", scripts=(OK, OK)) as fleet:
         for name in ("one", "two"):
             await fleet.ask(None, f"x-request-id: {name}")
@@ -95,7 +95,7 @@ async def test_it_decides_and_is_told(fleet_of: FleetOf) -> None:
 
         assert ["w0", "w1", "w1"] == fleet.requests
         heard = told(fleet)
-        both_at = heard.index(("workers", ["w0", "w1"]))  # they may be heard of at once, or one by one
+        both_at = heard.index(("workers", ["w0", "w1"]))  # both may join at once or one after the other
         assert [
             ("workers", ["w0", "w1"]),
             ("routed", "one", "w1/0", 200), ("routed", "two", "w1/0", 200),
@@ -116,7 +116,7 @@ async def test_it_decides_and_is_told(fleet_of: FleetOf) -> None:
     ],
 )
 async def test_status(fleet_of: FleetOf, script: Any, status: int) -> None:
-    """Of each attempt it is told once how the worker answered."""
+    """The callback gets the status of each attempt once."""
     async with fleet_of("--router-policy", f"{HERE}:Last", "--retries", "0", scripts=(script,)) as fleet:
         await fleet.ask(STREAM, "x-request-id: r")
 
@@ -124,7 +124,7 @@ async def test_status(fleet_of: FleetOf, script: Any, status: int) -> None:
 
 
 async def test_status_of_silence(fleet_of: FleetOf) -> None:
-    """A worker that says nothing: 504."""
+    """A worker that sends nothing: 504."""
     flags = ("--router-policy", f"{HERE}:Last", "--retries", "0", "--first-byte-timeout", "0.05")
     async with fleet_of(*flags, scripts=(says_and_stalls(),)) as fleet:
         await fleet.ask(None, "x-request-id: r")
@@ -142,8 +142,8 @@ async def test_status_of_a_client_that_left(fleet_of: FleetOf) -> None:
         assert [("routed", "r", "w0/0", 499)] == told(fleet)[1:]
 
 
-async def test_status_is_told_when_the_answer_begins(fleet_of: FleetOf) -> None:
-    """Not at its end: the stream still runs. A client that leaves then changes nothing."""
+async def test_status_comes_when_the_answer_begins(fleet_of: FleetOf) -> None:
+    """The callback runs while the stream still runs. A client that leaves then changes nothing."""
     script = says_and_stalls(SSE_HEAD + chunk(event("a")))
     async with fleet_of("--router-policy", f"{HERE}:Last", scripts=(script,)) as fleet:
         async with connected(fleet.url) as client:
@@ -154,8 +154,8 @@ async def test_status_is_told_when_the_answer_begins(fleet_of: FleetOf) -> None:
         assert [("routed", "r", "w0/0", 200)] == told(fleet)[1:]
 
 
-async def test_one_that_fails_everywhere_serves_all(fleet_of: FleetOf) -> None:
-    """No request is lost: by load, one log line for each place, and a counter."""
+async def test_policy_that_always_fails(fleet_of: FleetOf) -> None:
+    """No request is lost: they are placed by load. Each kind of mistake is logged once, and counted."""
     async with fleet_of("--router-policy", f"{HERE}:Fails", scripts=(OK, OK)) as fleet:
         answers = [await fleet.ask() for _ in range(6)]
         await until(lambda: own(fleet).troubles["refresh"] > 2)
@@ -170,7 +170,7 @@ async def test_one_that_fails_everywhere_serves_all(fleet_of: FleetOf) -> None:
 
 
 async def test_refresh_never_blocks(fleet_of: FleetOf) -> None:
-    """One that never ends is one, and requests go on."""
+    """A refresh that never ends is not started again, and requests are served."""
     async with fleet_of("--router-policy", f"{__name__}:Slow") as fleet:
         policy: Any = own(fleet).policy
         await until(lambda: policy.begun)
@@ -179,7 +179,7 @@ async def test_refresh_never_blocks(fleet_of: FleetOf) -> None:
 
 
 async def test_refresh_again_and_again(fleet_of: FleetOf) -> None:
-    """Each after the one before."""
+    """Refreshes run one after the other."""
     async with fleet_of("--router-policy", f"{__name__}:Counting") as fleet:
         policy: Any = own(fleet).policy
         await until(lambda: policy.begun > 3)
@@ -187,7 +187,7 @@ async def test_refresh_again_and_again(fleet_of: FleetOf) -> None:
 
 
 async def test_refresh_that_takes_too_long(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is ended, told once, and tried again."""
+    """A refresh that takes too long is cancelled, logged once, and started again."""
     monkeypatch.setattr("kvrouter.replica.policy_upkeep.REFRESH_TIMEOUT_S", 0.02)
     async with fleet_of("--router-policy", f"{__name__}:Slow") as fleet:
         policy: Any = own(fleet).policy
@@ -198,7 +198,7 @@ async def test_refresh_that_takes_too_long(fleet_of: FleetOf, monkeypatch: pytes
 
 
 async def test_refresh_of_what_was_cancelled(fleet_of: FleetOf) -> None:
-    """That is one more mistake: told once, and tried again."""
+    """A refresh that awaits something cancelled counts as a mistake: logged once, and started again."""
     async with fleet_of("--router-policy", f"{__name__}:AsksTheCancelled") as fleet:
         policy: Any = own(fleet).policy
         await until(lambda: policy.begun > 2)
@@ -208,7 +208,7 @@ async def test_refresh_of_what_was_cancelled(fleet_of: FleetOf) -> None:
 
 
 def test_flags() -> None:
-    """The class takes the place of the mode; its arguments need it."""
+    """The class replaces the mode. Its arguments need a class."""
     options = parse_options(["--router-policy", f"{HERE}:Last", "--router-policy-arg", "weight=2"])
 
     assert "own" == options.router_mode
@@ -225,16 +225,14 @@ def test_flags() -> None:
         (["--router-policy-arg", "a=1"], "--router-policy-arg needs --router-policy"),
     ],
 )
-def test_what_is_wrong_ends_the_start(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Exit code 2, and one line that says what to change."""
+def test_wrong_class_ends_the_start(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and one line with the way out."""
     assert 2 == main(["--port", "0", *flags])
     assert said in capsys.readouterr().err
 
 
 def test_needs_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class that says so spares the tokenizing."""
+    """With needs_tokens = False prompts are not tokenized."""
     (tmp_path / "blind.py").write_text(
         "class Blind:\n    needs_tokens = False\n    def choose(self, request, candidates): ...\n"
     )

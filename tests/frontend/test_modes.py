@@ -16,7 +16,7 @@ THREE = (OK, OK, OK)
 
 @pytest.mark.parametrize("mode", sorted(POLICIES))
 async def test_every_mode_serves(fleet_of: FleetOf, mode: str) -> None:
-    """Asked for by a request, and as the frontend's own."""
+    """Each mode serves requests, named by a request or by --router-mode."""
     target = ["x-kvrouter-target: w1"] if mode == "direct" else []
     async with fleet_of("--router-mode", mode, scripts=THREE) as fleet:
         assert 200 == (await fleet.ask(None, *target)).status
@@ -30,7 +30,7 @@ async def test_every_mode_serves(fleet_of: FleetOf, mode: str) -> None:
 
 
 async def test_direct(fleet_of: FleetOf) -> None:
-    """The named worker, and the named rank; what a client says of ranks is heeded in this mode only."""
+    """Mode direct uses the named worker and rank. Other modes ignore a client's rank."""
     async with fleet_of(scripts=(OK, OK), ranks=2, rank_header="X-data-parallel-rank") as fleet:
         direct = "x-kvrouter-mode: direct"
         named = [await fleet.ask(None, direct, "x-kvrouter-target: w1/1") for _ in range(2)]
@@ -48,7 +48,7 @@ async def test_direct(fleet_of: FleetOf) -> None:
 
 
 async def test_a_clients_own_rank(fleet_of: FleetOf) -> None:
-    """Dropped, unless the client names its target and the worker's card knows no ranks."""
+    """A client's rank header is dropped, unless it names its target and the card has no rank header."""
     async with fleet_of() as fleet:
         await fleet.ask(None, "X-data-parallel-rank: 5")
         await fleet.ask(None, "X-data-parallel-rank: 5", "x-kvrouter-mode: direct", "x-kvrouter-target: w0")
@@ -57,7 +57,7 @@ async def test_a_clients_own_rank(fleet_of: FleetOf) -> None:
 
 
 async def test_direct_errors(fleet_of: FleetOf) -> None:
-    """No target 400, an unknown one 404, one that takes no requests 503: each says what to do."""
+    """No target is a 400, an unknown one a 404, a draining one a 503. Each contains the way out."""
     async with fleet_of("--router-mode", "direct", scripts=(OK, OK)) as fleet:
         fleet.announce(fleet.workers[1], "draining")
         await until(lambda: len(fleet.targets(fleet.frontend)) == 1, "w1 drains")
@@ -75,7 +75,7 @@ async def test_direct_errors(fleet_of: FleetOf) -> None:
 
 
 async def test_direct_to_one_that_fails(fleet_of: FleetOf) -> None:
-    """Nobody else is tried: the client gets the worker's own answer."""
+    """In mode direct no other worker is tried: the client gets the worker's answer."""
     full = says(answer(b'{"error":{"message":"full"}}', 503))
     async with fleet_of(scripts=(full, OK)) as fleet:
         response = await fleet.ask(None, "x-kvrouter-mode: direct", "x-kvrouter-target: w0")
@@ -84,7 +84,7 @@ async def test_direct_to_one_that_fails(fleet_of: FleetOf) -> None:
 
 
 async def test_prefix_affinity_follows_the_text(fleet_of: FleetOf) -> None:
-    """Chats that begin alike meet again, whatever their tokens are; others go elsewhere."""
+    """Chats with a common beginning go to the same worker, without a tokenizer; others do not."""
     async with fleet_of("--router-mode", "prefix-affinity", scripts=THREE) as fleet:
         homes: dict[str, set[str]] = {}
         for topic in "abcabcabc":
@@ -97,7 +97,7 @@ async def test_prefix_affinity_follows_the_text(fleet_of: FleetOf) -> None:
 
 
 async def test_prefix_affinity_learns_from_streams(fleet_of: FleetOf) -> None:
-    """A prompt's text is remembered where its prefill was completed."""
+    """A prompt's text is assigned to the target that completed its prefill."""
     async with fleet_of("--router-mode", "prefix-affinity", scripts=(says(stream("a")),) * 3) as fleet:
         body = {"model": "m", "prompt": "once upon a time " * 20, "stream": True}
         workers = {(await fleet.ask(body)).header("x-kvrouter-worker") for _ in range(6)}
@@ -106,7 +106,7 @@ async def test_prefix_affinity_learns_from_streams(fleet_of: FleetOf) -> None:
 
 
 async def test_stage_one_by_header(fleet_of: FleetOf) -> None:
-    """The header names a group, or anything: equal names meet in one group."""
+    """The header names a group, or anything else: equal values go to the same group."""
     flags = ("--router-mode", "two-stage", "--stage-one", "header:X-Bucket")
     async with fleet_of(*flags, scripts=THREE) as fleet:
         for worker, group in zip(fleet.workers, ("gold", "silver", "silver"), strict=True):
@@ -126,7 +126,7 @@ async def test_stage_one_by_header(fleet_of: FleetOf) -> None:
 
 
 async def test_one_request_in_another_mode(fleet_of: FleetOf) -> None:
-    """Its mode has turns of its own; the object that asks for it never reaches the engine."""
+    """The mode of one request counts its own turns. The engine does not get the object `kvrouter`."""
     async with fleet_of("--router-mode", "kv", scripts=THREE) as fleet:
         body = {**BODY, "kvrouter": {"mode": "round-robin", "temperature": 0.5}}
         workers = [(await fleet.ask(body)).header("x-kvrouter-worker") for _ in range(6)]
@@ -136,8 +136,8 @@ async def test_one_request_in_another_mode(fleet_of: FleetOf) -> None:
         assert all(BODY == one.json for worker in fleet.workers for one in worker.requests)
 
 
-async def test_escaped_and_passed_bodies_lose_the_object_too(fleet_of: FleetOf) -> None:
-    """However its name is written, and on routes that are only passed on."""
+async def test_object_is_removed_from_every_body(fleet_of: FleetOf) -> None:
+    """The object goes also if its name is escaped, and on routes that are passed on."""
     async with fleet_of(scripts=(OK, OK)) as fleet:
         body = json.dumps({"model": "m", "input": "x", "kvrouter": {"mode": "direct", "target": "w1"}})
         await fleet.ask(body.replace("kvrouter", "kv\\u0072outer").encode(), path="/v1/embeddings")
@@ -156,7 +156,7 @@ async def test_escaped_and_passed_bodies_lose_the_object_too(fleet_of: FleetOf) 
     ],
 )
 async def test_wrong_values_are_refused(fleet_of: FleetOf, header: str, told: str) -> None:
-    """400, the field named, and nothing sent."""
+    """A wrong value is a 400 that names the field. Nothing is sent."""
     async with fleet_of() as fleet:
         response = await fleet.ask(None, header)
 
@@ -165,8 +165,8 @@ async def test_wrong_values_are_refused(fleet_of: FleetOf, header: str, told: st
         assert [] == fleet.requests
 
 
-async def test_an_object_that_is_none(fleet_of: FleetOf) -> None:
-    """`kvrouter` has to be an object."""
+async def test_kvrouter_that_is_not_an_object(fleet_of: FleetOf) -> None:
+    """`kvrouter` must be an object."""
     async with fleet_of() as fleet:
         response = await fleet.ask({**BODY, "kvrouter": "p2c"})
 
@@ -174,7 +174,7 @@ async def test_an_object_that_is_none(fleet_of: FleetOf) -> None:
 
 
 async def test_retries_follow_the_fallbacks(fleet_of: FleetOf, tmp_path: Path) -> None:
-    """Scored with maxNumOfEndpoints 3: further endpoints are tried in the order of the first decision."""
+    """With maxNumOfEndpoints 3, retries follow the order of the first decision."""
     file = tmp_path / "picker.yaml"
     file.write_text(
         "kind: EndpointPickerConfig\n"

@@ -1,4 +1,4 @@
-"""What is for operators is on the admin listener, and on the clients' port for whoever has the key."""
+"""Routes for operators are on the admin listener, and with the key on the clients' port."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DRY = "x-kvrouter-dry-run: true"
 BUSY = {"model": "m", "active_decode_blocks_threshold": 0.9}
 KEY = "s3cret"
 ALLOWED = [200, 200, 404, 200, 200, 200, 200, 200, 200]
-"""Answers to `all_for_operators`; nothing is known of the decision that it asks for."""
+"""Statuses of `all_for_operators`. The decision that it requests is not kept."""
 
 
 async def all_for_operators(client: Client, *headers: str) -> list[Response]:
-    """Every way to ask for what is theirs."""
+    """One request to each route for operators."""
     lines = "".join(f"{line}\r\n" for line in headers)
     answers = []
     for path in ("/workers", "/decisions", "/decisions/x", "/busy_threshold"):
@@ -37,7 +37,7 @@ async def all_for_operators(client: Client, *headers: str) -> list[Response]:
 
 
 async def test_not_on_the_clients_port(fleet_of: FleetOf) -> None:
-    """Each is a 404 that says where it is, nothing changes, and the client's own requests go on."""
+    """Each is a 404 that names the admin listener. Nothing changes, and other requests are served."""
     async with fleet_of() as fleet, fleet.connected() as client:
         before = (await fleet.get("/busy_threshold")).json
         answers = await all_for_operators(client)
@@ -54,7 +54,7 @@ async def test_not_on_the_clients_port(fleet_of: FleetOf) -> None:
 
 
 async def test_what_clients_may_ask(fleet_of: FleetOf) -> None:
-    """The APIs, and what load balancers and Prometheus look at."""
+    """Clients may use the APIs and the routes of load balancers and Prometheus."""
     async with fleet_of() as fleet, fleet.connected() as client:
         for path in ("/live", "/ready", "/health", "/metrics", "/v1/models", "/v1/models/m", "/version"):
             assert (await client.get(path)).status in {200, 503}, path
@@ -62,7 +62,7 @@ async def test_what_clients_may_ask(fleet_of: FleetOf) -> None:
 
 
 async def test_admin_listener(fleet_of: FleetOf) -> None:
-    """It has everything without a key, what clients may ask included; its address is said at the start."""
+    """It serves all routes without a key. Its address is logged at the start."""
     async with fleet_of() as fleet, connected(fleet.frontend.admin_url) as client:
         answers = await all_for_operators(client)
         (said,) = fleet.logged("frontend.listening")
@@ -76,7 +76,7 @@ async def test_admin_listener(fleet_of: FleetOf) -> None:
 
 
 async def test_key(fleet_of: FleetOf, tmp_path: Path) -> None:
-    """With the key all of it is on the clients' port, too; without, or with another, it is a 401."""
+    """With --admin-key-file the clients' port serves all routes with the key; a wrong key is a 401."""
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
     wrong = [
@@ -100,7 +100,7 @@ async def test_key(fleet_of: FleetOf, tmp_path: Path) -> None:
 
 
 async def test_verify_with_the_key(fleet_of: FleetOf, tmp_path: Path) -> None:
-    """`kvrouter verify` may ask on the clients' ports if it has the key."""
+    """`kvrouter verify` can use the clients' ports with the key."""
     file = tmp_path / "key"
     file.write_text(KEY)
     flags = ("--router-replica-sync", "--admin-key-file", str(file))
@@ -118,7 +118,7 @@ async def test_verify_with_the_key(fleet_of: FleetOf, tmp_path: Path) -> None:
     [(None, "No such file"), (b" \n", "it is empty"), (b"\xff\xfe", "the file is not UTF-8 text")],
 )
 def test_key_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, said: str) -> None:
-    """It does not start without the key that it was to have."""
+    """A frontend does not start if its key cannot be read."""
     file = tmp_path / "key"
     if content is not None:
         file.write_bytes(content)
@@ -128,7 +128,7 @@ def test_key_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, sa
 
 
 def test_key_is_not_shown(tmp_path: Path) -> None:
-    """Options may end in a log; the key does not."""
+    """The repr of the options does not contain the key."""
     file = tmp_path / "key"
     file.write_text(KEY)
 
@@ -136,7 +136,7 @@ def test_key_is_not_shown(tmp_path: Path) -> None:
 
 
 async def test_admin_port_taken(fleet_of: FleetOf) -> None:
-    """It does not start, and says which flag it is."""
+    """A frontend does not start, and the message names the flag."""
     async with fleet_of() as fleet:
         port = fleet.frontend.admin_url.rpartition(":")[2]
         with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: .* \(--admin-port\)"):

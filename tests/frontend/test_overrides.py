@@ -1,4 +1,4 @@
-"""What a request may say about its routing: every place, every wrong value."""
+"""Overrides of one request: every place, every wrong value."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ DIALECT = Dialect(sorted(POLICIES), "kv", "x-session-id", "x-bucket")
 
 
 def read(headers: dict[str, str] | None = None, body: dict[str, Any] | None = None, **more: Any) -> Overrides:
-    """What these say."""
+    """The overrides in these headers and this object."""
     return read_overrides(headers or {}, body, more.get("session_id"), more.get("dialect", DIALECT))
 
 
-def test_nothing_said() -> None:
-    """No field is set, and null in the body is nothing."""
+def test_no_overrides() -> None:
+    """Without values no field is set. null means absent."""
     assert Overrides() == read() == read(body={"mode": None, "temperature": None})
 
 
-def test_headers_and_body_say_the_same() -> None:
-    """Each field has both places."""
+def test_headers_and_body_are_equal() -> None:
+    """Each field can be given in both places."""
     headers = {
         "x-kvrouter-mode": "direct", "x-kvrouter-overlap-weight": "0", "x-kvrouter-temperature": "0.5",
         "x-kvrouter-dry-run": "True", "x-kvrouter-target": "w1/2", "x-session-id": "s",
@@ -40,7 +40,7 @@ def test_headers_and_body_say_the_same() -> None:
 
 
 def test_a_header_comes_before_the_body() -> None:
-    """Whoever stands in front of us sets headers; a session_id of the body comes last."""
+    """Gateways set headers, so these win; `session_id` in the body comes last."""
     assert "p2c" == read({"x-kvrouter-mode": "p2c"}, {"mode": "random"}).mode
     assert ["h", "b", "i"] == [
         read({"x-session-id": "h"}, {"session": "b"}, session_id="i").session,
@@ -50,7 +50,7 @@ def test_a_header_comes_before_the_body() -> None:
 
 
 def test_bucket() -> None:
-    """It may be anything; half characters and endless ones do no harm."""
+    """Any value is accepted. Half surrogate pairs are replaced, and long values cut."""
     assert "gold" == read({"x-bucket": "gold"}).bucket
     assert "?" == read({"x-bucket": "\udc80"}).bucket
     assert 256 == len(read({"x-bucket": "x" * 9000}).bucket)
@@ -77,7 +77,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("headers", "body", "param", "told"), WRONG)
 def test_wrong_values(headers: dict[str, str], body: dict[str, Any] | None, param: str, told: str) -> None:
-    """The error names the place and what may stand there."""
+    """The error names the place and the valid values."""
     with pytest.raises(BadRequestError) as caught:
         read(headers, body)
 
@@ -86,7 +86,7 @@ def test_wrong_values(headers: dict[str, str], body: dict[str, Any] | None, para
 
 
 def test_wanted_target() -> None:
-    """With or without a rank; the client's own rank header counts where the worker's ranks are told so."""
+    """With or without a rank. The client's rank header counts if the worker's card has a rank header."""
     pool = new_pool(card("w1", ranks=4, rank_header="X-data-parallel-rank"), card("w2"))
 
     assert Wanted(card("w1").worker_id) == find_wanted("w1", {}, pool)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_wanted_target() -> None:
     ],
 )
 def test_wrong_targets(target: str, headers: dict[str, str], status: int, told: str) -> None:
-    """What does not exist is a 404, what makes no sense a 400."""
+    """A target that does not exist is a 404, a malformed one a 400."""
     pool = new_pool(card("w1", ranks=4, rank_header="X-data-parallel-rank"))
 
     with pytest.raises(BadRequestError, match=told) as caught:

@@ -1,4 +1,4 @@
-"""`--processes N`: several replicas on one port. Real processes, killed and stopped for real."""
+"""`--processes N`: several replicas on one port, as real processes that are killed and stopped."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Parent:
 
     @property
     def admin_urls(self) -> list[str]:
-        """Where each process answers for itself."""
+        """The admin URLs of the processes."""
         return [f"http://127.0.0.1:{self.admin_port + number}" for number in (1, 2)]
 
     def children(self) -> list[int]:
-        """The process ids of its replicas, the first first."""
+        """The process ids of its replicas, in the order of their start."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
         commands = {pid: command_of(pid) for pid in found}
@@ -69,11 +69,11 @@ class Parent:
         )
 
     def announce(self) -> None:
-        """Say that the worker is there."""
+        """Publish the worker's heartbeat."""
         self.fleet.announce(self.worker)
 
     async def until_ready(self, *urls: str) -> None:
-        """Return when each of these is, announcing the worker meanwhile."""
+        """Return when each URL is ready. Announces the worker meanwhile."""
         async with asyncio.timeout(START_S):
             for url in urls:
                 while not await is_ready(url):
@@ -81,7 +81,7 @@ class Parent:
                     await asyncio.sleep(0.02)
 
     async def ended(self) -> tuple[int, str]:
-        """Its exit code, and what was said."""
+        """Its exit code and output."""
         async with asyncio.timeout(START_S):
             assert self.process.stderr is not None
             said = await self.process.stderr.read()
@@ -116,14 +116,14 @@ async def start(port: int, admin_port: int, *flags: str) -> asyncio.subprocess.P
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:
-    """End it, if it has not ended; its children go with it."""
+    """Kill it and its children, if it has not ended."""
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.communicate()
 
 
 async def is_ready(url: str) -> bool:
-    """Whether /ready says so."""
+    """Whether /ready is 200."""
     try:
         return (await get(url, "/ready")).status == 200
     except (OSError, EOFError):
@@ -131,18 +131,18 @@ async def is_ready(url: str) -> bool:
 
 
 async def many(url: str, count: int) -> list[Response]:
-    """So many requests at once, each on a connection of its own."""
+    """`count` requests at once, each on a new connection."""
     return await asyncio.gather(*(ask(url, BODY) for _ in range(count)))
 
 
 def routers(answers: list[Response]) -> Counter[str]:
-    """Which replicas have served."""
+    """The number of answers by replica."""
     assert {200} == {answer.status for answer in answers}
     return Counter(answer.header("x-kvrouter-router") for answer in answers)
 
 
 async def test_two_on_one_port(nats_url: str) -> None:
-    """Both serve on the one port, share their bookings, and can be asked each by itself."""
+    """Both serve on one port and share their bookings. Each has an admin listener."""
     async with running(nats_url, OK) as parent:
         served = routers([answer for _ in range(10) for answer in await many(parent.url, 20)])
         views = [(await get(url, "/workers")).json for url in parent.admin_urls]
@@ -161,9 +161,9 @@ async def test_two_on_one_port(nats_url: str) -> None:
 
 
 async def test_killed_while_connections_queue(nats_url: str) -> None:
-    """A process is killed while connections wait to be accepted: the other one answers them all.
+    """If a process is killed while connections wait to be accepted, the other one answers them all.
 
-    The one that comes back takes none before it is ready, and then its share.
+    The restarted process accepts none before it is ready, and then its share.
     """
     async with running(nats_url, OK) as parent:
         first, second = parent.children()
@@ -194,7 +194,7 @@ async def test_killed_while_connections_queue(nats_url: str) -> None:
 
 
 async def answer_of(url: str, path: str) -> Response | None:
-    """None while nobody listens there."""
+    """The answer; None while no process listens there."""
     try:
         return await get(url, path)
     except (OSError, EOFError):
@@ -203,7 +203,7 @@ async def answer_of(url: str, path: str) -> Response | None:
 
 
 async def test_killed_under_load(nats_url: str) -> None:
-    """Under load no connection is refused or lost, except those that the killed process had accepted."""
+    """Under load the only lost connections are those of the killed process."""
     async with running(nats_url, OK) as parent:
         broken: list[Exception] = []
         ended = asyncio.Event()
@@ -229,7 +229,7 @@ async def test_killed_under_load(nats_url: str) -> None:
 
 @contextlib.asynccontextmanager
 async def streaming(*urls: str) -> AsyncIterator[list[Client]]:
-    """A client amid a stream at each."""
+    """A client in the middle of a stream at each URL."""
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connected(url)) for url in urls]
         for client in clients:
@@ -239,7 +239,7 @@ async def streaming(*urls: str) -> AsyncIterator[list[Client]]:
 
 
 async def test_drain(nats_url: str) -> None:
-    """SIGTERM drains all: 503 in /ready, requests served during the grace, streams finished, code 0."""
+    """SIGTERM drains all: /ready is 503, requests are served during the grace, streams end, code 0."""
     go_on = asyncio.Event()
 
     async def script(_received: Received, wire: Wire) -> None:
@@ -280,7 +280,7 @@ async def until_refused(url: str) -> None:
 
 
 async def test_second_signal(nats_url: str) -> None:
-    """A second signal ends the draining of all, in the grace too: streams end with an error event."""
+    """A second signal ends the drain of all, also in the grace: streams end with an error event."""
     async with running(nats_url, says_and_stalls(ONE), "--drain-grace", "60") as parent:
         async with streaming(*parent.admin_urls) as clients:
             parent.process.send_signal(signal.SIGTERM)
@@ -295,14 +295,14 @@ async def test_second_signal(nats_url: str) -> None:
 
 
 async def test_one_is_restarted(nats_url: str) -> None:
-    """SIGTERM to one process: it finishes what it has and takes nothing new, and another one comes."""
+    """A process that gets SIGTERM finishes its requests, accepts no more, and is replaced."""
     async with running(nats_url, says_and_stalls(ONE)) as parent:
         first, second = parent.children()
         async with streaming(parent.admin_urls[0]) as (client,):
             os.kill(first, signal.SIGTERM)
             while (await get(parent.admin_urls[0], "/ready")).status == 200:
                 pass
-            for _ in range(10):  # its loop turns, and it has stopped accepting
+            for _ in range(10):  # its loop runs, and it has stopped accepting
                 assert 503 == (await get(parent.admin_urls[0], "/ready")).status
             for _ in range(20):
                 assert 200 == (await get(parent.url, "/ready")).status
@@ -314,7 +314,7 @@ async def test_one_is_restarted(nats_url: str) -> None:
 
 
 async def test_parent_killed(nats_url: str) -> None:
-    """A parent that is killed leaves nobody behind."""
+    """A parent that is killed leaves no process behind."""
     async with running(nats_url, OK) as parent:
         pids = parent.children()
         parent.process.kill()
@@ -323,7 +323,7 @@ async def test_parent_killed(nats_url: str) -> None:
 
 
 async def test_cannot_start(nats_url: str, tmp_path: Path) -> None:
-    """What none of them can start with ends all, with its message and code 2."""
+    """Flags that no process can start with end all, with a message and code 2."""
     flags = ("--nats", nats_url, "--drain-grace", "60", "--model-path", str(tmp_path))
     port, admin_port, *_ = free_ports(4)
     process = await start(port, admin_port, *flags)
@@ -332,11 +332,11 @@ async def test_cannot_start(nats_url: str, tmp_path: Path) -> None:
 
     assert 2 == process.returncode
     assert "tokenizer.json" in said.decode()
-    assert re.search(r"process-[12] \| kvrouter.frontend: ", said.decode())  # whichever is first ends all
+    assert re.search(r"process-[12] \| kvrouter.frontend: ", said.decode())  # the first one ends all
 
 
 async def test_admin_port_taken(nats_url: str) -> None:
-    """One that cannot start ends the others, too."""
+    """A process that cannot start ends the others."""
     port, admin_port, *_ = free_ports(4)
     with bound(admin_port + 2) as taken:
         taken.listen()
@@ -349,7 +349,7 @@ async def test_admin_port_taken(nats_url: str) -> None:
 
 
 async def test_port_taken() -> None:
-    """The port itself is the parent's to open."""
+    """The parent opens the port, and reports that it is taken."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -375,7 +375,7 @@ async def test_port_taken() -> None:
     ],
 )
 def test_admin_ports(flags: list[str], port: int) -> None:
-    """It is 100 above --port, and process i of several has that plus i; 0 is a free one."""
+    """The default is --port + 100. Process i of several has that plus i. 0 is a free port."""
     assert port == parse_options(flags).process.own_admin_port
 
 
@@ -387,13 +387,13 @@ def test_admin_ports(flags: list[str], port: int) -> None:
     ],
 )
 def test_admin_ports_beyond_the_last(flags: list[str], said: str) -> None:
-    """Ports that do not exist are refused, also where they come from a default."""
+    """Ports above 65535 are rejected, also if they come from the default."""
     with pytest.raises(ConfigError, match=said):
         parse_options(flags)
 
 
 def test_sync_comes_with_processes() -> None:
-    """Several processes share their bookings; to forbid it is refused."""
+    """Several processes share their bookings; --no-router-replica-sync is rejected."""
     assert parse_options(["--processes", "2"]).replica.synced
     assert not parse_options(["--processes", "1"]).replica.synced
     with pytest.raises(ConfigError, match="drop one of the two flags"):

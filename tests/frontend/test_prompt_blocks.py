@@ -1,4 +1,4 @@
-"""Hashes of prompts are the same, whatever is remembered of earlier ones."""
+"""Hashes of prompts do not depend on what the prefix caches hold; and which tokenizer a pool has."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Iterator[PromptEncoder]:
-    """Tokenizes everything from its start."""
+    """An encoder without a prefix cache."""
     with PromptEncoder.load(model) as encoder:
         yield encoder
 
@@ -70,7 +70,7 @@ def plain(model: Path) -> Iterator[PromptEncoder]:
 def test_same_hashes(
     model: Path, plain: PromptEncoder, history: list[Any], enough: float | None, most: int
 ) -> None:
-    """Texts, chats and ids that share beginnings, cut short, under other names, in other blocks."""
+    """Texts, chats and ids with common prefixes, truncated, with other names and block sizes."""
 
     async def ask_all() -> None:
         for prompt, size, lora_name, salt in history:
@@ -94,7 +94,7 @@ def test_same_hashes(
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("kept", [slice(-200, None), slice(None, 200)], ids=str)
 async def test_truncated(model: Path, plain: PromptEncoder, kept: slice) -> None:
-    """What `truncate_prompt_tokens` leaves is hashed anew, before and after the whole text."""
+    """A truncated prompt has its own hashes, before and after the whole text."""
     text = ["".join(SENTENCES)]
     with PromptEncoder.load(model, cache=CacheSettings()) as encoder:
         blocks = LocalBlocks(Encoders(encoder), lambda *_: None, PrefixHashes(least_tokens=0, near_tokens=0))
@@ -107,7 +107,7 @@ async def test_truncated(model: Path, plain: PromptEncoder, kept: slice) -> None
 
 
 async def test_what_goes_on_is_not_hashed_again(model: Path) -> None:
-    """Texts and chats whose beginning is known; of token ids nothing is known."""
+    """Of texts and chats with a known prefix only the rest is hashed; of token ids everything."""
     with PromptEncoder.load(model, cache=CacheSettings()) as encoder:
         known = PrefixHashes(least_tokens=0)
         blocks = LocalBlocks(Encoders(encoder), lambda *_: None, known)
@@ -127,7 +127,7 @@ async def test_what_goes_on_is_not_hashed_again(model: Path) -> None:
 
 
 async def test_shown(fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held, known and hashed stands in /workers and in the metrics."""
+    """/workers and the metrics contain entries, known blocks and hashed blocks."""
     monkeypatch.setattr(prefix_hashes, "LEAST_TOKENS", dict.fromkeys(versions.CORES, 0))
     body = {"model": "m", "prompt": "".join(SENTENCES)}
     async with fleet_of("--model-path", str(model), "--router-mode", "kv") as fleet:
@@ -148,7 +148,7 @@ async def _shown(fleet: Fleet) -> Any:
 
 
 async def test_room_is_shared_with_the_tokens(fleet_of: FleetOf, model: Path) -> None:
-    """--prefix-store-mb is for both together."""
+    """--prefix-store-mb limits tokens and hashes together."""
     flags = ("--model-path", str(model), "--router-mode", "kv", "--prefix-store-mb", "1")
     async with fleet_of(*flags) as fleet:
         tokens = fleet.frontend.tokens
@@ -178,7 +178,7 @@ def pool_of(model: str, *served_names: str) -> Pool:
 
 
 async def test_encoder_of_a_pool(tmp_path: Path) -> None:
-    """By the model's own name or one that it is served by; else the one without a name."""
+    """The encoder is found by the model's name or a served name; else it is the default one."""
     build_tiny_model(tmp_path / "tiny")
     paths = {"qwen": str(small_model(tmp_path / "small"))}
     prompt = TextPrompt(["a longer word or two"])
@@ -195,8 +195,8 @@ async def test_encoder_of_a_pool(tmp_path: Path) -> None:
         assert encoders.of(pool_of("qwen")).can_encode_text
 
 
-async def test_each_pool_its_own(fleet_of: FleetOf, tmp_path: Path) -> None:
-    """Two models behind one frontend: the same text has the tokens of each one's own tokenizer."""
+async def test_each_pool_has_its_own_tokenizer(fleet_of: FleetOf, tmp_path: Path) -> None:
+    """With two models behind one frontend, a text is tokenized by the tokenizer of its model."""
     build_tiny_model(tmp_path / "tiny")
     small = small_model(tmp_path / "small")
     flags = ["--router-mode", "kv", "--model-path", str(tmp_path / "tiny"), "--model-path", f"other={small}"]

@@ -20,13 +20,13 @@ DIRECT = ("x-kvrouter-mode: direct", "x-kvrouter-target: w0")
 
 
 async def workers_of(fleet: Fleet, count: int, *headers: str, url: str = "") -> list[str]:
-    """Where so many requests went."""
+    """The workers of `count` requests."""
     answers = [await ask(url or fleet.url, BODY, *headers) for _ in range(count)]
     return [one.header("x-kvrouter-worker") for one in answers]
 
 
-async def test_busy_workers_are_passed_over(fleet_of: FleetOf) -> None:
-    """Above the threshold a worker gets nothing; all above it: 503 with Retry-After."""
+async def test_busy_workers_are_skipped(fleet_of: FleetOf) -> None:
+    """A worker above the threshold is skipped; if all are above it: 503 with Retry-After."""
     silent = says_and_stalls(SSE_HEAD)
     async with fleet_of("--active-prefill-tokens-threshold", "63", scripts=(silent, OK)) as fleet:
         async with fleet.connected() as client:
@@ -40,7 +40,7 @@ async def test_busy_workers_are_passed_over(fleet_of: FleetOf) -> None:
 
 
 async def test_thresholds_at_run_time(fleet_of: FleetOf) -> None:
-    """POST sets, shows and switches off; GET shows all; the next request is judged by it."""
+    """POST sets, shows and switches off; GET shows all; the next request uses the new thresholds."""
     fleets = fleet_of("--router-mode", "kv", scripts=(STALLS, STALLS), tiers={"device": 40})
     async with fleets as fleet, fleet.connected() as first, fleet.connected() as second:
         for client, name in ((first, "w0"), (second, "w1")):
@@ -75,7 +75,7 @@ async def test_thresholds_at_run_time(fleet_of: FleetOf) -> None:
     ],
 )
 async def test_wrong_thresholds(fleet_of: FleetOf, body: object, status: int) -> None:
-    """Refused with the names of the fields, and nothing changes."""
+    """A wrong body gets an error with the valid fields, and changes nothing."""
     async with fleet_of() as fleet:
         response = await fleet.ask(body, path="/busy_threshold")
 
@@ -87,7 +87,7 @@ async def test_wrong_thresholds(fleet_of: FleetOf, body: object, status: int) ->
 
 
 async def test_max_ongoing_requests(fleet_of: FleetOf) -> None:
-    """A target with so many in flight gets no more, until one ends."""
+    """A target with N requests in flight is skipped until one ends."""
     async with fleet_of("--max-ongoing-requests", "1", scripts=(STALLS, OK)) as fleet:
         async with fleet.connected() as client:
             client.send(STREAM, *DIRECT)
@@ -108,7 +108,7 @@ async def test_max_ongoing_requests(fleet_of: FleetOf) -> None:
     ],
 )
 async def test_locality(fleet_of: FleetOf, flags: tuple[str, ...], expected: set[str]) -> None:
-    """Workers on this node, else in this zone, else all."""
+    """Requests go to workers on this node, else in this zone, else to all."""
     async with fleet_of(*flags, scripts=THREE) as fleet:
         places = ({"zone": "z1", "node": "n0"}, {"zone": "z1", "node": "n1"}, {"zone": "z2", "node": "n2"})
         for worker, labels in zip(fleet.workers, places, strict=True):
@@ -124,7 +124,7 @@ async def test_locality(fleet_of: FleetOf, flags: tuple[str, ...], expected: set
 
 
 async def test_lora_multiplex(fleet_of: FleetOf) -> None:
-    """Without the flag an adapter's requests stay where it is loaded; with it they may go on."""
+    """Without the flag an adapter's requests stay where it is loaded; with it others may load it."""
     full = says(answer(b"{}", 503))
     for flags, status in (((), 503), (("--lora-multiplex",), 200)):
         async with fleet_of(*flags, scripts=(full, OK)) as fleet:
@@ -138,7 +138,7 @@ async def test_lora_multiplex(fleet_of: FleetOf) -> None:
 
 
 async def test_circuit_opens_and_closes(fleet_of: FleetOf) -> None:
-    """A worker that keeps failing is left alone; one request after the time is over closes it again."""
+    """A worker that keeps failing is skipped; one good request after the pause closes its circuit."""
     flaky = in_turn(*[says(answer(b"{}", 500))] * 2, OK)
     flags = ("--circuit-breaker", "--circuit-breaker-failures", "2", "--circuit-breaker-successes", "1")
     async with fleet_of(*flags, scripts=(flaky, OK)) as fleet:
@@ -154,14 +154,14 @@ async def test_circuit_opens_and_closes(fleet_of: FleetOf) -> None:
 
         (router,) = fleet.frontend.replica.routers.values()
         assert router.circuits is not None
-        router.circuits.settings = BreakerSettings(2, 1, open_s=0.0)  # as if that time were over
+        router.circuits.settings = BreakerSettings(2, 1, open_s=0.0)  # as if the pause were over
         assert {"w0", "w1"} == set(await workers_of(fleet, 4))
         assert b"kvrouter_circuit_open{" not in (await fleet.get("/metrics")).body
 
 
 @pytest.mark.parametrize("status", [400, 404, 429])
 async def test_clients_open_no_circuit(fleet_of: FleetOf, status: int) -> None:
-    """Whatever the number of 4xx; nor do clients that leave."""
+    """Neither 4xx nor clients that disconnect open a circuit."""
     script = says(answer(b"{}", status))
     async with fleet_of("--circuit-breaker", "--circuit-breaker-failures", "1", scripts=(script,)) as fleet:
         assert [status] * 3 == [(await fleet.ask()).status for _ in range(3)]
@@ -176,7 +176,7 @@ async def test_clients_open_no_circuit(fleet_of: FleetOf, status: int) -> None:
 
 
 async def test_no_circuits_unless_asked_for(fleet_of: FleetOf) -> None:
-    """Off by default: a worker that fails is tried again by the next request."""
+    """By default the next request tries a failed worker again."""
     async with fleet_of(scripts=(says(answer(b"{}", 500)),)) as fleet:
         assert [500] * 12 == [(await fleet.ask()).status for _ in range(12)]
 
@@ -185,14 +185,14 @@ async def test_no_circuits_unless_asked_for(fleet_of: FleetOf) -> None:
     ("flags", "header"), [((), "x-session-id: chat-1"), (("--session-header", "X-Chat"), "x-chat: chat-1")]
 )
 async def test_a_session_stays(fleet_of: FleetOf, flags: tuple[str, ...], header: str) -> None:
-    """Its requests go where the first went; those without one take their turns."""
+    """A session's requests go to one worker; other requests take turns."""
     async with fleet_of("--session-affinity", "soft", *flags, scripts=THREE) as fleet:
         assert 1 == len(set(await workers_of(fleet, 6, header)))
         assert 3 == len(set(await workers_of(fleet, 3)))
 
 
 async def test_a_session_in_the_body(fleet_of: FleetOf) -> None:
-    """As `session_id`, which engines may know, or in the kvrouter object."""
+    """The session may be `session_id`, or in the object `kvrouter`."""
     async with fleet_of("--session-affinity", "soft", scripts=THREE) as fleet:
         bodies = [{**BODY, "session_id": "s"}, {**BODY, "kvrouter": {"session": "s"}}] * 3
 
@@ -204,7 +204,7 @@ async def test_a_session_in_the_body(fleet_of: FleetOf) -> None:
 
 @pytest.mark.parametrize(("affinity", "status"), [("soft", 200), ("hard", 503)])
 async def test_a_session_whose_worker_is_full(fleet_of: FleetOf, affinity: str, status: int) -> None:
-    """Soft: another serves it, and keeps it. Hard: it waits for its own."""
+    """Soft: another worker takes the session over. Hard: the request gets a 503."""
     flags = ("--session-affinity", affinity, "--max-ongoing-requests", "1")
     async with fleet_of(*flags, scripts=(STALLS, OK, OK)) as fleet:
         async with fleet.connected() as client:
@@ -222,7 +222,7 @@ async def test_a_session_whose_worker_is_full(fleet_of: FleetOf, affinity: str, 
 
 
 async def test_a_session_ends(fleet_of: FleetOf) -> None:
-    """After its time it may go anywhere."""
+    """An expired session is no longer bound."""
     async with fleet_of("--session-affinity", "soft", "--session-ttl-s", "0.000001", scripts=THREE) as fleet:
         workers = []
         for _ in THREE:
@@ -233,28 +233,28 @@ async def test_a_session_ends(fleet_of: FleetOf) -> None:
 
 
 def bound(frontend: RunningFrontend, session: str) -> Target | None:
-    """Where this replica has the session bound."""
+    """The target to which this replica has bound the session."""
     (router,) = frontend.replica.routers.values()
     now = asyncio.get_running_loop().time()
     return router.tables.sessions.target_of(session, now)
 
 
 async def test_two_replicas_share_sessions(fleet_of: FleetOf) -> None:
-    """What one has bound the other keeps, over NATS."""
+    """A session bound by one replica stays with its worker at the other."""
     flags = ("--session-affinity", "soft", "--router-replica-sync")
     async with fleet_of(*flags, scripts=THREE, replicas=2) as fleet:
         for number in range(6):
             session = f"s{number}"
             one, other = fleet.frontends[number % 2], fleet.frontends[1 - number % 2]
             (worker,) = await workers_of(fleet, 1, f"x-session-id: {session}", url=one.url)
-            await until(lambda: bound(other, session), "the other knows it")  # noqa: B023
+            await until(lambda: bound(other, session), "the other replica has received it")  # noqa: B023
 
             assert bound(one, session) == bound(other, session) == Target(WorkerId(worker))
             assert [worker] * 2 == await workers_of(fleet, 2, f"x-session-id: {session}", url=other.url)
 
 
 async def test_a_joiner_learns_sessions(fleet_of: FleetOf, nats_url: str) -> None:
-    """Its first snapshot tells of them, also of those that its source has from others."""
+    """The first snapshot contains sessions, also sessions that its owner received from others."""
     flags = ("--session-affinity", "soft", "--router-replica-sync")
     async with fleet_of(*flags, scripts=THREE, replicas=2) as fleet:
         first, second = fleet.frontends

@@ -1,4 +1,4 @@
-"""The process: how it starts, how it refuses to, how it ends."""
+"""The frontend as a process: start, errors at the start, drain and end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Process:
     worker: FakeWorker
 
     async def ended(self, within_s: float = SOON_S) -> tuple[int, str]:
-        """Its exit code, and what it said on stderr."""
+        """Its exit code and stderr."""
         async with asyncio.timeout(within_s):
             _, said = await self.process.communicate()
         assert self.process.returncode is not None
@@ -73,7 +73,7 @@ async def start(*flags: str) -> asyncio.subprocess.Process:
 async def running(
     url: str, port: int, script: Script, *flags: str, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Process]:
-    """A frontend process that is ready, with a worker. `tls`: whom to trust, if flags make it speak TLS."""
+    """A ready frontend process with a worker. `tls`: the trusted authorities, if it serves HTTPS."""
     namespace = uuid.uuid4().hex
     async with contextlib.AsyncExitStack() as stack:
         bus = await stack.enter_async_context(Bus.open(NatsOptions((url,)), name="test"))
@@ -89,13 +89,13 @@ async def running(
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
-    """End it, if it has not ended."""
+    """Kill it, if it has not ended."""
     if process.returncode is None:
         process.kill()
 
 
 async def is_ready(url: str, tls: ssl.SSLContext | None = None) -> bool:
-    """Whether /ready says so."""
+    """Whether /ready is 200."""
     try:
         async with connected(url, tls) as client:
             return (await client.get("/ready")).status == 200
@@ -106,7 +106,7 @@ async def is_ready(url: str, tls: ssl.SSLContext | None = None) -> bool:
 
 @contextlib.asynccontextmanager
 async def streaming(frontend: Process) -> AsyncIterator[Client]:
-    """A client amid a stream."""
+    """A client in the middle of a stream."""
     async with connected(frontend.url) as client:
         client.send(STREAM)
         await client.read_until(event("a") + b"\r\n")
@@ -114,7 +114,7 @@ async def streaming(frontend: Process) -> AsyncIterator[Client]:
 
 
 async def test_drain(nats_url: str, free_port: Callable[[], int]) -> None:
-    """SIGTERM: /ready 503 at once, requests served during the grace, streams finished, exit code 0."""
+    """SIGTERM: /ready is 503 at once, requests are served during the grace, streams end, code 0."""
     go_on = asyncio.Event()
 
     async def script(_received: Received, wire: Wire) -> None:
@@ -157,7 +157,7 @@ CHUNKED = (  # not plain: aiohttp reads it
 async def test_drain_waits_for_readers(
     nats_url: str, free_port: Callable[[], int], tmp_path: Path, is_tls: bool, request_: bytes
 ) -> None:
-    """An answer that the worker has given, and its client has not read yet, is not lost with the replica."""
+    """The drain waits for clients that have not read all of their answers."""
     whole, go_on = answer(b"x" * 900_000), asyncio.Event()
     authority = Authority(tmp_path)
     files, tls = authority.sign(), authority.trusted() if is_tls else None
@@ -184,7 +184,7 @@ async def test_drain_waits_for_readers(
 
 
 def slow_reader(url: str, tls: ssl.SSLContext | None) -> socket.socket:
-    """A connection that takes little of what it does not read, as on a long way."""
+    """A connection with a small receive buffer."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
@@ -212,12 +212,12 @@ CUT_OFF_FLAGS = ("--drain-grace", "0", "--drain-timeout", "0.2")
 
 
 def streams_and_waits(*begun: bytes) -> Script:
-    """Begins to answer the first request with this, and says nothing to the others."""
+    """Begins to answer the first request with this, and sends nothing to the others."""
     return in_turn(says_and_stalls(*begun), says_and_stalls())
 
 
 async def test_drain_timeout(nats_url: str, free_port: Callable[[], int]) -> None:
-    """What outlives --drain-timeout is told: a stream by an error event, in order; others by a 503."""
+    """After --drain-timeout a stream ends with an error event, and other requests get a 503."""
     script = streams_and_waits(ONE)
     async with running(nats_url, free_port(), script, *CUT_OFF_FLAGS) as frontend:
         async with connected(frontend.url) as begun, connected(frontend.url) as uploading:
@@ -232,7 +232,7 @@ async def test_drain_timeout(nats_url: str, free_port: Callable[[], int]) -> Non
             others = [await each for each in waiting] + [await uploading.response()]
             is_closed = await begun.is_closed()
         code, said = await frontend.ended()
-        await until(lambda: not frontend.worker.open_wires, "the worker is told")
+        await until(lambda: not frontend.worker.open_wires, "the worker's connection is closed")
 
     assert (200, True, True) == (whole.status, whole.is_whole, is_closed)
     text, error = whole.events
@@ -255,10 +255,10 @@ async def test_drain_timeout(nats_url: str, free_port: Callable[[], int]) -> Non
     ],
     ids=["no chunks", "amid a chunk", "chunks"],
 )
-async def test_cut_off_where_nothing_can_be_said(
+async def test_cut_off_without_an_error_event(
     nats_url: str, free_port: Callable[[], int], begun: bytes, is_whole: bool
 ) -> None:
-    """An answer whose framing has no room for an error event does not look whole."""
+    """If an error event does not fit an answer's framing, the client sees that it is incomplete."""
     script = says_and_stalls(begun)
     async with running(nats_url, free_port(), script, *CUT_OFF_FLAGS) as frontend:
         async with connected(frontend.url) as client:
@@ -273,7 +273,7 @@ async def test_cut_off_where_nothing_can_be_said(
 
 
 async def read_all(client: Client) -> tuple[bytes, bool]:
-    """What comes until the connection ends, and whether it is torn."""
+    """All bytes until the connection ends, and whether it was reset."""
     rest = b""
     try:
         async with asyncio.timeout(SOON_S):
@@ -286,7 +286,7 @@ async def read_all(client: Client) -> tuple[bytes, bool]:
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 async def test_second_signal(nats_url: str, free_port: Callable[[], int], first: signal.Signals) -> None:
-    """A second signal ends it without further waiting."""
+    """A second signal ends the drain at once."""
     script, flags = says_and_stalls(ONE), ("--drain-grace", "60")
     async with running(nats_url, free_port(), script, *flags) as frontend, streaming(frontend) as client:
         frontend.process.send_signal(first)
@@ -299,7 +299,7 @@ async def test_second_signal(nats_url: str, free_port: Callable[[], int], first:
 
 
 async def test_silent_about_clients_that_leave(nats_url: str, free_port: Callable[[], int]) -> None:
-    """Clients that leave, and strangers that speak no HTTP, are no news on stderr."""
+    """Clients that disconnect, or do not speak HTTP, write nothing to stderr."""
     flags = ("--drain-grace", "0", "--log-level", "warning")
     async with running(nats_url, free_port(), says_and_stalls(ONE), *flags) as frontend:
         async with streaming(frontend) as client:
@@ -311,7 +311,7 @@ async def test_silent_about_clients_that_leave(nats_url: str, free_port: Callabl
         async with connected(frontend.url) as client:
             client.writer.write(b"hello\r\n\r\n")
             assert 400 == (await client.response()).status
-        await until(lambda: not frontend.worker.open_wires, "the worker is told")
+        await until(lambda: not frontend.worker.open_wires, "the worker's connection is closed")
         frontend.stop()
         code, said = await frontend.ended()
 
@@ -320,7 +320,7 @@ async def test_silent_about_clients_that_leave(nats_url: str, free_port: Callabl
 
 
 async def test_ends_without_nats(free_port: Callable[[], int]) -> None:
-    """It starts and ends in order where NATS never was."""
+    """Without NATS a frontend starts and ends in order."""
     port = free_port()
     flags = ("--port", str(port), "--nats", f"nats://127.0.0.1:{free_port()}", "--drain-grace", "0")
     process = await start(*flags)
@@ -373,7 +373,7 @@ def test_no_such_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, quiet
 
 
 async def test_port_taken_in_process(fleet_of: FleetOf) -> None:
-    """Inside a program the same is a ConfigError, and nothing stays open."""
+    """In a program a taken port is a ConfigError, and nothing stays open."""
     async with fleet_of() as fleet:
         port = fleet.url.rpartition(":")[2]
         flags = ["--host", "127.0.0.1", "--port", port, "--admin-port", "0"]
@@ -383,7 +383,7 @@ async def test_port_taken_in_process(fleet_of: FleetOf) -> None:
 
 
 async def test_ipv6(nats_url: str) -> None:
-    """It listens on IPv6, too, and gives an address that can be used."""
+    """It can listen on IPv6, and its URL can be used."""
     options = parse_options(["--host", "::1", "--port", "0", "--nats", nats_url, "--namespace", "six"])
     with no_trouble():
         async with running_frontend(options) as frontend:
@@ -393,7 +393,7 @@ async def test_ipv6(nats_url: str) -> None:
 
 
 async def test_failed_draining_ends_the_service(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So does a bug where what has come is worked off: it would only fall behind, and say nothing."""
+    """A bug in the inbox ends the service: the replica would only fall behind."""
     is_broken = asyncio.Event()
 
     def fail(_self: object, _now: float) -> bool:
@@ -416,15 +416,15 @@ async def test_failed_draining_ends_the_service(nats_url: str, monkeypatch: pyte
 
 
 async def test_two_ids(fleet_of: FleetOf) -> None:
-    """Every replica has an id of its own, new at each start."""
+    """Every replica has another id, new at each start."""
     async with fleet_of(replicas=2, scripts=()) as fleet:
         first, second = (frontend.replica.router_id for frontend in fleet.frontends)
 
         assert first != second
 
 
-async def test_missing_tokenizer_is_said(fleet_of: FleetOf) -> None:
-    """Mode kv without a model directory warns once; other modes need none."""
+async def test_missing_tokenizer_is_logged(fleet_of: FleetOf) -> None:
+    """Mode kv without a model directory logs one warning; other modes need no model."""
     async with fleet_of("--router-mode", "kv") as fleet:
         assert 1 == len(fleet.logged("frontend.no_tokenizer"))
     async with fleet_of("--router-mode", "random") as fleet:
@@ -432,7 +432,7 @@ async def test_missing_tokenizer_is_said(fleet_of: FleetOf) -> None:
 
 
 async def test_failed_task_ends_the_service(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A background task that fails ends the service: half a replica would lie."""
+    """A failed background task ends the service: the replica's state would be wrong from then on."""
     is_broken = asyncio.Event()
 
     async def fail(_self: object) -> None:
@@ -453,7 +453,7 @@ async def test_failed_task_ends_the_service(nats_url: str, monkeypatch: pytest.M
 
 
 async def test_nothing_stays(fleet_of: FleetOf) -> None:
-    """A frontend that has ended leaves no task behind."""
+    """A frontend that has ended leaves no task."""
     before = asyncio.all_tasks()
     async with fleet_of() as fleet:
         await fleet.ask()

@@ -1,4 +1,4 @@
-"""The index from outside: its bounds, and its metrics."""
+"""Metrics of the index, and its bounds in /workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIGEST = sum(HASHES[:3]) % 2**64
 
 
 async def test_metrics(fleet_of: FleetOf) -> None:
-    """Blocks, holders, bytes, stores, removes, look-ups and how long they took."""
+    """Metrics contain blocks, holders, bytes, stores, removes, and the look-ups with their time."""
     async with fleet_of(*KV, publishes_events=True) as fleet:
         agent = Agent(fleet)
         agent.beat()
@@ -37,7 +37,7 @@ async def test_metrics(fleet_of: FleetOf) -> None:
 
 
 async def test_metrics_off(fleet_of: FleetOf) -> None:
-    """--no-index-metrics: nothing is measured, nothing is said, and the index works."""
+    """With --no-index-metrics the index works and has no metrics."""
     async with fleet_of(*KV, "--no-index-metrics", publishes_events=True) as fleet:
         agent = Agent(fleet)
         agent.beat()
@@ -51,7 +51,7 @@ async def test_metrics_off(fleet_of: FleetOf) -> None:
 
 
 async def test_truncated_target(fleet_of: FleetOf) -> None:
-    """Two blocks fit: /workers says so of the third, and its source's digest is no mismatch."""
+    """A block beyond the bound shows in /workers, and does not make the owner's digest a mismatch."""
     async with fleet_of(*KV, "--index-max-blocks", "2", publishes_events=True) as fleet:
         agent = Agent(fleet)
         await agent.listen()

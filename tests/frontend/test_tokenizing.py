@@ -61,25 +61,25 @@ def asked(fleet: Fleet, path: bytes) -> list[Received]:
 
 
 async def shown(fleet: Fleet) -> Any:
-    """What /workers says about tokens."""
+    """The field `tokens` of /workers."""
     return (await fleet.get("/workers")).json["tokens"]
 
 
 async def compared(fleet: Fleet) -> Any:
-    """What /workers says of the only pool's comparison."""
+    """The comparison of the only pool in /workers."""
     (pool,) = (await shown(fleet))["compared"].values()
     return pool
 
 
 def check(fleet: Fleet) -> PoolCheck:
-    """What the comparison has found."""
+    """The state of the comparison."""
     checks = fleet.frontend.tokens.checks
     assert checks is not None
     return checks.pools.get(POOL, PoolCheck())
 
 
 def state(fleet: Fleet) -> str:
-    """In one word."""
+    """The comparison's state in one word."""
     return check(fleet).state
 
 
@@ -95,7 +95,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_remote(fleet_of: FleetOf, model: Path) -> None:
-    """With --tokenizer remote a worker's own ids name the blocks, of texts and chats alike."""
+    """With --tokenizer remote, blocks of texts and chats are hashed from a worker's token ids."""
     flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-kv-events")
     async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
         first = await fleet.ask(CHAT, path="/v1/chat/completions")
@@ -115,7 +115,7 @@ async def test_remote(fleet_of: FleetOf, model: Path) -> None:
 
 
 async def test_remote_that_fails(fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that give no tokens: requests are placed by load, one line is logged, and asking rests."""
+    """If engines fail to tokenize, requests are placed by load, one line is logged, and attempts pause."""
     status = [404]
     flags = ("--tokenizer", "remote", "--router-mode", "kv")
     async with fleet_of(*flags, scripts=(engine(model, status=status),)) as fleet:
@@ -134,7 +134,7 @@ async def test_remote_that_fails(fleet_of: FleetOf, model: Path, monkeypatch: py
 
 
 async def test_remote_refusal(fleet_of: FleetOf, model: Path) -> None:
-    """A prompt that the engine refuses is relayed all the same: the engine says why."""
+    """A prompt that the engine refuses to tokenize is relayed: the engine replies with the reason."""
     flags = ("--tokenizer", "remote", "--router-mode", "kv")
     async with fleet_of(*flags, scripts=(engine(model, status=[400]),)) as fleet:
         for _ in range(prompt_blocks.FAILURES_IN_A_ROW + 1):
@@ -148,7 +148,7 @@ async def test_remote_refusal(fleet_of: FleetOf, model: Path) -> None:
 
 
 async def test_none(fleet_of: FleetOf) -> None:
-    """With --tokenizer none equal beginnings of text meet on one worker, without a tokenizer anywhere."""
+    """With --tokenizer none, texts with the same beginning go to one worker, without a tokenizer."""
     flags = ("--tokenizer", "none", "--router-mode", "kv")
     async with fleet_of(*flags) as fleet:
         turns = {**CHAT, "messages": [*CHAT["messages"], {"role": "user", "content": "and then?"}]}
@@ -163,29 +163,29 @@ async def test_none(fleet_of: FleetOf) -> None:
         assert not asked(fleet, b"/tokenize")
 
 
-# what is only estimated, or not cached, is no evidence
+# estimated lengths and prompts that are computed whole are not compared
 
 
 def saying(**usage: Any) -> Script:
-    """Answers everything with this usage."""
+    """Replies to every request with this usage."""
     return says(answer(json.dumps({"usage": usage}).encode()))
 
 
 def record_of(fleet: Fleet) -> WorkerRecord:
-    """What is known of the only worker."""
+    """The audit's record of the only worker."""
     (record,) = fleet.frontend.replica.routers[POOL].predictions.records.values()
     return record
 
 
 def problems(fleet: Fleet) -> list[str]:
-    """What is wrong with the only worker, in words for metrics."""
+    """The kinds of problems of the only worker."""
     fleet.frontend.audit.run()
     return [problem.kind for problem in fleet.frontend.audit.problems(POOL, fleet.workers[0].id)]
 
 
 @pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "text"])
 async def test_guessed_lengths(fleet_of: FleetOf, body: dict[str, Any]) -> None:
-    """With --tokenizer none an engine that counts other tokens is no worse for it."""
+    """With --tokenizer none an engine with another token count is not a problem."""
     usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 128}}
     flags = ("--tokenizer", "none", "--router-mode", "kv")
     async with fleet_of(*flags, scripts=(saying(**usage),)) as fleet:
@@ -215,7 +215,7 @@ async def test_guessed_ends(fleet_of: FleetOf, model: Path) -> None:
     ids=["plain", "prompt_logprobs", "echo"],
 )
 async def test_computed_whole(fleet_of: FleetOf, fields: dict[str, Any], is_found: bool) -> None:
-    """Where the prompt's logprobs are asked for, vLLM reads no cache, and reports 0 rightly."""
+    """For requests for the prompt's logprobs vLLM does not use its cache, and 0 is right."""
     usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 0}}
     flags = ("--router-mode", "kv", "--no-kv-events")
     async with fleet_of(*flags, scripts=(saying(**usage),)) as fleet:
@@ -226,7 +226,7 @@ async def test_computed_whole(fleet_of: FleetOf, fields: dict[str, Any], is_foun
 
 
 async def test_beam_search_is_not_compared(fleet_of: FleetOf) -> None:
-    """Its answers say nothing of cached tokens, and that is not taken for 0."""
+    """Answers of a beam search do not report cached tokens; that is not counted as 0."""
     usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 96}}
     script = in_turn(saying(**usage), saying(**usage), saying(prompt_tokens=100))
     async with fleet_of("--router-mode", "kv", "--no-kv-events", scripts=(script,)) as fleet:
@@ -243,7 +243,7 @@ async def test_beam_search_is_not_compared(fleet_of: FleetOf) -> None:
 
 
 async def test_equal(fleet_of: FleetOf, model: Path, often: None) -> None:
-    """Equal ids are seen at the start, and quietly."""
+    """Equal ids are found at the start, and nothing is logged."""
     flags = ("--model-path", str(model), "--router-mode", "kv")
     async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
         await until(lambda: check(fleet).equal == 2, "the probes are compared")
@@ -256,7 +256,7 @@ async def test_equal(fleet_of: FleetOf, model: Path, often: None) -> None:
 
 
 async def test_differ(fleet_of: FleetOf, model: Path, often: None) -> None:
-    """Other ids are shown once, with place, texts and what to change: in log, metric and /workers."""
+    """A difference is in log, metric and /workers: once, with position, texts and remedy."""
     flags = ("--model-path", str(model), "--router-mode", "kv")
     script = engine(model, change=lambda ids: [1, *ids])
     async with fleet_of(*flags, scripts=(script,)) as fleet:
@@ -283,7 +283,7 @@ async def test_differ(fleet_of: FleetOf, model: Path, often: None) -> None:
 
 
 async def test_real_prompts(fleet_of: FleetOf, model: Path, often: None) -> None:
-    """What the probes do not show, a real prompt does; and it is taken back when it is right again."""
+    """A real prompt can differ although the probes do not; the problem ends when it is equal again."""
     bad = [True]
 
     def change(ids: list[int]) -> list[int]:
@@ -303,7 +303,7 @@ async def test_real_prompts(fleet_of: FleetOf, model: Path, often: None) -> None
 
 
 async def test_unanswered(fleet_of: FleetOf, model: Path, often: None) -> None:
-    """An engine without /tokenize is said to be unknown, once."""
+    """An engine without /tokenize is logged once as not compared."""
     flags = ("--model-path", str(model), "--router-mode", "kv")
     async with fleet_of(*flags, scripts=(engine(model, status=[404]),)) as fleet:
         await until(lambda: state(fleet) == "unanswered", "the probe fails")
@@ -314,7 +314,7 @@ async def test_unanswered(fleet_of: FleetOf, model: Path, often: None) -> None:
 
 @pytest.mark.parametrize("flags", [("--no-token-comparison",), ("--router-mode", "round-robin")], ids=str)
 async def test_not_compared(fleet_of: FleetOf, model: Path, often: None, flags: tuple[str, ...]) -> None:
-    """Without the comparison, or where tokens do not matter, no engine is asked."""
+    """No engine is asked if the comparison is off or the mode needs no tokens."""
     base = ("--router-mode", "kv", "--model-path", str(model))
     async with fleet_of(*base, *flags, scripts=(engine(model),)) as fleet:
         await fleet.ask(COMPLETION)
@@ -326,7 +326,7 @@ async def test_not_compared(fleet_of: FleetOf, model: Path, often: None, flags: 
 
 
 async def test_prefix_cache_is_shown(fleet_of: FleetOf, model: Path) -> None:
-    """What the cache holds and saves is in /workers and in the metrics."""
+    """/workers and the metrics contain what the prefix cache holds and saves."""
     async with fleet_of("--model-path", str(model), "--router-mode", "kv") as fleet:
         await fleet.ask(COMPLETION)
         await fleet.ask(COMPLETION)
@@ -341,7 +341,7 @@ async def test_prefix_cache_is_shown(fleet_of: FleetOf, model: Path) -> None:
 
 
 async def test_several_models(fleet_of: FleetOf, model: Path) -> None:
-    """A model with a directory of its own is tokenized and compared by that one."""
+    """A model with its own directory is tokenized and compared with that tokenizer."""
     flags = ("--model-path", f"m={model}", "--router-mode", "kv")
     async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
         await until(lambda: state(fleet) == "equal", "the probe is compared")
@@ -353,7 +353,7 @@ async def test_several_models(fleet_of: FleetOf, model: Path) -> None:
 
 
 async def test_prefix_cache_that_is_off(fleet_of: FleetOf, model: Path, tmp_path: Path) -> None:
-    """A tokenizer that cannot be cut safely: the log and /workers say so."""
+    """A tokenizer that cannot use the prefix cache is in the log and in /workers."""
     file = json.loads((model / "tokenizer.json").read_text())
     file["added_tokens"][1]["single_word"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(file))
@@ -366,7 +366,7 @@ async def test_prefix_cache_that_is_off(fleet_of: FleetOf, model: Path, tmp_path
 
 
 async def test_enough_is_known(fleet_of: FleetOf, model: Path) -> None:
-    """With --min-prefix-overlap-ratio the end of a prompt is charged and booked without being tokenized."""
+    """With --min-prefix-overlap-ratio the rest of a prompt is booked without being tokenized."""
     flags = ("--model-path", str(model), "--router-mode", "kv", "--min-prefix-overlap-ratio", "0.5")
     seen = []
     async with fleet_of(*flags, "--no-token-comparison") as fleet:

@@ -1,4 +1,4 @@
-"""Scripted workers on raw streams: they can answer anything, in any pieces, or not at all."""
+"""Scripted workers on raw streams. They can send any bytes in any pieces, or nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ OK_BODY = b'{"id":"c1","choices":[{"index":0,"text":"hi","finish_reason":"stop"}
 SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 WAIT_S = 10.0
-"""No test waits longer for anything."""
+"""The longest wait of a test."""
 
 
 async def until(condition: Callable[[], object], what: str = "", within_s: float = WAIT_S) -> None:
-    """Return as soon as the condition holds; fail if it does not in time."""
+    """Return as soon as the condition holds. Fail if it does not hold in time."""
     deadline = asyncio.get_running_loop().time() + within_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"in vain: {what or condition}"
@@ -28,7 +28,7 @@ async def until(condition: Callable[[], object], what: str = "", within_s: float
 
 
 async def until_still(count: Callable[[], int]) -> None:
-    """Return when it has begun, and then been the same for many turns."""
+    """Return when the count is above 0 and has been the same for many turns."""
     await until(count)
     last, same = count(), 0
     while same < 300:
@@ -100,7 +100,7 @@ class Wire:
         return Received(head, await self.reader.readexactly(length))
 
     async def send(self, *pieces: bytes) -> None:
-        """Write piece after piece, each read by itself."""
+        """Write the pieces one after the other, so that each is one read."""
         for piece in pieces:
             if self.writer.is_closing():
                 raise ConnectionResetError
@@ -109,13 +109,13 @@ class Wire:
             await turns()
 
     async def until_left(self) -> None:
-        """Say nothing until the router closes the connection."""
+        """Send nothing until the router closes the connection."""
         with contextlib.suppress(ConnectionError):
             await self.reader.read()
         self.is_open = False
 
     def reset(self) -> None:
-        """Break off as a killed process would."""
+        """Reset the connection, as a killed process does."""
         raw = self.writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
@@ -148,7 +148,7 @@ def says_and_closes(*pieces: bytes) -> Script:
 
 
 def says_and_resets(*pieces: bytes) -> Script:
-    """Answers with these pieces, then breaks off."""
+    """Answers with these pieces, then resets the connection."""
 
     async def script(_received: Received, wire: Wire) -> None:
         await wire.send(*pieces)
@@ -171,7 +171,7 @@ OK = says(answer())
 
 
 def in_turn(*scripts: Script) -> Script:
-    """One script a request, the last one for ever; give it to several workers to share the turns."""
+    """One script per request, then the last one always. Several workers may share the turns."""
     left = list(scripts)
 
     async def script(received: Received, wire: Wire) -> None:
@@ -191,7 +191,7 @@ class FakeWorker:
     hangs: bool = False
     """Whether it does not answer /health."""
     requests: list[Received] = field(default_factory=list)
-    """Those to its script: all but /health."""
+    """The requests to its script: all but /health."""
     wires: list[Wire] = field(default_factory=list)
 
     @property

@@ -28,7 +28,7 @@ def test_values_keep_their_bytes() -> None:
 
 
 async def test_report_mode_is_removed(fleet_of: FleetOf) -> None:
-    """The engine never sees a client's report mode: it would spoil the counts of the engine's agent."""
+    """The engine never gets a client's report mode: it would corrupt the counts of the engine's agent."""
     body = {**BODY, "vllm_xargs": {"kv_cache_report_mode": "full", "other": 1}}
     async with fleet_of() as fleet:
         await fleet.ask(body)

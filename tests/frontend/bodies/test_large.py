@@ -1,4 +1,4 @@
-"""Large bodies: what is read of their token ids, and how little of it in one step."""
+"""Large bodies: which token ids are read, and how few of them in one step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def encoded(**fields: Any) -> bytes:
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (",\n" + " " * 9, ":")])
 async def test_ids(separators: tuple[str, str]) -> None:
-    """A prompt of ids is what parsing it as a whole gives, and most of the body is not parsed in one step."""
+    """Ids read in slices equal those of the whole body, and most of it is not parsed in one step."""
     fields = {"kvrouter": {"mode": "kv"}, "prompt": IDS, "max_tokens": 3, "n": 2}
     body = json.dumps(fields, separators=separators).encode()
 
@@ -64,7 +64,7 @@ async def test_ids(separators: tuple[str, str]) -> None:
 
 
 async def test_ids_that_end_with_a_slice() -> None:
-    """Wherever slices end, no id is torn or lost."""
+    """No id is split or lost where a slice ends."""
     for digits in (1, 2, 5, 9):
         ids = [10**digits - 1] * (2 * LARGE_BYTES // (digits + 1))
         asked, _ = await read(json.dumps({"prompt": ids}, separators=(",", ":")).encode(), len(ids))
@@ -72,13 +72,13 @@ async def test_ids_that_end_with_a_slice() -> None:
 
 
 async def test_longer_than_any_context() -> None:
-    """More ids than any worker takes are refused, and none of them is parsed."""
+    """More ids than any context are rejected without parsing them."""
     with pytest.raises(BadRequestError, match=f"{len(IDS)} token ids; the longest context .* 4096"):
         await read(encoded(prompt=IDS), 4096)
 
 
 async def test_longer_and_unread() -> None:
-    """Where the engine may take them all the same the request goes by load: its ids are not parsed."""
+    """If the engine may accept them anyway, the ids are not parsed and the request is placed by load."""
     for body, longest in (
         (encoded(prompt=IDS, truncate_prompt_tokens=100), 4096),
         (encoded(prompt=[7] * (MOST_UNREAD_TOKENS + 1)), 0),
@@ -102,7 +102,7 @@ async def test_longer_and_unread() -> None:
     ids=["two prompts", "elsewhere", "text", "mixed", "no ids", "mark"],
 )
 async def test_others(fields: dict[str, Any]) -> None:
-    """All other bodies are read as ever, as far as they are read; and the engine gets them byte for byte."""
+    """Other large bodies are parsed like small ones, and the engine gets them byte for byte."""
     body = encoded(**fields)
     large = await LargeBody.read(body)
     try:
@@ -121,7 +121,7 @@ async def test_others(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fields", [{"prompt": IDS}, {"prompt": [IDS, [MARK], IDS]}, {"prompt": [1]}])
 async def test_edited(fields: dict[str, Any]) -> None:
-    """An edit sees the body without its ids, and they are there afterwards."""
+    """Edits get the body without its ids; afterwards the ids are in their places."""
     body = encoded(**fields, kvrouter={"mode": "kv"}, max_tokens=5)
     large = await LargeBody.read(body)
 
@@ -130,7 +130,7 @@ async def test_edited(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("odd", ["4294967296", "1 2", "01"])
 async def test_odd_ids(odd: str) -> None:
-    """What is no token id is refused wherever it stands."""
+    """A value that is not a token id is rejected at any place."""
     ids = ",".join(map(str, IDS))
     with pytest.raises(BadRequestError):
         await read(f'{{"prompt": [{ids},{odd},{ids}]}}'.encode(), 10**6)
@@ -144,7 +144,7 @@ async def read_chat(body: bytes) -> CompletionRequest:
 
 @pytest.mark.parametrize("value", ["[]", "{}", "1", '""', '{"a":[1]}', '"\\\\"', "null"])
 async def test_too_many_values(value: str) -> None:
-    """Values in such numbers that decoding them would hold up all others are refused before."""
+    """A body with too many values is rejected before it is decoded."""
     content = ",".join([value] * (MOST_VALUES + LARGE_BYTES))
     body = f'{{"messages": [{{"role": "user", "content": [{content}]}}]}}'.encode()
     with pytest.raises(BadRequestError, match="more than 200000 JSON values"):
@@ -162,7 +162,7 @@ async def test_too_many_values(value: str) -> None:
     ids=["marks", "backslashes", "backslash at the end of a slice", "whole slices"],
 )
 async def test_values_in_texts(text: str) -> None:
-    """What stands in a text is no value, wherever slices end."""
+    """Brackets and commas in strings do not count as values, wherever slices end."""
     body = encoded(messages=[{"role": "user", "content": text}])
 
     assert [{"role": "user", "content": text}] == getattr((await read_chat(body)).prompt, "messages", None)

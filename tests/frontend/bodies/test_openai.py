@@ -66,7 +66,7 @@ def test_plain_chat() -> None:
 
 
 def test_full_chat() -> None:
-    """Every field that shapes the prompt is taken from the body, all others are passed over."""
+    """All fields that shape the prompt are read; all others are ignored."""
     tools = [{"type": "function", "function": {"name": "f"}}]
     request = chat(
         model="m",
@@ -95,7 +95,7 @@ def test_full_chat() -> None:
 
 
 def test_prompts_that_are_computed_whole() -> None:
-    """Whoever wants logprobs of the prompt gets it computed, cached or not."""
+    """Requests for the prompt's logprobs do not read the cache."""
     assert not completion(prompt="x", prompt_logprobs=0).reads_cache
     assert not completion(prompt="x", echo=True, logprobs=0).reads_cache
     assert not chat(prompt_logprobs=1).reads_cache
@@ -106,12 +106,12 @@ def test_prompts_that_are_computed_whole() -> None:
 
 
 def test_beam_search() -> None:
-    """It is asked for in the body."""
+    """`use_beam_search` in the body requests a beam search."""
     assert [True, False] == [chat(use_beam_search=wanted).is_beam_search for wanted in (True, False)]
 
 
 def test_null_is_absent() -> None:
-    """Clients send null for what they leave out."""
+    """Clients send null for absent fields."""
     nulls = dict.fromkeys([*FIELDS, "add_generation_prompt", "continue_final_message", "add_special_tokens"])
 
     assert chat() == chat(**{**nulls, "messages": HELLO})
@@ -119,7 +119,7 @@ def test_null_is_absent() -> None:
 
 
 def test_empty_salt_is_absent() -> None:
-    """An empty cache salt is no salt."""
+    """An empty cache salt equals no salt."""
     assert chat(cache_salt="").cache_salt is None
 
 
@@ -129,7 +129,7 @@ def test_empty_tools_are_absent() -> None:
 
 
 def test_fields_that_the_template_sees() -> None:
-    """Documents and reasoning effort reach the template as in vLLM; a client's own word on thinking wins."""
+    """Documents and reasoning effort reach the template as in vLLM; `enable_thinking` of a client wins."""
     documents = [{"title": "t", "text": "x"}]
 
     assert {"documents": documents} == chat_prompt(documents=documents).chat_template_kwargs
@@ -142,7 +142,7 @@ def test_fields_that_the_template_sees() -> None:
 
 
 def test_own_template() -> None:
-    """A template that came with the request is not run here: only the engine may know this prompt."""
+    """A template sent with the request is not run here: the prompt is not known."""
     assert chat(chat_template="{{ 1 }}").prompt is None
 
 
@@ -161,7 +161,7 @@ def test_four_shapes_of_prompt(prompt: object, expected: object) -> None:
 
 
 def test_special_tokens_of_a_completion() -> None:
-    """Completions add special tokens unless told otherwise; chats do not."""
+    """By default completions add special tokens, and chats do not."""
     assert (
         TextPrompt(["a"], add_special_tokens=False) == completion(prompt="a", add_special_tokens=False).prompt
     )
@@ -184,7 +184,7 @@ def test_prompt_embeddings() -> None:
     ],
 )
 def test_truncation(truncation: dict[str, Any], kept: slice | None) -> None:
-    """The engine keeps a truncated prompt's end, or its start if told; -1 is a limit that it alone knows."""
+    """The engine keeps a truncated prompt's end, or its start on request; -1 is the engine's own limit."""
     assert kept == chat_prompt(**truncation).kept_tokens
     assert TokenPrompt([[1]], kept) == completion(prompt=[1], **truncation).prompt
 
@@ -209,7 +209,7 @@ def test_truncation(truncation: dict[str, Any], kept: slice | None) -> None:
     ],
 )
 def test_malformed_prompt(prompt: object) -> None:
-    """An empty prompt, a mixed list, or a token id that is none is refused by the name of its field."""
+    """An empty prompt, a mixed list or an invalid token id is rejected with the name of its field."""
     with pytest.raises(BadRequestError) as caught:
         completion(prompt=prompt)
     assert "prompt" == caught.value.param
@@ -231,7 +231,7 @@ def test_malformed_prompt(prompt: object) -> None:
     ],
 )
 def test_malformed_field(field: str, value: object) -> None:
-    """A field of a wrong type is refused by its name."""
+    """A field of a wrong type is rejected with its name."""
     with pytest.raises(BadRequestError) as caught:
         chat(**{field: value})
     assert field == caught.value.param
@@ -239,7 +239,7 @@ def test_malformed_field(field: str, value: object) -> None:
 
 @pytest.mark.parametrize("body", [b"", b" \n", b"{", b"null", b"[]", b'"a"', b"{]", b"hello", b"\xff\xfe"])
 def test_not_a_json_object(body: bytes) -> None:
-    """A body that is no JSON object is refused."""
+    """A body that is not a JSON object is rejected."""
     for parse in (parse_chat, parse_completion):
         with pytest.raises(BadRequestError):
             parse(body)
@@ -258,7 +258,7 @@ def test_not_a_json_object(body: bytes) -> None:
 @example(b'{"n": ' + b"9" * 10_000 + b', "prompt": "a"}')
 @example(b'{"messages": [{"role": ' + b"9" * 10_000 + b"}]}")
 def test_any_bytes(body: bytes) -> None:
-    """Whatever the bytes, they are a request or the client's mistake, and the answer can be sent."""
+    """Any bytes are parsed or raise BadRequestError, and the error can be encoded."""
     for parse in (parse_chat, parse_completion):
         try:
             request = parse(body)
@@ -270,7 +270,7 @@ def test_any_bytes(body: bytes) -> None:
 
 
 def test_error_body() -> None:
-    """An error is told in OpenAI's words."""
+    """An error has OpenAI's fields."""
     expected = {"message": "no model 'x'", "type": "NotFoundError", "param": "model", "code": 404}
 
     assert {"error": expected} == json.loads(error_body(UnknownModelError("no model 'x'", param="model")))
@@ -278,7 +278,7 @@ def test_error_body() -> None:
 
 @pytest.mark.parametrize("error", [NoWorkersError("a\n\nb"), KvRouterError("\ud800"), BadRequestError("é")])
 def test_error_event(error: KvRouterError) -> None:
-    """In a stream an error is one event of one line, whatever its message contains."""
+    """In a stream an error is one event of one line, even if its message contains newlines."""
     event = error_event(error)
 
     assert event.startswith(b"data: {")

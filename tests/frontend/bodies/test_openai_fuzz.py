@@ -1,4 +1,4 @@
-"""Damaged request bodies: they are read, or refused with a message. Nothing else is raised."""
+"""Damaged request bodies are parsed, or rejected with a message. Nothing else is raised."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STRANGE: list[Any] = [
 
 
 def mutated(value: Any, chance: random.Random) -> Any:
-    """The value with one part of it strange, missing, or twice there."""
+    """The value with one part of it replaced, removed or repeated."""
     if not isinstance(value, list | dict) or not value or chance.random() < 0.1:
         return chance.choice(STRANGE)
     if isinstance(value, dict):
@@ -66,7 +66,7 @@ def mutated(value: Any, chance: random.Random) -> Any:
 
 
 def damaged(seed: int) -> bytes:
-    """A body that a client meant well."""
+    """A valid body, damaged."""
     chance = random.Random(seed)
     content: Any = chance.choice([CHAT, *COMPLETIONS])
     for _ in range(chance.randint(0, 3)):
@@ -82,7 +82,7 @@ def damaged(seed: int) -> bytes:
 
 
 def is_read_or_refused(read: Callable[[bytes], object], body: bytes) -> bool:
-    """Whether a body can be read; if it cannot, the refusal must be one that a client understands."""
+    """Whether a body can be parsed. If not, its error must be one that can be sent to a client."""
     try:
         read(body)
     except BadRequestError as refusal:
@@ -96,7 +96,7 @@ def is_read_or_refused(read: Callable[[bytes], object], body: bytes) -> bool:
 @settings(max_examples=600, deadline=None)
 @given(seed=st.integers(0, 2**48))
 def test_damaged_bodies(seed: int) -> None:
-    """A body with strange parts or broken bytes is read or refused, by both parsers."""
+    """A body with odd values or broken bytes is parsed or rejected by both parsers."""
     for parse in PARSERS:
         is_read_or_refused(parse, damaged(seed))
 
@@ -110,14 +110,14 @@ def test_damaged_bodies(seed: int) -> None:
 @example(b'{"prompt": 1e999}')
 @example(b'{"prompt": "\\ud800"}')
 def test_any_bytes(body: bytes) -> None:
-    """So is whatever else is sent."""
+    """Any bytes are parsed or rejected."""
     for parse in PARSERS:
         is_read_or_refused(parse, body)
 
 
 @pytest.mark.parametrize("parse", PARSERS)
 def test_undamaged_bodies(parse: Callable[[bytes], CompletionRequest]) -> None:
-    """The bodies that are damaged here are readable before."""
+    """The bodies can be parsed before they are damaged."""
     bodies = [CHAT] if parse is parse_chat else COMPLETIONS
 
     assert all(is_read_or_refused(parse, json.dumps(body).encode()) for body in bodies)
@@ -146,7 +146,7 @@ def test_report_mode(seed: int) -> None:
 
 
 def read(body: bytes) -> Any:
-    """What an engine reads; None if it would refuse it."""
+    """What an engine decodes; None if it would reject it."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

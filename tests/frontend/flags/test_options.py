@@ -1,4 +1,4 @@
-"""Flags: the published defaults, and clear words for wrong ones."""
+"""Flags: the documented defaults, and messages for wrong values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_model_paths(tmp_path: Path) -> None:
-    """A directory for every model, or one for a model by its name; a directory may have a `=` in its name."""
+    """One directory for all models, or one per model; a directory may contain `=` in its name."""
     (odd := tmp_path / "a=b").mkdir()
     options = parse_options(["--model-path", "qwen=/q", "--model-path", str(odd), "--model-path", "org/m=/m"])
 
@@ -49,7 +49,7 @@ def test_model_paths(tmp_path: Path) -> None:
 
 
 def test_aliases() -> None:
-    """Dynamo's names work too."""
+    """Dynamo's names of flags work."""
     options = parse_options(["--http-port", "1", "--no-kv-events", "--router-ttl-secs", "9"])
 
     assert (1, False, 9) == (options.port, options.replica.pool.use_kv_events, options.replica.pool.ttl_s)
@@ -63,7 +63,7 @@ def test_nats_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lease_in_heartbeats() -> None:
-    """A lease is counted in heartbeats, at least two; a replica says how far apart its own are."""
+    """A lease is counted in heartbeats, at least two."""
     settings = [
         parse_options(["--lease-s", lease, "--heartbeat-s", beat]).replica
         for lease, beat in (("3", "0.5"), ("2", "1"))
@@ -73,7 +73,7 @@ def test_lease_in_heartbeats() -> None:
 
 
 def test_lease_shorter_than_two_heartbeats() -> None:
-    """It would end while the source is well; the message says what would be enough."""
+    """It would end between two heartbeats. The message contains the smallest valid value."""
     with pytest.raises(
         ConfigError, match="--lease-s 5 is less than two heartbeats of 10 s: give at least 20"
     ):

@@ -1,4 +1,4 @@
-"""The modes' flags: published defaults, a config file, and clear words for wrong ones."""
+"""Flags of the modes: documented defaults, a config file, and messages for wrong values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_published_defaults() -> None:
 
 
 def test_each_flag_reaches_its_mode() -> None:
-    """A mode is made with what was said."""
+    """Each flag reaches the policy of its mode."""
     numbers = {
         "--router-kv-overlap-score-credit-decay": "0.5", "--router-active-request-weight": "2",
         "--kv-gpu-cache-usage-weight": "3", "--kv-waiting-requests-weight": "0", "--stage-one": "hash",
@@ -39,14 +39,14 @@ def test_each_flag_reaches_its_mode() -> None:
     assert TwoStage("hash", 7, "pod", Kv(0.5, 2.0)) == new_policy("two-stage", said)
 
 
-def test_overlap_weight_is_the_modes_own_unless_said() -> None:
+def test_overlap_weight_defaults_to_that_of_the_mode() -> None:
     """1 in kv, 2 in kv-score."""
     assert None is parse_options([]).policy.overlap_weight
     assert 0.0 == parse_options(["--kv-overlap-score-weight", "0"]).policy.overlap_weight
 
 
 def test_router_config(tmp_path: Path) -> None:
-    """Mode scored as the file says."""
+    """Mode scored uses the file."""
     file = tmp_path / "picker.yaml"
     file.write_text(
         "kind: EndpointPickerConfig\n"
@@ -64,7 +64,7 @@ def test_router_config(tmp_path: Path) -> None:
 
 
 def test_config_without_its_mode(tmp_path: Path) -> None:
-    """Whoever forgets --router-mode scored is told: the file changes next to nothing."""
+    """A note reports that without --router-mode scored the file has next to no effect."""
     path = tmp_path / "picker.yaml"
     path.write_text("{kind: EndpointPickerConfig, plugins: [{type: queue-scorer}]}")
     flags = ["--router-config", str(path)]
@@ -75,7 +75,7 @@ def test_config_without_its_mode(tmp_path: Path) -> None:
 
 
 def test_wrong_router_config(tmp_path: Path) -> None:
-    """The message names the file and what is wrong in it."""
+    """The message names the file and the mistake in it."""
     file = tmp_path / "picker.yaml"
     file.write_text("kind: EndpointPickerConfig\nplugins: [{type: queue-scorerr}]\n")
 
@@ -86,12 +86,12 @@ def test_wrong_router_config(tmp_path: Path) -> None:
 
 
 def test_every_mode_is_offered() -> None:
-    """No mode of the library is missing over HTTP."""
+    """The frontend offers every mode of the library."""
     assert set(POLICIES) == {parse_options(["--router-mode", mode]).router_mode for mode in POLICIES}
 
 
 def test_text_flags() -> None:
-    """Ray's names and defaults; a threshold may be infinite, as in its code."""
+    """Ray Serve's names and defaults. A threshold may be infinite, as in its code."""
     assert TextIndexSettings() == parse_options([]).texts
     said = parse_options(["--imbalanced-threshold", "inf", "--do-eviction", "--eviction-target-chars", "9"])
 
@@ -102,7 +102,7 @@ def test_text_flags() -> None:
 
 
 def test_rule_flags() -> None:
-    """Nothing is filtered unless said; each flag reaches its filter."""
+    """By default nothing is filtered. Each flag reaches its filter."""
     assert RuleOptions() == parse_options([]).rules
     flags = (
         "--session-affinity hard --session-header X-Chat --session-ttl-s 5 --circuit-breaker "

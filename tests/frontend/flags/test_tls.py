@@ -42,7 +42,7 @@ def test_files(tmp_path: Path) -> None:
 )
 @pytest.mark.usefixtures("quiet_logs")
 def test_wrong_flags(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The process does not start: exit code 2, and words that say what to change."""
+    """The process does not start: exit code 2, and a message with the way out."""
     with pytest.raises(ConfigError, match=said):
         parse_options(flags)
 

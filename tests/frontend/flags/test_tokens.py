@@ -1,4 +1,4 @@
-"""The flags about tokens."""
+"""The flags of tokenizing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrouter.tokens.prefix_tokens import CacheSettings
 
 
 def test_defaults() -> None:
-    """Without flags: the published defaults; token ids only, as there is no model."""
+    """Without flags: the documented defaults. Without a model only prompts of token ids are hashed."""
     expected = TokenOptions(prefix_cache=CacheSettings(500_000, 256, 512 * 1024 * 1024, None))
 
     assert expected == parse_options([]).tokens
@@ -21,7 +21,7 @@ def test_defaults() -> None:
 
 
 def test_given(tmp_path: Path) -> None:
-    """Every flag arrives."""
+    """Every flag reaches the options."""
     key = tmp_path / "key"
     key.write_text("secret\n")
     flags = "--model-path org/m --model-path n=d --tokenizer-workers 3 --prefix-store-blocks 9"
@@ -42,7 +42,7 @@ def test_no_cache() -> None:
 
 
 def test_none_implies_no_kv_events() -> None:
-    """Hashes of text match no engine's events, so they are not read."""
+    """Hashes of text match no engine's events, so the events are not read."""
     assert not parse_options(["--tokenizer", "none", "--use-kv-events"]).replica.pool.use_kv_events
     assert parse_options(["--tokenizer", "remote"]).replica.pool.use_kv_events
 
@@ -56,7 +56,7 @@ def test_none_implies_no_kv_events() -> None:
     ],
 )
 def test_contradictions(flags: list[str], words: str) -> None:
-    """Flags that do not go together stop the start with what to change."""
+    """Contradicting flags end the start with a message that contains the way out."""
     with pytest.raises(ConfigError, match=words):
         parse_options(flags)
 
