@@ -69,6 +69,7 @@ class Accept:
         `parse` is None for the routes of passthrough.py.
         """
         body = await request.read() if request.body is None else request.body
+        # Only of chats and completions: of other routes no values are decoded (passthrough.py).
         large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None
         readable = body if large is None else large.rest
         asked = passthrough.parse(request, readable) if parse is None else parse(readable)
@@ -81,6 +82,8 @@ class Accept:
         policy = selection.policy
         lora_name = _lora_name(router, asked)
         prompts: tuple[Prompt, ...] = ()
+        # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
+        # the tokens and blocks that its booking holds.
         if asked.prompt is not None and (router.needs_tokens or policy.needs_tokens):
             prompts = await self._prompts(router, asked, asked.prompt)
         route = RouteRequest(

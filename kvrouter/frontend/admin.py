@@ -139,6 +139,7 @@ class Admin:
 
     async def workers(self, _request: web.Request) -> web.Response:
         """All targets, feeds and bookings, as of one moment: no await comes between."""
+        # Numbers what has happened: `kvrouter verify` compares this replica's seq with its bookings at peers.
         self._loop.publishing.flush()
         return json_response(
             {
@@ -235,7 +236,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "eligible": target in pool.targets,
         "blocks": pool.index.blocks(target),
         "device_blocks": count,
-        "digest": f"{digest:016x}",
+        "digest": f"{digest:016x}",  # hex: many JSON parsers round integers above 2**53
         "tiers": list(_tier_sets(pool, worker, target)),
         "truncated": pool.index.is_truncated(target),
         "capacity_blocks": worker.capacity_blocks(),

@@ -66,10 +66,11 @@ class WaitingRoom:
         line = self._line(router.pool.id)
         now = asyncio.get_running_loop().time()
         lane = router.lane(request, now)
+        # A newcomer must not overtake requests of its lane that wait for the next look.
         if not line.queue.is_waited_in(lane) and not router.must_wait(request, now, line.queue):
             return
         ticket = self._join(line, now, request.priority, lane)
-        outcome = "left"
+        outcome = "left"  # stays if the task is cancelled: the client left
         try:
             await self._wait(line, ticket, router, request)
             outcome = "admitted"
@@ -153,6 +154,7 @@ class WaitingRoom:
 
     def _look_soon(self, line: _Line) -> None:
         if line.look is None and len(line.queue):
+            # Replicas without sync do not see each other's bookings: waiting for them would gain nothing.
             peers = len(self._replica.peers) if self._replica.settings.synced else 0
             delay_s = line.queue.wake_after_s(peers, self._chance())
             line.look = asyncio.get_running_loop().call_later(delay_s, self._look, line)

@@ -35,6 +35,7 @@ async def running(coroutines: Mapping[str, Coroutine[object, object, None]]) -> 
 async def audit_forever(audit: Audit) -> None:
     """Log each problem of a worker once when it begins, and once when it is over."""
     while True:
+        # In steps: with a thousand workers, one look in one piece would block the event loop.
         steps = audit.step_count()
         parts = audit.steps(steps)
         for _ in range(steps):

@@ -23,6 +23,7 @@ _Share = Annotated[float, Meta(ge=0, le=1)]
 _Tokens = Annotated[int, Meta(ge=0, le=2**48)]
 
 
+# Unknown fields are rejected: a misspelt threshold would otherwise change nothing without an error.
 class _Wanted(Struct, forbid_unknown_fields=True):
     model: str | None = None
     active_decode_blocks_threshold: _Share | UnsetType | None = UNSET

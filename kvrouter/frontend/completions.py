@@ -158,6 +158,7 @@ class Completions:
         failed: frozenset[Target] = frozenset()
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
+        # Once, not before each retry: a retry replaces a booking of this request that has just been freed.
         if work.is_completion and self._waiting_room.is_on:
             await self._waiting_room.admitted(work.router, work.route)
         for tries in range(self._retries + 1):
@@ -169,7 +170,7 @@ class Completions:
                 if outcome is None:
                     raise
                 break  # no worker is left: the client gets the answer of the last one
-            outcome = None
+            outcome = None  # stays None if this attempt is cancelled: `_end` then knows that the client left
             try:
                 running = Running(work, placement, failed if tries < self._retries else None)
                 outcome = await self._exchange(running)
@@ -206,7 +207,9 @@ class Completions:
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         if outcome is not None:
+            # Before `free`, which reports 499 to the policy for a booking without an answer.
             router.answered(placement.key, _status_of(outcome))
+            # Only a good answer proves that the target computed the prompt, and so may hold its blocks.
             if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
                 router.mark_prefill_completed(placement.key, self._now())
         router.free(placement.key)

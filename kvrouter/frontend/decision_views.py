@@ -88,11 +88,13 @@ class DecisionViews:
     def _explained(self, decided: Decided) -> dict[str, Any]:
         facts = self._facts(decided.request, decided.moment.now)
         facts["unseen_bookings"] = round(decided.moment.unseen, 3)
+        # Terms from tables are computed again when they are requested; the tables have changed since.
         reads_tables = decided.selection.policy.reads_tables
         terms_of = {"terms_of": "now" if reads_tables else "then", "model": decided.candidates[0].card.model}
         return facts | terms_of | _shown(decided.explain())
 
     def _facts(self, request: RouteRequest, now: float) -> dict[str, Any]:
+        # Decisions carry the time of the event loop, which has no date.
         seconds_ago = asyncio.get_running_loop().time() - now
         return {
             "request_id": request.request_id,

@@ -28,6 +28,7 @@ from kvrouter.errors import BadRequestError, UnknownTargetError
 DIRECT = "direct"
 RANK_HEADER = "x-data-parallel-rank"
 PRIORITY_HEADER = "x-kvrouter-priority"
+# A session's name is kept in a table and sent to every peer.
 MOST_SESSION_CHARACTERS = 256
 _MOST_BUCKET_CHARACTERS = 256
 _WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
@@ -97,6 +98,7 @@ def read_overrides(
 ) -> Overrides:
     """Read all settings. Raises BadRequestError, which names the field and its valid values."""
     places = dialect.places
+    # Headers last: they win.
     given = {**_in_body(body or {}, places), **_in_headers(headers, places)}
     if session_id and "session" not in given:
         given["session"] = _Given(session_id, "session_id", "`session_id`")
@@ -166,6 +168,7 @@ def _mode(given: _Given, dialect: Dialect) -> str:
 
 def _amount(given: _Given) -> float:
     try:
+        # True and False are numbers in Python, but not in JSON.
         value = -1.0 if isinstance(given.value, bool) else float(given.value)
     except (TypeError, ValueError, OverflowError):
         value = -1.0

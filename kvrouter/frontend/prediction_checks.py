@@ -25,6 +25,7 @@ class Traits(Struct, frozen=True):
     def of(cls, request: CompletionRequest, lora_name: str | None, prompts: int) -> Traits:
         """`prompts`: the number of prompts whose tokens are known."""
         kind = _kind(request.prompt, lora_name, request.cache_salt)
+        # Engines report the cached tokens of one prompt and one answer only.
         is_single = prompts == 1 and request.n == 1 and not request.is_beam_search
         return cls(kind, is_single, request.reads_cache)
 
@@ -45,8 +46,12 @@ def compare(
 ) -> None:
     """Compare the prediction made at the booking with the usage in the answer's last bytes (`tail`)."""
     pool, choice = router.pool, placement.choice
+    # A prediction that may fail for a known reason is counted, and raises no alarm.
     is_firm = audit.is_firm(pool.id, choice.target) and traits.reads_cache
     is_firm = is_firm and _names_blocks_of_engine(router, route, placement)
+    # Behind other waiting requests the cache changes before this prompt is computed. A rank that is asked for
+    # a report is partial: its engine may have blocks that the index lacks.
+    is_firm = is_firm and not choice.waiting and not placement.wants_report
     prediction = Prediction(
         target=choice.target,
         kind=traits.kind,
@@ -55,7 +60,7 @@ def compare(
         blocks=choice.widest_blocks,
         in_flight=choice.widest_blocks > choice.indexed_blocks,
         is_single=traits.is_single,
-        is_firm=is_firm and not choice.waiting and not placement.wants_report,
+        is_firm=is_firm,
         is_estimate=any(prompt.is_estimate for prompt in route.prompts),
     )
     router.predictions.observe(prediction, find_usage(tail))

@@ -190,6 +190,7 @@ class TextBlocks:
 
 def engine_url(pool: Pool, model: str | None) -> str | None:
     """A random worker of the pool that serves the model (None: any model); None without a live one."""
+    # At random: else one worker would tokenize for all requests of its pool.
     cards = {worker.card.url: worker.card for worker in pool.targets.values()}
     urls = [url for url, card in cards.items() if model is None or model in card.names()]
     return random.choice(urls) if urls else None
@@ -202,6 +203,7 @@ def _named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | Non
     seed = block_seed(naming.lora_name, naming.salt)
     prompts = []
     for ids, isl, beginnings in encoded:
+        # Most blocks of a chat are those of its previous turn: their hashes are looked up, not computed.
         if known is None or beginnings is None:
             hashes = seeded_prompt_hashes(ids, size, seed)
         else:

@@ -44,6 +44,7 @@ class Rules:
     ) -> None:
         self.options = options
         self._texts = texts
+        # --log-decisions logs the last kept decision, so it keeps one even with --decisions 0.
         kept = max(options.decisions, int(options.log_decisions))
         self.decisions = DecisionRing(kept) if kept else None
         self._mode = mode
@@ -96,7 +97,7 @@ def record_outcome(circuits: CircuitBreakers, target: Target, outcome: Outcome |
             circuits.abandoned(target)
         case Lost() | Retried() | TimedOut():
             _failed(circuits, target)
-        case Rejected(status=status) if status >= 500:
+        case Rejected(status=status) if status >= 500:  # 408, 429 and 404 show a worker that runs
             _failed(circuits, target)
         case Done(failure=failure) if failure:
             _failed(circuits, target)

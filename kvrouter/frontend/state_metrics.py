@@ -69,6 +69,7 @@ def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus)
     for counter, value in asdict(replica.counters).items():
         yield f"kvrouter_{counter}", "counter", _COUNTED[counter], {}, value
     yield "kvrouter_replicas", "gauge", "Known replicas, this one included", {}, 1 + len(replica.peers)
+    # Copies of the tables: a scrape is written in slices, and members come and go in between.
     for router in list(replica.routers.values()):
         yield from _pool_samples(router.pool)
         yield from _booking_samples(router.pool, {replica.router_id, *replica.peers})

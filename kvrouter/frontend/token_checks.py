@@ -37,6 +37,7 @@ LOOK_EVERY_S = 0.5
 # After a probe that no engine answered.
 PROBE_AGAIN_S = 30.0
 
+# Double spaces, line breaks, an accent, Chinese, an emoji and a tag: tokenizers differ in these.
 _PROBE_TEXT = "Hello, world! It's  1234 tokens,\n\n\tcaf\u00e9 \u4f60\u597d \U0001f642 <b>x</b> done. "
 _TEXT_PROBE = TextPrompt([_PROBE_TEXT])
 _CHAT_PROBE = ChatPrompt(
@@ -102,6 +103,7 @@ class TokenChecks:
         check.seen += 1
         if check.seen % ONE_IN or check.pending or asyncio.get_running_loop().time() < check.due_at:
             return
+        # Not if only a part was tokenized, and not with media: only the engine knows their tokens.
         is_whole = len(encoded) == 1 and encoded[0].isl == len(encoded[0].ids) <= MOST_TOKENS
         if is_whole and not has_media(prompt):
             check.pending = (prompt, list(encoded[0].ids), naming.model)

@@ -78,12 +78,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
     """Read the command line. A wrong flag ends the process with a message. Raises ConfigError."""
     flags = _parser().parse_args(arguments)
     pool = PoolSettings(
+        # Hashes of text match no engine's events.
         use_kv_events=flags.use_kv_events and flags.tokenizer != "none",
         ttl_s=flags.router_ttl_secs,
         approx_capacity_blocks=flags.router_approx_capacity_blocks,
         inflight_overlap=flags.router_inflight_overlap,
         block_size=flags.kv_cache_block_size,
         lora_multiplex=flags.lora_multiplex,
+        # The queue compares charged prompt tokens, so it needs tokens in every mode.
         counts_tokens=flags.router_queue_threshold > 0,
         index_bounds=IndexBounds(flags.index_max_blocks, flags.index_max_holders),
     )
@@ -163,7 +165,7 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--router-replica-sync",
         action=switch,
-        default=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,  # absent: `syncs` decides by --processes
         help="share bookings with the other replicas; default: on if this command runs several, else off",
     )
     group.add_argument(

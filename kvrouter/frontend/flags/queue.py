@@ -51,5 +51,6 @@ def admission_settings(flags: argparse.Namespace) -> AdmissionSettings:
         threshold=flags.router_queue_threshold,
         max_waiting=flags.router_queue_size,
         max_wait_s=flags.router_queue_timeout,
+        # 0: all priorities are equal, so requests are served in the order of their arrival
         ageing_s=flags.router_queue_ageing_s if flags.router_queue_policy == PRIORITY else 0.0,
     )

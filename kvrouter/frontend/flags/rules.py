@@ -124,7 +124,7 @@ def rule_options(flags: argparse.Namespace) -> RuleOptions:
     return RuleOptions(
         filters,
         breaker if flags.circuit_breaker else None,
-        flags.session_header.lower(),
+        flags.session_header.lower(),  # requests have their headers in lower case
         flags.session_ttl_s,
         flags.decisions,
         flags.log_decisions,

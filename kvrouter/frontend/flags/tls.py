@@ -43,6 +43,7 @@ def tls_options(flags: argparse.Namespace) -> TlsOptions:
         given, missing = ("cert", "key") if flags.tls_key is None else ("key", "cert")
         raise ConfigError(f"--tls-{given} without --tls-{missing}: give both, or none for plain HTTP")
     files = CertificateFiles(flags.tls_cert, flags.tls_key) if flags.tls_cert is not None else None
+    # Loaded once here: a broken file ends the start, not the first handshake.
     if files is not None:
         server_context(files)
     if flags.worker_tls_ca is not None:
