@@ -66,7 +66,7 @@ class Accept:
     async def work(self, request: Request, parse: Parse | None, request_id: str, received_at: float) -> Work:
         """Read what routing needs from a request. Raises KvRouterError.
 
-        `parse` is None for the routes of passthrough.py.
+        Routes of passthrough.py have no `parse`.
         """
         body = await request.read() if request.body is None else request.body
         # Only of chats and completions: of other routes no values are decoded (passthrough.py).

@@ -260,10 +260,10 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
 
 def _tier_sets(pool: Pool, worker: Worker, target: Target) -> Iterator[dict[str, Any]]:
     """The nested tier sets. A wider set without a block of its own tier equals the narrower one."""
-    shown = (0, 0)
+    held = (0, 0)
     for tier in TIERS[: worker.tier_sets()]:
-        shown = max(shown, pool.index.digest(target, tier), key=lambda held: held[0])
-        yield {"tier": tier, "blocks": shown[0], "digest": f"{shown[1]:016x}"}
+        held = max(held, pool.index.digest(target, tier), key=lambda set_: set_[0])
+        yield {"tier": tier, "blocks": held[0], "digest": f"{held[1]:016x}"}
 
 
 def _feed(source: Feed, reader: FeedReader) -> dict[str, Any]:

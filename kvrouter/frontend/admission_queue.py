@@ -85,7 +85,7 @@ class WaitingRoom:
         for line in self._lines.values():
             self._look_soon(line)
 
-    def shown(self, pool_id: PoolId) -> dict[str, Any]:
+    def view(self, pool_id: PoolId) -> dict[str, Any]:
         """A pool's queue, for /workers."""
         queue, pool = self._line(pool_id).queue, self._replica.routers[pool_id].pool
         wait_s = queue.longest_wait_s(asyncio.get_running_loop().time())
@@ -98,8 +98,8 @@ class WaitingRoom:
 
     def samples(self) -> Iterator[Sample]:
         for pool_id in self._replica.routers if self.is_on else ():
-            labels, shown = {"pool": str(pool_id)}, self.shown(pool_id)
-            length, longest_s = shown["waiting"], shown["longest_wait_s"]
+            labels, view = {"pool": str(pool_id)}, self.view(pool_id)
+            length, longest_s = view["waiting"], view["longest_wait_s"]
             yield "kvrouter_queue_length", "gauge", "Requests waiting for a worker", labels, length
             yield (
                 "kvrouter_queue_longest_wait_seconds",

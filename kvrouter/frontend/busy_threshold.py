@@ -39,7 +39,7 @@ class BusyThresholds:
 
     async def show(self, _http: web.Request) -> web.Response:
         routers = [router for router in self._replica.routers.values() if router.pool.names]
-        return json_response({"thresholds": [self._shown(router) for router in routers]})
+        return json_response({"thresholds": [self._view(router) for router in routers]})
 
     async def change(self, http: web.Request) -> web.Response:
         """POST. Raises BadRequestError or UnknownModelError."""
@@ -52,9 +52,9 @@ class BusyThresholds:
             now.active_decode_blocks_threshold if blocks is UNSET else blocks,
             now.active_prefill_tokens_threshold if tokens is UNSET else tokens,
         )
-        return json_response(self._shown(router))
+        return json_response(self._view(router))
 
-    def _shown(self, router: Router) -> dict[str, object]:
+    def _view(self, router: Router) -> dict[str, object]:
         settings = self._rules.filters(router.pool.id)
         return {
             "model": router.pool.model,

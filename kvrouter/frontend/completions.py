@@ -110,7 +110,7 @@ class Completions:
     async def serve(self, parse: Parse | None, gate: Gate, request: Request) -> Served:
         """Serve one request to its end. Every error becomes an OpenAI body.
 
-        `parse` is None for the routes of passthrough.py: their tokens are not known, so they are placed by
+        Routes of passthrough.py have no `parse`: their tokens are not known, so they are placed by
         load. If the client disconnects, the task is cancelled, and the booking is freed on the way out.
         """
         received_at = self._now()
@@ -202,7 +202,7 @@ class Completions:
         return placement
 
     def _end(self, work: Work, placement: Placement, outcome: Outcome | None) -> None:
-        """Free the booking of an attempt. `outcome` is None if the client left or an error was raised."""
+        """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""
         router = work.router
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)

@@ -31,13 +31,13 @@ MOST_LISTED = 1000
 
 
 class DecisionViews:
-    """`kept` is None if no decisions are kept."""
+    """Without `kept`, no decisions are kept."""
 
     def __init__(
-        self, kept: DecisionRing | None, own_mode: str, settings: PolicySettings, *, logs: bool
+        self, kept: DecisionRing | None, default_mode: str, settings: PolicySettings, *, logs: bool
     ) -> None:
         self._kept = kept
-        self._own_mode = own_mode
+        self._default_mode = default_mode
         self._settings = settings
         self.logs = logs and kept is not None
 
@@ -45,7 +45,7 @@ class DecisionViews:
         """Where the request would go, and why. Nothing is booked or sent."""
         decision = work.router.decide(work.route, asyncio.get_running_loop().time())
         facts = self._facts(work.route, decision.now) | {"dry_run": True}
-        body = facts | {"model": work.router.pool.model} | _shown(decision)
+        body = facts | {"model": work.router.pool.model} | _view(decision)
         return Answer(200, _encoded(body), {"x-request-id": work.id})
 
     async def one(self, http: web.Request) -> web.Response:
@@ -91,7 +91,7 @@ class DecisionViews:
         # Terms from tables are computed again when they are requested; the tables have changed since.
         reads_tables = decided.selection.policy.reads_tables
         terms_of = {"terms_of": "now" if reads_tables else "then", "model": decided.candidates[0].card.model}
-        return facts | terms_of | _shown(decided.explain())
+        return facts | terms_of | _view(decided.explain())
 
     def _facts(self, request: RouteRequest, now: float) -> dict[str, Any]:
         # Decisions carry the time of the event loop, which has no date.
@@ -99,7 +99,7 @@ class DecisionViews:
         return {
             "request_id": request.request_id,
             "time": round(time.time() - seconds_ago, 3),
-            "mode": request.mode or self._own_mode,
+            "mode": request.mode or self._default_mode,
             "isl": request.isl,
             "prompt_blocks": sum(len(prompt.hashes) for prompt in request.prompts),
             "session": request.session,
@@ -113,7 +113,7 @@ def _given(own: float | None, general: float | None) -> float | None:
     return general if own is None else own
 
 
-def _shown(decision: Decision) -> dict[str, Any]:
+def _view(decision: Decision) -> dict[str, Any]:
     judged = [one for one in decision.verdicts if not one.removed_by]
     removed = [one for one in decision.verdicts if one.removed_by]
     return {

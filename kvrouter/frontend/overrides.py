@@ -40,7 +40,7 @@ class Dialect:
     """The modes and headers that this frontend accepts."""
 
     modes: Collection[str]
-    own_mode: str
+    default_mode: str
     session_header: str = "x-session-id"
     bucket_header: str = ""
     """The header that `--stage-one header:NAME` looks at."""
@@ -161,7 +161,7 @@ def _in_body(body: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, _G
 
 
 def _mode(given: _Given, dialect: Dialect) -> str:
-    if not isinstance(given.value, str) or given.value not in {*dialect.modes, dialect.own_mode}:
+    if not isinstance(given.value, str) or given.value not in {*dialect.modes, dialect.default_mode}:
         raise given.wrong(f"is not a mode; use one of {', '.join(sorted(dialect.modes))}")
     return given.value
 
@@ -200,7 +200,7 @@ def _target(given: _Given) -> str:
 
 def _check_target(overrides: Overrides, given: Mapping[str, _Given], dialect: Dialect) -> None:
     """A target needs mode direct, and mode direct a target: neither is ignored without an error."""
-    is_direct = (overrides.mode or dialect.own_mode) == DIRECT
+    is_direct = (overrides.mode or dialect.default_mode) == DIRECT
     if overrides.target and not is_direct:
         raise given["target"].wrong("needs mode direct: also send x-kvrouter-mode: direct")
     if is_direct and not overrides.target:

@@ -257,8 +257,8 @@ def _new_admin(options: FrontendOptions, registry: Registry, member: _Member) ->
         member.audit,
         member.bus,
         registry,
-        tokens=member.tokens.shown,
-        queue=member.waiting_room.shown,
+        tokens=member.tokens.view,
+        queue=member.waiting_room.view,
         listeners=member.listeners,
         ready_timeout_s=options.ready_timeout_s,
     )

@@ -77,7 +77,7 @@ class PoolCheck:
         named = f"token ids of {self.prompt}s differ from those of {self.engine} at position {found.position}"
         return TokenComparison(self.equal_prompts, f"{named}: {found.remedy}")
 
-    def shown(self) -> dict[str, Any]:
+    def view(self) -> dict[str, Any]:
         hidden = {"due_at", "seen", "pending", "equal_prompts"}
         return {
             field.name: getattr(self, field.name)
@@ -179,8 +179,8 @@ class TokenChecks:
             _log_difference(pool, check, found)
         return False
 
-    def shown(self) -> dict[str, Any]:
-        return {str(pool): check.shown() for pool, check in self.pools.items()}
+    def view(self) -> dict[str, Any]:
+        return {str(pool): check.view() for pool, check in self.pools.items()}
 
     def samples(self) -> Iterator[Sample]:
         for pool, check in self.pools.items():

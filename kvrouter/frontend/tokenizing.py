@@ -50,9 +50,9 @@ class Tokens:
         check = self.checks.pools.get(pool_id) if self.checks is not None else None
         return check.compared() if check is not None else NOT_COMPARED
 
-    def shown(self) -> dict[str, Any]:
+    def view(self) -> dict[str, Any]:
         """For /workers. The model of `--model-path DIR` is named `default`."""
-        caches = {name or "default": _shown_cache(cache) for name, cache in self._caches().items()}
+        caches = {name or "default": _cache_view(cache) for name, cache in self._caches().items()}
         return {
             "tokenizer": self.way if self.way != "local" or caches else "ids only",
             "prefix_caches": caches,
@@ -66,7 +66,7 @@ class Tokens:
                 "bytes": self.hashes.held_bytes,
                 **asdict(self.hashes.counters),
             },
-            "compared": self.checks.shown() if self.checks is not None else {},
+            "compared": self.checks.view() if self.checks is not None else {},
         }
 
     def samples(self) -> Iterator[Sample]:
@@ -141,7 +141,7 @@ def _load(options: TokenOptions, store: PrefixStore) -> contextlib.AbstractConte
     return Encoders.load(read, options.model_path, options.model_paths)
 
 
-def _shown_cache(cache: PrefixCache) -> dict[str, Any]:
+def _cache_view(cache: PrefixCache) -> dict[str, Any]:
     if cache.splits is None:
         return {"on": False, "reason": cache.off_because}
     words, anchors = cache.splits.words, cache.splits.anchors

@@ -134,16 +134,16 @@ async def test_shown(fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyP
         for _ in range(2):
             await fleet.ask(body)
 
-        shown = await _shown(fleet)
+        view = await tokens_view(fleet)
         metrics = (await fleet.get("/metrics")).body.decode()
-        assert shown["known_blocks"] > 0.8 * (shown["known_blocks"] + shown["hashed_blocks"]) / 2
-        assert (1, 0) == (shown["entries"], shown["evicted"])
-        assert f"kvrouter_prefix_hashes_bytes {float(shown['bytes'])}" in metrics
-        known = float(shown["known_blocks"])
+        assert view["known_blocks"] > 0.8 * (view["known_blocks"] + view["hashed_blocks"]) / 2
+        assert (1, 0) == (view["entries"], view["evicted"])
+        assert f"kvrouter_prefix_hashes_bytes {float(view['bytes'])}" in metrics
+        known = float(view["known_blocks"])
         assert f'kvrouter_prefix_hashes_blocks_total{{result="known"}} {known}' in metrics
 
 
-async def _shown(fleet: Fleet) -> Any:
+async def tokens_view(fleet: Fleet) -> Any:
     return (await fleet.get("/workers")).json["tokens"]["prefix_hashes"]
 
 

@@ -48,10 +48,10 @@ async def test_thresholds_at_run_time(fleet_of: FleetOf) -> None:
             await client.read_until(b'"a"')
         wanted = {"model": "m", "active_decode_blocks_threshold": 0.09}
         changed = await fleet.ask(wanted, path="/busy_threshold")
-        shown = {**wanted, "active_prefill_tokens_threshold": None}
-        assert (200, shown) == (changed.status, changed.json)
-        assert {"thresholds": [shown]} == (await fleet.get("/busy_threshold")).json
-        assert shown == (await fleet.ask({"model": "m"}, path="/busy_threshold")).json
+        view = {**wanted, "active_prefill_tokens_threshold": None}
+        assert (200, view) == (changed.status, changed.json)
+        assert {"thresholds": [view]} == (await fleet.get("/busy_threshold")).json
+        assert view == (await fleet.ask({"model": "m"}, path="/busy_threshold")).json
 
         refused = await fleet.ask()
         assert (503, "1") == (refused.status, refused.header("retry-after"))
@@ -82,8 +82,8 @@ async def test_wrong_thresholds(fleet_of: FleetOf, body: object, status: int) ->
         assert status == response.status, response.body
         if status == 400:
             assert "active_prefill_tokens_threshold" in response.json["error"]["message"]
-        (shown,) = (await fleet.get("/busy_threshold")).json["thresholds"]
-        assert None is shown["active_decode_blocks_threshold"] is shown["active_prefill_tokens_threshold"]
+        (view,) = (await fleet.get("/busy_threshold")).json["thresholds"]
+        assert None is view["active_decode_blocks_threshold"] is view["active_prefill_tokens_threshold"]
 
 
 async def test_max_ongoing_requests(fleet_of: FleetOf) -> None:

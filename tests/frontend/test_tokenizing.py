@@ -60,14 +60,14 @@ def asked(fleet: Fleet, path: bytes) -> list[Received]:
     return [received for received in requests if received.head.startswith(b"POST " + path + b" ")]
 
 
-async def shown(fleet: Fleet) -> Any:
+async def view(fleet: Fleet) -> Any:
     """The field `tokens` of /workers."""
     return (await fleet.get("/workers")).json["tokens"]
 
 
 async def compared(fleet: Fleet) -> Any:
     """The comparison of the only pool in /workers."""
-    (pool,) = (await shown(fleet))["compared"].values()
+    (pool,) = (await view(fleet))["compared"].values()
     return pool
 
 
@@ -158,7 +158,7 @@ async def test_none(fleet_of: FleetOf) -> None:
         blocks = len(TEXT) // 4 // 16
         assert "0" == first.header("x-kvrouter-overlap-blocks")
         assert int(second.header("x-kvrouter-overlap-blocks") or 0) in {blocks - 1, blocks}
-        assert "none" == (await shown(fleet))["tokenizer"]
+        assert "none" == (await view(fleet))["tokenizer"]
         assert fleet.logged("tokens.none")
         assert not asked(fleet, b"/tokenize")
 
@@ -331,9 +331,9 @@ async def test_prefix_cache_is_shown(fleet_of: FleetOf, model: Path) -> None:
         await fleet.ask(COMPLETION)
         await fleet.ask(COMPLETION)
 
-        cache = (await shown(fleet))["prefix_caches"]["default"]
+        cache = (await view(fleet))["prefix_caches"]["default"]
         assert (True, True, 3) == (cache["on"], cache["cut_after_words"], cache["cut_after_tokens"])
-        cache = (await shown(fleet))["prefix_store"]
+        cache = (await view(fleet))["prefix_store"]
         assert cache["known_characters"] + cache["tokenized_characters"] == 2 * len(TEXT)
         metrics = (await fleet.get("/metrics")).body.decode()
         known = float(cache["known_characters"])
@@ -347,7 +347,7 @@ async def test_several_models(fleet_of: FleetOf, model: Path) -> None:
         await until(lambda: state(fleet) == "equal", "the probe is compared")
         await fleet.ask(COMPLETION)
 
-        found = await shown(fleet)
+        found = await view(fleet)
         assert ("local", ["m"]) == (found["tokenizer"], list(found["prefix_caches"]))
         assert found["prefix_store"]["tokenized_characters"] == len(TEXT)
 
@@ -358,7 +358,7 @@ async def test_prefix_cache_that_is_off(fleet_of: FleetOf, model: Path, tmp_path
     file["added_tokens"][1]["single_word"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(file))
     async with fleet_of("--model-path", str(tmp_path), "--router-mode", "kv") as fleet:
-        cache = (await shown(fleet))["prefix_caches"]["default"]
+        cache = (await view(fleet))["prefix_caches"]["default"]
 
         assert not cache["on"]
         assert "single_word" in cache["reason"]
