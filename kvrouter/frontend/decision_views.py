@@ -27,6 +27,7 @@ from kvrouter.relay.answer import Answer
 log = structlog.get_logger()
 
 DEFAULT_LIMIT = 20
+# The list is made in one piece of the event loop's time.
 MOST_LISTED = 1000
 
 

@@ -145,10 +145,10 @@ class RemoteBlocks:
             return ()
         try:
             token_ids = await self._engines.tokenize(url, naming.model, prompt)
-        except BusyError:
+        except BusyError:  # not a failure: too many calls of this replica are in flight
             self.counters.not_asked += 1
             return ()
-        except RefusedError:
+        except RefusedError:  # not a failure: the engine works, and will reject the request with its reason
             self.counters.refused += 1
             return ()
         except EngineTokenizerError as error:
@@ -160,7 +160,7 @@ class RemoteBlocks:
     def _failed(self, error: EngineTokenizerError) -> None:
         self.counters.failed += 1
         self._failures += 1
-        if self._failures == FAILURES_IN_A_ROW:  # once, until an engine answers again
+        if self._failures == FAILURES_IN_A_ROW:  # logged once, until an engine answers again
             effect = f"texts and chats are placed by load; the next attempt is in {REST_S:g} s"
             log.warning("tokenizer.engines_fail", reason=str(error), effect=effect)
         if self._failures >= FAILURES_IN_A_ROW:

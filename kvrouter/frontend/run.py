@@ -132,7 +132,7 @@ async def running_frontend(
         _open_member(options, registry, tls) as member,
         _open_request_path(options, registry, member, tls) as path,
         _run_tasks(options, registry, member, path.completions),
-        _left_at_the_end(member.replica_loop),
+        _left_at_the_end(member.replica_loop),  # entered last: it needs the tasks and the bus
     ):
         admin = _new_admin(options, registry, member)
         site = Site(path.completions, admin, _operators_routes(member, path, admin), options)
@@ -285,6 +285,7 @@ def new_replica(
     options: FrontendOptions, rules: Rules | None = None, new_index: NewIndex = BlockIndex
 ) -> Replica:
     """An empty replica with a random id. Raises ConfigError if a custom policy cannot be made."""
+    # The first policy is made now: a constructor that raises ends the start, not the first request.
     if options.policy.custom is not None:
         options.policy.custom.begin()
     rules = rules or new_rules(options)

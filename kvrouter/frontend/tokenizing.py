@@ -110,6 +110,7 @@ async def open_tokens(
         blocks: PromptBlocks
         match options.way:
             case "local":
+                # Without a tokenizer there is nothing to compare: prompts of token ids are the client's.
                 if options.compare and any(each.can_encode_text for each in encoders.all().values()):
                     checks = TokenChecks(replica, encoders, engines)
                 blocks = LocalBlocks(encoders, checks.seen if checks else None, hashes)

@@ -32,6 +32,7 @@ def model_entries(pools: Iterable[Pool]) -> list[ModelEntry]:
 def _of_pool(pool: Pool) -> list[ModelEntry]:
     """If several workers serve a name, the entry comes from the worker that started first."""
     cards = [worker.card for worker in pool.workers.values()]
+    # All replicas must reply the same, in whatever order they learned of the workers.
     cards.sort(key=lambda card: (card.started_at_us, card.worker_id))
     found = [entry for card in cards for entry in _bases(card)]
     found += [entry for card in cards for entry in _adapters(card)]

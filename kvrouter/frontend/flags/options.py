@@ -121,6 +121,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
 
 
 def _lease_rounds(flags: argparse.Namespace) -> int:
+    # One late heartbeat must not look like a lost worker.
     if flags.lease_s < 2 * flags.heartbeat_s:
         raise ConfigError(
             f"--lease-s {flags.lease_s:g} is less than two heartbeats of {flags.heartbeat_s:g} s: "

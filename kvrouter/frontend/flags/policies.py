@@ -158,6 +158,7 @@ def policy_settings(flags: argparse.Namespace) -> tuple[PolicySettings, tuple[st
 
 def text_settings(flags: argparse.Namespace) -> TextIndexSettings:
     """Raises ConfigError."""
+    # Else a worker between the two would be above the threshold and lose nothing.
     if flags.eviction_target_chars > flags.eviction_threshold_chars:
         raise ConfigError("--eviction-target-chars must not be above --eviction-threshold-chars")
     return TextIndexSettings(
@@ -194,6 +195,7 @@ def _config_notes(picker: EndpointPicker | None, flags: argparse.Namespace) -> t
         return ()
     if flags.router_mode == "scored" and flags.router_policy is None:
         return picker.notes
+    # Not an error: one request may still name mode scored.
     own = flags.router_policy or flags.router_mode
     return (*picker.notes, f"the mode is {own}: only requests with mode scored use this file")
 

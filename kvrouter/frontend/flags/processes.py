@@ -107,6 +107,7 @@ def syncs(flags: argparse.Namespace) -> bool:
     asked: bool | None = getattr(flags, "router_replica_sync", None)
     if flags.processes == 1:
         return bool(asked)
+    # Each process would count its own bookings only, and all of them would choose the same idle worker.
     if asked is False:
         raise ConfigError(
             f"--processes {flags.processes} with --no-router-replica-sync: processes on one port "

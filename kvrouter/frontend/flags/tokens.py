@@ -94,6 +94,7 @@ def token_options(flags: argparse.Namespace) -> TokenOptions:
         raise ConfigError(
             "--chat-template needs a --model-path without MODEL=: it replaces that model's template"
         )
+    # One prefix cache for all models: its memory limit is for the process.
     cache = CacheSettings(
         max_parts=flags.prefix_store_blocks,
         part_characters=flags.prefix_store_block_chars,
@@ -116,6 +117,7 @@ def token_options(flags: argparse.Namespace) -> TokenOptions:
 def _model_path(text: str) -> tuple[str, str]:
     """`DIR` or `MODEL=DIR`. An existing directory may contain `=` in its name."""
     name, equals, path = text.partition("=")
+    # A directory whose name contains `=` must stay usable.
     if not equals or Path(text).is_dir():
         return "", text
     if not name or not path:
