@@ -214,7 +214,9 @@ class Router:
         target = choice.target
         worker = self.pool.targets[target]
         card = worker.card
-        wants_report = card.repairs_by_report and worker.wants_report(target.rank)
+        beat = worker.ranks.get(target.rank)
+        # A report names the blocks that a partial rank's agent missed.
+        wants_report = card.repairs_by_report and beat is not None and beat.partial
         return Placement(
             booking.key, target, choice, card.url, card.rank_header, wants_report, fallbacks,
             self.pool.block_size,

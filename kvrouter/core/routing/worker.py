@@ -25,11 +25,6 @@ class Worker:
     def targets(self) -> list[Target]:
         return [Target(WorkerId(self.card.worker_id), rank) for rank in range(self.card.ranks)]
 
-    def wants_report(self, rank: int) -> bool:
-        """Whether requests to this rank should ask for a report, which repairs its lost history."""
-        beat = self.ranks.get(rank)
-        return self.card.repairs_by_report and beat is not None and beat.partial
-
     def knows_card_of(self, beat: WorkerBeat) -> bool:
         """Whether this is the card that the heartbeat refers to."""
         return self.card_seen == (beat.incarnation, beat.card_version)
