@@ -247,10 +247,8 @@ class WorkerConnection(asyncio.Protocol):
     def _read_body(self, body: Body, receiver: Receiver, data: bytes) -> None:
         taken = body.feed(data)
         if taken < len(data):
-            data, self._keeps_alive = (
-                data[:taken],
-                False,
-            )  # bytes after the body: close, they would be taken for the next head
+            # Bytes after the body: do not reuse the connection, where they would begin the next answer.
+            data, self._keeps_alive = data[:taken], False
         if data:
             receiver.received(data)
         if body.is_over:
