@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvrouter.errors import ConfigError
 
+# ALPN: a client or worker that also offers HTTP/2 must not choose it.
 _HTTP = ["http/1.1"]
 # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_EMAIL_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH.
 _OTHER_NAME = {62, 63, 64}
@@ -50,6 +51,7 @@ def server_context(files: CertificateFiles) -> ssl.SSLContext:
     """A context for listeners with this certificate. Raises ConfigError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # A client could otherwise make the server compute handshake after handshake on one connection (TLS 1.2).
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(_HTTP)
     files.load_into(context)

@@ -44,7 +44,7 @@ class ClientConnection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Aiohttp's answer in OpenAI's form. Raises ConnectionError if another answer has begun."""
-        super().handle_error(request, status, exc, message)
+        super().handle_error(request, status, exc, message)  # it logs, and raises if an answer has begun
         error = internal_error()
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
             reason = " ".join((message or HTTPStatus(status).phrase).split())
