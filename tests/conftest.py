@@ -33,14 +33,14 @@ def pytest_asyncio_loop_factories(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
-    """The order of the tests is random: say how to have the same again."""
+    """The order of the tests is random: a failed run reports how to repeat its order."""
     if exitstatus == pytest.ExitCode.TESTS_FAILED:
         seed = config.getoption("randomly_seed", None)
         terminalreporter.write_line(f"the same order again: --randomly-seed={seed}")
 
 
 class NatsServer:
-    """A nats-server process on a port of its own, which a test may stop and start again."""
+    """A nats-server process on its own port, which a test may stop and start again."""
 
     def __init__(self, port: int, config: Path | None = None) -> None:
         self.port = port
@@ -71,7 +71,7 @@ class NatsServer:
 
 
 def _answers(port: int) -> bool:
-    """Whether a NATS server speaks there: it sends its INFO line first. A refusal takes no time."""
+    """Whether a NATS server answers: it sends its INFO line first. A refused connection takes no time."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=0.2) as connection:
             return connection.recv(5) == b"INFO "
@@ -86,13 +86,13 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    """Returns a port that nobody listens on."""
+    """Returns a port without a listener."""
     return _free_port
 
 
 @pytest.fixture
 def new_nats_server() -> Iterator[Callable[..., NatsServer]]:
-    """Makes servers, with a configuration file or without, not started yet, that end with the test."""
+    """Makes servers that are not started yet, with or without a configuration file, and ends them."""
     servers: list[NatsServer] = []
 
     def make(config: Path | None = None) -> NatsServer:
@@ -116,7 +116,7 @@ def nats_url() -> Iterator[str]:
 
 @pytest.fixture
 def fleet_of(nats_url: str) -> FleetOf:
-    """Opens fleets on the session's NATS, each in a namespace of its own."""
+    """Opens fleets on the session's NATS, each in its own namespace."""
     return partial(running_fleet, nats_url)
 
 

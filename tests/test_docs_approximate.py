@@ -11,7 +11,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "approximate.md"
 
 
 def test_example_runs() -> None:
-    """As a program of its own, asserts and all."""
+    """It runs as a program, with its assertions."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -15,7 +15,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 
 def flags_shown(command: str) -> set[str]:
-    """Every flag that some page shows on a line of this command."""
+    """Every flag that a page shows on a line of this command."""
     line = re.compile(rf"(?:python -m kvrouter\.|kvrouter ){command}\b([^`\n&]*)")
     texts = [page.read_text().replace("\\\n", " ") for page in PAGES]
     return {flag for text in texts for rest in line.findall(text) for flag in FLAG.findall(rest)}
@@ -23,7 +23,7 @@ def flags_shown(command: str) -> set[str]:
 
 @pytest.mark.parametrize("command", ["frontend", "worker", "mocker", "serve", "verify"])
 def test_flags_exist(command: str) -> None:
-    """Whoever copies a line from a page is not told that it is wrong, nor that it is ambiguous."""
+    """A command line copied from a page has no unknown and no ambiguous flag."""
     helped = subprocess.run(
         [sys.executable, "-m", "kvrouter", command, "--help"], capture_output=True, text=True, check=True
     )

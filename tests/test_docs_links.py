@@ -64,7 +64,7 @@ def without_braces(path: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_cited_tests_exist(page: Path) -> None:
-    """A page that says what shows a claim names a test that can be run."""
+    """A test that a page names as evidence can be run."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     cited = CITED_TEST.findall(page.read_text())
 

@@ -1,4 +1,4 @@
-"""What --help says of defaults."""
+"""The defaults that --help shows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NOTHING = re.compile(r"default: (None|\[\])?\)")
 
 
 @pytest.mark.parametrize("command", ["frontend", "worker", "serve", "simulate"])
-def test_defaults_are_told_once(command: str) -> None:
-    """Each flag has one default at most, and none that says nothing."""
+def test_each_default_is_shown_once(command: str) -> None:
+    """Each flag shows one default at most, and never an empty one."""
     helped = subprocess.run(
         [sys.executable, "-m", "kvrouter", command, "--help"],
         env={**os.environ, "COLUMNS": "1000"},

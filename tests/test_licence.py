@@ -1,4 +1,4 @@
-"""The package says which licences its files are under, and comes with their texts."""
+"""The package names the licences of its files, and contains their texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_vendored_header() -> None:
-    """xxhash.h is under another licence than our own files: named, and its text among the licence files."""
+    """xxhash.h has another licence than our own files: it is named, and its text is a licence file."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     texts = [(ROOT / name).read_text() for name in project["license-files"]]
     header = (ROOT / "kvrouter/core/native/xxhash.h").read_text()
