@@ -239,7 +239,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "digest": f"{digest:016x}",  # hex: many JSON parsers round integers above 2**53
         "tiers": list(_tier_sets(pool, worker, target)),
         "truncated": pool.index.is_truncated(target),
-        "capacity_blocks": worker.capacity_blocks(),
+        "capacity_blocks": worker.capacity_blocks,
         "charged_prefill_tokens": pool.active.charged_tokens(target),
         "active_blocks": pool.active.blocks(target),
         "requests_in_flight": pool.active.requests(target),

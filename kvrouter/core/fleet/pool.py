@@ -162,7 +162,7 @@ class Pool:
         For targets with the pool's block size only (`may_assume`): a card counts in its engine's blocks.
         """
         worker = self.workers.get(target.worker_id)
-        return self.settings.approx_capacity_blocks or (worker.capacity_blocks() if worker else 0)
+        return self.settings.approx_capacity_blocks or (worker.capacity_blocks if worker else 0)
 
     def may_assume(self, target: Target) -> bool:
         """Whether the target is assumed to hold what was prefilled there: only without KV events."""

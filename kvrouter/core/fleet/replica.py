@@ -446,7 +446,7 @@ class Replica:
         worker = pool.workers[worker_id]
 
         def capacity() -> int:  # asked each time, as a new card may change it
-            return pool.workers[worker_id].capacity_blocks()
+            return pool.workers[worker_id].capacity_blocks
 
         sink = KvSink(pool.index, source.target, worker.tier_sets(), capacity)
         return FeedReader(source.rank, sink, self._chance, self._held)

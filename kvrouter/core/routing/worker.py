@@ -11,7 +11,7 @@ from kvrouter.core.wire.ops import TIERS
 
 @dataclass(slots=True)
 class Worker:
-    """One worker as its card and heartbeats describe it."""
+    """One worker as its card and heartbeats describe it. A new card makes a new Worker."""
 
     card: Card
     incarnation: int = 0
@@ -21,6 +21,13 @@ class Worker:
     """Incarnation and version of the card."""
     silent: bool = False
     """Its lease has ended; it is kept because the pool has no other target."""
+    # Blocks that one rank can hold over all tiers; 0 if a tier's capacity is unknown. Computed once, because
+    # each Stored of its feeds is compared with it.
+    capacity_blocks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        capacities = self.card.tiers.values()
+        self.capacity_blocks = sum(capacities) if all(capacities) else 0
 
     def targets(self) -> list[Target]:
         return [Target(WorkerId(self.card.worker_id), rank) for rank in range(self.card.ranks)]
@@ -32,8 +39,3 @@ class Worker:
     def tier_sets(self) -> int:
         """The number of nested tier sets that it publishes."""
         return 1 + max((TIERS.index(tier) for tier in self.card.tiers if tier in TIERS), default=0)
-
-    def capacity_blocks(self) -> int:
-        """The blocks that one rank can hold over all tiers; 0 if a tier's capacity is unknown."""
-        capacities = self.card.tiers.values()
-        return sum(capacities) if all(capacities) else 0

@@ -263,7 +263,7 @@ def test_tier_sets_and_capacity_of_a_card() -> None:
     )
 
     assert [2, 1, 3] == [pool.workers[w].tier_sets() for w in (W1, W2, W3)]
-    assert [150, 0, 1100] == [pool.workers[w].capacity_blocks() for w in (W1, W2, W3)]
+    assert [150, 0, 1100] == [pool.workers[w].capacity_blocks for w in (W1, W2, W3)]
 
 
 def test_names_stay_known_without_workers() -> None:
