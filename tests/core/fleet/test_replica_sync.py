@@ -10,7 +10,6 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Placement
 from kvrouter.core.routing.filters import Session
 from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.core.tables.text_index import SentTexts
 from kvrouter.core.wire.heartbeats import encode
 from kvrouter.core.wire.ids import RouterId, Target
 from kvrouter.core.wire.ops import MAX_SENT_CHARS, VERSION, AddRequest, Frame
@@ -374,12 +373,3 @@ def test_text_with_half_a_surrogate_pair() -> None:
     carry(first, second)
 
     assert 6 == chars(second, target)
-
-
-def test_published_texts_are_bounded() -> None:
-    """The oldest are dropped."""
-    texts = SentTexts()
-    for letter in "abcdefghijkl":
-        texts.add(T1, letter * MAX_SENT_CHARS)
-
-    assert "cdefghijkl" == "".join(sent.text[0] for sent in texts)

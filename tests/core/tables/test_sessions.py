@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.core.tables.no_hit_lru import NoHitLru
 from kvrouter.core.tables.sessions import SessionTable
 from tests.policies.tables import target
 
@@ -68,19 +67,6 @@ def test_drop(sessions: SessionTable) -> None:
     sessions.drop(W1)
 
     assert (None, W2) == (sessions.target_of("a", 1.0), sessions.target_of("b", 1.0))
-
-
-def test_no_hit_lru() -> None:
-    """Targets never used come first and share a place; then by last use."""
-    order = NoHitLru()
-    for one in (W2, W1, W2):
-        order.used(one)
-    new, newer = target("w3"), target("w4")
-
-    assert [2, 3, 0, 0] == order.ranks([W1, W2, new, newer])
-    order.forget(W2)
-    assert [1, 0] == order.ranks([W1, W2])
-    assert [] == order.ranks([])
 
 
 def test_replicas_that_bind_at_once_settle(sessions: SessionTable) -> None:

@@ -1,4 +1,4 @@
-"""The text index: Ray's cases, rounding to blocks, eviction, and random histories against plain sets."""
+"""The text index: Ray's cases, rounding to blocks, eviction, published texts, random histories."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.tables import text_index
-from kvrouter.core.tables.text_index import TextIndex, TextIndexSettings
+from kvrouter.core.tables.text_index import SentTexts, TextIndex, TextIndexSettings
 from kvrouter.core.wire.ids import Target, WorkerId
+from kvrouter.core.wire.ops import MAX_SENT_CHARS
 from kvrouter.errors import ConfigError
 from scripts.kit.bench.meter import instructions
 
@@ -330,3 +331,12 @@ def test_random_histories(history: list[tuple[str, Target, str]]) -> None:
             }
             longest = max(best.values())
             assert (longest, {one for one in ALL if best[one] == longest}) == index.match(asked, ALL)
+
+
+def test_published_texts_are_bounded() -> None:
+    """The oldest are dropped."""
+    texts = SentTexts()
+    for letter in "abcdefghijkl":
+        texts.add(A, letter * MAX_SENT_CHARS)
+
+    assert "cdefghijkl" == "".join(sent.text[0] for sent in texts)
