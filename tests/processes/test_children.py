@@ -1,4 +1,4 @@
-"""Child processes: heard, started again, ended. Real processes, small ones."""
+"""Child processes: their output, restarts and end. Tested with small real processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEAF = "trap '' TERM; echo up; while :; do sleep 0.01; done"
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Look until something is so; bounded."""
+    """Wait until the condition holds; bounded."""
     async with asyncio.timeout(20):
         while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
             await asyncio.sleep(0.005)
@@ -54,7 +54,7 @@ def child(script: str, heard: Heard) -> Child:
 
 
 def test_delay() -> None:
-    """Starts that fail come more and more slowly, up to a bound; a child that lived starts soon again."""
+    """The delay doubles up to a bound, and is short again after a child that ran for a while."""
     delay = RestartDelay()
 
     delays = [delay.after(0.0) for _ in range(10)]
@@ -65,7 +65,7 @@ def test_delay() -> None:
 
 
 async def test_output_and_exit_code(heard: Heard) -> None:
-    """Both streams are heard to their last word; the exit code is told."""
+    """Both streams are read to their end, and the exit code is returned."""
     code = await child("echo one; echo two >&2; printf three; exit 7", heard).run()
     heard.output.close()
 
@@ -75,7 +75,7 @@ async def test_output_and_exit_code(heard: Heard) -> None:
 
 
 async def test_started_again(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that dies is started again, until it is to end."""
+    """A child that dies is restarted, until `end` is called."""
     monkeypatch.setattr(children, "FIRST_DELAY_S", 0.01)
     kept = child("echo up", heard)
 
@@ -88,7 +88,7 @@ async def test_started_again(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_end(heard: Heard) -> None:
-    """The end is SIGTERM first: a child may say goodbye."""
+    """`end` sends SIGTERM first, so that a child can end in order."""
     kept = child(SAY_AND_STAY, heard)
     running = asyncio.create_task(kept.keep_running())
     await heard.until(b"up")
@@ -101,8 +101,8 @@ async def test_end(heard: Heard) -> None:
     assert 1 == kept.starts
 
 
-async def test_deaf_child(heard: Heard) -> None:
-    """A child that does not listen is killed when patience has ended."""
+async def test_child_that_ignores_sigterm(heard: Heard) -> None:
+    """A child that ignores SIGTERM is killed after `patience_s`."""
     kept = child(DEAF, heard)
     running = asyncio.create_task(kept.run())
     await heard.until(b"up")
@@ -113,7 +113,7 @@ async def test_deaf_child(heard: Heard) -> None:
 
 
 async def test_ended_before_it_began(heard: Heard) -> None:
-    """What was told to end is not started."""
+    """A child whose end was requested is not started."""
     kept = child("echo up", heard)
     await kept.end(1)
 
@@ -123,7 +123,7 @@ async def test_ended_before_it_began(heard: Heard) -> None:
 
 
 async def test_cancelled(heard: Heard) -> None:
-    """Where the task that runs a child is cancelled, the child does not stay."""
+    """If the task that runs a child is cancelled, the child is killed."""
     kept = child("echo up $$; while :; do sleep 0.01; done", heard)
     running = asyncio.create_task(kept.run())
     await heard.until(b"\n")
@@ -137,7 +137,7 @@ async def test_cancelled(heard: Heard) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child of its parent's death")
 async def test_parent_killed(tmp_path: Path) -> None:
-    """Children of a parent that is killed do not stay behind."""
+    """Children of a killed parent are killed."""
     script = f"""
 import asyncio, io
 from kvrouter.processes.children import Child

@@ -13,7 +13,7 @@ from kvrouter.processes.output import MAX_LINE_BYTES, LabelledText, Lines, Outpu
 
 
 class Terminal(io.BytesIO):
-    """A stream that says it is a terminal."""
+    """A stream whose isatty() is true."""
 
     def isatty(self) -> bool:
         """Yes."""
@@ -21,7 +21,7 @@ class Terminal(io.BytesIO):
 
 
 class Stalled(io.BytesIO):
-    """A stream that takes nothing until it is told to."""
+    """A stream that blocks until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Gone(io.BytesIO):
 
 
 def test_lines_are_whole() -> None:
-    """Lines come out whole, however they came in; what has no end comes last."""
+    """Lines are whole however they were received; an unfinished one comes last."""
     lines = Lines()
     out = [line for part in (b"on", b"e\ntwo\r\nth", b"ree", b"\n\nend") for line in lines.feed(part)]
 
@@ -53,7 +53,7 @@ def test_lines_are_whole() -> None:
 
 
 def test_endless_line() -> None:
-    """A line without an end is cut: it does not fill the memory."""
+    """A line without an end is cut, so that it cannot fill the memory."""
     assert [MAX_LINE_BYTES, MAX_LINE_BYTES] == [
         len(line) for line in Lines().feed(b"x" * (2 * MAX_LINE_BYTES + 5))
     ]
@@ -73,7 +73,7 @@ def test_labels() -> None:
 
 
 def test_colours_on_a_terminal() -> None:
-    """On a terminal each name has a colour of its own."""
+    """On a terminal each name has its own colour."""
     out = Terminal()
     output = Output(out, io.BytesIO(), width=1)
 
@@ -88,7 +88,7 @@ def test_colours_on_a_terminal() -> None:
 
 
 def test_json() -> None:
-    """With JSON logs every line is an object that names its process, whatever it was before."""
+    """With JSON logs every line, also plain text, is an object that names its process."""
     out = io.BytesIO()
     output = Output(out, io.BytesIO(), width=1, is_json=True)
 
@@ -104,8 +104,8 @@ def test_json() -> None:
     ] == [json.loads(line) for line in out.getvalue().splitlines()]
 
 
-def test_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output that takes nothing holds nobody up; what was lost is said when it flows again."""
+def test_output_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that blocks delays no process; the number of lost lines is reported later."""
     monkeypatch.setattr(output_module, "MAX_LINES", 2)
     out = Stalled()
     output = Output(out, io.BytesIO(), width=1)
@@ -133,7 +133,7 @@ def test_reader_gone() -> None:
 
 
 def test_own_stderr() -> None:
-    """What this process prints to stderr is labelled as well."""
+    """Text that this process prints to stderr is labelled as well."""
     err = io.BytesIO()
     output = Output(io.BytesIO(), err, width=5)
 

@@ -1,4 +1,4 @@
-"""A `kvrouter serve` that runs as a process of its own, as a test sees it."""
+"""A `kvrouter serve` in its own process, as seen by a test."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PATIENCE_S = 40.0
 
 @dataclass
 class Serving:
-    """A running `kvrouter serve`, and what it has said so far."""
+    """A running `kvrouter serve` and its output so far."""
 
     process: asyncio.subprocess.Process
     said: list[str] = field(default_factory=list)
-    # What were its children once.
+    # All its children so far.
     seen: dict[int, str] = field(default_factory=dict)
 
     async def listen(self, stream: asyncio.StreamReader | None) -> None:
@@ -76,7 +76,7 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(*flags: str) -> AsyncIterator[Serving]:
-    """Run it; it is killed at the end if it still runs."""
+    """Run it while inside; it is killed if it does not end by itself."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvrouter", "serve", "--host=127.0.0.1", "--admin-port=0", "--drain-grace=0",
         *flags,
@@ -91,7 +91,7 @@ async def serving(*flags: str) -> AsyncIterator[Serving]:
 
 
 async def _clean_up(running: Serving, ears: Sequence[asyncio.Task[None]]) -> None:
-    """Kill what a test that failed has left."""
+    """Kill processes left by a failed test."""
     if running.process.returncode is None:
         running.children()
     with contextlib.suppress(ProcessLookupError):
@@ -124,7 +124,7 @@ async def until_ready(served: Serving, http: aiohttp.ClientSession, urls: Sequen
 
 
 def bound(port: int) -> socket.socket:
-    """A socket that has a port of this machine."""
+    """A socket that occupies a port."""
     listener = socket.socket()
     try:
         listener.bind(("127.0.0.1", port))
@@ -135,7 +135,7 @@ def bound(port: int) -> socket.socket:
 
 
 def all_gone(pids: Sequence[int]) -> bool:
-    """Whether none of these processes is left."""
+    """Whether all these processes have ended."""
     return not any(is_alive(pid) for pid in pids)
 
 

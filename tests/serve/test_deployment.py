@@ -1,4 +1,4 @@
-"""What a person is told of an engine."""
+"""The report of an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIONS = AgentOptions("http://e:1", "e-1")
 
 
 def test_everything_found() -> None:
-    """One block names what was found, in words."""
+    """The report lists everything that was found."""
     facts = EngineFacts(
         Models(("tiny", "alias"), ("a",)),
         "0.32.0",
@@ -37,7 +37,7 @@ engine e-1 at http://e:1: vllm 0.32.0
 
 
 def test_much_missing() -> None:
-    """What is missing is said with what to do about it."""
+    """Each missing item is reported with its remedy."""
     facts = EngineFacts(Models(("m",), ()), "", Scrape(), tokenizer="Org/Model", lacks=(EVENTS_OFF,))
 
     lines = list(report(OPTIONS, facts, TokenizerReport("none", "no tokenizer: why")))
@@ -49,7 +49,7 @@ def test_much_missing() -> None:
 
 
 def test_events_not_used() -> None:
-    """Events that the frontends do not use are said to be unused, and why."""
+    """Events that the frontends do not use are reported as unused, with the reason."""
     facts = EngineFacts(Models(("m",), ()), "", Scrape(), endpoints=(EventEndpoints("tcp://e:2"),))
 
     lines = list(report(OPTIONS, facts, TokenizerReport("none: by text"), no_events="--tokenizer none"))

@@ -1,4 +1,4 @@
-"""`--engine`, read and refused."""
+"""`--engine`: valid and invalid values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrouter.serve.engines import EngineSpec, read_engine, read_engines
 
 
 def test_url_alone() -> None:
-    """A URL is enough: the id is made of it, the rest is learnt."""
+    """A URL is enough: the id is derived from it, the rest queried from the engine."""
     assert EngineSpec("http://127.0.0.1:25100", "127-0-0-1-25100") == read_engine("http://127.0.0.1:25100/")
 
 
@@ -52,7 +52,7 @@ def test_every_key() -> None:
     ],
 )
 def test_refused(text: str, said: str) -> None:
-    """What is wrong is refused with what would be right."""
+    """A wrong value is rejected with the remedy."""
     with pytest.raises(ConfigError, match=said):
         read_engine(text)
 
@@ -68,13 +68,13 @@ def test_refused(text: str, said: str) -> None:
     ],
 )
 def test_one_engine_twice(one: str, other: str) -> None:
-    """One engine under two names would count its load and its blocks twice."""
+    """The same engine under two names is rejected: its load and blocks would count twice."""
     with pytest.raises(ConfigError, match="are the same engine: remove one of them"):
         read_engines([one, other])
 
 
 def test_two_engines_of_one_id() -> None:
-    """Two engines of one id would take each other over; an id of its own helps."""
+    """Two engines with one id are rejected: each agent would take over the other's worker."""
     with pytest.raises(ConfigError, match="give one of them id=NAME"):
         read_engines(["http://e:1/a", "http://e:1/b"])
 

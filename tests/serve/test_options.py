@@ -1,4 +1,4 @@
-"""The flags of `kvrouter serve`: its own, everybody's, the frontends'."""
+"""The flags of `kvrouter serve`: its own, the shared ones, the frontends'."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ENGINE = "--engine=http://127.0.0.1:25100"
 
 
 def parse(*flags: str) -> ServeOptions:
-    """The options that flags mean."""
+    """The options for these flags."""
     return parse_options([ENGINE, *flags])
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One replica on port 8000 and a NATS server of its own."""
+    """One replica on port 8000 and an embedded NATS server."""
     monkeypatch.delenv("NATS_URL", raising=False)
 
     options = parse()
@@ -28,7 +28,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nats_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """$NATS_URL counts here too."""
+    """$NATS_URL replaces the default of --nats."""
     monkeypatch.setenv("NATS_URL", "nats://elsewhere:4222")
 
     assert ("nats://elsewhere:4222",) == parse().nats.servers
@@ -65,7 +65,7 @@ def test_who_gets_which_flag(tmp_path: Path) -> None:
     ],
 )
 def test_no_events(flags: list[str], why: str) -> None:
-    """What keeps the frontends from using events is known from their flags."""
+    """The flags show why the frontends do not use events."""
     assert why == parse(*flags).no_events()
 
 
@@ -84,7 +84,7 @@ def test_any_port() -> None:
     ],
 )
 def test_wrong_flags(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong flag, whosever it is, ends it at once with usage and message."""
+    """A wrong flag of any part ends the process at once with usage and message."""
     with pytest.raises(SystemExit):
         parse(*flags)
 
@@ -94,7 +94,7 @@ def test_wrong_flags(flags: list[str], said: str, capsys: pytest.CaptureFixture[
 
 
 def test_what_does_not_fit() -> None:
-    """What only shows when flags are seen together is refused too."""
+    """Flags that contradict each other are rejected."""
     with pytest.raises(ConfigError, match="--port 65535: 2 replicas would need ports above 65535"):
         parse("--port", "65535", "--admin-port", "0", "--replicas", "2")
     with pytest.raises(ConfigError, match="--admin-port 65535: 2 replicas would need ports above 65535"):
@@ -106,7 +106,7 @@ def test_what_does_not_fit() -> None:
 
 
 def test_access_to_engines(tmp_path: Path) -> None:
-    """What frontends need to reach engines reaches the agents, too; the doors' certificate does not."""
+    """Flags for access to engines are passed to the agents, too; the listeners' certificate is not."""
     authority, key = Authority(tmp_path), tmp_path / "api-key"
     key.write_text("secret")
     files, ca = authority.sign(), authority.file

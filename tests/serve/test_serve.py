@@ -66,7 +66,7 @@ async def ask(http: aiohttp.ClientSession, url: str, prompt: str | list[int]) ->
 async def test_the_one_command(
     mockers: list[Mocker], model_path: Path, http: aiohttp.ClientSession, free_port: Callable[[], int]
 ) -> None:
-    """Two engines, two replicas, a NATS of its own: a killed agent comes back, SIGTERM leaves nothing."""
+    """Two engines, two replicas, an embedded NATS: a killed agent is restarted, SIGTERM leaves nothing."""
     ports = free_ports(4)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     engines = [f"--engine={mocker.url}" for mocker in mockers]
@@ -105,7 +105,7 @@ async def test_the_one_command(
 async def test_engine_that_comes_later(
     nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]
 ) -> None:
-    """An engine that is not up yet is awaited, and said to be; what it lacks is said when it is there."""
+    """An engine that is not up yet is awaited; its report appears when it answers."""
     engine_port, port = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     flags = [f"--engine=http://127.0.0.1:{engine_port}", f"--port={port}", f"--nats={nats_url}"]
@@ -125,7 +125,7 @@ async def test_engine_that_comes_later(
 async def test_engine_with_another_model(
     nats_url: str, model_path: Path, http: aiohttp.ClientSession, free_port: Callable[[], int]
 ) -> None:
-    """An engine that returns with another model: its tokenizer is not in use, and that is said."""
+    """An engine returns with another model: a line reports that its tokenizer is not in use."""
     port, engine_port = free_port(), free_port()
     flags = [f"--engine=http://127.0.0.1:{engine_port}", f"--port={port}", f"--nats={nats_url}"]
     config = MockerConfig(engine=FAST.engine, model_name="tiny", model_path=model_path, port=engine_port)
@@ -144,7 +144,7 @@ async def test_engine_with_another_model(
 
 
 async def test_no_events(nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]) -> None:
-    """Engines without events are served by what was sent where, and that is said."""
+    """For engines without events, routing by past requests is reported and used."""
     port = free_port()
     async with EngineServer.open(free_port()) as engine:
         engine.sources = {}
@@ -163,7 +163,7 @@ async def test_no_events(nats_url: str, http: aiohttp.ClientSession, free_port: 
 async def test_second_signal(
     nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]
 ) -> None:
-    """A second signal does not wait for what runs."""
+    """A second signal ends everything at once."""
     port = free_port()
     config = MockerConfig(engine=FAST.engine, model_name="tiny", speedup=0.05)
     async with running_mocker(config) as mocker:
@@ -185,7 +185,7 @@ async def test_second_signal(
 
 
 async def test_killed(nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]) -> None:
-    """Even kill -9 leaves no orphan."""
+    """Kill -9 leaves no orphan."""
     port = free_port()
     async with running_mocker(FAST) as mocker:
         flags = [f"--engine={mocker.url}", f"--port={port}", f"--nats={nats_url}"]
@@ -201,7 +201,7 @@ async def test_killed(nats_url: str, http: aiohttp.ClientSession, free_port: Cal
 
 @pytest.mark.parametrize("flag", ["--port", "--admin-port"])
 async def test_port_taken(nats_url: str, flag: str) -> None:
-    """A frontend could not have its port: nothing is begun, and whoever has it is left in peace."""
+    """If a frontend's port is in use, nothing starts, and the process on the port is not disturbed."""
     with bound(0) as taken:
         port = taken.getsockname()[1]
         async with running_mocker(FAST) as mocker:
@@ -223,7 +223,7 @@ async def test_port_taken(nats_url: str, flag: str) -> None:
     ],
 )
 async def test_wrong_flags(flags: list[str], said: str) -> None:
-    """Wrong flags end it before anything starts."""
+    """Wrong flags end the command before any process starts."""
     async with serving(*flags) as served:
         code = await served.process.wait()
 

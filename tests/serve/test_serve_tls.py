@@ -1,4 +1,4 @@
-"""`kvrouter serve` with TLS on every line: clients to frontends, frontends and agents to the engine."""
+"""`kvrouter serve` with TLS on all connections: clients to frontends, frontends and agents to engines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def behind_tls(url: str, door: ssl.SSLContext) -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("tokenizer", ["local", "remote"])
 async def test_everywhere(tmp_path: Path, tokenizer: str) -> None:
-    """The engine is learnt, announced, asked for its tokens and sent requests, all behind its certificate."""
+    """The engine is queried, announced, asked for tokens and sent requests, all over TLS."""
     build_tiny_model(tmp_path / "tiny")
     config = MockerConfig(
         engine=EngineConfig(num_blocks=2049), model_name="tiny", model_path=tmp_path / "tiny", speedup=50.0

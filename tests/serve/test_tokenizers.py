@@ -1,4 +1,4 @@
-"""Which tokenizer each model has, and what is said of it."""
+"""The tokenizer of each model, and its line in the report."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def directories(tmp_path: Path) -> dict[str, Path]:
 
 
 def engine(name: str, path: Path | str, *aliases: str) -> EngineFacts:
-    """An engine of a model, which it says to have from a path."""
+    """An engine that reports a model and its path."""
     return EngineFacts(Models((name, *aliases), ()), "", Scrape(), tokenizer=str(path))
 
 
 def learnt(tokens: TokenOptions, *engines: EngineFacts) -> Tokenizers:
-    """What these engines told."""
+    """The tokenizers after these engines' reports."""
     tokenizers = Tokenizers(tokens)
     for facts in engines:
         tokenizers.learn(AGENT, facts)
@@ -41,7 +41,7 @@ def learnt(tokens: TokenOptions, *engines: EngineFacts) -> Tokenizers:
 
 
 def test_directory(tmp_path: Path) -> None:
-    """The engine's model directory serves if it is here and has a tokenizer."""
+    """The engine's model directory is used if it exists here and has a tokenizer."""
     facts = engine("m", tmp_path)
 
     assert tokenizer_of(facts) is None
@@ -50,7 +50,7 @@ def test_directory(tmp_path: Path) -> None:
 
 
 def test_named_even_if_alone(directories: dict[str, Path]) -> None:
-    """What was found for a model is for that model only: another that comes later must not get it."""
+    """A directory found for a model is used for this model only, not for a later one."""
     one, two = engine("one", directories["one"]), engine("two", directories["two"])
     tokenizers = learnt(TokenOptions(), one)
 
@@ -65,7 +65,7 @@ def test_named_even_if_alone(directories: dict[str, Path]) -> None:
 
 
 def test_some_named_by_hand(directories: dict[str, Path]) -> None:
-    """A path for one model by hand leaves the others theirs."""
+    """A path given for one model does not change those of others."""
     tokens = TokenOptions(model_paths={"one": "/by/hand"})
     one, two, far = engine("one", directories["one"]), engine("two", directories["two"]), engine("far", "O/R")
     tokenizers = learnt(tokens, one, two, far)
@@ -80,7 +80,7 @@ def test_some_named_by_hand(directories: dict[str, Path]) -> None:
 
 
 def test_default_by_hand(directories: dict[str, Path]) -> None:
-    """A path without a name is every model's."""
+    """A path given without a name is used for all models."""
     one = engine("one", directories["one"])
     tokenizers = learnt(TokenOptions(model_path="/by/hand"), one)
 
@@ -89,7 +89,7 @@ def test_default_by_hand(directories: dict[str, Path]) -> None:
 
 
 def test_two_engines_of_a_model(directories: dict[str, Path]) -> None:
-    """One that names a directory of another machine takes nothing away; nor does a second directory."""
+    """The first directory stays, also if a later engine reports a missing or another one."""
     here, far = engine("one", directories["one"]), engine("one", "/not/here")
     tokenizers = learnt(TokenOptions(), here, far, engine("one", directories["three"]))
 
@@ -100,7 +100,7 @@ def test_two_engines_of_a_model(directories: dict[str, Path]) -> None:
 
 
 def test_pool_named_by_hand(directories: dict[str, Path]) -> None:
-    """The name that `model=` gives is the one that counts."""
+    """`model=` replaces the engine's model name."""
     agent, tokenizers = replace(AGENT, model="pool"), Tokenizers(TokenOptions())
     tokenizers.learn(agent, engine("one", directories["one"]))
 
@@ -109,7 +109,7 @@ def test_pool_named_by_hand(directories: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(("way", "shown"), [("remote", "/tokenize"), ("none", "routed by text")])
 def test_other_ways(way: str, shown: str, directories: dict[str, Path]) -> None:
-    """With --tokenizer remote or none nobody reads the directory, and nothing is missing."""
+    """With --tokenizer remote or none the directory is not used, so nothing is missing."""
     one = engine("one", directories["one"])
     tokenizers = learnt(TokenOptions(way=way), one)  # type: ignore[arg-type]  # pytest gives strings
 

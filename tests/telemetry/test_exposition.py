@@ -1,4 +1,4 @@
-"""/metrics as text: the library's own, written in slices."""
+"""/metrics as text: the same as by prometheus_client, written in slices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS: list[Sample] = [
 
 
 async def test_same_text_as_the_librarys() -> None:
-    """What is written by hand is what prometheus_client would have written, escapes and numbers included."""
+    """The text equals that of prometheus_client, including escapes and numbers."""
     registry = Registry()
     Counter("k_plain", "Counted by the library", ["status"], registry=registry).labels("200").inc(7)
     registry.register(StateCollector(lambda: KINDS))
@@ -30,7 +30,7 @@ async def test_same_text_as_the_librarys() -> None:
 
 
 async def test_single_samples() -> None:
-    """Only the samples asked for, by their own names, with what their families say of themselves."""
+    """Only the samples with the given names, after HELP and TYPE of their families."""
     registry = Registry()
     Counter("k_plain", "Counted by the library", ["status"], registry=registry).labels("200").inc(7)
     odd: Sample = ("k_odd", "gauge", "What other texts take for the end of a line", {"model": "x\u2028y"}, 1)
@@ -76,7 +76,7 @@ async def test_others_run_between_slices(names: tuple[str, ...], lines: int) -> 
 
 
 async def test_table_that_grows_meanwhile() -> None:
-    """A table that changes while a slice is out is read once more, at once."""
+    """A table that changes between two slices is read again in one piece."""
     table = {number: float(number) for number in range(500)}
 
     def samples() -> Iterator[Sample]:

@@ -1,4 +1,4 @@
-"""The garbage collector: what lives is set aside, and rings still go."""
+"""The garbage collector: live objects are frozen, and reference cycles are still collected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ring:
 
 
 async def until_gone(ring: weakref.ref[Ring]) -> None:
-    """Return when the collector has been there; bounded."""
+    """Return when the cycle has been collected; bounded."""
     async with asyncio.timeout(5):
         while ring() is not None:  # noqa: ASYNC110  # the collector has no event
             await asyncio.sleep(0.005)
@@ -33,7 +33,7 @@ async def until_gone(ring: weakref.ref[Ring]) -> None:
 
 @contextlib.asynccontextmanager
 async def collecting() -> AsyncIterator[None]:
-    """The collector at work."""
+    """Runs the collector's task while inside."""
     with thresholds_raised():
         task = asyncio.create_task(collect_and_freeze())
         try:
@@ -44,7 +44,7 @@ async def collecting() -> AsyncIterator[None]:
 
 
 async def test_new_rings_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring that came and died since the last time is collected the next time."""
+    """A cycle made and dropped since the last collection is collected by the next one."""
     monkeypatch.setattr(garbage, "SET_ASIDE_S", 0.01)
     async with collecting():
         await asyncio.sleep(0.02)
@@ -56,7 +56,7 @@ async def test_new_rings_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_old_rings_go_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that died after it was set aside is collected when everything is looked through."""
+    """A cycle that became garbage after it was frozen is collected with everything."""
     monkeypatch.setattr(garbage, "SET_ASIDE_S", 0.01)
     monkeypatch.setattr(garbage, "EVERYTHING_S", 0.2)
     ring = Ring()
@@ -70,7 +70,7 @@ async def test_old_rings_go_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_thresholds_come_back() -> None:
-    """Outside nothing is different: a library must not change its host."""
+    """Afterwards the thresholds are the former ones: a library must not change its host."""
     before = gc.get_threshold()
     with thresholds_raised():
         assert THRESHOLDS == gc.get_threshold()
@@ -80,7 +80,7 @@ def test_thresholds_come_back() -> None:
 
 
 def test_pauses_are_measured() -> None:
-    """Each collection counts for its generation, and the longest is told."""
+    """Each collection counts for its generation, and the longest is reported."""
     registry = CollectorRegistry()
     with Pauses(registry).watched():
         gc.collect()
@@ -95,7 +95,7 @@ def test_pauses_are_measured() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
 def test_freed_memory_goes_back() -> None:
-    """What stays in use between freed pieces does not keep them."""
+    """Freed memory is returned, also between pieces that stay in use."""
     pieces = [b"x" * 60_000 for _ in range(2000)]  # zeros might have no pages
     kept = pieces[::100]
     peak = _resident_bytes()

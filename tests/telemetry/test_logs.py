@@ -1,4 +1,4 @@
-"""Logs, as an operator finds them on stderr; each test in a process of its own, for logging is global."""
+"""Logs on stderr. Each test starts a process, as logging is global."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logging.getLogger("some.library").info("library whispers")
 
 
 def said(level: str, form: str) -> list[str]:
-    """What a process with these settings says on stderr; nothing may go to stdout."""
+    """The lines that a process with these settings logs; stdout must stay empty."""
     code = SPEAK.format(level=level, form=form)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "" == done.stdout
@@ -37,7 +37,7 @@ def said(level: str, form: str) -> list[str]:
 
 
 def test_json() -> None:
-    """`json`: one object a line, the event and its facts beside level and time."""
+    """`json`: one object per line with event, fields, level and time."""
     lines = [json.loads(line) for line in said("info", "json") if line.startswith("{")]
     lost = lines[1]
 
@@ -54,7 +54,7 @@ def test_json_has_tracebacks() -> None:
 
 
 def test_console() -> None:
-    """`console`: readable lines, without colours where stderr is no terminal."""
+    """`console`: readable lines, without colours if stderr is not a terminal."""
     lines = said("info", "console")
 
     assert any("worker.lost" in line and "worker=w2" in line and "silent_s=31" in line for line in lines)
@@ -63,12 +63,12 @@ def test_console() -> None:
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 2), ("warning", 1), ("error", 0)])
 def test_levels(level: str, count: int) -> None:
-    """What is below the level is not said."""
+    """Events below the level are not logged."""
     assert count == len([line for line in said(level, "json") if '"event": "worker.' in line])
 
 
 def test_libraries() -> None:
-    """Libraries are heard from warnings on; nats-py is not, for our bus says the same, once."""
+    """Warnings of libraries are logged, except of nats-py: the bus logs the same events once."""
     lines = said("info", "json")
 
     assert "some.library: library says" in lines
@@ -100,13 +100,13 @@ def test_full_disk() -> None:
 
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_no_stderr(form: str) -> None:
-    """A process that was started without one logs nowhere."""
+    """A process that was started without stderr runs, and logs nowhere."""
     command = ["sh", "-c", '"$0" -c "$1" 2>&-', sys.executable, SPEAK.format(level="info", form=form)]
     subprocess.run(command, check=True)
 
 
 def test_reader_that_stands_still() -> None:
-    """A pipe that nobody reads holds up no caller; once it is read, it says how many lines were lost."""
+    """A pipe that is not read blocks no caller; once it is read, it reports the number of lost lines."""
     count = MAX_LINES + 5_000
     command = [sys.executable, "-c", FLOOD.format(count=count)]
     pipe = subprocess.PIPE

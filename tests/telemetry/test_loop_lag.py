@@ -1,4 +1,4 @@
-"""How long the loop keeps things waiting."""
+"""The delay of the event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrouter.telemetry.loop_lag import INTERVAL_S, WINDOW_S, WINDOWS, Longest, 
 
 
 async def test_stall_is_seen() -> None:
-    """A loop that is held up for longer than the interval shows it, for as long as it was."""
+    """A stall longer than the interval is measured with its length."""
     registry = CollectorRegistry()
     held_s = 10 * INTERVAL_S
     with LoopLag(registry).watched():
@@ -30,7 +30,7 @@ async def test_stall_is_seen() -> None:
 
 
 async def test_ends() -> None:
-    """Outside nothing is looked at."""
+    """The measurement ends with the context."""
     registry = CollectorRegistry()
     with LoopLag(registry).watched():
         pass
@@ -40,7 +40,7 @@ async def test_ends() -> None:
 
 
 def test_longest_of_a_minute() -> None:
-    """The longest is told for a minute, and then the next one."""
+    """The longest delay is reported for a minute, then the next one."""
     now = 1000.0
     longest = Longest(lambda: now)
     assert 0 == longest.value()

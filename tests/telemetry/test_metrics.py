@@ -49,7 +49,7 @@ def test_buckets() -> None:
 
 
 def test_state_is_read_at_scrape_time() -> None:
-    """State is asked for at each scrape, so it is never out of date; what is gone disappears."""
+    """State is read at each scrape; removed items disappear."""
     registry = CollectorRegistry()
     workers = {"w1": 3.0, "w2": 4.0}
 
@@ -91,7 +91,7 @@ def test_histogram_with_negative_bounds() -> None:
 
 
 def test_label_values_are_escaped() -> None:
-    """Quotes and line ends in a label do not break the page."""
+    """Quotes and line ends in a label are escaped."""
     registry = CollectorRegistry()
     odd = 'a"b\\c\nd'
     registry.register(StateCollector(lambda: [("kvrouter_x", "gauge", "X", {"feed": odd}, 1.0)]))
@@ -101,7 +101,7 @@ def test_label_values_are_escaped() -> None:
 
 
 def test_two_registries() -> None:
-    """Two replicas in one process count apart."""
+    """Two replicas in one process count separately."""
     one, two = CollectorRegistry(), CollectorRegistry()
     RequestMetrics(one).cancelled.inc()
     RequestMetrics(two)
