@@ -1,1 +1,1 @@
-"""What the scripts share: a fleet of processes, an open-loop load generator, figures and tables."""
+"""Shared by the scripts: a fleet of processes, an open-loop load generator, figures and tables."""

@@ -8,7 +8,7 @@ import sys
 if __name__ == "__main__":
     signal.signal(
         signal.SIGINT, signal.SIG_DFL
-    )  # while modules load nothing runs yet: end, without traceback
+    )  # nothing runs yet while modules load: end without a traceback
     from scripts.kit.demo import main
 
     sys.exit(main())

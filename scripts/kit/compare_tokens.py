@@ -1,7 +1,7 @@
-"""The ids that kvrouter makes of many request bodies, against those of a live engine.
+"""Compares the token ids computed by kvrouter for many request bodies with those of a live engine.
 
-Each body is asked of the engine three ways where that is possible: /tokenize (as --tokenizer remote and the
-comparison at the start do), and the completion itself with `return_token_ids`, which is what is computed.
+The engine's ids come from /tokenize (used by --tokenizer remote and by the comparison at start-up), and
+where possible from the completion itself with `return_token_ids`: the ids that the engine computes.
 
     python -m scripts.kit.compare_tokens --engine http://127.0.0.1:8000 --model NAME --model-path DIR
 """
@@ -138,9 +138,9 @@ def _odd_fields() -> Iterator[tuple[str, Body]]:
 
 @dataclass
 class Tally:
-    """Equal, different, or refused, for each way of asking.
+    """The comparison's result for each source of ids: equal, different, or rejected.
 
-    What only the engine refuses is no fault: such a request is relayed, and the engine says so.
+    A body that only the engine rejects is not a fault: it is relayed, and the engine answers with the error.
     """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -149,7 +149,7 @@ class Tally:
     def note(self, way: str, result: str, said: str = "") -> None:
         """One comparison."""
         self.counts[way, result] += 1
-        if result in {"different", "only we refuse"}:
+        if result in {"different", "only kvrouter rejects"}:
             self.faults.append(f"{way}: {result}: {said}")
 
 
@@ -162,7 +162,7 @@ class Comparison:
     async def compare(
         self, engines: EngineTokenizer, http: aiohttp.ClientSession, kind: str, body: Body
     ) -> None:
-        """One body, all ways."""
+        """Compare one body with each source of ids."""
         whole = {"model": self.model, **body}
         raw = json.dumps(whole).encode()
         try:
@@ -196,7 +196,7 @@ class Comparison:
             self.tally.note("completion", result, f"{kind}: {answer} {json.dumps(body)[:300]}")
             return
         if ids is None:
-            self.tally.note("completion", "only we refuse", f"{kind}: {said} {json.dumps(body)[:300]}")
+            self.tally.note("completion", "only kvrouter rejects", f"{kind}: {said} {json.dumps(body)[:300]}")
             return
         if is_chat:
             theirs = [answer["prompt_token_ids"]]
@@ -220,7 +220,7 @@ async def _run(flags: argparse.Namespace) -> int:
     with PromptEncoder.load(flags.model_path, cache=cache, chat_template=template) as encoder:
         comparison = Comparison(flags.engine.rstrip("/"), flags.model, encoder, tally)
         async with EngineTokenizer.open() as engines, aiohttp.ClientSession() as http:
-            for _ in range(2):  # the second time from the prefix-token cache
+            for _ in range(2):  # the second time the prefix-token cache has the beginnings
                 for kind, body in every:
                     await comparison.compare(engines, http, kind, body)
     print(f"{len(every)} bodies of {len({kind for kind, _ in every})} kinds, each twice")
@@ -232,7 +232,7 @@ async def _run(flags: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Compare; returns 1 if anything differs."""
+    """Return 1 if any ids differ."""
     parser = argparse.ArgumentParser(prog="python -m scripts.kit.compare_tokens", description=__doc__)
     parser.add_argument("--engine", required=True, metavar="URL")
     parser.add_argument("--model", required=True, metavar="NAME")

@@ -41,12 +41,12 @@ SECONDS_PER_REQUEST = 35.0 / REQUESTS
 TOKENS_PER_ID = 64
 OUTPUT_DIVISOR = 8
 REQUEST_TIMEOUT_S = 30.0
-# An engine's cache: three quarters of what round-robin fills in the run, so that caches are contended.
+# Blocks of an engine's cache: three quarters of what round-robin would fill, so that engines must evict.
 NUM_BLOCKS = 12_288
 
 
 class FailedError(Exception):
-    """The demo ran, and its result is not what it must be."""
+    """The demo ran, but its result failed a check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit code."""
+    """Run the demo and return its exit code."""
     options = _options(arguments)
     try:
         return uvloop.run(until_signalled("demo", _run(options)))
@@ -95,7 +95,7 @@ async def _run(options: Options) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What all modes share."""
+    """Shared by all modes."""
 
     console: Console
     fleet: Fleet
@@ -106,7 +106,7 @@ class Stage:
     async def measure(
         self, mode: str, requests: Sequence[LoadRequest]
     ) -> tuple[report.ModeResult, Deployment]:
-        """Deploy with cold caches, replay the trace, and see how the replicas end."""
+        """Deploy with cold caches, replay the trace, and read the replicas' final state."""
         plan = Plan(mode, self.model_path, num_blocks=NUM_BLOCKS, namespace=f"demo-{mode}")
         self.console.print(f"[bold]{mode}[/]: starting 4 engines with their agents, and 2 replicas")
         deployed = await deployment.deploy(self.fleet, self.client, plan, self.nats_url)
@@ -177,7 +177,7 @@ def _caption(count: int) -> str:
 
 
 async def _keep(console: Console, fleet: Fleet, deployed: Deployment) -> None:
-    """Leave the kv fleet running until Ctrl-C, or until a process of it ends."""
+    """Leave the kv fleet running until Ctrl-C or the end of one of its processes."""
     replicas, engines = deployed.replicas, deployed.engines
     lines = ["", "still running, until Ctrl-C:"]
     lines += [
@@ -196,7 +196,7 @@ async def _keep(console: Console, fleet: Fleet, deployed: Deployment) -> None:
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
-        return  # Ctrl-C is how it is meant to end
+        return  # the normal end is Ctrl-C
     finally:
         for end in ends:
             end.cancel()

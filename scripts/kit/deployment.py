@@ -30,9 +30,9 @@ class Plan:
     speedup: float = 1.0
     namespace: str = "demo"
     frontend_flags: tuple[str, ...] = ()
-    # More flags for single mockers, by number.
+    # Additional flags of single mockers, by number.
     mocker_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    # The same for their agents.
+    # Additional flags of their agents, by number.
     agent_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
 
@@ -66,7 +66,7 @@ async def start_nats(fleet: Fleet, client: Client) -> str:
 
 
 async def deploy(fleet: Fleet, client: Client, plan: Plan, nats_url: str) -> Deployment:
-    """Start everything at once; returns when every replica sees every engine."""
+    """Start all processes concurrently; returns when every replica has every engine."""
     engines = [await start_engine(fleet, plan, nats_url, number) for number in range(plan.engines)]
     frontends, replicas = [], []
     for number in range(plan.replicas):
@@ -121,7 +121,7 @@ async def start_frontend(
 
 
 async def stop(fleet: Fleet, deployment: Deployment) -> None:
-    """Stop replicas, agents and mockers, all of a kind at once; NATS stays."""
+    """Stop first replicas, then agents, then mockers; NATS keeps running."""
     agents = [engine.agent for engine in deployment.engines]
     mockers = [engine.mocker for engine in deployment.engines]
     for kind in (deployment.frontends, agents, mockers):
@@ -129,7 +129,7 @@ async def stop(fleet: Fleet, deployment: Deployment) -> None:
 
 
 async def _see_all(fleet: Fleet, plan: Plan, replicas: list[Replica]) -> None:
-    """Until every replica has a live target for every engine and knows of its peers."""
+    """Wait until every replica has a live target for every engine and knows its peers."""
     seen = [0]
     try:
         async with asyncio.timeout(SETTLE_TIMEOUT_S):

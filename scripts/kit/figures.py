@@ -1,4 +1,4 @@
-"""Outcomes of a run as figures, and how busy the machine was meanwhile."""
+"""Outcomes of a run as figures, and the CPU load of the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from kvrouter.simulate.percentiles import Percentiles, percentiles
 from scripts.kit.load import Outcome
 
-# Above this, times say more about the machine than about what runs on it.
+# Above this CPU load, measured times depend on the machine more than on the program.
 BUSY_LIMIT = 0.80
 
 
@@ -27,7 +27,7 @@ class Figures:
     ttft_s: Percentiles
     latency_s: Percentiles
     requests_per_worker: dict[str, int]
-    # The longest that a request left after its time: beyond some ms, the generator was starved.
+    # The longest delay of a request's departure. More than a few ms show that the generator lacked CPU time.
     worst_late_s: float
 
     @property
@@ -41,7 +41,7 @@ class Figures:
 
 
 def figures(outcomes: Sequence[Outcome]) -> Figures:
-    """Sum a run up. Times and tokens are those of the requests that succeeded."""
+    """The figures of a run; times and tokens are of successful requests only."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     workers = Counter(outcome.worker or "unknown" for outcome in good)
     return Figures(
@@ -66,7 +66,7 @@ class MachineTime:
 
     @classmethod
     def now(cls) -> MachineTime | None:
-        """From /proc/stat; None where there is none."""
+        """From /proc/stat; None on systems without it."""
         try:
             first = Path("/proc/stat").read_text().splitlines()[0]
         except OSError:
@@ -76,5 +76,5 @@ class MachineTime:
         return cls(busy, busy + idle + iowait)
 
     def busy_since(self, earlier: MachineTime) -> float:
-        """Share of all cores' time that was used."""
+        """Share of the time of all cores used since `earlier`."""
         return (self.busy - earlier.busy) / max(1, self.total - earlier.total)

@@ -1,6 +1,6 @@
-"""Processes that start and end with a script: logs in files, readiness by asking, nothing left behind.
+"""Processes that start and end with a script, with logs in files and readiness over HTTP.
 
-A process ends with its fleet, on `stop` or `kill`, and with this process, whatever ends it.
+A process ends with its fleet, on `stop` or `kill`, and with this process, also if this is killed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class FleetError(Exception):
-    """A process that did not start, or did not live; the message ends with its last lines."""
+    """A process did not start, or ended too early; the message contains its last lines."""
 
 
 class Process:
-    """One running process. It leads a group of its own, so Ctrl-C in the terminal does not reach it."""
+    """A running process. It leads its own group, so Ctrl-C in the terminal does not reach it."""
 
     def __init__(
         self, name: str, command: Sequence[str], process: asyncio.subprocess.Process, log: Path
@@ -41,12 +41,12 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while it runs."""
         return self._process.returncode
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """It stands still while inside."""
+        """Pause it (SIGSTOP) while inside."""
         self.send(signal.SIGSTOP)
         try:
             yield
@@ -54,36 +54,38 @@ class Process:
             self.send(signal.SIGCONT)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone: SIGSTOP and SIGCONT pause it."""
+        """Send a signal to this process alone, not to its group."""
         if self.returncode is None:
             self._process.send_signal(number)
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> int:
         """SIGTERM, then SIGKILL after `grace_s`; returns the exit code."""
         self.send(signal.SIGTERM)
-        # not asyncio.timeout: Python 3.11.2's ends a cancelled task's cleanup with CancelledError
+        # not asyncio.timeout: in Python 3.11.2 it raises CancelledError in the clean-up of a cancelled task
         await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=grace_s)
         return await self.kill()
 
     async def kill(self) -> int:
-        """SIGKILL, for it and for what it started; returns the exit code."""
+        """SIGKILL for its whole group; returns the exit code."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         return await self._process.wait()
 
     async def wait(self) -> int:
-        """Until it ends by itself."""
+        """Wait until it ends by itself."""
         return await self._process.wait()
 
     def tail(self, lines: int = 15) -> str:
         """The last lines of its log."""
         text = self.log.read_text(errors="replace").rstrip()
-        return "\n".join(text.splitlines()[-lines:]) or "(it said nothing)"
+        return "\n".join(text.splitlines()[-lines:]) or "(no output)"
 
     def check(self) -> None:
         """Raise if it has ended."""
         if self.returncode is not None:
-            raise FleetError(f"{self.name} ended with exit code {self.returncode}; it said:\n{self.tail()}")
+            raise FleetError(
+                f"{self.name} ended with exit code {self.returncode}; its last output:\n{self.tail()}"
+            )
 
 
 class Fleet:
@@ -104,7 +106,7 @@ class Fleet:
     async def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Process:
         """Start a process; `env` is added to this process's own. Its output goes to `<name>.log`."""
         if name in self.processes and self.processes[name].returncode is None:
-            raise FleetError(f"{name} runs already")
+            raise FleetError(f"{name} is already running")
         log = self.directory / f"{name}.log"
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -120,7 +122,7 @@ class Fleet:
         return self.processes[name]
 
     async def start_again(self, name: str) -> Process:
-        """Start a process that has ended once more, with the same command line."""
+        """Restart a process that has ended, with the same command line."""
         return await self.start(name, self.processes[name].command)
 
     async def stop(self, name: str, grace_s: float = STOP_GRACE_S) -> int:
@@ -128,7 +130,7 @@ class Fleet:
         return await self.processes.pop(name).stop(grace_s)
 
     async def stop_all(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Stop all, the last one started first, each with what it needs still there."""
+        """Stop all processes, the last one started first, so that it can use the others until it ends."""
         while self.processes:
             await self.stop(list(self.processes)[-1], grace_s)
 
@@ -139,7 +141,7 @@ class Fleet:
 
 
 async def wait_until_ok(client: Client, process: Process, url: str, timeout_s: float = 30.0) -> None:
-    """Ask `url` until it answers 200; raises FleetError if the process ends or time runs out."""
+    """Wait until `url` answers 200; raises FleetError if the process ends or on a timeout."""
     answer = "nothing"
     try:
         async with asyncio.timeout(timeout_s):
@@ -161,5 +163,5 @@ async def wait_until_ok(client: Client, process: Process, url: str, timeout_s: f
 
 
 def _die_with_parent() -> None:
-    """Ask Linux for SIGKILL when our parent ends: it works even for a process that is stopped."""
+    """Make Linux send SIGKILL when the parent ends, which also ends a process paused by SIGSTOP."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

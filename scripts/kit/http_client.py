@@ -1,6 +1,6 @@
 """A small HTTP/1.1 client on asyncio Protocols: light enough to share two cores with what it measures.
 
-It frames answers on its own, so that a mistake in kvrouter's framing shows instead of cancelling out.
+It has its own framing of answers: with kvrouter's, a mistake in it would go unnoticed.
 
     idle ──send──> head ──> body ──over──> idle
                      │        │
@@ -21,11 +21,11 @@ _MAX_HEAD_BYTES = 64 << 10
 
 
 class HttpError(Exception):
-    """No answer, or none that can be read."""
+    """No answer, or a malformed one."""
 
 
 class RefusedError(HttpError):
-    """No connection: the server has not seen the request."""
+    """No connection: the server has not received the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Head:
 
 class _Body(Protocol):
     def feed(self, data: bytes) -> tuple[bytes, bool]:
-        """Payload in `data`, and whether the body is over."""
+        """The payload in `data`, and whether the body is complete."""
         ...
 
 
@@ -48,7 +48,7 @@ class _Sized:
 
     def feed(self, data: bytes) -> tuple[bytes, bool]:
         if len(data) > self._left:
-            raise HttpError(f"{len(data) - self._left} bytes more than content-length says")
+            raise HttpError(f"{len(data) - self._left} bytes more than content-length")
         self._left -= len(data)
         return data, self._left == 0
 
@@ -84,7 +84,7 @@ class _Chunked:
         return b"".join(parts), False
 
     def _line(self, line: bytes) -> bool:
-        """A chunk's size, the empty line after a chunk, or a trailer; True after the very last line."""
+        """Read a chunk's size, the line end after a chunk, or a trailer; True after the body's last line."""
         if self._is_last or not line:
             return self._is_last and not line
         try:
@@ -99,7 +99,7 @@ def _parse_head(raw: bytes) -> Head:
     first, *lines = raw.decode("latin-1").split("\r\n")
     version, _, status = first.partition(" ")
     if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
-        raise HttpError(f"no HTTP answer: {first[:60]!r}")
+        raise HttpError(f"not an HTTP answer: {first[:60]!r}")
     pairs = (line.partition(":") for line in lines)
     return Head(int(status[:3]), {name.strip().lower(): value.strip() for name, _, value in pairs})
 
@@ -126,7 +126,7 @@ class _Connection(asyncio.Protocol):
         self._over: asyncio.Future[Head] | None = None
 
     async def exchange(self, request: bytes, on_body: Callable[[bytes], None]) -> Head:
-        """Send, hand on the body as it comes, and return the head when all is there."""
+        """Send a request, pass on the body in pieces, and return the head when the body is complete."""
         assert self._transport is not None
         self._head, self._body, self._raw_head, self.was_answered = None, None, b"", False
         self._on_body = on_body
@@ -140,19 +140,21 @@ class _Connection(asyncio.Protocol):
                 self.abort()
 
     def abort(self) -> None:
-        """Close at once, which tells the server that nobody waits any more."""
+        """Close at once, by which the server notices that the client has gone."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport is not a subclass of asyncio.Transport
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
         if self._over is None or self._over.done():
-            self.abort()  # bytes that nobody asked for
+            self.abort()  # bytes without a request
             return
         self.was_answered = True
         try:
@@ -197,13 +199,13 @@ class _Connection(asyncio.Protocol):
 
 
 class Client:
-    """Keeps connections alive between requests, as many as are needed at once."""
+    """Reuses connections; opens another one when all are busy."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, int], list[_Connection]] = {}
 
     async def send(self, url: str, request: bytes, on_body: Callable[[bytes], None]) -> Head:
-        """One request, made with `request_bytes`, to the server that `url` names; raises HttpError."""
+        """Send a request made with `request_bytes` to the server of `url`; raises HttpError."""
         address = _address(urlsplit(url))
         idle = self._idle.setdefault(address, [])
         while idle:
@@ -214,7 +216,7 @@ class Client:
                 except HttpError:
                     if connection.was_answered:
                         raise
-                    # else the server had closed it while it was idle: a fresh one decides
+                    # a reused connection may have been closed by the server while idle: try a new one
         return await self._exchange(await _connect(address), idle, request, on_body)
 
     async def _exchange(
@@ -236,17 +238,17 @@ class Client:
         return head.status, bytes(body)
 
     async def get_json(self, url: str) -> Any:
-        """The JSON that a GET answers with 200; raises HttpError."""
+        """The JSON of a GET; raises HttpError unless the status is 200."""
         return _json(url, *await self.get(url))
 
     async def post_json(self, url: str, body: bytes) -> Any:
-        """The JSON that a POST answers with 200; raises HttpError."""
+        """The JSON of a POST; raises HttpError unless the status is 200."""
         answer = bytearray()
         head = await self.send(url, request_bytes("POST", url, body), answer.extend)
         return _json(url, head.status, bytes(answer))
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close the idle connections."""
         for idle in self._idle.values():
             while idle:
                 idle.pop().abort()
@@ -261,7 +263,7 @@ def _json(url: str, status: int, body: bytes) -> Any:
 def request_bytes(
     method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
 ) -> bytes:
-    """A whole request as it goes over the wire."""
+    """A complete request as bytes."""
     parts = urlsplit(url)
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     lines = [f"{method} {target} HTTP/1.1", f"Host: {parts.netloc}"]

@@ -1,6 +1,6 @@
-"""An open-loop load generator: requests leave at their own times, however slow the answers are.
+"""An open-loop load generator: requests are sent at given times, however slow the answers are.
 
-A closed loop would wait for a slow server and so hide its queues (coordinated omission).
+A closed loop would wait for a slow server, and so hide its queues (coordinated omission).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 from scripts.kit.http_client import Client, Head, HttpError, RefusedError, request_bytes
 
-# uvloop's own clock stands still within a turn of the loop, and counts ms.
+# not loop.time(): uvloop's clock has a resolution of 1 ms and stands still within one iteration
 _now = time.perf_counter
 
-# What is kept of a stream: its last events hold usage, errors and the end mark.
+# Bytes kept from the end of a stream: the last events contain usage, errors and [DONE].
 _TAIL_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One streaming request, and when it is to leave."""
+    """A streaming request and the time at which to send it."""
 
-    # Since the start of the run.
+    # Seconds since the start of the run.
     at_s: float
     # It should ask for `stream` and `stream_options.include_usage`.
     body: bytes
@@ -37,18 +37,18 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request. `error` is None if the whole answer came, and was one."""
+    """The result of a request. `error` is None if a complete and valid answer was received."""
 
     number: int
     url: str
-    error: str | None = "never sent: the run ended before"
+    error: str | None = "not sent before the end of the run"
     status: int | None = None
-    # By this machine's monotonic clock, as is `ended_at_s`.
+    # In seconds of the monotonic clock, like `ended_at_s`.
     sent_at_s: float = 0.0
     ended_at_s: float | None = None
-    # How long after its time the request left: this generator's own delay.
+    # Seconds between the request's time and its sending: the delay of this generator.
     late_s: float = 0.0
-    # From sending to the first byte of the first `data:` line.
+    # Seconds from sending to the first byte of the first `data:` line.
     ttft_s: float | None = None
     latency_s: float | None = None
     prompt_tokens: int = 0
@@ -65,9 +65,9 @@ async def run_load(
     time_limit_s: float = 600.0,
     on_done: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Send every request at its time, to the base URLs in turn; returns when all are answered.
+    """Send each request at its time, to the base URLs in turn; returns when all are answered.
 
-    It ends by itself after `time_limit_s`; what was not finished then is an error.
+    After `time_limit_s` it ends by itself, and unfinished requests are errors.
     """
     outcomes = [Outcome(n, base_urls[n % len(base_urls)]) for n in range(len(requests))]
     client = Client()
@@ -76,11 +76,12 @@ async def run_load(
             start = _now()
             for request, outcome in zip(requests, outcomes, strict=True):
                 await asyncio.sleep(start + request.at_s - _now())
-                outcome.late_s = max(0.0, _now() - start - request.at_s)  # timers tick in ms
+                # never negative: a timer, which counts milliseconds, may fire up to 1 ms early
+                outcome.late_s = max(0.0, _now() - start - request.at_s)
                 sending = send(client, request, outcome, timeout_s=request_timeout_s, on_done=on_done)
                 tasks.create_task(sending)
     except TimeoutError:
-        pass  # the outcomes say which were not finished
+        pass  # the outcomes of unfinished requests are errors already
     finally:
         client.close()
     return outcomes
@@ -125,7 +126,7 @@ async def _send(client: Client, request: LoadRequest, outcome: Outcome, other_ur
 
 
 class _Stream:
-    """An SSE body as it comes in. Only its first and last bytes are looked at."""
+    """An SSE body in pieces. Only its first and last bytes are parsed."""
 
     def __init__(self, now: Callable[[], float], outcome: Outcome) -> None:
         self._now = now
@@ -134,7 +135,7 @@ class _Stream:
         self._tail = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Take in bytes of the body."""
+        """Receive bytes of the body."""
         self._tail += data
         is_first = self._outcome.ttft_s is None
         if is_first and (self._tail.startswith(b"data:") or b"\ndata:" in self._tail):
@@ -143,7 +144,7 @@ class _Stream:
             del self._tail[:-_TAIL_BYTES]
 
     def conclude(self, head: Head, request: LoadRequest) -> None:
-        """The body is over: judge it."""
+        """Set the outcome at the end of the body."""
         outcome = self._outcome
         outcome.status = head.status
         outcome.worker = head.headers.get("x-kvrouter-worker")
@@ -169,7 +170,7 @@ class _Stream:
 
 
 def _events(tail: bytearray) -> Iterator[dict[str, Any]]:
-    """The JSON objects among the last events; the first may be cut in two, and is then left out."""
+    """The JSON objects in the last events; the first event may be cut, and is then ignored."""
     for line in tail.split(b"\n"):
         if line.startswith(b"data: {"):
             try:

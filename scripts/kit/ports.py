@@ -1,8 +1,8 @@
-"""TCP ports of 127.0.0.1 for processes that are still to start. No two draws agree, wherever they are made.
+"""Free TCP ports of 127.0.0.1 for processes that will start later. No port is given out twice on a machine.
 
-A port that is looked at and let go may be drawn again before its process listens on it. So a drawn port stays
-marked until the process that drew it ends: by a UDP socket bound to the same number. TCP listeners do not
-notice it, also when they start again, and the kernel closes it however the process ends.
+A port that was tested and released could be drawn again before its process listens on it. So a drawn port
+stays marked until the process that drew it ends, by a UDP socket bound to the same number. That does not
+disturb TCP listeners, also when they restart, and the kernel closes it even if the process is killed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import socket
 
-# Below Linux's ephemeral ports, so that the kernel gives none of them to an outgoing connection.
+# Below Linux's ephemeral ports, which the kernel uses for outgoing connections.
 _PORTS = range(20_000, 32_000)
 _ATTEMPTS = 10_000
 
@@ -22,24 +22,24 @@ def free_ports(count: int) -> list[int]:
         marks: list[socket.socket] = []
         try:
             for port in range(first, first + count):
-                marks.append(_mark(port))  # those before a port that is taken are closed
+                marks.append(_mark(port))  # if a later port is in use, all these are closed
         except OSError:
             for mark in marks:
                 mark.close()
             continue
         for mark in marks:
-            mark.detach()  # open until this process ends
+            mark.detach()  # keeps the descriptor open until this process ends
         return list(range(first, first + count))
     raise RuntimeError(f"no {count} free ports in a row in {_PORTS}")
 
 
 def _mark(port: int) -> socket.socket:
-    """Raises OSError if the port has been drawn, or something listens there."""
+    """Raises OSError if the port has been drawn or has a listener."""
     mark = socket.socket(type=socket.SOCK_DGRAM)
     try:
         mark.bind(("127.0.0.1", port))
         with socket.socket() as listener:
-            # or a program that binds it at this very moment would fail
+            # without it, a program that binds the port at this moment would fail
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", port))
     except OSError:

@@ -1,4 +1,4 @@
-"""What replicas say of themselves in /workers, and whether they agree."""
+"""The state that replicas report in /workers, and whether they agree."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Index: TypeAlias = dict[str, tuple[int, str]]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One replica's /workers, as far as agreement needs it."""
+    """The part of a replica's /workers that is compared."""
 
     router_id: str
     peers: tuple[str, ...]
     live_targets: int
     index: Index
-    # Owner -> bookings, those that have any.
+    # Owner -> bookings, without owners that have none.
     bookings: dict[str, int]
     in_flight: int
     active_blocks: int
@@ -47,7 +47,7 @@ class Replica:
         self._client = client
 
     async def view(self) -> View:
-        """What it says now."""
+        """Its current state."""
         return _view(await self._client.get_json(f"{self.admin_url}/workers"))
 
 
@@ -67,7 +67,7 @@ def _view(body: dict[str, Any]) -> View:
 
 
 async def settled(replicas: Sequence[Replica], timeout_s: float = 10.0) -> list[View]:
-    """The views once all are idle and equal, or what they are when time has run out."""
+    """The views once all are idle and equal, or the last ones before the timeout."""
     views = [await replica.view() for replica in replicas]
     try:
         async with asyncio.timeout(timeout_s):
@@ -75,12 +75,12 @@ async def settled(replicas: Sequence[Replica], timeout_s: float = 10.0) -> list[
                 await asyncio.sleep(0.1)
                 views = [await replica.view() for replica in replicas]
     except TimeoutError:
-        pass  # the caller looks at what is left
+        pass  # the caller checks the last views
     return views
 
 
 def disagreements(views: Sequence[View]) -> list[str]:
-    """What keeps these views from being idle and equal, in words; empty if nothing does."""
+    """In words, how these views are not idle or not equal; empty if they are both."""
     problems = [
         f"replica {number} still has {view.bookings_left} bookings, {view.in_flight} requests in flight,"
         f" {view.active_blocks} active blocks, {view.charged_prefill_tokens} charged prefill tokens"

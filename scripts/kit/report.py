@@ -20,17 +20,17 @@ LATE_LIMIT_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """What one router mode achieved."""
+    """The results of one router mode."""
 
     mode: str
     figures: Figures
-    # One for each replica, at the end.
+    # One view for each replica, at the end of the run.
     views: list[View]
     machine_busy: float | None
     failed: list[Outcome]
 
     def problems(self) -> list[str]:
-        """What makes this run a failure."""
+        """Reasons why this run failed."""
         found = [f"{self.mode}: {text}" for text in disagreements(self.views)]
         if self.failed:
             first = self.failed[0]
@@ -41,11 +41,11 @@ class ModeResult:
         return found
 
     def warnings(self) -> list[str]:
-        """What makes its times doubtful."""
+        """Reasons to doubt its times."""
         found = []
         if self.machine_busy is not None and self.machine_busy > BUSY_LIMIT:
             found.append(
-                f"{self.mode}: the machine was {self.machine_busy:.0%} busy; times are not to be trusted"
+                f"{self.mode}: the machine was {self.machine_busy:.0%} busy; its times are not reliable"
             )
         if self.figures.worst_late_s > LATE_LIMIT_S:
             found.append(
@@ -77,7 +77,7 @@ def problems(plain: ModeResult, kv: ModeResult) -> list[str]:
 
 
 def show(console: Console, plain: ModeResult, kv: ModeResult, caption: str) -> None:
-    """Print the table, warnings, and what failed or the verdict."""
+    """Print the table, the warnings, and the failures or the verdict."""
     console.print()
     console.print(_table(plain, kv, caption))
     for warning in plain.warnings() + kv.warnings():

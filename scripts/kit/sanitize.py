@@ -2,9 +2,9 @@
 
     .venv/bin/python -m scripts.kit.sanitize [TEST …]
 
-Everything happens in a copy in a temporary folder. Needs gcc with libasan and libubsan, and what
+It works on a copy in a temporary folder. It needs gcc with libasan and libubsan, and everything that
 `scripts/setup` needs to build. Exit code 0: no test failed, and no access out of bounds, use after free,
-overflow or misalignment was seen. Leaks are not looked for: CPython leaves memory behind at its end.
+overflow or misalignment was found. Leaks are not checked: CPython does not free all memory at exit.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TESTS = [
         "native_limits", "placement", "table", "twins",
     )
 ]  # fmt: skip
-# The sanitizers write to the real stderr. And they reserve terabytes of addresses: no limit on those.
+# The sanitizers write to the real stderr, and reserve terabytes of address space: so do not limit that.
 PYTEST = ["-p", "no:cacheprovider", "--timeout=1800", "--capture=sys", "-k", "not no_memory"]
 CHURN_OPERATIONS = 20_000_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build and run; returns the exit code."""
+    """Build, run the tests, and return the exit code."""
     tests = list(sys.argv[1:] if arguments is None else arguments) or TESTS
     with tempfile.TemporaryDirectory(prefix="kvrouter-sanitize-") as folder:
         copy = Path(folder)
@@ -62,9 +62,8 @@ def build(copy: Path) -> None:
     rows = copy / NATIVE / "rows.pxi"
     text = rows.read_text()
     assert "MAPPED = 64" in text
-    rows.write_text(
-        text.replace("MAPPED = 64", "MAPPED = 1 << 30")
-    )  # malloc's buckets have guards around them
+    # malloc instead of mmap for all sizes: only malloc's blocks have guards around them
+    rows.write_text(text.replace("MAPPED = 64", "MAPPED = 1 << 30"))
     environment = {**os.environ, "CFLAGS": COMPILED, "LDFLAGS": FLAGS}
     install = ["-m", "pip", "install", "--quiet", "--quiet", "--no-deps", "--target", str(copy / "built")]
     subprocess.run([sys.executable, *install, str(copy)], env=environment, check=True)
@@ -76,7 +75,7 @@ def build(copy: Path) -> None:
 
 
 def sanitized(copy: Path) -> dict[str, str]:
-    """What a Python with instrumented modules needs: it is not instrumented itself."""
+    """The environment for instrumented modules in a Python that is not instrumented."""
     found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     return {
         **os.environ,

@@ -1,4 +1,4 @@
-"""How a script runs and ends: once, whole, and with nothing left behind."""
+"""How a script runs and ends: console, signals, log directory."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from typing import Any
 from rich.console import Console
 
 INTERRUPTED = 130
-# Columns where no terminal says how many it has: the widest table, unbroken.
+# Columns if the output is not a terminal: enough for the widest table.
 PIPE_WIDTH = 200
 
 
 def new_console() -> Console:
-    """For what a script prints; $COLUMNS counts as it does everywhere."""
+    """The console of a script; as usual, $COLUMNS overrides its width."""
     is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if is_wide else PIPE_WIDTH)
 
 
 async def until_signalled(name: str, script: Coroutine[Any, Any, int]) -> int:
-    """Run; Ctrl-C or SIGTERM cancels, once, and everything is stopped on the way out."""
+    """Run `script`. Ctrl-C or SIGTERM cancels it once, and its context managers stop everything."""
     task = asyncio.ensure_future(script)
     is_signalled = False
 
     def interrupt() -> None:
         nonlocal is_signalled
-        if not is_signalled:  # a second one must not interrupt the stopping
+        if not is_signalled:  # a second signal must not interrupt the stopping of processes
             is_signalled = True
             task.cancel()
 
@@ -42,13 +42,13 @@ async def until_signalled(name: str, script: Coroutine[Any, Any, int]) -> int:
     try:
         return await task
     except asyncio.CancelledError:
-        print(f"{name}: stopped; nothing is left running", file=sys.stderr)
+        print(f"{name}: stopped; no process is left running", file=sys.stderr)
         return INTERRUPTED
 
 
 @contextlib.contextmanager
 def log_directory(name: str) -> Iterator[Path]:
-    """A directory for logs and the model. It stays if the script fails, and goes otherwise."""
+    """A directory for logs and the model. It is kept if the script fails, and deleted otherwise."""
     directory = Path(tempfile.mkdtemp(prefix=f"kvrouter-{name}-"))
     try:
         yield directory

@@ -1,4 +1,4 @@
-"""A load that goes on until it is stopped: requests at a fixed rate, to replicas in turn."""
+"""A load that continues until it is stopped: requests at a fixed rate, to replicas in turn."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from scripts.kit.load import LoadRequest, Outcome, send
 
 
 class SteadyLoad:
-    """Open loop. A replica that refuses the connection is passed over, as any balancer does.
+    """An open-loop load. A replica that refuses the connection is skipped, as by a load balancer.
 
-    `outcomes` grows while it runs; leaving the block, or `stop`, waits for what is in flight.
+    `outcomes` grows while it runs. Leaving the block, or `stop`, waits for requests in flight.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class SteadyLoad:
     ) -> None:
         self.outcomes: list[Outcome] = []
         self.left_out: set[str] = set()
-        """Replicas that get no request, as a balancer does with those whose /ready is not 200."""
+        """Replicas that receive no requests, as a load balancer skips replicas whose /ready is not 200."""
         self._requests = itertools.cycle(requests)
         self._numbers = itertools.count()
         self._urls = urls
@@ -49,15 +49,15 @@ class SteadyLoad:
 
     @property
     def in_flight(self) -> list[Outcome]:
-        """What has been sent and has not ended."""
+        """Requests that were sent and have not ended."""
         return [outcome for outcome in self.outcomes if outcome.ended_at_s is None]
 
     def is_streaming(self, url: str) -> bool:
-        """Whether an answer of this replica has begun and is not over."""
+        """Whether this replica is in the middle of an answer."""
         return any(outcome.url == url and outcome.ttft_s is not None for outcome in self.in_flight)
 
     def send(self, request: LoadRequest, url: str, *others: str) -> Outcome:
-        """One request now, whatever the rate; its answer counts like the others."""
+        """Send one more request now; its answer counts like the others."""
         outcome = Outcome(next(self._numbers), url)
         self.outcomes.append(outcome)
         sending = send(self._client, request, outcome, timeout_s=self._timeout_s, other_urls=others)
@@ -67,7 +67,7 @@ class SteadyLoad:
         return outcome
 
     async def stop(self) -> None:
-        """Send no more; returns when all is answered or timed out."""
+        """Send no more requests; returns when all are answered or timed out."""
         if self._pacer is not None:
             self._pacer.cancel()
             await asyncio.gather(self._pacer, return_exceptions=True)

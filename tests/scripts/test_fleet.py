@@ -166,7 +166,7 @@ async def test_ends_before_it_is_ready(fleet: Fleet, client: Client, free_port: 
     """The error shows what the process said."""
     process = await fleet.start("broken", python("import sys; sys.exit('no such model')"))
 
-    with pytest.raises(FleetError, match=r"broken ended with exit code 1; it said:\nno such model"):
+    with pytest.raises(FleetError, match=r"broken ended with exit code 1; last output:\nno such model"):
         await wait_until_ok(client, process, f"http://127.0.0.1:{free_port()}/ready")
     with pytest.raises(FleetError, match="broken ended"):
         fleet.check()
@@ -236,4 +236,4 @@ async def test_silent_process(fleet: Fleet) -> None:
     process = await fleet.start("mute", python("pass"))
     await process.wait()
 
-    assert "(it said nothing)" == process.tail()
+    assert "(no output)" == process.tail()

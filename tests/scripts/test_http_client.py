@@ -79,11 +79,11 @@ async def test_framings(client: Client) -> None:
     [
         (b"CLOSE", "closed before the answer was complete"),
         (OK + b"content-length: 3\r\n\r\nnoCLOSE", "closed before the answer was complete"),
-        (OK + b"content-length: 3\r\n\r\nmore", "1 bytes more than content-length says"),
+        (OK + b"content-length: 3\r\n\r\nmore", "1 bytes more than content-length"),
         (OK + b"content-length: many\r\n\r\n", "invalid literal"),
         (OK + b"transfer-encoding: chunked\r\n\r\nzz\r\n", "chunk size expected, got b'zz'"),
         (OK + b"transfer-encoding: chunked\r\n\r\n3\r\nnoCLOSE", "closed before the answer was complete"),
-        (b"SSH-2.0\r\n\r\n", "no HTTP answer: 'SSH-2.0'"),
+        (b"SSH-2.0\r\n\r\n", "not an HTTP answer: 'SSH-2.0'"),
         (b"x" * 100_000, "the head never ends"),
     ],
 )

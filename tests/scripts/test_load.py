@@ -188,7 +188,7 @@ async def test_time_limit() -> None:
         outcomes = await run_load(requests, [url], time_limit_s=0.05)
 
     assert "not finished when the run ended" == outcomes[0].error
-    assert "never sent: the run ended before" == outcomes[1].error
+    assert "not sent before the end of the run" == outcomes[1].error
 
 
 async def test_cancelled_run_leaves_nothing() -> None:
