@@ -84,7 +84,7 @@ class Process:
         """Raise if it has ended."""
         if self.returncode is not None:
             raise FleetError(
-                f"{self.name} ended with exit code {self.returncode}; its last output:\n{self.tail()}"
+                f"{self.name} ended with exit code {self.returncode}; last output:\n{self.tail()}"
             )
 
 

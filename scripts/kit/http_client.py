@@ -147,9 +147,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's transport is not a subclass of asyncio.Transport
+        # a cast, not isinstance: uvloop's transport is not a subclass of asyncio.Transport
+        self._transport = cast(asyncio.Transport, transport)
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:

@@ -23,8 +23,8 @@ class SteadyLoad:
         self, requests: Sequence[LoadRequest], urls: Sequence[str], *, rate: float, timeout_s: float = 60.0
     ) -> None:
         self.outcomes: list[Outcome] = []
+        # Replicas that receive no requests, as a load balancer skips replicas whose /ready is not 200.
         self.left_out: set[str] = set()
-        """Replicas that receive no requests, as a load balancer skips replicas whose /ready is not 200."""
         self._requests = itertools.cycle(requests)
         self._numbers = itertools.count()
         self._urls = urls

@@ -195,7 +195,7 @@ async def test_name_in_use(fleet: Fleet) -> None:
     """A name stands for one process at a time."""
     process = await fleet.start("a", python(WAIT))
 
-    with pytest.raises(FleetError, match="a runs already"):
+    with pytest.raises(FleetError, match="a is already running"):
         await fleet.start("a", python(WAIT))
 
     await process.kill()

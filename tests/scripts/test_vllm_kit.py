@@ -58,7 +58,7 @@ def test_a_chat_goes_on() -> None:
     chats = [request for request in itertools.islice(workload, 200) if request.kind == "chat"]
     first = next(chat for chat in chats if chat.group == 0)
 
-    workload.heard(first, "an answer")
+    workload.add_answer(first, "an answer")
 
     again = next(request for request in workload if request.kind == "chat" and request.group == 0)
     assert [*first.body["messages"], {"role": "assistant", "content": "an answer"}] == again.body["messages"][

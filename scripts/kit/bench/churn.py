@@ -53,10 +53,10 @@ class Churn:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._table = new_table(self._rng.getrandbits(64))
+        # Blocks stored, removed, looked up; checks.
         self.done: Counter[str] = Counter()
-        """Blocks stored, removed, looked up; checks."""
+        # Rows at each check.
         self.sizes: list[int] = []
-        """Rows at each check."""
 
     @property
     def operations(self) -> int:

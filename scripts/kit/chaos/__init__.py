@@ -1,1 +1,1 @@
-"""Faults against a running fleet, one after the other, and what became of the requests meanwhile."""
+"""Faults against a running fleet, one after the other, and their effect on requests."""

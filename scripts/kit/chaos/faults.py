@@ -1,6 +1,6 @@
-"""The faults, each as one function: do it, undo it, say what it may have cost.
+"""The faults, each as one function: cause it, undo it, return the failures that it may have caused.
 
-What is killed is started again with the same command line, as a supervisor would.
+A killed process is restarted with the same command line, as by a supervisor.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from scripts.kit.load import LoadRequest, Outcome
 from scripts.kit.steady import SteadyLoad
 
 STOPPED_S = 10.0
-# Its agent calls it down after three probes, and requests move one a second.
+# Its agent reports it as down after three probes, and requests move to other workers one per second.
 WORKER_STOPPED_S = 20.0
 DOWN_S = 2.0
 DRAIN_LIMIT_S = 60.0
-# Of a prompt that only the worker to be killed has: a quarter of its cache, 0.7 s for another one.
+# A prompt cached only on the worker to be killed: a quarter of its cache, 0.7 s to compute elsewhere.
 HELD_TOKENS = 16_384
-# Of the overlap, so that no load of its worker outweighs it.
+# Weight of the overlap, so large that no load on the worker outweighs it.
 HELD_WEIGHT = 1000.0
-# What the held prompts begin with, one for each row: one that was tried elsewhere is known there, too.
+# First token ids of the held prompts, another one for each row: a retried prompt is also cached elsewhere.
 KILLED, STOPPED = 0, 7
-# Engines by number: one that replays everything, one whose agent keeps a state, one that replays little.
+# Engines by number: full replay buffer, agent with a state file, short replay buffer.
 FIRST, KEPT, LATE = 0, 2, 3
-# Batches; an engine fills it within seconds, so that a restarted agent finds the beginning gone.
+# In batches. An engine fills it within seconds, so the beginning is lost for a restarted agent.
 SHORT_REPLAY_BUFFER = 25
-# Batches: more than an engine sends between two states of its agent, less than in its life so far.
+# In batches: more than an engine sends between two saved states of its agent, less than it has sent so far.
 KEPT_REPLAY_BUFFER = 1000
 _STATE_PATIENCE_S = 120.0
-# What a replica may know of an engine before this process does.
+# Blocks by which a replica may be ahead of this process in reading an engine's events.
 IN_TRANSIT_BLOCKS = 256
 _PATIENCE_S = 20.0
 _PROOF = "engine.history_continued"
@@ -53,26 +53,26 @@ Fault = Callable[[Stage, SteadyLoad], Awaitable[Damage]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fault as the command line and the table name it."""
+    """One fault, with its name on the command line and its text in the table."""
 
     name: str
     what: str
     fault: Fault
     behind_haproxy: bool = False
-    # The engine of which the index's share is told.
+    # The engine whose share in the index is reported.
     engine: int | None = None
-    # Whether that engine's agent names every block afterwards.
+    # Whether the engine's agent must publish all of its blocks afterwards.
     loses_nothing: bool = False
 
 
 async def kill_replica(stage: Stage, load: SteadyLoad) -> Damage:
-    """In the middle of a stream of it."""
+    """Kill a replica in the middle of a stream."""
     url = stage.urls[1]
     await _until(lambda: load.is_streaming(url))
     at_s = time.perf_counter()
     await stage.frontend(1).kill()
     await asyncio.sleep(DOWN_S)
-    load.left_out.add(url)  # until it is ready, as a balancer does
+    load.left_out.add(url)  # no requests until it is ready, as with a load balancer
     process = await stage.fleet.start_again("frontend-1")
     ended_at_s = time.perf_counter()
     await wait_until_ok(stage.client, process, f"{url}/ready")
@@ -86,7 +86,7 @@ async def kill_replica(stage: Stage, load: SteadyLoad) -> Damage:
 
 
 async def stop_replica(stage: Stage, load: SteadyLoad) -> Damage:
-    """It stands still in the middle of streams, and its clients wait."""
+    """SIGSTOP a replica in the middle of streams; its clients wait."""
     await _until(lambda: load.is_streaming(stage.urls[1]))
     with stage.frontend(1).paused():
         await asyncio.sleep(STOPPED_S)
@@ -94,7 +94,7 @@ async def stop_replica(stage: Stage, load: SteadyLoad) -> Damage:
 
 
 async def kill_nats(stage: Stage, load: SteadyLoad) -> Damage:
-    """The server is gone for some seconds, and comes back with nothing."""
+    """Kill the NATS server; after some seconds it restarts without state."""
     await stage.fleet.processes["nats"].kill()
     await asyncio.sleep(DOWN_S)
     await stage.fleet.start_again("nats")
@@ -102,24 +102,24 @@ async def kill_nats(stage: Stage, load: SteadyLoad) -> Damage:
 
 
 async def stop_nats(stage: Stage, load: SteadyLoad) -> Damage:
-    """Connections stay open, and nothing comes through."""
+    """SIGSTOP the NATS server: connections stay open, but no message passes."""
     with stage.fleet.processes["nats"].paused():
         await asyncio.sleep(STOPPED_S)
     return Damage(time.perf_counter())
 
 
 async def kill_agent(stage: Stage, load: SteadyLoad) -> Damage:
-    """The engine's replay buffer reaches back to its start: the new agent reads everything again."""
+    """Kill an agent. The engine's replay buffer is complete: the new agent reads everything again."""
     return await _kill_agent(stage, FIRST)
 
 
 async def kill_agent_late(stage: Stage, load: SteadyLoad) -> Damage:
-    """The replay buffer has forgotten the beginning: what hangs below it cannot be named."""
+    """Kill an agent. The replay buffer lacks the beginning: blocks below it cannot be identified."""
     return await _kill_agent(stage, LATE)
 
 
 async def kill_agent_with_state(stage: Stage, load: SteadyLoad) -> Damage:
-    """The replay buffer has forgotten the beginning, but reaches back to the state that the agent kept."""
+    """Kill an agent. The replay buffer lacks the beginning, but reaches back to the agent's saved state."""
     watch, log = stage.watches[stage.deployed.engines[KEPT].url], stage.fleet.processes[f"agent-{KEPT}"].log
     state = state_file(stage.fleet.directory)
     await _until(lambda: watch.batches > KEPT_REPLAY_BUFFER and state.exists(), _STATE_PATIENCE_S)
@@ -134,12 +134,12 @@ async def kill_agent_with_state(stage: Stage, load: SteadyLoad) -> Damage:
     return replace(
         damage,
         notes=[*damage.notes, note],
-        problems=[] if is_proven else ["the agent did not prove that its state continues"],
+        problems=[] if is_proven else ["the agent did not verify its saved state"],
     )
 
 
 def state_file(directory: Path) -> Path:
-    """Where the agent of the engine KEPT keeps its state."""
+    """The state file of the agent of the engine KEPT."""
     return directory / "agent.state"
 
 
@@ -157,7 +157,7 @@ async def _kill_agent(stage: Stage, number: int) -> Damage:
 
 
 async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
-    """It stands still meanwhile, and requests that every replica sends there wait for their first byte."""
+    """Kill a worker that was stopped, while requests of every replica wait there for their first byte."""
     engine = stage.deployed.engines[0]
     mocker = stage.fleet.processes["mocker-0"]
     await _make_known(stage, load, worker_id_of(engine.url), KILLED)
@@ -170,7 +170,7 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
     process = await stage.fleet.start_again("mocker-0")
     await wait_until_ok(stage.client, process, f"{engine.url}/health")
     notes = [f"{len(waiting)} requests were waiting for their first byte when it was killed"]
-    problems = [] if waiting else ["no request was waiting for its first byte: nothing was shown"]
+    problems = [] if waiting else ["no request was waiting for its first byte: the fault proves nothing"]
     excuse = Excuse("were streaming from the killed worker", at_s, request_numbers=begun)
 
     def is_noticed(target: dict[str, Any]) -> bool:
@@ -181,7 +181,7 @@ async def kill_worker(stage: Stage, load: SteadyLoad) -> Damage:
 
 
 async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
-    """Requests that wait for it go to others; streams from it wait, and go on."""
+    """SIGSTOP a worker: requests without a first byte move to others; streams wait, then continue."""
     worker_id = worker_id_of(stage.deployed.engines[0].url)
     await _make_known(stage, load, worker_id, STOPPED)
     with stage.fleet.processes["mocker-0"].paused():
@@ -198,7 +198,7 @@ async def stop_worker(stage: Stage, load: SteadyLoad) -> Damage:
 
 
 async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> None:
-    """Let one worker compute the held prompt; returns when every replica would send it there again."""
+    """Let one worker compute the held prompt; returns when every replica would choose this worker for it."""
     computed = load.send(_held_request(begins_with, mode="direct", target=worker_id), stage.urls[0])
     await _until(lambda: computed.ended_at_s is not None)
     body = _held_request(begins_with, overlap_weight=HELD_WEIGHT).body
@@ -210,7 +210,7 @@ async def _make_known(stage: Stage, load: SteadyLoad, worker_id: str, begins_wit
 
 
 async def _waiting_at(stage: Stage, load: SteadyLoad, worker_id: str, begins_with: int) -> list[Outcome]:
-    """Send the held prompt through every replica; returns the requests that wait for the worker then."""
+    """Send the held prompt through every replica; returns the requests that wait for the worker."""
     request, waiting = _held_request(begins_with, overlap_weight=HELD_WEIGHT), []
     for url, admin_url in zip(stage.urls, stage.admin_urls, strict=True):
         request_id = uuid.uuid4().hex
@@ -222,7 +222,7 @@ async def _waiting_at(stage: Stage, load: SteadyLoad, worker_id: str, begins_wit
 
 
 async def _decision(stage: Stage, url: str) -> dict[str, Any]:
-    """The last one about a request, once there is one."""
+    """The last decision about a request, once there is one."""
     async with asyncio.timeout(_PATIENCE_S):
         while True:
             with contextlib.suppress(HttpError):
@@ -232,7 +232,7 @@ async def _decision(stage: Stage, url: str) -> dict[str, Any]:
 
 
 def _held_request(begins_with: int, **kvrouter: object) -> LoadRequest:
-    """A prompt that no other request of the load begins like."""
+    """A prompt that shares no prefix with the other requests of the load."""
     numbers = range(begins_with, begins_with + HELD_TOKENS)
     prompt = [1 + number % (VOCABULARY_SIZE - 1) for number in numbers]
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "stream": True, "kvrouter": kvrouter}
@@ -240,7 +240,7 @@ def _held_request(begins_with: int, **kvrouter: object) -> LoadRequest:
 
 
 async def restart_all(stage: Stage, load: SteadyLoad) -> Damage:
-    """SIGTERM, an orderly end, a new start, /ready: one replica after the other."""
+    """One replica after the other: SIGTERM, an orderly end, a restart, /ready."""
     problems, took_s = [], []
     for number, url in enumerate(stage.urls):
         begun_s = time.perf_counter()
@@ -250,7 +250,9 @@ async def restart_all(stage: Stage, load: SteadyLoad) -> Damage:
         process = await stage.fleet.start_again(f"frontend-{number}")
         await wait_until_ok(stage.client, process, f"{url}/ready")
         took_s.append(time.perf_counter() - begun_s)
-        await asyncio.sleep(1.0)  # HAProxy looks every 0.5 s; a deployment waits longer
+        await asyncio.sleep(
+            1.0
+        )  # HAProxy checks every 0.5 s; a real deployment waits longer between replicas
     notes = [f"each took {min(took_s):.1f}–{max(took_s):.1f} s from SIGTERM to /ready"]
     return Damage(time.perf_counter(), notes=notes, problems=problems)
 
@@ -262,11 +264,11 @@ async def _until(is_so: Callable[[], bool], patience_s: float = _PATIENCE_S) -> 
 
 
 ROWS = (
-    Row("replica-kill", "kill -9 a replica mid-stream, start it again", kill_replica),
+    Row("replica-kill", "kill -9 a replica mid-stream, restart it", kill_replica),
     Row("replica-stop", f"SIGSTOP a replica for {STOPPED_S:g} s", stop_replica),
-    Row("nats-kill", "kill -9 nats-server, start it again", kill_nats),
+    Row("nats-kill", "kill -9 nats-server, restart it", kill_nats),
     Row("nats-stop", f"SIGSTOP nats-server for {STOPPED_S:g} s", stop_nats),
-    Row("agent-kill", "kill -9 an agent, start it again", kill_agent, engine=FIRST),
+    Row("agent-kill", "kill -9 an agent, restart it", kill_agent, engine=FIRST),
     Row(
         "agent-kill-late",
         "kill -9 an agent whose engine no longer replays its beginning",
@@ -280,7 +282,7 @@ ROWS = (
         engine=KEPT,
         loses_nothing=True,
     ),
-    Row("worker-kill", "kill -9 a worker before first bytes, start it again", kill_worker),
+    Row("worker-kill", "kill -9 a worker before first bytes, restart it", kill_worker),
     Row("worker-stop", f"SIGSTOP a worker before first bytes for {WORKER_STOPPED_S:g} s", stop_worker),
     Row(
         "rolling-restart", "rolling restart of all replicas behind HAProxy", restart_all, behind_haproxy=True

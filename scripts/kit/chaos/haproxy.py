@@ -1,4 +1,4 @@
-"""HAProxy in front of the replicas, as docs/operations.md advises: it asks /ready and nothing else."""
+"""HAProxy in front of the replicas, configured as in docs/operations.md: it only checks /ready."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ frontend state
 
 
 def find() -> str | None:
-    """The binary; Debian's is in /usr/sbin, which is not in everybody's PATH."""
+    """The binary. Debian's is in /usr/sbin, which is not in every user's PATH."""
     return shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
 
 
@@ -54,7 +54,7 @@ def config(port: int, state_port: int, urls: Sequence[str]) -> str:
 
 
 async def start(fleet: Fleet, client: Client, binary: str, urls: Sequence[str]) -> str:
-    """Start it in the foreground; returns its URL when it serves."""
+    """Start it; returns its URL when it serves."""
     port, state_port = free_ports(2)
     file = fleet.directory / "haproxy.cfg"
     file.write_text(config(port, state_port, urls))

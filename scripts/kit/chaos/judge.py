@@ -1,4 +1,4 @@
-"""What a fault has cost, as a row: which failures were to be expected, which were not."""
+"""The result of a fault: expected failures, unexpected failures, recovery and leftovers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _SHOWN_FAILURES = 20
 
 @dataclass(frozen=True, slots=True)
 class Excuse:
-    """Requests that a fault takes with it by its nature: those in flight on what was killed.
+    """Requests that inevitably fail with a fault: the ones in flight on the killed process.
 
-    `worker` and `had_begun` narrow it to answers of one worker that had begun; a request without
-    its first byte can be tried elsewhere, so nothing excuses its loss.
+    `worker` and `had_begun` limit it to answers of one worker that had begun; a request without
+    a first byte can be retried elsewhere, so its failure is never excused.
     """
 
     reason: str
-    # When it was killed, by the clock of the outcomes.
+    # When it was killed, in seconds of the outcomes' clock.
     at_s: float
     url: str | None = None
     request_numbers: frozenset[int] = frozenset()
 
     def covers(self, outcome: Outcome) -> bool:
-        """Whether this failure is to be expected."""
+        """Whether this failure is expected."""
         ended = math.inf if outcome.ended_at_s is None else outcome.ended_at_s
         was_in_flight = outcome.sent_at_s <= self.at_s <= ended
         return was_in_flight and (outcome.url == self.url or outcome.number in self.request_numbers)
@@ -39,40 +39,40 @@ class Excuse:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What a fault did, when it was over."""
+    """The damage of a fault, at its end."""
 
     ended_at_s: float
     excuses: Sequence[Excuse] = ()
     notes: Sequence[str] = ()
-    # What went wrong beside the requests: an exit code, a process that did not come back.
+    # Failures other than of requests: an exit code, a process that did not restart.
     problems: Sequence[str] = ()
-    # Whether a row of a replica's /workers shows that it knows what happened to that target.
+    # Whether a row of a replica's /workers shows that the replica has noticed the fault.
     is_noticed: Callable[[dict[str, Any]], bool] = lambda _target: True
 
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What should be gone when no request is in flight any more, summed over the replicas."""
+    """State that must be gone when no request is in flight, summed over the replicas."""
 
     bookings: int = 0
     active_blocks: int = 0
-    # Blocks in a replica's index that their owner, the agent, does not name, or the other way round.
+    # Blocks that are in a replica's index but not in its agent's snapshot, or the other way round.
     index_blocks: int = 0
 
     @property
     def total(self) -> int:
-        """0 is what is promised."""
+        """Must be 0."""
         return self.bookings + self.active_blocks + self.index_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """One fault."""
+    """The result of one fault."""
 
     name: str
     what: str
     requests: int = 0
-    # Failures that the fault excuses, by reason.
+    # Expected failures, by reason.
     expected: dict[str, int] = field(default_factory=dict)
     unexpected: list[Outcome] = field(default_factory=list)
     clean_after_s: float | None = None
@@ -85,11 +85,11 @@ class RowResult:
 
     @property
     def holds(self) -> bool:
-        """Whether the promise was kept; a skipped row promises nothing."""
+        """Whether the fault met all conditions; a skipped one does."""
         return bool(self.skipped) or not self.reasons()
 
     def reasons(self) -> list[str]:
-        """What broke the promise."""
+        """The conditions that were not met."""
         found = list(self.problems)
         counted = Counter(outcome.error or "" for outcome in self.unexpected)
         found += [f"{count} requests failed: {error}" for error, count in counted.most_common(5)]
@@ -111,7 +111,7 @@ class RowResult:
 
 
 def judge(outcomes: Sequence[Outcome], excuses: Sequence[Excuse]) -> tuple[dict[str, int], list[Outcome]]:
-    """Sort failures: expected ones counted by reason, and the others."""
+    """Failures: the expected ones counted by reason, and the others."""
     expected: Counter[str] = Counter()
     unexpected = []
     for outcome in outcomes:
@@ -126,7 +126,7 @@ def judge(outcomes: Sequence[Outcome], excuses: Sequence[Excuse]) -> tuple[dict[
 
 
 def table(results: Sequence[RowResult]) -> Table:
-    """All rows."""
+    """The table of all results."""
     shown = Table("fault", "requests", "failed", "clean after", "phantoms", "longest TTFT", "promise")
     for result in results:
         if result.skipped:

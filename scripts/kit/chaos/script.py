@@ -1,4 +1,4 @@
-"""Faults against real processes under load: what fails, how soon all replicas agree again, what is left.
+"""Faults against real processes under load: failures, time until replicas agree again, leftovers.
 
 Three replicas, four simulated engines with their agents, one nats-server, and requests at a fixed
 rate. One fault after the other, all on the same fleet.
@@ -49,13 +49,13 @@ NAMESPACE = "chaos"
 REPLICAS, ENGINES = 3, 4
 RATE = 10.0
 LEAD_S = 3.0
-# Of the trace's answers: streams of about a second, so that faults meet some.
+# Shortens the trace's answers to streams of about a second; with fewer, a fault would meet none.
 OUTPUT_DIVISOR = 2
 NUM_BLOCKS = 4096
 
 
 class BrokenPromiseError(Exception):
-    """The run is complete, and its table says what was not kept."""
+    """The run is complete, but a row of its table failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,12 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all rows, or those asked for; exit code 0 only if every promise was kept."""
+    """Run all or the selected rows; exit code 0 only if all of them passed."""
     options = _options(arguments)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # NATS goes away
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR)
+        # only errors: faults stop NATS, and every reconnection would be logged
+    )
     try:
         return uvloop.run(until_signalled("chaos", _run(options)))
     except (BrokenPromiseError, BusError, FleetError, HttpError, TraceError, VerifyError) as error:
@@ -94,7 +97,7 @@ async def _run(options: Options) -> int:
             results.append(result)
         _show(console, results, options, time.monotonic() - started)
         if not all(result.holds for result in results):
-            raise BrokenPromiseError("a promise was broken, see above")
+            raise BrokenPromiseError("a row failed, see above")
         return 0
 
 
@@ -144,7 +147,7 @@ async def _run_row(
     leftovers = await stage.leftovers()
     problems = [*damage.problems, *(f"before the fault: {text}" for text in before.differences)]
     if row.loses_nothing and row.engine is not None and (missing := await stage.missing_blocks(row.engine)):
-        problems.append(f"{missing} blocks of the engine are not named any more")
+        problems.append(f"{missing} blocks of the engine are no longer published")
     result = RowResult(
         row.name,
         row.what,

@@ -1,4 +1,4 @@
-"""The fleet that the faults meet, and what is asked of it after each."""
+"""The fleet under test, and the checks after each fault."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from scripts.kit.fleet import Fleet, Process
 from scripts.kit.http_client import Client, HttpError
 from scripts.kit.replicas import disagreements, settled
 
-# Clean means that it stays so for two heartbeats: a lost tail is noticed by then.
+# Replicas must stay equal for this time, two heartbeats: by then a lost last frame is noticed.
 CONFIRMED_S = 2.5
 REPAIRS = ("gaps", "replayed", "snapshots", "contradictions", "digest_mismatches", "malformed")
 _LOOK_S = 1.0
-# What is left after that stays: five heartbeats with their digests.
+# State that is left after this time, five heartbeats with their digests, will stay.
 LEFT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Everything that runs."""
+    """The processes of a run, and what watches them."""
 
     fleet: Fleet
     client: Client
     plan: Plan
     deployed: Deployment
     bus: Bus
-    # Engine URL -> its truth.
+    # Engine URL -> the blocks that it really holds.
     watches: Mapping[str, EngineWatch]
 
     @property
@@ -53,13 +53,13 @@ class Stage:
         return [replica.admin_url for replica in self.deployed.replicas]
 
     def frontend(self, number: int) -> Process:
-        """The process of a replica, as of its last start."""
+        """The current process of a replica."""
         return self.fleet.processes[f"frontend-{number}"]
 
     async def until_clean(
         self, damage: Damage, within_s: float = CLEAN_LIMIT_S
     ) -> tuple[float | None, list[str]]:
-        """Seconds from the fault's end until verify is clean and stays so; or None, and why it is not."""
+        """Seconds from the fault's end until the replicas agree and stay so; else None and reasons."""
         clean_at_s, since_s = None, damage.ended_at_s
         while True:
             reasons = await self._unnoticed(damage) or await self._differences()
@@ -71,11 +71,11 @@ class Stage:
             elif now - clean_at_s > CONFIRMED_S:
                 return max(0.0, clean_at_s - since_s), []
             if now - since_s > within_s:
-                return None, reasons or ["it was never clean for long"]
+                return None, reasons or ["differences kept coming back"]
             await asyncio.sleep(0.05)
 
     async def _unnoticed(self, damage: Damage) -> list[str]:
-        """Replicas that agree on what was before the fault have not recovered from it."""
+        """Replicas that have not noticed the fault: they may agree, but on the state before it."""
         found = []
         for url in self.admin_urls:
             try:
@@ -96,9 +96,9 @@ class Stage:
             return [str(error)]
 
     async def leftovers(self) -> Leftovers:
-        """What is left once nothing is in flight; asked until it is nothing, for some seconds.
+        """State left when no request is in flight; polled until there is none, for LEFT_S at most.
 
-        The last events of the engines may still be on their way to agents, replicas and our own watches.
+        The engines' last events may still be on their way to agents, replicas and this process.
         """
         until_s = time.perf_counter() + LEFT_S
         while (left := await self._leftovers()).total and time.perf_counter() < until_s:  # noqa: ASYNC110
@@ -125,7 +125,7 @@ class Stage:
         return count
 
     async def repairs(self) -> Counter[str]:
-        """What the replicas' feeds have gone through so far, summed over all of them."""
+        """Repairs of the replicas' feeds so far, summed over all replicas."""
         total: Counter[str] = Counter()
         for url in self.admin_urls:
             for feed in (await self.client.get_json(f"{url}/workers"))["feeds"]:
@@ -133,13 +133,13 @@ class Stage:
         return total
 
     async def missing_blocks(self, engine: int) -> int:
-        """Blocks that an engine holds and its agent does not name."""
+        """Number of blocks that an engine holds and its agent does not publish."""
         url = self.deployed.engines[engine].url
         agent = await agent_blocks(self.bus, self.plan.namespace, worker_id_of(url))
         return len(self.watches[url].held() - agent)
 
     async def index_share(self, engine: int) -> str:
-        """How much of what an engine holds its agent can name."""
+        """The share of an engine's blocks in the index, as text."""
         url = self.deployed.engines[engine].url
         row = await self.client.get_json(f"{self.admin_urls[0]}/workers")
         target = next(target for target in row["targets"] if target["url"] == url)

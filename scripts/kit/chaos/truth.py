@@ -1,10 +1,10 @@
-"""What the owners hold: the engine by its own events, the agent by its own snapshot.
+"""The blocks that the owners hold: engines by their events, agents by their snapshots.
 
     engine ──events──> EngineWatch ─┐
-    agent  ──snapshot──> hashes ────┴─> compared with each other, and with what replicas show
+    agent  ──snapshot──> hashes ────┴─> compared with each other and with the replicas' /workers
 
-The watch reads the engine's events from the first one on, with a bookkeeping of its own: what an
-agent lost while it was dead is not lost here.
+The watch reads the engine's events from the first one, with its own bookkeeping: it keeps
+events that an agent misses while it is down.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ANSWER_TIMEOUT_S = 5.0
 class EngineWatch:
     """The blocks of one engine, counted like its physical blocks: a hash may be stored twice.
 
-    After an agent asked for reports (`partial`, docs/concepts/design.md#agent-state)
-    known blocks are announced again; each
-    counts as one more here, so that a block may be thought held that is gone, but none missed.
+    After an agent requested reports (`partial`, docs/concepts/design.md#agent-state), the engine announces
+    known blocks again, and each counts once more here. So a block may be counted that is gone, but none is
+    missed.
     """
 
     def __init__(self) -> None:
+        # False once an event was missed: the blocks are then unknown.
         self.is_complete = True
-        """False once an event was missed: then this is no truth any longer."""
         self._next_seq = 0
         self._names: dict[EngineHash, SequenceHash] = {}
         self._references: Counter[EngineHash] = Counter()
@@ -50,11 +50,11 @@ class EngineWatch:
 
     @property
     def batches(self) -> int:
-        """How many this process of the engine has sent."""
+        """Number of batches sent by the engine's current process."""
         return self._next_seq
 
     def batch(self, seq: int, payload: bytes) -> None:
-        """One message of the engine; number 0 is the first of a new process."""
+        """Apply one message of the engine; number 0 is the first one of a new process."""
         if seq == 0:
             self.__init__()  # type: ignore[misc]  # an engine that starts has nothing
         self.is_complete = self.is_complete and seq == self._next_seq
@@ -101,7 +101,7 @@ async def _watch(socket: zmq.asyncio.Socket, watch: EngineWatch) -> None:
 
 
 async def agent_blocks(bus: Bus, namespace: str, worker_id: str) -> set[int]:
-    """The sequence hashes that a worker's agent publishes now: a snapshot of it, and what came after."""
+    """The sequence hashes that a worker's agent publishes: its snapshot and the frames after it."""
     subject = Subjects(namespace).kv_replay(WorkerId(worker_id))
 
     async def ask(request: ReplayRequest) -> bytes:
@@ -115,7 +115,7 @@ async def agent_blocks(bus: Bus, namespace: str, worker_id: str) -> set[int]:
 
 
 def phantom_blocks(target: dict[str, Any], agent: set[int], engine: EngineWatch) -> int:
-    """Blocks that a replica's row of /workers has too many, or holds otherwise than its owner."""
+    """Number of blocks by which a replica's row in /workers differs from their owner."""
     digest = f"{sum(agent) % (1 << 64):016x}"
     beyond = len(agent - engine.held()) if engine.is_complete else 0
     held: int = target["device_blocks"]

@@ -1,1 +1,1 @@
-"""Damaged and forged messages, thrown at real processes: `python -m scripts.kit.fuzz WHAT`."""
+"""Damaged and forged messages, sent to real processes: `python -m scripts.kit.fuzz WHAT`."""

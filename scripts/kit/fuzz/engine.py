@@ -1,7 +1,7 @@
-"""An engine as its agent sees it, honest or not: HTTP, a publisher of KV events, a socket for replays.
+"""A simulated engine, honest or hostile: HTTP, a publisher of KV events, a socket for replays.
 
-HonestEngine ──batch──> published, kept for replays ──> what the agent has to end with
-     └──mutated, repeated, misnumbered, cut──> published, or given as a replay, while `is_hostile`
+HonestEngine ──batch──> published, kept for replays ──> the blocks with which the agent must end
+     └──mutated, repeated, misnumbered, cut──> published, or sent as a replay, while `is_hostile`
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class _Block:
 
 
 class HonestEngine:
-    """Stores chains of blocks below others and evicts leaves, as a paged cache does. Pure."""
+    """Stores chains of blocks below others and evicts leaves, like a paged cache. Pure."""
 
     def __init__(self, rng: random.Random, kind: Kind) -> None:
         self.kind = kind
+        # All batches so far, for replays, from number 0.
         self.batches: list[bytes] = []
-        """All so far, for replays; number 0 is the first."""
         self._rng = rng
         self._blocks: dict[int, _Block] = {}
 
     def held(self) -> set[int]:
-        """The sequence hashes that it holds now."""
+        """The sequence hashes of the blocks in its cache."""
         return {block.name for block in self._blocks.values()}
 
     def step(self) -> bytes:
@@ -102,8 +102,8 @@ class ServedEngine:
     ) -> None:
         self.engine = engine
         self.url = ""
+        # Whether replays and metrics are hostile, too.
         self.is_hostile = False
-        """Whether replays and metrics are hostile, too."""
         self._rng = rng
         self._mutator = Mutator(rng)
         self._pub = pub
@@ -112,7 +112,7 @@ class ServedEngine:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, kind: Kind, seed: int) -> AsyncIterator[ServedEngine]:
-        """Bind everything on ports that the system chooses."""
+        """Bind all sockets on ports chosen by the system."""
         rng = random.Random(seed)
         context = zmq.asyncio.Context()
         pub, router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
@@ -135,25 +135,25 @@ class ServedEngine:
 
     @property
     def events(self) -> str:
-        """Where it publishes."""
+        """The endpoint of its KV events."""
         return _endpoint(self._pub)
 
     @property
     def replay(self) -> str:
-        """Where it answers replays."""
+        """The endpoint of its replays."""
         return _endpoint(self._router)
 
     async def until_subscribed(self) -> None:
-        """Return when an agent is there."""
+        """Return when an agent has subscribed."""
         await self._pub.recv()
 
     async def publish_honest(self) -> None:
-        """One batch more, as an engine sends it."""
+        """Publish one more batch, as an engine does."""
         batch = self.engine.step()
         await self._send([b"", _number(len(self.engine.batches) - 1), batch])
 
     async def publish_hostile(self) -> None:
-        """One message that no engine sends."""
+        """Publish one message that no engine sends."""
         await self._send(self._hostile_message())
 
     async def _send(self, frames: list[bytes]) -> None:
@@ -161,7 +161,7 @@ class ServedEngine:
             try:
                 await self._pub.send_multipart(frames)
                 return
-            except zmq.Again:  # as many as the agent's queue has room for are under way
+            except zmq.Again:  # no more are in flight than fit in the agent's queue
                 await asyncio.sleep(0.001)
 
     def _hostile_message(self) -> list[bytes]:

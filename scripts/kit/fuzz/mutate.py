@@ -1,4 +1,4 @@
-"""Mutations of MessagePack messages: what a broken, newer or hostile sender might make of a valid one.
+"""Mutations of MessagePack messages, as from a broken, newer or hostile sender.
 
 A message is mutated in its structure (a value replaced, inserted, dropped, repeated, moved by one or far)
 or in its bytes (bits flipped, the end cut off or added to). Chance is passed in: a seed repeats a run.
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-# Numbers at the limits of their types, texts and bytes that are used in names and subjects, ops.
+# Numbers at the limits of their types; texts and bytes from names, subjects and ops.
 EDGES: tuple[Any, ...] = (
     0, 1, -1, 2, 7, 127, 128, 255, 256, 65_535, 2**31 - 1, 2**31, 2**32, 2**48, 2**48 + 1, 2**53, 2**62,
     2**62 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), None, True, False, 1.5, 1e300, float("nan"),
@@ -29,7 +29,7 @@ class Mutator:
         self._rng = rng
 
     def mutate(self, data: bytes) -> bytes:
-        """One mutant of a message; of one that is not MessagePack its bytes are mutated."""
+        """A mutant of a message. If this is not MessagePack, its bytes are mutated."""
         rng = self._rng
         if rng.random() < 0.75:
             try:

@@ -1,10 +1,10 @@
 """Mutated frames, heartbeats, cards and answers against real replicas and agents, then honest traffic.
 
-The attacker hears everything that is published on a namespace, answers to questions included. It sends
-mutants of that on the subjects where it was heard, or on others of the kind, and answers questions falsely
-before their owners do. Load goes on meanwhile. Agents that end because somebody else uses their name are
-started again, as a supervisor would. Afterwards every replica must hold what its workers' agents publish, and
-they what their engines hold.
+The attacker receives everything published in a namespace, including answers to requests. It sends mutants of
+it on the same subject or another one of its kind, and false answers to requests before their owners answer.
+Load continues meanwhile. Agents that end because another process uses their name are restarted, as by a
+supervisor. Afterwards every replica must hold the blocks that the agents publish, and these the blocks that
+their engines hold.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REPLICAS, ENGINES = 2, 3
 LOAD_RATE = 4.0
 WARM_S = 20.0
 HEAL_LIMIT_S = 60.0
-# A forged heartbeat may claim the longest interval: what it invented has a lease of 50 s.
+# A forged heartbeat may state the longest interval: an invented worker then has a lease of 50 s.
 SETTLE_S = 75.0
 BURST = 100
 # Messages of each kind that the attacker remembers.
@@ -48,11 +48,11 @@ _KEPT = 200
 
 
 class Attacker:
-    """One client of the NATS server, with a memory."""
+    """A NATS client that remembers messages and sends mutants of them."""
 
     def __init__(self, client: NatsClient, seed: int) -> None:
+        # Messages sent, by kind.
         self.sent: Counter[str] = Counter()
-        """Messages sent, by kind."""
         self.is_answering = False
         self._client = client
         self._rng = random.Random(seed)
@@ -60,13 +60,13 @@ class Attacker:
         self._heard: dict[str, deque[tuple[str, bytes]]] = {}
 
     async def listen(self) -> None:
-        """Hear what is said from now on."""
+        """Subscribe to all messages of the namespace and all answers."""
         for subject in (f"kvrouter.{NAMESPACE}.>", "_INBOX.>"):
             await self._client.subscribe(subject, cb=self._hear)
         await self._client.flush()
 
     async def attack(self, messages: int, rate: float) -> None:
-        """Send so many mutants, at most `rate` a second; false answers count."""
+        """Send this many mutants, including false answers, at most `rate` per second."""
         self.is_answering = True
         started = time.monotonic()
         while (sent := self.sent.total()) < messages:
@@ -105,13 +105,13 @@ class Attacker:
 
 
 class Memory:
-    """The resident memory of processes, in MiB, at moments that have a name."""
+    """The resident memory of processes in MiB, at named moments."""
 
     def __init__(self) -> None:
         self.columns: dict[str, dict[str, float]] = {}
 
     def note(self, moment: str, processes: Sequence[Process]) -> None:
-        """As of now; of a moment noted again the most."""
+        """Record the current memory; a repeated moment keeps the maximum."""
         column = self.columns.setdefault(moment, {})
         for process in processes:
             resident = _resident_mib(process.pid)
@@ -135,7 +135,7 @@ def _resident_mib(pid: int) -> float:
 
 
 async def run(messages: int, rate: float, seed: int, flags: Sequence[str]) -> int:
-    """The whole thing; 0 if everything held."""
+    """The whole run; 0 if all checks passed."""
     console = new_console()
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(Fleet(stack.enter_context(log_directory("fuzz"))))
@@ -157,7 +157,7 @@ async def run(messages: int, rate: float, seed: int, flags: Sequence[str]) -> in
             restarted, slowest_s = await guard
             console.print(
                 f"{attacker.sent.total():,} messages in {seconds:.0f} s: {dict(attacker.sent)};"
-                f" {restarted} agents started again; slowest /live {slowest_s:.2f} s",
+                f" {restarted} agents restarted; slowest /live {slowest_s:.2f} s",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -181,7 +181,7 @@ def _watched(stage: Stage) -> list[Process]:
 
 
 async def _guard(stage: Stage, memory: Memory) -> tuple[int, float]:
-    """Until cancelled: start agents again, ask for /live. Returns how many, and the slowest answer, in s."""
+    """Restart agents and poll /live until cancelled. Returns the restarts and the slowest answer in s."""
     restarted, slowest_s = 0, 0.0
     try:
         while True:
@@ -204,7 +204,7 @@ async def _guard(stage: Stage, memory: Memory) -> tuple[int, float]:
 async def _judge(
     console: Console, stage: Stage, memory: Memory, healed_s: float | None, reasons: Sequence[str]
 ) -> int:
-    """Print what is left, and whether that is nothing."""
+    """Print the leftovers; 0 if there are none."""
     leftovers = await stage.leftovers()
     await asyncio.sleep(SETTLE_S)
     memory.note("after", _watched(stage))
@@ -231,10 +231,10 @@ def _metric(text: str, name: str) -> float:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of `fuzz nats`."""
+    """Add the flags of `fuzz nats`."""
     parser.add_argument("--messages", type=int, default=1_000_000, help="how many (%(default)s)")
     parser.add_argument("--rate", type=float, default=4000.0, help="at most, per second (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="repeats what is made of what is heard")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the mutations")
     parser.add_argument("--core", choices=("native", "python"), default="native", help="of the replicas")
 
 

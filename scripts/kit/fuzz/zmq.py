@@ -1,8 +1,8 @@
-"""KV events that no engine sends, over real sockets, to the agents of two engines in one real process.
+"""Hostile KV events over real sockets, to the agents of two engines in one real process.
 
-One engine speaks vLLM's events, one SGLang's. In each round both publish honest batches among hostile
-ones, answer replays and scrapes badly, and are honest again. The agent has to live, to publish what the
-engines hold, and to need no more memory than after the first round; its log may show no error.
+One engine publishes vLLM's events, one SGLang's. In each round both publish honest batches among hostile
+ones and answer replays and scrapes badly; then they are honest again. The agent must survive, publish the
+blocks that the engines hold, use no more memory than after the first round, and log no error.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from scripts.kit.script import log_directory, new_console, until_signalled
 
 ROUNDS = 10
 HONEST_ONE_IN = 50
-# So fast that the agent keeps up, and asks for replays while they are hostile.
+# Messages per second: slow enough for the agent to keep up and to request replays while these are hostile.
 BURST, PAUSE_S = 100, 0.04
 EQUAL_WITHIN_S = 60.0
-# Beyond the memory after the first round: what the allocator keeps of a burst differs that much.
+# Memory allowed above that after the first round: the allocator's rest after a burst varies by this much.
 MORE_BYTES = 32 * 1024 * 1024
 NAMESPACE = "fuzz"
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What came of one."""
+    """The result of one round."""
 
     frames: int
     sent_s: float
@@ -51,14 +51,14 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The agent's process and what it hears."""
+    """The agent's process, its engines and the bus."""
 
     agent: Process
     engines: Sequence[ServedEngine]
     bus: Bus
 
     async def round(self, frames: int) -> Round:
-        """One. Raises FleetError if the agent ends, or is not equal in time."""
+        """Run one round. Raises FleetError if the agent ends, or does not equal the engines in time."""
         started = time.monotonic()
         await asyncio.gather(*(hostile(engine, frames // len(self.engines)) for engine in self.engines))
         sent = time.monotonic()
@@ -74,7 +74,7 @@ class Scene:
             async with asyncio.timeout(EQUAL_WITHIN_S):
                 while True:
                     self.agent.check()
-                    with contextlib.suppress(BusError, RuntimeError):  # no answer, or none that makes sense
+                    with contextlib.suppress(BusError, RuntimeError):  # no answer, or a malformed one
                         published = await agent_blocks(self.bus, NAMESPACE, worker_id)
                         if published == engine.engine.held():
                             return
@@ -83,7 +83,7 @@ class Scene:
             held = engine.engine.held()
             raise FleetError(
                 f"worker {worker_id} lacks {len(held - published)} blocks and has {len(published - held)} "
-                f"too many, {EQUAL_WITHIN_S:g} s after the attack; it said:\n{self.agent.tail()}"
+                f"too many, {EQUAL_WITHIN_S:g} s after the attack; its last output:\n{self.agent.tail()}"
             ) from None
 
 
@@ -91,7 +91,7 @@ _WORKERS = ("vllm", "sglang")
 
 
 async def hostile(engine: ServedEngine, frames: int) -> None:
-    """So many hostile messages, honest ones among them."""
+    """Publish hostile messages with honest ones among them."""
     engine.is_hostile = True
     for number in range(frames):
         if number % HONEST_ONE_IN == 0:
@@ -103,16 +103,16 @@ async def hostile(engine: ServedEngine, frames: int) -> None:
 
 
 async def honest(engine: ServedEngine, batches: int = 20) -> None:
-    """What an engine sends in a second."""
+    """Publish as an engine does for a second."""
     for _ in range(batches):
         await engine.publish_honest()
         await asyncio.sleep(0.05)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of `fuzz zmq`."""
+    """Add the flags of `fuzz zmq`."""
     parser.add_argument("--frames", type=int, default=200_000, help="hostile messages in all (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="repeats what is sent")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the messages")
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -164,5 +164,5 @@ def _report(rounds: Sequence[Round], said: str, console: Console) -> int:
     grown = rounds[-1].resident_bytes - rounds[0].resident_bytes
     if grown > MORE_BYTES:
         faults.append(f"{grown / 2**20:.0f} MiB more than after the first round")
-    console.print("the agent's log and memory: " + (", ".join(faults) or "nothing to say"))
+    console.print("the agent's log and memory: " + (", ".join(faults) or "no problem"))
     return 1 if faults else 0

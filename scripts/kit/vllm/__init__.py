@@ -1,1 +1,1 @@
-"""`scripts/test-vllm`: what kvrouter predicts, against what real vLLM engines report."""
+"""`scripts/test-vllm`: kvrouter's predictions against the reports of real vLLM engines."""

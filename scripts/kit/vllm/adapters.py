@@ -2,7 +2,7 @@
 
     adapter_model.safetensors:  u64 length of the JSON | JSON {name: dtype, shape, offsets} | floats
 
-Read off https://github.com/huggingface/safetensors, "Format".
+Source: https://github.com/huggingface/safetensors, "Format".
 """
 
 from __future__ import annotations

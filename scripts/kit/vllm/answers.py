@@ -1,4 +1,4 @@
-"""What an engine says in its answer, read as a client reads it."""
+"""An engine's answers, read as by a client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sample:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the prediction is what the engine found in its cache."""
+        """Whether the prediction equals the cached tokens that the engine reported."""
         return self.predicted_tokens == self.cached_tokens
 
 
@@ -40,7 +40,7 @@ class Answer:
     usage: Mapping[str, Any]
 
     def sample(self, number: int, phase: str, request: Request, block_size: int) -> Sample:
-        """What is kept of it. Raises HttpError for an error, and where the engine does not report."""
+        """The sample. Raises HttpError for an error, or if the engine reported no cached tokens."""
         details = self.usage.get("prompt_tokens_details") or {}
         if self.status != 200 or "prompt_tokens" not in self.usage:
             raise HttpError(f"request {number} ({request.kind}): {self.status} {self.text[:300]}")
@@ -57,7 +57,7 @@ class Answer:
 
 
 async def ask(client: Client, base_url: str, request: Request) -> Answer:
-    """Send one request and wait for the whole answer. Raises HttpError if none comes."""
+    """Send one request and wait for the whole answer. Raises HttpError without one."""
     url = base_url + request.path
     body = bytearray()
     head = await client.send(url, request_bytes("POST", url, request.encoded()), body.extend)

@@ -18,7 +18,7 @@ from scripts.kit.http_client import Client
 from scripts.kit.ports import free_ports
 from scripts.kit.vllm.adapters import RANK
 
-# vLLM's attention on a CPU takes multiples of 32 only.
+# vLLM's attention on a CPU supports only multiples of 32.
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 2_048
 START_TIMEOUT_S = 240.0
@@ -37,7 +37,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class EngineTest:
-    """What every engine of the test serves."""
+    """Settings of all engines of the test."""
 
     vllm: Path
     model_path: Path
@@ -48,7 +48,7 @@ class EngineTest:
 
 @dataclass(frozen=True, slots=True)
 class Vllm:
-    """One running engine; its process changes when it is started again."""
+    """A running engine; its process changes with a restart."""
 
     name: str
     url: str
@@ -57,7 +57,7 @@ class Vllm:
 
 
 def find_vllm(directory: Path) -> Path:
-    """The `vllm` command of `directory`'s venv. Raises FleetError with how to make one."""
+    """The `vllm` command in the venv of `directory`. Raises FleetError with the way to make one."""
     command = directory / "venv" / "bin" / "vllm"
     if not command.is_file():
         raise FleetError(
@@ -68,7 +68,7 @@ def find_vllm(directory: Path) -> Path:
 
 
 async def start_engine(fleet: Fleet, test: EngineTest, number: int) -> Vllm:
-    """Start one engine; it answers some 20 s later."""
+    """Start one engine; it answers after about 20 s."""
     port, events, replay = free_ports(3)
     engine = Vllm(
         f"vllm-{number}",
@@ -81,7 +81,7 @@ async def start_engine(fleet: Fleet, test: EngineTest, number: int) -> Vllm:
 
 
 async def wait_until_up(client: Client, process: Process, engine: Vllm) -> None:
-    """Until the engine serves requests."""
+    """Wait until the engine serves requests."""
     await wait_until_ok(client, process, f"{engine.url}/health", START_TIMEOUT_S)
 
 
@@ -93,7 +93,7 @@ def _command(test: EngineTest, port: int, events: int, replay: int) -> list[str]
     kv_events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        # vLLM binds endpoints that contain "::", and this one is plain 127.0.0.1 to libzmq
+        # vLLM binds an endpoint only if it contains "*" or "::"; libzmq reads this one as 127.0.0.1
         "endpoint": f"tcp://[::ffff:127.0.0.1]:{events}",
         "replay_endpoint": f"tcp://127.0.0.1:{replay}",
         "topic": f"kv@127.0.0.1:{port}@{test.name}",
@@ -103,7 +103,8 @@ def _command(test: EngineTest, port: int, events: int, replay: int) -> list[str]
         "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--dtype", "float32",
         "--enforce-eager", "--enable-prefix-caching", "--block-size", str(BLOCK_SIZE),
         "--num-gpu-blocks-override", str(test.num_blocks), "--max-model-len", str(MAX_MODEL_LEN),
-        "--gpu-memory-utilization", "0.2",  # of the memory: a CPU engine claims 0.92, and there are two
+        # share of the memory: a CPU engine takes 0.92 by default, and there are two engines
+        "--gpu-memory-utilization", "0.2",
         "--max-num-seqs", "16", "--max-num-batched-tokens", "4096",
         "--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details",
         "--kv-events-config", json.dumps(kv_events),
@@ -114,14 +115,14 @@ def _command(test: EngineTest, port: int, events: int, replay: int) -> list[str]
 
 @dataclass(slots=True)
 class Evictions:
-    """Blocks that all watched engines have removed."""
+    """Number of blocks removed by all watched engines."""
 
     blocks: int = 0
 
 
 @contextlib.asynccontextmanager
 async def counting_evictions(endpoints: Sequence[str]) -> AsyncIterator[Evictions]:
-    """Count while inside."""
+    """Count the engines' evictions while inside; a run without any would prove little."""
     evictions = Evictions()
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
         socket.subscribe(b"")

@@ -13,7 +13,7 @@ from scripts.kit.vllm.answers import Sample
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All samples of a run, and what they were taken from."""
+    """All samples of a run, and its circumstances."""
 
     samples: Sequence[Sample]
     evicted_blocks: int
@@ -22,16 +22,16 @@ class Report:
 
     @property
     def exact_share(self) -> float:
-        """Share of requests whose prediction was what the engine reported."""
+        """Share of requests whose prediction equals the engine's report."""
         return sum(sample.is_exact for sample in self.samples) / len(self.samples)
 
     @property
     def differences(self) -> list[Sample]:
-        """Those that were not."""
+        """The samples whose prediction was wrong."""
         return [sample for sample in self.samples if not sample.is_exact]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for a machine."""
+        """The whole report as JSON."""
         return {
             "versions": self.versions,
             "took_s": round(self.took_s, 1),
@@ -44,7 +44,7 @@ class Report:
 
 
 def table(report: Report) -> list[Table | str]:
-    """What a person reads."""
+    """The report for a terminal."""
     lines: list[Table | str] = [_by(report.samples, "phase"), _by(report.samples, "kind")]
     lines += [
         f"difference: request {sample.number} ({sample.kind}, {sample.phase}, {sample.worker}): predicted"

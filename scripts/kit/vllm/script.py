@@ -1,7 +1,7 @@
 """Predicted overlap against the cached tokens that two real vLLM engines report, behind `kvrouter serve`.
 
 One request at a time, to two replicas in turn; then one engine is killed, requests go on with the
-other, it is started again, and the rest follows. DIR/venv must have vLLM.
+other, it is restarted, and the remaining requests follow. DIR/venv must have vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scripts.kit.vllm.report import Report, table
 from scripts.kit.vllm.stage import ENGINES, Stage, prepare, set_up
 from scripts.kit.vllm.workload import Request, Workload
 
-# Per engine: the six groups with their salts and adapters need some 300, so both evict.
+# Per engine. The six groups with their salts and adapters need about 300, so both engines evict.
 NUM_BLOCKS = 110
 WANTED_SHARE = 0.99
 DOWN_REQUESTS = 10
@@ -35,7 +35,7 @@ _FEWEST_REQUESTS = 3 * DOWN_REQUESTS
 
 
 class WrongPredictionsError(Exception):
-    """The run is complete, and its table says what was wrong."""
+    """The run is complete, but too many predictions were wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(slots=True)
 class Trial:
-    """Requests sent so far, and what came of them."""
+    """The requests sent so far and their samples."""
 
     stage: Stage
     workload: Workload
@@ -61,13 +61,13 @@ class Trial:
         self._requests = iter(self.workload)
 
     async def send(self, count: int, phase: str) -> None:
-        """`count` requests, one at a time, each after the last one's events are known everywhere."""
+        """Send requests one at a time, each after the events of the former one are in every index."""
         for _ in range(count):
             request, number = next(self._requests), len(self.samples) + 1
             replica = self.stage.replicas[number % len(self.stage.replicas)]
             answer = await ask(self.stage.client, replica.url, request)
             self.samples.append(answer.sample(number, phase, request, BLOCK_SIZE))
-            self.workload.heard(request, answer.text)
+            self.workload.add_answer(request, answer.text)
             await self.stage.until_equal()
 
 
@@ -107,7 +107,7 @@ async def _run(options: Options) -> int:
 
 
 async def _send_all(console: Console, trial: Trial, count: int) -> None:
-    """Two thirds, a kill, a few with one engine, the rest with both."""
+    """Two thirds with both engines, a few with one engine killed, the rest with both again."""
     before = count * 2 // 3
     await trial.send(before, "both engines")
     victim = trial.stage.engines[-1]
@@ -115,7 +115,7 @@ async def _send_all(console: Console, trial: Trial, count: int) -> None:
     await trial.stage.fleet.processes[victim.name].kill()
     await trial.send(DOWN_REQUESTS, "one engine")
     await trial.stage.start_again(victim)
-    console.print(f"{victim.name} is back")
+    console.print(f"{victim.name} has restarted")
     await trial.send(count - before - DOWN_REQUESTS, "after its restart")
 
 

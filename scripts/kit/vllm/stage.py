@@ -18,7 +18,7 @@ from scripts.kit.vllm.adapters import write_adapter
 from scripts.kit.vllm.engines import EngineTest, Vllm, start_engine, wait_until_up
 
 ENGINES, REPLICAS = 2, 2
-# Events follow an answer within the engine's next step, and an agent sends them within 10 ms.
+# An engine publishes events within its next step after an answer, and an agent forwards them within 10 ms.
 SETTLE_S = 0.05
 SEEN_TIMEOUT_S = 60.0
 
@@ -34,7 +34,7 @@ class Stage:
     replicas: Sequence[Replica]
 
     async def until_equal(self) -> None:
-        """Until the last answer's events are in every index: all are equal, and stay so for a moment."""
+        """Wait until the last answer's events are in every index: all are equal and stay so for a moment."""
         former: list[Any] = []
         async with asyncio.timeout(SEEN_TIMEOUT_S):
             while True:
@@ -45,7 +45,7 @@ class Stage:
                 former = indexes
 
     async def until_live(self) -> None:
-        """Until every replica hears every engine."""
+        """Wait until every replica receives the events of every engine."""
         live = [0]
         try:
             async with asyncio.timeout(SEEN_TIMEOUT_S):
@@ -54,12 +54,12 @@ class Stage:
                     live = [(await replica.view()).live_targets for replica in self.replicas]
         except TimeoutError:
             raise FleetError(
-                f"the replicas see {live} live targets of {len(self.engines)}; kvrouter serve says\n"
+                f"the replicas see {live} live targets of {len(self.engines)}; output of kvrouter serve:\n"
                 f"{self.serve.tail(20)}"
             ) from None
 
     async def start_again(self, engine: Vllm) -> None:
-        """Start an engine that was killed, and wait until every replica hears it."""
+        """Restart a killed engine, and wait until every replica receives its events."""
         process = await self.fleet.start_again(engine.name)
         await wait_until_up(self.client, process, engine)
         await self.until_live()
@@ -76,7 +76,7 @@ def prepare(directory: Path, vllm: Path, num_blocks: int) -> EngineTest:
 
 
 async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
-    """Start everything; returns when every replica hears every engine."""
+    """Start everything; returns when every replica receives the events of every engine."""
     engines = [await start_engine(fleet, test, number) for number in range(ENGINES)]
     for engine in engines:
         await wait_until_up(client, fleet.processes[engine.name], engine)
@@ -91,7 +91,7 @@ async def set_up(fleet: Fleet, client: Client, test: EngineTest) -> Stage:
 
 
 def _serve_command(engines: Sequence[Vllm], test: EngineTest, port: int, admin_port: int) -> list[str]:
-    """The first engine's event sockets are named, those of the others `serve` finds."""
+    """The --engine flags. Only the first has its event sockets: `serve` must find those of the others."""
     first, *others = engines
     named = [f"{first.url},kv={first.events},replay={first.replay}", *(engine.url for engine in others)]
     return [

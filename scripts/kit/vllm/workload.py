@@ -1,7 +1,7 @@
-"""Requests as clients of one company send them: shared system prompts, turns, tenants, adapters.
+"""Requests like those of one company's clients: shared system prompts, turns, tenants, adapters.
 
-Each group has a system prompt of its own, and its requests begin with it. All groups together need
-more blocks than the engines have, so that they evict.
+Each group has its own system prompt, with which its requests begin. All groups together need
+more blocks than the engines have, so the engines evict.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SALTS = ("tenant-a", "tenant-b")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, ready to be sent. `kind` names what is special about it."""
+    """A request to send. `kind` names its special property."""
 
     kind: str
     path: str
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(slots=True)
 class Workload:
-    """An endless, seeded sequence of requests; `heard` continues a chat with its answer."""
+    """An endless, seeded sequence of requests. `add_answer` takes an answer, so that its chat can continue."""
 
     model: str
     adapters: tuple[str, ...]
@@ -63,8 +63,8 @@ class Workload:
         while True:
             yield self._rng.choice(makers)(self._rng.randrange(GROUPS))
 
-    def heard(self, request: Request, answer: str) -> None:
-        """A chat goes on with what was answered, up to three turns."""
+    def add_answer(self, request: Request, answer: str) -> None:
+        """Continue a chat with the answer, up to three turns."""
         if request.kind not in {"chat", "stream"}:
             return
         turns = [*request.body["messages"], {"role": "assistant", "content": answer}]
