@@ -69,7 +69,7 @@ async def test_is_streaming() -> None:
     async with serving() as server, SteadyLoad(REQUESTS, [server.url], rate=1000.0) as load:
         assert not load.is_streaming(server.url)
         await server.has_begun.wait()
-        while not load.is_streaming(server.url):  # noqa: ASYNC110  # no event tells
+        while not load.is_streaming(server.url):  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0)
         assert load.in_flight[0].ttft_s is not None
         server.may_end.set()
@@ -89,7 +89,7 @@ async def test_refused_connections_go_elsewhere(free_port: Callable[[], int]) ->
         assert {server.url} == {outcome.url for outcome in load.outcomes}
         assert not [outcome.error for outcome in load.outcomes if outcome.error]
     async with SteadyLoad(REQUESTS, [gone], rate=1000.0) as load:
-        while not load.outcomes:  # noqa: ASYNC110  # no event tells
+        while not load.outcomes:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0)
     assert "cannot connect" in (load.outcomes[0].error or "")
 
@@ -101,7 +101,7 @@ async def test_left_out() -> None:
         two.may_end.set()
         async with SteadyLoad(REQUESTS, [one.url, two.url], rate=1000.0) as load:
             load.left_out.add(two.url)
-            while len(one.bodies) < 4:  # noqa: ASYNC110  # no event tells
+            while len(one.bodies) < 4:  # noqa: ASYNC110  # there is no event to wait for
                 await asyncio.sleep(0)
             assert not two.bodies
             load.left_out.discard(two.url)

@@ -10,21 +10,21 @@ from collections.abc import Sequence
 _USAGE = """\
 usage: scripts/bench SUBCOMMAND [flags]
 
-  policies   what a decision costs, for each mode and 8, 64, 512 targets
-  sync       what replica sync costs, and how soon a booking is visible at the other replicas
-  herding    how many of a burst all replicas send to the one idle worker
-  lag        how long the event loop keeps things waiting while KV events of a large fleet come
-  tokens     what a prompt costs to tokenize when its beginning is known
-  hashes     what naming a prompt's blocks costs, in Python and in C
-  index      what the block index costs: look-ups, events, memory, a decision; in Python and in C
+  policies   cost of a decision, for each mode and 8, 64, 512 targets
+  sync       cost of replica sync, and delay until a booking is visible at the other replicas
+  herding    number of requests of a burst that all replicas send to the one idle worker
+  lag        delay of the event loop while a large fleet publishes KV events
+  tokens     cost of tokenizing a prompt whose beginning is known
+  hashes     cost of hashing a prompt's blocks, in Python and in C
+  index      cost of the block index: look-ups, events, memory, a decision; in Python and in C
   churn      a long random history of one table, checked against a simple model
-  growth     how hashes, index and decisions grow with targets, tokens and blocks: plots in docs/plots
-  long       whether a booking costs the same after a long time: each mode and index, in virtual time
-  request    what a short request and a streamed event cost our own code: sockets faked, profile if wanted
-  relay      what a request and a streamed event cost at one frontend
-  overload   what is answered, and how the rest is refused, at twice the load that the engines carry
+  growth     cost of hashes, index and decisions by targets, tokens and blocks: plots in docs/plots
+  long       whether a booking costs the same after a long run: each mode and index, in virtual time
+  request    cost of a short request and of a streamed event in kvrouter's code, without sockets; can profile
+  relay      cost of a request and of a streamed event at one frontend
+  overload   goodput and rejections at twice the load that the engines can serve
   walks      how many files a chat, a KV event and a booking run through: pictures in docs/concepts
-  peers      the same work beside nginx, vllm-router, sglang-router and Dynamo's frontend
+  peers      comparison with nginx, vllm-router, sglang-router and Dynamo's frontend
 
 `scripts/bench SUBCOMMAND --help` lists a sub-command's flags.
 """

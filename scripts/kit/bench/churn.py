@@ -1,8 +1,8 @@
-"""A long random history of one table: blocks come, go and are looked up, checked against a simple model.
+"""A long random history of one table: blocks are stored, removed and looked up, and compared with a model.
 
-A block operation is one block stored, removed or looked up. The number of rows wanders between 2 and
-1,000,000, so that shards of every size grow, shrink and are swept. The model knows how deep each slot holds
-each chain, which is all that a prefix-closed set is.
+A block operation is one block stored, removed or looked up. The number of rows varies between 2 and
+1,000,000, so that shards of every size grow, shrink and are swept. The model has, for each slot, the depth to
+which it holds each chain: that describes a prefix-closed set completely.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from kvrouter.core.tables.table import new_table
 
 MOST_ROWS = 1_000_000
 CHAIN_BLOCKS = 512
-# What comes first ends a phase: calls for a few rows at a time take long.
+# A phase ends after this many calls or seconds: with few rows per call, it would take too long.
 PHASE_OPERATIONS, PHASE_CALLS = 20_000_000, 100_000
 SLOTS = (1, 3, 70)
 BOOKINGS = 50
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the history; returns the exit code. A wrong answer raises AssertionError."""
+    """Run the history; 0 on success. A wrong answer raises AssertionError."""
     parser = argparse.ArgumentParser(prog="scripts/bench churn", description=__doc__.partition("\n")[0])
     parser.add_argument("--operations", type=int, default=100_000_000, metavar="N", help="(%(default)s)")
-    parser.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="the same history again (%(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the history (%(default)s)")
     parser.add_argument("--core", choices=versions.CORES, help="(native where it is built)")
     flags = parser.parse_args(arguments)
     print(f"core {versions.choose(flags.core)}, seed {flags.seed}", flush=True)
@@ -41,14 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in itertools.count(1):
         churn.phase(flags.operations)
         if number % 20 == 0 or churn.operations >= flags.operations:
-            print(f"{time.perf_counter() - began:,.0f} s: {number} sizes, {churn.told()}", flush=True)
+            print(f"{time.perf_counter() - began:,.0f} s: {number} sizes, {churn.summary()}", flush=True)
         if churn.operations >= flags.operations:
             return 0
     return 1
 
 
 class Churn:
-    """One table, and what it must hold. Invariant: `depths[slot][chain]` blocks of a chain are in a slot."""
+    """One table and the model. Invariant: `depths[slot][chain]` blocks of a chain are in a slot."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -63,14 +61,14 @@ class Churn:
         """Block operations so far."""
         return self.done["stored"] + self.done["removed"] + self.done["looked up"]
 
-    def told(self) -> str:
-        """What was done so far."""
+    def summary(self) -> str:
+        """The operations so far, as text."""
         counts = ", ".join(f"{count:,} {name}" for name, count in sorted(self.done.items()))
         rows = f"{min(self.sizes):,} to {max(self.sizes):,} rows"
         return f"{self.operations:,} block operations ({counts}; {rows})"
 
     def phase(self, most_operations: int) -> None:
-        """Fill the table to a random size, let blocks come and go there, check, and empty it again."""
+        """Fill the table to a random size, store and remove blocks at that size, check, and empty it."""
         self._begin()
         stop = min(self.operations + PHASE_OPERATIONS, most_operations)
         for _ in range(PHASE_CALLS):
@@ -115,7 +113,7 @@ class Churn:
         self.done["removed"] += depth - left
 
     def _look_up(self) -> None:
-        """Every block of a chain, held by some slot or by none."""
+        """Look up every block of a chain, whether a slot holds it or not."""
         _, number, chain, _ = self._pick()
         deepest, room = self._deepest(number), self._rng.randint(0, len(chain))
         assert min(len(chain), deepest + room) == self._table.accepted(0, chain, room, 0, 0)
@@ -125,7 +123,7 @@ class Churn:
         self.done["looked up"] += min(len(chain), deepest + room)
 
     def _book(self) -> None:
-        """One booking more, or one less."""
+        """Add or remove one booking."""
         if len(self._bookings) < self._rng.randint(0, BOOKINGS):
             _, number, chain, _ = self._pick()
             depth = self._rng.randint(0, len(chain))
@@ -142,7 +140,7 @@ class Churn:
         return max(*(depths[number] for depths in self._depths), *booked, 0)
 
     def _empty(self) -> None:
-        """By sweeps, as for a worker that is gone; bookings are freed."""
+        """Empty the slots by sweeps, as for a lost worker, and free the bookings."""
         slots = list(range(len(self._sets)))
         for shard in range(self._table.shards):
             self._table.sweep(slots, shard)
@@ -153,7 +151,7 @@ class Churn:
             self._booked.discard(self._chains[number][:depth])
 
     def _check(self) -> None:
-        """The table's invariants, its size, and count and digest of every slot."""
+        """Check the table's invariants, its size, and count and digest of every slot."""
         self._table.check()
         rows = sum(map(self._deepest, range(len(self._chains))))
         assert rows == len(self._table)

@@ -1,9 +1,9 @@
-"""NVIDIA Dynamo's binding on the same work as `scripts/bench index` and `hashes`: for a Python that has it.
+"""The work of `scripts/bench index` and `hashes` with NVIDIA Dynamo's binding, for a Python that has it.
 
     python3 -m venv DIR && DIR/bin/pip install ai-dynamo-runtime
     DIR/bin/python scripts/kit/bench/dynamo_index.py
 
-Its tree lives in a thread of its own, so both are told: the time of a call, and CPU time of the process.
+Its tree runs in its own thread, so two times are printed: the time of a call, and CPU time of the process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def overlap(tree: Any, targets: int, rng: random.Random) -> tuple[float, float]:
 
 
 def events(tree: Any, rng: random.Random) -> tuple[float, float]:
-    """Millions of blocks a second, in events of 8 that nobody has yet, and out again."""
+    """Millions of blocks per second, in events of 8 new blocks: stored, then removed."""
     chains = [[rng.getrandbits(63) for _ in range(8)] for _ in range(EVENTS)]
     into = [stored(number, chain) for number, chain in enumerate(chains)]
     out = [removed(number, chain) for number, chain in enumerate(chains)]
@@ -56,12 +56,12 @@ def _all(tree: Any, events: list[bytes]) -> float:
     began = time.perf_counter()
     for place, event in enumerate(events):
         tree.apply_event(place % 64, event)
-    tree.find_matches([1])  # comes after all of them
+    tree.find_matches([1])  # answered after all events were applied
     return time.perf_counter() - began
 
 
 def stored(number: int, hashes: list[int]) -> bytes:
-    """An event as the binding takes it."""
+    """A stored event in the binding's format."""
     blocks = [{"block_hash": hash_, "tokens_hash": hash_} for hash_ in hashes]
     return json.dumps(
         {"event_id": number, "data": {"stored": {"parent_hash": None, "blocks": blocks}}}
@@ -69,7 +69,7 @@ def stored(number: int, hashes: list[int]) -> bytes:
 
 
 def removed(number: int, hashes: list[int]) -> bytes:
-    """The opposite."""
+    """A removed event."""
     return json.dumps({"event_id": number, "data": {"removed": {"block_hashes": hashes}}}).encode()
 
 

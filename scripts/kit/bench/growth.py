@@ -1,4 +1,4 @@
-"""How cost grows: with targets, with the length of a prompt, with blocks resident. Plots, and the figures."""
+"""Growth of cost with targets, length of a prompt, and resident blocks, as plots and figures."""
 
 from __future__ import annotations
 
@@ -29,17 +29,15 @@ Series = dict[str, list[Point]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and draw; returns the exit code."""
+    """Measure and draw."""
     parser = argparse.ArgumentParser(prog="scripts/bench growth", description=__doc__)
     parser.add_argument(
         "--plots",
         type=Path,
         metavar="DIR",
-        help=f"where plots and figures ({FIGURES}) are written (default: {PLOTS}; --quick has none)",
+        help=f"directory for plots and figures ({FIGURES}); default: {PLOTS}, required with --quick",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes only, to see that it works; with --plots"
-    )
+    parser.add_argument("--quick", action="store_true", help="small sizes only, as a test; needs --plots")
     flags = parser.parse_args(arguments)
     if flags.plots is None and flags.quick:
         parser.error(f"--quick needs --plots DIR: its plots must not replace those of {PLOTS}")
@@ -82,7 +80,7 @@ def over_tokens(flags: argparse.Namespace) -> dict[str, Series]:
 
 
 def hashed_and_found(core: str, tokens: int, kind: Callable[[list[int]], Sequence[int]]) -> float:
-    """A prompt's blocks are named and looked up; four of 64 targets hold a beginning."""
+    """Hash a prompt's blocks and look them up; four of 64 targets hold a beginning."""
     versions.choose(core)
     rng = random.Random(tokens)
     ids = kind([rng.randrange(150_000) for _ in range(tokens)])

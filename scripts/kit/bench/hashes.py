@@ -1,4 +1,4 @@
-"""What naming a prompt's blocks costs: block and sequence hashes, new and known, in Python and in C."""
+"""Cost of hashing a prompt's blocks: block and sequence hashes, new and known, in Python and in C."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scripts.kit.bench.index_fixtures import BLOCK_SIZE, microseconds
 from scripts.kit.bench.meter import machine
 
 PROMPTS = 200
-# Of 256 characters, the usual length of a part.
+# Tokens of 256 characters, the default length of a part.
 PART_TOKENS = 60
 
 
@@ -45,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def built() -> list[str]:
-    """The versions that are there."""
+    """The versions that are built."""
     return [name for name in versions.CORES if name == versions.PYTHON or not versions.why_not_built]
 
 
 def measure(tokens: int, core: str) -> dict[str, float]:
-    """Each way, with one version."""
+    """Each row, with one version."""
     versions.choose(core)
     rng = random.Random(tokens)
     listed = [rng.randrange(150_000) for _ in range(tokens)]
@@ -65,7 +65,7 @@ def measure(tokens: int, core: str) -> dict[str, float]:
 
 
 def known_ways(rng: random.Random, ids: array[int]) -> dict[str, Callable[[], object]]:
-    """Prompts that all end differently, through a cache that is full, however short they are."""
+    """Prompts that all end differently, through a full cache that also stores short ones."""
     few, many = min(100, len(ids) // 2), min(1000, len(ids) // 2)
     return {
         f"beginning known, the last {few:,} new": _known_way(rng, ids, len(ids) - few),

@@ -1,7 +1,7 @@
-"""How many of a burst all choose the one idle worker, when replicas decide before they hear of each other.
+"""How many requests of a burst go to the one idle worker, if replicas decide before they exchange bookings.
 
-Replicas of the real core, without processes: each burst is spread over them and decided in one
-instant, then all hear of all. One worker is idle; the others have long requests.
+Replicas of the real core, without processes: each burst is spread over them and routed in one
+instant, then all bookings are exchanged. One worker is idle; the others have long requests.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ POOL = PoolId("p")
 WORKERS = [WorkerId(f"w{number}") for number in range(8)]
 IDLE = WORKERS[0]
 BLOCKS = 20
-# Long requests on each worker but the idle one.
+# Long requests on each worker except the idle one.
 BUSY = 3
-# Bursts one second apart; those before the second number are the ones that replicas learn from.
+# Bursts one second apart, and how many of them replicas learn from before the measured ones.
 BURSTS, LEARNING = 40, 20
 
 
 class SeesNothing(UnseenBookings):
-    """Replicas that do not learn how many bookings they cannot see: ties are random, and that is all."""
+    """Disables the learning of unseen bookings: only ties are decided at random."""
 
     def booked_elsewhere(self, now: float) -> None:
-        """A peer's booking; not counted."""
+        """Ignore a peer's booking."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where the requests of one burst went."""
+    """The workers chosen for the requests of one burst."""
 
     to_idle: int
-    # Requests on the worker that has most afterwards, those that were there included.
+    # Requests on the fullest worker afterwards, earlier ones included.
     fullest: int
 
 
 def new_request(rng: random.Random) -> RouteRequest:
-    """A prompt of 20 blocks that nobody has seen."""
+    """A new prompt of 20 blocks."""
     hashes = [SequenceHash(rng.getrandbits(64)) for _ in range(BLOCKS)]
     return RouteRequest("x", (Prompt(hashes, 16 * BLOCKS),))
 
 
 def new_router(number: int, busy: int, rng: random.Random, *, learns: bool = True) -> Router:
-    """A replica that sees one idle worker and seven with `busy` long requests each."""
+    """A replica with one idle worker and seven with `busy` long requests each."""
     pool = Pool(POOL, PoolSettings())
     for worker_id in WORKERS:
         card = Card(worker_id=worker_id, url="http://x", model="m", block_size=16)
@@ -78,7 +78,7 @@ def new_router(number: int, busy: int, rng: random.Random, *, learns: bool = Tru
 
 
 def tell_peers(routers: Sequence[Router], now: float) -> None:
-    """Every replica's frames reach every other."""
+    """Deliver every replica's frames to all others."""
     for owner in routers:
         for frame in owner.frames():
             for peer in routers:
@@ -90,7 +90,7 @@ def tell_peers(routers: Sequence[Router], now: float) -> None:
 def place_bursts(
     replicas: int, burst: int, seed: int, *, busy: int = BUSY, learns: bool = True, bursts: int = BURSTS
 ) -> list[Placed]:
-    """Burst after burst; bookings are told to peers when each is over, and freed before the next."""
+    """Route bursts. Bookings are exchanged after each burst, and freed before the next one."""
     rng = random.Random(seed)
     routers = [new_router(number, busy, rng, learns=learns) for number in range(replicas)]
     found = []
@@ -111,7 +111,7 @@ def place_bursts(
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Requests of one burst: on the idle worker, and on the worker that has most afterwards."""
+    """Requests of one burst: on the idle worker, and on the fullest worker afterwards."""
 
     to_idle: float
     fullest: float
@@ -123,15 +123,15 @@ class Row:
 
     replicas: int
     burst: int
-    # Ties broken at random, and nothing else.
+    # Only ties are broken at random.
     ties: Figures
     learnt: Figures
-    # What one replica does that gets the whole burst, and so sees every choice.
+    # For comparison: one replica routes the whole burst, and so has every booking.
     ideal: Figures
 
 
 def measure(replicas: int, burst: int, runs: int) -> Row:
-    """The bursts after the learning, with it and without."""
+    """The bursts after the learning phase, with learning and without."""
     return Row(
         replicas,
         burst,
@@ -142,7 +142,7 @@ def measure(replicas: int, burst: int, runs: int) -> Row:
 
 
 def _figures(runs: Sequence[Sequence[Placed]]) -> Figures:
-    """The median over the runs of the means over their bursts."""
+    """The median over the runs of each run's mean over its bursts."""
     later = [run[LEARNING:] for run in runs]
     return Figures(
         median(mean(each.to_idle for each in run) for run in later),
@@ -171,7 +171,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="(1 2 4 8)")
     add("--burst", type=int, nargs="+", default=[8, 32], metavar="N", help="requests at once (8 32)")
-    add("--runs", type=int, default=5, metavar="N", help="the median of so many seeds (%(default)s)")
+    add(
+        "--runs",
+        type=int,
+        default=5,
+        metavar="N",
+        help="number of seeds; figures are medians (%(default)s)",
+    )
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     flags = parser.parse_args(arguments)
     if min(flags.runs, *flags.replicas, *flags.burst) < 1:

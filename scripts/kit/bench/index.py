@@ -1,6 +1,6 @@
-"""What the block index costs: look-ups, events, memory, and a whole decision; in Python and in C.
+"""Cost of the block index: look-ups, events, memory, and a whole decision; in Python and in C.
 
-`resident`: events of 8 blocks against an index that holds millions, in a process of its own
+`resident`: events of 8 blocks applied to an index that holds millions, in its own process
 (scripts/kit/bench/resident.py); `overlap`: prompts of 562 blocks in 230 groups, each held by four of the
 targets, or a system prompt by all, or by each target to another depth; `decision`: Router.route and
 free, with requests in flight everywhere.
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def overlap(core: str, targets: int) -> Row:
-    """Look-ups in an index of 230 groups: of prompts that few hold, and of one whose beginning all hold."""
+    """Look-ups in an index of 230 groups: of prompts held by few targets, and of one whose start all hold."""
     versions.choose(core)
     rng, names = random.Random(targets), new_targets(targets)
     index = BlockIndex()
@@ -113,7 +113,7 @@ def _router(targets: int, *, uneven: bool) -> Callable[[], None]:
 
 
 def resident(core: str, blocks: int, targets: int) -> Row:
-    """In a process of its own: memory is measured."""
+    """Run it in its own process, as memory is measured."""
     command = [sys.executable, "-m", "scripts.kit.bench.resident", core, str(blocks), str(targets)]
     row: Row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return row

@@ -1,4 +1,4 @@
-"""What the index benches measure on: prompts in groups, held by some targets; and how time is taken."""
+"""Fixtures of the index benches: prompts in groups, held by some targets; and the measurement of time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvrouter.core.wire.ids import Target, WorkerId
 GROUPS, BLOCKS, BLOCK_SIZE = 230, 562, 16
 # … of which 8,000 are a system prompt that the group shares.
 SYSTEM_BLOCKS = 500
-# Targets that a group has been sent to: all hold its system prompt, one the prompt that is asked for.
+# Targets of a group: all hold its system prompt, and one of them the whole prompt that is looked up.
 HOLDERS = 4
 
 
 def new_targets(count: int) -> list[Target]:
-    """So many workers of one rank."""
+    """Workers of one rank each."""
     return [Target(WorkerId(f"w{number:04d}")) for number in range(count)]
 
 
 def random_hashes(rng: random.Random, count: int) -> array[int]:
-    """As good as sequence hashes: 64 random bits each."""
+    """Random 64-bit numbers, which are distributed like sequence hashes."""
     return array("Q", rng.randbytes(8 * count))
 
 

@@ -1,9 +1,9 @@
-"""How long a frontend's event loop keeps things waiting while a large fleet sends KV events.
+"""Delay of a frontend's event loop while a large fleet publishes KV events.
 
-One real frontend, a real nats-server, 1,000 mock workers in a process of their own that send frames of 8 and
-64 blocks in bursts, and requests of 4,000 tokens as ids in mode kv, half of which some workers hold.
-The lag is the frontend's own `kvrouter_loop_lag_seconds`. Medians of several runs; each rate is a
-deployment of its own.
+One real frontend, a real nats-server, 1,000 mock workers in one other process that publish frames of 8 and
+64 blocks in bursts, and requests of 4,000 token ids in mode kv, half of which some workers hold.
+The lag is read from the frontend's `kvrouter_loop_lag_seconds`. Medians of several runs; each rate has
+its own deployment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from scripts.kit.steady import SteadyLoad
 PROMPT_TOKENS = 2 * PREFIX_BLOCKS * BLOCK_SIZE
 PROMPTS = 256
 SETTLE_S = 8.0
-# What is asked for.
+# The rate of events that was requested.
 P99_S, MAX_S = 0.005, 0.020
 _LAG = "kvrouter_loop_lag_seconds_bucket"
 
@@ -76,34 +76,34 @@ class Run:
     requests_s: float
     p50_ms: float
     p99_ms: float
-    # The upper bound of the last bucket that has anything.
+    # The upper bound of the last bucket with an observation.
     max_ms: float
-    # Share of looks.
+    # Share of the observations.
     over_5_ms: float
     ttft_p50_ms: float
     ttft_p99_ms: float
-    # Cores.
+    # In cores.
     frontend_cpu: float
-    # Share of the time in which it could have run and had no core: lag that is the machine's.
+    # Share of the time in which the process was ready but had no core: this lag is caused by the machine.
     frontend_waited: float
     # The garbage collector's longest pause of the minute before the run's end.
     gc_longest_ms: float
-    # Come and not applied when the run ended.
+    # Received, but not applied at the end of the run.
     inbox_messages: float
     inbox_age_ms: float
-    # Feeds that were not in step then.
+    # Feeds that were not live at the end of the run.
     recoveries: float
 
     @classmethod
     def median(cls, runs: Sequence[Run]) -> Run:
-        """Of each figure; of the longest the longest."""
+        """The median of each figure; the maximum of the maxima."""
         whole = cls(*(median(values) for values in zip(*(asdict(run).values() for run in runs), strict=True)))
         return replace(whole, max_ms=max(run.max_ms for run in runs))
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all rates share."""
+    """Shared by all rates."""
 
     fleet: Fleet
     client: Client
@@ -156,10 +156,10 @@ class Bench:
         return process, url
 
     async def _run(self, frontend: Process, url: str, mocks: Process, load: SteadyLoad, asked: float) -> Run:
-        """One window. What is dear to ask for is asked outside of it."""
+        """One run. Costly requests for figures are made before and after it, not during it."""
         earlier = await self._samples(f"{url}/metrics")
         applied_at = time.perf_counter()
-        await asyncio.sleep(1.0)  # that answer took the frontend a while
+        await asyncio.sleep(1.0)  # the answer itself took CPU time of the frontend: start after it
         before, cpu, start = await self._lags(url), cpu_ns(frontend.pid), time.perf_counter()
         waited = _waited_ns(frontend.pid)
         sent, first = _sent(mocks), len(load.outcomes)
@@ -191,7 +191,7 @@ class Bench:
         )
 
     async def _lags(self, url: str) -> dict[float, float]:
-        """Bucket bound -> looks up to it."""
+        """Bucket bound -> observations up to it."""
         samples = await self._samples(f"{url}/metrics?name[]={_LAG}")
         return {float(name.split('"')[1]): value for name, value in samples.items() if name.startswith(_LAG)}
 
@@ -207,16 +207,16 @@ def _total(samples: Mapping[str, float], *kinds: str) -> float:
 
 
 def _sent(mocks: Process) -> dict[str, float]:
-    """The last line that the mock fleet has written."""
+    """The last line of the mock fleet's output."""
     lines = mocks.log.read_text().splitlines()
     if not lines or not lines[-1].startswith("{"):
-        raise FleetError(f"the mock fleet says {lines[-1:]}")
+        raise FleetError(f"unexpected output of the mock fleet: {lines[-1:]}")
     last: dict[str, float] = json.loads(lines[-1])
     return last
 
 
 def _prefer(pid: int, nice: int) -> None:
-    """Where Linux weighs sessions (autogroup), that of a process alone counts for little."""
+    """Set the niceness of the session as well: with Linux's autogroup, a process's own has little effect."""
     os.setpriority(os.PRIO_PROCESS, pid, nice)
     autogroup = Path(f"/proc/{pid}/autogroup")
     if nice and autogroup.exists():
@@ -224,7 +224,7 @@ def _prefer(pid: int, nice: int) -> None:
 
 
 def _waited_ns(pid: int) -> int:
-    """How long its main thread was ready to run and had no core."""
+    """Time in which its main thread was ready to run but had no core."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
 
 
@@ -239,7 +239,7 @@ def _first_bytes(outcomes: Sequence[Outcome]) -> tuple[float, float]:
 
 
 def quantile(buckets: Mapping[float, float], share: float) -> float:
-    """By bucket, evenly within it; the whole is the upper bound of the last one with anything in it."""
+    """Interpolated within its bucket; for share 1, the upper bound of the last bucket with observations."""
     low = below = 0.0
     wanted = share * max(buckets.values())
     for bound in sorted(buckets):
@@ -327,7 +327,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def make_requests() -> list[LoadRequest]:
-    """Prompts as token ids: half of each is a group's prefix, the rest its own."""
+    """Prompts as token ids: the first half is the group's prefix, the rest is unique."""
     rng = random.Random(2)
     requests = []
     for number in range(PROMPTS):
@@ -349,11 +349,17 @@ def _options(arguments: Sequence[str] | None) -> Options:
     default = [0.0, 50_000.0, 200_000.0]
     add("--blocks-s", type=float, nargs="+", default=default, metavar="N", help="(0 50000 200000)")
     add("--rate", type=float, default=200.0, metavar="N", help="requests/s (%(default)g)")
-    add("--runs", type=int, default=3, metavar="N", help="the median of so many (%(default)s)")
+    add("--runs", type=int, default=3, metavar="N", help="number of runs; figures are medians (%(default)s)")
     add("--seconds", type=float, default=10.0, metavar="S", help="length of one run (%(default)g)")
     add("--burst-ms", type=float, default=10.0, metavar="MS", help="between two bursts (%(default)g)")
-    add("--nice", type=int, default=0, metavar="N", help="the frontend's niceness (0); below 0 as root only")
-    add("--frontend-flag", action="append", default=[], metavar="FLAG", help="for the frontend; repeatable")
+    add("--nice", type=int, default=0, metavar="N", help="the frontend's niceness (0); below 0 only as root")
+    add(
+        "--frontend-flag",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help="flag for the frontend; repeatable",
+    )
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     flags = parser.parse_args(arguments)
     return Options(

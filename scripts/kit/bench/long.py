@@ -1,9 +1,9 @@
-"""Whether a booking costs the same after a long time: each mode with each index, at steady load.
+"""Whether a booking costs the same after a long run: each mode with each index, at steady load.
 
-Two replicas of the real core in virtual time, without sockets: prompts that share beginnings, next turns of
-conversations, bookings that end after some seconds. First a warm-up in which the tables fill, then the time
-that is measured, in tenths. What a booking costs is all that the core does for it at both replicas, timers
-included; of the seconds of a tenth the median.
+Two replicas of the real core in virtual time, without sockets: prompts with shared beginnings, later turns of
+conversations, bookings that end after some seconds. A warm-up fills the tables; then the cost is measured in
+ten equal parts. The cost of a booking is all work of the core for it at both replicas, including timers; of
+the seconds of a tenth, the median counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scripts.kit.bench.long_world import (
 from scripts.kit.bench.meter import machine
 from scripts.kit.script import new_console
 
-# For counting, which is slow.
+# A smaller load for counting instructions, which is slow.
 SMALL = Load(
     targets=2, rate=10, groups=2, shared_blocks=12, own_blocks=4, turns=2, ttl_s=5.0, capacity_blocks=150,
     eviction_chars=8000, eviction_s=1.0, warm_up_s=20, seconds=40,
@@ -45,20 +45,20 @@ PAGE_KB = 4
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One mode with one index. Costs are of one booking: CPU microseconds, or instructions."""
+    """One mode with one index. Costs are per booking, in CPU microseconds or instructions."""
 
     mode: str
     index: str
-    # From empty tables: the first tenth of the warm-up.
+    # With empty tables: the first tenth of the warm-up.
     cold: float
     tenths: list[float]
     memory: Memory
-    # Of the process: before the first tenth, after it, and at the end.
+    # Memory of the process: before the first tenth, after it, and at the end.
     rss_mb: tuple[int, int, int]
 
     @property
     def ratio(self) -> float:
-        """The last tenth against the first."""
+        """The last tenth's cost divided by the first's."""
         return self.tenths[-1] / self.tenths[0]
 
     @property
@@ -68,7 +68,7 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; returns the exit code: 1 if a row is out of its bounds."""
+    """Measure; 1 if a row exceeds its bounds."""
     flags = _flags(arguments)
     load = SMALL if flags.count else Load(rate=flags.rate, warm_up_s=flags.warm_up, seconds=flags.seconds)
     cases = [one for one in all_cases() if one[0] in flags.modes]
@@ -84,14 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_cases() -> list[tuple[str, str]]:
-    """Every mode, with every index that it looks at."""
+    """Every mode, with every index that it uses."""
     kinds: dict[str, tuple[str, ...]] = dict.fromkeys(POLICIES, ("none",))
     kinds |= dict.fromkeys(MODES_OF_BLOCKS, INDEXES) | {"prefix-affinity": TEXTS}
     return [(mode, index) for mode, indexes in kinds.items() for index in indexes]
 
 
 def count(case: tuple[str, str]) -> Row:
-    """The small load, in instructions."""
+    """The small load, measured in instructions."""
     return run(World(*case, SMALL, InstructionMeter()), case)
 
 
@@ -114,7 +114,7 @@ def _tenth(world: World, seconds: int) -> float:
 
 
 def _measured(cases: Sequence[tuple[str, str]], load: Load) -> Iterator[Row]:
-    """Each in a process of its own: memory is measured."""
+    """Run each in its own process, as memory is measured."""
     spawn = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
         for row in processes.map(_measure, cases, [load] * len(cases)):

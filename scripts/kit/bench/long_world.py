@@ -1,10 +1,10 @@
-"""Two replicas and their engines in virtual time, at steady load: what `scripts/bench long` measures.
+"""Two replicas and their engines in virtual time, at steady load, for `scripts/bench long`.
 
     prompts that share beginnings ──> route ──> first byte ──> end        at one replica, then at the other
                                         │           │
-                                      frames      engines: what they hold, least recently used goes
+                                      frames      engines: an LRU of blocks
 
-Only calls of the core are measured, those of the peer and of the timers included. Sockets, tokens and the
+Only calls of the core are measured, including the peer's and the timers'. Sockets, tokens and the
 engines' own work are not.
 """
 
@@ -41,7 +41,7 @@ R = TypeVar("R")
 POOL = PoolId("bench")
 BLOCK_SIZE = 16
 CHARS_A_BLOCK = 64
-# The modes that look at an index; the others are measured without.
+# The modes that use an index; the others are measured without one.
 MODES_OF_BLOCKS = ("kv", "kv-score", "scored", "sticky", "two-stage")
 INDEXES = ("exact", "assumed by time", "assumed by capacity")
 TEXTS = ("texts", "texts, evicted")
@@ -49,14 +49,14 @@ TEXTS = ("texts", "texts, evicted")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What comes, and what may be remembered. Blocks of 16 tokens, times in virtual seconds."""
+    """The load and the limits of tables. Blocks of 16 tokens, times in virtual seconds."""
 
     targets: int = 8
     # Bookings a second, over both replicas.
     rate: int = 100
     groups: int = 64
     shared_blocks: int = 192
-    # Of a first turn; one booking in four is a next turn, and has as many more than the last.
+    # Blocks of a first turn. One booking in four is a later turn, which adds this many to the last one's.
     own_blocks: int = 64
     turns: int = 4
     ttl_s: float = 120.0
@@ -68,7 +68,7 @@ class Load:
 
 
 class Meter(Protocol):
-    """Makes a call of the core and adds up what it cost."""
+    """Calls the core and adds up the cost."""
 
     cost: float
 
@@ -107,7 +107,7 @@ class InstructionMeter:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """How many entries the table of this row has, and at most may have."""
+    """The number of entries in the table of this row, and its bound."""
 
     what: str
     entries: int
@@ -115,14 +115,14 @@ class Memory:
 
 
 class Engine:
-    """What one target really holds: least recently used blocks go, the deepest first."""
+    """The blocks in one engine's cache. The least recently used are evicted, the deepest of them first."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity = capacity_blocks
         self._held: OrderedDict[int, None] = OrderedDict()
 
     def compute(self, chain: array[int]) -> tuple[array[int], list[int]]:
-        """A prompt; returns the blocks that it stored, parent first, and those that had to go."""
+        """Add a prompt; returns the stored blocks, parent first, and the evicted ones."""
         new = array("Q", [hash_ for hash_ in chain if hash_ not in self._held])
         for hash_ in reversed(chain):
             self._held[hash_] = None
@@ -133,7 +133,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt as it was sent, for the next one of its conversation."""
+    """Remember a prompt for the next turn of its conversation."""
 
     chain: array[int]
     text: str
@@ -162,7 +162,7 @@ class World:
         self._engines = {target: Engine(load.capacity_blocks) for target in self._routers[0].pool.targets}
 
     def run_second(self) -> float:
-        """A second of load, and what the timers do in it; returns what a booking cost."""
+        """One second of load with its timers; returns the cost per booking."""
         self.meter.cost = 0.0
         for number in range(self.load.rate):
             now = self._second + number / self.load.rate
@@ -194,7 +194,7 @@ class World:
         bookings = sum(pool.active.owners().values())
         return Memory("bookings", bookings, load.rate * 10)
 
-    # What happens
+    # Events
 
     def _book(self, now: float) -> None:
         self._bookings += 1
@@ -222,7 +222,7 @@ class World:
         self._exchange(place, now)
 
     def _compute(self, target: Target, chain: array[int], now: float) -> None:
-        """The engine's events reach both replicas."""
+        """Deliver the engine's events to both replicas."""
         if self._index != "exact":
             return
         stored, removed = self._engines[target].compute(chain)
@@ -235,7 +235,7 @@ class World:
         self._exchange(place, now)
 
     def _upkeep(self, place: int, now: float) -> None:
-        """What a replica's timers do once a second."""
+        """The work of a replica's timers, once per second."""
         router = self._routers[place]
         for key in router.due(now):
             router.mark_prefill_completed(key, now)
@@ -259,10 +259,10 @@ class World:
     def _later(self, at: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._waiting, (at, len(self._waiting) + self._bookings * 1000, act))
 
-    # What is sent
+    # Requests
 
     def _next_turn(self) -> Turn:
-        """The next turn of a late conversation, or the first of a new one; some share less of their group."""
+        """The next turn of a recent conversation, or the first one of a new conversation."""
         rng, load = self._rng, self.load
         last = rng.choice(self._turns) if self._turns and rng.random() < 0.25 else None
         own = self._first_turn(load.own_blocks)
@@ -282,7 +282,7 @@ class World:
         text = rng.randbytes(blocks * CHARS_A_BLOCK // 2).hex() if self._index in TEXTS else ""
         return Turn(chain, text, f"{chain[0]:x}")
 
-    # What there is
+    # State
 
     def _new_router(self, mode: str, number: int) -> Router:
         load, index = self.load, self._index

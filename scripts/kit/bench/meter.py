@@ -22,7 +22,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Since the process started. One minus an earlier one is what an interval used."""
+    """Usage since the start of the process. The difference of two is the usage of an interval."""
 
     cpu_ns: int
     sent: float = 0.0
@@ -43,19 +43,19 @@ _COUNTERS = (
 
 
 def cpu_ns(pid: int, proc: Path = Path("/proc")) -> int:
-    """CPU time of all threads. /proc/PID/stat counts ticks of 10 ms, too coarse here; schedstat counts ns."""
+    """CPU time of all threads, from schedstat: /proc/PID/stat counts ticks of 10 ms, too coarse here."""
     return sum(
         int((task / "schedstat").read_text().split()[0]) for task in (proc / str(pid) / "task").iterdir()
     )
 
 
 def group_cpu_ns(group: int, proc: Path = Path("/proc")) -> int:
-    """CPU time of a process group, as of a router that starts processes of its own."""
+    """CPU time of a process group, for routers that start further processes."""
     return sum(cpu_ns(pid, proc) for pid in _members(group, proc))
 
 
 def resident_bytes(group: int, proc: Path = Path("/proc")) -> int:
-    """Memory of a process group that is resident, shared pages counted for each process."""
+    """Resident memory of a process group; shared pages count for each process."""
     status = [(proc / str(pid) / "status").read_text() for pid in _members(group, proc)]
     lines = [line for text in status for line in text.splitlines() if line.startswith("VmRSS:")]
     return sum(1024 * int(line.split()[1]) for line in lines)
@@ -74,7 +74,7 @@ def _members(group: int, proc: Path) -> Iterator[int]:
 
 
 async def usage(client: Client, pid: int, url: str) -> Usage:
-    """One replica's. Its own answer to this is part of the next figures, and the same for all."""
+    """The usage of one replica. The cost of this request is part of the next figures, equal for all."""
     _, body = await client.get(f"{url}/metrics")
     counted = dict(_samples(body.decode()))
     return Usage(cpu_ns(pid), *(counted[name] for name in _COUNTERS))

@@ -1,12 +1,12 @@
-"""A fleet of mock workers in one process, which sends KV events as fast as it is told.
+"""A fleet of mock workers in one process, which publishes KV events at a given rate.
 
     python -m scripts.kit.bench.mock_fleet --nats URL --engine URL --workers 1000 --blocks-s 200000 …
 
-Each worker speaks as its agent would: card, heartbeats, a numbered KV feed, answers to replays. What frames
-say is encoded beforehand; sending one is a number put in its place. It talks to NATS in its own protocol, on
-one blocking socket: nats-py would cost more than the frontend that is to be measured.
+Each worker behaves like its agent: card, heartbeats, a numbered KV feed, answers to replays. Frames are
+encoded beforehand, and only their number is inserted when they are sent. It implements NATS's protocol on one
+blocking socket: nats-py would use more CPU time than the frontend under test.
 
-Every worker holds a base (one of a few prefixes that prompts share) and a window of chains below it, half of
+Every worker holds a base (one of a few prefixes shared by prompts) and a window of chains below it, half of
 the blocks in chains of 8 and half in chains of 64. Once the window is full, each chain stored is
 one removed: half of the blocks sent are stored, half removed.
 """
@@ -48,11 +48,11 @@ from kvrouter.core.wire.ops import (
 
 MODEL, POOL = "mock", PoolId("mock-bench")
 BLOCK_SIZE = 16
-# What prompts of 4,000 tokens share: their first half, with those of one group.
+# A prompt of 4,000 tokens shares its first half with the prompts of its group.
 PREFIXES, PREFIX_BLOCKS = 32, 125
-# Lengths of the chains of a worker, in the order in which they come: as many blocks of either kind.
+# Lengths of a worker's chains, in their order: equally many blocks in short and in long ones.
 CHAINS = ((8,) * 8 + (64,)) * 2
-# How many of them it holds.
+# Chains that a worker holds.
 WINDOW = 14
 TICK_S = 0.01
 ENGINE_EVENTS = 4  # of each answer of the mock engine
@@ -67,13 +67,13 @@ def prefix_tokens(group: int) -> list[int]:
 
 
 def prefix_hashes(group: int) -> Sequence[int]:
-    """Its blocks, by name."""
+    """The hashes of the prefix's blocks."""
     return sequence_hashes(block_hashes(prefix_tokens(group), BLOCK_SIZE))
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Blocks that come and go together: encoded, and what they add to the digest."""
+    """Blocks that are stored and removed together: the encoded ops, and their part of the digest."""
 
     blocks: int
     digest: int
@@ -104,12 +104,12 @@ class Worker:
         self._beats = 0
 
     def first(self) -> bytes:
-        """Its base, to publish."""
+        """The frame that stores its base."""
         self._count, self._digest = self._base_digest
         return self._frame(b"\x91" + encode(self._base))
 
     def next(self) -> tuple[int, bytes]:
-        """The next frame, as blocks and what to publish."""
+        """The next frame: number of blocks, and bytes to publish."""
         if len(self._held) == WINDOW:
             chain = self._held.popleft()
             self._chains.append(chain)
@@ -121,7 +121,7 @@ class Worker:
         return chain.blocks, self._frame(chain.stored)
 
     def beat(self) -> bytes:
-        """A Check and a heartbeat, as an agent sends them once a second."""
+        """A Check and a heartbeat, as sent by an agent once per second."""
         check = Check(self._count, self._digest & _MASK64)
         frame = self._frame(b"\x91" + encode(check)) if self.seq else b""
         return frame + self.heartbeat(with_card=self._beats % CARD_BEATS == 0)
@@ -135,7 +135,7 @@ class Worker:
         return _publish(self._beat, encode_beat(beat))
 
     def snapshot(self) -> bytes:
-        """Everything it holds, as the answer to whoever missed a frame."""
+        """A snapshot, the answer to a replica that missed a frame."""
         ops: list[Op] = [self._base, *(chain.op for chain in self._held)] if self.seq else []
         return encode(SnapshotChunk(self.seq or 1, self.seq, 0, 1, ops, self.incarnation))
 
@@ -156,7 +156,7 @@ def _publish(subject: bytes, payload: bytes) -> bytes:
 
 
 class Nats:
-    """One blocking connection: a thread reads, whoever holds the lock writes."""
+    """One blocking connection: one thread reads, and the holder of the lock writes."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
@@ -168,11 +168,11 @@ class Nats:
         self.write(b'CONNECT {"verbose":false,"pedantic":false}\r\n')
 
     def write(self, data: bytes) -> None:
-        """Send; blocks while the server does not read."""
+        """Send bytes; blocks while the server does not read."""
         self._socket.sendall(data)
 
     def listen(self, mock: MockFleet) -> None:
-        """Answer what comes, until the connection ends."""
+        """Answer messages until the connection ends."""
         while line := self._read.readline():
             if line.startswith(b"PING"):
                 with self.lock:
@@ -185,7 +185,7 @@ class Nats:
 
 
 class MockFleet:
-    """All workers, and whose turn it is."""
+    """All workers, which publish in turn."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
@@ -193,14 +193,14 @@ class MockFleet:
         self._turn = self._beat_turn = 0
 
     def answer(self, subject: str, payload: bytes, reply: bytes) -> bytes:
-        """To a hello: all heartbeats; to a replay request: a snapshot."""
+        """The answer to a hello: all heartbeats; to a replay request: a snapshot."""
         if subject.endswith(".hello"):
             return b"".join(worker.heartbeat(with_card=True) for worker in self._workers)
         decode_request(payload)
         return _publish(reply, self._by_id[WorkerId(subject.rpartition(".")[2])].snapshot())
 
     def burst(self, blocks: float) -> tuple[int, int, bytes]:
-        """Frames of about so many blocks, from workers in turn: blocks, frames, what to publish."""
+        """Frames with about this many blocks, of workers in turn: blocks, frames, bytes to publish."""
         sent, parts = 0, []
         while sent < blocks:
             worker = self._workers[self._turn]
@@ -211,7 +211,7 @@ class MockFleet:
         return sent, len(parts), b"".join(parts)
 
     def beats(self, count: int) -> bytes:
-        """The heartbeats of so many workers, in turn."""
+        """The heartbeats of the next `count` workers."""
         parts = []
         for _ in range(count):
             parts.append(self._workers[self._beat_turn].beat())
@@ -219,7 +219,7 @@ class MockFleet:
         return b"".join(parts)
 
     def begin(self) -> bytes:
-        """Cards first, so that feeds begin at nothing; then what all hold from the start."""
+        """Cards first, so that feeds begin empty; then the base of every worker."""
         cards = [worker.heartbeat(with_card=True) for worker in self._workers]
         return b"".join([*cards, *(worker.first() for worker in self._workers)])
 
@@ -264,7 +264,7 @@ def _answer(prompt_tokens: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def mock_engine(prompt_tokens: int) -> AsyncIterator[str]:
-    """Its URL, while it listens on the running loop."""
+    """The URL of a minimal engine, which answers all completions with the same events at once."""
     answer = _answer(prompt_tokens)
     server = await asyncio.get_running_loop().create_server(lambda: _EngineConnection(answer), "127.0.0.1", 0)
     try:
@@ -274,7 +274,7 @@ async def mock_engine(prompt_tokens: int) -> AsyncIterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Send until the process is ended; a line of JSON a second says how much."""
+    """Publish until the process is ended; prints the totals as one line of JSON per second."""
     flags = _parser().parse_args(arguments)
     subjects, rng = Subjects(flags.namespace), random.Random(1)
     fleet = MockFleet([Worker(number, flags.engine, subjects, rng) for number in range(flags.workers)])
@@ -316,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nats", required=True)
     add("--namespace", required=True)
-    add("--engine", required=True, help="where requests to any of the workers go")
+    add("--engine", required=True, help="engine URL announced by all workers")
     add("--workers", type=int, default=1000)
     add("--blocks-s", type=float, default=200_000.0)
     add("--burst-ms", type=float, default=TICK_S * 1000)

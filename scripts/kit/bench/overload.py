@@ -1,7 +1,7 @@
-"""Twice the load that the engines can carry, for a minute: what is answered, and how the rest is refused.
+"""Goodput and rejections during a minute at twice the load that the engines can serve.
 
-Two simulated engines, two replicas, prompts of 4,000 token ids that share nothing. The peak is what a closed
-loop gets through; then requests leave at twice that rate, whatever becomes of them.
+Two simulated engines, two replicas, prompts of 4,000 token ids without common prefixes. The peak is the
+throughput of a closed loop; then requests are sent at twice that rate, independently of the answers.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from scripts.kit.script import log_directory, new_console, until_signalled
 
 ENGINES, REPLICAS = 2, 2
 PROMPT_TOKENS, OUTPUT_TOKENS = 4_000, 8
-# Of the engines; their agents have to be told, as vLLM does not tell it.
+# Batch size of the engines. Their agents get it as a flag, as vLLM does not report it.
 BATCHED_TOKENS = 8_192
-# Requests at once that find the peak.
+# Concurrent requests of the closed loop that finds the peak.
 CLOSED_LOOP = 24
 QUEUE_FLAGS = ("--router-queue-threshold=1", "--router-queue-size=20", "--router-queue-timeout=5")
-# An answer that takes longer is none.
+# An answer that takes longer counts as failed.
 PATIENCE_S = 30.0
 
 
 @dataclass
 class Seen:
-    """What became of requests."""
+    """The results of requests."""
 
     seconds: float = 0.0
     answered: int = 0
-    # Of those that were not answered.
+    # Statuses of requests without an answer.
     statuses: Counter[str] = field(default_factory=Counter)
     without_retry_after: int = 0
     latencies_s: list[float] = field(default_factory=list)
 
     @property
     def goodput(self) -> float:
-        """Whole answers per second."""
+        """Complete answers per second."""
         return self.answered / self.seconds
 
 
@@ -68,7 +68,7 @@ class Clients:
         self._number = 0
 
     async def ask(self, seen: Seen) -> None:
-        """One request, and what became of it."""
+        """Send one request and record its result."""
         self._number += 1
         url = self._urls[self._number % len(self._urls)]
         prompt = [self._rng.randrange(100, 300) for _ in range(PROMPT_TOKENS)]
@@ -88,7 +88,7 @@ class Clients:
             seen.without_retry_after += "retry-after" not in answer.headers
 
     async def closed_loop(self, seconds: float) -> Seen:
-        """As many at once as it takes to keep the engines busy."""
+        """A closed loop with enough concurrent requests to keep the engines busy."""
         seen = Seen()
         ends = time.perf_counter() + seconds
 
@@ -102,7 +102,7 @@ class Clients:
         return seen
 
     async def open_loop(self, rate: float, seconds: float) -> Seen:
-        """At a rate, however long the answers take; it is over when the last one is there."""
+        """Send at a fixed rate, however slow the answers are; returns after the last answer."""
         seen = Seen()
         began = time.perf_counter()
         async with asyncio.TaskGroup() as asking:
@@ -113,7 +113,7 @@ class Clients:
         return seen
 
     async def live(self, every_s: float = 0.25) -> list[float]:
-        """Ask every replica for /live until cancelled; returns how long each answer took."""
+        """Poll /live of every replica until cancelled; returns the times of the answers."""
         took: list[float] = []
         try:
             while True:
@@ -137,7 +137,7 @@ async def run(flags: argparse.Namespace) -> int:
         connector = aiohttp.TCPConnector(limit=0)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
         clients = Clients(http, [replica.url for replica in deployed.replicas], flags.seed)
-        await clients.closed_loop(flags.peak_s / 4)  # caches fill
+        await clients.closed_loop(flags.peak_s / 4)  # until the caches are full
         peak = await clients.closed_loop(flags.peak_s)
         asking = asyncio.create_task(clients.live())
         over = await clients.open_loop(2 * peak.goodput, flags.seconds)
@@ -198,9 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="scripts/bench overload", description=__doc__.split("\n", maxsplit=1)[0]
     )
     add = parser.add_argument
-    add("--seconds", type=float, default=60.0, help="of overload (%(default)s)")
+    add("--seconds", type=float, default=60.0, help="seconds of overload (%(default)s)")
     add("--peak-s", type=float, default=20.0, help="seconds for the peak (%(default)s)")
-    add("--no-queue", action="store_true", help="without the admission queue: nothing is refused")
+    add("--no-queue", action="store_true", help="without the admission queue: no request is rejected")
     add("--seed", type=int, default=1)
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     try:

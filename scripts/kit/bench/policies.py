@@ -1,8 +1,8 @@
-"""What a decision costs, in microseconds of CPU time: each mode, 8 to 512 targets, a 562-block prompt.
+"""CPU microseconds of a decision: each mode, 8 to 512 targets, a 562-block prompt.
 
-In process: the pool's tables, the candidates, the filters and the policy, as the request path calls
-them, without booking. `candidates` is what all modes share; each mode's own part is the difference.
-`text` is the prompt's 36,000 characters, for the mode that looks at them.
+In this process: the pool's tables, the candidates, the filters and the policy, as called by the request
+path, without booking. `candidates` is the part shared by all modes; a mode's own part is the difference.
+`text` is the prompt's 36,000 characters, for the mode that uses them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(count: int, options: Options) -> list[Figure]:
-    """Every mode over so many targets, the shared part first."""
+    """Every mode with this number of targets, the shared part first."""
     rng = random.Random(count)
     chain = [rng.getrandbits(64) for _ in range(BLOCKS)]
     pool = new_pool(count, chain, rng)
@@ -103,7 +103,7 @@ def measure(count: int, options: Options) -> list[Figure]:
 
 
 def shown(asked: RouteRequest, selection: Selection) -> RouteRequest:
-    """The request with what the frontend gives this mode: tokens and text cost it something, too."""
+    """The request with the fields that the frontend fills for this mode: tokens and text cost time."""
     prompts = asked.prompts if selection.policy.needs_tokens else ()
     text = asked.text if selection.policy.needs_text else ""
     return msgspec.structs.replace(asked, prompts=prompts, text=text)
@@ -112,7 +112,7 @@ def shown(asked: RouteRequest, selection: Selection) -> RouteRequest:
 def decide(
     selection: Selection, pool: Pool, asked: RouteRequest, tables: RoutingTables, rng: random.Random
 ) -> Target:
-    """One decision, as the router makes it."""
+    """One decision, made like the router's."""
     moment = Moment(0.0, rng.random, tables)
     eligible = selection.eligible(asked, pool.candidates(asked), moment)
     choice = selection.choose(asked, eligible, moment)[0]
@@ -121,7 +121,7 @@ def decide(
 
 
 def new_pool(count: int, chain: Sequence[int], rng: random.Random) -> Pool:
-    """Workers that hold prefixes of the prompt, of every length, and have some requests in flight."""
+    """Workers that hold prefixes of the prompt of various lengths, and have some requests in flight."""
     pool = Pool(POOL, PoolSettings())
     for number in range(count):
         worker_id = WorkerId(f"w{number:03d}")
@@ -164,7 +164,7 @@ def new_tables(pool: Pool, asked: RouteRequest, rng: random.Random) -> RoutingTa
 
 
 def figure(mode: str, targets: int, act: Callable[[], object], options: Options) -> Figure:
-    """The median of the runs, each as long as asked for."""
+    """The median of the runs, each of the requested length."""
     act()
     runs = sorted(_microseconds(act, options.seconds) for _ in range(options.runs))
     return Figure(mode, targets, statistics.median(runs), runs[0], runs[-1])
@@ -202,7 +202,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
     add = parser.add_argument
     add("--targets", type=int, nargs="+", default=[8, 64, 512], metavar="N", help="(8 64 512)")
     add("--modes", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="MODE", help="(all)")
-    add("--runs", type=int, default=5, metavar="N", help="the median of so many (%(default)s)")
+    add("--runs", type=int, default=5, metavar="N", help="number of runs; figures are medians (%(default)s)")
     add("--seconds", type=float, default=0.2, metavar="S", help="length of one run (%(default)g)")
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     flags = parser.parse_args(arguments)

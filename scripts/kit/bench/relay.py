@@ -1,7 +1,7 @@
-"""What a request and a streamed event cost at one frontend, and how that grows with the open streams.
+"""Cost of a request and of a streamed event at one frontend, and its growth with the open streams.
 
-Fake workers and a load generator in C (scripts/kit/bench/wire), faster than what they measure: `direct` is
-one connected to the other. CPU time is that of the frontend's process alone.
+Fake workers and a load generator in C (scripts/kit/bench/wire) are faster than the frontend: `direct` is
+the load without a frontend. CPU time is that of the frontend's process alone.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ async def _relay(stage: Stage, works: Sequence[Work], options: Options, console:
 async def _growth(
     stage: Stage, options: Options, descriptors: int, console: Console
 ) -> tuple[list[Growth], list[str]]:
-    """What was seen, and who could not open how many streams."""
+    """The measurements, and the programs that could not open all streams."""
     found, failures = [], []
     for streams in growth.possible_streams(options.streams, descriptors):
         workers = await stage.workers(growth.pace_ms(streams), growth.WORKERS)
@@ -122,7 +122,7 @@ async def _growth(
 
 
 def _routers(stage: Stage, workers: Workers, options: Options) -> list[Callable[[], Awaitable[Contender]]]:
-    """What grows: a frontend, the one of another checkout, and nginx to tell what the kernel's part is."""
+    """The programs to measure: a frontend, another checkout's, and nginx, which shows the kernel's part."""
     starts: list[Callable[[], Awaitable[Contender]]] = [partial(stage.ours, OURS, workers)]
     if options.against is not None:
         starts.append(partial(stage.ours, OURS, workers, options.against))
@@ -132,7 +132,7 @@ def _routers(stage: Stage, workers: Workers, options: Options) -> list[Callable[
 
 
 def sayer(console: Console, prefix: str = "") -> Callable[[str], None]:
-    """Shows where a long measurement is."""
+    """Prints the progress of a long measurement."""
 
     def say(text: str) -> None:
         console.print(prefix + text, highlight=False)
@@ -141,7 +141,7 @@ def sayer(console: Console, prefix: str = "") -> Callable[[str], None]:
 
 
 def about_machine(before: MachineTime | None) -> dict[str, object]:
-    """Where and when, and how busy the machine was since then."""
+    """The machine, the date, and the CPU load since the start."""
     about = machine()
     after = MachineTime.now()
     if before and after:
@@ -150,10 +150,10 @@ def about_machine(before: MachineTime | None) -> dict[str, object]:
 
 
 def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of `peers`, too."""
+    """Flags shared with `peers`."""
     add = parser.add_argument
     add("--runs", type=int, default=5, metavar="N", help="rounds; figures are their medians (%(default)s)")
-    add("--share", type=float, default=1.0, metavar="X", help="of the requests of a run (%(default)g)")
+    add("--share", type=float, default=1.0, metavar="X", help="seconds of requests per run (%(default)g)")
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     add("--against", type=checkout, metavar="DIR",
         help="another checkout of kvrouter: its frontends are measured in the same rounds")  # fmt: skip
@@ -164,7 +164,7 @@ def checkout(name: str) -> Path:
     """The root of a checkout of kvrouter. Raises ArgumentTypeError."""
     path = Path(name).resolve()
     if not (path / "kvrouter" / "frontend").is_dir():
-        raise argparse.ArgumentTypeError(f"{name}: no kvrouter there; name the root of a checkout")
+        raise argparse.ArgumentTypeError(f"{name}: not a checkout of kvrouter; give the root of one")
     return path
 
 
@@ -175,8 +175,8 @@ def _options(arguments: Sequence[str] | None) -> Options:
     add_measuring_flags(parser)
     add = parser.add_argument
     add("--streams", type=int, nargs="*", default=growth.STREAMS, metavar="N",
-        help="open streams to grow through; none: no growth (10 100 1000 3000 9000)")  # fmt: skip
-    add("--growth-runs", type=int, default=1, metavar="N", help="runs of each (%(default)s)")
-    add("--window-s", type=float, default=5.0, metavar="S", help="length of a look (%(default)g)")
-    add("--plots", type=Path, metavar="DIR", help="write SVG plots of the growth there")
+        help="numbers of open streams; none: skip the growth (10 100 1000 3000 9000)")  # fmt: skip
+    add("--growth-runs", type=int, default=1, metavar="N", help="runs for each number (%(default)s)")
+    add("--window-s", type=float, default=5.0, metavar="S", help="seconds of a measurement (%(default)g)")
+    add("--plots", type=Path, metavar="DIR", help="directory for SVG plots of the growth")
     return Options(**vars(parser.parse_args(arguments)))

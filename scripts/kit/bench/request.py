@@ -1,9 +1,9 @@
-"""What a short request and a streamed event cost a frontend's own code: sockets are faked.
+"""Cost of a short request and of a streamed event in a frontend's code, without sockets.
 
-A whole frontend runs in this process, but for two things: clients' bytes come from a loop here, and workers
-answer at once from here. So the figure is CPU time of our own Python (and of the event loop's callbacks),
-repeatable to a few percent, and `--profile` shows where it goes. It is less than what `scripts/bench relay`
-measures with real sockets: no kernel, and warmer caches.
+A whole frontend runs in this process, with two replacements: this module writes the clients' bytes, and
+answers for the workers at once. So the figure is CPU time of kvrouter's Python (and of the loop's callbacks),
+repeatable to a few percent, and `--profile` shows its parts. It is lower than that of `scripts/bench relay`
+with real sockets: it has no kernel time, and warmer caches.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _JSON = json.dumps(
         "usage": {"prompt_tokens": 6, "total_tokens": 9, "completion_tokens": 3},
     }
 ).encode()
-# As it arrives, read by read.
+# The answer's chunks, as they arrive.
 Answer = tuple[bytes, ...]
 
 ANSWER: Answer = (
     b"HTTP/1.1 200 OK\r\ndate: Sat, 21 Nov 2026 14:00:00 GMT\r\nserver: uvicorn\r\n"
     b"content-length: %d\r\ncontent-type: application/json\r\n\r\n%s" % (len(_JSON), _JSON),
 )
-# How many more events the longer of two streams has, of which the difference is taken.
+# The cost of an event is the difference between two streams, one with this many more events.
 EVENTS = 64
 _EVENT = b"data: " + _JSON + b"\n\n"
 _HEAD = (
@@ -73,7 +73,7 @@ REQUESTS = [_HEAD % len(body) + body for body in SHORT_BODIES]
 
 
 def streamed(events: int) -> Answer:
-    """A stream as uvicorn sends it: the head alone, each event alone, and with the last one the end."""
+    """A stream in uvicorn's chunks: the head, then each event, the last one with the end of the body."""
     head = (
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
         b"transfer-encoding: chunked\r\n\r\n"
@@ -83,36 +83,44 @@ def streamed(events: int) -> Answer:
 
 
 class FakeTransport(asyncio.Transport):
-    """One end of a connection that is none: what is written goes to `heard`."""
+    """A fake transport: written bytes are passed to `heard`."""
 
     def __init__(self, heard: Callable[[bytes], object]) -> None:
         super().__init__()
         self._heard = heard
 
     def write(self, data: Any) -> None:
-        """Hand over."""
+        """Pass the bytes on."""
         self._heard(data)
 
     def is_closing(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     def pause_reading(self) -> None:
-        """Nobody sends more than one request at a time."""
+        """Do nothing: clients send one request at a time, so no buffer fills."""
 
     def resume_reading(self) -> None:
-        """Nothing was held back."""
+        """Do nothing: reading is never paused."""
 
     def abort(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no socket to close."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; returns the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/bench request", description=__doc__)
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="medians of so many (%(default)s)")
-    parser.add_argument("--requests", type=int, default=20_000, metavar="N", help="in each run (%(default)s)")
-    parser.add_argument("--profile", action="store_true", help="show in which functions the time goes, too")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=5,
+        metavar="N",
+        help="number of runs; figures are medians (%(default)s)",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=20_000, metavar="N", help="requests per run (%(default)s)"
+    )
+    parser.add_argument("--profile", action="store_true", help="also show the functions that take the time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     flags = parser.parse_args(arguments)
     set_up_logs("error")
@@ -161,7 +169,11 @@ async def _measure(
     works = {"short": ANSWER, "stream": streamed(2), "longer": streamed(2 + EVENTS)}
 
     def connect(upstream: Upstream, url: str) -> Coroutine[Any, Any, WorkerConnection]:
-        return engine.connect(upstream, url)  # which, being a method already, would not become Upstream's
+        return engine.connect(
+            upstream,
+            url,
+            # a function around it: a bound method as a class attribute would not receive the Upstream
+        )
 
     with mock.patch.object(Upstream, "connect", connect):
         async with running_frontend(options) as frontend:
@@ -182,10 +194,10 @@ async def _measure(
 
 
 def shares(profile: pstats.Stats) -> dict[str, float]:
-    """How much of the time went to each folder below kvrouter/ and to `other`, as shares of 1.
+    """The shares of the time spent in each folder of kvrouter/ and in `other`; their sum is 1.
 
-    What is no code of kvrouter's (built-in functions, libraries) counts for the code that called it. A
-    profiler makes calls dearer than they are, so parts with many short calls are overstated.
+    Time in built-in functions and libraries counts for the code that called them. A profiler makes calls
+    more expensive, so parts with many short calls are overstated.
     """
     found: dict[str, float] = {}
 
@@ -211,14 +223,14 @@ async def _ready(frontend: RunningFrontend, workers: int) -> None:
 
 
 class _Engine:
-    """Workers that need no connection: what they are sent is answered from here, in turns of the loop."""
+    """Fake workers without connections: requests are answered here, in later iterations of the loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.answer = ANSWER
 
     async def connect(self, upstream: Upstream, url: str) -> WorkerConnection:
-        """In place of `Upstream.connect`."""
+        """Replaces `Upstream.connect`."""
         connection = WorkerConnection(upstream.pool(url))
         connection.connection_made(FakeTransport(lambda _: self._loop.call_soon(self._send, connection, 0)))
         return connection
@@ -248,7 +260,7 @@ class _Clients:
         self._clients = [self._new() for _ in range(CONCURRENCY)]
 
     async def send(self, requests: int, answer: Answer) -> float:
-        """CPU µs for each; `answer` is what each gets."""
+        """CPU µs per request; each receives `answer`."""
         self._left = requests
         self._last = answer[-1][-8:]
         self._done.clear()

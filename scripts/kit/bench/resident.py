@@ -1,8 +1,8 @@
-"""One index with many blocks, in a process of its own: what events cost, and what a block takes.
+"""One index with many blocks, in its own process: cost of events and memory of a block.
 
-Chains of 512 blocks, each held by four of the targets: by one whole, by three a beginning. Events are
-made just before they are stored, a thousand at a time, so that they are in the processor's cache as
-they are when they have just been decoded; the rows are where they are.
+Chains of 512 blocks, each held by four of the targets: completely by one, in part by three. Events are
+made just before they are stored, a thousand at a time, so that they are in the CPU's cache, like events
+that were just decoded. The rows of the index are not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE_BYTES = 4096
 
 
 class Growing:
-    """An index while it is filled: how long calls took, and the most memory a block took on the way."""
+    """An index while it is filled: durations of calls, and the maximum of memory per block."""
 
     def __init__(self, targets: Sequence[Target], rng: random.Random) -> None:
         self.index = BlockIndex()
@@ -37,7 +37,7 @@ class Growing:
         self._rng = rng
 
     def fill(self, blocks: int) -> None:
-        """Chains until there are so many blocks."""
+        """Store chains up to this number of blocks."""
         while len(self.index) < blocks:
             chain = random_hashes(self._rng, min(CHAIN_BLOCKS, blocks - len(self.index)))
             whole, *others = self._rng.sample(self._targets, min(HOLDERS, len(self._targets)))
@@ -58,14 +58,14 @@ class Growing:
 def measure(core: str, blocks: int, targets: int) -> dict[str, float | str]:
     """Fill an index and measure it."""
     versions.choose(core)
-    gc.disable()  # its rounds would be counted as the index's stalls
+    gc.disable()  # its collections would count as stalls of the index
     rng, names = random.Random(blocks), new_targets(targets)
     before = resident_bytes()
     growing = Growing(names, rng)
     growing.fill(blocks)
     taken = resident_bytes() - before
     index = growing.index
-    table_bytes = index.size_bytes() / len(index)  # before events, which make it grow once more
+    table_bytes = index.size_bytes() / len(index)  # before the events, which make it grow once more
     stored, removed = _events(index, names, rng)
     return {
         "core": core,
@@ -82,7 +82,7 @@ def measure(core: str, blocks: int, targets: int) -> dict[str, float | str]:
 
 
 def _events(index: BlockIndex, targets: Sequence[Target], rng: random.Random) -> tuple[float, float]:
-    """Microseconds a block: stored, and removed."""
+    """Microseconds per block, stored and removed."""
     stored, removed = [], []
     for number in range(ROUNDS):
         events = [random_hashes(rng, EVENT_BLOCKS).tobytes() for _ in range(ROUND_EVENTS)]
@@ -100,7 +100,7 @@ def _round(act: Callable[[Target, bytes], None], order: Sequence[Target], events
 
 
 def _sweep_ns(index: BlockIndex, gone: Target) -> list[int]:
-    """A target leaves: how long each step took that takes its blocks out."""
+    """Duration of each step that sweeps the blocks of a target that left."""
     index.drop(gone)
     steps, more = [], True
     while more:
@@ -111,7 +111,7 @@ def _sweep_ns(index: BlockIndex, gone: Target) -> list[int]:
 
 
 def _tail(name: str, calls_ns: list[int]) -> dict[str, float]:
-    """The slowest of a thousand, and the slowest of all: on a shared machine that one is the machine's."""
+    """The 99.9th percentile and the maximum; on a shared machine, the maximum is due to the machine."""
     ordered = sorted(calls_ns)
     return {
         f"{name}_p999_us": ordered[-1 - len(ordered) // 1000] / 1e3,
@@ -120,7 +120,7 @@ def _tail(name: str, calls_ns: list[int]) -> dict[str, float]:
 
 
 def resident_bytes() -> int:
-    """What of this process is in memory."""
+    """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 

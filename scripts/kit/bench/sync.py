@@ -1,8 +1,8 @@
-"""What replica sync costs: CPU and bytes per request, at who serves it and at the others.
+"""Cost of replica sync: CPU and bytes per request, at the replica that serves it and at the others.
 
 Real frontends, simulated engines, requests at a fixed rate: all to one replica, or to all in turn.
-The same with --no-router-replica-sync tells what of a peer's cost is KV events. What a replica
-uses while nothing happens (heartbeats) is measured first, and taken off.
+The same with --no-router-replica-sync shows how much of a peer's cost is due to KV events. The usage of
+an idle replica (heartbeats) is measured first and subtracted.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from scripts.kit.steady import SteadyLoad
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 16
 PROMPTS = 400
-# Smaller than the prompts together: each request stores its blocks anew, and evicts as many.
+# Smaller than all prompts together: each request stores its blocks and evicts as many.
 NUM_BLOCKS = 4096
 ENGINES = 2
 SPEEDUP = 20.0
 WARM_S = 1.5
-# Bookings/s at which a peer's cost is measured, too: a process that seldom rests works cheaper.
+# Bookings/s of further measurements of a peer's cost: a busier process needs less CPU time for each.
 HIGHER_RATES = (250.0, 1000.0)
 
 
@@ -56,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all measurements share."""
+    """Shared by all measurements."""
 
     fleet: Fleet
     client: Client
@@ -65,7 +65,7 @@ class Bench:
     requests: Sequence[LoadRequest]
 
     async def costs(self, replicas: int, *, synced: bool) -> list[Cost]:
-        """Deploy, measure the rest, then each way of spreading the load."""
+        """Deploy, measure the idle usage, then each way of spreading the load."""
         plan = Plan(
             "kv",
             self.fleet.directory / "model",
@@ -86,7 +86,7 @@ class Bench:
         return costs
 
     async def _runs(self, deployed: Deployment, urls: Sequence[str]) -> list[tuple[int, list[Usage]]]:
-        """Of each run the number of requests and what every replica used for them."""
+        """For each run, the number of requests and every replica's usage for them."""
         await asyncio.sleep(WARM_S)
         idle = await self._used(deployed, self.options.seconds)
         async with SteadyLoad(self.requests, urls, rate=self.options.rate) as load:
@@ -113,7 +113,7 @@ class Bench:
         return [await usage(self.client, process.pid, replica.url) for process, replica in pairs]
 
     async def visibilities(self) -> list[Visibility]:
-        """For each number of replicas above one; and with two at higher rates."""
+        """Visibility for each number of replicas above one, and with two replicas at higher rates."""
         settings = [(replicas, self.options.rate) for replicas in self.options.replicas if replicas > 1]
         found = []
         for replicas, rate in [*settings, *((2, rate) for rate in HIGHER_RATES)]:
@@ -170,7 +170,7 @@ async def _run(options: Options) -> int:
 
 
 def make_requests() -> list[LoadRequest]:
-    """Prompts that share nothing, as token ids."""
+    """Prompts without common prefixes, as token ids."""
     rng = random.Random(1)
     return [
         LoadRequest(
@@ -199,7 +199,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
     add = parser.add_argument
     add("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="(1 2 4 8)")
     add("--rate", type=float, default=60.0, metavar="N", help="requests/s over all replicas (%(default)g)")
-    add("--runs", type=int, default=3, metavar="N", help="the median of so many (%(default)s)")
+    add("--runs", type=int, default=3, metavar="N", help="number of runs; figures are medians (%(default)s)")
     add("--seconds", type=float, default=4.0, metavar="S", help="length of one run (%(default)g)")
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     flags = parser.parse_args(arguments)

@@ -16,7 +16,7 @@ from scripts.kit.bench.visibility import Seen
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one replica used per request, heartbeats not counted."""
+    """The usage of one replica per request, without heartbeats."""
 
     cpu_us: float
     sent: float
@@ -29,9 +29,9 @@ class Share:
 class Cost:
     """One deployment, the median of its runs.
 
-    `serving` is per request at replicas that get requests: all of them if `spread`, else the first.
-    `peer` is per request at replicas that get none. If `spread`, a replica serves one of N requests
-    and hears of the rest: its figures are per request of the whole fleet.
+    `serving` is per request at replicas that receive requests: all of them if `spread`, else the first.
+    `peer` is per request at the other replicas. If `spread`, a replica serves one of N requests and
+    receives the bookings of the rest: its figures are per request of the whole fleet.
     """
 
     replicas: int
@@ -44,21 +44,21 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Of one replica's bookings at the others, without HTTP and KV events; medians of the runs."""
+    """One replica's bookings as seen by the others, without HTTP and KV events; medians of the runs."""
 
     replicas: int
-    # Bookings/s, as achieved.
+    # Bookings/s that were achieved.
     rate: float
     samples: int
     p50_ms: float
     p90_ms: float
     p99_ms: float
-    # Per booking at a peer.
+    # CPU time per booking at a peer.
     cpu_us: float
 
     @classmethod
     def median(cls, replicas: int, seconds: float, runs: Sequence[Seen]) -> Visibility:
-        """The median run, figure by figure."""
+        """The medians of the runs, for each figure."""
         times = [percentiles(run.latencies_ms) for run in runs]
         samples = round(median(len(run.latencies_ms) for run in runs))
         return cls(
@@ -75,7 +75,7 @@ class Visibility:
 def median_cost(
     runs: Sequence[tuple[int, list[Usage]]], *, replicas: int, spread: bool, synced: bool
 ) -> Cost:
-    """The median of each figure over the runs; within a run, the mean over replicas of the same part."""
+    """The median of each figure over the runs; a run's figure is the mean over equal replicas."""
     serving = replicas if spread else 1
     peers = range(serving, replicas)
     return Cost(

@@ -1,7 +1,7 @@
-"""What a prompt costs to tokenize when its beginning is known, against `encode_batch_fast` on the whole.
+"""Cost of tokenizing a prompt whose beginning is known, compared with `encode_batch_fast` on the whole.
 
-In one process, in turn: the whole prompt through `encode_batch_fast`, the same through a cache that knows
-nothing, and through one that knows its beginning. Every prompt ends differently. The ids are compared.
+In one process, in turn: the whole prompt with `encode_batch_fast`, with an empty cache, and with a cache
+that has its beginning. Every prompt ends differently. The ids are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.bench.meter import machine
 from scripts.kit.script import log_directory, new_console
 
-# A prompt with 8,000 of 9,000 tokens known may cost so much of the whole.
+# Limit of the cost of a prompt with 8,000 of 9,000 tokens known, as a share of the whole.
 MOST = 1 / 5
 TURNS = 16
 
@@ -47,7 +47,7 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """What is left of the cost."""
+        """The cost with a warm cache, as a share of the whole."""
         return self.warm_ms / self.whole_ms
 
 
@@ -61,13 +61,13 @@ class Bench:
         self._words = " ".join(pydoc_data.topics.topics.values()).split(" ")
 
     def text(self, tokens: int) -> str:
-        """A text of about so many tokens, another one each time."""
+        """A text of about this many tokens, another one for each call."""
         start = self._rng.randrange(len(self._words) - 4 * tokens)
         ids = self.tokenizer.encode_batch_fast([" ".join(self._words[start : start + 2 * tokens])])[0].ids
         return str(self.tokenizer.decode(ids[:tokens]))
 
     def measure(self, name: str, prefix: str, endings: Sequence[str]) -> Result:
-        """Each prompt whole, cold and warm, in turn."""
+        """Tokenize each prompt in the three ways: whole, cold and warm."""
         store = PrefixStore()
         warm = self._cache(store)
         warm.encode(prefix + endings[0], add_special_tokens=False)
@@ -87,7 +87,7 @@ class Bench:
         return Result(name, round(statistics.median(sizes)), known, *medians)
 
     def whole(self, text: str) -> list[int]:
-        """What there would be without the cache."""
+        """The ids without the cache."""
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -121,7 +121,7 @@ def _turn(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; returns 1 if a prompt costs more than it may."""
+    """Measure; 1 if a prompt costs more than MOST."""
     flags = _flags(arguments)
     with ExitStack() as stack:
         directory = flags.model_path or stack.enter_context(log_directory("bench")) / "model"
@@ -160,6 +160,8 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="scripts/bench tokens", description=__doc__.split("\n", maxsplit=1)[0]
     )
     parser.add_argument("--runs", type=int, default=100, metavar="N", help="prompts of each kind (100)")
-    parser.add_argument("--model-path", type=Path, metavar="DIR", help="default: the tiny model, built here")
+    parser.add_argument(
+        "--model-path", type=Path, metavar="DIR", help="model directory; default: the tiny model"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     return parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""How soon a booking at one replica is visible at the others: the shells alone, a process each.
+"""Delay until a booking of one replica is visible at the others: only their shells, one process each.
 
-    child 0: Router.route, the time in the booking's request id ──frame──> NATS ──> child 1…N-1
-    child n: the inbox applies the frame; the booking stands in the active table: now - that time
+    child 0: Router.route, with the time in the booking's request id ──frame──> NATS ──> child 1…N-1
+    child n: the inbox applies the frame; the booking is in the active table: now - that time
 
-Each booking is marked and freed a moment later, so a peer hears three frames of it, as of a request.
+Each booking is marked and freed a moment later, so a peer receives three frames, as for a request.
 
 CLOCK_MONOTONIC is one clock for all processes of a machine.
 """
@@ -54,16 +54,16 @@ _TAIL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the children other than the booking one saw."""
+    """Measured by the children that do not book."""
 
-    # From booking to visibility, of every booking at every other replica.
+    # Seconds from booking to visibility, for every booking at every other replica.
     latencies_ms: list[float]
-    # CPU time for one booking of another replica, from AddRequest to Free; heartbeats taken off.
+    # CPU time for one booking of another replica, from AddRequest to Free, without heartbeats.
     cpu_us: float
 
 
 async def measure(fleet: Fleet, nats_url: str, *, replicas: int, rate: float, seconds: float) -> Seen:
-    """Start the children, and read what they wrote."""
+    """Start the children and read their figures."""
     files = [fleet.directory / f"visible-{number}.json" for number in range(replicas)]
     processes = []
     for number, file in enumerate(files):
@@ -80,7 +80,7 @@ async def measure(fleet: Fleet, nats_url: str, *, replicas: int, rate: float, se
 
 
 class Watcher:
-    """Takes the time whenever bookings may have changed."""
+    """Measures the delay when bookings may have changed."""
 
     def __init__(self, replica: Replica) -> None:
         self.latencies_ms: list[float] = []
@@ -88,7 +88,7 @@ class Watcher:
         self._last_number = 0
 
     def look(self) -> None:
-        """Find the bookings that are new."""
+        """Record the delay of new bookings."""
         now_ns = time.monotonic_ns()
         active = self._replica.router(POOL).pool.active
         for owner in active.owners():
@@ -110,10 +110,10 @@ async def _child(flags: argparse.Namespace) -> None:
         await replica_loop.subscribe()
         running = asyncio.create_task(replica_loop.run())
         async with asyncio.timeout(_PATIENCE_S):
-            while len(replica.peers) < flags.replicas - 1:  # noqa: ASYNC110  # no event tells
+            while len(replica.peers) < flags.replicas - 1:  # noqa: ASYNC110  # there is no event to wait for
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(_TAIL_S)  # all have met, also those that came last
-        gc.freeze()  # as a frontend does
+        await asyncio.sleep(_TAIL_S)  # all children know each other, including the last one
+        gc.freeze()  # like a frontend
         rest = cpu_ns(os.getpid())
         await asyncio.sleep(_TAIL_S)
         before = cpu_ns(os.getpid())
@@ -150,7 +150,7 @@ def _tell(publishing: Publishing, change: Callable[..., None], *arguments: Any) 
 
 
 def _router(replica: Replica) -> Router:
-    """The pool's router, with one worker that takes everything."""
+    """The pool's router, with one worker for all requests."""
     card = Card(worker_id=WORKER, url="http://127.0.0.1:1", model=MODEL, block_size=BLOCK_SIZE)
     beat = WorkerBeat(VERSION, 1, "up", POOL, [RankBeat(0, 1, 0)], 1, card)
     replica.worker_heartbeat(WORKER, encode(beat), 0.0)

@@ -96,7 +96,7 @@ class Stage:
             return [str(error)]
 
     async def leftovers(self) -> Leftovers:
-        """State left when no request is in flight; polled until there is none, for LEFT_S at most.
+        """State left when no request is in flight; polled for LEFT_S at most.
 
         The engines' last events may still be on their way to agents, replicas and this process.
         """

@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(slots=True)
 class Workload:
-    """An endless, seeded sequence of requests. `add_answer` takes an answer, so that its chat can continue."""
+    """An endless, seeded sequence of requests. `add_answer` lets a chat continue with its answer."""
 
     model: str
     adapters: tuple[str, ...]
