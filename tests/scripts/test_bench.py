@@ -35,7 +35,7 @@ kvrouter_bookings{pool="p",router="r"} 1.0
 
 
 def test_cpu_time(tmp_path: Path) -> None:
-    """All threads of a process, in nanoseconds."""
+    """cpu_ns sums the nanoseconds of all threads of a process."""
     for thread, used in ((7, 1500), (8, 20)):
         task = tmp_path / "7" / "task" / str(thread)
         task.mkdir(parents=True)
@@ -58,7 +58,7 @@ async def url() -> AsyncIterator[str]:
 
 
 async def test_usage(url: str) -> None:
-    """CPU time from /proc, the rest from the bus counters; two make an interval."""
+    """Usage has CPU time from /proc and the bus counters; the difference of two is an interval."""
     client = Client()
     used = await usage(client, os.getpid(), url)
     client.close()
@@ -70,12 +70,12 @@ async def test_usage(url: str) -> None:
 
 
 def run(requests: int, *cpu_us: float) -> tuple[int, list[Usage]]:
-    """One run in which each replica used so much for each request, and got 100 bytes for it."""
+    """One run in which each replica used this much per request, and received 100 bytes."""
     return requests, [Usage(round(us * 1000 * requests), received_bytes=100 * requests) for us in cpu_us]
 
 
 def test_one_serves() -> None:
-    """The first serves, the others are peers; each figure is the median of the runs."""
+    """The first replica serves, the others are peers; each figure is the median of the runs."""
     runs = [run(10, 1000, 100, 300), run(20, 1200, 200, 200), run(10, 5000, 900, 900)]
     cost = median_cost(runs, replicas=3, spread=False, synced=True)
 
@@ -85,14 +85,14 @@ def test_one_serves() -> None:
 
 
 def test_all_serve() -> None:
-    """Spread: the mean over all, and no peers."""
+    """If spread, the figure is the mean over all replicas, and there are no peers."""
     cost = median_cost([run(10, 100, 300)], replicas=2, spread=True, synced=True)
 
     assert (200.0, None) == (cost.serving.cpu_us, cost.peer)
 
 
 def test_visibility() -> None:
-    """Percentiles of each run, their medians; the rate is what was achieved at one peer."""
+    """Percentiles of each run, then their medians; the rate is the one achieved at a peer."""
     runs = [Seen([float(ms) for ms in range(1, 101)], cpu) for cpu in (30.0, 10.0, 20.0)]
     seen = Visibility.median(3, 5.0, runs)
 
@@ -101,7 +101,7 @@ def test_visibility() -> None:
 
 
 def test_report() -> None:
-    """Everything is in the tables and in the file."""
+    """All figures are in the tables and in the file."""
     costs = [
         median_cost([run(10, 1234, 321)], replicas=2, spread=False, synced=synced) for synced in (True, False)
     ]
@@ -117,7 +117,7 @@ def test_report() -> None:
 
 
 def test_requests_share_nothing() -> None:
-    """And ask for a stream, so that the end of prefill is told."""
+    """Prompts share no prefix, and requests ask for a stream, so that the end of prefill is published."""
     requests = make_requests()
 
     assert len(requests) == len({request.body[:400] for request in requests})
@@ -128,7 +128,7 @@ def test_requests_share_nothing() -> None:
 
 
 def test_herding_row() -> None:
-    """Medians of runs that repeat exactly: eight herd on the idle worker until they learn; one does not."""
+    """Runs repeat exactly: eight replicas herd on the idle worker until they learn, one replica does not."""
     row = measure(replicas=8, burst=8, runs=3)
 
     assert row == measure(replicas=8, burst=8, runs=3)
@@ -139,7 +139,7 @@ def test_herding_row() -> None:
 
 
 def test_herding_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A table, and the same figures in the file."""
+    """Table and file have the same figures."""
     file = tmp_path / "herding.json"
     flags = ["--replicas", "2", "--burst", "8", "--runs", "1", "--json", str(file)]
 
@@ -151,14 +151,14 @@ def test_herding_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_herding_refuses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """No replicas decide nothing."""
+    """0 replicas is an error."""
     with pytest.raises(SystemExit, match="2"):
         main(["herding", "--replicas", "0"])
     assert "at least 1" in capsys.readouterr().err
 
 
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a sub-command the list; an unknown one is refused."""
+    """Without a sub-command the list is printed; an unknown one is an error."""
     assert 0 == main([])
     said = capsys.readouterr().out
     assert "sync " in said
@@ -168,7 +168,7 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tokens(tmp_path: Path) -> None:
-    """Prompts of the length asked for, of which the known part costs little; the ids are compared."""
+    """Prompts have the requested length, their known part costs little, and the ids are compared."""
     build_tiny_model(tmp_path)
     bench = Bench(tmp_path)
     results = list(measure_all(bench, runs=2))
@@ -179,7 +179,7 @@ def test_tokens(tmp_path: Path) -> None:
 
 
 def test_tokens_that_cannot_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model whose tokenizer has no cache is refused with the reason."""
+    """A model whose tokenizer has no cache is an error with the reason."""
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     model.save(str(tmp_path / "tokenizer.json"))

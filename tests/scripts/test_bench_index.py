@@ -1,4 +1,4 @@
-"""`scripts/bench hashes`, `index` and `growth`: both versions where both are there, and plots."""
+"""`scripts/bench hashes`, `index` and `growth`: all versions that are built, and plots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _once(act: Callable[[], object]) -> float:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Moments instead of seconds: what is tested is not the figures. And the version in use stays."""
+    """Shortens the measurements, as figures are not tested, and restores the version in use."""
     before = versions.in_use()
     for module in ("scripts.kit.bench.hashes", "scripts.kit.bench.index", "scripts.kit.bench.growth"):
         monkeypatch.setattr(f"{module}.microseconds", _once)
@@ -30,7 +30,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_hashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A column for each version; the figures are in the file, too."""
+    """The table has a column for each version; the file has the same figures."""
     told = tmp_path / "figures.json"
 
     assert 0 == main(["hashes", "--tokens", "64", "--json", str(told)])
@@ -41,7 +41,7 @@ def test_hashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_index(tmp_path: Path) -> None:
-    """Look-ups, decisions and a resident index are measured, each with every version that is there."""
+    """Look-ups, decisions and a resident index are measured with every version that is built."""
     told = tmp_path / "figures.json"
 
     assert 0 == main(["index", "--targets", "2", "5", "--blocks", "2000", "--json", str(told)])
@@ -54,7 +54,7 @@ def test_index(tmp_path: Path) -> None:
 
 
 def test_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One plot for each question, and the figures beside them."""
+    """One plot for each question, and a file of figures."""
     monkeypatch.setattr(growth, "RESIDENT", (2000, 4000))
 
     assert 0 == main(["growth", "--quick", "--plots", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""The arithmetic of `scripts/bench lag`, and that its mock workers speak as agents do."""
+"""The arithmetic of `scripts/bench lag`, and its mock workers, whose messages equal those of agents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fleet(workers: int) -> MockFleet:
 
 
 def messages(wire: bytes) -> Iterator[tuple[str, bytes]]:
-    """What is published, as subject and payload."""
+    """Published messages, as subject and payload."""
     while wire:
         line, _, wire = wire.partition(b"\r\n")
         _, subject, size = line.split()
@@ -35,7 +35,7 @@ def messages(wire: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def test_a_replica_follows_the_mocks() -> None:
-    """Frames follow on, digests agree, and what is held stays within the window."""
+    """Frames are numbered without gaps, digests agree, and the blocks stay within the window."""
     mocks, replica = fleet(3), new_replica(parse_options([]))
 
     wire = mocks.begin() + b"".join(mocks.burst(5000)[2] + mocks.beats(3) for _ in range(4))
@@ -55,7 +55,7 @@ def test_a_replica_follows_the_mocks() -> None:
 
 
 def test_burst() -> None:
-    """About as many blocks as asked for, in frames of 8 and 64, and as many in either."""
+    """About the requested number of blocks, half in frames of 8 and half in frames of 64."""
     mocks = fleet(2)
     mocks.begin()
 
@@ -69,7 +69,7 @@ def test_burst() -> None:
 
 
 def test_replay_is_a_snapshot() -> None:
-    """Whoever missed a frame gets all of what the worker holds, as of its last one."""
+    """The answer to a replay request is a snapshot as of the worker's last frame."""
     mocks = fleet(1)
     mocks.begin()
     mocks.burst(500)
@@ -85,7 +85,7 @@ def test_replay_is_a_snapshot() -> None:
 
 
 def test_quantiles() -> None:
-    """Evenly within a bucket; the whole is the last bucket that has anything in it."""
+    """Percentiles are interpolated within a bucket; the maximum is the last bucket with observations."""
     buckets = {0.001: 50.0, 0.002: 100.0, 0.005: 100.0, float("inf"): 100.0}
 
     assert 0.001 == quantile(buckets, 0.5)
@@ -94,5 +94,5 @@ def test_quantiles() -> None:
 
 
 def test_requests_share_prefixes() -> None:
-    """Every prompt has 4,000 tokens, and begins as some worker's blocks do."""
+    """Every prompt has 4,000 tokens, and begins with the blocks of some worker."""
     assert all(request.body.count(b",") >= 3999 for request in make_requests()[:3])

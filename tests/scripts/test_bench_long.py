@@ -24,7 +24,7 @@ if not os.environ.get("KVROUTER_TEST_LONG"):  # every mode once, every index onc
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_a_booking_costs_the_same_after_a_long_time(case: tuple[str, str]) -> None:
-    """Once the tables are full, the first bookings and those of some lives later; memory is bounded."""
+    """With full tables, later bookings cost the same as the first ones, and memory is bounded."""
     meter = InstructionMeter()
     world = World(*case, long.SMALL, meter)
     samples = [range(20, 20 + SAMPLE_S), range(41, 41 + SAMPLE_S)]
@@ -40,7 +40,7 @@ def test_a_booking_costs_the_same_after_a_long_time(case: tuple[str, str]) -> No
 
 
 def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One row for each mode and index, with all tenths; the same in the file."""
+    """One row for each mode and index with all tenths, equal in table and file."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(long, "SMALL", replace(long.SMALL, rate=2, warm_up_s=10, seconds=10))
 
@@ -54,6 +54,6 @@ def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_every_mode_has_a_row() -> None:
-    """And those that look at blocks have one for each index."""
+    """Each mode has a row; modes that use blocks have one for each index."""
     assert set(POLICIES) == {mode for mode, _ in long.all_cases()}
     assert 22 == len(long.all_cases())

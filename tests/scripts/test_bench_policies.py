@@ -12,7 +12,7 @@ from scripts.kit.bench.__main__ import main
 
 
 def test_every_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One row a mode and one for the candidates; the figures are in the file, too."""
+    """One row for each mode and one for the candidates; the file has the same figures."""
     told = tmp_path / "figures.json"
 
     code = main(["policies", "--targets", "2", "5", "--runs", "1", "--seconds", "0.001", "--json", str(told)])

@@ -1,4 +1,4 @@
-"""The judgement of `scripts/chaos`, and what it compares with; the faults themselves need a fleet."""
+"""The verdict of `scripts/chaos`, and the blocks that it compares; the faults themselves need a fleet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scripts.kit.load import LoadRequest, Outcome
 
 
 def outcome(number: int, sent_at_s: float, ended_at_s: float | None, **more: Any) -> Outcome:
-    """One that failed, unless told otherwise."""
+    """An outcome, by default a failed one."""
     facts = {"url": "a", "error": "connection lost", **more}
     return Outcome(number, sent_at_s=sent_at_s, ended_at_s=ended_at_s, **facts)
 
@@ -45,22 +45,22 @@ KILLED = Excuse("on the killed replica", at_s=10.0, url="a")
     ],
 )
 def test_killed_replica(failed: Outcome, is_expected: bool) -> None:
-    """What was in flight there when it was killed; nothing before, after, or elsewhere."""
+    """Failures are expected only for requests in flight on the killed process."""
     expected, unexpected = judge([failed], [KILLED])
 
     assert ({"on the killed replica": 1}, []) if is_expected else ({}, [failed]) == (expected, unexpected)
 
 
 def test_killed_worker() -> None:
-    """Streams that had begun are lost; a request without its first byte is not to be."""
+    """Streams that had begun may be lost; a request without its first byte may not."""
     excuse = Excuse("streaming", at_s=10.0, request_numbers=frozenset({1}))
     begun, waiting = outcome(1, 9.0, 10.1), outcome(2, 9.0, 10.1)
 
     assert ({"streaming": 1}, [waiting]) == judge([begun, waiting], [excuse])
 
 
-def test_success_is_no_failure() -> None:
-    """Even on what was killed."""
+def test_success_on_a_killed_process() -> None:
+    """A successful request is not a failure, even on a killed process."""
     assert ({}, []) == judge([outcome(0, 9.0, 11.0, error=None)], [KILLED])
 
 
@@ -78,7 +78,7 @@ def shown(*results: RowResult) -> str:
 
 
 def test_promise_kept() -> None:
-    """All answered, clean again, nothing left."""
+    """A row passes if all requests were answered, replicas agree again, and nothing is left over."""
     assert (True, []) == (GOOD.holds, GOOD.reasons())
     assert "kept" in shown(GOOD)
     assert "0.4 s" in shown(GOOD)
@@ -94,7 +94,7 @@ def test_promise_kept() -> None:
     ],
 )
 def test_promise_broken(more: dict[str, Any], says: str) -> None:
-    """Each kind of trouble is enough, and is said."""
+    """Each kind of problem fails the row, and is named."""
     result = replace(GOOD, **more)
 
     assert not result.holds
@@ -104,7 +104,7 @@ def test_promise_broken(more: dict[str, Any], says: str) -> None:
 
 
 def test_expected_failures_keep_the_promise() -> None:
-    """They are counted and named."""
+    """Unexpected failures are counted and named."""
     result = replace(GOOD, expected={"were in flight on the killed replica": 3})
 
     assert result.holds
@@ -113,7 +113,7 @@ def test_expected_failures_keep_the_promise() -> None:
 
 
 def test_skipped() -> None:
-    """It says why, in the table and in the file, and breaks nothing."""
+    """A skipped row has its reason in the table and in the file, and does not fail the run."""
     result = RowResult("rolling-restart", "rolling restart", skipped=haproxy.HOW_TO_GET)
 
     assert result.holds
@@ -121,7 +121,7 @@ def test_skipped() -> None:
     assert haproxy.HOW_TO_GET == result.as_json()["skipped"]
 
 
-# --- the truth ---
+# --- blocks of the owners ---
 
 TOKENS = list(range(64))
 CHAIN = sequence_hashes(block_hashes(TOKENS, 16))
@@ -129,7 +129,7 @@ ENGINE_HASHES = [100, 101, 102, 103]
 
 
 def stored(first: int, count: int) -> list[Any]:
-    """The event of a few blocks of the chain, in the older shape."""
+    """The event of a few blocks of the chain, in the older format."""
     parent = ENGINE_HASHES[first - 1] if first else None
     tokens = TOKENS[16 * first : 16 * (first + count)]
     return ["BlockStored", ENGINE_HASHES[first : first + count], parent, tokens, 16]
@@ -141,7 +141,7 @@ def batch(*events: list[Any]) -> bytes:
 
 
 def test_engine_watch() -> None:
-    """Blocks are named like everywhere, and counted as often as they are stored."""
+    """Blocks have their sequence hashes, and count as often as they are stored."""
     watch = EngineWatch()
     watch.batch(0, batch(stored(0, 2)))
     watch.batch(1, batch(stored(2, 2), stored(2, 2)))
@@ -154,7 +154,7 @@ def test_engine_watch() -> None:
 
 
 def test_engine_that_restarts() -> None:
-    """Number 0 is a new process with nothing."""
+    """Number 0 means a new process without blocks."""
     watch = EngineWatch()
     watch.batch(5, batch())
     assert not watch.is_complete
@@ -165,7 +165,7 @@ def test_engine_that_restarts() -> None:
 
 
 def test_missed_events() -> None:
-    """A watch that has missed something is no truth."""
+    """A watch that has missed an event is incomplete."""
     watch = EngineWatch()
     watch.batch(0, batch(stored(1, 1)))
 
@@ -178,7 +178,7 @@ def row(*hashes: int) -> dict[str, Any]:
 
 
 def test_phantoms() -> None:
-    """Replica against agent, agent against engine; too few blocks are none."""
+    """A replica is compared with its agent, the agent with its engine; missing blocks are no phantoms."""
     engine = EngineWatch()
     engine.batch(0, batch(stored(0, 3)))
     agent: set[int] = set(CHAIN[:2])
@@ -196,7 +196,7 @@ def test_phantoms() -> None:
 
 
 class Replicas:
-    """Two replicas that place every request at `w`, the first one only when asked for the third time."""
+    """Two replicas that place every request at `w`, the first one only from the third request on."""
 
     urls, admin_urls = ("a", "b"), ("a-admin", "b-admin")
 
@@ -211,20 +211,20 @@ class Replicas:
         return {"winner": "other/0" if self.asked.count("a-admin/v1/route") < 3 else "w/0"}
 
     async def get_json(self, url: str) -> Any:
-        """GET /decisions/ID: not made yet when first asked."""
+        """GET /decisions/ID: 404 at first, as the decision is not made yet."""
         self.asked.append(url)
         if self.asked.count(url) == 1:
             raise HttpError("404")
         return {"decisions": [{"winner": "other/0"}, {"winner": "w/0"}]}
 
     def send(self, request: LoadRequest, url: str) -> Outcome:
-        """A request of the load; that in mode direct is answered at once."""
+        """A request of the load; in mode direct it is answered at once."""
         self.sent.append(request)
         return Outcome(len(self.sent), url, ended_at_s=1.0 if b"direct" in request.body else None)
 
 
 async def test_requests_wait_at_the_worker() -> None:
-    """Every replica knows its prompt first; then each has placed a request there before the kill."""
+    """First every replica has the prompt in its index; then each has placed a request before the kill."""
     replicas: Any = Replicas()
 
     await faults._make_known(replicas, replicas, "w", 0)
@@ -238,7 +238,7 @@ async def test_requests_wait_at_the_worker() -> None:
 
 
 async def test_leftovers_are_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events may be on their way when the load has ended; what stays is what is left."""
+    """Events may be in flight when the load has ended; only blocks that stay are leftovers."""
     found = iter([Leftovers(index_blocks=3), Leftovers()])
 
     async def looked(_self: Stage) -> Leftovers:
@@ -251,7 +251,7 @@ async def test_leftovers_are_given_time(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_haproxy_config() -> None:
-    """Every replica, asked for /ready."""
+    """The configuration checks /ready of every replica."""
     text = haproxy.config(1, 2, ["http://127.0.0.1:8000", "http://127.0.0.1:8001"])
 
     assert "option httpchk GET /ready" in text
@@ -260,13 +260,13 @@ def test_haproxy_config() -> None:
 
 
 def test_row_names() -> None:
-    """--only finds each of them."""
+    """--only accepts every row."""
     assert len(ROWS) == len({row.name for row in ROWS})
 
 
 @pytest.mark.parametrize("flags", [["--only", "nothing"], ["--rate", "0"]])
 def test_refuses(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot be run."""
+    """Invalid flags are rejected."""
     with pytest.raises(SystemExit, match="2"):
         main(flags)
     assert "--only" in (said := capsys.readouterr().err) or "--rate" in said

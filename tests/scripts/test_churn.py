@@ -18,7 +18,7 @@ from scripts.kit.bench.hashes import built
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A few small sizes. And the version in use stays."""
+    """Runs a few small sizes, and restores the version in use."""
     before = versions.in_use()
     monkeypatch.setattr(churn, "MOST_ROWS", 3000)
     monkeypatch.setattr(churn, "PHASE_OPERATIONS", 5000)
@@ -28,7 +28,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("core", built())
 def test_churn(core: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As many operations as were asked for, of every kind, with both versions."""
+    """The requested number of operations runs, of every kind, with both versions."""
     assert 0 == main(["churn", "--operations", "20000", "--core", core])
 
     said = capsys.readouterr().out
@@ -36,7 +36,7 @@ def test_churn(core: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Forgetful(FlatTable):
-    """It forgets to sweep one shard."""
+    """A table that does not sweep one of its shards."""
 
     def sweep(self, slots: Sequence[int], shard_number: int) -> None:
         if shard_number != 5:
@@ -44,7 +44,7 @@ class Forgetful(FlatTable):
 
 
 def test_wrong_table_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few blocks too many end the history."""
+    """A few blocks too many make the history fail."""
     monkeypatch.setattr(churn, "new_table", Forgetful)
 
     with pytest.raises(AssertionError):
@@ -55,5 +55,5 @@ def test_wrong_table_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(bool(versions.why_not_built) or not shutil.which("gcc"), reason="gcc is needed")
 @pytest.mark.timeout(3600)
 def test_native_modules_under_sanitizers() -> None:
-    """Nothing out of bounds, used after it was freed, misaligned or beyond its type."""
+    """No access out of bounds, use after free, misalignment or overflow."""
     assert 0 == sanitize.main([])

@@ -19,7 +19,7 @@ STARTS = 50
 @pytest.mark.skipif(not os.environ.get("KVROUTER_TEST_LONG"), reason="minutes: KVROUTER_TEST_LONG=1")
 @pytest.mark.timeout(3600)
 async def test_starts_and_stops(tmp_path: Path) -> None:
-    """NATS, four engines with their agents and two replicas: all are up and seen, again and again."""
+    """NATS, four engines with their agents and two replicas become ready, several times in a row."""
     build_tiny_model(tmp_path / "model")
     client = Client()
     for number in range(STARTS):

@@ -35,13 +35,13 @@ subprocess.Popen([sys.executable, "-c", {CONNECT!r}, sys.argv[1]]).wait()
 
 
 def python(code: str, *arguments: object) -> list[str]:
-    """A command that runs `code`."""
+    """A command that runs `code` in Python."""
     return [sys.executable, "-c", code, *map(str, arguments)]
 
 
 @dataclass(frozen=True)
 class Guests:
-    """A process's connection to this test: when it ends, the process has."""
+    """A process's connection to this test, which ends with the process."""
 
     port: int
     came: asyncio.Event
@@ -50,7 +50,7 @@ class Guests:
 
 @pytest.fixture
 async def guests() -> AsyncIterator[Guests]:
-    """A server for one guest."""
+    """A listener for the processes' connections."""
     came, went = asyncio.Event(), asyncio.Event()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -66,7 +66,7 @@ async def guests() -> AsyncIterator[Guests]:
 
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
-    """Closed at the end."""
+    """Closed after the test."""
     client = Client()
     yield client
     client.close()
@@ -89,7 +89,7 @@ async def test_stop(fleet: Fleet, guests: Guests) -> None:
 
 
 async def test_stop_what_does_not_listen(fleet: Fleet, client: Client, free_port: Callable[[], int]) -> None:
-    """After the grace comes SIGKILL."""
+    """A process that ignores SIGTERM is killed after the grace period."""
     port = free_port()
     process = await fleet.start("deaf", python(SERVE.format(status=200), port))
     await wait_until_ok(client, process, f"http://127.0.0.1:{port}/")
@@ -98,7 +98,7 @@ async def test_stop_what_does_not_listen(fleet: Fleet, client: Client, free_port
 
 
 async def test_stop_what_has_ended(fleet: Fleet) -> None:
-    """Its exit code is what counts."""
+    """`wait` returns the exit code of a process that ends by itself."""
     process = await fleet.start("brief", python("raise SystemExit(3)"))
     await process.wait()
 
@@ -106,7 +106,7 @@ async def test_stop_what_has_ended(fleet: Fleet) -> None:
 
 
 async def test_stop_what_is_paused(fleet: Fleet, guests: Guests) -> None:
-    """A stopped process ends, too."""
+    """A process paused by SIGSTOP is ended, too."""
     process = await fleet.start("paused", python(CONNECT, guests.port))
     await guests.came.wait()
     process.send(signal.SIGSTOP)
@@ -115,7 +115,7 @@ async def test_stop_what_is_paused(fleet: Fleet, guests: Guests) -> None:
 
 
 async def test_kill_leaves_nothing(fleet: Fleet, guests: Guests) -> None:
-    """What the process started ends with it."""
+    """The children of a process end with it."""
     process = await fleet.start("parent", python(CONNECT_IN_CHILD, guests.port))
     await guests.came.wait()
 
@@ -125,7 +125,7 @@ async def test_kill_leaves_nothing(fleet: Fleet, guests: Guests) -> None:
 
 
 async def test_error_leaves_nothing(tmp_path: Path, guests: Guests) -> None:
-    """A script that fails takes its fleet with it."""
+    """If a script fails, its fleet ends."""
 
     async def fail() -> None:
         async with Fleet(tmp_path) as fleet:
@@ -152,7 +152,7 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 async def test_killed_script_leaves_nothing(fleet: Fleet, guests: Guests, tmp_path: Path) -> None:
-    """Even SIGKILL on the script itself, and on it alone."""
+    """The fleet ends even if only the script is killed, by SIGKILL."""
     root = str(Path(__file__).parents[2])
     script = await fleet.start("script", python(SCRIPT, guests.port, tmp_path), {"PYTHONPATH": root})
     await guests.came.wait()
@@ -163,7 +163,7 @@ async def test_killed_script_leaves_nothing(fleet: Fleet, guests: Guests, tmp_pa
 
 
 async def test_ends_before_it_is_ready(fleet: Fleet, client: Client, free_port: Callable[[], int]) -> None:
-    """The error shows what the process said."""
+    """The error shows the process's output."""
     process = await fleet.start("broken", python("import sys; sys.exit('no such model')"))
 
     with pytest.raises(FleetError, match=r"broken ended with exit code 1; last output:\nno such model"):
@@ -184,7 +184,7 @@ async def test_never_ready(fleet: Fleet, client: Client, free_port: Callable[[],
 
 
 async def wait_until_it_answers(client: Client, port: int) -> None:
-    """Whatever it says."""
+    """Any status other than 200 means not ready."""
     while True:
         with suppress(HttpError):
             await client.get(f"http://127.0.0.1:{port}/")
@@ -192,7 +192,7 @@ async def wait_until_it_answers(client: Client, port: int) -> None:
 
 
 async def test_name_in_use(fleet: Fleet) -> None:
-    """A name stands for one process at a time."""
+    """A name is used by one process at a time."""
     process = await fleet.start("a", python(WAIT))
 
     with pytest.raises(FleetError, match="a is already running"):
@@ -203,7 +203,7 @@ async def test_name_in_use(fleet: Fleet) -> None:
 
 
 async def test_start_again(fleet: Fleet, client: Client, free_port: Callable[[], int]) -> None:
-    """The same command line, in the same place."""
+    """A restart uses the same command line and directory."""
     port = free_port()
     first = await fleet.start("server", python(SERVE.format(status=200), port))
     await wait_until_ok(client, first, f"http://127.0.0.1:{port}/")
@@ -217,7 +217,7 @@ async def test_start_again(fleet: Fleet, client: Client, free_port: Callable[[],
 
 
 async def test_paused(fleet: Fleet) -> None:
-    """It stands still inside, and goes on after."""
+    """The process is paused inside, and continues afterwards."""
     process = await fleet.start("a", python(WAIT))
 
     with process.paused():
@@ -232,7 +232,7 @@ def _until_state(pid: int, state: str) -> None:
 
 
 async def test_silent_process(fleet: Fleet) -> None:
-    """There may be no last words."""
+    """A log may be empty."""
     process = await fleet.start("mute", python("pass"))
     await process.wait()
 

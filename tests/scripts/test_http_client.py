@@ -1,4 +1,4 @@
-"""The small HTTP client: framing, keep-alive, and what it says when an answer is none."""
+"""The small HTTP client: framing, keep-alive, and errors for malformed answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNKED = b"5\r\nhello\r\n8;why=not\r\n\r\nworld!\r\n0\r\nx-trailer: 1\r\n\r\n"
 
 @asynccontextmanager
 async def serving(*answers: bytes) -> AsyncIterator[str]:
-    """A server that takes these connections, one after the other, and answers each request on it alike.
+    """A server that accepts connections one after the other, and answers each request with the same bytes.
 
     An answer that ends in `CLOSE` closes the connection.
     """
@@ -42,21 +42,21 @@ async def serving(*answers: bytes) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
-    """Closed at the end."""
+    """Closed after the test."""
     client = Client()
     yield client
     client.close()
 
 
 async def answer(client: Client, raw: bytes) -> tuple[int, bytes]:
-    """What the client makes of an answer."""
+    """The client's result for an answer."""
     async with serving(raw) as url:
         return await client.get(url)
 
 
 @given(st.sets(st.integers(1, len(CHUNKED) - 1)))
 def test_chunks_however_they_arrive(cuts: set[int]) -> None:
-    """The payload is the same wherever TCP cuts it."""
+    """The payload is the same for any segmentation by TCP."""
     body = _Chunked()
     edges = [0, *sorted(cuts), len(CHUNKED)]
     fed = [body.feed(CHUNKED[start:end]) for start, end in pairwise(edges)]
@@ -66,7 +66,7 @@ def test_chunks_however_they_arrive(cuts: set[int]) -> None:
 
 
 async def test_framings(client: Client) -> None:
-    """Chunks, a length, or until the connection closes."""
+    """A body has chunks, a length, or ends with the connection."""
     assert (200, b"hello\r\nworld!") == await answer(
         client, OK + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED
     )
@@ -88,26 +88,26 @@ async def test_framings(client: Client) -> None:
     ],
 )
 async def test_broken_answers(client: Client, raw: bytes, says: str) -> None:
-    """Each is an HttpError in words."""
+    """Each malformed answer is an HttpError with its reason."""
     with pytest.raises(HttpError, match=says):
         await answer(client, raw)
 
 
-async def test_nobody_there(client: Client, free_port: Callable[[], int]) -> None:
-    """A refusal is an HttpError, too."""
+async def test_no_server_listens(client: Client, free_port: Callable[[], int]) -> None:
+    """A refused connection is an HttpError."""
     with pytest.raises(HttpError, match=r"cannot connect to 127\.0\.0\.1"):
         await client.get(f"http://127.0.0.1:{free_port()}")
 
 
 async def test_keep_alive(client: Client) -> None:
-    """A connection serves again: this server takes one only."""
+    """A connection is reused: this server accepts only one."""
     async with serving(OK + b"content-length: 2\r\n\r\nok") as url:
         assert (200, b"ok") == await client.get(url)
         assert (200, b"ok") == await client.get(url)
 
 
 async def test_connection_closed_after_use(client: Client) -> None:
-    """A request that meets a connection closed by the server goes out on another, once."""
+    """A request on a connection that the server has closed is sent once more, on another."""
     good = OK + b"content-length: 2\r\n\r\nok"
     async with serving(good + b"CLOSE", good) as url:
         assert (200, b"ok") == await client.get(url)
@@ -115,7 +115,7 @@ async def test_connection_closed_after_use(client: Client) -> None:
 
 
 async def test_json(client: Client) -> None:
-    """Anything but 200 is an error that shows the body."""
+    """A status other than 200 is an error that shows the body."""
     async with serving(OK + b'content-length: 7\r\n\r\n{"a":1}') as url:
         assert {"a": 1} == await client.get_json(url)
     async with serving(b"HTTP/1.1 404 No\r\ncontent-length: 4\r\n\r\ngone") as url:
@@ -124,7 +124,7 @@ async def test_json(client: Client) -> None:
 
 
 def test_request_bytes() -> None:
-    """A request is whole: path, query, headers, body and its length."""
+    """A request has path, query, headers, body and its length."""
     raw = request_bytes("POST", "http://host:1/a/b?c=d", b"{}", {"x-request-id": "7"})
 
     assert (
@@ -134,7 +134,7 @@ def test_request_bytes() -> None:
 
 
 async def test_cancelled_request_closes_its_connection(client: Client) -> None:
-    """So that the server learns that nobody waits."""
+    """A cancelled request closes its connection, so that the server notices."""
     arrived, gone = asyncio.Event(), asyncio.Event()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

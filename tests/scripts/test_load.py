@@ -1,4 +1,4 @@
-"""The load generator against a server of ours."""
+"""The load generator, with a server of the test."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def respond(http: web.Request, parts: list[str], status: int = 200) -> web
 
 
 async def good(http: web.Request) -> web.StreamResponse:
-    """The answer that everyone hopes for."""
+    """A complete, valid answer."""
     return await respond(http, GOOD)
 
 
@@ -58,7 +58,7 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
 
 
 async def one(handler: Handler, request: LoadRequest | None = None, timeout_s: float = 60.0) -> Outcome:
-    """What becomes of one request."""
+    """The outcome of one request."""
     async with serving(handler) as url:
         (outcome,) = await run_load([request or LoadRequest(0.0, b"{}")], [url], request_timeout_s=timeout_s)
     return outcome
@@ -74,7 +74,7 @@ def answering(*parts: str, status: int = 200) -> Handler:
 
 
 async def test_good_answer() -> None:
-    """Everything that counts is taken down."""
+    """The outcome has times, tokens and worker."""
     outcome = await one(good, LoadRequest(0.0, b"{}", output_tokens=2))
 
     assert (None, 200, "w1") == (outcome.error, outcome.status, outcome.worker)
@@ -85,7 +85,7 @@ async def test_good_answer() -> None:
 
 
 async def test_body_and_headers_arrive() -> None:
-    """As given."""
+    """Send the given bytes."""
     seen: list[tuple[bytes, str | None]] = []
 
     async def handler(http: web.Request) -> web.StreamResponse:
@@ -98,7 +98,7 @@ async def test_body_and_headers_arrive() -> None:
 
 
 async def test_urls_in_turn() -> None:
-    """The replicas get every other request."""
+    """Requests go to the replicas in turn."""
     done: list[Outcome] = []
     async with serving(good) as first, serving(good) as second:
         outcomes = await run_load([LoadRequest(0.0, b"{}")] * 5, [first, second], on_done=done.append)
@@ -109,7 +109,7 @@ async def test_urls_in_turn() -> None:
 
 
 async def test_open_loop() -> None:
-    """A request leaves although the one before it has no answer yet."""
+    """A request is sent although the one before it has no answer yet."""
     waiting: list[asyncio.Event] = []
 
     async def handler(http: web.Request) -> web.StreamResponse:
@@ -140,7 +140,7 @@ async def test_open_loop() -> None:
     ],
 )
 async def test_answers_that_are_none(handler: Handler, says: str) -> None:
-    """A status of 200 is not enough."""
+    """A wrong body is an error, despite status 200."""
     outcome = await one(handler, LoadRequest(0.0, b"{}", output_tokens=2))
 
     assert outcome.error is not None
@@ -148,7 +148,7 @@ async def test_answers_that_are_none(handler: Handler, says: str) -> None:
 
 
 async def test_server_dies_mid_stream() -> None:
-    """The connection is lost."""
+    """A lost connection is an error."""
 
     async def handler(http: web.Request) -> web.StreamResponse:
         response = await respond(http, [TOKEN])
@@ -161,28 +161,28 @@ async def test_server_dies_mid_stream() -> None:
     assert "connection" in (outcome.error or "")
 
 
-async def test_nobody_listens(free_port: Callable[[], int]) -> None:
-    """A refused connection is an outcome, not the end of the run."""
+async def test_no_server(free_port: Callable[[], int]) -> None:
+    """A refused connection is the outcome of its request, and the run continues."""
     outcomes = await run_load([LoadRequest(0.0, b"{}")] * 2, [f"http://127.0.0.1:{free_port()}"])
 
     assert all("cannot connect" in (outcome.error or "") for outcome in outcomes)
 
 
 async def silent(http: web.Request) -> web.StreamResponse:
-    """Accepts, and says nothing."""
+    """Accepts connections, and never answers."""
     await asyncio.Event().wait()
     raise AssertionError
 
 
 async def test_request_timeout() -> None:
-    """A request without an answer ends after its time."""
+    """A request without an answer ends with its timeout."""
     outcome = await one(silent, timeout_s=0.02)
 
     assert "no complete answer within 0.02 s" == outcome.error
 
 
 async def test_time_limit() -> None:
-    """The run ends by itself; what was not finished, or not even sent, is an error."""
+    """The run ends by itself; unfinished and unsent requests are errors."""
     requests = [LoadRequest(0.0, b"{}"), LoadRequest(3600.0, b"{}")]
     async with serving(silent) as url:
         outcomes = await run_load(requests, [url], time_limit_s=0.05)
@@ -192,7 +192,7 @@ async def test_time_limit() -> None:
 
 
 async def test_cancelled_run_leaves_nothing() -> None:
-    """Ctrl-C in the middle: the server sees the client go."""
+    """A cancelled run closes its connections."""
     arrived, gone = asyncio.Event(), asyncio.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -213,7 +213,7 @@ async def test_cancelled_run_leaves_nothing() -> None:
         await gone.wait()
 
 
-# --- one stream, with a clock of ours ---
+# --- one stream, with the test's clock ---
 
 HEAD = Head(200, {})
 
@@ -230,14 +230,14 @@ def judged(parts: list[bytes]) -> Outcome:
 
 
 def test_comments_are_no_data() -> None:
-    """The first byte that counts is that of a `data:` line, at the start or after a comment."""
+    """The first byte is that of the first `data:` line, also after a comment."""
     assert judged([b"data: {}\n\n"]).ttft_s is not None
     assert judged([b": data:\n\n", b"event: data: x\n\n"]).ttft_s is None
     assert judged([b": ping\n\nda", b"ta: {}\n\n"]).ttft_s is not None
 
 
 def test_long_stream() -> None:
-    """Only its end is kept, and that is enough."""
+    """Of a long stream only the end is kept, which is enough."""
     parts = [TOKEN.encode()] * 3000 + [usage().encode(), DONE.encode()]
     outcome = judged(parts)
 
@@ -245,5 +245,5 @@ def test_long_stream() -> None:
 
 
 def test_usage_without_details() -> None:
-    """An engine that does not tell cached tokens has none."""
+    """Without cached tokens in the usage, the count is 0."""
     assert 0 == judged([usage(cached=None).encode(), DONE.encode()]).cached_tokens

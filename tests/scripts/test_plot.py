@@ -13,7 +13,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_one_line_for_each_series(tmp_path: Path) -> None:
-    """Every series has a line through its points in order, a marker at each, and its name in the legend."""
+    """Each series has a line through its points in order, a marker at each, and its name in the legend."""
     path = tmp_path / "plots" / "growth.svg"
     series = {"ours": [(10.0, 1.0), (1000.0, 3.0), (100.0, 2.0)], "a < b & c": [(10.0, 2.0), (1000.0, 2.0)]}
 
@@ -29,7 +29,7 @@ def test_one_line_for_each_series(tmp_path: Path) -> None:
 
 
 def test_higher_values_stand_higher(tmp_path: Path) -> None:
-    """Right is more, up is more, and all is inside."""
+    """Larger values are farther right and farther up, and all are inside the area."""
     path = tmp_path / "plot.svg"
     write_plot(path, "t", "x", "y", {"s": [(1.0, 5.0), (2.0, 80.0)]})
 
@@ -41,7 +41,7 @@ def test_higher_values_stand_higher(tmp_path: Path) -> None:
 
 
 def test_linear_axis() -> None:
-    """It begins at zero, ends above the greatest value, and its ticks are round."""
+    """A linear axis begins at zero, ends above the greatest value, and has round ticks."""
     axis = make_axis([3.0, 11.7], is_log=False)
 
     assert [0, 2, 4, 6, 8, 10, 12] == axis.ticks
@@ -49,7 +49,7 @@ def test_linear_axis() -> None:
 
 
 def test_log_axis() -> None:
-    """It goes from one round value to another; equal factors are equal steps."""
+    """A logarithmic axis has round ends; equal factors are equal distances."""
     axis = make_axis([10.0, 9_000.0], is_log=True)
 
     assert (10.0, 10_000.0) == (axis.low, axis.high)
@@ -59,7 +59,7 @@ def test_log_axis() -> None:
 
 @pytest.mark.parametrize("is_log", [True, False])
 def test_equal_values(*, is_log: bool) -> None:
-    """One value alone makes an axis, too."""
+    """A single value makes an axis, too."""
     axis = make_axis([5.0, 5.0], is_log=is_log)
 
     assert axis.low < axis.high
@@ -67,13 +67,13 @@ def test_equal_values(*, is_log: bool) -> None:
 
 
 def test_nothing_to_plot(tmp_path: Path) -> None:
-    """No points, or a zero on a logarithmic axis: an error that says so."""
+    """No points, or a zero on a logarithmic axis, is an error with the reason."""
     with pytest.raises(ValueError, match="no points"):
         write_plot(tmp_path / "a.svg", "t", "x", "y", {"empty": []})
-    with pytest.raises(ValueError, match="logarithmic axis holds no 0"):
+    with pytest.raises(ValueError, match="logarithmic axis cannot show 0"):
         write_plot(tmp_path / "a.svg", "t", "x", "y", {"s": [(1.0, 0.0)]}, log_y=True)
 
 
 def test_short_numbers() -> None:
-    """Thousands, millions and billions are letters."""
+    """Thousands, millions and billions are abbreviated."""
     assert ["0.5", "10", "2.5 k", "4 M", "1 G"] == [short(v) for v in (0.5, 10, 2500, 4e6, 1e9)]

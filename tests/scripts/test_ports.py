@@ -1,4 +1,4 @@
-"""Ports for processes that are still to start."""
+"""Ports for processes that will start later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DRAW = "import random; random.seed(7); from scripts.kit.ports import free_ports;
 
 
 def test_in_a_row() -> None:
-    """Each one free, and none that the system gives to outgoing connections."""
+    """Each port is free, and outside of the range for outgoing connections."""
     ports = free_ports(20)
 
     assert list(range(ports[0], ports[0] + 20)) == ports
@@ -24,7 +24,7 @@ def test_in_a_row() -> None:
 
 
 def test_two_draws_never_agree() -> None:
-    """Not even if chance says the same again, before anything listens there."""
+    """A port is not drawn twice, even if the random numbers repeat and no process listens yet."""
     drawn = []
     for _ in range(20):
         random.seed(7)
@@ -34,7 +34,7 @@ def test_two_draws_never_agree() -> None:
 
 
 def test_two_processes_never_agree() -> None:
-    """What this process has drawn another one leaves out."""
+    """Ports drawn by this process are skipped by others."""
     random.seed(7)
     ours = free_ports(3)
 
@@ -44,7 +44,7 @@ def test_two_processes_never_agree() -> None:
 
 
 def test_what_listens_is_left_out() -> None:
-    """A port that a program has without having drawn it is not drawn."""
+    """A port in use that was never drawn is skipped."""
     again = DRAW.replace("seed(7)", "seed(8)")
     drawn = subprocess.run([sys.executable, "-c", again], capture_output=True, text=True, check=True)
     first = int(drawn.stdout.split()[0])

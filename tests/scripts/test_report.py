@@ -24,13 +24,13 @@ GOOD_VIEW = View("r0", ("r1",), 4, {"w1/0": (10, "ab"), "w2/0": (7, "cd")}, {}, 
 
 
 def outcome(number: int, cached_tokens: int = 0, **more: Any) -> Outcome:
-    """A good one."""
+    """A successful outcome."""
     good = {"error": None, "status": 200, "ttft_s": 0.1, "latency_s": 0.2, "worker": "w1"}
     return Outcome(number, "u", prompt_tokens=100, cached_tokens=cached_tokens, **{**good, **more})
 
 
 def result(mode: str, cached_tokens: int, *, views: list[View] | None = None, **more: Any) -> ModeResult:
-    """A mode's result: ten requests."""
+    """A mode's result of ten requests."""
     outcomes = [outcome(number, cached_tokens) for number in range(9)] + [outcome(9, cached_tokens, **more)]
     failed = [one for one in outcomes if one.error]
     return ModeResult(mode, figures(outcomes), views or [GOOD_VIEW, GOOD_VIEW], 0.5, failed)
@@ -40,14 +40,14 @@ def result(mode: str, cached_tokens: int, *, views: list[View] | None = None, **
 
 
 def test_percentiles() -> None:
-    """Nearest rank: values that occurred."""
+    """Percentiles are values that occurred (nearest rank)."""
     assert Percentiles(50, 90, 99) == percentiles(range(100, 0, -1))
     assert Percentiles(7, 7, 7) == percentiles([None, 7])
     assert math.isnan(percentiles([]).p50)
 
 
 def test_figures() -> None:
-    """Failures count as errors, and nowhere else."""
+    """Failures count as errors, and in no other figure."""
     bad = replace(outcome(2), error="gone", worker="w9", late_s=0.5)
     sums = figures([outcome(0, 40), outcome(1, 20, worker="w0"), bad])
 
@@ -59,12 +59,12 @@ def test_figures() -> None:
 
 
 def test_nothing_succeeded() -> None:
-    """A rate of nothing is 0."""
+    """The cache rate without prompts is 0."""
     assert 0.0 == figures([]).cached_token_rate
 
 
 def test_machine_time() -> None:
-    """A share of what passed in between."""
+    """The CPU load is a share of the time in between."""
     assert 0.25 == MachineTime(busy=150, total=1200).busy_since(MachineTime(busy=100, total=1000))
 
 
@@ -72,7 +72,7 @@ def test_machine_time() -> None:
 
 
 def test_view_of_workers() -> None:
-    """/workers, reduced to what agreement needs."""
+    """A view has the compared part of /workers."""
     target = {
         "worker_id": "w1", "rank": 0, "eligible": True, "events": "live", "blocks": 10, "digest": "ab",
         "requests_in_flight": 1, "active_blocks": 5, "charged_prefill_tokens": 80,
@@ -89,7 +89,7 @@ def test_view_of_workers() -> None:
 
 
 def test_agreement() -> None:
-    """Idle and equal, whatever the order of targets."""
+    """Idle and equal replicas agree, for any order of targets."""
     turned = replace(GOOD_VIEW, router_id="r1", index=dict(reversed(GOOD_VIEW.index.items())))
 
     assert [] == disagreements([GOOD_VIEW, turned])
@@ -107,7 +107,7 @@ def test_agreement() -> None:
     ],
 )
 def test_disagreement(change: dict[str, Any], says: str) -> None:
-    """Each kind is named."""
+    """Each kind of disagreement is named."""
     (problem,) = disagreements([GOOD_VIEW, replace(GOOD_VIEW, **change)])
 
     assert says in problem
@@ -117,14 +117,14 @@ def test_disagreement(change: dict[str, Any], says: str) -> None:
 
 
 def printed(plain: ModeResult, kv: ModeResult) -> str:
-    """What a person sees."""
+    """The printed report."""
     text = io.StringIO()
     show(Console(file=text, width=300), plain, kv, "the caption")
     return text.getvalue()
 
 
 def test_passed() -> None:
-    """One table and a verdict."""
+    """A successful run prints one table and a verdict."""
     plain, kv = result("round-robin", 10), result("kv", 20)
     text = printed(plain, kv)
 
@@ -149,7 +149,7 @@ def test_passed() -> None:
     ],
 )  # fmt: skip
 def test_failed(plain: ModeResult, kv: ModeResult, says: str) -> None:
-    """What failed is said, and there is no verdict beside it."""
+    """A failed run prints its failures instead of a verdict."""
     text = printed(plain, kv)
 
     assert f"failed: {says}" in text
@@ -157,14 +157,14 @@ def test_failed(plain: ModeResult, kv: ModeResult, says: str) -> None:
 
 
 def test_nothing_succeeded_at_all() -> None:
-    """The table still stands."""
+    """The table is printed also without figures."""
     dead = ModeResult("rr", figures([Outcome(0, "u")]), [GOOD_VIEW], None, [Outcome(0, "u")])
 
     assert "unknown" in printed(dead, dead)
 
 
 def test_warnings() -> None:
-    """A busy machine and a starved generator make times doubtful, not wrong."""
+    """A busy machine or a starved generator is a warning, not a failure."""
     plain = replace(result("rr", 1), machine_busy=0.81)
     kv = result("kv", 2, late_s=0.3)
     text = printed(plain, kv)
@@ -175,7 +175,7 @@ def test_warnings() -> None:
 
 
 def test_json(tmp_path: Path) -> None:
-    """The same figures."""
+    """The JSON has the same figures."""
     file = tmp_path / "figures.json"
     write_json(file, result("rr", 10), result("kv", 20), {"scaling": {"tokens_per_id": 64}})
     written = json.loads(file.read_text())
@@ -191,7 +191,7 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_demo_requests() -> None:
-    """640 streaming requests of token ids in 35 s, each the same whenever they are made."""
+    """640 streaming requests of token ids in 35 s, equal each time they are made."""
     requests = load_requests(640)
     body = json.loads(requests[0].body)
 
@@ -202,7 +202,7 @@ def test_demo_requests() -> None:
 
 
 def test_demo_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    """More requests than there are."""
+    """More requests than the trace has is an error."""
     with pytest.raises(SystemExit):
         main(["--requests", "701"])
 
@@ -213,7 +213,7 @@ def test_demo_refuses(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tables_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal lines are wide; columns of words one under the other cannot be read."""
+    """Without a terminal lines are wide, so that the table's words are not wrapped."""
     monkeypatch.delenv("COLUMNS", raising=False)
     new_console().print(" ".join(["word"] * 40))
     monkeypatch.setenv("COLUMNS", "100")

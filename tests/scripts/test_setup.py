@@ -1,4 +1,4 @@
-"""scripts/setup says plainly what is missing. Nothing is installed here."""
+"""scripts/setup reports what is missing. These tests install nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Checkout:
         file.chmod(0o755)
 
     def set_up(self) -> tuple[int, str]:
-        """Exit code, and what it says."""
+        """Exit code and output."""
         done = subprocess.run(
             ["bash", self.root / "scripts/setup"],
             env={"PATH": str(self.bin)},
@@ -53,12 +53,12 @@ class Checkout:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    """A fresh one."""
+    """A new checkout."""
     return Checkout(tmp_path)
 
 
 def test_no_python(checkout: Checkout) -> None:
-    """None, or one that is too old."""
+    """No Python, or one that is too old, is an error with the remedy."""
     checkout.program("bin/python3", "exit 1")
 
     code, says = checkout.set_up()
@@ -68,7 +68,7 @@ def test_no_python(checkout: Checkout) -> None:
 
 
 def test_no_venv_module(checkout: Checkout) -> None:
-    """Debian's Python without python3-venv."""
+    """Debian's Python without python3-venv is an error with the remedy."""
     checkout.program("bin/python3", 'case "$*" in *ensurepip*) exit 1;; esac')
 
     code, says = checkout.set_up()
@@ -81,14 +81,14 @@ FAKE_VENV = 'case "$*" in *"-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: 
 
 
 def fake_python(checkout: Checkout, *lines: str) -> None:
-    """A python that makes .venv as a copy of itself; `lines` come after that."""
+    """A fake python that creates .venv as a copy of itself, then runs `lines`."""
     for tool in ("mkdir", "cp"):
         (checkout.bin / tool).symlink_to(str(shutil.which(tool)))
     checkout.program("bin/python3", FAKE_VENV, *lines)
 
 
 def test_pip_fails(checkout: Checkout) -> None:
-    """The set-up is not taken for done."""
+    """A failed installation is repeated the next time."""
     fake_python(checkout, 'case "$*" in *"-m pip"*) echo no network >&2; exit 1;; esac')
 
     code, says = checkout.set_up()
@@ -99,7 +99,7 @@ def test_pip_fails(checkout: Checkout) -> None:
 
 
 def test_no_compiler(checkout: Checkout) -> None:
-    """A note, no failure."""
+    """Without a C compiler there is a note, and the set-up succeeds."""
     fake_python(checkout)
 
     code, says = checkout.set_up()
@@ -109,7 +109,7 @@ def test_no_compiler(checkout: Checkout) -> None:
 
 
 def test_done_once(checkout: Checkout) -> None:
-    """The second time nothing runs, until the versions change."""
+    """A second set-up does nothing, until the versions change."""
     fake_python(checkout)
     checkout.set_up()
 
@@ -125,7 +125,7 @@ def test_done_once(checkout: Checkout) -> None:
 
 
 def test_moved_checkout(checkout: Checkout) -> None:
-    """Scripts in a .venv name its place: in another place it is made anew."""
+    """Scripts in a .venv contain its path: after a move it is created again."""
     fake_python(checkout)
     checkout.set_up()
     stamp = checkout.root / ".venv/set-up"

@@ -1,4 +1,4 @@
-"""A load that goes on until it is stopped."""
+"""A load that continues until it is stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUESTS = [LoadRequest(0.0, b"1"), LoadRequest(0.0, b"2")]
 
 
 class Server:
-    """Begins a stream for each request, and ends it when told."""
+    """Begins a stream for each request, and ends it when `may_end` is set."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -49,7 +49,7 @@ async def serving() -> AsyncIterator[Server]:
 
 
 async def test_until_stopped() -> None:
-    """Requests again and again, to the replicas in turn; stopping waits for the answers."""
+    """The load sends requests to the replicas in turn; stopping waits for the answers."""
     async with serving() as one, serving() as two:
         async with SteadyLoad(REQUESTS, [one.url, two.url], rate=1000.0) as load:
             one.may_end.set()
@@ -65,7 +65,7 @@ async def test_until_stopped() -> None:
 
 
 async def test_is_streaming() -> None:
-    """An answer has begun and is not over."""
+    """A replica is streaming while an answer has begun and not ended."""
     async with serving() as server, SteadyLoad(REQUESTS, [server.url], rate=1000.0) as load:
         assert not load.is_streaming(server.url)
         await server.has_begun.wait()
@@ -80,7 +80,7 @@ async def test_is_streaming() -> None:
 
 
 async def test_refused_connections_go_elsewhere(free_port: Callable[[], int]) -> None:
-    """The request has reached nobody, so another replica gets it; with none left it has failed."""
+    """A request whose connection is refused goes to another replica; without another one it fails."""
     gone = f"http://127.0.0.1:{free_port()}"
     async with serving() as server:
         server.may_end.set()
@@ -95,7 +95,7 @@ async def test_refused_connections_go_elsewhere(free_port: Callable[[], int]) ->
 
 
 async def test_left_out() -> None:
-    """A replica that is left out gets nothing, and then its turn again."""
+    """A replica that is left out receives no requests, and later its turn again."""
     async with serving() as one, serving() as two:
         one.may_end.set()
         two.may_end.set()
@@ -109,7 +109,7 @@ async def test_left_out() -> None:
 
 
 async def test_one_more() -> None:
-    """A request sent by hand is one of the load's, with a number of its own."""
+    """A request sent by hand counts as one of the load, with its own number."""
     async with serving() as server, SteadyLoad(REQUESTS, [server.url], rate=1000.0) as load:
         server.may_end.set()
         await server.has_begun.wait()
@@ -123,7 +123,7 @@ async def test_one_more() -> None:
 
 
 async def test_error_ends_it() -> None:
-    """Nobody waits for answers when the script has failed."""
+    """If the script fails, the load does not wait for answers."""
     async with serving() as server:
 
         async def fail() -> None:

@@ -1,4 +1,4 @@
-"""What `scripts/test-vllm` sends and how it judges; the engines themselves are started by hand only."""
+"""The requests and the verdict of `scripts/test-vllm`; tests start no real engines."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HEADERS = {"x-kvrouter-worker": "a", "x-kvrouter-overlap-blocks": "2"}
 
 
 def sample(predicted: int, cached: int) -> Sample:
-    """One of a run."""
+    """A sample."""
     return Sample(1, "both engines", "chat", 0, "a", predicted, cached, 100)
 
 
 def test_adapter_is_whole(tmp_path: Path) -> None:
-    """Every tensor's bytes are where the head says, one behind the other, to the end of the file."""
+    """The tensors' bytes follow one another to the end of the file, at the offsets in the head."""
     build_tiny_model(tmp_path / "model")
 
     write_adapter(tmp_path / "lora", tmp_path / "model", seed=1)
@@ -43,7 +43,7 @@ def test_adapter_is_whole(tmp_path: Path) -> None:
 
 
 def test_workload_repeats() -> None:
-    """One seed gives one sequence of requests, with every kind in it."""
+    """A seed always gives the same requests, of every kind."""
     first, second = (
         list(itertools.islice(Workload("tiny", ("lora-a", "lora-b"), seed=3), 100)) for _ in range(2)
     )
@@ -53,7 +53,7 @@ def test_workload_repeats() -> None:
 
 
 def test_a_chat_goes_on() -> None:
-    """An answered chat begins the next one of its group, until it has had three turns."""
+    """An answered chat continues in the next one of its group, up to three turns."""
     workload = Workload("tiny", ("lora-a",))
     chats = [request for request in itertools.islice(workload, 200) if request.kind == "chat"]
     first = next(chat for chat in chats if chat.group == 0)
@@ -67,7 +67,7 @@ def test_a_chat_goes_on() -> None:
 
 
 def test_sample_compares() -> None:
-    """The prediction is the header's blocks in tokens; the truth is in the usage."""
+    """The prediction is the header's blocks in tokens; the usage has the cached tokens."""
     usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 64}}
 
     exact = Answer(200, HEADERS, "", usage).sample(1, "both engines", REQUEST, block_size=32)
@@ -77,14 +77,14 @@ def test_sample_compares() -> None:
     assert (64, 0, False) == (over.predicted_tokens, over.cached_tokens, over.is_exact)
 
 
-def test_an_error_is_no_sample() -> None:
-    """A request that failed stops the run with what was answered."""
+def test_an_error_ends_the_run() -> None:
+    """A failed request ends the run with an error that shows the answer."""
     with pytest.raises(HttpError, match="no workers"):
         Answer(503, {}, "no workers", {}).sample(1, "both engines", REQUEST, block_size=32)
 
 
 def test_share_of_exact_predictions() -> None:
-    """Over- and underestimates both count as differences."""
+    """Overestimates and underestimates both count as differences."""
     report = Report([sample(64, 64), sample(64, 32), sample(0, 32), sample(0, 0)], 0, {"vllm": "0"}, 1.0)
 
     assert 0.5 == report.exact_share
@@ -92,12 +92,12 @@ def test_share_of_exact_predictions() -> None:
 
 
 def test_missing_vllm(tmp_path: Path) -> None:
-    """A directory without vLLM is said to be one, with where to read on."""
+    """A directory without vLLM is an error that names the documentation."""
     with pytest.raises(FleetError, match=r"docs/engines.md"):
         find_vllm(tmp_path)
 
 
 def test_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot run exits with 1 and one line."""
+    """A run that cannot start exits with 1 and one line."""
     assert 1 == main([str(tmp_path)])
     assert capsys.readouterr().err.startswith("test-vllm: failed: ")
