@@ -25,6 +25,7 @@ log = structlog.get_logger()
 MIN_HEARTBEAT_S = 0.05
 MAX_HEARTBEAT_S = MAX_INTERVAL_MS / 1000
 
+# The longest waiting time that a flag accepts.
 DAY_S = 86_400.0
 
 _NATS_FILES = {
@@ -88,13 +89,13 @@ def up_to_a_day(text: str) -> float:
 
 def positive_int(text: str) -> int:
     """An argparse type: a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:  # int() alone would accept "1_000" and spaces
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
     return int(text)
 
 
 def not_negative_int(text: str) -> int:
-    """An argparse type."""
+    """An argparse type: a whole number of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 0")
     return int(text)
@@ -113,7 +114,7 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not math.isfinite(value):
+    if not math.isfinite(value):  # nan would pass the comparisons of all callers
         raise argparse.ArgumentTypeError(f"{text!r}: must be finite")
     return value
 

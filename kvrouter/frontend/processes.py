@@ -25,7 +25,7 @@ from kvrouter.bus.embedded import embedded_server
 from kvrouter.errors import KvRouterError, leaves
 from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.frontend.sockets import listen, url
-from kvrouter.processes.children import Child
+from kvrouter.processes.children import Child, first_of
 from kvrouter.processes.output import LabelledText, Output
 from kvrouter.telemetry.logs import set_up_logs
 
@@ -61,7 +61,7 @@ class Processes:
         async with asyncio.TaskGroup() as tasks:
             for number, child in enumerate(self._children, 1):
                 tasks.create_task(self._keep(child, number), name=child.name)
-            await _first_of(stopped, self._failed)
+            await first_of(stopped, self._failed)
             hurrying = tasks.create_task(self._hurry(hurried), name="hurry")
             await self._drain(hurried)
             hurrying.cancel()
@@ -175,12 +175,3 @@ def _admin_ports(options: FrontendOptions) -> str:
     if not base:
         return "free ones: see each process's frontend.listening"
     return f"{options.process.admin_host}:{base + 1} to {base + options.process.processes}"
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()

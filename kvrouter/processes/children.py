@@ -22,6 +22,7 @@ log = structlog.get_logger()
 STEADY_S = 60.0
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
+# Time to read the last lines after a process has ended: a grandchild may hold its pipes open.
 _LAST_LINES_S = 1.0
 _READ_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
@@ -130,7 +131,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # a pipe would be buffered, and lines come late
             start_new_session=True,
             pass_fds=self._pass_fds,
             preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,
@@ -149,7 +150,7 @@ class Child:
         finally:
             _signal(process, signal.SIGKILL)  # still running if this task was cancelled
             await process.wait()
-            await asyncio.wait(readers, timeout=_LAST_LINES_S)  # a grandchild may hold the pipes open
+            await asyncio.wait(readers, timeout=_LAST_LINES_S)
             for reader in readers:
                 reader.cancel()
             self._process = None
@@ -161,6 +162,16 @@ class Child:
                 self._output.line(self.name, line, is_error=is_error)
         for line in lines.rest():
             self._output.line(self.name, line, is_error=is_error)
+
+
+async def first_of(*events: asyncio.Event) -> None:
+    """Return when one of the events is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

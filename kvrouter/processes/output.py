@@ -17,7 +17,9 @@ from typing import BinaryIO
 
 # A longer line is written in parts, so that a process without newlines cannot fill the memory.
 MAX_LINE_BYTES = 64 * 1024
+# Lines that wait for the writer; more are dropped, so that an output that is not read cannot fill the memory.
 MAX_LINES = 10_000
+# The command must end although its output is not read.
 _CLOSE_S = 2.0
 _COLOURS = (36, 33, 32, 35, 34, 31)
 

@@ -39,7 +39,7 @@ def _serve(options: ServeOptions, output: Output) -> int:
     code = 2
     try:
         code = uvloop.run(_run(options, output))
-    except* KvRouterError as group:
+    except* KvRouterError as group:  # task groups raise groups
         failures = leaves(group)
     for failure in failures:
         output.line(NAME, str(failure).encode(), is_error=True)
@@ -55,7 +55,7 @@ async def _run(options: ServeOptions, output: Output) -> int:
         listen(frontend.process.admin_host, admin_port, "--admin-port").close()
     stopped, hurried = asyncio.Event(), asyncio.Event()
 
-    def stop() -> None:
+    def stop() -> None:  # the first signal drains, the second one kills
         (hurried if stopped.is_set() else stopped).set()
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

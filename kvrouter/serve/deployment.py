@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import structlog
 
-from kvrouter.processes.children import Child
+from kvrouter.processes.children import Child, first_of
 from kvrouter.processes.output import Output
 from kvrouter.serve.engines import EngineSpec
 from kvrouter.serve.options import ServeOptions
@@ -34,6 +34,7 @@ NAME = "serve"
 # engines report, and do not change later.
 OTHERS_S = 10.0
 AGENT_PATIENCE_S = 10.0
+# Time for a frontend to end its remaining streams after the drain, before it is killed.
 _CUT_OFF_S = 10.0
 # Exit code of a frontend with wrong flags or a port that is in use: a restart would fail in the same way.
 _WRONG_FLAGS = 2
@@ -72,9 +73,9 @@ class Deployment:
                 tasks.create_task(self._attend(engine), name=engine.worker_id)
             serving = tasks.create_task(self._serve(), name="frontends")
             killer = tasks.create_task(self._kill_on(hurried), name="killer")
-            await _first_of(stopped, self._failed)
+            await first_of(stopped, self._failed)
             if not self._frontends:
-                serving.cancel()
+                serving.cancel()  # it still waits for engines
             await self._wind_down()
             killer.cancel()
         if self._failed.is_set():
@@ -105,6 +106,7 @@ class Deployment:
 
     def _report(self) -> None:
         """Print the report of each known engine whose report has changed."""
+        # all engines: the tokenizer found for one of them may complete the report of another
         for engine in self._options.engines:
             facts, agent = self._facts.get(engine.worker_id), self._options.agent(engine)
             if facts is None:
@@ -194,16 +196,6 @@ async def _with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFac
     if await http.reports_cached_tokens(facts.models.served_names[0]) is not False:
         return facts
     return replace(facts, lacks=(*facts.lacks, CACHED_TOKENS_UNKNOWN))
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    """Return when one of the events is set."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
 
 
 def _python(part: str) -> list[str]:

@@ -55,6 +55,8 @@ class Tokenizers:
         named = self._options.model_paths
         more = {model: path for model, path in self._found.items() if takes_more and model not in named}
         self._given = more
+        # Always with the model's name: without it, a path would be used for engines of other models that
+        # are started later, and tokenize their prompts wrongly.
         return [f"--model-path={model}={path}" for model, path in more.items()]
 
     def of(self, agent: AgentOptions, facts: EngineFacts) -> TokenizerReport:

@@ -21,7 +21,8 @@ from prometheus_client.utils import floatToGoString
 
 from kvrouter.telemetry.metrics import SUFFIXES, Sample, StateCollector
 
-# How long the event loop may be held up at once.
+# How long a scrape may hold up the event loop at once. In one piece, even a scrape of single metrics held it
+# up for 20 to 40 ms in a large fleet.
 SLICE_S = 0.001
 # Samples between two readings of the clock, as a mask: reading it for each would cost more than some samples.
 _LOOK_EVERY = 63

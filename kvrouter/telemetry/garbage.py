@@ -83,11 +83,11 @@ async def collect_and_freeze() -> None:
     loop = asyncio.get_running_loop()
     due, trim_due = loop.time() + EVERYTHING_S, loop.time() + TRIM_S
     while True:
-        gc.freeze()
+        gc.freeze()  # the first time: everything made during start-up
         await asyncio.sleep(SET_ASIDE_S)
         if loop.time() >= due:
             due = loop.time() + EVERYTHING_S
-            gc.unfreeze()
+            gc.unfreeze()  # so that the next line examines the frozen objects, too
         gc.collect()
         if loop.time() >= trim_due:
             trim_due = loop.time() + TRIM_S

@@ -20,7 +20,9 @@ from typing import TextIO, cast
 
 import structlog
 
+# Beyond this, lines are lost: a pipe that is not read must not fill the memory.
 MAX_LINES = 10_000
+# The process must end even if its logs cannot be written. With Python's streams, a stalled reader made it hang.
 _CLOSE_S = 2.0
 
 
@@ -93,12 +95,13 @@ class LogStream:
             try:
                 if lost := self._lost:
                     self._write(f"log lines lost: {lost}\n")
-                    self._lost -= lost
+                    self._lost -= lost  # not = 0: another thread may have added to it
                 self._write(text)
             except OSError:
                 self._lost += 1
 
     def _write(self, text: str) -> None:
+        # backslashreplace: a field may quote half a surrogate pair
         left = memoryview(text.encode(errors="backslashreplace"))
         while left:
             left = left[os.write(self._descriptor, left) :]
