@@ -22,7 +22,7 @@ import structlog
 
 # Beyond this, lines are lost: a pipe that is not read must not fill the memory.
 MAX_LINES = 10_000
-# The process must end even if its logs cannot be written. With Python's streams, a stalled reader made it hang.
+# The process must end even if its logs cannot be written: Python's streams hung at exit on a stalled reader.
 _CLOSE_S = 2.0
 
 
