@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command(words[1:])
 
 
+# Each command imports its modules when it runs: `kvrouter nats` needs neither tokenizers nor aiohttp.
+
+
 def _serve(arguments: Sequence[str]) -> int:
     from kvrouter.serve.__main__ import main as run
 

@@ -99,7 +99,7 @@ class Deployment:
         self._tokenizers.learn(self._options.agent(engine), facts)
         self._report()
         if self._approximate and facts.endpoints:
-            self._say("this engine now publishes KV events: restart kvrouter serve to route by them")
+            self._print("this engine now publishes KV events: restart kvrouter serve to route by them")
         self._one_known.set()
         if len(self._facts) == len(self._options.engines):
             self._all_known.set()
@@ -116,7 +116,7 @@ class Deployment:
             if lines != self._reported.get(engine.worker_id):
                 self._reported[engine.worker_id] = lines
                 for line in lines:
-                    self._say(line)
+                    self._print(line)
 
     async def _serve(self) -> None:
         """Run the frontends once their flags are known."""
@@ -135,7 +135,7 @@ class Deployment:
 
     async def _keep(self, child: Child) -> None:
         code = await child.run()
-        if code == _WRONG_FLAGS:
+        if code == _WRONG_FLAGS:  # only at its first start: later, a restart may free the port
             log.error("serve.frontend_cannot_start", name=child.name)
             self._failed.set()
             return
@@ -145,6 +145,8 @@ class Deployment:
     def _frontend_command(self, port: int, admin_port: int) -> list[str]:
         sync = ["--router-replica-sync"] if self._options.replicas > 1 else []
         options = self._options
+        # argparse takes the last value of a flag: --no-router-replica-sync among `frontend_flags` replaces
+        # `sync`, and this replica's ports replace --port and --admin-port.
         return [
             *_python("frontend"), *sync, *options.common, *options.frontend_flags,
             f"--port={port}", f"--admin-port={admin_port}", f"--nats={self._nats}",
@@ -156,7 +158,7 @@ class Deployment:
         if not self._has_events() and not self._options.chooses_events():
             self._approximate = True
             flags.append("--no-kv-events")
-            self._say("no engine publishes KV events: routing by past requests, which is approximate")
+            self._print("no engine publishes KV events: routing by past requests, which is approximate")
         return flags
 
     def _has_events(self) -> bool:
@@ -171,7 +173,7 @@ class Deployment:
 
         NATS ends after this has returned, as all of them publish until they end.
         """
-        self._stopping.set()
+        self._stopping.set()  # ends the queries of engines that do not answer yet
         frontend = self._options.frontend
         patience_s = frontend.drain_grace_s + frontend.drain_timeout_s + _CUT_OFF_S
         log.info("serve.stopping", frontends=len(self._frontends), drain_timeout_s=frontend.drain_timeout_s)
@@ -184,12 +186,13 @@ class Deployment:
         for child in (*self._frontends, *self._agents.values()):
             child.kill()
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._output.line(NAME, line.encode())
 
 
 async def _with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFacts:
     """The facts, with CACHED_TOKENS_UNKNOWN among the lacks if answers omit the cached tokens."""
+    # asked with one real completion, and so only of versions whose answer proves something
     version = re.match(r"v?(\d+)\.(\d+)", facts.version)
     if facts.kind == "sglang" or not version or (int(version[1]), int(version[2])) < _ALWAYS_COUNTS:
         return facts

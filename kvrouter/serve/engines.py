@@ -13,6 +13,7 @@ from kvrouter.worker.options import worker_id_of
 
 _FLAGS = {"kv": "--kv-events", "replay": "--kv-replay", "topic": "--kv-topic", "model": "--model"}
 _ENDPOINT = re.compile(r"tcp://.+:\d{1,5}|ipc://.+")
+# 0.0.0.0 as a destination is the loopback, too; the addresses 127.x.y.z stay different
 _LOOPBACK = {"localhost", "::1", "0.0.0.0"}
 _LABEL = "label."
 _EXAMPLE = "http://127.0.0.1:9000,kv=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:5657"
@@ -43,7 +44,7 @@ def read_engine(text: str) -> EngineSpec:
     url, *pairs = text.split(",")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--engine {text!r}: must begin with the engine's URL, as in {_EXAMPLE}")
-    if url.rstrip("/").endswith("/v1"):
+    if url.rstrip("/").endswith("/v1"):  # the base URL of an OpenAI client: agents append /v1 themselves
         raise ConfigError(f"--engine {text!r}: give the server's URL without /v1")
     worker_id, values, labels = _worker_id_of(url), dict[str, str](), dict[str, str]()
     for pair in pairs:

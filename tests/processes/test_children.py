@@ -135,7 +135,7 @@ async def test_cancelled(heard: Heard) -> None:
     await until(lambda: not is_alive(pid))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child of its parent's death")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a child when its parent ends")
 async def test_parent_killed(tmp_path: Path) -> None:
     """Children of a killed parent are killed."""
     script = f"""

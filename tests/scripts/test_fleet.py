@@ -22,7 +22,7 @@ import http.server, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response({status}, "as told")
+        self.send_response({status}, "x")
         self.end_headers()
         self.wfile.write(b"status {status}")
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

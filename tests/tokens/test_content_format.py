@@ -49,5 +49,5 @@ def test_parts(text: str) -> None:
 
 @pytest.mark.parametrize("text", STRING.values(), ids=STRING)
 def test_string(text: str) -> None:
-    """All other templates receive strings, also those that vLLM 0.32 cannot classify."""
+    """All other templates receive strings, also if vLLM 0.32 cannot classify them."""
     assert not wants_parts(jinja2.Environment().parse(text))

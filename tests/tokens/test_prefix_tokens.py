@@ -132,8 +132,8 @@ def test_enough_is_known() -> None:
     assert ids == list(exact.ids)
 
 
-def test_a_place_must_be_proven() -> None:
-    """Without one there is no cache."""
+def test_splits_without_a_pattern() -> None:
+    """Splits without a pattern are an error with its reason."""
     with pytest.raises(ValueError, match="cannot be cut: because"):
         PrefixTokens(build("Qwen2"), Splits(None, reason="because"), PrefixStore(), model="m")
 
