@@ -109,8 +109,8 @@ async def agent_blocks(bus: Bus, namespace: str, worker_id: str) -> set[int]:
 
     feed = RankFeed(0)
     *_, last = await feed.look(ask)
-    if last.trouble:
-        raise RuntimeError(f"agent {worker_id}: {last.trouble}")
+    if last.problem:
+        raise RuntimeError(f"agent {worker_id}: {last.problem}")
     return feed.blocks.of(DISK)
 
 
