@@ -1,4 +1,4 @@
-"""Policies pick one of the candidates. They own no tables, tasks or caches."""
+"""The built-in policies, one for each `--router-mode`. They own no tables, tasks or caches."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ POLICIES: dict[str, type[BuiltInPolicy]] = {
     "random": Random,
     "direct": Direct,
 }
-"""By `--router-mode`."""
 
+# The mode's name in decisions and metrics if `--router-policy` names a class.
 CUSTOM = "own"
-"""The mode's name where `--router-policy` names a class instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What an operator sets about the modes; each mode reads its own. Defaults are the published ones."""
+    """What an operator sets about the modes; each mode reads its part. Defaults: the published values."""
 
     overlap_decay: float = 0.0
     active_request_weight: float = 0.0

@@ -1,11 +1,10 @@
 """Reads an EndpointPickerConfig, the file that configures llm-d's and Heimdall's scheduler.
 
-    plugins            what there is: type, an optional name, parameters
-    schedulingProfiles which of them are used, by pluginRef, and their weights (1 if omitted)
+    plugins            the plugins: type, an optional name, parameters
+    schedulingProfiles the plugins that are used, by pluginRef, and their weights (1 if omitted)
 
-It is taken as published, also wrapped in Heimdall's Helm values (`config:`). Whatever is not known
-here, a type or a key, is an error that names it. Of what is known some has no use here, because
-kvrouter does it otherwise; `notes` says so, line by line.
+The file is read as published, also inside Heimdall's Helm values (`config:`). An unknown type or key is an
+error that names it. Some known settings have no effect because kvrouter has other means: `notes` lists them.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ class PrefixStore(_Strict, frozen=True):
 
 
 class TokenProcessor(_Strict, frozen=True):
-    """`blockSize` in tokens, the engines' own; `hashSeed` is accepted, and not needed."""
+    """`blockSize` in tokens, as the engines have it; `hashSeed` is accepted and has no effect."""
 
     block_size: int | None = None
     hash_seed: str | int | None = None
 
 
 class InMemory(_Strict, frozen=True):
-    """The index's bounds: hash keys, and holders of each."""
+    """The index's bounds: number of hashes, and of holders of each."""
 
     size: int = 100_000_000
     pod_cache_size: int = 10
@@ -60,7 +59,7 @@ class KvBlockIndex(_Strict, frozen=True):
 
 
 class TokenizersPool(_Strict, frozen=True):
-    """Tokenizing. The token never shows in a log: it has no part in the repr."""
+    """Tokenizing. The repr omits the Hugging Face token, so that it cannot appear in a log."""
 
     workers_count: int = 8
     min_prefix_overlap_ratio: float = 0.8
@@ -81,7 +80,7 @@ class Indexer(_Strict, frozen=True):
 
 
 class KvEvents(_Strict, frozen=True):
-    """`kvEventsConfig`: how Heimdall hears the engines."""
+    """`kvEventsConfig`: how Heimdall receives the engines' events."""
 
     zmq_endpoint: str | None = None
     topic_filter: str | None = None
@@ -142,7 +141,7 @@ class _Document(_Strict, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EndpointPicker:
-    """What such a file asks for: the policy, what it says of the prefix cache, and what has no use here."""
+    """What a file configures: the policy, the prefix cache, and notes about settings without effect."""
 
     policy: Scored
     prefix_cache: PrefixCacheParameters | None = None
@@ -163,13 +162,13 @@ _SCORERS: dict[str, tuple[type[_Strict], _Made]] = {
     "no-hit-lru-scorer": (_NoHitLru, lambda _: scorers.no_hit_lru),
 }
 _PICKER = "max-score-picker"
+# Which flags take the place of the sections of `indexerConfig`.
 _INDEXER_FLAGS = {
     "prefixStoreConfig": "use --prefix-store-blocks and --prefix-store-block-chars",
     "tokenProcessorConfig": "the block size is the engines' own, or --kv-cache-block-size",
     "kvBlockIndexConfig": "use --index-max-blocks, --index-max-holders and --index-metrics",
     "tokenizersPoolConfig": "use --min-prefix-overlap-ratio, --tokenizer-cache-dir and $HF_TOKEN",
 }
-"""Where kvrouter takes from what stands in `indexerConfig`."""
 _HANDLER = "single-profile-handler"
 
 
@@ -177,23 +176,23 @@ def load_endpoint_picker(text: str) -> EndpointPicker:
     """Read a file's text. Raises ConfigError."""
     try:
         document = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
-        raise ConfigError(f"the router config is no YAML: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
+        raise ConfigError(f"the router config is not YAML: {error}") from error
     if not isinstance(document, dict):
-        raise ConfigError(f"the router config is no {KIND}: it has to be a mapping with kind: {KIND}")
+        raise ConfigError(f"the router config is not an {KIND}: it has to be a mapping with kind: {KIND}")
     return read_endpoint_picker(document)
 
 
 def read_endpoint_picker(document: Mapping[str, Any]) -> EndpointPicker:
-    """The same from plain mappings. Raises ConfigError."""
+    """Read a parsed file. Raises ConfigError."""
     if "kind" not in document and isinstance(document.get("config"), dict):
-        document = document["config"]  # Helm values: what stands beside it is about the deployment
+        document = document["config"]  # Helm values: the other keys describe the deployment
     wanted = _convert(dict(document), _Document, "")
     if wanted.kind != KIND:
         raise ConfigError(f"kind {wanted.kind!r}: the router config has to be an {KIND}")
     plugins = {plugin.name or plugin.type: plugin for plugin in wanted.plugins}
     if len(plugins) < len(wanted.plugins):
-        raise ConfigError("two plugins have the same name: give each its own with name:")
+        raise ConfigError("two plugins have the same name: name each with name:")
     parameters = {name: _parameters(name, plugin) for name, plugin in plugins.items()}
     weighted: list[Weighted] = []
     max_endpoints = DEFAULT_MAX_ENDPOINTS
@@ -208,26 +207,26 @@ def read_endpoint_picker(document: Mapping[str, Any]) -> EndpointPicker:
     notes = [note for name, given in parameters.items() for note in _notes(name, given)]
     notes += [note for name, plugin in plugins.items() for note in _indexer_notes(name, plugin)]
     if not any(one.weight for one in weighted):
-        notes.append("no scorer has a weight: all workers are equal, and chance decides")
+        notes.append("no scorer has a weight above 0: all workers are equal, and chance decides")
     return EndpointPicker(Scored(tuple(weighted), max_endpoints), prefix_cache, tuple(notes))
 
 
 def _references(wanted: _Document, plugins: Mapping[str, _Plugin]) -> list[_Reference]:
-    """What the one profile refers to; without profiles every plugin, with weight 1."""
+    """The references of the one profile; without a profile every plugin, with weight 1."""
     profiles = wanted.scheduling_profiles
     if len(profiles) > 1:
         names = ", ".join(profile.name for profile in profiles)
-        raise ConfigError(f"schedulingProfiles {names}: only one is supported here")
+        raise ConfigError(f"schedulingProfiles {names}: only one is supported")
     if not profiles:
         return [_Reference(name) for name in plugins]
     pickers = [one for one in profiles[0].plugins if one.plugin_ref in plugins and _is_picker(plugins, one)]
     if len(pickers) > 1:
         names = ", ".join(one.plugin_ref for one in pickers)
-        raise ConfigError(f"schedulingProfiles refers to the pickers {names}: leave one")
+        raise ConfigError(f"schedulingProfiles refers to the pickers {names}: keep one")
     for reference in profiles[0].plugins:
         if reference.plugin_ref not in plugins:
             known = ", ".join(plugins) or "none"
-            raise ConfigError(f"pluginRef {reference.plugin_ref!r} names no plugin; there are: {known}")
+            raise ConfigError(f"pluginRef {reference.plugin_ref!r} is not a plugin; plugins: {known}")
         if not (math.isfinite(reference.weight) and reference.weight >= 0):
             raise ConfigError(
                 f"the weight of pluginRef {reference.plugin_ref!r} is {reference.weight}; use at least 0"
@@ -252,7 +251,7 @@ def _parameters(name: str, plugin: _Plugin) -> _Strict:
         return _convert(given, _NoParameters, name)
     if plugin.type not in _SCORERS:
         known = ", ".join([*_SCORERS, _PICKER, _HANDLER])
-        raise ConfigError(f"plugin type {plugin.type!r} is not known here; known: {known}")
+        raise ConfigError(f"plugin type {plugin.type!r} is unknown; use one of {known}")
     parameters = _convert(given, _SCORERS[plugin.type][0], name)
     if isinstance(parameters, _LoadAware) and parameters.threshold < 1:
         raise ConfigError(f"plugin {name!r}: threshold is {parameters.threshold}; use at least 1")
@@ -272,9 +271,9 @@ def _notes(name: str, given: _Strict) -> list[str]:
         case PrefixCacheParameters():
             return [f"{name}: {note}" for note in _prefix_cache_notes(given)]
         case _ActiveRequest(request_timeout=timeout) if timeout is not None:
-            return [f"{name}: requestTimeout is not needed: a request counts for exactly as long as it runs"]
+            return [f"{name}: requestTimeout has no effect: a request counts for as long as it runs"]
         case _NoHitLru(lru_size=size) if size is not None:
-            return [f"{name}: lruSize is not needed: workers are forgotten when they leave"]
+            return [f"{name}: lruSize has no effect: a worker is removed when it leaves"]
     return []
 
 
@@ -283,16 +282,14 @@ def _prefix_cache_notes(given: PrefixCacheParameters) -> list[str]:
     notes = []
     if indexer.token_processor_config.hash_seed is not None:
         notes.append(
-            "hashSeed is not needed: blocks are named by a hash of the tokens, whatever the engines' is"
+            "hashSeed has no effect: blocks are named by a hash of their tokens, not by the engines' hashes"
         )
     if events.zmq_endpoint is not None or events.topic_filter is not None or events.concurrency is not None:
-        notes.append(
-            "kvEventsConfig is not needed: the agent beside each engine reads its events (--kv-events)"
-        )
+        notes.append("kvEventsConfig has no effect: the agent of each engine reads its events (--kv-events)")
     return notes
 
 
 def _indexer_notes(name: str, plugin: _Plugin) -> list[str]:
-    """What the file sets of the index and of tokenizing: flags do that here, for all modes."""
+    """Notes about the index and tokenizing, which flags configure for all modes."""
     given = (plugin.parameters or {}).get("indexerConfig") or {}
-    return [f"{name}: {section} is not read from here: {_INDEXER_FLAGS[section]}" for section in given]
+    return [f"{name}: {section} has no effect: {_INDEXER_FLAGS[section]}" for section in given]

@@ -1,7 +1,7 @@
-"""Your own policy behind a guard: whatever it does, a request finds a worker.
+"""A custom policy behind a guard: its errors cost a request no worker.
 
-    choose ──> a target, or ranks ──> an order of the eligible
-       └─ raises, or answers what cannot be used ──> the fewest requests; counted, and told once
+    choose ──> a target, or ranks ──> the eligible targets in order
+       └─ raises, or returns something unusable ──> the fewest requests; counted, and logged the first time
 
 The router calls a custom policy only through `GuardedPolicy`. It counts errors by the method they happened
 in; the first of each kind waits in `take_news` for the shell to log it.
@@ -20,15 +20,18 @@ from kvrouter.core.routing.policy import Candidate, Policy, RouteRequest
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
 
+# `Trouble.where` if `choose` returned something unusable.
 ANSWER = "answer"
-"""The kind of trouble where `choose` has returned what cannot be used."""
+
 _SHOWN_CHARACTERS = 200
+
+# Only these may end the process. A CancelledError from a plain call does not cancel this task: the policy has
+# read the result of a future that was cancelled.
 _ENDS = (KeyboardInterrupt, SystemExit)
-"""These end the process. A CancelledError of a plain call ends nothing: it came from some result."""
 
 
 class Trouble(NamedTuple):
-    """Something that an own policy did wrong, for the first time. `where`: the method, or `answer`."""
+    """An error of a custom policy, reported the first time. `where`: the method, or `answer`."""
 
     policy: str
     where: str
@@ -37,11 +40,11 @@ class Trouble(NamedTuple):
 
 
 class UnusableChoiceError(Exception):
-    """What `choose` has returned names nobody who is eligible."""
+    """`choose` returned no eligible target."""
 
 
 class GuardedPolicy(BuiltInPolicy):
-    """Asks `policy`, and keeps its mistakes from the requests. `name` is for people."""
+    """Calls `policy`, and falls back to the fewest requests when it fails. `name` is for logs."""
 
     def __init__(self, policy: Policy, name: str) -> None:
         self.policy = policy
@@ -50,16 +53,17 @@ class GuardedPolicy(BuiltInPolicy):
         self.needs_text = bool(getattr(policy, "needs_text", False))
         self.refresh_s = float(getattr(policy, "refresh_s", 0.0))
         self.troubles: Counter[str] = Counter()
-        """By where: a method of the policy, or `answer`."""
+        """Errors by where: a method of the policy, or `answer`."""
         self._news: list[Trouble] = []
 
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         return self.order(request, candidates, moment)[0]
 
     def order(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Sequence[int]:
-        """Its ranks, the fewest requests first in each; least-loaded if it fails."""
+        """Its ranks, the fewest requests first in each; all candidates so ordered if it fails."""
         try:
-            ranks = places_of(self.policy.choose(request, list(candidates)), candidates)  # it may sort them
+            # a list of its own: a policy may sort or empty it, and the candidates are kept for /decisions
+            ranks = places_of(self.policy.choose(request, list(candidates)), candidates)
         except UnusableChoiceError as error:
             self.note(ANSWER, str(error))
             ranks = [list(range(len(candidates)))]
@@ -78,7 +82,7 @@ class GuardedPolicy(BuiltInPolicy):
         _moment: Moment,
         _chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
-        """What most policies look at; by what yours has judged only it knows."""
+        """What most policies look at: the terms of a custom policy are not known."""
         return [
             {
                 "overlap_blocks": one.overlap_blocks,
@@ -90,32 +94,28 @@ class GuardedPolicy(BuiltInPolicy):
         ]
 
     def on_workers(self, workers: Sequence[Card]) -> None:
-        """Passed on."""
         self._call("on_workers", workers)
 
     def on_request_routed(self, request: RouteRequest, target: Target, status: int) -> None:
-        """Passed on."""
         self._call("on_request_routed", request, target, status)
 
     def on_worker_removed(self, worker_id: WorkerId) -> None:
-        """Passed on."""
         self._call("on_worker_removed", worker_id)
 
     async def refresh(self) -> None:
-        """Passed on; whoever runs it bounds its time."""
+        """Refresh the policy. The caller limits the time (PolicyUpkeep)."""
         try:
             await self.policy.refresh()
         except Exception as error:
             self.failed("refresh", error)
 
     def close(self) -> None:
-        """Passed on."""
         self._call("close")
 
     def _call(self, method: str, *arguments: object) -> None:
         hook: Callable[..., object] | None = getattr(self.policy, method, None)
         if hook is None:
-            return  # it need not derive from Policy
+            return  # a custom policy need not derive from Policy
         try:
             hook(*arguments)
         except _ENDS:
@@ -124,32 +124,32 @@ class GuardedPolicy(BuiltInPolicy):
             self.failed(method, error)
 
     def failed(self, where: str, error: BaseException) -> None:
-        """A method of the policy has raised."""
+        """Count an exception of a method of the policy."""
         self.note(where, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
     def note(self, where: str, what: str, trace: str = "") -> None:
-        """Count a trouble; the first of its kind is news."""
+        """Count an error; the first one of its kind is kept for the log."""
         self.troubles[where] += 1
         if self.troubles[where] == 1:
             self._news.append(Trouble(self.name, where, what, trace))
 
     def take_news(self) -> list[Trouble]:
-        """What has gone wrong for the first time since this was last asked."""
+        """The errors that occurred for the first time since the last call."""
         news, self._news = self._news, []
         return news
 
 
 def places_of(answer: object, candidates: Sequence[Candidate]) -> list[list[int]]:
-    """What `choose` has returned, as places among the candidates. Raises UnusableChoiceError.
+    """What `choose` returned, as indices of the candidates. Raises UnusableChoiceError.
 
-    In ranks whoever is not eligible, or stood in a rank before, is passed over; there must be somebody left.
+    A target in a rank is ignored if it is not eligible or stood in an earlier rank; one must be left.
     """
     ranks = _ranks_of(answer)
     left = {candidate.target: place for place, candidate in enumerate(candidates)}
     places = [[left.pop(target) for target in map(_target, rank) if target in left] for rank in ranks]
     if not any(places):
         shown = ", ".join(str(_target(one)) for rank in ranks for one in rank)[:_SHOWN_CHARACTERS]
-        raise UnusableChoiceError(f"choose returned nobody who is eligible: {shown or 'an empty list'}")
+        raise UnusableChoiceError(f"choose returned no eligible target: {shown or 'an empty list'}")
     return places
 
 
@@ -163,7 +163,7 @@ def _ranks_of(answer: object) -> Sequence[Sequence[Target | Candidate]]:
 
 
 def _is_rank(rank: object) -> bool:
-    """Whether it is a list of targets; a Target is a tuple itself."""
+    # a Target is a tuple, and a str a sequence: neither is a rank
     if isinstance(rank, Target | str) or not isinstance(rank, Sequence):
         return False
     return all(isinstance(one, Target | Candidate) for one in rank)

@@ -1,9 +1,9 @@
-"""Finds the class of `--router-policy`, and says what is wrong with it before a request does.
+"""Loads the class of `--router-policy`, and checks it at start-up, before a request depends on it.
 
-    package.module:Class   imported; the directory where kvrouter was started counts
-    NAME                   an entry point in the group `kvrouter.policies` of an installed package
+    package.module:Class   is imported, also from the directory in which kvrouter was started
+    NAME                   is an entry point in the group `kvrouter.policies` of an installed package
 
-A class needs a `choose`; whatever else of `Policy` it defines is called, so that must fit as well.
+The class must define `choose`. Other methods of `Policy` that it defines are called, so they must fit, too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from kvrouter.errors import ConfigError
 from kvrouter.policies.guarded import GuardedPolicy
 
 GROUP = "kvrouter.policies"
+
+# The methods that kvrouter calls, and their number of arguments.
 _ARGUMENTS = {
     "choose": 2,
     "on_workers": 1,
@@ -31,12 +33,11 @@ _ARGUMENTS = {
     "refresh": 0,
     "close": 0,
 }
-"""The methods that are called, and with how many arguments."""
 
 
 @dataclass(slots=True)
 class GuardedPolicies:
-    """Makes the policies of one class: each pool gets its own."""
+    """Makes the policies of one class, one for each pool."""
 
     name: str
     make: Callable[..., Any]
@@ -44,18 +45,18 @@ class GuardedPolicies:
     _first: GuardedPolicy | None = None
 
     def begin(self) -> None:
-        """Make the first now, so that a constructor that fails is seen at the start. Raises ConfigError."""
+        """Make the first policy now, so that start-up fails if its constructor does. Raises ConfigError."""
         self._first = self._made()
 
     def __call__(self) -> GuardedPolicy:
-        """One more. If that fails, now that requests are served, one that always falls back."""
+        """A policy for one more pool. If its constructor fails now, one that always falls back."""
         first, self._first = self._first, None
         if first is not None:
             return first
         try:
             return self._made()
         except ConfigError as error:
-            broken = GuardedPolicy(Policy(), self.name)
+            broken = GuardedPolicy(Policy(), self.name)  # its `choose` raises, so the guard decides
             broken.note("__init__", str(error))
             return broken
 
@@ -70,29 +71,29 @@ class GuardedPolicies:
 
 
 def load_custom_policy(name: str, arguments: Sequence[str] = ()) -> GuardedPolicies:
-    """The class that `name` stands for; `arguments` are KEY=VALUE for its constructor. Raises ConfigError."""
+    """The class that `name` names; `arguments` are KEY=VALUE for its constructor. Raises ConfigError."""
     found = _imported(name) if ":" in name else _entry_point(name)
     if not isinstance(found, type):
-        raise ConfigError(f"policy {name}: that is {found!r}, and no class")
+        raise ConfigError(f"policy {name}: {found!r} is not a class")
     _check_methods(found, name)
     return GuardedPolicies(name, found, _constructor_arguments(found, name, arguments))
 
 
 def guarded(policy: object, name: str) -> GuardedPolicy:
-    """An object that has a `choose`, ready for the router. Raises ConfigError if it does not fit."""
+    """A guard around an object with a `choose`. Raises ConfigError if a method or setting does not fit."""
     _check_methods(policy, name)
     refresh_s = getattr(policy, "refresh_s", 0.0)
-    if not isinstance(refresh_s, int | float) or not refresh_s >= 0:  # NaN is neither
-        raise ConfigError(f"policy {name}: refresh_s is {refresh_s!r}; use seconds")
+    if not isinstance(refresh_s, int | float) or not refresh_s >= 0:  # `not >=`: also False for NaN
+        raise ConfigError(f"policy {name}: refresh_s is {refresh_s!r}; use a number of seconds")
     if _is_defined(policy, "refresh") and not refresh_s:
-        raise ConfigError(f"policy {name} has a refresh: say how often, as in refresh_s = 1.0")
+        raise ConfigError(f"policy {name} has a refresh but no interval: set one, as in refresh_s = 1.0")
     return GuardedPolicy(policy, name)  # type: ignore[arg-type]  # as much of a Policy as is called
 
 
 def _imported(name: str) -> object:
     module_name, _, path = name.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it; a console script does not
+        sys.path.insert(0, "")  # `python -m` has it, a console script does not
     try:
         found: object = import_module(module_name)
     except Exception as error:
@@ -123,9 +124,10 @@ def _with_choose(module: object) -> list[str]:
 def _entry_point(name: str) -> object:
     installed: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=GROUP)}
     if name not in installed:
-        known = ", ".join(sorted(installed)) or "none is installed"
+        known = ", ".join(sorted(installed)) or "none"
         raise ConfigError(
-            f"policy {name!r} is no entry point in the group {GROUP} ({known}); or write package.module:Class"
+            f"policy {name!r} is not an entry point in the group {GROUP} (installed: {known});"
+            " for a class, write package.module:Class"
         )
     try:
         return installed[name].load()
@@ -134,14 +136,14 @@ def _entry_point(name: str) -> object:
 
 
 def _is_defined(policy: object, method: str) -> bool:
-    """Whether it has the method, other than from Policy itself."""
+    """Whether it defines the method itself, instead of inheriting it from Policy."""
     owner = policy if isinstance(policy, type) else type(policy)
     found = getattr(owner, method, None)
     return found is not None and found is not getattr(Policy, method)
 
 
 def _check_methods(policy: object, name: str) -> None:
-    """Raise ConfigError for a method that is missing or could not be called; of a class or an object."""
+    """Raise ConfigError if a class or object has no `choose`, or a method that kvrouter cannot call."""
     if not _is_defined(policy, "choose"):
         raise ConfigError(f"policy {name} has no choose(self, request, candidates)")
     for method, count in _ARGUMENTS.items():
@@ -152,10 +154,10 @@ def _check_methods(policy: object, name: str) -> None:
 def _check_method(owner: type, method: str, count: int, name: str) -> None:
     function = getattr(owner, method)
     if not callable(function):
-        raise ConfigError(f"policy {name}: {method} is no method")
+        raise ConfigError(f"policy {name}: {method} is not a method")
     if inspect.iscoroutinefunction(function) != (method == "refresh"):
-        remedy = "make it async" if method == "refresh" else "make it a plain def; what waits goes to refresh"
-        raise ConfigError(f"policy {name}: {method} is called the other way: {remedy}")
+        remedy = "async def" if method == "refresh" else "a plain def; what waits belongs in refresh"
+        raise ConfigError(f"policy {name}: {method} has to be {remedy}")
     is_static = isinstance(inspect.getattr_static(owner, method), staticmethod | classmethod)
     try:
         inspect.signature(function).bind(*[None] * (count if is_static else count + 1))
@@ -167,7 +169,7 @@ def _check_method(owner: type, method: str, count: int, name: str) -> None:
 def _constructor_arguments(made: type, name: str, arguments: Sequence[str]) -> dict[str, Any]:
     try:
         signature = inspect.signature(made, eval_str=True)
-    except Exception:  # built in C, or annotated with names that only a type checker imports
+    except Exception:  # written in C, or annotated with names that only a type checker imports
         signature = inspect.signature(made)
     known = {key: one for key, one in signature.parameters.items() if one.kind not in {one.VAR_POSITIONAL}}
     takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
@@ -187,12 +189,12 @@ def _constructor_arguments(made: type, name: str, arguments: Sequence[str]) -> d
 
 
 def _made_of(type_: Callable[[str], Any], text: str) -> Any:
-    """A type that msgspec does not know, such as a Path, is made of its text."""
+    """Make a value of a type that msgspec does not know, such as a Path, from its text."""
     return type_(text)
 
 
 def _converted(text: str, parameter: inspect.Parameter | None, shown: str) -> Any:
-    """The text as the type that the parameter is annotated with, else as that of its default."""
+    """The text converted to the parameter's annotated type, else to the type of its default."""
     if parameter is None:
         return text
     type_ = parameter.annotation
@@ -203,5 +205,5 @@ def _converted(text: str, parameter: inspect.Parameter | None, shown: str) -> An
         return msgspec.convert(text, type_, strict=False, dec_hook=_made_of)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{shown}: {error}") from None
-    except TypeError:  # no type that a text can become
+    except TypeError:  # a type that cannot be made from text: the constructor gets the text
         return text

@@ -1,4 +1,4 @@
-"""Mode `prefix-affinity`: where the longest prefix of the text was sent before, while load is balanced."""
+"""Mode `prefix-affinity`: the target that was sent the longest prefix of the text, while load is balanced."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PrefixAffinity(BuiltInPolicy):
         matched / len(text) <  match_rate_threshold            →  the targets with the smallest tree
         otherwise                                              →  the targets with the longest match
 
-    Within the targets so found the fewest requests win. An infinite `imbalanced_threshold` is Ray's
-    code since December 2025; 10 is its published document.
+    Of several such targets the one with the fewest requests wins. Ray's code has had an infinite
+    `imbalanced_threshold` since December 2025; its documentation publishes 10.
     """
 
     imbalanced_threshold: float = 10.0
@@ -32,7 +32,6 @@ class PrefixAffinity(BuiltInPolicy):
     reads_tables = True
 
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
-        """See the class."""
         if not request.text or self._is_imbalanced(candidates):
             return power_of_two(candidates, moment.random)
         found = self._preferred(request.text, candidates, moment)
@@ -57,7 +56,7 @@ class PrefixAffinity(BuiltInPolicy):
         moment: Moment,
         _chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
-        """Requests, each candidate's own match rate, and the size of its tree."""
+        """Requests in flight, and each target's own match rate and tree size."""
         length = max(1, len(request.text))
         return [
             {

@@ -12,29 +12,29 @@ from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.policies import scorers
 from kvrouter.policies.scorers import Scorer
 
+# Digits that are compared: sums in another order round differently, and equal candidates must stay a tie.
 _DIGITS = 9
-"""Totals that agree so far are ties."""
 
 
 class Weighted(NamedTuple):
-    """One scorer of a profile. `name` is what an EndpointPickerConfig calls it."""
+    """One scorer of a profile. `name`: the one in the EndpointPickerConfig."""
 
     name: str
     scorer: Scorer
     weight: float = 1.0
 
 
+# The weights of Heimdall's published example.
 HEIMDALL = (
     Weighted("queue-scorer", scorers.queue, 2),
     Weighted("kv-cache-utilization-scorer", scorers.kv_cache_utilization, 2),
     Weighted("precise-prefix-cache-scorer", scorers.precise_prefix_cache, 3),
 )
-"""The weights of Heimdall's published example."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored(BuiltInPolicy):
-    """The best `max_endpoints`, best first, ties at random; the further ones are tried if it fails."""
+    """The best `max_endpoints`, ties at random; a retry takes the next best."""
 
     scorers: tuple[Weighted, ...] = HEIMDALL
     max_endpoints: int = 1
@@ -43,20 +43,16 @@ class Scored(BuiltInPolicy):
 
     @property
     def needs_sessions(self) -> bool:  # type: ignore[override]
-        """Whether one of the scorers asks for the session's target."""
         return any(one.scorer is scorers.session_affinity for one in self.scorers)
 
     @property
     def reads_tables(self) -> bool:  # type: ignore[override]
-        """Whether one of the scorers looks beyond the candidates."""
         return self.needs_sessions or any(one.scorer is scorers.no_hit_lru for one in self.scorers)
 
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
-        """The highest total."""
         return self.order(request, candidates, moment)[0]
 
     def order(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Sequence[int]:
-        """The highest totals, best first."""
         totals = [0.0] * len(candidates)
         for _, scorer, weight in self.scorers:
             scores = scorer(request, candidates, moment)
@@ -67,7 +63,7 @@ class Scored(BuiltInPolicy):
         return [place for _, _, place in sorted(ranked)[: self.max_endpoints]]
 
     def routed(self, request: RouteRequest, choice: Candidate, moment: Moment) -> None:
-        """Cold prompts are counted, for no-hit-lru."""
+        """Record a prompt without overlap, for no-hit-lru."""
         if not choice.overlap_blocks:
             moment.tables.no_hit.used(choice.target)
 
@@ -89,5 +85,5 @@ class Scored(BuiltInPolicy):
 
 
 def clamped(score: float) -> float:
-    """A score within [0, 1], whatever the scorer says."""
+    """The score, limited to [0, 1] as scorers should return it."""
     return min(1.0, max(0.0, score))

@@ -1,4 +1,4 @@
-"""The scorers of mode `scored`: each gives every candidate a number in [0, 1], higher being better.
+"""The scorers of mode `scored`: each gives every candidate a number in [0, 1]; higher is better.
 
 Source: llm-d and Moreh's Heimdall, which name them `…-scorer` in an EndpointPickerConfig.
 """
@@ -13,8 +13,10 @@ from kvrouter.core.routing.policy import Candidate, RouteRequest
 
 Scorer = Callable[[RouteRequest, Candidates, Moment], list[float]]
 
+# Waiting requests from which on load-aware gives 0. Source: llm-d's default.
 QUEUE_THRESHOLD = 128
-"""Waiting requests at which load-aware gives 0 (llm-d's default)."""
+
+# What no-hit-lru gives every candidate of a prompt that is cached somewhere: equal scores decide nothing.
 NEUTRAL = 0.5
 
 
@@ -30,7 +32,7 @@ def kv_cache_utilization(_request: RouteRequest, candidates: Candidates, _moment
 
 
 def precise_prefix_cache(_request: RouteRequest, candidates: Candidates, _moment: Moment) -> list[float]:
-    """Overlap, min-max over those that have any; those being equal: 1. None: 0."""
+    """Overlap, min-max over the candidates with any; all of these equal: 1. No overlap: 0."""
     overlap = candidates.overlap_blocks()
     scores = iter(_min_max([blocks for blocks in overlap if blocks]))
     return [next(scores) if blocks else 0.0 for blocks in overlap]
@@ -46,28 +48,28 @@ def load_aware(threshold: int = QUEUE_THRESHOLD) -> Scorer:
 
 
 def active_request(_request: RouteRequest, candidates: Candidates, _moment: Moment) -> list[float]:
-    """`(max - requests) / max`, requests in flight as booked by all replicas; nothing in flight: 1."""
+    """`(max - requests) / max` of the requests in flight, booked by any replica; none in flight: 1."""
     requests = candidates.requests()
     most = max(requests) or 1
     return [(most - count) / most for count in requests]
 
 
 def lora_affinity(request: RouteRequest, candidates: Candidates, _moment: Moment) -> list[float]:
-    """The adapter is loaded: 1; there is room for it: 0.8; it is being waited for: 0.6; full: 0."""
+    """The adapter is loaded: 1; a place is free: 0.8; requests wait for it there: 0.6; no place: 0."""
     return [_lora_score(request.lora_name, candidate) for candidate in candidates]
 
 
 def session_affinity(request: RouteRequest, candidates: Candidates, moment: Moment) -> list[float]:
-    """The target the session is bound to: 1; the others: 0."""
+    """1 for the target that the session is bound to, 0 for the others."""
     bound = moment.tables.sessions.target_of(request.session, moment.now) if request.session else None
     return [float(target == bound) for target in candidates.targets()]
 
 
 def no_hit_lru(_request: RouteRequest, candidates: Candidates, moment: Moment) -> list[float]:
-    """For a prompt nobody has: from 1 for the target whose last one is longest ago, down to 0.
+    """For a prompt that is cached nowhere: from 1 for the least recently used target down to 0.
 
-    Those that never had one share the first place (llm-d takes them in the order of their names).
-    For all other prompts it says nothing.
+    Used means that the target got an uncached prompt. Targets never used share the first place (llm-d takes
+    them in the order of their names). For a prompt that is cached somewhere: NEUTRAL for all.
     """
     if any(candidates.overlap_blocks()):
         return [NEUTRAL] * len(candidates)
@@ -77,12 +79,12 @@ def no_hit_lru(_request: RouteRequest, candidates: Candidates, moment: Moment) -
 
 
 def waiting_requests(candidates: Candidates) -> list[float]:
-    """Requests in each engine's queue, as it reports them; without a fresh report the mean of the others."""
+    """Requests in each engine's queue, as reported; without a report, the mean of the others."""
     return _mean_where_unknown([beat.waiting for beat in candidates.beats()])
 
 
 def kv_usages(candidates: Candidates) -> list[float]:
-    """The fraction 0..1 of each engine's KV blocks that requests hold; likewise."""
+    """The fraction 0..1 of each engine's KV blocks that requests hold; without a report, the mean."""
     return _mean_where_unknown([beat.kv_usage for beat in candidates.beats()])
 
 
@@ -106,5 +108,5 @@ def _lora_score(lora_name: str | None, candidate: Candidate) -> float:
         return 1.0
     taken = len(candidate.loaded_loras) + len(candidate.waiting_loras)
     if not candidate.card.max_loras or taken < candidate.card.max_loras:
-        return 0.8  # an unknown number of places counts as room
+        return 0.8  # an unknown number of places counts as free
     return 0.6 if lora_name in candidate.waiting_loras else 0.0

@@ -1,4 +1,4 @@
-"""Mode `sticky`: stay where the prompt is cached until one would wait much longer there than elsewhere."""
+"""Mode `sticky`: stay where the prompt is cached, until the wait there is much longer than elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvrouter.core.routing.cost import lowest
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.policies.baseline import fewest_requests
 
+# Tokens per second for a target whose rate has not been measured: about an 8B model on one H100.
 DEFAULT_PREFILL_RATE = 20_000.0
-"""Tokens per second where none has been measured yet: about an 8B model on one H100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,6 @@ class Sticky(BuiltInPolicy):
     reads_tables = True
 
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
-        """See the class."""
         enough = self.hit_rate * max(1, request.isl)
         is_hit = [tokens >= enough for tokens in candidates.overlap_tokens()]
         hits = [place for place, hit in enumerate(is_hit) if hit]
@@ -58,7 +57,6 @@ class Sticky(BuiltInPolicy):
         moment: Moment,
         _chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
-        """Hit rate, estimated time to the first token, requests in flight."""
         isl = max(1, request.isl)
         return [
             {

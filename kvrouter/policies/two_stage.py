@@ -20,11 +20,10 @@ ROUND_ROBIN, HASH, HEADER = "round-robin", "hash", "header:"
 class TwoStage(BuiltInPolicy):
     """Source: NVIDIA Dynamo, "KV router performance tuning": a meta-router over dedicated KV routers.
 
-    Groups are the values of the card label `group_label`; workers without it form one group. Stage
-    one: `round-robin` over the groups; `hash`, the rendezvous hash of the prompt's first `blocks`
-    blocks; or `header:NAME`, where the header names a group, or anything, which is then hashed. A
-    prompt that offers nothing to go by takes its turn. Rendezvous: a group that comes or goes moves
-    only its own share of the prompts.
+    Groups are the values of the card label `group_label`; workers without it form one group. Stage one:
+    `round-robin` over the groups; `hash`, the rendezvous hash of the prompt's first `blocks` blocks; or
+    `header:NAME`, where the header names a group, or any other value, which is then hashed. A request without
+    such a key takes a turn. With rendezvous hashing, a group that joins or leaves moves only its own prompts.
     """
 
     stage_one: str = ROUND_ROBIN
@@ -45,18 +44,18 @@ class TwoStage(BuiltInPolicy):
 
     @property
     def header(self) -> str:
-        """The request header that names the bucket; empty if none does."""
+        """The request header that states the bucket; empty if stage one does not use one."""
         return self.stage_one.removeprefix(HEADER) if self.stage_one.startswith(HEADER) else ""
 
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
-        """The lowest cost within the request's group."""
         group = self._group_of(request, candidates)
         places = [place for place, one in enumerate(self._labels(candidates)) if one == group]
         return places[self.within.pick(request, candidates.at(places), moment)]
 
     def routed(self, request: RouteRequest, choice: Candidate, moment: Moment) -> None:
         self.within.routed(request, choice, moment)
-        # a turn over groups of its own: one for every request would favour a group where kinds alternate
+        # Only a request without a key takes a turn: if every request did, alternating requests with and
+        # without a key would always give the same groups to the latter.
         self.turn += not self._key(request)
 
     def _group_of(self, request: RouteRequest, candidates: Candidates) -> str:
@@ -69,12 +68,12 @@ class TwoStage(BuiltInPolicy):
         return max(groups, key=lambda group: xxh3_64_intdigest(f"{group}\0{key}".encode()))
 
     def _key(self, request: RouteRequest) -> str:
-        """What the group is chosen by; empty: nothing."""
+        """What the group is chosen by; empty: the request takes a turn."""
         if self.header:
             return request.bucket
         if self.stage_one == ROUND_ROBIN or not request.prompts or not request.prompts[0].hashes:
             return ""
-        hashes = request.prompts[0].hashes  # each names everything before it
+        hashes = request.prompts[0].hashes  # a sequence hash also stands for all blocks before it
         return f"\0{hashes[min(self.blocks, len(hashes)) - 1]}"
 
     def _labels(self, candidates: Candidates) -> list[str]:
@@ -90,8 +89,8 @@ class TwoStage(BuiltInPolicy):
         moment: Moment,
         chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
-        """Those of `kv`, and whether the candidate is in the group."""
-        # read from the choice where there is one: the turn may have advanced since
+        """The terms of `kv`, and whether the candidate is in the request's group."""
+        # from the choice if there is one: since then the turn has advanced
         group = (
             self._group_of(request, candidates) if chosen is None else chosen.labels.get(self.group_label, "")
         )

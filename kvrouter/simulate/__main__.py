@@ -1,4 +1,4 @@
-"""`python -m kvrouter.simulate`: a trace through simulated engines in virtual time, each mode in turn."""
+"""`python -m kvrouter.simulate`: replay a trace in virtual time on simulated engines, once for each mode."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from kvrouter.simulate.traces import (
 )
 
 DEFAULT_MODES = ("round-robin", "kv")
-_UNSERVED = "direct"
-"""Needs a header of each request."""
+_UNSERVED = "direct"  # needs a header in each request, which a trace does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def simulate(mode: str, arrivals: Sequence[Arrival], options: Options) -> Run:
-    """One mode, its caches cold at the start."""
+    """One mode, starting with empty caches."""
     if mode == CUSTOM and options.policy.custom is not None:
         options.policy.custom.begin()
     policy, chance = new_policy(mode, options.policy), random.Random(options.seed).random
@@ -82,7 +81,7 @@ def simulate(mode: str, arrivals: Sequence[Arrival], options: Options) -> Run:
 
 
 def to_arrivals(requests: Sequence[TraceRequest], options: Options) -> Iterator[Arrival]:
-    """The requests that fit the model's length. Texts are four characters a block, alike where blocks are."""
+    """The requests that fit the model's length. Equal blocks become equal texts of four characters each."""
     block_size, tokens_per_id = options.engine.block_size, options.scaling.tokens_per_id
     for request in requests:
         if request.prompt_tokens >= options.engine.max_model_len:
@@ -130,19 +129,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--trace", type=Path, default=CONVERSATION_EXCERPT, help="requests in Mooncake's JSON lines")
-    add("--requests", type=positive_int, help="only the first so many")
+    add("--requests", type=positive_int, help="read only the first ones")
     add("--duration", type=positive, help="seconds from first to last request; default: as in the trace")
-    add("--tokens-per-id", type=positive_int, default=TRACE_ID_TOKENS, help="less: shorter prompts")
-    add("--output-divisor", type=positive_int, default=1, help="more: shorter answers")
-    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
-    add("--seed", type=int, default=1, help="of every chance")
+    add("--tokens-per-id", type=positive_int, default=TRACE_ID_TOKENS, help="fewer: shorter prompts")
+    add("--output-divisor", type=positive_int, default=1, help="divide the output lengths by this")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add("--seed", type=int, default=1, help="seed of the random numbers")
     engine = parser.add_argument_group("engines")
-    engine.add_argument("--workers", type=positive_int, default=8, help="engines")
-    engine.add_argument("--num-blocks", type=positive_int, default=27_000, help="KV blocks of each")
-    engine.add_argument("--block-size", type=positive_int, default=16, help="tokens")
+    engine.add_argument("--workers", type=positive_int, default=8, help="number of engines")
+    engine.add_argument("--num-blocks", type=positive_int, default=27_000, help="KV blocks of each engine")
+    engine.add_argument("--block-size", type=positive_int, default=16, help="tokens of a block")
     engine.add_argument("--max-num-seqs", type=positive_int, default=64, help="requests in a batch")
     engine.add_argument("--max-model-len", type=positive_int, default=131_072, help="tokens")
-    engine.add_argument("--speedup", type=positive, default=1.0, help="against a Llama-3-8B on an H100")
+    engine.add_argument("--speedup", type=positive, default=1.0, help="relative to Llama-3-8B on an H100")
     routing = parser.add_argument_group("routing")
     routing.add_argument(
         "--router-mode",
@@ -150,8 +149,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=sorted(set(SERVED_MODES) - {_UNSERVED}),
         help=f"repeatable; default: {' and '.join(DEFAULT_MODES)}",
     )
-    routing.add_argument("--kv-overlap-score-weight", type=not_negative, help="default: the mode's own")
-    routing.add_argument("--router-temperature", type=not_negative, default=0.0, help="softmax above 0")
+    routing.add_argument("--kv-overlap-score-weight", type=not_negative, help="default: that of the mode")
+    routing.add_argument("--router-temperature", type=not_negative, default=0.0, help="above 0: softmax")
     add_policy_flags(routing)
     return parser
 

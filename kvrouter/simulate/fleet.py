@@ -1,11 +1,11 @@
-"""A fleet in virtual time: the mocker's pure engines behind a real router, load reported once a second.
+"""A fleet in virtual time: the mocker's engines behind a real router; they report their load once a second.
 
     arrivals ──router.route──> engine.add ──step──> outputs at now + duration ──> mark, free
                    ^                          └──> KV events ──> the pool's index
                    └── heartbeats with running, waiting, KV usage, every second
 
-Blocks are named by sequence hashes throughout, so an engine's events are the index's own hashes.
-Nothing waits: a moment is an entry of the agenda, and time is what the next entry says.
+Engines name blocks by sequence hashes, so their events contain the hashes of the index.
+Nothing waits: each thing that happens is an entry of the agenda, and time jumps to the next entry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from kvrouter.mocker.events import BlockRemoved, BlockStored
 from kvrouter.simulate.percentiles import Percentiles, percentiles
 
 BEAT_S = 1.0
-"""Between two heartbeats of a worker."""
 _POOL = PoolId("simulated")
 
 
@@ -48,34 +47,32 @@ class Arrival:
 
 @dataclass(slots=True)
 class Run:
-    """What happened."""
+    """The results of one run."""
 
     targets: list[Target] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     latency_s: list[float] = field(default_factory=list)
     deepest: Counter[WorkerId] = field(default_factory=Counter)
-    """The most requests in flight that each worker had; 0 if it got none."""
+    """The largest number of requests in flight on each worker; 0 if it got none."""
     cached_tokens: int = 0
     prompt_tokens: int = 0
 
     def share(self, worker: str, last: int = 0) -> float:
-        """Which part of the (last) requests went to a worker."""
+        """The fraction of the requests (the last `last`) that went to a worker."""
         counted = self.targets[-last:]
         return sum(target.worker_id == worker for target in counted) / len(counted)
 
     @property
     def ttft(self) -> Percentiles:
-        """Time to the first token."""
         return percentiles(self.ttft_s)
 
     @property
     def latency(self) -> Percentiles:
-        """Time to the last token."""
         return percentiles(self.latency_s)
 
     @property
     def hit_rate(self) -> float:
-        """Prompt tokens that were not computed."""
+        """The fraction of prompt tokens that were cached."""
         return self.cached_tokens / self.prompt_tokens
 
 
@@ -127,7 +124,7 @@ class Fleet:
             self._at(at, partial(self._join, name))
 
     def run(self, arrivals: Sequence[Arrival], on_done: Callable[[int], None] | None = None) -> Run:
-        """Serve them all; `on_done` hears how many have been answered."""
+        """Serve all arrivals. `on_done` is called with the number of requests that have ended."""
         for number, arrival in enumerate(arrivals):
             self._at(arrival.at, partial(self._arrive, f"r{number}", arrival))
         end = max(arrival.at for arrival in arrivals)
@@ -150,7 +147,7 @@ class Fleet:
         heapq.heappush(self._agenda, (when, self._entries, act))
 
     def _refresh(self, _now: float) -> None:
-        """What a frontend does beside its requests takes no time here."""
+        # takes no virtual time: a frontend runs it while it serves requests
         asyncio.run(self.router.selection.policy.refresh())
 
     def _join(self, name: str, _now: float = 0.0) -> None:

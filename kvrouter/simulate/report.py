@@ -26,7 +26,7 @@ _PIPE_WIDTH = 110
 
 
 def show(runs: Mapping[str, Run], *, left_out: int) -> None:
-    """One row a mode; requests per worker (least–most), and in flight on one (most)."""
+    """Print one row for each mode. Requests per worker: least–most; in flight: the most on one worker."""
     console = Console()
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
@@ -42,7 +42,7 @@ def show(runs: Mapping[str, Run], *, left_out: int) -> None:
 
 
 def write_json(path: Path, runs: Mapping[str, Run], *, left_out: int) -> None:
-    """The same figures, times in seconds."""
+    """Write the figures, times in seconds."""
     figures = {mode: _figures(run) for mode, run in runs.items()}
     path.write_text(json.dumps({"left_out": left_out, "modes": figures}, indent=2) + "\n")
 

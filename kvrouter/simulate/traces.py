@@ -1,8 +1,8 @@
-"""Request traces: reading them, scaling them to a small fleet, and prompts to go with them.
+"""Request traces: read them, scale them to a small fleet, and make prompts for them.
 
-A Mooncake trace says when a request came, how long prompt and answer were, and which 512-token blocks the
-prompt consists of, as ids: equal ids are equal blocks after equal prefixes. It holds no text, so prompts are
-made up: an id stands for the same tokens wherever it occurs, which keeps exactly the sharing of the trace.
+A Mooncake trace contains for each request its arrival, the lengths of prompt and output, and the ids of the
+512-token blocks of the prompt: equal ids are equal blocks after equal prefixes. It contains no text, so
+prompts are generated: an id always stands for the same tokens, which keeps exactly the sharing of the trace.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from xxhash import xxh3_64_intdigest
 
 from kvrouter.errors import KvRouterError
 
+# The block size of Mooncake traces: a hash id stands for as many prompt tokens.
 TRACE_ID_TOKENS = 512
-"""Prompt tokens that one hash id of a Mooncake trace stands for."""
 
+# The first 700 requests of the conversation trace; data/README.md names source and licence.
 CONVERSATION_EXCERPT = Path(__file__).parent / "data" / "mooncake_conversation_700.jsonl"
-"""The first 700 requests of the conversation trace; data/README.md names source and licence."""
 
 
 _NAME = struct.Struct("<QQ")
@@ -47,13 +47,13 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How a trace of a large fleet becomes one for a small machine."""
+    """How to scale the trace of a large fleet down to a small machine."""
 
     tokens_per_id: int = TRACE_ID_TOKENS
-    """Prompts shrink by tokens_per_id / 512; what they share stays shared."""
+    """Prompts shrink by tokens_per_id / 512; shared prefixes stay shared."""
     output_divisor: int = 1
     duration_s: float | None = None
-    """The last request comes this long after the first; None: as in the trace."""
+    """Seconds from the first to the last request; None: as in the trace."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens_per_id <= TRACE_ID_TOKENS:
@@ -133,13 +133,13 @@ def _scaled_one(request: TraceRequest, scaling: Scaling, compression: float) -> 
 
 
 def spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """The same requests, those of one timestamp spread evenly until the next one.
-
-    The conversation trace counts time in steps of 3 s: taken literally, its requests come in volleys.
-    """
+    """The same requests, with those of one timestamp spread evenly until the next timestamp."""
+    # the conversation trace counts time in steps of 3 s: as recorded, its requests would arrive in bursts
     bursts = [list(burst) for _, burst in itertools.groupby(requests, key=lambda request: request.arrival_s)]
     starts = [burst[0].arrival_s for burst in bursts]
-    gaps = [later - start for start, later in itertools.pairwise(starts)] + [0.0]  # the last has no next one
+    gaps = [later - start for start, later in itertools.pairwise(starts)] + [
+        0.0
+    ]  # the last burst is not spread
     return [
         replace(request, arrival_s=request.arrival_s + gap * position / len(burst))
         for burst, gap in zip(bursts, gaps, strict=True)
@@ -148,9 +148,9 @@ def spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 
 
 def named_blocks(request: TraceRequest, *, tokens_per_id: int, block_size: int) -> list[int]:
-    """Sequence hashes of the prompt's full blocks, where its tokens do not matter.
+    """Sequence hashes of the prompt's full blocks, for uses that need no tokens.
 
-    An id names its block and all before it, so an id and a place in it make a hash.
+    An id stands for its block and all blocks before it, so the id and a place in its block make a hash.
     """
     places = range(tokens_per_id // block_size)
     hashes = [xxh3_64_intdigest(_NAME.pack(id_, place)) for id_ in request.hash_ids for place in places]
@@ -158,7 +158,7 @@ def named_blocks(request: TraceRequest, *, tokens_per_id: int, block_size: int) 
 
 
 class Prompts:
-    """Makes a request's prompt out of its hash ids: the same id, the same tokens, on any machine."""
+    """Makes a request's prompt from its hash ids: an id gives the same tokens on any machine."""
 
     def __init__(self, *, tokens_per_id: int, vocabulary_size: int) -> None:
         self._tokens_per_id = tokens_per_id

@@ -96,8 +96,8 @@ def test_hash_seed_is_accepted_and_said_to_be_unnecessary() -> None:
     """So is what only Heimdall's own event listener needs."""
     notes = load_endpoint_picker(HEIMDALL).notes
 
-    assert any("hashSeed is not needed" in note for note in notes)
-    assert any("kvEventsConfig is not needed" in note for note in notes)
+    assert any("hashSeed has no effect" in note for note in notes)
+    assert any("kvEventsConfig has no effect" in note for note in notes)
 
 
 def test_what_flags_say_instead_is_told() -> None:
@@ -132,7 +132,7 @@ def test_two_pickers() -> None:
     refs = [{"pluginRef": "queue-scorer"}, {"pluginRef": "one"}, {"pluginRef": "two"}]
     pickers = [{"type": "max-score-picker", "name": name} for name in ("one", "two")]
 
-    with pytest.raises(ConfigError, match="the pickers one, two: leave one"):
+    with pytest.raises(ConfigError, match="the pickers one, two: keep one"):
         read_endpoint_picker(config({"type": "queue-scorer"}, *pickers, profile=refs))
 
 
@@ -193,7 +193,7 @@ def test_every_scorer_by_its_published_name(type_: str) -> None:
 @pytest.mark.parametrize(
     ("document", "named"),
     [
-        (config({"type": "quue-scorer"}), "'quue-scorer' is not known here; known: queue-scorer"),
+        (config({"type": "quue-scorer"}), "'quue-scorer' is unknown; use one of queue-scorer"),
         (config({"type": "queue-scorer", "parametres": {}}), "parametres"),
         (
             config({"type": "queue-scorer", "parameters": {"foo": 1}}),
@@ -211,7 +211,7 @@ def test_every_scorer_by_its_published_name(type_: str) -> None:
             config({"type": "max-score-picker", "parameters": {"maxNumOfEndpoints": 0}}),
             "maxNumOfEndpoints is 0",
         ),
-        (config(profile=[{"pluginRef": "nobody"}]), "'nobody' names no plugin; there are: none"),
+        (config(profile=[{"pluginRef": "nobody"}]), "'nobody' is not a plugin; plugins: none"),
         (config({"type": "queue-scorer"}, profile=[{"pluginRef": "queue-scorer", "weight": -1}]), "-1"),
         (config({"type": "queue-scorer"}, profile=[{"pluginRef": "queue-scorer", "wieght": 1}]), "wieght"),
         (config({"type": "queue-scorer"}, {"type": "queue-scorer"}), "same name"),

@@ -58,20 +58,24 @@ def test_arguments_become_what_is_annotated() -> None:
         (f"{HERE}.deeper:Mine", [], f"no module '{HERE}.deeper'"),
         (f"{HERE}:Lst", [], f"{HERE} has no Lst; its classes: Last, Says, Alone, "),
         (":Mine", [], "write package.module:Class"),
-        (f"{HERE}:NO_CLASS", [], "and no class"),
+        (f"{HERE}:NO_CLASS", [], "is not a class"),
         (f"{HERE}:NoChoose", [], "has no choose(self, request, candidates)"),
-        (f"{HERE}:AsyncChoose", [], "choose is called the other way: make it a plain def"),
+        (f"{HERE}:AsyncChoose", [], "choose has to be a plain def"),
         (
             f"{HERE}:FewArguments",
             [],
             "write choose(self, request: RouteRequest, candidates: ",
         ),
-        (f"{HERE}:PlainRefresh", [], "refresh is called the other way: make it async"),
+        (f"{HERE}:PlainRefresh", [], "refresh has to be async def"),
         (f"{HERE}:Last", ["weight"], "--router-policy-arg 'weight': write KEY=VALUE"),
         (f"{HERE}:Last", ["wieght=2"], "takes no 'wieght'; it takes: greeting, weight, flag, at"),
         (f"{HERE}:Last", ["weight=much"], "--router-policy-arg 'weight=much': Expected `float`"),
         (f"{HERE}:Says", [], "missing a required argument: 'answer'; give it with --router-policy-arg"),
-        ("zoned", [], "policy 'zoned' is no entry point in the group kvrouter.policies (none is installed)"),
+        (
+            "zoned",
+            [],
+            "policy 'zoned' is not an entry point in the group kvrouter.policies (installed: none)",
+        ),
     ],
 )
 def test_wrong_at_the_start(name: str, arguments: list[str], said: str) -> None:
@@ -104,7 +108,7 @@ def test_constructor_that_fails() -> None:
 
 def test_refresh_without_an_interval() -> None:
     """It would never run."""
-    with pytest.raises(ConfigError, match=r"say how often, as in refresh_s = 1\.0"):
+    with pytest.raises(ConfigError, match=r"no interval: set one, as in refresh_s = 1\.0"):
         guarded(NoInterval(), "mine")
 
 
@@ -128,5 +132,5 @@ def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrouter.policies.importing.entry_points", lambda group: points.select(group=group))
 
     assert Last is load_custom_policy("last").make
-    with pytest.raises(ConfigError, match=r"'first' is no entry point .* \(last\)"):
+    with pytest.raises(ConfigError, match=r"'first' is not an entry point .* \(installed: last\)"):
         load_custom_policy("first")
