@@ -1,4 +1,4 @@
-"""Policies such as people write, right and wrong; also what `--router-policy` names in tests."""
+"""Custom policies, right and wrong, which `--router-policy` names in tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrouter.core.wire.ids import WorkerId
 
 
 class Last(Policy):
-    """The last candidate by name; remembers what it was told."""
+    """Takes the last candidate by name, and records its calls."""
 
     def __init__(
         self, greeting: str = "", weight: float = 1.0, flag: bool = False, at: Path | None = None
@@ -36,7 +36,7 @@ class Last(Policy):
 
 
 class Says(Policy):
-    """Answers whatever it was given."""
+    """Returns the value it was made with."""
 
     def __init__(self, answer: object) -> None:
         self.answer = answer
@@ -48,14 +48,14 @@ class Says(Policy):
 
 
 class Alone:
-    """Derives from nothing, and has only what is needed."""
+    """Has only `choose`, and does not derive from Policy."""
 
     def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Target:
         return candidates[0].target
 
 
 class Fails(Policy):
-    """Raises wherever it is called."""
+    """Raises in every method."""
 
     refresh_s = 0.01
 
@@ -86,25 +86,25 @@ class NotMade(Alone):
 
 
 class NoChoose(Policy):
-    """Forgot it."""
+    """Has no choose."""
 
 
 class AsyncChoose:
-    """As Ray has it."""
+    """Has the signature of Ray's policies."""
 
     async def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Target:
         return candidates[0].target
 
 
 class FewArguments:
-    """Would fail at the first request."""
+    """Has a choose with too few arguments."""
 
     def choose(self, candidates: Sequence[Candidate]) -> Target:
         return candidates[0].target
 
 
 class PlainRefresh(Alone):
-    """Would block, if it were called."""
+    """Has an async choose."""
 
     refresh_s = 1.0
 
@@ -113,7 +113,7 @@ class PlainRefresh(Alone):
 
 
 class NoInterval(Alone):
-    """Never said how often."""
+    """Has a refresh without an interval."""
 
     async def refresh(self) -> None:
         """Would never run."""

@@ -107,7 +107,7 @@ def seeded(seed: int) -> Moment:
 def turns(
     policy: BuiltInPolicy, candidates: Sequence[Candidate], count: int, request: RouteRequest = REQUEST
 ) -> list[int]:
-    """The places of so many picks, each of them booked."""
+    """The places of `count` picks, each of them booked."""
     eligible, chance, places = columns(candidates), seeded(1), []
     for _ in range(count):
         places.append(policy.pick(request, eligible, chance))

@@ -33,8 +33,8 @@ def test_worker_without_rank() -> None:
     assert 1 == Direct().pick(wanting("w1"), columns(RANKS), moment())
 
 
-def test_nobody_named() -> None:
-    """The client is told which header to send."""
+def test_no_target_named() -> None:
+    """The error names the header to send."""
     with pytest.raises(BadRequestError, match="x-kvrouter-target"):
         Direct().pick(RouteRequest("req"), columns(RANKS), moment())
 

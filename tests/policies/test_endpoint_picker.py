@@ -1,4 +1,4 @@
-"""EndpointPickerConfig: taken as published; whatever is not known is named."""
+"""EndpointPickerConfig: read as published; an error names what is unknown."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def config(*plugins: dict[str, Any], profile: list[dict[str, Any]] | None = None
 
 
 def test_published_example() -> None:
-    """As it stands in the document, Helm values around it: weights 2, 2, 3, one endpoint."""
+    """The published document, with Helm values around it: weights 2, 2, 3, one endpoint."""
     picker = load_endpoint_picker(HEIMDALL)
 
     assert [
@@ -92,16 +92,16 @@ def test_published_example() -> None:
     )
 
 
-def test_hash_seed_is_accepted_and_said_to_be_unnecessary() -> None:
-    """So is what only Heimdall's own event listener needs."""
+def test_hash_seed_is_accepted_with_a_note() -> None:
+    """So are the settings of Heimdall's event listener."""
     notes = load_endpoint_picker(HEIMDALL).notes
 
     assert any("hashSeed has no effect" in note for note in notes)
     assert any("kvEventsConfig has no effect" in note for note in notes)
 
 
-def test_what_flags_say_instead_is_told() -> None:
-    """Sizes and ratios of `indexerConfig` are flags here; nothing is ignored in silence."""
+def test_notes_name_the_flags_to_use_instead() -> None:
+    """Sizes and ratios of `indexerConfig` are flags here; none is ignored without a note."""
     notes = "\n".join(load_endpoint_picker(HEIMDALL).notes)
 
     for flag in ("--prefix-store-blocks", "--index-max-holders", "--min-prefix-overlap-ratio", "$HF_TOKEN"):
@@ -112,7 +112,7 @@ def test_what_flags_say_instead_is_told() -> None:
 
 @pytest.mark.parametrize("profile", [None, [], [{"pluginRef": "queue-scorer", "weight": 0}]])
 def test_nothing_that_scores(profile: list[dict[str, Any]] | None) -> None:
-    """Without scorers, or with weights of 0, all workers are equal; that is said."""
+    """Without scorers, or with weights of 0, all workers are equal, and a note states it."""
     document = config({"type": "queue-scorer"}, profile=profile)
     if profile is None:
         document["plugins"] = []
@@ -128,7 +128,7 @@ def test_nothing_that_scores(profile: list[dict[str, Any]] | None) -> None:
 
 
 def test_two_pickers() -> None:
-    """Which of them would count is not for us to guess."""
+    """Two pickers are an error: only one can apply."""
     refs = [{"pluginRef": "queue-scorer"}, {"pluginRef": "one"}, {"pluginRef": "two"}]
     pickers = [{"type": "max-score-picker", "name": name} for name in ("one", "two")]
 
@@ -137,7 +137,7 @@ def test_two_pickers() -> None:
 
 
 def test_secret_stays_secret() -> None:
-    """The Hugging Face token is there, and in no repr."""
+    """The Hugging Face token is read, and no repr contains it."""
     picker = load_endpoint_picker(HEIMDALL)
 
     assert picker.prefix_cache is not None
@@ -146,7 +146,7 @@ def test_secret_stays_secret() -> None:
 
 
 def test_weight_is_one_if_omitted() -> None:
-    """And without any profile all plugins are used, each with weight 1."""
+    """So is the weight of every plugin without a profile."""
     plugin = {"type": "queue-scorer"}
 
     for document in (config(plugin, profile=[{"pluginRef": "queue-scorer"}]), config(plugin)):
@@ -154,7 +154,7 @@ def test_weight_is_one_if_omitted() -> None:
 
 
 def test_names_and_two_of_a_kind() -> None:
-    """A plugin may have a name of its own, and a type may be used twice."""
+    """A plugin may have a name, and a type may be used twice."""
     document = config(
         {"type": "load-aware-scorer", "name": "strict", "parameters": {"threshold": 10}},
         {"type": "load-aware-scorer", "name": "lax"},
@@ -211,7 +211,7 @@ def test_every_scorer_by_its_published_name(type_: str) -> None:
             config({"type": "max-score-picker", "parameters": {"maxNumOfEndpoints": 0}}),
             "maxNumOfEndpoints is 0",
         ),
-        (config(profile=[{"pluginRef": "nobody"}]), "'nobody' is not a plugin; plugins: none"),
+        (config(profile=[{"pluginRef": "unknown"}]), "'unknown' is not a plugin; plugins: none"),
         (config({"type": "queue-scorer"}, profile=[{"pluginRef": "queue-scorer", "weight": -1}]), "-1"),
         (config({"type": "queue-scorer"}, profile=[{"pluginRef": "queue-scorer", "wieght": 1}]), "wieght"),
         (config({"type": "queue-scorer"}, {"type": "queue-scorer"}), "same name"),
@@ -221,13 +221,13 @@ def test_every_scorer_by_its_published_name(type_: str) -> None:
     ],
 )
 def test_unknown_is_named(document: dict[str, Any], named: str) -> None:
-    """A type, a key, a value that cannot be: the message says which."""
+    """The error names an unknown type, an unknown key or an impossible value."""
     with pytest.raises(ConfigError, match=named):
         read_endpoint_picker(document)
 
 
 def test_one_profile_only() -> None:
-    """Several profiles are for prefill and decode apart."""
+    """Several profiles, which separate prefill from decode, are not supported."""
     document = config({"type": "queue-scorer"})
     document["schedulingProfiles"] = [{"name": "prefill"}, {"name": "decode"}]
 
@@ -243,7 +243,7 @@ def test_no_config(text: str) -> None:
 
 
 def test_unused_parameters_are_noted() -> None:
-    """Time-outs and sizes that bookings make unnecessary."""
+    """Timeouts and sizes that bookings make unnecessary get a note."""
     picker = read_endpoint_picker(
         config(
             {"type": "active-request-scorer", "parameters": {"requestTimeout": "2m"}},

@@ -1,4 +1,4 @@
-"""The guard around a policy of one's own: ranks, and that no mistake of it loses a request."""
+"""The guard around a custom policy: ranks, and no error of the policy loses a request."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def order(answer: Any, candidates: list[Candidate] = ALL, chance: float = 0.0) -
 
 
 def test_one_target() -> None:
-    """A target or a candidate is the pick, and nobody else is named for retries."""
+    """A target or a candidate is the pick; no other target is named for retries."""
     assert ["c"] == order(target("c"))
     assert ["a"] == order(A)
 
 
 def test_ranks() -> None:
-    """The first rank goes first, the fewest requests in it; then the next; nobody twice."""
+    """The targets of the first rank by requests, then of the next rank; no target twice."""
     assert ["a", "c", "b"] == order([[C, A], [B, A]])
     assert ["b", "a", "c"] == order([[target("a"), target("b"), target("c")]])
     assert ["b", "a"] == order([[], (B,), [A, A]])
 
 
-def test_rank_without_anybody_eligible() -> None:
-    """Whoever was filtered out is passed over, up to a whole rank."""
+def test_rank_without_an_eligible_target() -> None:
+    """Targets that filters removed are ignored, even a whole rank."""
     assert ["c"] == order([[target("gone"), B], [target("c")]], [A, C])
 
 
 def test_ties_in_a_rank() -> None:
-    """Equal load: any of them."""
+    """Equal load in a rank: chance decides."""
     twins = [candidate("x"), candidate("y"), candidate("z", requests=1)]
     policy, chance = GuardedPolicy(Says([twins]), "says"), seeded(1)
 
@@ -67,8 +67,8 @@ def test_ties_in_a_rank() -> None:
     ],
     ids=str,
 )
-def test_mistakes_fall_back(answer: Any, where: str, said: str) -> None:
-    """Whatever it answers: the fewest requests, counted each time, told once."""
+def test_errors_fall_back(answer: Any, where: str, said: str) -> None:
+    """An unusable choice means the fewest requests; it is counted each time and reported once."""
     policy = GuardedPolicy(Says(answer), "says")
 
     assert ["b"] == picked(policy, ALL)
@@ -81,7 +81,7 @@ def test_mistakes_fall_back(answer: Any, where: str, said: str) -> None:
 
 
 def test_result_of_what_was_cancelled() -> None:
-    """A CancelledError of choose is its own mistake: the request goes on."""
+    """A CancelledError out of choose is an error of the policy: the request is still routed."""
     policy = GuardedPolicy(Says(asyncio.CancelledError()), "says")
 
     assert ["b"] == picked(policy, ALL)
@@ -89,7 +89,7 @@ def test_result_of_what_was_cancelled() -> None:
 
 
 def test_it_may_change_its_list() -> None:
-    """The list of candidates is its own: sorted or emptied, nobody else sees that."""
+    """It may sort or empty its list of candidates without an effect elsewhere."""
 
     class Takes(Policy):
         def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
@@ -106,14 +106,14 @@ def test_it_may_change_its_list() -> None:
 
 
 def test_fallback_has_an_order() -> None:
-    """Retries after a mistake go by load, too."""
+    """Retries after an error go by load, too."""
     chosen = Selection(GuardedPolicy(Fails(), "fails")).choose(REQUEST, columns(ALL), moment())
 
     assert [B, A, C] == chosen
 
 
 def test_hooks_are_passed_on_and_guarded() -> None:
-    """What is told arrives; what raises is counted, and nothing gets out."""
+    """Hooks reach the policy; an exception in one is counted and does not escape."""
     good, bad = Last(), GuardedPolicy(Fails(), "fails")
 
     for policy in (GuardedPolicy(good, "last"), bad):
@@ -144,7 +144,7 @@ def test_a_class_without_the_base() -> None:
 
 
 def test_a_decision_is_explained() -> None:
-    """Terms that most policies look at, and nothing is counted as routed."""
+    """It has the terms that most policies look at, and calls no hook."""
     good = Last()
     decision = Selection(GuardedPolicy(good, "last")).explain(REQUEST, columns(ALL), moment())
 
@@ -156,5 +156,5 @@ def test_a_decision_is_explained() -> None:
 
 
 def test_the_bare_base_falls_back() -> None:
-    """A policy that could not be made any more has no choose of its own."""
+    """If a policy's constructor fails, the guard takes the fewest requests."""
     assert ["b"] == picked(GuardedPolicy(Policy(), "broken"), ALL)

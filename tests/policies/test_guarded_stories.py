@@ -41,7 +41,7 @@ def test_the_example_is_short() -> None:
 
 
 def served(policy: GuardedPolicy, **world: Any) -> Run:
-    """The hot prefix over two zones, at what half the fleet can serve; no mistake of the policy."""
+    """The hot prefix over two zones, at a rate that half the fleet can serve; the policy makes no errors."""
     run = fleet(policy, len(WORKERS), zones=ZONES, **world).run(hot_prefix()[::2])
     assert {} == policy.troubles
     return run
@@ -58,7 +58,7 @@ def test_it_stays_in_its_zone(zoned: Any) -> None:
 
 
 def test_refresh_takes_effect(zoned: Any, tmp_path: Path) -> None:
-    """The file of workers to avoid is read beside the choices."""
+    """The file of workers to avoid is read while requests are routed."""
     (tmp_path / "avoid").write_text("w1\n")
     run = served(zoned("zone=a", f"avoid={tmp_path / 'avoid'}"))
 
@@ -66,7 +66,7 @@ def test_refresh_takes_effect(zoned: Any, tmp_path: Path) -> None:
 
 
 def test_a_zone_without_workers(zoned: Any) -> None:
-    """Then anybody who is well; an idle fleet is used evenly."""
+    """Without workers in the zone, any healthy worker; an idle fleet is used evenly."""
     run = fleet(zoned("zone=none"), len(WORKERS), zones=ZONES).run(one_at_a_time())
 
     assert all(0.08 < run.share(worker) < 0.5 for worker in WORKERS)
@@ -83,7 +83,7 @@ def test_a_newcomer_gets_its_share(zoned: Any) -> None:
 
 
 def test_failures_are_left_alone(zoned: Any) -> None:
-    """Three answers with an error, and a worker is no longer among the well, until it is gone and back."""
+    """After three failed responses a worker gets no requests, until it has left and joined again."""
     policy = zoned("zone=a")
     world = fleet(policy, 2, zones={"w1": "a"})
     ask = RouteRequest("r")

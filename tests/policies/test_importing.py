@@ -1,4 +1,4 @@
-"""--router-policy: what is found, what its arguments become, and what is wrong at the start."""
+"""--router-policy: finding the class, converting its arguments, and errors at start-up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_found() -> None:
 
 
 def test_found_where_kvrouter_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in the current directory counts, whatever started the process."""
+    """A module in the current directory is found, also if a console script started kvrouter."""
     (tmp_path / "mine_here.py").write_text("class Mine:\n    def choose(self, request, candidates): ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
@@ -40,8 +40,8 @@ def test_found_where_kvrouter_was_started(tmp_path: Path, monkeypatch: pytest.Mo
     assert "mine_here:Mine" == load_custom_policy("mine_here:Mine").name
 
 
-def test_arguments_become_what_is_annotated() -> None:
-    """Text, number, truth, path; the defaults stay."""
+def test_arguments_are_converted_to_the_annotated_types() -> None:
+    """Text, number, bool and path; defaults stay."""
     policy = made("Last", "greeting=a=b", "weight=2", "flag=true", "at=/tmp").policy
 
     assert isinstance(policy, Last)
@@ -78,8 +78,8 @@ def test_arguments_become_what_is_annotated() -> None:
         ),
     ],
 )
-def test_wrong_at_the_start(name: str, arguments: list[str], said: str) -> None:
-    """Each says what to change."""
+def test_errors_at_start_up(name: str, arguments: list[str], said: str) -> None:
+    """Each error states what to change."""
     with pytest.raises(ConfigError) as raised:
         load_custom_policy(name, arguments)
 
@@ -87,7 +87,7 @@ def test_wrong_at_the_start(name: str, arguments: list[str], said: str) -> None:
 
 
 def test_module_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error inside the module is its own, not a missing module."""
+    """An error inside the module is reported as such, not as a missing module."""
     (tmp_path / "mine_broken.py").write_text("import no_such_thing_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -96,7 +96,7 @@ def test_module_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_constructor_that_fails() -> None:
-    """Said when the replica begins; later, in another pool, requests go by load."""
+    """It is an error at start-up; for a later pool, requests go by load."""
     policies = load_custom_policy(f"{HERE}:NotMade")
 
     with pytest.raises(ConfigError, match="could not be made: OSError: no such store"):
@@ -107,19 +107,19 @@ def test_constructor_that_fails() -> None:
 
 
 def test_refresh_without_an_interval() -> None:
-    """It would never run."""
+    """It is rejected: the refresh would never run."""
     with pytest.raises(ConfigError, match=r"no interval: set one, as in refresh_s = 1\.0"):
         guarded(NoInterval(), "mine")
 
 
-def test_interval_that_is_no_number() -> None:
-    """NaN is no interval either: it would never run."""
+def test_interval_that_is_not_a_number() -> None:
+    """NaN is rejected, too: the refresh would never run."""
     with pytest.raises(ConfigError, match="refresh_s is nan"):
         guarded(type("Odd", (NoInterval,), {"refresh_s": float("nan")})(), "mine")
 
 
 def test_one_policy_for_each_pool() -> None:
-    """The first is made at the start, and used; the next are new."""
+    """The policy made at start-up serves the first pool; each other pool gets a new one."""
     policies = GuardedPolicies("last", Last)
     policies.begin()
 

@@ -104,12 +104,12 @@ def sibling_pool(shared: int, own: int, advantage: int, others: int = 2) -> Pool
 @pytest.mark.parametrize("weight", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("shared", "own"), [(6, 2), (1, 4), (30, 10)])
 def test_second_sibling_costs_what_the_design_says(weight: float, shared: int, own: int) -> None:
-    """(w+1)(P+2u) beside the first, (w+1)(P+u) on a target with nothing to do."""
+    """(w+1)(P+2u) next to the first, (w+1)(P+u) on an idle target."""
     second = request(prompt(chain_from(1000, shared) + chain_from(3000, own)))
 
-    beside, elsewhere, _ = costs(sibling_pool(shared, own, advantage=0), second, weight)
+    together, elsewhere, _ = costs(sibling_pool(shared, own, advantage=0), second, weight)
 
-    assert (weight + 1) * (shared + 2 * own) == beside
+    assert (weight + 1) * (shared + 2 * own) == together
     assert (weight + 1) * (shared + own) == elsewhere
 
 
@@ -129,7 +129,7 @@ def test_sibling_boundary(weight: float, shared: int, own: int) -> None:
     assert [T1, T3] == tied, "exactly at the boundary it is a tie"
 
 
-def test_sibling_goes_to_the_one_that_is_less_busy() -> None:
+def test_sibling_goes_to_the_less_busy_target() -> None:
     """One other target below the boundary is enough to draw the sibling away."""
     pool = sibling_pool(6, 2, advantage=100)
     pool.update(WorkerId("w9"), _up("w9"))
@@ -162,7 +162,7 @@ def test_temperature_spreads_the_choice() -> None:
 
 
 def test_requests_own_temperature_wins() -> None:
-    """A request may ask for temperature 0, or for one, whatever is set."""
+    """The temperature of a request overrides the setting."""
     pool = published_pool()
 
     assert [2] == list(_draw(pool, request(prompt(CHAIN), temperature=0.0), Kv(temperature=5.0), 50))
@@ -175,12 +175,12 @@ def _draw(pool: Pool, what: RouteRequest, policy: Kv, draws: int) -> Counter[int
 
 
 def test_kv_needs_tokens() -> None:
-    """Without tokens there is no overlap to look at."""
+    """The overlap needs the tokens."""
     assert Kv.needs_tokens
 
 
 def test_without_tokens_the_fewest_requests() -> None:
-    """A request whose blocks are unknown goes where the fewest requests are, whatever they hold."""
+    """A request whose blocks are unknown goes to the target with the fewest requests."""
     pool = new_pool(card("w1"), card("w2"))
     for number in range(3):
         pool.active.book(Booking(BookingKey(RouterId("r"), number), "text", T1, [], 0, 0, 0))

@@ -45,7 +45,7 @@ def test_decay_formula(decay: float, excess: int, kept: float) -> None:
 
 
 def test_decay_is_measured_from_the_least_charged() -> None:
-    """What all have charged is no excess."""
+    """Tokens charged on every target are not an excess."""
     both = [candidate("w1", overlap=8, charged=5 * ISL), candidate("w2", charged=5 * ISL)]
 
     assert Kv().costs(REQUEST, columns(both), 1.0) == Kv(overlap_decay=1.0).costs(REQUEST, columns(both), 1.0)
@@ -60,7 +60,7 @@ def test_decay_moves_the_choice() -> None:
 
 
 def test_request_weight_is_blocks_per_request() -> None:
-    """Three requests in flight at weight 2 cost six blocks, whatever they hold."""
+    """Three requests in flight at weight 2 cost six blocks."""
     candidates = [candidate("w1", requests=3), candidate("w2", active=5)]
 
     assert [20 + 6, 25] == Kv(request_weight=2.0).costs(REQUEST, columns(candidates), 1.0)

@@ -13,7 +13,7 @@ from tests.policies.tables import REQUEST, candidate, columns, moment, picked, s
 
 
 def scores(policy: KvScore, *candidates: Candidate, request: RouteRequest = REQUEST) -> list[float]:
-    """What each is worth."""
+    """The score of each."""
     rows = policy.terms(request, columns(candidates), moment())
     return [row["score"] for row in rows]
 
@@ -46,7 +46,7 @@ def test_each_weight(overlap: float, usage: float, waiting: float, winner: list[
     assert winner == picked(KvScore(usage, waiting, overlap), THREE)
 
 
-def test_nobody_waits() -> None:
+def test_no_request_waits() -> None:
     """0 / 0 is 0: no term."""
     assert [0.0] == scores(KvScore(), candidate("w1", waiting=0))
 
@@ -91,7 +91,7 @@ def test_softmax_on_raw_scores() -> None:
 
 
 def test_request_may_ask_for_its_own_temperature() -> None:
-    """0 is the highest score, whatever is set."""
+    """Temperature 0 of a request overrides the setting: the highest score."""
     cold = RouteRequest("req", REQUEST.prompts, temperature=0.0)
     two = [candidate("w1", usage=0.1), candidate("w2", usage=0.0)]
 

@@ -12,7 +12,7 @@ DRAWS = 6000
 
 
 def test_least_loaded() -> None:
-    """The fewest requests, whatever is cached or charged; ties at random."""
+    """The fewest requests, without regard to caches and charges; ties at random."""
     candidates = [
         candidate("w1", requests=3, overlap=9),
         candidate("w2", requests=1, charged=9999, usage=1.0, waiting=50),

@@ -36,8 +36,8 @@ def test_round_robin_takes_turns(pool: Pool) -> None:
     assert [T1, T2, T3, T1, T2] == [pick(pool, policy, at) for _ in range(5)]
 
 
-def test_round_robin_passes_over_who_drains(pool: Pool) -> None:
-    """Turns go on over those that are left, evenly."""
+def test_round_robin_skips_a_draining_worker(pool: Pool) -> None:
+    """The remaining workers take turns evenly."""
     at, policy = moment(), RoundRobin()
     pick(pool, policy, at)
 

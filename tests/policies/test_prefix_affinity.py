@@ -29,7 +29,7 @@ def knowing(**texts: str) -> TextIndex:
 
 
 def workers(*requests: int) -> list[Candidate]:
-    """w1, w2, … with so many requests each."""
+    """w1, w2, … with these numbers of requests."""
     return [candidate(f"w{number}", requests=load) for number, load in enumerate(requests, start=1)]
 
 
@@ -87,8 +87,8 @@ def test_no_text_is_power_of_two() -> None:
     assert ["w2"] == picked(PrefixAffinity(), workers(1, 0), asking(""), texts=knowing(w1=TEXT))
 
 
-def test_a_worker_that_is_no_candidate_does_not_count() -> None:
-    """The best match among those that may serve, not among all."""
+def test_only_candidates_count() -> None:
+    """The best match among the candidates, not among all targets."""
     index = knowing(w1=TEXT[:50], w2=TEXT[:20], w9=TEXT)
 
     assert ["w1"] == picked(PrefixAffinity(), workers(0, 0), asking(), texts=index)

@@ -17,12 +17,12 @@ from tests.policies.tables import REQUEST, candidate, columns, moment, picked, s
 
 
 def scores(scorer: Scorer, *candidates: Candidate, request: RouteRequest = REQUEST) -> list[float]:
-    """What it gives each."""
+    """The scores of the candidates."""
     return scorer(request, columns(candidates), moment())
 
 
 def queues(*waiting: int | None) -> list[Candidate]:
-    """Candidates with so many waiting."""
+    """Candidates with these numbers of waiting requests."""
     return [candidate(f"w{place}", waiting=length) for place, length in enumerate(waiting)]
 
 
@@ -42,7 +42,7 @@ def test_queue(waiting: tuple[int | None, ...], expected: list[float]) -> None:
 
 
 def test_kv_cache_utilization() -> None:
-    """1 - usage; one that does not report counts as the mean."""
+    """1 - usage; a candidate without a report counts as the mean."""
     candidates = [candidate("w1", usage=0.25), candidate("w2", usage=0.75), candidate("w3", usage=None)]
 
     assert [0.75, 0.25, 0.5] == scores(scorers.kv_cache_utilization, *candidates)
@@ -52,7 +52,7 @@ def test_kv_cache_utilization() -> None:
     ("overlaps", "expected"),
     [
         ((2, 5, 8), [0.0, 0.5, 1.0]),
-        ((0, 5, 8), [0.0, 0.0, 1.0]),  # the range is that of those who hold any, as in llm-d
+        ((0, 5, 8), [0.0, 0.0, 1.0]),  # the range leaves out candidates without overlap, as in llm-d
         ((0, 5, 5), [0.0, 1.0, 1.0]),
         ((0, 3), [0.0, 1.0]),
         ((4, 4), [1.0, 1.0]),
@@ -60,14 +60,14 @@ def test_kv_cache_utilization() -> None:
     ],
 )
 def test_precise_prefix_cache(overlaps: tuple[int, ...], expected: list[float]) -> None:
-    """Min-max over those that hold any; equal is 1, nothing is 0."""
+    """Min-max over the candidates with any overlap; equal is 1, none is 0."""
     candidates = [candidate(f"w{place}", overlap=overlap) for place, overlap in enumerate(overlaps)]
 
     assert expected == scores(scorers.precise_prefix_cache, *candidates)
 
 
 def test_load_aware() -> None:
-    """Half a point without a queue, none from the threshold on."""
+    """0.5 without a queue, 0 from the threshold on."""
     assert [0.5, 0.25, 0.0, 0.0] == scores(scorers.load_aware(), *queues(0, 64, 128, 500))
     assert [0.25] == scores(scorers.load_aware(10), *queues(5))
 
@@ -81,7 +81,7 @@ def test_active_request() -> None:
 
 
 def test_lora_affinity() -> None:
-    """Loaded 1, room 0.8, waited for 0.6, full 0; a request for the base model is at home everywhere."""
+    """Loaded 1, free place 0.8, waited for 0.6, full 0; a request for the base model scores 1 everywhere."""
     candidates = [
         candidate("w1", lora_names=("a",), max_loras=1),
         candidate("w2", lora_names=("b",), max_loras=2),
@@ -96,7 +96,7 @@ def test_lora_affinity() -> None:
 
 
 def test_lora_affinity_by_what_is_in_use() -> None:
-    """Where the engine tells which adapters are in use, those count, not all that it serves."""
+    """If the engine reports the adapters in use, these count, not all that it serves."""
     served: dict[str, Any] = {"lora_names": ("a", "b", "c"), "max_loras": 2}
     candidates = [
         candidate("w1", running_loras=("a",), **served),
@@ -111,7 +111,7 @@ def test_lora_affinity_by_what_is_in_use() -> None:
 
 
 def test_session_affinity() -> None:
-    """1 where the session is bound, while the binding lives."""
+    """1 for the target that the session is bound to, until the binding expires."""
     sessions, candidates = SessionTable(ttl_s=10.0), [candidate("w1"), candidate("w2")]
     sessions.bind("chat", target("w2"), 0.0)
 
@@ -125,7 +125,7 @@ def test_session_affinity() -> None:
 
 
 def test_no_hit_lru() -> None:
-    """Never used first, then least recently used; nothing to say where somebody has the prompt."""
+    """Never used first, then least recently used; all equal if any target holds the prompt."""
     cold, candidates = NoHitLru(), [candidate(name) for name in ("w1", "w2", "w3", "w4")]
     for name in ("w2", "w4", "w1"):
         cold.used(target(name))
@@ -139,7 +139,7 @@ def test_no_hit_lru() -> None:
 
 
 def test_no_hit_lru_takes_turns_on_cold_prompts() -> None:
-    """Through the policy: four cold prompts go to four workers."""
+    """Four uncached prompts go to four workers."""
     policy = Scored((Weighted("no-hit-lru-scorer", scorers.no_hit_lru),))
     candidates = [candidate(name) for name in ("w1", "w2", "w3", "w4")]
 
@@ -170,7 +170,7 @@ def test_published_weights() -> None:
 
 
 def test_all_busy_and_empty_caches() -> None:
-    """Equal trouble everywhere is a tie."""
+    """Equal load everywhere is a tie."""
     full = [candidate(name, waiting=500, usage=1.0) for name in ("w1", "w2", "w3")]
 
     picks = Counter(Scored().pick(REQUEST, columns(full), seeded(seed)) for seed in range(90))
@@ -179,7 +179,7 @@ def test_all_busy_and_empty_caches() -> None:
 
 
 def test_weights_zero_is_chance() -> None:
-    """Scorers that weigh nothing decide nothing; so does having none."""
+    """With weights of 0, or without scorers, chance decides."""
     candidates = [candidate("w1", waiting=9), candidate("w2")]
     for weighted in ((Weighted("queue-scorer", scorers.queue, 0.0),), ()):
         picks = {Scored(weighted).pick(REQUEST, columns(candidates), seeded(seed)) for seed in range(40)}
@@ -188,7 +188,7 @@ def test_weights_zero_is_chance() -> None:
 
 
 def test_scores_are_clamped() -> None:
-    """A scorer out of bounds counts as 0 or 1."""
+    """A score out of bounds counts as 0 or 1."""
     wild = Weighted("wild", lambda _request, _candidates, _state: [7.0, -3.0, 1.0])
 
     rows = Scored((wild,)).terms(REQUEST, columns(queues(0, 0, 0)), moment())
@@ -197,7 +197,7 @@ def test_scores_are_clamped() -> None:
 
 
 def test_further_endpoints_are_the_retry_order() -> None:
-    """MaxNumOfEndpoints 3: the three best, best first; of five, never more."""
+    """MaxNumOfEndpoints 3: of five candidates the three best, best first."""
     candidates = queues(30, 0, 20, 10, 40)
     only_queue = (Weighted("queue-scorer", scorers.queue),)
 

@@ -15,7 +15,7 @@ SECOND = int(DEFAULT_PREFILL_RATE)
 
 @pytest.mark.parametrize(("overlap", "winner"), [(8, "w1"), (7, "w2")])
 def test_hit_set_begins_at_its_rate(overlap: int, winner: str) -> None:
-    """8 of 10 blocks is 0.8 and a hit; 7 is none, and load decides."""
+    """8 of 10 blocks is 0.8 and a hit; 7 is not a hit, and load decides."""
     candidates = [candidate("w1", overlap=overlap, requests=5), candidate("w2")]
 
     assert [winner] == picked(Sticky(), candidates)
@@ -41,7 +41,7 @@ def test_penalty_counts_from_the_best_other() -> None:
 
 
 def test_all_hits() -> None:
-    """With everyone in the hit set there is nobody to leave for; the shortest wait wins."""
+    """If all are in the hit set, the shortest wait wins."""
     candidates = [candidate("w1", overlap=9, charged=9 * SECOND), candidate("w2", overlap=8, charged=SECOND)]
 
     assert ["w2"] == picked(Sticky(), candidates)

@@ -31,13 +31,13 @@ def served(mode: str, arrivals: list[Arrival], joins: dict[str, float] | None = 
 
 
 def one_at_a_time() -> list[Arrival]:
-    """Forty prompts that share nothing, each long done when the next comes."""
+    """Forty prompts that share nothing; each has ended before the next arrives."""
     return [arrival(3.0 * number, ((10_000 + number, 64),), 16) for number in range(40)]
 
 
 @pytest.mark.parametrize("mode", [*sorted(set(POLICIES) - {"direct"}), RAY_NOW])
 def test_idle_fleet_is_used_evenly(mode: str) -> None:
-    """Always the same worker on a tie (#737, #7836, #3581, sglang #32983): no mode does it."""
+    """No mode always takes the same worker on a tie (#737, #7836, #3581, sglang #32983)."""
     run = served(mode, one_at_a_time())
 
     assert all(0.08 < run.share(worker) < 0.5 for worker in WORKERS)
@@ -54,7 +54,7 @@ def hot_prefix(start: float = 2.0) -> list[Arrival]:
 
 @pytest.mark.parametrize("mode", ["kv", "two-stage", "prefix-affinity", "p2c", "least-loaded", "round-robin"])
 def test_hot_prefix_spreads(mode: str) -> None:
-    """One worker takes everything on a shared prompt: these send it on as soon as one is busier."""
+    """These modes take another worker as soon as the one with the shared prefix is busier."""
     run = served(mode, hot_prefix())
 
     assert max(run.share(worker) for worker in WORKERS) < 0.35
@@ -76,7 +76,7 @@ def test_hot_prefix_overloads_one_worker(mode: str) -> None:
 
 
 def test_hot_prefix_under_sticky() -> None:
-    """It stays until the wait is worth the penalty, and then goes: in between is a long queue."""
+    """It stays until the wait exceeds the penalty: until then a long queue grows."""
     run = served("sticky", hot_prefix())
 
     assert 0.3 < max(run.share(worker) for worker in WORKERS) < 0.7
@@ -110,14 +110,14 @@ def test_newcomer_is_used_when_needed(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["kv-score", "scored", "sticky", RAY_NOW])
 def test_newcomer_is_starved(mode: str) -> None:
-    """On purpose: nobody leaves a cache for it, however busy the others are (sticky: until its penalty)."""
+    """On purpose: no request leaves its cache for it, even if others are busy (sticky: until its penalty)."""
     run = served(mode, newcomer(rate=100), {"w5": 2.0})
 
     assert run.share("w5", last=300) < 0.02
 
 
-def test_kv_leaves_a_newcomer_alone_while_nobody_needs_it() -> None:
-    """At a tenth of that load the cached workers are quicker, and it costs nobody anything."""
+def test_kv_leaves_a_newcomer_alone_while_it_is_not_needed() -> None:
+    """At a tenth of that load the workers with the cached prefix are faster for every request."""
     run = served("kv", newcomer(rate=10), {"w5": 2.0})
 
     assert run.share("w5", last=300) < 0.05
@@ -125,7 +125,7 @@ def test_kv_leaves_a_newcomer_alone_while_nobody_needs_it() -> None:
 
 
 def misses() -> list[Arrival]:
-    """Twelve prompts a second of 4,096 tokens that nobody has ever seen; a worker does five."""
+    """Twelve new prompts a second of 4,096 tokens each; a worker computes five a second."""
     return [arrival(number / 12, ((10_000 + number, 256),), 8) for number in range(480)]
 
 

@@ -49,8 +49,8 @@ def test_round_robin_over_groups_kv_within() -> None:
     assert ["a2", "b1", "a2", "b1"] == picks
 
 
-def test_kept_decision_tells_the_group_of_its_turn() -> None:
-    """Turns taken since change nothing about which group it was."""
+def test_kept_decision_reports_the_group_of_its_turn() -> None:
+    """Later turns do not change the group that it reports."""
     candidates, at = columns(grouped("a", "b")), moment()
     selection = Selection(TwoStage())
 
@@ -80,7 +80,7 @@ def test_without_labels_it_is_kv() -> None:
 
 
 def test_hash_keeps_prefixes_together() -> None:
-    """Prompts that share the first four blocks go to one group, whatever follows."""
+    """Prompts that share the first four blocks go to one group."""
     policy, candidates = TwoStage("hash"), grouped("a", "b", "c", "d")
     shared = chain_from(77, 4)
     groups = {
@@ -123,7 +123,7 @@ def test_short_prompts() -> None:
 
 
 def test_header_names_the_group() -> None:
-    """A group's own name is that group; anything else is hashed, always to the same; nothing is in turn."""
+    """The name of a group is that group; another value is hashed; without the header groups take turns."""
     policy, candidates = TwoStage("header:x-bucket"), grouped("chat", "code", "math")
 
     assert "x-bucket" == policy.header

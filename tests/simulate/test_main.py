@@ -23,7 +23,7 @@ SMALL = [
     "--duration",
     "5",
 ]
-OWN = """
+CUSTOM = """
 from kvrouter import Policy
 
 class First(Policy):
@@ -41,7 +41,7 @@ def simulated(tmp_path: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_modes_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each mode serves all requests, kv from caches more often; the table says the same as the file."""
+    """Each mode serves all requests, kv more of them from caches; table and file agree."""
     modes = simulated(tmp_path, "--requests", "400", "--duration", "25")
 
     plain, kv = modes["round-robin"], modes["kv"]
@@ -53,16 +53,16 @@ def test_modes_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_same_seed_same_figures(tmp_path: Path) -> None:
-    """Nothing but the seed is chance."""
+    """Two runs with the same seed agree."""
     flags = ["--router-mode", "kv", "--router-temperature", "0.5"]
 
     assert simulated(tmp_path, *flags) == simulated(tmp_path, *flags)
     assert simulated(tmp_path, *flags) != simulated(tmp_path, *flags, "--seed", "2")
 
 
-def test_own_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of one's own stands beside the modes; a worker that got nothing is shown with 0."""
-    (tmp_path / "first_only.py").write_text(OWN)
+def test_custom_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A custom class runs after the modes; a worker without requests is listed with 0."""
+    (tmp_path / "first_only.py").write_text(CUSTOM)
     monkeypatch.syspath_prepend(tmp_path)
 
     modes = simulated(tmp_path, "--router-mode", "random", "--router-policy", "first_only:First")
@@ -83,14 +83,14 @@ def test_own_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong command line ends with what to change."""
+    """The error of a wrong command line states what to change."""
     assert 2 == main([*SMALL, *flags])
 
     assert said in capsys.readouterr().err
 
 
 def test_requests_that_are_too_long_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """And counted."""
+    """They are counted."""
     trace = read_mooncake(CONVERSATION_EXCERPT, 80)
     longer = sum(request.prompt_tokens // 8 >= 2000 for request in trace)
 
@@ -101,7 +101,7 @@ def test_requests_that_are_too_long_are_left_out(capsys: pytest.CaptureFixture[s
 
 
 def test_named_blocks() -> None:
-    """Equal ids are equal blocks; what is not a full block has no name."""
+    """Equal ids are equal blocks; a partial block has no name."""
     one = named_blocks(TraceRequest(0.0, 100, 1, (7, 8)), tokens_per_id=64, block_size=16)
     other = named_blocks(TraceRequest(0.0, 128, 1, (7, 9)), tokens_per_id=64, block_size=16)
 

@@ -51,19 +51,19 @@ def test_shipped_excerpt() -> None:
 
 
 def test_limit() -> None:
-    """Only so many requests are read."""
+    """Only `limit` requests are read."""
     assert 3 == len(read_mooncake(CONVERSATION_EXCERPT, 3))
 
 
 def test_time_starts_with_the_first_request(trace_file: Path) -> None:
-    """Whatever timestamp it has."""
+    """Its timestamp is the zero of time."""
     write(trace_file, GOOD, {**GOOD, "timestamp": 2005})
 
     assert [0.0, 2.0] == [request.arrival_s for request in read_mooncake(trace_file)]
 
 
 def test_other_fields_are_ignored(trace_file: Path) -> None:
-    """A newer trace may say more."""
+    """A newer trace may have more fields."""
     write(trace_file, {**GOOD, "tenant": "a"})
 
     assert 1 == len(read_mooncake(trace_file))
@@ -95,8 +95,8 @@ def test_malformed_line(trace_file: Path, line: object, says: str) -> None:
         read_mooncake(trace_file)
 
 
-def test_bytes_that_are_no_text(trace_file: Path) -> None:
-    """A gzipped trace, say."""
+def test_bytes_that_are_not_text(trace_file: Path) -> None:
+    """A gzipped trace is an error."""
     trace_file.write_bytes(b"\x1f\x8b\x08\x00\xff\n")
 
     with pytest.raises(TraceError, match=r"trace\.jsonl:1: "):
@@ -150,7 +150,7 @@ def test_unscaled() -> None:
 
 @pytest.mark.parametrize("wrong", [{"tokens_per_id": 0}, {"tokens_per_id": 513}, {"output_divisor": 0}])
 def test_impossible_scaling(wrong: dict[str, int]) -> None:
-    """It is refused, with the value."""
+    """The error names the value."""
     with pytest.raises(TraceError, match=next(iter(wrong))):
         Scaling(**wrong)
 
@@ -162,14 +162,14 @@ def test_negative_duration() -> None:
 
 
 def test_spread_evenly() -> None:
-    """Requests of one timestamp share the time until the next; the last ones have no next."""
+    """Requests of one timestamp share the time until the next one; the last are not spread."""
     times = [request.arrival_s for request in spread([at(0.0), at(0.0), at(0.0), at(3.0), at(9.0), at(9.0)])]
 
     assert pytest.approx([0.0, 1.0, 2.0, 3.0, 9.0, 9.0]) == times
 
 
 def test_spread_keeps_the_order() -> None:
-    """And every request."""
+    """Spreading keeps every request, in order."""
     requests = read_mooncake(CONVERSATION_EXCERPT)
     result = spread(requests)
 
@@ -204,7 +204,7 @@ def test_same_id_same_tokens() -> None:
 
 
 def test_tokens_are_in_the_vocabulary() -> None:
-    """And use all of it."""
+    """Tokens are in the vocabulary, and use all of it."""
     tokens = Prompts(tokens_per_id=512, vocabulary_size=10).token_ids(at(0.0, 512))
 
     assert set(range(10)) == set(tokens)

@@ -1,4 +1,4 @@
-"""The admission queue: when to wait, who is next, how long, how many."""
+"""The admission queue: when a request waits, in which order, for how long, and how many may."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.policies.tables import candidate
 
 
 def worker(charged: int, batched: int = 1000) -> Candidate:
-    """A target with so many prefill tokens charged."""
+    """A target with `charged` prefill tokens, whose engine computes `batched` tokens a step."""
     return candidate("w", charged=charged, max_batched_tokens=batched)
 
 
@@ -20,29 +20,29 @@ FULL, FREE = [worker(2001)], [worker(2001), worker(2000)]
 
 @pytest.fixture
 def queue() -> AdmissionQueue:
-    """Full above twice what a step computes; four may wait, for ten seconds."""
+    """A target is full above twice its step; four requests may wait, for ten seconds."""
     return AdmissionQueue(AdmissionSettings(threshold=2.0, max_waiting=4, max_wait_s=10.0))
 
 
 def test_saturated_is_strictly_above_on_every_target(queue: AdmissionQueue) -> None:
-    """2 x 1000 charged is not above; one target with room is room."""
+    """Exactly 2 x 1000 charged tokens is not above; one target below is enough."""
     assert queue.is_saturated(FULL)
     assert not queue.is_saturated(FREE)
-    assert not queue.is_saturated([]), "nobody at all is another error"
+    assert not queue.is_saturated([]), "no target at all is another error"
 
 
-def test_unknown_batch_size_is_room(queue: AdmissionQueue) -> None:
-    """A worker that does not tell is never waited for."""
+def test_unknown_batch_size_is_never_full(queue: AdmissionQueue) -> None:
+    """No request waits for a worker that does not report its batch size."""
     assert not queue.is_saturated([worker(10**9, batched=0)])
 
 
 def test_off_by_default() -> None:
-    """Threshold 0: nobody ever waits."""
+    """Threshold 0: no request waits."""
     assert not AdmissionQueue(AdmissionSettings()).is_saturated([worker(10**9)])
 
 
 def test_arrival_order_is_kept(queue: AdmissionQueue) -> None:
-    """First come, first served; who arrives while others wait, waits too, even if there is room."""
+    """First come, first served: a request that arrives while others wait goes behind them."""
     first, second = queue.join(0.0), queue.join(1.0)
 
     assert queue.is_waited_in()
@@ -54,7 +54,7 @@ def test_arrival_order_is_kept(queue: AdmissionQueue) -> None:
 
 
 def test_equal_arrival_times_keep_order(queue: AdmissionQueue) -> None:
-    """In one instant the number decides."""
+    """Requests that arrive at the same time are ordered by number."""
     tickets = [queue.join(5.0) for _ in range(4)]
 
     for ticket in tickets:
@@ -63,7 +63,7 @@ def test_equal_arrival_times_keep_order(queue: AdmissionQueue) -> None:
 
 
 def test_priority_and_ageing() -> None:
-    """A step of priority is worth two seconds of waiting: 1.9 s later it overtakes, 2.1 s later not."""
+    """A step of priority is worth two seconds: a request 1.9 s later overtakes, one 2.1 s later does not."""
     for later, winner in ((1.9, "high"), (2.1, "low")):
         queue = AdmissionQueue(AdmissionSettings(threshold=1.0, ageing_s=2.0))
         low, high = queue.join(0.0), queue.join(later, priority=-1)
@@ -71,8 +71,8 @@ def test_priority_and_ageing() -> None:
         assert {"low": low, "high": high}[winner] == queue.first()
 
 
-def test_nobody_starves() -> None:
-    """Under a steady stream of priority -5 a request of priority 0 is served after five seconds' worth."""
+def test_no_request_starves() -> None:
+    """Under a steady stream of priority -5, a request of priority 0 is served after five seconds."""
     queue = AdmissionQueue(AdmissionSettings(threshold=1.0, ageing_s=1.0, max_wait_s=1e9))
     patient, served_at = queue.join(0.0), None
     for step in range(100):
@@ -90,7 +90,7 @@ def test_nobody_starves() -> None:
 
 
 def test_a_lead_is_bounded() -> None:
-    """However great the priorities, who has waited half of the longest wait comes before a newcomer."""
+    """With any priorities, a request that has waited half of `max_wait_s` goes before a new one."""
     for later, winner in ((14.0, "urgent"), (16.0, "patient")):
         queue = AdmissionQueue(AdmissionSettings(threshold=1.0, max_wait_s=30.0))
         patient, urgent = queue.join(0.0, priority=10**9), queue.join(later, priority=-(10**9))
@@ -99,7 +99,7 @@ def test_a_lead_is_bounded() -> None:
 
 
 def test_lanes_do_not_hold_each_other_up(queue: AdmissionQueue) -> None:
-    """Who waits for an adapter's worker holds up nobody else; `max_waiting` counts all."""
+    """A request that waits for an adapter's worker holds up only its lane; `max_waiting` counts all."""
     adapter = queue.join(0.0, lane="adapter")
 
     assert queue.is_waited_in("adapter")
@@ -117,7 +117,7 @@ def test_lanes_do_not_hold_each_other_up(queue: AdmissionQueue) -> None:
 
 
 def test_lanes_end_with_their_last_waiter(queue: AdmissionQueue) -> None:
-    """A thousand lanes that were used once take no room."""
+    """A lane is dropped with its last waiting request."""
     for number in range(1000):
         queue.leave(queue.join(0.0, lane=str(number)))
 
@@ -125,7 +125,7 @@ def test_lanes_end_with_their_last_waiter(queue: AdmissionQueue) -> None:
 
 
 def test_ageing_zero_ignores_priority() -> None:
-    """Strictly by arrival."""
+    """Order is by arrival alone."""
     queue = AdmissionQueue(AdmissionSettings(threshold=1.0, ageing_s=0.0))
     first = queue.join(0.0)
     queue.join(0.0, priority=-100)
@@ -134,7 +134,7 @@ def test_ageing_zero_ignores_priority() -> None:
 
 
 def test_full_queue(queue: AdmissionQueue) -> None:
-    """The fifth is refused with a 503 that says why; when one leaves there is room."""
+    """The fifth request gets a 503 with the reason; when another leaves, one more may wait."""
     tickets = [queue.join(0.0) for _ in range(4)]
 
     with pytest.raises(QueueFullError, match="4 requests wait") as refused:
@@ -146,7 +146,7 @@ def test_full_queue(queue: AdmissionQueue) -> None:
 
 
 def test_wait_is_bounded(queue: AdmissionQueue) -> None:
-    """Who has waited ten seconds is out, whoever else waits."""
+    """A request that has waited ten seconds times out; the next one moves up."""
     first, second = queue.join(0.0), queue.join(3.0)
 
     assert [] == queue.expire(9.9)
@@ -156,7 +156,7 @@ def test_wait_is_bounded(queue: AdmissionQueue) -> None:
 
 
 def test_client_that_leaves(queue: AdmissionQueue) -> None:
-    """It leaves the queue, twice if it likes; the next one is next."""
+    """Its request leaves the queue, and leaving twice changes nothing."""
     first, second = queue.join(0.0), queue.join(1.0)
 
     queue.leave(first)
@@ -166,8 +166,8 @@ def test_client_that_leaves(queue: AdmissionQueue) -> None:
     assert 1 == len(queue)
 
 
-def test_many_that_leave_are_forgotten() -> None:
-    """The order does not grow with those that left."""
+def test_a_lane_drops_tickets_that_left() -> None:
+    """The heap of a lane does not grow with requests that have left."""
     queue = AdmissionQueue(AdmissionSettings(threshold=1.0, max_waiting=10))
     last = queue.join(0.0, priority=1)
     for number in range(10_000):
@@ -178,7 +178,7 @@ def test_many_that_leave_are_forgotten() -> None:
 
 
 def test_figures(queue: AdmissionQueue) -> None:
-    """How many wait and how long the first has waited."""
+    """The queue reports how many wait, and how long the first one has."""
     assert 0.0 == queue.longest_wait_s(5.0)
     queue.join(1.0)
     queue.join(2.0)
@@ -187,7 +187,7 @@ def test_figures(queue: AdmissionQueue) -> None:
 
 
 def test_queues_do_not_wake_in_one_instant(queue: AdmissionQueue) -> None:
-    """Up to 2 ms for each peer; alone, at once."""
+    """A replica hesitates up to 2 ms for each peer; without peers not at all."""
     assert (0.0, 0.006, 0.003) == (
         queue.wake_after_s(0, 0.9), queue.wake_after_s(3, 1.0), queue.wake_after_s(3, 0.5)
     )  # fmt: skip

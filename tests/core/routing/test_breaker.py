@@ -17,12 +17,12 @@ def circuits() -> CircuitBreakers:
 
 
 def fail(circuits: CircuitBreakers, times: int, now: float = 0.0) -> list[bool]:
-    """So many failures."""
+    """Report `times` failures."""
     return [circuits.failed(W, now) for _ in range(times)]
 
 
 def test_ten_failures_in_a_row_open_it(circuits: CircuitBreakers) -> None:
-    """Nine do not; the tenth says so."""
+    """Nine do not open it; the tenth does, and `failed` returns True."""
     assert [False] * 9 == fail(circuits, 9)
     assert circuits.is_closed(W, 0.0)
     assert not circuits.any_open()
@@ -34,8 +34,8 @@ def test_ten_failures_in_a_row_open_it(circuits: CircuitBreakers) -> None:
     assert circuits.is_closed(target("w2"), 0.0)
 
 
-def test_an_answer_in_between_begins_anew(circuits: CircuitBreakers) -> None:
-    """Failures must follow each other; any answer, a 4xx too, interrupts them."""
+def test_an_answer_in_between_starts_the_count_again(circuits: CircuitBreakers) -> None:
+    """Failures count only in a row; any answer interrupts them."""
     fail(circuits, 9)
     circuits.succeeded(W)
 
@@ -50,7 +50,7 @@ def open_now(circuits: CircuitBreakers) -> None:
 
 
 def test_half_open_lets_one_through(circuits: CircuitBreakers) -> None:
-    """After a minute; the next waits until that one has been answered."""
+    """After 60 s one request may pass; the next waits until that one was answered."""
     open_now(circuits)
     assert not circuits.is_closed(W, 59.9)
     assert circuits.is_closed(W, 60.0)
@@ -63,7 +63,7 @@ def test_half_open_lets_one_through(circuits: CircuitBreakers) -> None:
 
 
 def test_three_successes_close_it(circuits: CircuitBreakers) -> None:
-    """Then it takes ten failures again to open."""
+    """After that, ten failures open it again."""
     open_now(circuits)
     for now in (60.0, 61.0, 62.0):
         circuits.sent(W, now)
@@ -74,7 +74,7 @@ def test_three_successes_close_it(circuits: CircuitBreakers) -> None:
 
 
 def test_failure_when_half_open_opens_at_once(circuits: CircuitBreakers) -> None:
-    """For another minute, and successes count from the start."""
+    """It stays open for another 60 s, and successes count from zero."""
     open_now(circuits)
     circuits.sent(W, 60.0)
     circuits.succeeded(W)
@@ -89,7 +89,7 @@ def test_failure_when_half_open_opens_at_once(circuits: CircuitBreakers) -> None
 
 
 def test_probe_that_is_never_answered(circuits: CircuitBreakers) -> None:
-    """After another minute the next may try; one whose client left makes room at once."""
+    """The next probe may go 60 s later; at once if the probe's client disconnected."""
     open_now(circuits)
     circuits.sent(W, 60.0)
     assert not circuits.is_closed(W, 119.9)
@@ -102,7 +102,7 @@ def test_probe_that_is_never_answered(circuits: CircuitBreakers) -> None:
 
 
 def test_forget(circuits: CircuitBreakers) -> None:
-    """A target that left and came back is closed."""
+    """A target that left and came back begins with a closed circuit."""
     open_now(circuits)
 
     circuits.forget(W)
@@ -122,8 +122,8 @@ def test_settings() -> None:
     assert not circuits.any_open()
 
 
-def test_success_of_a_stranger(circuits: CircuitBreakers) -> None:
-    """Targets that never failed cost nothing."""
+def test_success_of_a_target_that_never_failed(circuits: CircuitBreakers) -> None:
+    """It needs no circuit."""
     circuits.succeeded(W)
     circuits.sent(W, 0.0)
     circuits.abandoned(W)

@@ -38,7 +38,7 @@ def filled_pool(cached: Sequence[int], booked: Sequence[int], host: int) -> Pool
 def test_amounts_are_those_of_the_design(
     cached: tuple[int, ...], booked: tuple[int, ...], host: int, weight: int
 ) -> None:
-    """Whoever holds whatever: overlap, tokens, blocks and cost of each are what the formulas say."""
+    """Overlap, tokens, blocks and cost of each candidate follow the formulas."""
     pool = filled_pool(cached, booked, host)
 
     found = pool.candidates(request(prompt(CHAIN, isl=165)))

@@ -47,7 +47,7 @@ def test_last_token_is_always_computed() -> None:
 
 @pytest.mark.parametrize("isl", [0, 1, 15])
 def test_prompt_without_a_full_block(isl: int) -> None:
-    """Nothing overlaps, whatever tables say, and all tokens are to be computed."""
+    """Nothing overlaps, even if the tables have depths: all tokens must be computed."""
     overlap = find_overlap(isl, 16, [5, 6, 7], 9)
 
     assert Overlap(0, 0, 0) == overlap
@@ -120,7 +120,7 @@ def test_ties_are_random_among_the_equal() -> None:
 
 
 def test_nearly_equal_is_not_equal() -> None:
-    """Costs a millionth apart are told apart."""
+    """Costs that differ by a millionth are not equal."""
     assert 1 == lowest([3.000003, 3.0], 0.0)
     assert 1 == lowest([1e-6, 0.0], 0.0)
 
@@ -128,7 +128,7 @@ def test_nearly_equal_is_not_equal() -> None:
 @settings(deadline=None)
 @given(costs, st.floats(0.01, 10), chances)
 def test_sample_is_a_candidate(values: list[float], temperature: float, chance: float) -> None:
-    """Whatever the costs, some candidate is drawn."""
+    """Any costs give a candidate."""
     assert 0 <= sample(values, temperature, chance) < len(values)
 
 
@@ -173,7 +173,7 @@ def test_temperature_next_to_nothing() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_costs_beyond_the_largest_number(temperature: float) -> None:
-    """A weight of 1e308: those that overflow are equal, and any other is lower."""
+    """With a weight of 1e308, costs that overflow are equal, and any other cost is lower."""
 
     def chosen(costs: list[float]) -> set[int]:
         draws = [chance / 100 for chance in range(100)]
@@ -189,7 +189,7 @@ def test_scores_below_the_lowest_number() -> None:
 
 
 def test_spread_without_water_is_the_lowest() -> None:
-    """Nobody else decides: the lowest cost, ties by chance."""
+    """No other replica decides: the lowest cost, ties by chance."""
     assert 1 == spread([5.0, 3.0, 4.0], own_cost=10, unseen=0, chance=0.9)
     assert [0, 1] == [spread([3.0, 3.0], own_cost=0, unseen=5, chance=chance) for chance in (0.1, 0.9)]
 
@@ -203,8 +203,10 @@ def test_spread_by_the_depth_of_the_water() -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8), st.floats(0, 1e4), st.floats(0, 50))
 @example([0.0, 1.0], 1.0, 5e-324)
-def test_spread_takes_nobody_above_the_level(costs: list[float], own_cost: float, unseen: float) -> None:
-    """Whoever is chosen costs at most what the lowest would with all the unseen load on it."""
+def test_spread_takes_no_candidate_above_the_level(
+    costs: list[float], own_cost: float, unseen: float
+) -> None:
+    """The choice costs at most as much as the cheapest with all the unseen load on it."""
     for chance in (0.0, 0.5, 0.999999):
         chosen = spread(costs, own_cost, unseen, chance)
         assert costs[chosen] <= min(costs) + own_cost * unseen + 1e-6 * (1 + max(costs))

@@ -1,4 +1,4 @@
-"""Which candidates may be chosen at all."""
+"""Filters: which candidates a policy may pick from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kept(
 
 
 def test_busy_prefill_threshold_is_strict() -> None:
-    """Above 500 charged tokens is busy, exactly 500 is not; the request's own do not count."""
+    """Above 500 charged tokens is busy, exactly 500 is not; the request itself does not count."""
     candidates = [candidate("w1", charged=500), candidate("w2", charged=501), candidate("w3", overlap=9)]
 
     assert ["w1", "w3"] == kept(Busy(active_prefill_tokens=500), *candidates)
@@ -56,7 +56,7 @@ def test_busy_decode_threshold_is_a_fraction() -> None:
 
 
 def test_either_threshold_is_enough() -> None:
-    """And without thresholds nobody is busy."""
+    """One threshold is enough to be busy; without thresholds no target is."""
     candidates = [candidate("w1", charged=9), candidate("w2", active=9, tiers={"device": 10})]
 
     assert [] == kept(Busy(0.5, 5), *candidates)
@@ -64,12 +64,12 @@ def test_either_threshold_is_enough() -> None:
 
 
 def test_max_ongoing_requests() -> None:
-    """A target with as many as it may have takes no more."""
+    """A target that has reached the limit gets no more requests."""
     assert ["w1"] == kept(MaxOngoing(3), candidate("w1", requests=2), candidate("w2", requests=3))
 
 
 def test_multiplex() -> None:
-    """Those that have the adapter; else those with the fewest adapters; the base model goes anywhere."""
+    """Targets with the adapter, else targets with the fewest adapters; the base model goes anywhere."""
     loaded = candidate("w1", lora_names=("a", "b"))
     few, many = candidate("w2", lora_names=("c",)), candidate("w3", lora_names=("c", "d"))
     wanted = RouteRequest("req", lora_name="a")
@@ -82,7 +82,7 @@ def test_multiplex() -> None:
 
 
 def test_locality() -> None:
-    """The same node, else the same zone, else all; what is not known narrows nothing."""
+    """The same node, else the same zone, else all; an unknown node or zone narrows nothing."""
     near = candidate("w1", labels={"node": "n1", "zone": "z1"})
     zone = candidate("w2", labels={"node": "n2", "zone": "z1"})
     far = candidate("w3", labels={"zone": "z2"})
@@ -106,13 +106,13 @@ CHAT = RouteRequest("req", REQUEST.prompts, session="chat")
 
 
 def selected(settings: FilterSettings, using: Moment, *candidates: Candidate) -> list[str]:
-    """Who may be chosen for a request of the session."""
+    """The workers that are eligible for a request of the session."""
     selection = Selection(LeastLoaded(), new_filters(settings))
     return [str(one.target.worker_id) for one in selection.eligible(CHAT, columns(candidates), using)]
 
 
 def test_session_stays(bound: Moment) -> None:
-    """Hard and soft alike, where the target takes requests; other sessions and none are free."""
+    """Hard or soft, a session stays on its target; other requests may go anywhere."""
     both = [candidate("w1"), candidate("w2")]
 
     assert ["w2"] == selected(FilterSettings(session_affinity="soft"), bound, *both)
@@ -122,7 +122,7 @@ def test_session_stays(bound: Moment) -> None:
 
 
 def test_full_target_of_a_session(bound: Moment) -> None:
-    """Soft: the session moves on. Hard: it has nobody, and waits or fails."""
+    """Soft: the session moves to another target. Hard: no target is left, so it waits or fails."""
     candidates = [candidate("w1"), candidate("w2", requests=4)]
 
     assert ["w1"] == selected(
@@ -132,14 +132,14 @@ def test_full_target_of_a_session(bound: Moment) -> None:
 
 
 def test_session_whose_target_is_gone(bound: Moment) -> None:
-    """It is free to be bound anew, hard or soft."""
+    """The session may be bound to another target, hard or soft."""
     for affinity in ("soft", "hard"):
         settings = FilterSettings(session_affinity=affinity)
         assert ["w1", "w3"] == selected(settings, bound, candidate("w1"), candidate("w3"))
 
 
-def test_preferences_never_beat_what_must_hold() -> None:
-    """The near worker is full: it has left before locality is asked, so a far one is taken."""
+def test_requirements_come_before_preferences() -> None:
+    """The near worker is full: it is removed before locality applies, so a far one is taken."""
     near = candidate("w1", requests=4, labels={"node": "n1"})
     far = candidate("w2", labels={"node": "n2"})
     settings = FilterSettings(max_ongoing_requests=4, node="n1")
@@ -151,7 +151,7 @@ def test_preferences_never_beat_what_must_hold() -> None:
     "preference", [Session(), Session(is_hard=True), Multiplex(), Locality("n1", "z1")], ids=str
 )
 def test_preferences_leave_a_named_target_alone(bound: Moment, preference: Filter) -> None:
-    """Mode direct goes where the client says, bound, loaded and near or not."""
+    """A request with a named target ignores session, adapter and locality."""
     near = candidate("w2", labels={"node": "n1", "zone": "z1"}, lora_names=("a",))
     named = RouteRequest("req", lora_name="a", session="chat", wanted=Wanted(WorkerId("w1")))
     anywhere = structs.replace(named, wanted=None)
@@ -161,7 +161,7 @@ def test_preferences_leave_a_named_target_alone(bound: Moment, preference: Filte
 
 
 def test_circuit_breaker() -> None:
-    """An open target is passed over until its time is over."""
+    """A target with an open circuit gets no request until `open_s` has passed."""
     circuits = CircuitBreakers(BreakerSettings(failures=1, open_s=60.0))
     both = [candidate("w1"), candidate("w2")]
     assert ["w1", "w2"] == kept(Breaker(circuits), *both)
@@ -173,12 +173,12 @@ def test_circuit_breaker() -> None:
 
 
 def test_no_settings_no_filters() -> None:
-    """By default nothing stands between candidates and policy."""
+    """The default settings need no filter."""
     assert () == new_filters(FilterSettings())
 
 
 def test_order_of_filters() -> None:
-    """What must hold before what should."""
+    """Requirements come before preferences."""
     settings = FilterSettings(0.9, 1000, 8, "soft", multiplex=True, zone="z")
 
     assert ["circuit-breaker", "busy", "max-ongoing-requests", "session", "multiplex", "locality"] == [

@@ -1,4 +1,4 @@
-"""A mode per request: built once, with turns of its own and the router's tables."""
+"""A request may name a mode: its policy is made once, with its own turns and the router's tables."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def pool() -> Pool:
 
 @pytest.fixture
 def router(pool: Pool) -> Router:
-    """Mode kv, every other on request, decisions kept."""
+    """Mode kv; requests may name any other mode; decisions are kept."""
     return new_router(pool, DecisionRing(10))
 
 
 def new_router(pool: Pool, decisions: DecisionRing) -> Router:
-    """Mode kv, every other on request."""
+    """Mode kv; requests may name any other mode."""
     rules = RouterRules(
         Kv(),
         random.Random(1).random,
@@ -47,7 +47,7 @@ def new_router(pool: Pool, decisions: DecisionRing) -> Router:
 
 
 def asked(request_id: str = "req", **facts: object) -> RouteRequest:
-    """The chain, asked for like this."""
+    """A request for the chain."""
     return RouteRequest(request_id, (prompt(CHAIN),), **facts)  # type: ignore[arg-type]
 
 
@@ -64,7 +64,7 @@ def test_each_mode_takes_its_own_turns(router: Router) -> None:
 
 
 def test_filters_are_those_of_the_router(router: Router) -> None:
-    """Also those set later."""
+    """Other modes use them, also after a change."""
     router.route(asked(mode="random"), 0.0)
     router.selection.filters = new_filters(FilterSettings(max_ongoing_requests=1))
 
@@ -75,7 +75,7 @@ def test_filters_are_those_of_the_router(router: Router) -> None:
 
 
 def test_a_router_of_one_mode(pool: Pool) -> None:
-    """Without a maker another mode is refused."""
+    """Without `new_policy`, a request for another mode is rejected."""
     router = Router(
         pool, RouterRules(Kv(), lambda: 0.0), router_id=RouterId("me"), incarnation=1, synced=False
     )
@@ -85,7 +85,7 @@ def test_a_router_of_one_mode(pool: Pool) -> None:
 
 
 def test_texts_are_remembered_by_the_mode_that_asked(router: Router) -> None:
-    """A request in prefix-affinity leaves its text, one in kv does not."""
+    """A request in prefix-affinity records its text, one in kv does not."""
     for mode, text in (("prefix-affinity", "hello"), ("", "world")):
         placed = router.route(RouteRequest("req", text=text, mode=mode), 0.0)
         router.mark_prefill_completed(placed.key, 0.0)
@@ -93,24 +93,24 @@ def test_texts_are_remembered_by_the_mode_that_asked(router: Router) -> None:
     assert 5 == sum(router.tables.texts.chars(target) for target in (T1, T2, T3))
 
 
-def test_a_kept_decision_is_what_a_dry_run_told(router: Router) -> None:
-    """Terms, order, ties and who was left out; what happens later changes nothing in it."""
+def test_a_kept_decision_equals_its_dry_run(router: Router) -> None:
+    """Terms, order, ties and removed targets; later changes of the tables do not change it."""
     router.pool.update(W1, worker_beat(state="draining"))
     router.pool.index.store(T2, CHAIN[:8])
-    foretold = router.decide(asked(), 5.0)
+    predicted = router.decide(asked(), 5.0)
     router.route(asked(), 5.0)
     router.pool.update(W1, worker_beat())
     router.pool.index.clear(T2)
 
     (kept,) = router.decisions.of("req") if router.decisions else []
 
-    assert foretold == kept.explain()
-    assert {T1: "draining"} == {one.target: one.removed_by for one in foretold.verdicts if one.removed_by}
-    assert (T2,) == foretold.order == foretold.ties
+    assert predicted == kept.explain()
+    assert {T1: "draining"} == {one.target: one.removed_by for one in predicted.verdicts if one.removed_by}
+    assert (T2,) == predicted.order == predicted.ties
 
 
-def test_ties_are_told(router: Router) -> None:
-    """All that chance could have taken."""
+def test_ties_are_reported(router: Router) -> None:
+    """The targets that chance chose from."""
     router.pool.index.store(T2, CHAIN[:8])
     router.pool.index.store(T3, CHAIN[:8])
 
@@ -120,7 +120,7 @@ def test_ties_are_told(router: Router) -> None:
 
 
 def test_removed_by_a_filter_that_has_changed_since(router: Router) -> None:
-    """The kept candidates say that it was removed, even if today's filter would not."""
+    """A target is reported as removed, even if the filters of now would keep it."""
     router.selection.filters = new_filters(FilterSettings(max_ongoing_requests=1))
     router.route(asked("a"), 0.0)
     router.route(asked("b"), 0.0)
@@ -132,7 +132,7 @@ def test_removed_by_a_filter_that_has_changed_since(router: Router) -> None:
 
 
 def test_the_ring_is_bounded(pool: Pool) -> None:
-    """By number, and by bytes; the newest stays whatever its size."""
+    """By number and by bytes; the newest decision always stays."""
     ring = DecisionRing(3)
     router = new_router(pool, ring)
     for number in range(5):
@@ -148,7 +148,7 @@ def test_the_ring_is_bounded(pool: Pool) -> None:
 
 
 def test_nothing_is_kept_of_a_refused_request(router: Router) -> None:
-    """There is no decision."""
+    """A request without an eligible target leaves no decision."""
     for target in (T1, T2, T3):
         router.pool.remove(target.worker_id)
     with pytest.raises(Exception, match="no live worker"):

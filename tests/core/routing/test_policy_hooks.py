@@ -1,4 +1,4 @@
-"""What the router tells its policy: who is there, how requests were answered, who is gone."""
+"""The events that the router calls its policy for: workers, responses, removed workers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvrouter.core.wire.ids import RouterId, Target, WorkerId
 from tests.core.worlds import T1, T2, W1, W2, card, fixed, new_pool, request, worker_beat
 
 
-class Listens(BuiltInPolicy):
-    """Keeps what it is told."""
+class Recorder(BuiltInPolicy):
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.workers: list[list[str]] = []
@@ -38,22 +38,22 @@ class Listens(BuiltInPolicy):
 
 
 @pytest.fixture
-def policy() -> Listens:
-    """One that keeps what it is told."""
-    return Listens()
+def policy() -> Recorder:
+    """A policy that records its calls."""
+    return Recorder()
 
 
 @pytest.fixture
-def router(policy: Listens) -> Router:
-    """Two workers are there."""
+def router(policy: Recorder) -> Router:
+    """A router with two workers."""
     pool = new_pool(card("w1", ranks=2), card("w2"))
     return Router(
         pool, RouterRules(policy, fixed(0.0)), router_id=RouterId("me"), incarnation=1, synced=False
     )
 
 
-def test_told_of_workers_when_they_change(router: Router, policy: Listens) -> None:
-    """Each worker once, whatever its ranks; at the first decision, then on changes, not at heartbeats."""
+def test_workers_are_reported_when_they_change(router: Router, policy: Recorder) -> None:
+    """Each worker is listed once, at the first decision and after each change, but not at every heartbeat."""
     router.route(request(), 0.0)
     for state in ("up", "draining", "down", "up"):
         router.pool.update(W2, worker_beat("w2", state=state, ranks=[RankBeat(0, 100, 0, running=3)]))
@@ -63,7 +63,7 @@ def test_told_of_workers_when_they_change(router: Router, policy: Listens) -> No
     assert [["w1", "w2"], ["w1"], ["w1", "w2"]] == policy.workers
 
 
-def test_a_changed_card_is_told(router: Router, policy: Listens) -> None:
+def test_a_changed_card_is_reported(router: Router, policy: Recorder) -> None:
     """Other labels are another list."""
     router.report_workers()
     router.pool.update(W1, worker_beat(card("w1", ranks=2, labels={"zone": "a"})))
@@ -72,8 +72,8 @@ def test_a_changed_card_is_told(router: Router, policy: Listens) -> None:
     assert 2 == len(policy.workers)
 
 
-def test_told_once_how_a_request_was_answered(router: Router, policy: Listens) -> None:
-    """The first status counts; freed without any it was given up; unknown bookings tell nothing."""
+def test_the_status_of_a_response_is_reported_once(router: Router, policy: Recorder) -> None:
+    """The first status counts; a request freed without one gets 499; unknown bookings are ignored."""
     begun, refused, left = (router.route(RouteRequest(name), 0.0).key for name in ("a", "b", "c"))
     router.first_byte(begun, 1.0)
     router.answered(begun, 500)
@@ -85,7 +85,7 @@ def test_told_once_how_a_request_was_answered(router: Router, policy: Listens) -
     assert [("a", 200), ("b", 429), ("c", GIVEN_UP)] == policy.statuses
 
 
-def test_a_predicted_prefill_is_no_answer(router: Router, policy: Listens) -> None:
+def test_a_predicted_prefill_is_not_a_response(router: Router, policy: Recorder) -> None:
     """The status of what is not streamed is known at its end only."""
     key = router.route(request(), 0.0, streamed=False).key
     router.mark_prefill_completed(key, 1.0)
@@ -94,7 +94,7 @@ def test_a_predicted_prefill_is_no_answer(router: Router, policy: Listens) -> No
     assert [("req", 503)] == policy.statuses
 
 
-def test_told_once_of_a_removed_worker(router: Router, policy: Listens) -> None:
+def test_a_removed_worker_is_reported_once(router: Router, policy: Recorder) -> None:
     """Not once for each rank."""
     router.forget([T1, Target(W1, 1), T2])
 

@@ -25,7 +25,7 @@ CHAIN = chain_from(1000, 10)
 
 
 def test_filters_then_policy() -> None:
-    """The best of those that are left; with nobody left there is no choice."""
+    """The policy picks from the candidates that the filters keep; there may be none."""
     selection = Selection(Kv(), (MaxOngoing(2),))
     full, cached = candidate("w1", overlap=9, requests=2), candidate("w2", overlap=5)
 
@@ -36,7 +36,7 @@ def test_filters_then_policy() -> None:
 
 
 def test_explained_decision() -> None:
-    """Everyone is in it: terms of those that were judged, and what took out the others."""
+    """It contains every target: eligible ones with their terms, the others with what removed them."""
     selection = Selection(Kv(), (MaxOngoing(2),))
     candidates = [candidate("w1", overlap=9, requests=2), candidate("w2", overlap=5), candidate("w3")]
 
@@ -60,8 +60,8 @@ def test_explaining_takes_no_turn() -> None:
     assert 0 == policy.turn
 
 
-def test_nobody_is_left_to_explain() -> None:
-    """No choice, and every reason."""
+def test_explaining_without_an_eligible_candidate() -> None:
+    """There is no choice, and every target has its reason."""
     selection = Selection(Kv(), (MaxOngoing(0),))
 
     decision = selection.explain(REQUEST, columns([candidate("w1")]), moment())
@@ -149,7 +149,7 @@ def test_fallbacks_are_tried_in_their_order(pool: Pool) -> None:
     assert (T2, (T3,)) == (second.target, second.fallbacks)
 
     third = router.route(request(prompt(CHAIN)), 0.0, exclude=frozenset({T1, T2}), prefer=(T2,))
-    assert T3 == third.target, "none of the preferred is left, so it is chosen anew"
+    assert T3 == third.target, "no fallback is left, so the policy chooses again"
 
 
 def test_session_is_bound_where_it_was_sent(pool: Pool) -> None:
