@@ -26,6 +26,7 @@ KIND = "EndpointPickerConfig"
 DEFAULT_MAX_ENDPOINTS = 1
 
 
+# An unknown key is an error: a weight with a typo would otherwise silently be the default.
 class _Strict(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     pass
 

@@ -42,6 +42,7 @@ class GuardedPolicies:
     name: str
     make: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    # made by `begin`, and used for the first pool: so the constructor runs exactly once for each pool
     _first: GuardedPolicy | None = None
 
     def begin(self) -> None:
@@ -181,6 +182,7 @@ def _constructor_arguments(made: type, name: str, arguments: Sequence[str]) -> d
         if key not in known and not takes_all:
             raise ConfigError(f"policy {name} takes no {key!r}; it takes: {', '.join(known) or 'nothing'}")
         given[key] = _converted(text, known.get(key), f"--router-policy-arg {argument!r}")
+    # now instead of in the constructor: the message can name the missing argument and its flag
     try:
         signature.bind(**given)
     except TypeError as error:

@@ -47,7 +47,7 @@ class KvScore(BuiltInPolicy):
         weight = self.overlap_weight if request.overlap_weight is None else request.overlap_weight
         isl = max(1, request.isl)
         waiting = waiting_requests(candidates)
-        longest = max(waiting) or 1.0
+        longest = max(waiting) or 1.0  # no queue anywhere: the term is 0, not 0 / 0
         rows = zip(candidates.overlap_tokens(), kv_usages(candidates), waiting, strict=True)
         return [self._terms(weight, tokens / isl, usage, queue / longest) for tokens, usage, queue in rows]
 

@@ -46,6 +46,7 @@ class PrefixAffinity(BuiltInPolicy):
         targets = candidates.targets()
         matched, holders = moment.tables.texts.match(text, targets)
         if matched / len(text) < self.match_rate_threshold:
+            # as published, so every miss goes to a worker that has just joined (docs/policies.md)
             return moment.tables.texts.smallest(targets)
         return holders
 

@@ -89,6 +89,7 @@ def kv_usages(candidates: Candidates) -> list[float]:
 
 
 def _mean_where_unknown(reports: Sequence[float | None]) -> list[float]:
+    # not 0: an engine that does not report would look idle and get every request
     known = [report for report in reports if report is not None]
     mean = sum(known) / len(known) if known else 0.0
     return [mean if report is None else report for report in reports]

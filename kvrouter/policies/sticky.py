@@ -40,6 +40,7 @@ class Sticky(BuiltInPolicy):
         best_other = min([wait for wait, hit in zip(waits, is_hit, strict=True) if not hit], default=best)
         if best > best_other + self.penalty_s:
             return lowest(candidates.requests(), moment.random())
+        # equal waits, such as 0 on an idle fleet, go by requests: else the first worker would get them all
         at_best = [place for place in hits if waits[place] <= best]
         return fewest_requests(candidates, at_best, moment.random())
 

@@ -65,6 +65,7 @@ class TwoStage(BuiltInPolicy):
             return groups[self.turn % len(groups)]
         if key in groups:
             return key
+        # not hash(): it differs from process to process, and all replicas must choose the same group
         return max(groups, key=lambda group: xxh3_64_intdigest(f"{group}\0{key}".encode()))
 
     def _key(self, request: RouteRequest) -> str:

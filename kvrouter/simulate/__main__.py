@@ -84,6 +84,7 @@ def to_arrivals(requests: Sequence[TraceRequest], options: Options) -> Iterator[
     """The requests that fit the model's length. Equal blocks become equal texts of four characters each."""
     block_size, tokens_per_id = options.engine.block_size, options.scaling.tokens_per_id
     for request in requests:
+        # an engine would reject it; the report counts these
         if request.prompt_tokens >= options.engine.max_model_len:
             continue
         hashes = named_blocks(request, tokens_per_id=tokens_per_id, block_size=block_size)

@@ -144,6 +144,7 @@ class Fleet:
 
     def _at(self, when: float, act: Callable[[float], None]) -> None:
         self._entries += 1
+        # the number keeps entries of one time in order, and functions from being compared
         heapq.heappush(self._agenda, (when, self._entries, act))
 
     def _refresh(self, _now: float) -> None:
@@ -187,7 +188,7 @@ class Fleet:
         self.engines[placed.target].add(
             EngineRequest(
                 name,
-                array("I", bytes(4 * tokens)),
+                array("I", bytes(4 * tokens)),  # zeros: the engine names blocks by `hashes`, not by tokens
                 max_tokens=arrival.output_tokens,
                 hashes=tuple(arrival.hashes),
             )

@@ -190,6 +190,7 @@ class Router:
         prefer: tuple[Target, ...] = (),
     ) -> tuple[Placement, Candidates]:
         """As `route`, and what the choice was made from: too large to keep with each placement."""
+        # the pool's block size may have changed since the prompt was hashed
         request = self.pool.in_present_size(request)
         selection, moment = self._selection(request), self._moment(now)
         candidates = self.pool.candidates(request, exclude)

@@ -73,6 +73,7 @@ class _Lane:
     waiting: int = 0
 
     def add(self, ticket: Ticket, settings: AdmissionSettings) -> None:
+        # without ageing all ranks are equal, and the ticket's number keeps the order of arrival
         rank = ticket.arrived + settings.lead_s(ticket.priority) if settings.ageing_s else 0.0
         heapq.heappush(self.order, (rank, ticket.number))
         self.waiting += 1

@@ -42,6 +42,8 @@ class CircuitBreakers:
     def __init__(self, settings: BreakerSettings | None = None) -> None:
         self.settings = settings or BreakerSettings()
         self._circuits: dict[Target, _Circuit] = {}
+        # Targets whose circuit is open or half-open, apart from `_circuits`, so that every request can ask
+        # without a walk over the targets that have failed before.
         self._open: set[Target] = set()
 
     def any_open(self) -> bool:

@@ -47,6 +47,8 @@ class Moment(Struct, frozen=True):
     decision cannot know of yet (core/routing/unseen_bookings.py).
     """
 
+    # Frozen, because a kept decision is explained with the moment it was made in. The tables are the live
+    # ones: a copy of them for each decision would cost more than the decision.
     now: float
     random: Callable[[], float]
     tables: RoutingTables

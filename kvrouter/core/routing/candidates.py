@@ -221,6 +221,7 @@ def form_candidates(
     inflight_overlap: bool,
 ) -> Candidates:
     """A candidate for each target of the roster, in its order."""
+    # copies, in the order of the roster: bookings that follow do not change this decision's columns
     charged, blocks, requests = active.lined_up()
     if not request.prompts:  # no block is known, so no target differs
         none = roster.nothing
@@ -233,6 +234,7 @@ def form_candidates(
         array("q", [request.isl]) * count, array("q", [own_blocks]) * count,
         nothing[:], nothing[:], nothing[:], charged, blocks, requests, roster.beats(),
     )  # fmt: skip
+    # most fleets have one tier: the general way costs a call per target
     reckon = _reckon_tiers if index.has_wider_tiers else _reckon_device
     for prompt, cached, in_flight in found:
         reused = _reused(in_flight, roster, block_size) if in_flight and inflight_overlap else {}

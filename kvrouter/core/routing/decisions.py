@@ -74,6 +74,7 @@ class DecisionRing:
         kept = self._kept
         kept.append(decided)
         self._bytes += decided.about_bytes()
+        # the newest stays even if it alone exceeds the bytes: --log-decisions reads it at once
         while len(kept) > self.capacity or (self._bytes > self._max_bytes and len(kept) > 1):
             self._bytes -= kept.popleft().about_bytes()
 

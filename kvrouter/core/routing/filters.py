@@ -65,6 +65,7 @@ class Busy(Filter):
         if tokens is not None:
             candidates = candidates.kept([charged <= tokens for charged in candidates.charged_tokens()])
         if share is not None:
+            # in tokens: the card counts capacity in the engine's blocks, bookings count in the pool's
             used = zip(candidates.active_tokens(), candidates.cards(), strict=True)
             candidates = candidates.kept([not _is_above(active, share, card) for active, card in used])
         return candidates
@@ -97,6 +98,7 @@ class Breaker(Filter):
     name = "circuit-breaker"
 
     def keep(self, _request: RouteRequest, candidates: Candidates, moment: Moment) -> Candidates:
+        # nearly always: a look at each of a thousand targets would cost every request
         if not self.circuits.any_open():
             return candidates
         return candidates.kept(
@@ -191,6 +193,7 @@ class FilterSettings:
 def new_filters(settings: FilterSettings, circuits: CircuitBreakers | None = None) -> tuple[Filter, ...]:
     """The filters these settings ask for, in the order in which they apply."""
     filters: list[Filter] = []
+    # A hard session is first: filters after it may then remove its target, and the request waits or fails.
     if settings.session_affinity == "hard":
         filters.append(Session(is_hard=True))
     if circuits is not None:
@@ -200,6 +203,7 @@ def new_filters(settings: FilterSettings, circuits: CircuitBreakers | None = Non
         filters.append(Busy(*thresholds))
     if settings.max_ongoing_requests:
         filters.append(MaxOngoing(settings.max_ongoing_requests))
+    # From here on preferences: they must not see targets that a requirement removes.
     if settings.session_affinity == "soft":
         filters.append(Session())
     if settings.multiplex:

@@ -53,6 +53,7 @@ class RouteRequest(Struct, frozen=True):
         return sum([prompt.isl for prompt in self.prompts])
 
 
+# gc=False: hundreds are made for one decision and would trigger collections, and none can be in a cycle.
 class Candidate(Struct, frozen=True, gc=False):
     """A target as a policy sees it, for one request. Amounts include the request itself.
 

@@ -50,6 +50,7 @@ class Roster:
 
     def update_beats(self, worker: Worker) -> None:
         """A heartbeat of a worker whose targets are the same as before."""
+        # Copied at most once between two decisions: a thousand workers send a heartbeat each second.
         if self._are_seen:
             self._beats, self._are_seen = self._beats.copy(), False
         for rank in range(worker.card.ranks):

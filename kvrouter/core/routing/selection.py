@@ -152,6 +152,7 @@ class Selection:
     def removed(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> dict[Target, str]:
         """The targets that filters remove, and the name of the first filter that does."""
         removed: dict[Target, str] = {}
+        # the filters again, one by one: `eligible` keeps no record, as every request passes it
         for filter_ in self.filters:
             before, candidates = candidates, filter_.keep(request, candidates, moment)
             kept = set(candidates.targets())
@@ -164,6 +165,7 @@ class Selection:
         if chosen is None:
             return ()
         decisive = self.policy.decisive
+        # `kv` without tokens has no cost: then all of its terms decide
         if not decisive or not chosen.terms.keys() >= set(decisive):
             decisive = tuple(chosen.terms)
         if not decisive:
