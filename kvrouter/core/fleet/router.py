@@ -202,11 +202,27 @@ class Router:
         order = tuple([one.target for one in best])
         if self.decisions is not None:
             refused = self._refused(request, exclude)
-            self.decisions.append(Decided(request, moment, selection, order, candidates, eligible, refused))
+            self.decisions.append(
+                Decided(
+                    request=request,
+                    moment=moment,
+                    selection=selection,
+                    order=order,
+                    candidates=candidates,
+                    eligible=eligible,
+                    refusals=refused,
+                )
+            )
         choice = best[0]
         booking = self._book(request, choice)
         own = _OwnBooking(
-            booking, request, selection.policy, choice.prefill_tokens, now, streamed, self.pool.block_size
+            booking=booking,
+            request=request,
+            policy=selection.policy,
+            charged_tokens=choice.prefill_tokens,
+            sent_at=now,
+            streamed=streamed,
+            block_size=self.pool.block_size,
         )
         self._remember(own, choice, selection, moment)
         return self._placement(booking, choice, order[1:]), candidates
@@ -219,9 +235,15 @@ class Router:
         # A report names the blocks that a partial rank's agent missed.
         wants_report = card.repairs_by_report and beat is not None and beat.partial
         return Placement(
-            booking.key, target, choice, card.url, card.rank_header, wants_report, fallbacks,
-            self.pool.block_size,
-        )  # fmt: skip
+            key=booking.key,
+            target=target,
+            choice=choice,
+            url=card.url,
+            rank_header=card.rank_header,
+            wants_report=wants_report,
+            fallbacks=fallbacks,
+            block_size=self.pool.block_size,
+        )
 
     def has_eligible(self, request: RouteRequest, now: float, *, exclude: frozenset[Target]) -> bool:
         """Whether `route` would find a target."""
@@ -304,9 +326,15 @@ class Router:
         self._last_number += 1
         named, anonymous_blocks = self._blocks(request) if request.prompts else ((), 0)
         booking = Booking(
-            BookingKey(self.router_id, self._last_number), request.request_id, choice.target,
-            named, request.isl, choice.overlap_blocks, choice.own_prefill_tokens, anonymous_blocks,
-        )  # fmt: skip
+            key=BookingKey(self.router_id, self._last_number),
+            request_id=request.request_id,
+            target=choice.target,
+            hashes=named,
+            isl=request.isl,
+            overlap_blocks=choice.overlap_blocks,
+            prefill_tokens=choice.own_prefill_tokens,
+            anonymous_blocks=anonymous_blocks,
+        )
         self.pool.active.book(booking)
         if self._synced:
             self._outbox.append(add_request(booking, pack_hashes(named)))

@@ -53,7 +53,12 @@ class Decided(Struct, frozen=True):
         Tables that a policy reads (`BuiltInPolicy.reads_tables`) are read as they are now, not as they were.
         """
         return self.selection.decision(
-            self.request, self.candidates, self.eligible, self.order, self.moment, self.refusals
+            self.request,
+            self.candidates,
+            eligible=self.eligible,
+            order=self.order,
+            moment=self.moment,
+            refusals=self.refusals,
         )
 
 

@@ -109,17 +109,23 @@ class Selection:
         moment: Moment,
         refusals: dict[Target, str] | None = None,
     ) -> Decision:
-        """The whole decision, nothing booked. `refusals`: targets that the pool did not offer, and why."""
+        """The whole decision, nothing booked. `refusals`: targets that the pool refused, and why."""
         eligible = self.eligible(request, candidates, moment)
         best = self.choose(request, eligible, moment) if eligible else []
         return self.decision(
-            request, candidates, eligible, [one.target for one in best], moment, refusals or {}
+            request,
+            candidates,
+            eligible=eligible,
+            order=[one.target for one in best],
+            moment=moment,
+            refusals=refusals or {},
         )
 
-    def decision(  # noqa: PLR0917  # the parts of one record, passed on as they are
+    def decision(
         self,
         request: RouteRequest,
         candidates: Candidates,
+        *,
         eligible: Candidates,
         order: Sequence[Target],
         moment: Moment,
