@@ -224,7 +224,7 @@ def report(
     yield f"  events      {feeds + unused if feeds else 'none: placed by load'}"
     if settled.endpoints:
         yield f"  replay      {', '.join(feed.replay for feed in settled.endpoints if feed.replay) or 'none'}"
-    yield f"  tokenizer   {tokenizer.shown}"
+    yield f"  tokenizer   {tokenizer.text}"
     for lack in (*facts.lacks, tokenizer.lack):
         if lack:
             yield f"  ! {lack}"

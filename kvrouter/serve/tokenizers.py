@@ -31,7 +31,7 @@ _ELSEWHERE = {
 class TokenizerReport:
     """The text of an engine's report about its tokenizer."""
 
-    shown: str
+    text: str
     lack: str = ""
 
 

@@ -58,8 +58,8 @@ def test_named_even_if_alone(directories: dict[str, Path]) -> None:
 
     tokenizers.learn(AGENT, two)
     late = tokenizers.of(AGENT, two)
-    assert str(directories["one"]) == tokenizers.of(AGENT, one).shown
-    assert "none" == late.shown
+    assert str(directories["one"]) == tokenizers.of(AGENT, one).text
+    assert "none" == late.text
     assert "tokenizer of two is not in use" in late.lack
     assert late.lack.endswith(f"restart kvrouter serve, or give --model-path two={directories['two']}")
 
@@ -71,9 +71,9 @@ def test_some_named_by_hand(directories: dict[str, Path]) -> None:
     tokenizers = learnt(tokens, one, two, far)
 
     assert [f"--model-path=two={directories['two']}"] == tokenizers.flags()
-    assert "/by/hand" == tokenizers.of(AGENT, one).shown
-    assert "/by/hand" == tokenizers.of(AGENT, engine("other", "", "one")).shown
-    assert str(directories["two"]) == tokenizers.of(AGENT, two).shown
+    assert "/by/hand" == tokenizers.of(AGENT, one).text
+    assert "/by/hand" == tokenizers.of(AGENT, engine("other", "", "one")).text
+    assert str(directories["two"]) == tokenizers.of(AGENT, two).text
     assert "'O/R' is not a model directory on this machine; give --model-path far=DIR" in (
         tokenizers.of(AGENT, far).lack
     )
@@ -85,7 +85,7 @@ def test_default_by_hand(directories: dict[str, Path]) -> None:
     tokenizers = learnt(TokenOptions(model_path="/by/hand"), one)
 
     assert [] == tokenizers.flags()
-    assert ("/by/hand", "") == (tokenizers.of(AGENT, one).shown, tokenizers.of(AGENT, one).lack)
+    assert ("/by/hand", "") == (tokenizers.of(AGENT, one).text, tokenizers.of(AGENT, one).lack)
 
 
 def test_two_engines_of_a_model(directories: dict[str, Path]) -> None:
@@ -95,7 +95,7 @@ def test_two_engines_of_a_model(directories: dict[str, Path]) -> None:
 
     assert [f"--model-path=one={directories['one']}"] == tokenizers.flags()
     assert (str(directories["one"]), "") == (
-        tokenizers.of(AGENT, far).shown, tokenizers.of(AGENT, far).lack,
+        tokenizers.of(AGENT, far).text, tokenizers.of(AGENT, far).lack,
     )  # fmt: skip
 
 
@@ -114,5 +114,5 @@ def test_other_ways(way: str, shown: str, directories: dict[str, Path]) -> None:
     tokenizers = learnt(TokenOptions(way=way), one)  # type: ignore[arg-type]  # pytest gives strings
 
     assert [] == tokenizers.flags()
-    assert shown in tokenizers.of(AGENT, one).shown
+    assert shown in tokenizers.of(AGENT, one).text
     assert "" == tokenizers.of(AGENT, one).lack

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind that matters for cutting texts, trained here in a moment."""
+"""Tokenizers of every kind that matters for cutting texts, trained when needed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def bpe(
     *added: AddedToken,
     special: list[str] | None = None,
 ) -> Tokenizer:
-    """A BPE tokenizer; `added` are given to it after its training."""
+    """A BPE tokenizer; `added` tokens are added after its training."""
     trainer = trainers.BpeTrainer(
         vocab_size=700,
         special_tokens=SPECIAL if special is None else special,
@@ -90,7 +90,7 @@ def dropout() -> Tokenizer:
 
 
 def raw(text: str, **flags: bool) -> AddedToken:
-    """A token looked for in the text as it came."""
+    """A token that is searched in the original text, not in the normalized one."""
     return AddedToken(text, normalized=False, **flags)
 
 
@@ -120,7 +120,7 @@ def _llama2() -> norm.Normalizer:
     return norm.Sequence([norm.Prepend("▁"), norm.Replace(" ", "▁")])
 
 
-# May be cut after words and after added tokens.
+# Can be cut after words and after added tokens.
 AFTER_WORDS: dict[str, Callable[[], Tokenizer]] = {
     "GPT-2": lambda: bpe(pre.ByteLevel(add_prefix_space=False)),
     "Qwen2": lambda: bpe(words(QWEN2), norm.NFC()),
@@ -142,7 +142,7 @@ AFTER_WORDS: dict[str, Callable[[], Tokenizer]] = {
     ),
 }
 
-# May be cut after added tokens only.
+# Can be cut after added tokens only.
 AFTER_TOKENS: dict[str, Callable[[], Tokenizer]] = {
     "a prefix space": lambda: bpe(pre.ByteLevel(add_prefix_space=True)),
     "Metaspace, always": lambda: bpe(pre.Metaspace(prepend_scheme="always")),
@@ -158,7 +158,7 @@ AFTER_TOKENS: dict[str, Callable[[], Tokenizer]] = {
     "a word that swallows spaces": lambda: bpe(words(QWEN2), None, raw("if", rstrip=True)),
 }
 
-# May be cut nowhere, and what the reason must say.
+# Cannot be cut, with a part of the expected reason.
 NOWHERE: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "Metaspace, first": (lambda: bpe(pre.Metaspace(prepend_scheme="first")), "prepend_scheme"),
     "single_word": (lambda: bpe(words(QWEN2), None, raw("if", single_word=True)), "single_word"),

@@ -82,7 +82,7 @@ def test_many_turns(name: str) -> None:
 
 
 def test_shared_prefix_within_a_message() -> None:
-    """Where words may be cut apart, prompts share a beginning that no special token ends."""
+    """If texts can be cut after words, prompts share a beginning also without a special token at its end."""
     store = PrefixStore()
     cache = cached("Qwen2", store)
     for question in ("What is it?", "Who wrote it?"):
@@ -102,7 +102,7 @@ def test_models_share_a_store_and_no_ids() -> None:
 
 
 def test_threads_share_a_cache() -> None:
-    """Threads that tokenize at once get their own text's ids, however small the store."""
+    """Concurrent threads receive the ids of their own texts, even with a tiny store."""
     cache = cached("Llama 3", PrefixStore(max_parts=10))
     prompts = [CORPUS[start : start + 5000] for start in range(0, 20_000, 1000)] * 3
     with ThreadPoolExecutor(8) as threads:
@@ -114,7 +114,7 @@ def test_threads_share_a_cache() -> None:
 
 
 def test_enough_is_known() -> None:
-    """With `enough` the end of a prompt known well enough is not tokenized, and its length is guessed."""
+    """With `enough` the end of a mostly known prompt is not tokenized, and its length is estimated."""
     store = PrefixStore()
     cache = cached("Llama 3", store)
     known = CORPUS[:9000]
@@ -140,7 +140,7 @@ def test_splits_without_a_pattern() -> None:
 
 @pytest.fixture
 def store() -> PrefixStore:
-    """The store of several tokenizers."""
+    """A store shared by several tokenizers."""
     return PrefixStore()
 
 
@@ -153,7 +153,7 @@ def loaded(tmp_path: Path, store: PrefixStore) -> Iterator[Tokenizer]:
 
 
 def test_a_tokenizer_with_a_cache(loaded: Tokenizer, store: PrefixStore) -> None:
-    """Short and long texts, alone and together, have their ids; only long ones are remembered."""
+    """Short and long texts, alone and together, have the right ids; only long ones are stored."""
     for texts in (["short"], [CORPUS[:2000]], ["short", CORPUS[:2000] + " more", ""]):
         found = loaded.encode_all_now(texts, add_special_tokens=True)
 
@@ -162,14 +162,14 @@ def test_a_tokenizer_with_a_cache(loaded: Tokenizer, store: PrefixStore) -> None
 
 
 def test_half_a_surrogate_pair(loaded: Tokenizer) -> None:
-    """A long text without a UTF-8 form is refused, in any part of it."""
+    """A long text with a lone surrogate in any part is a BadRequestError."""
     for text in ("\ud800" + CORPUS[:1000], CORPUS[:1000] + "\ud800"):
         with pytest.raises(BadRequestError, match="not valid Unicode"):
             loaded.encode_now(text, add_special_tokens=False)
 
 
 def test_off_with_a_reason(tmp_path: Path) -> None:
-    """A tokenizer that cannot be cut safely works without a cache, and says why."""
+    """A tokenizer that cannot be cut safely works without a cache, and has the reason."""
     build("Metaspace, first").save(str(tmp_path / "tokenizer.json"))
     with Tokenizer.load(tmp_path, threads=1, cache=CacheSettings()) as tokenizer:
         assert "prepend_scheme" in tokenizer.cache.off_because
@@ -179,7 +179,7 @@ def test_off_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_off_after_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should the proof be wrong, the trial at the start finds it."""
+    """If the proof is wrong, the trial at start-up detects it."""
     build("Qwen2").save(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr("kvrouter.tokens.tokenizer.find_splits", lambda _: Splits(re.compile(r"\n")))
     with Tokenizer.load(tmp_path, threads=1, cache=CacheSettings()) as tokenizer:
@@ -187,11 +187,11 @@ def test_off_after_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_hole() -> None:
-    """A part that is there although one before it has gone is not used: its place in the ids is not known."""
+    """A stored part is not used if an earlier one was evicted: its position in the ids is unknown."""
     store = PrefixStore()
     cache = cached("Qwen2", store)
     expected = list(cache.encode(CORPUS[:5000], add_special_tokens=False).ids)
-    second = list(store._parts)[-2]  # the first part was remembered last
+    second = list(store._parts)[-2]  # the first part was stored last, so it is the most recently used
     store._bytes -= len(store._parts.pop(second)) * 4 + ENTRY_BYTES
 
     assert expected == list(cache.encode(CORPUS[:5000], add_special_tokens=False).ids)
@@ -209,7 +209,7 @@ def test_finds_what_was_used() -> None:
 
 
 def test_the_deepest_goes_first() -> None:
-    """Of one chain the end goes first, so what is left can still be reached from the start."""
+    """The end of a chain is evicted first, so the rest can still be reached from the start."""
     store = PrefixStore(max_parts=2)
     store.use([], chain("a", "ab", "abc"))
 
@@ -218,7 +218,7 @@ def test_the_deepest_goes_first() -> None:
 
 
 def test_the_least_recently_used_goes() -> None:
-    """A chain used again stays; the other one goes."""
+    """A chain that was used again stays; the other one is evicted."""
     store = PrefixStore(max_parts=3)
     store.use([], chain("a"))
     store.use([], chain("b", "bc"))
@@ -259,7 +259,7 @@ def test_no_part_without_its_beginning(texts: list[str], most: int) -> None:
 
 
 def test_many_threads() -> None:
-    """Threads that use and push out each other's parts leave a store that adds up."""
+    """Threads that use and evict each other's parts keep the invariants of the store."""
     store = PrefixStore(max_parts=20)
 
     def use(letter: str) -> None:

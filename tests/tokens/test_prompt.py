@@ -49,7 +49,7 @@ async def test_chat(encoder: PromptEncoder, tokenizer: Tokenizer, text: str) -> 
 
 
 async def test_options_of_a_chat(encoder: PromptEncoder, tokenizer: Tokenizer) -> None:
-    """What a request says about its prompt reaches the template."""
+    """The request's options of its prompt reach the template."""
     found = await encoder.encode(chat("hi", add_generation_prompt=False, continue_final_message=True))
 
     assert [tokenizer.encode_now("<|im_start|>user\nhi", add_special_tokens=False)] == found
@@ -74,7 +74,7 @@ async def test_unknown_prompt(encoder: PromptEncoder) -> None:
 
 
 async def test_truncated(encoder: PromptEncoder) -> None:
-    """What the client has the engine cut off is cut off here."""
+    """Tokens that the engine truncates at the client's request are truncated here, too."""
     whole = await encoder.encode(TextPrompt([LONG]))
     assert whole
 
@@ -84,7 +84,7 @@ async def test_truncated(encoder: PromptEncoder) -> None:
 
 @pytest.mark.parametrize("prompt", [chat("hi"), TextPrompt(["hi"])], ids=["chat", "text"])
 async def test_without_a_model_directory(prompt: Prompt) -> None:
-    """Without a tokenizer text has no token ids, so it is routed by load; token ids are what they are."""
+    """Without a tokenizer text has no token ids, so it is routed by load; token ids are used as they are."""
     with PromptEncoder.load(None) as encoder:
         assert not encoder.can_encode_text
         assert await encoder.encode(prompt) is None
@@ -92,7 +92,7 @@ async def test_without_a_model_directory(prompt: Prompt) -> None:
 
 
 async def test_without_a_template(tiny: Path, tmp_path: Path) -> None:
-    """Without a chat template chats are left to the engine, which may have one; texts are encoded."""
+    """Without a chat template texts are encoded, but chats are not: the engine may have a template."""
     shutil.copy(tiny / "tokenizer.json", tmp_path)
 
     with PromptEncoder.load(tmp_path) as encoder:
@@ -103,13 +103,13 @@ async def test_without_a_template(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_no_such_directory(tmp_path: Path) -> None:
-    """A wrong --model-path stops the start."""
+    """A wrong --model-path is a ConfigError."""
     with pytest.raises(ConfigError, match=r"tokenizer\.json is missing"):
         PromptEncoder.load(tmp_path / "typo")
 
 
 async def test_surrogates_in_a_tool_call(encoder: PromptEncoder) -> None:
-    """JSON within JSON can bring in half a surrogate pair: the client's mistake, not ours."""
+    """Half a surrogate pair from JSON within JSON is a BadRequestError."""
     call = {"id": "1", "function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
 
     with pytest.raises(BadRequestError, match="not valid Unicode"):
@@ -118,7 +118,7 @@ async def test_surrogates_in_a_tool_call(encoder: PromptEncoder) -> None:
 
 @given(st.lists(messages, min_size=1, max_size=3), st.lists(st.dictionaries(texts, json_values), max_size=2))
 async def test_any_messages(encoder: PromptEncoder, chat: list[Message], tools: list[dict[str, Any]]) -> None:
-    """Messages and tools of any shape are encoded or refused, never an error of ours."""
+    """Messages and tools of any shape are encoded or a BadRequestError, never another error."""
     try:
         ids = await encoder.encode(ChatPrompt(chat, tools=tools or None))
     except BadRequestError:
@@ -127,7 +127,7 @@ async def test_any_messages(encoder: PromptEncoder, chat: list[Message], tools: 
 
 
 def test_text_characters() -> None:
-    """Texts count wherever they stand; ids and media do not, however large."""
+    """All texts count; token ids and media do not, however large they are."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "x" * 10_000}}
     parts: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "abc"}, image]}
 
@@ -137,7 +137,7 @@ def test_text_characters() -> None:
 
 
 def test_contents_are_joined_without_separator() -> None:
-    """Roles and templates are no part of it; of parts only the texts are."""
+    """The plain text has neither roles nor the template, and of parts only the texts."""
     parts = [
         {"type": "text", "text": "b"},
         {"type": "image_url", "image_url": {"url": "u"}},
@@ -152,6 +152,6 @@ def test_contents_are_joined_without_separator() -> None:
 
 
 def test_plain_text_of_other_prompts() -> None:
-    """Text is itself; token ids, and what only the engine knows, have none."""
+    """The plain text of a text is itself; token ids and unknown prompts have none."""
     assert "xy" == plain_text(TextPrompt(["x", "y"]))
     assert "" == plain_text(TokenPrompt([[1, 2]])) == plain_text(None)

@@ -23,7 +23,7 @@ Reply = Callable[[dict[str, Any]], web.StreamResponse]
 
 
 class Engine:
-    """Answers /tokenize as `reply` says."""
+    """Answers /tokenize with `reply`."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -42,14 +42,14 @@ class Engine:
 
 @pytest.fixture
 async def server() -> AsyncIterator[Engine]:
-    """An engine that listens."""
+    """A scripted engine."""
     async with serving() as fake:
         yield fake
 
 
 @contextlib.asynccontextmanager
 async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Engine]:
-    """An engine, while inside."""
+    """Runs a scripted engine while inside."""
     fake, app = Engine(), web.Application()
     app.router.add_post("/tokenize", fake.tokenize)
     running = TestServer(app)

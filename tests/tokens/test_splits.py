@@ -77,7 +77,7 @@ def test_the_trial_finds_wrong_special_ids() -> None:
 
 
 def anchors(tokenizer: Tokenizer) -> set[str]:
-    """The added tokens after which it may be cut."""
+    """The added tokens after which a text can be cut."""
     pattern = find_splits(tokenizer).pattern
     assert pattern is not None
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
