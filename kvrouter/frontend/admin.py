@@ -55,7 +55,7 @@ class Admin:
         listeners: Listeners,
         ready_timeout_s: float,
     ) -> None:
-        self.is_draining = False
+        self._is_draining = False
         self._replica = replica
         self._loop = replica_loop
         self._audit = audit
@@ -68,6 +68,10 @@ class Admin:
         self._gave_up_waiting = False
         self._started_at = asyncio.get_running_loop().time()
         registry.register(StateCollector(lambda: samples(replica, replica_loop, audit, bus)))
+
+    def drain(self) -> None:
+        """Make /ready 503 from now on."""
+        self._is_draining = True
 
     async def live(self, _request: web.Request) -> web.Response:
         """200 while the event loop runs."""
@@ -91,7 +95,7 @@ class Admin:
         if timed_out:
             self._gave_up_waiting = True
             self._replica.give_up_waiting()
-        if self.is_draining:
+        if self._is_draining:
             return 503, {"status": "draining"}
         if missing and not timed_out:
             return 503, {"status": "starting", "reasons": missing}

@@ -82,8 +82,7 @@ class Completions:
     ) -> None:
         self._in_flight = InFlight()
         self.idle = self._in_flight.idle
-        # While draining, answers close their connections, so that clients reconnect to another replica.
-        self.is_draining = False
+        self._is_draining = False
         self._loop = asyncio.get_running_loop()
         self._now = self._loop.time
         self._running: dict[Attempt, Running] = {}
@@ -143,7 +142,7 @@ class Completions:
 
     def _reply(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
         """Write an answer that no worker made."""
-        keeps_alive = request.head.wants_keep_alive and not self.is_draining and not closes
+        keeps_alive = request.head.wants_keep_alive and not self._is_draining and not closes
         request.client.write(answer.encode(keeps_alive=keeps_alive))
         return Served(answer.status, keeps_alive)
 
@@ -233,7 +232,7 @@ class Completions:
             openai.error_event,
             _response_headers(work, placement, self._replica.router_id),
             partial(self._first_data, work, placement),
-            request.head.wants_keep_alive and not self.is_draining,
+            request.head.wants_keep_alive and not self._is_draining,
             work.is_completion,  # of other routes a 404 may mean that the engine does not have the route
         )
         self._running[attempt] = running
@@ -260,6 +259,10 @@ class Completions:
         work.router.first_byte(placement.key, now)
         self._metrics.first_byte.observe(now - work.received_at)
         self._publishing.flush_soon()
+
+    def drain(self) -> None:
+        """Let answers close their connections, so that clients reconnect to another replica."""
+        self._is_draining = True
 
     async def report_progress(self) -> None:
         """Book the output blocks that running answers have filled."""

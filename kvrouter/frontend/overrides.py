@@ -43,7 +43,7 @@ class Dialect:
     default_mode: str
     session_header: str = "x-session-id"
     bucket_header: str = ""
-    """The header that `--stage-one header:NAME` looks at."""
+    """The header of `--stage-one header:NAME`; empty if there is none."""
 
     @cached_property
     def places(self) -> dict[str, str]:

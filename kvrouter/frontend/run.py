@@ -69,7 +69,8 @@ class RunningFrontend:
     def drain(self) -> None:
         """Report it in /ready and to the peers, and close each connection after its next answer."""
         self.replica_loop.publishing.drain()
-        self.admin.is_draining = self.completions.is_draining = True
+        self.admin.drain()
+        self.completions.drain()
 
 
 async def serve(options: FrontendOptions) -> None:
