@@ -21,7 +21,6 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import zmq.asyncio
 
@@ -32,11 +31,8 @@ from kvrouter.verify.agents import AgentRank, Agents
 from kvrouter.verify.comparison import DIFFERENT, EQUAL, IN_PART, NOT_CHECKED, EngineCheck, FeedKey
 from kvrouter.verify.tier_sets import TierSets
 from kvrouter.worker.blocks.engine_blocks import BlockIds, EngineBlocks, EngineHash
-from kvrouter.worker.engines.adapter import Adapter
-from kvrouter.worker.engines.discovery import learn
+from kvrouter.worker.engines.discovery import learn, new_adapter
 from kvrouter.worker.engines.http import EngineHttp
-from kvrouter.worker.engines.sglang import SglangAdapter
-from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.ordering import Action, Apply, EngineStream, Restarted, Step
 from kvrouter.worker.zmq.sockets import ask_replay
@@ -73,7 +69,7 @@ class EngineHistory:
         self._held = TierSets()
         self._rank = rank if card.ranks > 1 else None
         self._block_size = card.block_size
-        self._adapter: Adapter[Any] = SglangAdapter() if card.engine == "sglang" else VllmAdapter()
+        self._adapter = new_adapter(card.engine)
         self._blocks = EngineBlocks()
         self._stream = EngineStream(can_replay=True)
 

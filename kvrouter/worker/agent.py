@@ -24,12 +24,10 @@ from kvrouter.worker.announcer import Announcer
 from kvrouter.worker.blocks.engine_blocks import MAX_HELD_BLOCKS
 from kvrouter.worker.blocks.state import VERSION, AgentState, Header, StateFile
 from kvrouter.worker.drain import Duty, until_drained
-from kvrouter.worker.engines.discovery import learn, learn_patiently
+from kvrouter.worker.engines.discovery import learn, learn_patiently, new_adapter
 from kvrouter.worker.engines.facts import EngineFacts, build_card, can_report, with_discovered
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
 from kvrouter.worker.engines.metrics import RankLoad, Scrape
-from kvrouter.worker.engines.sglang import SglangAdapter
-from kvrouter.worker.engines.vllm import VllmAdapter
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.publisher import KvPublisher, ReplayAnswers
 from kvrouter.worker.rank import EngineRank
@@ -204,7 +202,7 @@ class Agent:
             scrape.device_blocks,
             repairs=repairs,
             former=former,
-            adapter=SglangAdapter() if self._facts.kind == "sglang" else VllmAdapter(),
+            adapter=new_adapter(self._facts.kind),
             has_siblings=len(self._events) > 1,
         )
 

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeAlias
+from typing import Any, NamedTuple
 
 import structlog
 
+from kvrouter.worker.engines.adapter import Adapter
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import EngineError, EngineHttp, Models
-from kvrouter.worker.engines.sglang import learn_sglang
-from kvrouter.worker.engines.vllm import learn_vllm
+from kvrouter.worker.engines.sglang import SglangAdapter, learn_sglang
+from kvrouter.worker.engines.vllm import VllmAdapter, learn_vllm
 from kvrouter.worker.options import AgentOptions
 
 log = structlog.get_logger()
@@ -21,16 +22,27 @@ log = structlog.get_logger()
 _LEARN_EVERY_S = 0.5
 _LOG_EVERY_S = 10.0
 
-# What each kind of engine provides: a function that asks the engine, or raises EngineError.
-Learn: TypeAlias = Callable[[EngineHttp, Models, AgentOptions], Awaitable[EngineFacts]]
 
-KINDS: Mapping[str, Learn] = {"vllm": learn_vllm, "sglang": learn_sglang, "mocker": learn_vllm}
+class Kind(NamedTuple):
+    """What a kind of engine needs: a function that asks it (or raises EngineError), and its event adapter."""
+
+    learn: Callable[[EngineHttp, Models, AgentOptions], Awaitable[EngineFacts]]
+    adapter: Callable[[], Adapter[Any]]
+
+
+_VLLM = Kind(learn_vllm, VllmAdapter)
+KINDS: Mapping[str, Kind] = {"vllm": _VLLM, "sglang": Kind(learn_sglang, SglangAdapter), "mocker": _VLLM}
+
+
+def new_adapter(kind: str) -> Adapter[Any]:
+    """An adapter for the events of this kind of engine. An unknown kind is treated as vLLM."""
+    return KINDS.get(kind, _VLLM).adapter()
 
 
 async def learn(engine: EngineHttp, options: AgentOptions) -> EngineFacts:
     """Ask the engine what it is. An unknown kind is treated as vLLM. Raises EngineError."""
     models = await engine.models()
-    return await KINDS.get(models.owner, learn_vllm)(engine, models, options)
+    return await KINDS.get(models.owner, _VLLM).learn(engine, models, options)
 
 
 async def learn_patiently(
