@@ -237,7 +237,7 @@ def main() -> int:
     parser.add_argument("--engine", required=True, metavar="URL")
     parser.add_argument("--model", required=True, metavar="NAME")
     parser.add_argument("--model-path", required=True, type=Path, metavar="DIR")
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="as the engine's")
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="the engine's chat template")
     return uvloop.run(_run(parser.parse_args()))
 
 

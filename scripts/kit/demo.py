@@ -205,8 +205,14 @@ async def _keep(console: Console, fleet: Fleet, deployed: Deployment) -> None:
 
 def _options(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help="2 to 700 (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=REQUESTS,
+        metavar="N",
+        help="number of requests, 2 to 700 (%(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--keep", action="store_true", help="leave the kv fleet running until Ctrl-C")
     flags = parser.parse_args(arguments)
     if not 2 <= flags.requests <= 700:

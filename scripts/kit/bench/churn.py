@@ -29,9 +29,11 @@ BOOKINGS = 50
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the history; 0 on success. A wrong answer raises AssertionError."""
     parser = argparse.ArgumentParser(prog="scripts/bench churn", description=__doc__.partition("\n")[0])
-    parser.add_argument("--operations", type=int, default=100_000_000, metavar="N", help="(%(default)s)")
+    parser.add_argument(
+        "--operations", type=int, default=100_000_000, metavar="N", help="number (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the history (%(default)s)")
-    parser.add_argument("--core", choices=versions.CORES, help="(native where it is built)")
+    parser.add_argument("--core", choices=versions.CORES, help="version of the table (native if it is built)")
     flags = parser.parse_args(arguments)
     print(f"core {versions.choose(flags.core)}, seed {flags.seed}", flush=True)
     churn = Churn(flags.seed)

@@ -28,8 +28,8 @@ PART_TOKENS = 60
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; returns the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/bench hashes", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=9000, metavar="N", help="(%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--tokens", type=int, default=9000, metavar="N", help="number (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     flags = parser.parse_args(arguments)
     rows = {name: measure(flags.tokens, name) for name in built()}
     table = Table(title=f"CPU µs for {flags.tokens:,} tokens, blocks of {BLOCK_SIZE}")

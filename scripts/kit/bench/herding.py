@@ -169,8 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="scripts/bench herding", description=__doc__.split("\n", maxsplit=1)[0]
     )
     add = parser.add_argument
-    add("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="(1 2 4 8)")
-    add("--burst", type=int, nargs="+", default=[8, 32], metavar="N", help="requests at once (8 32)")
+    add("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="replicas (1 2 4 8)")
+    add("--burst", type=int, nargs="+", default=[8, 32], metavar="N", help="concurrent requests (8 32)")
     add(
         "--runs",
         type=int,
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="number of seeds; figures are medians (%(default)s)",
     )
-    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     flags = parser.parse_args(arguments)
     if min(flags.runs, *flags.replicas, *flags.burst) < 1:
         parser.error("--replicas, --burst and --runs: use numbers of at least 1")

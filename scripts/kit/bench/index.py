@@ -132,6 +132,8 @@ def show(title: str, rows: Sequence[Row]) -> None:
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench index", description=__doc__)
     parser.add_argument("--targets", type=int, nargs="+", default=[8, 64, 512, 1000], metavar="N")
-    parser.add_argument("--blocks", type=int, default=4_000_000, metavar="N", help="resident (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument(
+        "--blocks", type=int, default=4_000_000, metavar="N", help="resident blocks (%(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser.parse_args(arguments)

@@ -345,13 +345,20 @@ def make_requests() -> list[LoadRequest]:
 def _options(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(prog="scripts/bench lag", description=__doc__.split("\n", maxsplit=1)[0])
     add = parser.add_argument
-    add("--workers", type=int, default=1000, metavar="N", help="(%(default)s)")
+    add("--workers", type=int, default=1000, metavar="N", help="number (%(default)s)")
     default = [0.0, 50_000.0, 200_000.0]
-    add("--blocks-s", type=float, nargs="+", default=default, metavar="N", help="(0 50000 200000)")
+    add(
+        "--blocks-s",
+        type=float,
+        nargs="+",
+        default=default,
+        metavar="N",
+        help="rates of events (0 50000 200000)",
+    )
     add("--rate", type=float, default=200.0, metavar="N", help="requests/s (%(default)g)")
     add("--runs", type=int, default=3, metavar="N", help="number of runs; figures are medians (%(default)s)")
-    add("--seconds", type=float, default=10.0, metavar="S", help="length of one run (%(default)g)")
-    add("--burst-ms", type=float, default=10.0, metavar="MS", help="between two bursts (%(default)g)")
+    add("--seconds", type=float, default=10.0, metavar="S", help="seconds of one run (%(default)g)")
+    add("--burst-ms", type=float, default=10.0, metavar="MS", help="interval between bursts (%(default)g)")
     add("--nice", type=int, default=0, metavar="N", help="the frontend's niceness (0); below 0 only as root")
     add(
         "--frontend-flag",
@@ -360,7 +367,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         metavar="FLAG",
         help="flag for the frontend; repeatable",
     )
-    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     flags = parser.parse_args(arguments)
     return Options(
         flags.workers, flags.blocks_s, flags.rate, flags.runs, flags.seconds, flags.burst_ms,

@@ -156,12 +156,31 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="scripts/bench long", description=__doc__.split("\n", maxsplit=1)[0]
     )
     add = parser.add_argument
-    add("--modes", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="MODE", help="(all)")
-    add("--rate", type=int, default=Load().rate, metavar="N", help="bookings a second (%(default)s)")
-    add("--seconds", type=int, default=Load().seconds, metavar="S", help="virtual, measured (%(default)s)")
-    add("--warm-up", type=int, default=Load().warm_up_s, metavar="S", help="virtual, before (%(default)s)")
+    add(
+        "--modes",
+        nargs="+",
+        default=list(POLICIES),
+        choices=list(POLICIES),
+        metavar="MODE",
+        help="router modes (all)",
+    )
+    add("--rate", type=int, default=Load().rate, metavar="N", help="bookings per second (%(default)s)")
+    add(
+        "--seconds",
+        type=int,
+        default=Load().seconds,
+        metavar="S",
+        help="virtual seconds measured (%(default)s)",
+    )
+    add(
+        "--warm-up",
+        type=int,
+        default=Load().warm_up_s,
+        metavar="S",
+        help="virtual seconds before them (%(default)s)",
+    )
     add("--count", action="store_true", help="count instructions instead, with few bookings and small tables")
-    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     flags = parser.parse_args(arguments)
     if min(flags.seconds, flags.warm_up) < 10 or flags.rate < 1:
         parser.error("--seconds and --warm-up: at least 10; --rate: at least 1")

@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--peak-s", type=float, default=20.0, help="seconds for the peak (%(default)s)")
     add("--no-queue", action="store_true", help="without the admission queue: no request is rejected")
     add("--seed", type=int, default=1)
-    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     try:
         return uvloop.run(until_signalled("bench overload", run(parser.parse_args(arguments))))
     except FleetError as error:

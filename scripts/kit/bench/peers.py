@@ -156,7 +156,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
     add("--chat-runs", type=int, default=3, metavar="N",
         help="rounds with chats, for kvrouter and Dynamo; 0: none (%(default)s)")  # fmt: skip
     add("--policies", nargs="+", default=["round_robin"], metavar="NAME",
-        help="of vllm-router and sglang-router: round_robin, cache_aware (round_robin)")  # fmt: skip
+        help="policy of vllm-router and sglang-router: round_robin, cache_aware (round_robin)")  # fmt: skip
     add(
         "--install",
         action="store_true",

@@ -200,10 +200,17 @@ def _options(arguments: Sequence[str] | None) -> Options:
         prog="scripts/bench policies", description=__doc__.split("\n", maxsplit=1)[0]
     )
     add = parser.add_argument
-    add("--targets", type=int, nargs="+", default=[8, 64, 512], metavar="N", help="(8 64 512)")
-    add("--modes", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="MODE", help="(all)")
+    add("--targets", type=int, nargs="+", default=[8, 64, 512], metavar="N", help="targets (8 64 512)")
+    add(
+        "--modes",
+        nargs="+",
+        default=list(POLICIES),
+        choices=list(POLICIES),
+        metavar="MODE",
+        help="router modes (all)",
+    )
     add("--runs", type=int, default=5, metavar="N", help="number of runs; figures are medians (%(default)s)")
-    add("--seconds", type=float, default=0.2, metavar="S", help="length of one run (%(default)g)")
-    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--seconds", type=float, default=0.2, metavar="S", help="seconds of one run (%(default)g)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     flags = parser.parse_args(arguments)
     return Options(flags.targets, flags.modes, flags.runs, flags.seconds, flags.json)

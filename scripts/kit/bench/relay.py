@@ -153,11 +153,17 @@ def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
     """Flags shared with `peers`."""
     add = parser.add_argument
     add("--runs", type=int, default=5, metavar="N", help="rounds; figures are their medians (%(default)s)")
-    add("--share", type=float, default=1.0, metavar="X", help="seconds of requests per run (%(default)g)")
-    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add(
+        "--share",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="share of the usual requests of a run (%(default)g)",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     add("--against", type=checkout, metavar="DIR",
         help="another checkout of kvrouter: its frontends are measured in the same rounds")  # fmt: skip
-    add("--nginx", type=Path, metavar="PATH", help="the program (the one on PATH, if there is one)")
+    add("--nginx", type=Path, metavar="PATH", help="the program (default: the one on PATH)")
 
 
 def checkout(name: str) -> Path:

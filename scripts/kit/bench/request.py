@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--requests", type=int, default=20_000, metavar="N", help="requests per run (%(default)s)"
     )
     parser.add_argument("--profile", action="store_true", help="also show the functions that take the time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     flags = parser.parse_args(arguments)
     set_up_logs("error")
     return uvloop.run(until_signalled("bench", _run(flags)))

@@ -197,10 +197,10 @@ def _options(arguments: Sequence[str] | None) -> Options:
         prog="scripts/bench sync", description=__doc__.split("\n", maxsplit=1)[0]
     )
     add = parser.add_argument
-    add("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="(1 2 4 8)")
+    add("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="replicas (1 2 4 8)")
     add("--rate", type=float, default=60.0, metavar="N", help="requests/s over all replicas (%(default)g)")
     add("--runs", type=int, default=3, metavar="N", help="number of runs; figures are medians (%(default)s)")
-    add("--seconds", type=float, default=4.0, metavar="S", help="length of one run (%(default)g)")
-    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--seconds", type=float, default=4.0, metavar="S", help="seconds of one run (%(default)g)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     flags = parser.parse_args(arguments)
     return Options(flags.replicas, flags.rate, flags.runs, flags.seconds, flags.json)

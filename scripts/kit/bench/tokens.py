@@ -163,5 +163,5 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model-path", type=Path, metavar="DIR", help="model directory; default: the tiny model"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser.parse_args(arguments)

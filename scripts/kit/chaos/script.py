@@ -186,9 +186,11 @@ def _show(console: Console, results: Sequence[RowResult], options: Options, seco
 def _options(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__.split("\n", maxsplit=1)[0])
     names = [row.name for row in ROWS]
-    parser.add_argument("--only", action="append", default=[], choices=names, help="this row; repeatable")
+    parser.add_argument(
+        "--only", action="append", default=[], choices=names, help="run only this row; repeatable"
+    )
     parser.add_argument("--rate", type=float, default=RATE, metavar="N", help="requests/s (%(default)g)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     flags = parser.parse_args(arguments)
     if not 0 < flags.rate <= 1000:
         parser.error(f"--rate {flags.rate:g}: use more than 0 and at most 1000 requests/s")

@@ -232,10 +232,12 @@ def _metric(text: str, name: str) -> float:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `fuzz nats`."""
-    parser.add_argument("--messages", type=int, default=1_000_000, help="how many (%(default)s)")
-    parser.add_argument("--rate", type=float, default=4000.0, help="at most, per second (%(default)s)")
+    parser.add_argument("--messages", type=int, default=1_000_000, help="number of messages (%(default)s)")
+    parser.add_argument("--rate", type=float, default=4000.0, help="most messages per second (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the mutations")
-    parser.add_argument("--core", choices=("native", "python"), default="native", help="of the replicas")
+    parser.add_argument(
+        "--core", choices=("native", "python"), default="native", help="version of the replicas' tables"
+    )
 
 
 def main(flags: argparse.Namespace) -> int:

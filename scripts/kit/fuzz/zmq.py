@@ -111,7 +111,9 @@ async def honest(engine: ServedEngine, batches: int = 20) -> None:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `fuzz zmq`."""
-    parser.add_argument("--frames", type=int, default=200_000, help="hostile messages in all (%(default)s)")
+    parser.add_argument(
+        "--frames", type=int, default=200_000, help="number of hostile messages (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the messages")
 
 

@@ -133,9 +133,9 @@ async def _versions(stage: Stage) -> dict[str, str]:
 def _options(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(prog="scripts/test-vllm", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="DIR/venv has vLLM, see docs/engines.md")
-    parser.add_argument("--requests", type=int, default=300, help="how many (default: 300)")
-    parser.add_argument("--seed", type=int, default=1, help="of the workload (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--requests", type=int, default=300, help="number of requests (default: 300)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the workload (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     options = Options(**vars(parser.parse_args(arguments)))
     if options.requests < _FEWEST_REQUESTS:
         parser.error(f"--requests {options.requests}: at least {_FEWEST_REQUESTS} are needed")
