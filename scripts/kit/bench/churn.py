@@ -20,7 +20,7 @@ from kvrouter.core.tables.table import new_table
 
 MOST_ROWS = 1_000_000
 CHAIN_BLOCKS = 512
-# A phase ends after this many calls or seconds: with few rows per call, it would take too long.
+# A phase ends after this many operations or calls: calls with few rows each would take too long.
 PHASE_OPERATIONS, PHASE_CALLS = 20_000_000, 100_000
 SLOTS = (1, 3, 70)
 BOOKINGS = 50

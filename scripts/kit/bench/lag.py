@@ -46,7 +46,7 @@ from scripts.kit.steady import SteadyLoad
 PROMPT_TOKENS = 2 * PREFIX_BLOCKS * BLOCK_SIZE
 PROMPTS = 256
 SETTLE_S = 8.0
-# The rate of events that was requested.
+# The goals for the lag: its 99th percentile and its maximum.
 P99_S, MAX_S = 0.005, 0.020
 _LAG = "kvrouter_loop_lag_seconds_bucket"
 
