@@ -92,6 +92,7 @@ class Admin:
         now = asyncio.get_running_loop().time()
         missing = self._replica.not_ready(now)
         timed_out = bool(missing) and now - self._started_at > self._ready_timeout_s
+        # Ready in part is better than never: a worker that died during the start must not block a rollout.
         if timed_out:
             self._gave_up_waiting = True
             self._replica.give_up_waiting()
@@ -199,8 +200,8 @@ class Admin:
     def _nats_away(self) -> list[str]:
         if self._bus.connected:
             return []
-        why = f" ({self._bus.outage_reason})" if self._bus.outage_reason else ""
-        return [f"NATS is away{why}: routing with the last known state"]
+        reason = f" ({self._bus.outage_reason})" if self._bus.outage_reason else ""
+        return [f"NATS is away{reason}: routing with the last known state"]
 
     def _targets(self, pool: Pool, worker: Worker) -> Iterator[dict[str, Any]]:
         for target in worker.targets():

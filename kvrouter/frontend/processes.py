@@ -83,15 +83,13 @@ class Processes:
     def _note(self, child: Child, code: int) -> None:
         """The first bad exit code during the drain becomes the parent's."""
         if child.is_ending and code not in _NOT_UP_YET:
+            # A negative code is a signal (asyncio); a process cannot exit with one.
             self._code = self._code or (code if code >= 0 else 1)
 
     def _command_of(self, number: int, *, is_first: bool) -> list[str]:
         """A restarted process does not accept until it is ready, if others accept meanwhile."""
-        waits = (
-            []
-            if is_first or not any(child.is_running for child in self._children)
-            else ["--waits-until-ready"]
-        )
+        others_accept = any(child.is_running for child in self._children)
+        waits = ["--waits-until-ready"] if others_accept and not is_first else []
         return [*self._command, f"--process-number={number}", *waits]
 
     async def _drain(self, hurried: asyncio.Event) -> None:

@@ -85,6 +85,7 @@ class Rules:
         for pool_id, router in routers.items():
             labels, sessions = {"pool": str(pool_id)}, router.tables.sessions
             yield "kvrouter_sessions", "gauge", "Sessions bound to a target", labels, len(sessions)
+            # Open circuits only: a closed one needs no series, and a fleet has thousands of targets.
             for target in router.circuits.open_targets() if router.circuits is not None else ():
                 own = {**labels, "worker": str(target.worker_id), "rank": str(target.rank)}
                 yield "kvrouter_circuit_open", "gauge", "1 while the target is skipped after failures", own, 1

@@ -129,7 +129,7 @@ def _decode(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
         raise BadRequestError("the request has no body: send a JSON object")
     try:
         return decoder.decode(body)
-    except msgspec.ValidationError as error:
+    except msgspec.ValidationError as error:  # before DecodeError, its base class
         raise BadRequestError(str(error), param=_field_named_in(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequestError(f"the body is not valid JSON: {error}") from error
@@ -160,7 +160,7 @@ def _request(body: _Common, prompt: Prompt | None) -> CompletionRequest:
 
 
 def _echoes_logprobs(body: _Common) -> bool:
-    """An echo has logprobs where they are asked for; that of a chat always (`top_logprobs` is 0)."""
+    """Whether the prompt's logprobs are returned. vLLM returns them for each chat with `echo`."""
     if not body.echo:
         return False
     return not isinstance(body, _CompletionBody) or body.logprobs is not None
@@ -168,7 +168,7 @@ def _echoes_logprobs(body: _Common) -> bool:
 
 def _chat_prompt(chat: _ChatBody, messages: list[dict[str, Any]]) -> ChatPrompt | None:
     if chat.chat_template is not None:
-        return None  # the engine may trust a client's template; we run none but the model's own
+        return None  # only the engine may trust a client's template: a template is a program
     return ChatPrompt(
         messages=messages,
         tools=chat.tools or None,
