@@ -146,11 +146,11 @@ class Tally:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
-    def note(self, way: str, result: str, said: str = "") -> None:
+    def note(self, way: str, result: str, detail: str = "") -> None:
         """One comparison."""
         self.counts[way, result] += 1
         if result in {"different", "only kvrouter rejects"}:
-            self.faults.append(f"{way}: {result}: {said}")
+            self.faults.append(f"{way}: {result}: {detail}")
 
 
 class Comparison:
@@ -169,10 +169,10 @@ class Comparison:
             request: CompletionRequest = (parse_chat if "messages" in body else parse_completion)(raw)
             ids = await self.encoder.encode(request.prompt)
         except BadRequestError as error:
-            request, ids, said = CompletionRequest(None, False, None, None, None, 1), None, str(error)
+            request, ids, detail = CompletionRequest(None, False, None, None, None, 1), None, str(error)
         else:
-            said = ""
-        await self._generated(http, kind, whole, ids, said)
+            detail = ""
+        await self._generated(http, kind, whole, ids, detail)
         prompt = request.prompt
         if prompt is None or ids is None or isinstance(prompt, TokenPrompt):
             return
@@ -184,7 +184,7 @@ class Comparison:
         self._note("/tokenize", kind, body, ids, theirs)
 
     async def _generated(
-        self, http: aiohttp.ClientSession, kind: str, body: Body, ids: list[list[int]] | None, said: str
+        self, http: aiohttp.ClientSession, kind: str, body: Body, ids: list[list[int]] | None, detail: str
     ) -> None:
         is_chat = "messages" in body
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
@@ -196,7 +196,9 @@ class Comparison:
             self.tally.note("completion", result, f"{kind}: {answer} {json.dumps(body)[:300]}")
             return
         if ids is None:
-            self.tally.note("completion", "only kvrouter rejects", f"{kind}: {said} {json.dumps(body)[:300]}")
+            self.tally.note(
+                "completion", "only kvrouter rejects", f"{kind}: {detail} {json.dumps(body)[:300]}"
+            )
             return
         if is_chat:
             theirs = [answer["prompt_token_ids"]]
@@ -209,8 +211,8 @@ class Comparison:
     ) -> None:
         for ours, engine in zip(ids, theirs, strict=True):
             found = find_difference(ours, engine, self.encoder.decode, is_chat="messages" in body)
-            said = f"{kind}: {found} {json.dumps(body)[:300]}"
-            self.tally.note(way, "equal" if found is None else "different", said)
+            detail = f"{kind}: {found} {json.dumps(body)[:300]}"
+            self.tally.note(way, "equal" if found is None else "different", detail)
 
 
 async def _run(flags: argparse.Namespace) -> int:

@@ -25,11 +25,13 @@ def main() -> None:
 
     rng = random.Random(1)
     tokens = [rng.randrange(150_000) for _ in range(9000)]
-    told: dict[str, Any] = {"hashes_us": timed(lambda: _core.compute_block_hash_for_seq(tokens, BLOCK_SIZE))}
+    figures: dict[str, Any] = {
+        "hashes_us": timed(lambda: _core.compute_block_hash_for_seq(tokens, BLOCK_SIZE))
+    }
     for targets in (8, 64, 512):
-        told[f"overlap_{targets}_us"] = overlap(_core.RadixTree(), targets, rng)
-    told["store_m_per_s"], told["remove_m_per_s"] = events(_core.RadixTree(), rng)
-    print(json.dumps(told))
+        figures[f"overlap_{targets}_us"] = overlap(_core.RadixTree(), targets, rng)
+    figures["store_m_per_s"], figures["remove_m_per_s"] = events(_core.RadixTree(), rng)
+    print(json.dumps(figures))
 
 
 def overlap(tree: Any, targets: int, rng: random.Random) -> tuple[float, float]:

@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.plots = flags.plots or PLOTS
     flags.plots.mkdir(parents=True, exist_ok=True)
     figures = [over_targets(flags), over_tokens(flags), over_blocks(flags)]
-    told = {**machine(), **{name: series for each in figures for name, series in each.items()}}
-    (flags.plots / FIGURES).write_text(json.dumps(told, indent=1) + "\n")
+    report = {**machine(), **{name: series for each in figures for name, series in each.items()}}
+    (flags.plots / FIGURES).write_text(json.dumps(report, indent=1) + "\n")
     print(f"plots and {FIGURES} are in {flags.plots}")
     return 0
 

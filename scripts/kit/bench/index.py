@@ -49,16 +49,16 @@ Row = dict[str, float | str]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; returns the exit code."""
     flags = _flags(arguments)
-    told = {
+    figures = {
         "overlap": [overlap(core, count) for core in built() for count in flags.targets],
         "decision": [decision(core, count) for core in built() for count in flags.targets],
         "resident": [resident(core, min(flags.blocks, MOST_BLOCKS[core]), 1000) for core in built()],
     }
-    for title, rows in told.items():
+    for title, rows in figures.items():
         show(title, rows)
     if versions.why_not_built:
         print(f"no native version: {versions.why_not_built}")
-    about = {**machine(), **told}
+    about = {**machine(), **figures}
     if flags.json is not None:
         flags.json.write_text(json.dumps(about, indent=2) + "\n")
     return 0

@@ -78,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = machine() | {"core": versions.in_use()} | asdict(load)
     console.print(json.dumps(about), soft_wrap=True, highlight=False)
     if flags.json is not None:
-        told = [{**asdict(row), "ratio": row.ratio, "holds": row.holds} for row in rows]
-        flags.json.write_text(json.dumps({**about, "rows": told}, indent=2) + "\n")
+        report = [{**asdict(row), "ratio": row.ratio, "holds": row.holds} for row in rows]
+        flags.json.write_text(json.dumps({**about, "rows": report}, indent=2) + "\n")
     return 0 if all(row.holds for row in rows) else 1
 
 

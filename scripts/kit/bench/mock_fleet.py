@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _send(nats: Nats, fleet: MockFleet, blocks_s: float, workers: int, tick_s: float) -> None:
     blocks = frames = beats = 0
     worst = 0.0
-    said = start = time.perf_counter()
+    reported_at = start = time.perf_counter()
     while True:
         now = time.perf_counter()
         elapsed = now - start
@@ -301,8 +301,8 @@ def _send(nats: Nats, fleet: MockFleet, blocks_s: float, workers: int, tick_s: f
             nats.write(data + fleet.beats(due_beats - beats))
         blocks, frames, beats = blocks + sent, frames + count, due_beats
         worst = max(worst, time.perf_counter() - now)
-        if now - said >= 1:
-            said = now
+        if now - reported_at >= 1:
+            reported_at = now
             print(
                 json.dumps({"at": time.time(), "blocks": blocks, "frames": frames, "worst_s": worst}),
                 flush=True,

@@ -142,8 +142,10 @@ def _versions(options: Options) -> dict[str, str]:
     """The versions of the installed programs."""
     versions = {peer.name: peer.version for peer in installs.PEERS if peer.find()}
     if options.nginx:
-        said = subprocess.run([str(options.nginx), "-v"], capture_output=True, text=True, check=False).stderr
-        versions["nginx"] = said.strip().rpartition("/")[2]
+        version = subprocess.run(
+            [str(options.nginx), "-v"], capture_output=True, text=True, check=False
+        ).stderr
+        versions["nginx"] = version.strip().rpartition("/")[2]
     return versions
 
 

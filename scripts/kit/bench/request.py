@@ -83,15 +83,15 @@ def streamed(events: int) -> Answer:
 
 
 class FakeTransport(asyncio.Transport):
-    """A fake transport: written bytes are passed to `heard`."""
+    """A fake transport: written bytes are passed to `on_write`."""
 
-    def __init__(self, heard: Callable[[bytes], object]) -> None:
+    def __init__(self, on_write: Callable[[bytes], object]) -> None:
         super().__init__()
-        self._heard = heard
+        self._on_write = on_write
 
     def write(self, data: Any) -> None:
         """Pass the bytes on."""
-        self._heard(data)
+        self._on_write(data)
 
     def is_closing(self) -> bool:
         """Always False."""

@@ -241,5 +241,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Run it; the exit code says whether everything held."""
+    """Run it; exit code 0 if all checks passed."""
     return asyncio.run(run(flags.messages, flags.rate, flags.seed, [f"--core={flags.core}"]))

@@ -118,7 +118,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Run it; the exit code says whether everything held."""
+    """Run it; exit code 0 if all checks passed."""
     return uvloop.run(until_signalled("fuzz", _run(flags.frames, flags.seed, new_console())))
 
 
@@ -126,8 +126,8 @@ async def _run(frames: int, seed: int, console: Console) -> int:
     with log_directory("fuzz") as directory:
         async with Fleet(directory) as fleet, _scene(fleet, seed) as scene:
             rounds = [await scene.round(frames // ROUNDS) for _ in range(ROUNDS)]
-            said = scene.agent.log.read_text(errors="replace")
-    return _report(rounds, said, console)
+            log = scene.agent.log.read_text(errors="replace")
+    return _report(rounds, log, console)
 
 
 @contextlib.asynccontextmanager
@@ -154,7 +154,7 @@ async def _scene(fleet: Fleet, seed: int) -> AsyncIterator[Scene]:
         yield Scene(agent, (vllm, sglang), bus)
 
 
-def _report(rounds: Sequence[Round], said: str, console: Console) -> int:
+def _report(rounds: Sequence[Round], log: str, console: Console) -> int:
     table = Table("round", "frames", "sent in", "equal after", "resident")
     for number, one in enumerate(rounds, 1):
         mib = one.resident_bytes / 2**20
@@ -162,7 +162,7 @@ def _report(rounds: Sequence[Round], said: str, console: Console) -> int:
             str(number), f"{one.frames:,}", f"{one.sent_s:.1f} s", f"{one.equal_s:.1f} s", f"{mib:.0f} MiB"
         )
     console.print(table)
-    faults = [word for word in ("Traceback", "engine.events_failed", "worker.failed") if word in said]
+    faults = [word for word in ("Traceback", "engine.events_failed", "worker.failed") if word in log]
     grown = rounds[-1].resident_bytes - rounds[0].resident_bytes
     if grown > MORE_BYTES:
         faults.append(f"{grown / 2**20:.0f} MiB more than after the first round")
