@@ -97,7 +97,7 @@ _WITH_SETTINGS: dict[str, Callable[[PolicySettings, int], BuiltInPolicy]] = {
     "kv": _kv,
     "kv-score": _kv_score,
     "prefix-affinity": lambda s, _: PrefixAffinity(s.imbalanced_threshold, s.match_rate_threshold),
-    "scored": lambda s, _: s.scored or Scored(),
+    "scored": lambda s, _: s.scored or Scored(),  # frozen, so that all pools may share one
     "sticky": lambda s, _: Sticky(s.sticky_hit_rate, s.sticky_penalty_s),
     "two-stage": _two_stage,
     "round-robin": lambda _, turn: RoundRobin(turn),

@@ -88,7 +88,7 @@ class Direct(BuiltInPolicy):
             for place, target in enumerate(targets)
             if target.worker_id == worker_id and rank in {None, target.rank}
         ]
-        if not places:
+        if not places:  # it exists, or the frontend would have answered 404: it drains, is down or full
             named = worker_id if rank is None else f"{worker_id}/{rank}"
             known = ", ".join(map(str, targets))
             raise NoWorkersError(f"the wanted target {named} takes no requests now; there are: {known}")

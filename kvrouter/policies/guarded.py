@@ -49,6 +49,7 @@ class GuardedPolicy(BuiltInPolicy):
     def __init__(self, policy: Policy, name: str) -> None:
         self.policy = policy
         self.name = name
+        # read once: the frontend decides by them before it calls the policy, and must not meet its errors
         self.needs_tokens = bool(getattr(policy, "needs_tokens", True))
         self.needs_text = bool(getattr(policy, "needs_text", False))
         self.refresh_s = float(getattr(policy, "refresh_s", 0.0))

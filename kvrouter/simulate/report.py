@@ -22,6 +22,8 @@ _COLUMNS: dict[str, Callable[[Run], str]] = {
     "per worker": lambda run: f"{min(_by_worker(run).values()):,}–{max(_by_worker(run).values()):,}",
     "in flight": lambda run: f"{max(run.deepest.values()):,}",
 }
+
+# rich takes 80 columns for a pipe, and would cut off the figures.
 _PIPE_WIDTH = 110
 
 

@@ -141,12 +141,14 @@ class Router:
         self.circuits = rules.circuits
         self.decisions = rules.decisions
         self._random = rules.random
+        # the pool's targets when it was filled, and the reasons: `decisions` needs them for every request
         self._refusals: tuple[dict[Target, Worker], dict[Target, str]] = ({}, {})
         self.source.seq = seq
         self.unseen = UnseenBookings()
         self._sent_texts = SentTexts()
         self._synced = synced
         self._own: dict[int, _OwnBooking] = {}
+        # a heap of (time, booking number): when unstreamed prefills should have ended
         self._predicted: list[tuple[float, int]] = []
         self._last_number = 0
         self._outbox: list[Op] = []
@@ -336,6 +338,7 @@ class Router:
             anonymous_blocks=anonymous_blocks,
         )
         self.pool.active.book(booking)
+        # unsynced, no peer follows the feed
         if self._synced:
             self._outbox.append(add_request(booking, pack_hashes(named)))
         return booking
@@ -408,6 +411,7 @@ class Router:
         if self._synced:
             self._outbox.append(MarkPrefillCompleted(key.number))
         own = self._own.get(key.number)
+        # hashes of another block size would be found by no prompt
         if own is not None and own.block_size == self.pool.block_size:
             self.assume(booking, now, own=True)
         if own is not None and own.request.text and own.policy.remembers_text:
@@ -420,6 +424,7 @@ class Router:
         if own is None or not own.booking.isl:
             return
         size, isl, booked_blocks = own.block_size, own.booking.isl, own.booking.output_blocks
+        # the rest of the prompt's last block fills first
         output_blocks = (isl + output_tokens) // size - isl // size
         if output_blocks > booked_blocks:
             self.pool.active.progress(key, output_blocks)
@@ -484,6 +489,7 @@ class Router:
 
     def _learn_text(self, sent: SentText, now: float) -> None:
         target = Target(WorkerId(sent.worker_id), sent.rank)
+        # a peer may still publish a target that has left: `forget` would not be called for it again
         if target in self.pool.targets:
             self.tables.texts.insert(target, sent.text, now)
 
@@ -498,6 +504,7 @@ class Router:
         for target, hashes, seconds in self.pool.approx.own_entries(now):
             yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), math.ceil(seconds * 1000))
         yield from self._sent_texts
+        # last, as the least is lost without them: a session is bound again by its next request
         for session, target, seconds in self.tables.sessions.newest(now, SNAPSHOT_SESSIONS_MOST):
             yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))
 

@@ -165,7 +165,7 @@ class AdmissionQueue:
 
     def longest_wait_s(self, now: float) -> float:
         """How long the oldest waiting request has waited; 0 if none waits."""
-        oldest = next(iter(self._waiting.values()), None)  # in order of arrival
+        oldest = next(iter(self._waiting.values()), None)  # `_waiting` is in order of arrival
         return now - oldest.arrived if oldest else 0.0
 
     def wake_after_s(self, peers: int, chance: float) -> float:

@@ -99,7 +99,7 @@ class Candidates(Sequence[Candidate]):
         """The candidates at these indices."""
         places = self._places
         fewer = self.only([places[index] for index in indices])
-        if self._all is not None:
+        if self._all is not None:  # a Candidate that was made is not made twice
             fewer._all = [self._all[index] for index in indices]
         return fewer
 
@@ -160,16 +160,21 @@ class Candidates(Sequence[Candidate]):
                 overlap_weight * ((charged + own) / size) + (active + blocks)
                 for charged, own, active, blocks in zip(*amounts, strict=True)
             ]
-        return costs if len(costs) == len(self._places) else [costs[place] for place in self._places]
+        # computed for all places, then picked: that keeps it one call in C
+        return costs if self._has_all_places() else [costs[place] for place in self._places]
+
+    def _has_all_places(self) -> bool:
+        # by identity, not by length: `at` may give all places in another order
+        return self._places is self._roster.every_place
 
     def _amounts(self, column: Column) -> list[int]:
-        if len(column) == len(self._places):
+        if self._has_all_places():
             return column.tolist()  # faster to walk than an array, which makes an int at each access
         return [column[place] for place in self._places]
 
     def _at_places(self, column: Sequence[Item]) -> Sequence[Item]:
         """A column of the roster, without the places that were filtered out."""
-        if len(column) == len(self._places):  # a subset keeps the order, so an equal length means all of them
+        if self._has_all_places():
             return column
         return [column[place] for place in self._places]
 
