@@ -205,7 +205,7 @@ class BlockCache:
         return True
 
     def store(self, chain: Chain, full_blocks: int) -> None:
-        """Make the chain's first `full_blocks` blocks reusable, and announce those that were not."""
+        """Make the chain's first `full_blocks` blocks reusable, and announce the new ones."""
         first = chain.stored_blocks
         if full_blocks <= first:
             return

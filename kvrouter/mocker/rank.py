@@ -82,7 +82,7 @@ class Rank:
 
     @contextmanager
     def serving(self, requests: Sequence[EngineRequest]) -> Iterator[Mailbox]:
-        """Run these requests. Those that are unfinished when the block ends are aborted at once."""
+        """Run these requests. Unfinished ones are aborted at the end of the block."""
         mailbox = Mailbox()
         try:
             for request in requests:

@@ -59,7 +59,7 @@ class Reply(ABC):
 
     @abstractmethod
     def opening(self, choice: Choice) -> Json | None:
-        """The chunk before the first token; None if there is none."""
+        """The chunk before the first token; completions have none."""
 
     @abstractmethod
     def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:

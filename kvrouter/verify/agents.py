@@ -67,7 +67,7 @@ class Requests:
         await self._bus.subscribe(f"{self._inbox}.*", self._take)
 
     async def ask(self, subject: str, payload: bytes) -> bytes:
-        """The first answer. Raises AgentError if there is none."""
+        """The first answer. Raises AgentError without an answer."""
         reply = f"{self._inbox}.{len(self._asked)}"
         self._asked[reply] = subject
         waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

@@ -44,7 +44,7 @@ class BusLike(Protocol):
     """The part of a Bus that an announcer uses."""
 
     def publish(self, subject: str, payload: bytes) -> bool:
-        """Send in order. Returns False, and sends nothing, while there is no connection."""
+        """Send in order. Returns False, and sends nothing, while NATS is away."""
 
     async def subscribe(self, subject: str, on_message: Callable[[str, bytes, str], None]) -> None:
         """Call `on_message` for each message."""

@@ -22,7 +22,7 @@ from kvrouter.worker.engines.metrics import RankLoad
 
 # Between two scrapes while draining: short, because a deployment waits for it.
 LOOK_S = 0.2
-# One idle scrape is not enough, see above; a single failed scrape is no reason to cut requests off.
+# One idle scrape is not enough, see above, and one failed scrape does not justify cutting requests off.
 IDLE_LOOKS = 2
 BLIND_LOOKS = 3
 

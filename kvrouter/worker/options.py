@@ -76,6 +76,12 @@ def worker_id_of(url: str) -> str:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `python -m kvrouter.worker`."""
     add_common_flags(parser)
+    _add_engine_flags(parser)
+    _add_event_flags(parser)
+    _add_worker_flags(parser)
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--engine-url", metavar="URL", help="the engine's HTTP server, as the agent reaches it")
     add(
@@ -93,6 +99,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="authorities of the engine's certificate (https:// URL), trusted in addition to the system's",
     )
+
+
+def _add_event_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--kv-events", metavar="ENDPOINT[,…]", help="ZMQ endpoint of the engine's KV events; one per rank")
     add("--kv-replay", metavar="ENDPOINT[,…]", help="ZMQ endpoint of its replay; one per rank")
     add("--kv-topic", default="", help="subscribe only to topics with this prefix (default: all)")
@@ -112,6 +122,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         help="block size in tokens, instead of the engine's metrics",
     )
+
+
+def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--worker-id", type=identifier, help="keep it across restarts (default: host and port of the engine)")
     add("--model", help="name of the base model, which names the pool (default: the engine's first model)")
     add(

@@ -47,7 +47,7 @@ class Outlet(Protocol):
     """The part of a Bus that a feed uses."""
 
     def publish(self, subject: str, payload: bytes) -> bool:
-        """Send in order. Returns False, and sends nothing, while there is no connection."""
+        """Send in order. Returns False, and sends nothing, while NATS is away."""
 
 
 class ReplayOutlet(Outlet, Protocol):

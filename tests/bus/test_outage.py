@@ -32,7 +32,7 @@ async def test_other_error_replaces_reason() -> None:
 
 
 async def test_vague_error_counts_alone() -> None:
-    """A reset connection is the reason if there is no better one; once connected there is no reason."""
+    """A reset connection is the reason unless a better one is known; once connected it is empty."""
     outage = Outage("nats://x")
     outage.failed(ConnectionResetError(104, "Connection reset by peer"))
     assert "reset by peer" in outage.reason

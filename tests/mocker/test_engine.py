@@ -289,7 +289,7 @@ def test_events_describe_the_cache(
 def test_cached_tokens_are_predictable(
     new_shadow: Callable[[], Shadow], config: EngineConfig, history: list[Add]
 ) -> None:
-    """One request at a time: the blocks in the events are those that the engine reports."""
+    """One request at a time: the events predict the engine's report."""
     engine, shadow = Engine(config), new_shadow()
 
     for number, add in enumerate(history):

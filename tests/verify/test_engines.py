@@ -157,7 +157,7 @@ async def test_between_two_looks(engine: Engine) -> None:
 
 
 async def test_replay_that_does_not_reach_back(engine: Engine) -> None:
-    """Blocks from before are unknown; those that the replay stores must be published."""
+    """Blocks from before are unknown; blocks that the replay stores must be published."""
     checked = Checked()
     engine.publish(store(0))
     engine.forget()

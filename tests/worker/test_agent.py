@@ -383,7 +383,7 @@ async def test_without_events(scene: Scene) -> None:
 
 
 async def test_discovers_events(scene: Scene) -> None:
-    """Without endpoints in its flags the agent uses those that the engine reports."""
+    """Without endpoints in its flags the agent uses the reported ones."""
     scene.engine.sources = {"0": scene.events.source()}
 
     async with scene.agent(replace(scene.options, endpoints=())):

@@ -215,7 +215,7 @@ async def test_drain_timeout(nats_url: str, engine: EngineServer, limit_s: str, 
 
 
 async def test_sigterm_while_the_engine_is_down(nats_url: str, engine: EngineServer) -> None:
-    """On an engine that is down nothing runs, whatever its last metrics were."""
+    """On an engine that is down nothing runs, also if its last metrics had requests."""
     async with running_agent(nats_url, engine) as agent:
         engine.is_healthy = False
         await agent.says("down")

@@ -126,7 +126,7 @@ class PublishedBlocks:
         return sum(self._sums[: tier + 1]) & _MASK64
 
     def add(self, sequence: int, parent: int | None, tier: int) -> None:
-        """Count one reference to a block in `tier`; `parent` is None at a root."""
+        """Count one reference to a block in `tier`. A root has the parent None."""
         block = self._blocks.get(sequence)
         if block is None:
             block = self._blocks[sequence] = _Block(parent)

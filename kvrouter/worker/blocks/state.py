@@ -203,7 +203,7 @@ class StateFile:
             yield cls(path, owner, writer)
 
     def read(self) -> AgentState | None:
-        """The saved state; None, and a log entry, if there is none that can be used."""
+        """The saved state; None, and a log entry, without a usable one."""
         try:
             return decode_state(self._path.read_bytes(), self._owner)
         except FileNotFoundError:

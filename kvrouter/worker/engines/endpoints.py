@@ -44,7 +44,7 @@ class EventsConfig(Struct, frozen=True):
     def endpoints(self, host: str, *, binds: bool = False) -> EventEndpoints | None:
         """The endpoints of an engine at `host`; None if it publishes no events. Raises EngineError.
 
-        `binds`: the engine binds whatever the endpoint looks like (the mocker does).
+        `binds`: the engine binds an endpoint of any form (the mocker does).
         """
         if not (self.enable_kv_cache_events and self.publisher == "zmq" and self.endpoint):
             return None

@@ -92,7 +92,7 @@ class SharedSocket:
             self._events[owner].deliver(frames[1], frames[2])
 
     def _owner(self, topic: bytes) -> bytes | None:
-        """The topic of the engine to which a message of this topic belongs; None if there is none."""
+        """The topic of the engine to which a message of this topic belongs; None: it is unknown."""
         if topic in self._topics:
             return topic
         if topic not in self._owners and len(self._owners) < _MAX_CACHED_TOPICS:

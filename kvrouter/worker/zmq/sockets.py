@@ -74,7 +74,7 @@ class EngineEvents:
         """Without `sub`, a SharedSocket calls `deliver`."""
         self.stream = EngineStream(can_replay=options.replay is not None)
         self.malformed = 0
-        # Batches of topics other than the one that is followed, by topic.
+        # Batches of other topics than the followed one, by topic.
         self.other_topics = Reasons()
         self._topic: bytes | None = None
         self._turn_ends = 0.0

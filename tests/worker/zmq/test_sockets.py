@@ -62,7 +62,7 @@ def options(engine: EventSockets) -> EventEndpoints:
 
 
 async def test_replay_then_live(engine: EventSockets) -> None:
-    """Former batches are replayed, then live ones follow; those that the wire loses are replayed, too."""
+    """Former batches are replayed, then live ones follow; lost ones are replayed, too."""
     async with running(options(engine)) as (_, received):
         assert ["Restarted", "a0"] == await received.next(2)
         await engine.until_subscribed()
