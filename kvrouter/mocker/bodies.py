@@ -127,7 +127,7 @@ def _check(body: CompletionBody | ChatBody) -> None:
         raise SchemaError("Stream options can only be defined when `stream=True`.", param="stream_options")
     if body.cache_salt == "":
         raise SchemaError("cache_salt must be a non-empty string if provided", param="cache_salt")
-    if (body.n or 1) != 1:
+    if (body.n or 1) != 1:  # vLLM allows it; several answers would not change what is cached of the prompt
         raise BadRequestError(f"n={body.n}: the mocker gives one answer to a prompt", param="n")
     limit = body.answer_tokens
     if limit is not None and limit < 1:

@@ -191,7 +191,7 @@ class BlockCache:
             self._hold(block)
         self._order.used(chain.hashes[: hit.device_blocks])
         chain.blocks = homes
-        chain.stored_blocks = len(homes)
+        chain.stored_blocks = len(homes)  # blocks from the host are stored again, and announced on the device
         self.host.touch(reversed(chain.hashes[hit.device_blocks : hit.blocks]))
         chain.blocks.extend(self._take() for _ in range(blocks - len(homes)))
         return True

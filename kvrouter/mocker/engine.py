@@ -246,7 +246,7 @@ class Engine:
         work = StepWork()
         budget = self.config.max_num_batched_tokens
         budget, preempted = self._schedule_running(budget, work)
-        if not preempted:
+        if not preempted:  # as in vLLM: no new requests in a step in which blocks ran out
             self._admit(budget, work)
         assert self._running, "no request fits: config allows a longer sequence than the cache holds"
         outputs = self._sample()
@@ -311,6 +311,7 @@ class Engine:
 
     def _advance(self, sequence: _Sequence, tokens: int, work: StepWork) -> None:
         """Compute `tokens` more. Blocks that are full now become reusable."""
+        # a decoding sequence computes one token beyond its prompt; a preempted one prefills its answer again
         if tokens == 1 and sequence.computed >= sequence.prompt_len:
             work.decode_seqs += 1
             work.context_tokens += sequence.computed
@@ -325,7 +326,7 @@ class Engine:
         sequence = self._running.pop()
         self.cache.release(sequence.chain)
         sequence.computed = 0
-        self._waiting.appendleft(sequence)
+        self._waiting.appendleft(sequence)  # first in the queue: it was admitted before all that wait
         self.counters.preemptions += 1
         return sequence
 

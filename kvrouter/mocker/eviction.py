@@ -92,6 +92,7 @@ class LfuOrder:
     def discard(self, block: int) -> None:
         """Make the block's entry stale; compact when most are."""
         del self._tick[block]
+        # a heap cannot remove an entry in the middle; compacting at twice the size costs O(1) per entry
         if len(self._heap) > 64 + 2 * len(self._tick):
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)

@@ -89,7 +89,7 @@ class Rank:
                 self.engine.add(request)
                 self._mailboxes[request.id] = mailbox
             self._work.set()
-            if self._is_shut_down:
+            if self._is_shut_down:  # a request that arrives during the shutdown ends at once
                 self.shut_down()
             yield mailbox
         finally:
@@ -114,6 +114,7 @@ class Rank:
         due_s = now()
         while self.engine.has_work():
             step = self.engine.step()
+            # from the time when the step was due, so that late timers do not add up
             due_s = max(due_s, now() - LARGEST_LAG_S) + step.duration_s
             wait_s = due_s - now()
             await asyncio.sleep(wait_s if wait_s > SHORTEST_SLEEP_S else 0)

@@ -73,6 +73,7 @@ def spoken_words(tokenizer: Tokenizer) -> dict[int, str]:
         for token in range(min(SCANNED_IDS, tokenizer.vocabulary_size))
     }
     words = {token: text for token, text in texts.items() if _WORD.fullmatch(text)}
+    # A token may decode to a word that the tokenizer splits differently: such a token would miss the cache.
     again = tokenizer.encode_all_now([_ANCHOR + text for text in words.values()], add_special_tokens=False)
     spoken = {
         token: text
