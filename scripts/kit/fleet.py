@@ -158,7 +158,8 @@ async def wait_until_ok(client: Client, process: Process, url: str, timeout_s: f
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise FleetError(
-            f"{process.name} is not ready after {timeout_s:g} s: {url} answered {answer}; log:\n{process.tail()}"
+            f"{process.name} is not ready after {timeout_s:g} s: {url} answered {answer}; "
+            f"log:\n{process.tail()}"
         ) from None
 
 

@@ -28,7 +28,7 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-class Heard:
+class Captured:
     """An output that a test can read and wait on."""
 
     def __init__(self) -> None:
@@ -36,21 +36,21 @@ class Heard:
         self.output = Output(self.out, self.err, width=1)
 
     async def until(self, text: bytes, count: int = 1) -> None:
-        """Return when something has been said so often."""
+        """Wait until the text was written `count` times."""
         await until(lambda: self.out.getvalue().count(text) >= count)
 
 
 @pytest.fixture
-def heard() -> Iterator[Heard]:
-    """An output."""
-    made = Heard()
+def captured() -> Iterator[Captured]:
+    """A captured output."""
+    made = Captured()
     yield made
     made.output.close()
 
 
-def child(script: str, heard: Heard) -> Child:
+def child(script: str, captured: Captured) -> Child:
     """A child that runs a shell script."""
-    return Child("c", ["/bin/sh", "-c", script], heard.output)
+    return Child("c", ["/bin/sh", "-c", script], captured.output)
 
 
 def test_delay() -> None:
@@ -64,57 +64,57 @@ def test_delay() -> None:
     assert FIRST_DELAY_S == delay.after(STEADY_S)
 
 
-async def test_output_and_exit_code(heard: Heard) -> None:
+async def test_output_and_exit_code(captured: Captured) -> None:
     """Both streams are read to their end, and the exit code is returned."""
-    code = await child("echo one; echo two >&2; printf three; exit 7", heard).run()
-    heard.output.close()
+    code = await child("echo one; echo two >&2; printf three; exit 7", captured).run()
+    captured.output.close()
 
     assert 7 == code
-    assert b"c | one\nc | three\n" == heard.out.getvalue()
-    assert b"c | two\n" == heard.err.getvalue()
+    assert b"c | one\nc | three\n" == captured.out.getvalue()
+    assert b"c | two\n" == captured.err.getvalue()
 
 
-async def test_started_again(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_started_again(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that dies is restarted, until `end` is called."""
     monkeypatch.setattr(children, "FIRST_DELAY_S", 0.01)
-    kept = child("echo up", heard)
+    kept = child("echo up", captured)
 
     running = asyncio.create_task(kept.keep_running())
-    await heard.until(b"up", 3)
+    await captured.until(b"up", 3)
     await kept.end(5)
     await running
 
     assert kept.starts >= 3
 
 
-async def test_end(heard: Heard) -> None:
+async def test_end(captured: Captured) -> None:
     """`end` sends SIGTERM first, so that a child can end in order."""
-    kept = child(SAY_AND_STAY, heard)
+    kept = child(SAY_AND_STAY, captured)
     running = asyncio.create_task(kept.keep_running())
-    await heard.until(b"up")
+    await captured.until(b"up")
 
     await kept.end(5)
     await running
-    heard.output.close()
+    captured.output.close()
 
-    assert heard.out.getvalue().endswith(b"c | bye\n")
+    assert captured.out.getvalue().endswith(b"c | bye\n")
     assert 1 == kept.starts
 
 
-async def test_child_that_ignores_sigterm(heard: Heard) -> None:
+async def test_child_that_ignores_sigterm(captured: Captured) -> None:
     """A child that ignores SIGTERM is killed after `patience_s`."""
-    kept = child(DEAF, heard)
+    kept = child(DEAF, captured)
     running = asyncio.create_task(kept.run())
-    await heard.until(b"up")
+    await captured.until(b"up")
 
     await kept.end(0.05)
 
     assert -signal.SIGKILL == await running
 
 
-async def test_ended_before_it_began(heard: Heard) -> None:
+async def test_ended_before_it_began(captured: Captured) -> None:
     """A child whose end was requested is not started."""
-    kept = child("echo up", heard)
+    kept = child("echo up", captured)
     await kept.end(1)
 
     await kept.keep_running()
@@ -122,12 +122,12 @@ async def test_ended_before_it_began(heard: Heard) -> None:
     assert 0 == kept.starts
 
 
-async def test_cancelled(heard: Heard) -> None:
+async def test_cancelled(captured: Captured) -> None:
     """If the task that runs a child is cancelled, the child is killed."""
-    kept = child("echo up $$; while :; do sleep 0.01; done", heard)
+    kept = child("echo up $$; while :; do sleep 0.01; done", captured)
     running = asyncio.create_task(kept.run())
-    await heard.until(b"\n")
-    pid = int(heard.out.getvalue().split()[-1])
+    await captured.until(b"\n")
+    pid = int(captured.out.getvalue().split()[-1])
 
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -277,7 +277,7 @@ ROWS = (
     ),
     Row(
         "agent-kill-state",
-        "the same, the agent with --state-file",
+        "the same with --state-file at the agent",
         kill_agent_with_state,
         engine=KEPT,
         loses_nothing=True,
