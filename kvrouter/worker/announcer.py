@@ -126,7 +126,7 @@ class Announcer:
             self._card_sent_at = now
         if not self._is_announced:
             self._is_announced = True
-            log.info("worker.up", worker=self.card.worker_id, card=self.card.model, ranks=self.card.ranks)
+            log.info("worker.up", worker=self.card.worker_id, model=self.card.model, ranks=self.card.ranks)
 
     def leave(self) -> None:
         """Announce that the worker leaves."""

@@ -202,8 +202,8 @@ async def test_second_sigterm(nats_url: str, engine: EngineServer) -> None:
     assert "leaving at once on request" in said
 
 
-@pytest.mark.parametrize(("limit_s", "why"), [("0", "0: leaving at once"), ("0.5", "0.5 has passed")])
-async def test_drain_timeout(nats_url: str, engine: EngineServer, limit_s: str, why: str) -> None:
+@pytest.mark.parametrize(("limit_s", "reason"), [("0", "0: leaving at once"), ("0.5", "0.5 has passed")])
+async def test_drain_timeout(nats_url: str, engine: EngineServer, limit_s: str, reason: str) -> None:
     """After --drain-timeout the agent leaves, although requests run."""
     async with running_agent(nats_url, engine, "--drain-timeout", limit_s) as agent:
         agent.process.send_signal(signal.SIGTERM)
@@ -211,7 +211,7 @@ async def test_drain_timeout(nats_url: str, engine: EngineServer, limit_s: str, 
         code, said = await agent.ended()
 
     assert 0 == code
-    assert f"--drain-timeout {why}" in said
+    assert f"--drain-timeout {reason}" in said
 
 
 async def test_sigterm_while_the_engine_is_down(nats_url: str, engine: EngineServer) -> None:
