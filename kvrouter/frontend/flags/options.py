@@ -208,6 +208,11 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="without KV events: most blocks that a worker is assumed to hold; 0: the capacity on its card",
     )
+    _add_state_flags(group)
+
+
+def _add_state_flags(group: argparse._ArgumentGroup) -> None:
+    switch = argparse.BooleanOptionalAction
     group.add_argument(
         "--router-inflight-overlap",
         action=switch,

@@ -52,6 +52,11 @@ def add_policy_flags(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="scored: an EndpointPickerConfig (YAML); default: queue 2, kv-cache-utilization 2, prefix 3",
     )
+    _add_other_mode_flags(group)
+
+
+def _add_other_mode_flags(group: argparse._ArgumentGroup) -> None:
+    add, default = group.add_argument, _DEFAULTS
     add(
         "--sticky-hit-rate",
         type=share,

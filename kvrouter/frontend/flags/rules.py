@@ -64,6 +64,11 @@ def add_rule_flags(group: argparse._ArgumentGroup) -> None:
         default=_BREAKER.successes,
         help="consecutive answered requests, sent one at a time, until it takes all requests again",
     )
+    _add_load_and_place_flags(group)
+
+
+def _add_load_and_place_flags(group: argparse._ArgumentGroup) -> None:
+    add, switch = group.add_argument, argparse.BooleanOptionalAction
     add(
         "--active-decode-blocks-threshold",
         type=share,
