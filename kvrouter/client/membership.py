@@ -113,14 +113,14 @@ class HandFed:
 
     def apply(self, frame: bytes, worker_id: str, rank: int = 0) -> None:
         """Apply a frame of this worker's KvPublisher, in order. A malformed frame counts as lost."""
-        self._replica.kv_frame(KvSource(BY_HAND, WorkerId(worker_id), rank), frame, self._clock())
+        self._replica.feeds.kv_frame(KvSource(BY_HAND, WorkerId(worker_id), rank), frame, self._clock())
 
     def missing(self) -> list[tuple[Target, ReplayRequest]]:
         """What to ask of which target now: frames that were lost or published before this began."""
         now = self._clock()
         return [
             (feed.target, request)
-            for feed, request in self._replica.due(now, RECOVERIES)
+            for feed, request in self._replica.feeds.due(now, RECOVERIES)
             if isinstance(feed, KvSource)
         ]
 
@@ -128,9 +128,9 @@ class HandFed:
         """Load the answer of a worker; None if it did not answer."""
         now, source = self._clock(), KvSource(BY_HAND, target.worker_id, target.rank)
         if answer is None:
-            self._replica.failed(source, now)
+            self._replica.feeds.failed(source, now)
             return
-        self._replica.answered(source, answer, now)
+        self._replica.feeds.answered(source, answer, now)
         while self._replica.work(now):
             pass
 

@@ -126,20 +126,18 @@ class Inbox:
         """Apply messages, load snapshots and sweep for about `slice_s`; returns whether there is more."""
         now, end = self._loop.time(), perf_counter() + slice_s
         messages = self._messages
-        with self._replica.batch():
-            while messages and perf_counter() < end:
-                subject, data, arrived = messages.popleft()
-                self._bytes -= len(data)
-                self._apply(subject, data, arrived, now)
+        while messages and perf_counter() < end:
+            subject, data, arrived = messages.popleft()
+            self._bytes -= len(data)
+            self._apply(subject, data, arrived, now)
+        self._replica.settle()
         self._recovery.request_due(now, self.drain_soon)
         has_work = self._replica.work(now)  # at least one step, even where messages fill every slice
         while has_work and perf_counter() < end:
             has_work = self._replica.work(now)
         self._log_failures()
         if not has_work:
-            self._recovery.request_due(
-                now, self.drain_soon
-            )  # a snapshot is loaded: the next may be asked for
+            self._recovery.request_due(now, self.drain_soon)  # a snapshot is loaded: another may be requested
         if self._on_change is not None:
             self._on_change()
         return bool(messages) or has_work
@@ -156,22 +154,23 @@ class Inbox:
 
     def _dispatch(self, subject: str, data: bytes, arrived: float, now: float) -> None:
         source = self._source_of(subject)
-        malformed = self._replica.malformed_from(source)
+        malformed = self._malformed(source)
         match source:
             case KvSource():
-                self._replica.kv_frame(source, data, now)
+                if not self._replica.feeds.kv_frame(source, data, now):
+                    self._replica.counters.unknown_messages += 1  # its worker's card has not arrived
             case SyncSource():
                 self._replica.sync_frame(source, data, now)
             case WorkerSource(worker_id):
                 # Leases count from when a heartbeat arrived: a backlog here must not prolong them.
-                self._replica.worker_heartbeat(worker_id, data, arrived)
+                self._replica.worker_heartbeat(worker_id, data, arrived, settles=False)
                 self._members.worker_heartbeat(worker_id)
             case RouterSource(router_id):
                 self._router_heartbeat(router_id, data, arrived)
             case None:
                 self._replica.counters.unknown_messages += 1
                 self._log.malformed(subject, "not a subject of this version")
-        if self._replica.malformed_from(source) > malformed:
+        if self._malformed(source) > malformed:
             self._log.malformed(subject, _why_malformed(source, data))
 
     def _router_heartbeat(self, router_id: RouterId, data: bytes, arrived: float) -> None:
@@ -180,6 +179,12 @@ class Inbox:
             self._members.round_ended()
         else:
             self._members.replica_heartbeat(router_id)
+
+    def _malformed(self, source: Source | None) -> int:
+        """Messages of a feed that could not be read; for a member, malformed heartbeats of all members."""
+        if isinstance(source, KvSource | SyncSource):
+            return self._replica.feeds.malformed(source)
+        return self._replica.counters.malformed_heartbeats
 
     def _source_of(self, subject: str) -> Source | None:
         source = self._sources.get(subject)
@@ -192,7 +197,7 @@ class Inbox:
         return source
 
     def _log_failures(self) -> None:
-        for source, error in self._replica.take_failures():
+        for source, error in self._replica.feeds.take_failures():
             self._log.failed(name(source), error)
 
 

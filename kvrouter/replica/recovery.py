@@ -36,11 +36,11 @@ class Recovery:
 
     def request_due(self, now: float, on_answer: Callable[[], None]) -> None:
         """Send what is due. `on_answer` runs after each answer: it may have brought a snapshot to load."""
-        for source in self._replica.cancelled():
+        for source in self._replica.feeds.take_cancelled():
             task = self._tasks.pop(source, None)
             if task is not None:
                 task.cancel()
-        for source, request in self._replica.due(now, RECOVERIES - len(self._tasks)):
+        for source, request in self._replica.feeds.due(now, RECOVERIES - len(self._tasks)):
             task = self._tasks[source] = asyncio.create_task(self._recover(source, request, on_answer))
             task.add_done_callback(partial(self._forget, source))
 
@@ -60,13 +60,13 @@ class Recovery:
             )
         except Exception as error:  # also a bug in encoding: without `failed` the reader would wait forever
             log.info("feed.no_answer", source=name(source), error=str(error))
-            self._replica.failed(source, self._loop.time())
+            self._replica.feeds.failed(source, self._loop.time())
             return
-        malformed = self._replica.malformed_from(source)
-        self._replica.answered(source, data, self._loop.time())
-        for failed, bug in self._replica.take_failures():
+        malformed = self._replica.feeds.malformed(source)
+        self._replica.feeds.answered(source, data, self._loop.time())
+        for failed, bug in self._replica.feeds.take_failures():
             self._log.failed(name(failed), bug)
-        if self._replica.malformed_from(source) > malformed:
+        if self._replica.feeds.malformed(source) > malformed:
             self._log.malformed(f"answer of {name(source)}", _why_malformed(data))
         on_answer()
 

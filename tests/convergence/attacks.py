@@ -86,7 +86,7 @@ class AttackedWorld(World):
         return [
             f"{sim.replica.router_id}: {source}: {error!r}"
             for sim in self.replicas()
-            for source, error in sim.replica.take_failures()
+            for source, error in sim.replica.feeds.take_failures()
         ]
 
     def check(self) -> None:

@@ -200,9 +200,9 @@ class SimReplica(Process):
     def _drain_slice(self) -> None:
         self._is_drain_due = False
         now = self.now()
-        with self.replica.batch():
-            for _ in range(min(len(self._inbox), self._rng.randrange(1, 8))):
-                self._dispatch(*self._inbox.popleft(), now)
+        for _ in range(min(len(self._inbox), self._rng.randrange(1, 8))):
+            self._dispatch(*self._inbox.popleft(), now)
+        self.replica.settle()
         self._ask()
         has_work = self._work(now)
         if not has_work:
@@ -219,11 +219,11 @@ class SimReplica(Process):
     def _dispatch(self, subject: str, data: bytes, arrived: float, now: float) -> None:
         match self._subjects.parse_live(subject):
             case KvSource() as source:
-                self.replica.kv_frame(source, data, now)
+                self.replica.feeds.kv_frame(source, data, now)
             case SyncSource() as source:
                 self.replica.sync_frame(source, data, now)
             case WorkerSource(worker_id):
-                self.replica.worker_heartbeat(worker_id, data, arrived)
+                self.replica.worker_heartbeat(worker_id, data, arrived, settles=False)
             case RouterSource(router_id):
                 self.replica.router_heartbeat(router_id, data, arrived)
             case None:
@@ -238,19 +238,19 @@ class SimReplica(Process):
         self._was_ready = is_ready
 
     def _ask(self) -> None:
-        for source, request in self.replica.due(self.now(), RECOVERIES - self._recoveries):
+        for source, request in self.replica.feeds.due(self.now(), RECOVERIES - self._recoveries):
             self._recover(source, request)
 
     def _recover(self, source: Feed, request: ReplayRequest) -> None:
         def answered(data: bytes) -> None:
             self._recoveries -= 1
-            self.replica.answered(source, data, self.now())
+            self.replica.feeds.answered(source, data, self.now())
             self.look()
             self._drain_soon()
 
         def failed() -> None:
             self._recoveries -= 1
-            self.replica.failed(source, self.now())
+            self.replica.feeds.failed(source, self.now())
 
         self._recoveries += 1
         subject, payload = self._subjects.replay(source), encode_request(request)

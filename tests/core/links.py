@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from kvrouter.core.feeds.reader import FeedReader
 from kvrouter.core.feeds.sinks import KvSink
@@ -28,6 +29,12 @@ from tests.core.forest import Forest, NaiveIndex
 
 TARGET = Target(WorkerId("w1"))
 MAX_BYTES = 1024 * 1024
+
+
+class Room(NamedTuple):
+    """A worker whose card has room for these blocks."""
+
+    capacity_blocks: int
 
 
 class Owner:
@@ -106,7 +113,7 @@ class Link:
         self.max_bytes = MAX_BYTES
         self.now = 100.0
         self.requests: list[ReplayRequest] = []
-        sink = KvSink(self.index, target, tier_sets, lambda: capacity)
+        sink = KvSink(self.index, target, tier_sets, {target.worker_id: Room(capacity)})
         self.reader = FeedReader(0, sink, lambda: 0.5)
         self.source = self.new_source(1000)
 

@@ -68,7 +68,7 @@ class Routed:
         self.rank.on_action(Apply(0, payload))
         self.publisher.flush(at)
         for _, frame in self.bus.take():
-            self.replica.kv_frame(KvSource(POOL, WORKER, 0), frame, at)
+            self.replica.feeds.kv_frame(KvSource(POOL, WORKER, 0), frame, at)
 
 
 def read_batches(name: str) -> Iterator[tuple[float, bytes]]:

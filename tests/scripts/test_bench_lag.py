@@ -44,7 +44,7 @@ def test_a_replica_follows_the_mocks() -> None:
             case WorkerSource(worker_id):
                 replica.worker_heartbeat(worker_id, data, 0.0)
             case KvSource() as source:
-                replica.kv_frame(source, data, 0.0)
+                replica.feeds.kv_frame(source, data, 0.0)
 
     assert 3 == len(replica.readers)
     for followed, reader in replica.readers.items():

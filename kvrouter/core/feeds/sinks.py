@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvrouter.core.tables.block_index import BlockIndex, Holding
@@ -67,20 +67,28 @@ class FeedSink(Protocol):
         ...
 
 
+class Capacity(Protocol):
+    """A worker, as far as its KV feeds ask."""
+
+    @property
+    def capacity_blocks(self) -> int:
+        """The blocks that one rank can hold over all tiers, by the worker's card; 0: unknown."""
+        ...
+
+
 class KvSink:
     """Writes one rank's KV feed to the pool's index.
 
-    `capacity` returns how many blocks the target can hold over all its tiers; 0: unknown. It is called for
-    each Stored, because a new card may change it.
+    `workers` are the pool's own: a new card may change the capacity, so it is looked up for each Stored.
     """
 
     def __init__(
-        self, index: BlockIndex, target: Target, tier_sets: int, capacity: Callable[[], int]
+        self, index: BlockIndex, target: Target, tier_sets: int, workers: Mapping[WorkerId, Capacity]
     ) -> None:
         self._index = index
         self._target = target
         self._tier_sets = tier_sets
-        self._capacity = capacity
+        self._workers = workers
         self._fresh: Holding | None = None
 
     def apply(self, op: Op, now: float) -> str:
@@ -146,7 +154,7 @@ class KvSink:
         return ""
 
     def _excess(self, blocks: int) -> str:
-        capacity = self._capacity()
+        capacity = self._workers[self._target.worker_id].capacity_blocks
         if not capacity or blocks <= capacity * CAPACITY_SLACK:
             return ""
         return f"it holds {blocks} blocks, and its card has room for {capacity}"

@@ -122,6 +122,11 @@ class Following:
         if reader is not None:
             reader.failed(now)
 
+    def malformed(self, source: Feed) -> int:
+        """The messages of this feed that could not be read."""
+        reader = self.readers.get(source)
+        return reader.counters.malformed if reader is not None else 0
+
     def take_failures(self) -> list[tuple[Feed, Exception]]:
         """Steps that have raised since the last call, the last hundred at most."""
         failures = list(self._failures)

@@ -11,8 +11,7 @@ Pure: bytes and the time go in, bytes and requests come out. The shell in `kvrou
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrouter.core.feeds.buffers import HeldBudget
@@ -33,7 +32,7 @@ from kvrouter.core.wire.heartbeats import (
     decode_worker_beat,
 )
 from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId
-from kvrouter.core.wire.ops import VERSION, ReplayRequest
+from kvrouter.core.wire.ops import VERSION
 from kvrouter.core.wire.senders import (
     AwaitedSource,
     Feed,
@@ -106,29 +105,35 @@ class Replica:
         self._worker_pools: dict[WorkerId, PoolId] = {}
         self._leases: Leases[Source] = Leases(settings.lease_rounds, settings.heartbeat_s)
         self._held = HeldBudget()
-        self._feeds = Following(self._leases, self._new_reader)
-        self.readers = self._feeds.readers
+        self.feeds = Following(self._leases, self._new_reader)
+        self.readers = self.feeds.readers
         self._readiness = Readiness()
         self._served_elsewhere = ServedElsewhere()
         self._chance = chance
         self._new_rules = new_rules
         self._round = self._returned_round = 0
-        self._lacks_card = self._is_in_batch = False
+        self._lacks_card = False
         self._hello_again_round = 0
         self._silent_removed_in = -1
 
     # Messages
 
-    def worker_heartbeat(self, worker_id: WorkerId, data: bytes, now: float) -> None:
-        """A worker's heartbeat: its card, its load, the seq of each of its feeds."""
+    def worker_heartbeat(self, worker_id: WorkerId, data: bytes, now: float, *, settles: bool = True) -> None:
+        """A worker's heartbeat: its card, its load, the seq of each of its feeds.
+
+        `settles` False: no decision may be made before `settle`. Of messages that arrive together each
+        would otherwise build the pool's targets anew.
+        """
         try:
             beat = decode_worker_beat(data, worker_id)
         except MalformedFrameError:
             self.counters.malformed_heartbeats += 1
             return
-        self.take_worker_beat(worker_id, beat, now)
+        self.take_worker_beat(worker_id, beat, now, settles=settles)
 
-    def take_worker_beat(self, worker_id: WorkerId, beat: WorkerBeat, now: float) -> None:
+    def take_worker_beat(
+        self, worker_id: WorkerId, beat: WorkerBeat, now: float, *, settles: bool = True
+    ) -> None:
         """A decoded heartbeat."""
         pool_id = PoolId(beat.pool)
         known = self._worker(worker_id)
@@ -150,31 +155,20 @@ class Replica:
             return  # without a card neither its URL nor its block size is known
         if not self._may_begin(pool_id, served=True) or not self._may_add(worker_id, beat):
             return
-        if not self.router(pool_id).pool.update(worker_id, beat, settles=not self._is_in_batch):
+        if not self.router(pool_id).pool.update(worker_id, beat, settles=settles):
             return
         self._worker_pools[worker_id] = pool_id
-        if not self._is_in_batch:
+        if settles:
             self.routers[pool_id].report_workers()
         self._meet_awaited(worker_id)
         self._leases.renew(WorkerSource(worker_id), beat.interval_ms)
         self._follow_worker(pool_id, worker_id, beat, now)
 
-    @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
-        """Messages that arrive together; no await inside. Pools build their targets once, at the end."""
-        self._is_in_batch = True
-        try:
-            yield
-        finally:
-            self._is_in_batch = False
-            for router in self.routers.values():
-                router.pool.settle()
-                router.report_workers()
-
-    def kv_frame(self, source: KvSource, data: bytes, now: float) -> None:
-        """A frame of a KV feed; ignored until the worker's card has arrived."""
-        if not self._feeds.kv_frame(source, data, now):
-            self.counters.unknown_messages += 1
+    def settle(self) -> None:
+        """Build the targets of the pools whose workers have changed."""
+        for router in self.routers.values():
+            router.pool.settle()
+            router.report_workers()
 
     def router_heartbeat(self, router_id: RouterId, data: bytes, now: float) -> None:
         """A replica's heartbeat. The replica's own, returned by the bus, is a round of the leases."""
@@ -221,7 +215,7 @@ class Replica:
         is_known = source.pool in self.routers
         if not (is_known or seq) or not self._may_begin(source.pool, served=False):
             return  # pool names in heartbeats cost nothing, so an attacker could send many
-        self._feeds.heartbeat(source, beat.incarnation, seq, beat.interval_ms, now)
+        self.feeds.heartbeat(source, beat.incarnation, seq, beat.interval_ms, now)
 
     def _wait_for_workers(self, beat: RouterBeat, router_id: RouterId) -> None:
         """Await workers that only a peer knows: a joiner is not ready without them."""
@@ -242,37 +236,14 @@ class Replica:
             return
         if not self._may_begin(source.pool, served=False):
             return
-        if self._feeds.sync_frame(source, data, now):
+        if self.feeds.sync_frame(source, data, now):
             self._leases.renew(RouterSource(source.router_id))
 
     # What to do
 
-    def due(self, now: float, most: int) -> list[tuple[Feed, ReplayRequest]]:
-        """The replay requests to send now, at most `most`; report back with `answered` or `failed`."""
-        return self._feeds.due(now, most)
-
-    def answered(self, source: Feed, data: bytes, now: float) -> None:
-        """A replay request was answered; the source may have left meanwhile."""
-        self._feeds.answered(source, data, now)
-
-    def failed(self, source: Feed, now: float) -> None:
-        """A replay request was not answered."""
-        self._feeds.failed(source, now)
-
-    def take_failures(self) -> list[tuple[Feed, Exception]]:
-        """Steps of feeds that raised since the last call. Each is a bug, and has broken its feed."""
-        return self._feeds.take_failures()
-
-    def malformed_from(self, source: Source | None) -> int:
-        """Messages of a feed that could not be read; for a member, malformed heartbeats of all members."""
-        if isinstance(source, KvSource | SyncSource):
-            reader = self.readers.get(source)
-            return reader.counters.malformed if reader else 0
-        return self.counters.malformed_heartbeats
-
     def work(self, now: float) -> bool:
         """One slice of loading and sweeping, about 1 ms; returns whether there is more."""
-        if self._feeds.load(SLICE_HASHES, now):
+        if self.feeds.load(SLICE_HASHES, now):
             return True  # loading first: a feed that loads holds frames in memory until it is done
         swept = SLICE_HASHES // SWEPT_SHARE
         return any(router.pool.sweep(swept) for router in self.routers.values())
@@ -282,16 +253,12 @@ class Replica:
         self._round += 1
         for router in self.routers.values():
             router.pool.approx.expire(now)
-        needed = self._feeds.pools_with_bookings().union(self._worker_pools.values())
-        self._feeds.end_pools(self.pools.next_round(needed, now))
+        needed = self.feeds.pools_with_bookings().union(self._worker_pools.values())
+        self.feeds.end_pools(self.pools.next_round(needed, now))
 
     def latch_ready(self, now: float) -> None:
         """Call many times a second: a moment of readiness counts even if no probe came then."""
         self.not_ready(now)
-
-    def cancelled(self) -> list[Feed]:
-        """Feeds that ended while an answer was awaited, since the last call: their recoveries can end."""
-        return self._feeds.take_cancelled()
 
     def heartbeat(self, state: State, address: str, *, names_workers: bool = False) -> RouterBeat:
         """The heartbeat of this replica. The answer to a hello also names its workers."""
@@ -429,26 +396,22 @@ class Replica:
     def _follow_worker(self, pool_id: PoolId, worker_id: WorkerId, beat: WorkerBeat, now: float) -> None:
         worker = self.routers[pool_id].pool.workers[worker_id]
         if beat.card is not None:
-            self._feeds.end_ranks(pool_id, worker_id, worker.card.ranks)
+            self.feeds.end_ranks(pool_id, worker_id, worker.card.ranks)
         if not (worker.card.publishes_events and self.settings.pool.use_kv_events):
             return
         for rank in beat.ranks:
             if rank.rank >= worker.card.ranks:
                 continue  # forged, or from before the card: no target of this pool
             source = KvSource(pool_id, worker_id, rank.rank)
-            self._feeds.heartbeat(source, rank.incarnation, rank.seq, beat.interval_ms, now)
+            self.feeds.heartbeat(source, rank.incarnation, rank.seq, beat.interval_ms, now)
 
     def _new_reader(self, source: Feed) -> FeedReader:
         router = self.router(source.pool)
         if isinstance(source, SyncSource):
             return FeedReader(source.pool, router.copy_sink(source.router_id), self._chance, self._held)
-        pool, worker_id = router.pool, source.worker_id
-        worker = pool.workers[worker_id]
-
-        def capacity() -> int:  # asked each time, as a new card may change it
-            return pool.workers[worker_id].capacity_blocks
-
-        sink = KvSink(pool.index, source.target, worker.tier_sets(), capacity)
+        pool = router.pool
+        worker = pool.workers[source.worker_id]
+        sink = KvSink(pool.index, source.target, worker.tier_sets(), pool.workers)
         return FeedReader(source.rank, sink, self._chance, self._held)
 
     def _lose(self, sources: list[Source]) -> None:
@@ -476,7 +439,7 @@ class Replica:
             self._drop_targets(pool_id, [target for worker in lost for target in worker.targets()])
             self.counters.workers_lost += len(removed)
             for worker_id in members:
-                self._feeds.end_worker(worker_id)
+                self.feeds.end_worker(worker_id)
             for worker_id in removed:
                 del self._worker_pools[worker_id]
             for worker_id in members.difference(removed):
@@ -486,7 +449,7 @@ class Replica:
         pool_id = self._worker_pools.pop(worker_id, None)
         if pool_id is not None:
             self._leases.forget(WorkerSource(worker_id))
-            self._feeds.end_worker(worker_id)
+            self.feeds.end_worker(worker_id)
             self._drop_targets(pool_id, self.routers[pool_id].pool.remove(worker_id))
 
     def _drop_targets(self, pool_id: PoolId, targets: list[Target]) -> None:
@@ -495,14 +458,14 @@ class Replica:
 
     def _unfollow_blocks(self, source: KvSource) -> None:
         """End the feed of a rank that heartbeats no longer name, or name with another incarnation."""
-        self._feeds.end(source)
+        self.feeds.end(source)
         router = self.routers.get(source.pool)
         if router is not None:
             router.pool.approx.drop(source.target)
 
     def _unfollow_bookings(self, source: SyncSource) -> None:
         """End a peer's feed whose heartbeats have ceased; the next one begins it again."""
-        self._feeds.end(source)
+        self.feeds.end(source)
         router = self.routers.get(source.pool)
         if router is not None:
             router.pool.active.drop_owner(source.router_id)
@@ -510,7 +473,7 @@ class Replica:
     def _remove_router(self, router_id: RouterId) -> None:
         self.peers.pop(router_id, None)
         self._leases.forget(RouterSource(router_id))
-        self._feeds.end_router(router_id)
+        self.feeds.end_router(router_id)
         for router in self.routers.values():
             router.pool.active.drop_owner(router_id)
 

@@ -125,11 +125,11 @@ def test_partial_rank(replica: Replica) -> None:
 def test_audit_in_steps(workers: int, steps: int) -> None:
     """An audit in steps finds the same as one at once, in at most `steps` steps, and reports it once."""
     replica = new_replica()
-    with replica.batch():
-        for number in range(workers):
-            name = f"w{number}"
-            own = replace(card(worker_id=name), block_size=32 if number % 2 else 16)
-            replica.worker_heartbeat(WorkerId(name), encode(worker_beat(own)), 0.0)
+    for number in range(workers):
+        name = f"w{number}"
+        own = replace(card(worker_id=name), block_size=32 if number % 2 else 16)
+        replica.worker_heartbeat(WorkerId(name), encode(worker_beat(own)), 0.0, settles=False)
+    replica.settle()
     whole, stepped = Audit(replica), Audit(replica)
 
     begun, _ = whole.run()
@@ -145,10 +145,10 @@ def test_audit_in_steps(workers: int, steps: int) -> None:
 def test_few_steps_while_idle(workers: int, steps: int) -> None:
     """Only many workers, or expected events, make many steps: an idle replica should sleep."""
     replica = new_replica()
-    with replica.batch():
-        for number in range(workers):
-            own = card(worker_id=f"w{number}")
-            replica.worker_heartbeat(WorkerId(own.worker_id), encode(worker_beat(own)), 0.0)
+    for number in range(workers):
+        own = card(worker_id=f"w{number}")
+        replica.worker_heartbeat(WorkerId(own.worker_id), encode(worker_beat(own)), 0.0, settles=False)
+    replica.settle()
 
     assert steps == Audit(replica).step_count()
 

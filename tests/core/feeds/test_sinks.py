@@ -8,7 +8,7 @@ from kvrouter.core.feeds.sinks import KvSink, SyncSink
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.tables.bookings import Booking, BookingTable, booking_ops
 from kvrouter.core.wire.hashes import pack_hashes
-from kvrouter.core.wire.ids import BookingKey, Target, WorkerId
+from kvrouter.core.wire.ids import BookingKey
 from kvrouter.core.wire.ops import (
     AddRequest,
     ApproxEntry,
@@ -20,6 +20,7 @@ from kvrouter.core.wire.ops import (
     Removed,
     Stored,
 )
+from tests.core.links import Room
 from tests.core.worlds import OTHER, T1
 
 pytestmark = pytest.mark.usefixtures("core")
@@ -36,7 +37,7 @@ def index() -> BlockIndex:
 @pytest.fixture
 def kv(index: BlockIndex) -> KvSink:
     """The sink of a rank with room for ten blocks."""
-    return KvSink(index, T1, 1, lambda: 10)
+    return KvSink(index, T1, 1, {T1.worker_id: Room(10)})
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_kv_ops_change_the_index(kv: KvSink, index: BlockIndex) -> None:
 
 def test_parent_must_be_held_in_the_same_tier_set(index: BlockIndex) -> None:
     """A device block below a parent that is only in host memory is a contradiction; a host block is not."""
-    kv = KvSink(index, T1, 2, lambda: 0)
+    kv = KvSink(index, T1, 2, {T1.worker_id: Room(0)})
     kv.apply(Stored(1, None, pack_hashes(CHAIN[:1])), 0.0)
 
     assert "parent" in kv.apply(Stored(0, 11, pack_hashes(CHAIN[1:])), 0.0)
@@ -110,7 +111,9 @@ def test_kv_check_compares_a_tier_set(kv: KvSink) -> None:
 
 def test_snapshot_with_a_wider_tier_than_the_card(index: BlockIndex) -> None:
     """A tier that the card does not list is indexed, live and by snapshot."""
-    live, loaded = KvSink(index, T1, 1, lambda: 0), KvSink(index, Target(WorkerId("w2")), 1, lambda: 0)
+    other, room = Target(WorkerId("w2")), Room(0)
+    live = KvSink(index, T1, 1, {T1.worker_id: room})
+    loaded = KvSink(index, other, 1, {other.worker_id: room})
     op = Stored(1, None, pack_hashes(CHAIN))
 
     assert not live.apply(op, 0.0)

@@ -22,9 +22,10 @@ def test_many_cards_at_once() -> None:
 
     choose = Pool._choose_targets
     with mock.patch.object(Pool, "_choose_targets", autospec=True, side_effect=choose) as chosen:
-        with replica.batch():
-            for one in CARDS:
-                replica.worker_heartbeat(WorkerId(one.worker_id), encode(worker_beat(one)), 0.0)
+        for one in CARDS:
+            data = encode(worker_beat(one))
+            replica.worker_heartbeat(WorkerId(one.worker_id), data, 0.0, settles=False)
+        replica.settle()
 
         assert 1 == chosen.call_count
     assert 300 == len(replica.router(POOL).pool.targets)
@@ -41,28 +42,16 @@ def test_message_alone() -> None:
     assert [] == list(replica.router(POOL).pool.targets)
 
 
-def test_batch_that_fails() -> None:
-    """Messages before one that raises take effect."""
-    replica = new_replica()
-    try:
-        with replica.batch():
-            replica.worker_heartbeat(T1.worker_id, encode(worker_beat(card())), 0.0)
-            raise ZeroDivisionError
-    except ZeroDivisionError:
-        pass
-
-    assert [T1] == list(replica.router(POOL).pool.targets)
-
-
 @pytest.mark.parametrize("state", ["up", "draining"])
 def test_targets_that_are_too_many(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound of targets holds within a batch, and for workers that take no requests yet."""
     monkeypatch.setattr(core_replica, "TARGETS_MOST", 10)
     replica = new_replica()
 
-    with replica.batch():
-        for one in [card(f"w{n}", ranks=4) for n in range(5)]:
-            replica.worker_heartbeat(WorkerId(one.worker_id), encode(worker_beat(one, state=state)), 0.0)
+    for one in [card(f"w{n}", ranks=4) for n in range(5)]:
+        data = encode(worker_beat(one, state=state))
+        replica.worker_heartbeat(WorkerId(one.worker_id), data, 0.0, settles=False)
+    replica.settle()
 
     assert (2, 3) == (len(replica.router(POOL).pool.workers), replica.counters.members_refused)
     replica.worker_heartbeat(WorkerId("w1"), encode(worker_beat("w1", state="leave")), 0.0)

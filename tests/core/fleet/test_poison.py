@@ -62,8 +62,8 @@ def hear_peer(replica: Replica, feeds: dict[str, int], incarnation: int = 1000) 
 
 def repair(asking: Replica, owner: Replica) -> None:
     """The owner answers all replay requests."""
-    for feed, wanted in asking.due(0.0, 16):
-        asking.answered(feed, owner.router(POOL).source.answer(wanted, 10**6, 0.0), 0.0)
+    for feed, wanted in asking.feeds.due(0.0, 16):
+        asking.feeds.answered(feed, owner.router(POOL).source.answer(wanted, 10**6, 0.0), 0.0)
     while asking.work(0.0):
         pass
 

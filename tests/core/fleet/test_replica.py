@@ -39,7 +39,7 @@ def test_join_by_hello(replica: Replica) -> None:
 
     assert [T1] == targets(replica)
     assert FeedState.LIVE is replica.readers[KvSource(POOL, W1, 0)].state
-    assert [] == replica.due(0.0, 16)
+    assert [] == replica.feeds.due(0.0, 16)
 
 
 def test_join_with_history(replica: Replica) -> None:
@@ -48,8 +48,8 @@ def test_join_with_history(replica: Replica) -> None:
     source.append([Stored(0, None, pack_hashes(CHAIN))])
     receive_worker(replica, card(), seq=1)
 
-    [(feed, wanted)] = replica.due(0.0, 16)
-    replica.answered(feed, source.answer(wanted, 10**6, 0.0), 0.0)
+    [(feed, wanted)] = replica.feeds.due(0.0, 16)
+    replica.feeds.answered(feed, source.answer(wanted, 10**6, 0.0), 0.0)
     while replica.work(0.0):
         pass
 
@@ -60,10 +60,9 @@ def test_frames_before_the_card_are_ignored(replica: Replica) -> None:
     """Without the card no feed is followed; the heartbeat with the card starts the recovery."""
     frame = encode(Frame(VERSION, 100, 1, [Stored(0, None, pack_hashes(CHAIN))]))
 
-    replica.kv_frame(KvSource(POOL, W1, 0), frame, 0.0)
+    assert not replica.feeds.kv_frame(KvSource(POOL, W1, 0), frame, 0.0)
     receive_worker(replica, "w1", seq=1)
 
-    assert 1 == replica.counters.unknown_messages
     assert {} == replica.readers
 
 
@@ -84,8 +83,8 @@ def test_leave_in_the_middle_of_a_snapshot(replica: Replica) -> None:
     source = FeedSource(100, lambda _now: [Stored(0, None, pack_hashes([n])) for n in range(9000)])
     source.append([Stored(0, None, b"")])
     receive_worker(replica, card(), seq=1)
-    [(feed, wanted)] = replica.due(0.0, 16)
-    replica.answered(feed, source.answer(wanted, 10**6, 0.0), 0.0)
+    [(feed, wanted)] = replica.feeds.due(0.0, 16)
+    replica.feeds.answered(feed, source.answer(wanted, 10**6, 0.0), 0.0)
     assert replica.work(0.0)
     assert FeedState.RECOVERING is replica.readers[feed].state
 
@@ -259,13 +258,13 @@ def test_prefill_rates_of_lost_workers_are_dropped(replica: Replica) -> None:
 def test_recovery_of_a_source_that_left_is_cancelled(replica: Replica) -> None:
     """`cancelled` names the feed once, so the shell stops waiting for its answer."""
     receive_worker(replica, card(), seq=1)
-    [(feed, _)] = replica.due(0.0, 16)
-    assert [] == replica.cancelled()
+    [(feed, _)] = replica.feeds.due(0.0, 16)
+    assert [] == replica.feeds.take_cancelled()
 
     receive_worker(replica, state="leave")
 
-    assert [feed] == replica.cancelled()
-    assert [] == replica.cancelled()
+    assert [feed] == replica.feeds.take_cancelled()
+    assert [] == replica.feeds.take_cancelled()
 
 
 def test_lease_of_a_slow_worker() -> None:

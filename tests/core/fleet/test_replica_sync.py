@@ -47,10 +47,10 @@ def carry(sender: Replica, *receivers: Replica, lost: bool = False) -> None:
 def recover(asking: Replica, owner: Replica) -> int:
     """The owner answers all replay requests; returns their number."""
     asked = 0
-    while wanted := asking.due(0.0, 16):
+    while wanted := asking.feeds.due(0.0, 16):
         for feed, what in wanted:
             answer = owner.router(POOL).source.answer(what, 10**6, 0.0)
-            asking.answered(feed, answer, 0.0)
+            asking.feeds.answered(feed, answer, 0.0)
             asked += 1
         while asking.work(0.0):
             pass
