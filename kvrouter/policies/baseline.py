@@ -101,6 +101,7 @@ def power_of_two(candidates: Candidates, random: Callable[[], float]) -> int:
     first = int(random() * count)
     if count == 1:
         return first
+    # an offset of 1 to count - 1 from the first: distinct without drawing again
     second = (first + 1 + int(random() * (count - 1))) % count
     # two Candidates are cheaper than a column of a thousand
     return second if candidates[second].requests < candidates[first].requests else first

@@ -58,7 +58,7 @@ class Scored(BuiltInPolicy):
             scores = scorer(request, candidates, moment)
             totals = [total + weight * clamped(score) for total, score in zip(totals, scores, strict=True)]
         ranked = [(-round(total, _DIGITS), moment.random(), place) for place, total in enumerate(totals)]
-        if self.max_endpoints == 1:
+        if self.max_endpoints == 1:  # the default: no need to sort a thousand
             return (min(ranked)[2],)
         return [place for _, _, place in sorted(ranked)[: self.max_endpoints]]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """In seconds; NaN without samples."""
+    """In seconds; NaN if there are no samples."""
 
     p50: float
     p90: float

@@ -95,6 +95,7 @@ def _lines(path: Path, raw_lines: Iterable[bytes]) -> Iterator[_Line]:
     previous_ms = 0
     for number, raw in enumerate(raw_lines, start=1):
         line = _line(f"{path}:{number}", raw)
+        # arrivals are differences of timestamps: a negative one would send requests before the first
         if line.timestamp < previous_ms:
             raise TraceError(f"{path}:{number}: timestamp {line.timestamp} is before the previous line's")
         previous_ms = line.timestamp
@@ -107,6 +108,7 @@ def _line(place: str, raw: bytes) -> _Line:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(f"{place}: {error}") from error
     needed = -(-line.input_length // TRACE_ID_TOKENS)
+    # with an id too few, the prompt would be shorter than its length says, and share less than the trace
     if len(line.hash_ids) != needed:
         raise TraceError(
             f"{place}: input_length {line.input_length} needs {needed} hash ids of {TRACE_ID_TOKENS} tokens,"

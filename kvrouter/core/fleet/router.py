@@ -288,6 +288,7 @@ class Router:
             return
         self._reported_changes = self.pool.changes
         cards = list({worker.card.worker_id: worker.card for worker in self.pool.targets.values()}.values())
+        # targets may have been chosen again with the same result
         if cards != self._reported_cards:
             self._reported_cards = cards
             self.selection.policy.on_workers(list(cards))

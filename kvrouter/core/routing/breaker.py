@@ -75,6 +75,7 @@ class CircuitBreakers:
         circuit.failures += 1
         circuit.successes = 0
         circuit.probe_at = None
+        # half-open, one failure is enough: the probe has shown that the target still fails
         if target not in self._open and circuit.failures < self.settings.failures:
             return False
         circuit.opened_at = now
@@ -89,6 +90,7 @@ class CircuitBreakers:
         circuit.successes += 1
         circuit.failures = 0
         circuit.probe_at = None
+        # forgotten, not reset: only targets that fail take memory
         if target not in self._open or circuit.successes >= self.settings.successes:
             self.forget(target)
 

@@ -179,6 +179,7 @@ class Candidates(Sequence[Candidate]):
         return [column[place] for place in self._places]
 
     def _made(self) -> list[Candidate]:
+        # kept: a policy may iterate several times, and a kept decision shows the candidates again
         if self._all is None:
             self._all = [self._candidate(place) for place in self._places]
         return self._all

@@ -204,6 +204,7 @@ class Modes:
             return self.default
         selection = self._others.get(name)
         if selection is None:
+            # kept, not made for each request: a mode that takes turns must remember them
             if self._new_policy is None:
                 raise BadRequestError(f"mode {name!r}: this router has one mode only", param="mode")
             selection = self._others[name] = Selection(self._new_policy(name))
