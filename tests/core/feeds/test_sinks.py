@@ -8,7 +8,7 @@ from kvrouter.core.feeds.sinks import KvSink, SyncSink
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.tables.bookings import Booking, BookingTable, booking_ops
 from kvrouter.core.wire.hashes import pack_hashes
-from kvrouter.core.wire.ids import BookingKey
+from kvrouter.core.wire.ids import BookingKey, Target, WorkerId
 from kvrouter.core.wire.ops import (
     AddRequest,
     ApproxEntry,
