@@ -31,7 +31,7 @@ POLICIES: dict[str, type[BuiltInPolicy]] = {
     "direct": Direct,
 }
 
-# The mode's name in decisions and metrics if `--router-policy` names a class.
+# The mode's name in decisions if `--router-policy` names a class.
 CUSTOM = "own"
 
 

@@ -1,4 +1,4 @@
-"""A custom policy behind a guard: its errors cost a request no worker.
+"""A custom policy behind a guard: its errors never leave a request without a worker.
 
     choose ──> a target, or ranks ──> the eligible targets in order
        └─ raises, or returns something unusable ──> the fewest requests; counted, and logged the first time

@@ -10,7 +10,7 @@ from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.cost import cost, lowest, sample, spread
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 
-# Below this many unseen bookings, one in twenty decisions, spreading would only cost overlap.
+# With fewer unseen bookings, one in twenty decisions, the lowest cost is taken: spreading would cost overlap.
 NEGLIGIBLE = 0.05
 
 # Multiples of the golden ratio fall evenly into [0, 1): the draws of one replica do not clump, and

@@ -1,1 +1,1 @@
-"""Traces, and the same core in virtual time."""
+"""Traces, and the router with simulated engines in virtual time."""

@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvrouter.errors import KvRouterError
 
-# The block size of Mooncake traces: a hash id stands for as many prompt tokens.
+# The block size of Mooncake traces: a hash id stands for this many prompt tokens.
 TRACE_ID_TOKENS = 512
 
 # The first 700 requests of the conversation trace; data/README.md names source and licence.

@@ -39,7 +39,7 @@ class Decided(Struct, frozen=True):
     candidates: Candidates
     eligible: Candidates
     refusals: dict[Target, str]
-    """Targets that were no candidates, and why."""
+    """Targets that were not candidates, and why."""
 
     def about_bytes(self) -> int:
         """An estimate of what keeping it takes."""
