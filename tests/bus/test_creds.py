@@ -80,13 +80,13 @@ async def test_rejected_until_the_file_is_right(server: NatsServer, file: Path, 
     with structlog.testing.capture_logs(processors=[watch]):
         async with Bus.open(options, name="router") as bus, asyncio.timeout(SOON_S):
             connections = Connections(bus)
-            said = await refused.get()
+            entry = await refused.get()
             assert not bus.connected
             write(file, GOOD)
             await connections.reach(1)
 
-    assert "Authorization Violation" in said["error"]
-    assert "NATS rejects these credentials" in said["remedy"]
+    assert "Authorization Violation" in entry["error"]
+    assert "NATS rejects these credentials" in entry["remedy"]
 
 
 @pytest.mark.parametrize("bad", ["", GOOD[:200]])

@@ -25,10 +25,10 @@ def test_private_names() -> None:
 
 async def test_order(nats_url: str) -> None:
     """Messages arrive in order, with subject, payload and reply, and none through nats-py's queue."""
-    told: list[tuple[str, bytes, str]] = []
+    received: list[tuple[str, bytes, str]] = []
     nats = NatsClient()
     await nats.connect(nats_url)
-    await nats.subscribe_plain("plain.>", lambda *message: told.append(message), **ROOM)
+    await nats.subscribe_plain("plain.>", lambda *message: received.append(message), **ROOM)
     queues = [subscription._pending_queue for subscription in nats._subs.values()]
     queued: list[object] = []
     for queue in queues:
@@ -36,21 +36,21 @@ async def test_order(nats_url: str) -> None:
 
     for number in range(5):
         await nats.publish(f"plain.{number}", b"%d" % number, reply="answer.here")
-    await until(lambda: len(told) == 5, "all have come")
+    await until(lambda: len(received) == 5, "all have come")
     await nats.close()
 
-    assert [(f"plain.{number}", b"%d" % number, "answer.here") for number in range(5)] == told
+    assert [(f"plain.{number}", b"%d" % number, "answer.here") for number in range(5)] == received
     assert not queued
 
 
 async def test_callback_that_raises(nats_url: str) -> None:
     """The error callback gets the error, and the next message arrives."""
-    told: list[str] = []
+    received: list[str] = []
     errors: list[Exception] = []
 
     def on_message(subject: str, _data: bytes, _reply: str) -> None:
-        told.append(subject)
-        if len(told) == 1:
+        received.append(subject)
+        if len(received) == 1:
             raise ValueError("no good")
 
     async def on_error(error: Exception) -> None:
@@ -61,7 +61,7 @@ async def test_callback_that_raises(nats_url: str) -> None:
     await nats.subscribe_plain("raising.>", on_message, **ROOM)
     for number in range(2):
         await nats.publish(f"raising.{number}", b"")
-    await until(lambda: len(told) == 2, "both have come")
+    await until(lambda: len(received) == 2, "both have come")
     await nats.close()
 
     assert ["no good"] == [str(error) for error in errors]

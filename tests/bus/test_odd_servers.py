@@ -91,8 +91,8 @@ async def test_odd_answers_at_the_first_connection(new_nats_server: NewServer, a
             bus.publish("a", b"x")
             await inbox.holds(1)
             assert not bus.outage_reason
-    said = [(entry["event"], entry.get("error")) for entry in logs]
-    assert len(said) == len(set(said))
+    warnings = [(entry["event"], entry.get("error")) for entry in logs]
+    assert len(warnings) == len(set(warnings))
 
 
 @pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS)

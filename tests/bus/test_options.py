@@ -110,7 +110,7 @@ async def test_rejected_password(start: Callable[..., str], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (NatsOptions(("http://x:4222",)), "nats://HOST:PORT"),
         (NatsOptions(("x",)), "nats://HOST:PORT"),
@@ -130,9 +130,9 @@ async def test_rejected_password(start: Callable[..., str], tmp_path: Path) -> N
         (NatsOptions(tls_ca=Path("/nowhere")), "--nats-tls-ca"),
     ],
 )
-def test_errors_name_the_flag(options: NatsOptions, said: str) -> None:
+def test_errors_name_the_flag(options: NatsOptions, message: str) -> None:
     """Each mistake is reported with its flag."""
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         options.connect_arguments()
 
 

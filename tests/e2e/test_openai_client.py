@@ -340,14 +340,14 @@ async def test_synchronous_stream_left_early(fleet: Fleet) -> None:
 
 async def test_asynchronous_stream_cancelled(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
     """A cancelled task ends its request."""
-    heard = asyncio.Event()
+    started = asyncio.Event()
 
     async def listen() -> None:
         async for _ in await client.completions.create(stream=True, **ENDLESS):
-            heard.set()
+            started.set()
 
     task = asyncio.create_task(listen())
-    await heard.wait()
+    await started.wait()
     assert 1 == bookings(fleet)
 
     task.cancel()

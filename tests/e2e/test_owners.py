@@ -136,7 +136,7 @@ async def running_worker(nats_url: str, namespace: str) -> AsyncIterator[Worker]
         yield Worker(mocker, publisher, owners, http)
 
 
-def says(*words: str) -> Callable[[OwnersView], bool]:
+def has_texts(*words: str) -> Callable[[OwnersView], bool]:
     """Whether the engine's check has all of these texts."""
 
     def is_said(view: OwnersView) -> bool:
@@ -152,9 +152,9 @@ async def test_agent_and_engine(nats_url: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(engines, "LONGEST_GAP_S", 0.05)
     async with running_worker(nats_url, uuid.uuid4().hex) as worker:
         worker.publisher.stored([1], [1] * 16)
-        await worker.until(says("publishes 1 block ("))
+        await worker.until(has_texts("publishes 1 block ("))
         await worker.ask_engine()
-        await worker.until(says("publishes 1 block (", "holds 4 blocks ("))
+        await worker.until(has_texts("publishes 1 block (", "holds 4 blocks ("))
         worker.publisher.removed([1])
         worker.publisher.stored([2, 3, 4, 5], TOKENS)
         view = await worker.until(lambda view: all(check.is_final for check in view.engines.values()))

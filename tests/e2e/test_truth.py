@@ -151,8 +151,8 @@ async def test_wrong_model_path(nats_url: str, model_path: Path, tmp_path: Path,
 
 def fleet_of(nats_url: str, model_path: Path, **facts: Any) -> Any:
     """One frontend with one mocker, unless the arguments differ."""
-    told: dict[str, Any] = {"frontends": 1, "mockers": 1, "model_path": model_path, **facts}
-    return running_fleet(nats_url, uuid.uuid4().hex, **told)
+    settings: dict[str, Any] = {"frontends": 1, "mockers": 1, "model_path": model_path, **facts}
+    return running_fleet(nats_url, uuid.uuid4().hex, **settings)
 
 
 @pytest.mark.parametrize("asks_usage", [True, False])

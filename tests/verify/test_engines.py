@@ -120,8 +120,8 @@ async def test_published_and_gone(engine: Engine) -> None:
     await checked.look()
     await checked.look()
 
-    (said,) = checked.differences(A, B, C)
-    assert f"its agent publishes 1 block ({C:016x}) on device that its engine does not hold" == said
+    (text,) = checked.differences(A, B, C)
+    assert f"its agent publishes 1 block ({C:016x}) on device that its engine does not hold" == text
     assert 1 == len(checked.differences(A, B, D))
     assert 1 == len(checked.differences(A, B, C, is_partial=True))
 
@@ -133,8 +133,8 @@ async def test_held_and_not_published(engine: Engine) -> None:
     await checked.look()
     await checked.look()
 
-    (said,) = checked.differences(A)
-    assert said.startswith("its engine holds 2 blocks (")
+    (text,) = checked.differences(A)
+    assert text.startswith("its engine holds 2 blocks (")
     assert [] == checked.differences(A, is_partial=True)
     assert ["its agent is partial: blocks that it may lack are not compared"] == checked.doubts(
         A, is_partial=True

@@ -58,7 +58,7 @@ class Looks:
     def __init__(self, *looks: tuple[Json, ...]) -> None:
         self.comparison = Comparison()
         for bodies in looks:
-            self.comparison.add([read_view(f"u{n}", said) for n, said in enumerate(bodies)])
+            self.comparison.add([read_view(f"u{n}", answer) for n, answer in enumerate(bodies)])
 
     @property
     def report(self) -> Report:
@@ -88,21 +88,21 @@ def test_equal() -> None:
 
 def test_other_digest_at_the_same_frame() -> None:
     """It is a difference, also if later frames are equal."""
-    said = Looks((body("r0"), body("r1", digest=f"{8:016x}")), (body("r0", seq=11), body("r1", seq=11)))
+    looks = Looks((body("r0"), body("r1", digest=f"{8:016x}")), (body("r0", seq=11), body("r1", seq=11)))
 
-    assert not said.report.is_equal
+    assert not looks.report.is_equal
     assert [
         f"{KV}, as of frame 1:10: u0 holds device 5 ({AGREED}), u1 device 5 ({8:016x})"
-    ] == said.differences
-    assert [KV] == [row.feed for row in said.report.rows if not row.is_equal]
+    ] == looks.differences
+    assert [KV] == [row.feed for row in looks.report.rows if not row.is_equal]
 
 
 def test_other_digest_at_other_frames() -> None:
     """Two moments of one feed cannot be compared."""
-    said = Looks((body("r0"), body("r1", seq=11, digest=f"{8:016x}")))
+    looks = Looks((body("r0"), body("r1", seq=11, digest=f"{8:016x}")))
 
-    assert [] == said.comparison.differences
-    assert [f"{KV}: u0 and u1 were never at the same frame (now 1:10 and 1:11)"] == said.differences
+    assert [] == looks.comparison.differences
+    assert [f"{KV}: u0 and u1 were never at the same frame (now 1:10 and 1:11)"] == looks.differences
 
 
 def test_met_at_different_looks() -> None:
@@ -123,9 +123,9 @@ def test_owner_is_a_party() -> None:
     """A booking that its owner has freed and a peer still holds is an error."""
     peer = body("r1")
     peer["bookings"][0]["owners"] = {"r0": {"count": 1, "digest": AGREED}}
-    said = Looks((body("r0"), peer))
+    looks = Looks((body("r0"), peer))
 
-    (text,) = said.differences
+    (text,) = looks.differences
     assert text.startswith("bookings of r0 in p, as of frame 3:4: u0 holds bookings 0 ")
     assert text.endswith(f"u1 bookings 1 ({AGREED})")
 
@@ -140,7 +140,7 @@ def test_dead_owner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "says"),
+    ("facts", "text"),
     [
         ({"lag": 3}, f"{KV}: u1 stays behind, by 3 frames now"),
         ({"state": "recovering", "lag": 2}, f"{KV}: at u1: recovering, 2 frames behind"),
@@ -149,12 +149,12 @@ def test_dead_owner() -> None:
         ({"incarnation": 2}, f"{KV}: u0 stays behind, by 0 frames now"),
     ],
 )
-def test_not_in_step(facts: Json, says: str) -> None:
+def test_not_in_step(facts: Json, text: str) -> None:
     """It may end, and is reported if it has not at the end."""
-    said = Looks((body("r0"), body("r1", **facts)))
+    looks = Looks((body("r0"), body("r1", **facts)))
 
-    assert [] == said.comparison.differences
-    assert says in said.differences
+    assert [] == looks.comparison.differences
+    assert text in looks.differences
 
 
 def test_caught_up() -> None:
@@ -237,9 +237,9 @@ def owned(
 
 def with_owners(view: OwnersView, *bodies: Json) -> Report:
     """One look at replicas, then at owners."""
-    said = Looks(bodies)
-    said.comparison.add_owners(view)
-    return said.report
+    looks = Looks(bodies)
+    looks.comparison.add_owners(view)
+    return looks.report
 
 
 def test_equal_to_its_agent() -> None:
@@ -310,11 +310,11 @@ def test_engine_contradicts() -> None:
 
 def test_error_of_an_agent() -> None:
     """It is certain, and reported once."""
-    said = Looks((body("r0"),))
+    looks = Looks((body("r0"),))
     for _ in range(2):
-        said.comparison.add_owners(owned((10, AGREED), errors=("two answers",)))
+        looks.comparison.add_owners(owned((10, AGREED), errors=("two answers",)))
 
-    assert ["two answers"] == said.differences
+    assert ["two answers"] == looks.differences
 
 
 # --- over HTTP ---
@@ -323,11 +323,11 @@ def test_error_of_an_agent() -> None:
 @contextlib.asynccontextmanager
 async def serving(*answers: Json | int | str) -> AsyncIterator[str]:
     """A replica that gives these answers, one after the other, and then always the last one."""
-    said = iter(answers)
+    remaining = iter(answers)
     last: list[Json | int | str] = []
 
     async def workers(_: web.Request) -> web.Response:
-        last[:] = [next(said, *last)] if last else [next(said)]
+        last[:] = [next(remaining, *last)] if last else [next(remaining)]
         match last[0]:
             case int(status):
                 return web.Response(status=status)
@@ -380,7 +380,7 @@ async def test_unreachable(free_port: Callable[[], int], capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("answer", "text"),
     [
         (503, "answers 503"),
         (404, "by default its --port + 100"),
@@ -390,13 +390,13 @@ async def test_unreachable(free_port: Callable[[], int], capsys: pytest.CaptureF
     ],
 )
 async def test_something_else_answers(
-    answer: Json | int | str, says: str, capsys: pytest.CaptureFixture[str]
+    answer: Json | int | str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2, and the answer."""
     async with serving(body("r0")) as one, serving(answer) as two:
         assert 2 == await verify("--replica", one, "--replica", two)
 
-    assert says in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [[], ["--replica", "u"], ["--replica", "u", "--replica", "http://u/"]])

@@ -261,7 +261,7 @@ METRICS_4 = (
 )
 
 
-def says(size: int) -> Callable[[WorkerBeat], bool]:
+def has_block_size(size: int) -> Callable[[WorkerBeat], bool]:
     """Whether a heartbeat has a card with this block size."""
     return lambda beat: beat.card is not None and beat.card.block_size == size
 
@@ -295,10 +295,10 @@ async def test_engine_restarted_between_probes_with_another_block_size(
     tokens = [7] * before
     await scene.events.send(pack({**store(9), "token_ids": tokens, "block_size": before}))
     async with scene.agent():
-        await scene.listener.beat(says(before))
+        await scene.listener.beat(has_block_size(before))
         of_another_size(scene)
 
-        await scene.listener.beat(says(after))
+        await scene.listener.beat(has_block_size(after))
         await scene.listener.until_held(set())
         await scene.events.send(pack({**store(9), "token_ids": [1, 1, 2, 2], "block_size": 4}))
         await scene.listener.until_held(set(sequence_hashes(block_hashes([1, 1, 2, 2], 4))))
@@ -308,7 +308,7 @@ async def test_events_do_not_lower_the_block_size(scene: Scene) -> None:
     """Another KV group may have smaller blocks; the card keeps the largest size of the engine's life."""
     async with scene.agent():
         await scene.events.send(pack({**store(9), "token_ids": [7] * 8, "block_size": 8}))
-        await scene.listener.beat(says(8))
+        await scene.listener.beat(has_block_size(8))
         await scene.events.send(pack(store(5)))
         small, large = block_hashes([5, 5], 2), block_hashes([7] * 8, 8)
         await scene.listener.until_held({A, *sequence_hashes(small), *sequence_hashes(large)})

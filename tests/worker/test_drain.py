@@ -68,14 +68,14 @@ def test_pause(duty: Duty) -> None:
 
 def test_worker_is_notified() -> None:
     """The worker is notified of each change; signals before its start are kept."""
-    duty, told = Duty(asyncio.Event()), []
+    duty, changes = Duty(asyncio.Event()), []
     duty.pause()
-    duty.attend(lambda: told.append(duty.is_draining))
+    duty.attend(lambda: changes.append(duty.is_draining))
 
     duty.pause()
     duty.retire()
 
-    assert [False, True] == told
+    assert [False, True] == changes
 
 
 # --- looks at the engine ---
@@ -143,16 +143,16 @@ class Agent:
         self.process = process
         self._listener = listener
 
-    async def says(self, state: str) -> WorkerBeat:
+    async def beat(self, state: str) -> WorkerBeat:
         """The next heartbeat with this state."""
         return await self._listener.beat(lambda beat: beat.state == state)
 
     async def ended(self) -> tuple[int, str]:
         """Its exit code, and its log."""
         async with asyncio.timeout(SOON_S):
-            _, said = await self.process.communicate()
+            _, output = await self.process.communicate()
         assert self.process.returncode is not None
-        return self.process.returncode, said.decode()
+        return self.process.returncode, output.decode()
 
 
 @contextlib.asynccontextmanager
@@ -167,7 +167,7 @@ async def running_agent(nats_url: str, engine: EngineServer, *flags: str) -> Asy
         )  # fmt: skip
         agent = Agent(process, listener)
         try:
-            await agent.says("up")
+            await agent.beat("up")
             yield agent
         finally:
             if process.returncode is None:
@@ -179,27 +179,27 @@ async def test_sigterm(nats_url: str, engine: EngineServer) -> None:
     """`draining` after the first SIGTERM, heartbeats while requests run, then `leave` and exit code 0."""
     async with running_agent(nats_url, engine, "--heartbeat-s", "0.1") as agent:
         agent.process.send_signal(signal.SIGTERM)
-        beats = [await agent.says("draining") for _ in range(8)]
+        beats = [await agent.beat("draining") for _ in range(8)]
         engine.metrics = engine.metrics.replace(" 3.0", " 0.0")
-        await agent.says("leave")
-        code, said = await agent.ended()
+        await agent.beat("leave")
+        code, output = await agent.ended()
 
     assert [3] * 8 == [beat.ranks[0].running for beat in beats]
     assert 0 == code
-    assert "reason=idle" in said
+    assert "reason=idle" in output
 
 
 async def test_second_sigterm(nats_url: str, engine: EngineServer) -> None:
     """The second SIGTERM ends the agent at once, although requests run."""
     async with running_agent(nats_url, engine) as agent:
         agent.process.send_signal(signal.SIGINT)
-        await agent.says("draining")
+        await agent.beat("draining")
         agent.process.send_signal(signal.SIGTERM)
-        await agent.says("leave")
-        code, said = await agent.ended()
+        await agent.beat("leave")
+        code, output = await agent.ended()
 
     assert 0 == code
-    assert "leaving at once on request" in said
+    assert "leaving at once on request" in output
 
 
 @pytest.mark.parametrize(("limit_s", "reason"), [("0", "0: leaving at once"), ("0.5", "0.5 has passed")])
@@ -207,35 +207,35 @@ async def test_drain_timeout(nats_url: str, engine: EngineServer, limit_s: str, 
     """After --drain-timeout the agent leaves, although requests run."""
     async with running_agent(nats_url, engine, "--drain-timeout", limit_s) as agent:
         agent.process.send_signal(signal.SIGTERM)
-        await agent.says("leave")
-        code, said = await agent.ended()
+        await agent.beat("leave")
+        code, output = await agent.ended()
 
     assert 0 == code
-    assert f"--drain-timeout {reason}" in said
+    assert f"--drain-timeout {reason}" in output
 
 
 async def test_sigterm_while_the_engine_is_down(nats_url: str, engine: EngineServer) -> None:
     """On an engine that is down nothing runs, also if its last metrics had requests."""
     async with running_agent(nats_url, engine) as agent:
         engine.is_healthy = False
-        await agent.says("down")
+        await agent.beat("down")
         agent.process.send_signal(signal.SIGTERM)
-        await agent.says("leave")
-        code, said = await agent.ended()
+        await agent.beat("leave")
+        code, output = await agent.ended()
 
     assert 0 == code
-    assert "the engine is down" in said
+    assert "the engine is down" in output
 
 
 async def test_maintenance(nats_url: str, engine: EngineServer) -> None:
     """SIGUSR1: draining, also after the engine was down; the next SIGUSR1: up."""
     async with running_agent(nats_url, engine) as agent:
         agent.process.send_signal(signal.SIGUSR1)
-        await agent.says("draining")
+        await agent.beat("draining")
         engine.is_healthy = False
-        await agent.says("down")
+        await agent.beat("down")
         engine.is_healthy = True
-        await agent.says("draining")
+        await agent.beat("draining")
         agent.process.send_signal(signal.SIGUSR1)
 
-        assert "up" == (await agent.says("up")).state
+        assert "up" == (await agent.beat("up")).state

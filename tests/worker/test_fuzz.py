@@ -112,8 +112,8 @@ def damaged(name: str, seed: int, count: int, share: float) -> Iterable[Message]
     """The first messages of the capture: every other one is wrong, and some are broken as well."""
     chance = random.Random(seed)
     for message in captured(name)[:count]:
-        heard = pervert(message, chance, hashes(name)) if chance.random() < 0.5 else [message]
-        for single in heard:
+        received = pervert(message, chance, hashes(name)) if chance.random() < 0.5 else [message]
+        for single in received:
             yield from mutate(single, chance) if chance.random() < share else [single]
 
 
@@ -175,9 +175,9 @@ def test_damaged_replays(seed: int) -> None:
     step = way.do(way.stream.begin())
     for message in messages:
         step = answered(way, step, messages, chance)
-        for heard in mutate(message, chance) if chance.random() < 0.2 else [message]:
-            if len(heard) == 3 and len(heard[1]) == 8:
-                step = way.do(way.stream.receive(int.from_bytes(heard[1], "big"), heard[2]))
+        for received in mutate(message, chance) if chance.random() < 0.2 else [message]:
+            if len(received) == 3 and len(received[1]) == 8:
+                step = way.do(way.stream.receive(int.from_bytes(received[1], "big"), received[2]))
                 step = answered(way, step, messages, chance)
 
     way.do(Step([Restarted()]))
@@ -207,9 +207,9 @@ def replay(messages: list[Message], chance: random.Random) -> list[Numbered]:
     """An engine's answer, with damage."""
     answer: list[Numbered] = []
     for message in messages[: chance.randint(0, 40)]:
-        for heard in mutate(message, chance) if chance.random() < 0.1 else [message]:
-            if len(heard) == 3 and len(heard[1]) == 8:
-                answer.append((int.from_bytes(heard[1], "big"), heard[2]))
+        for received in mutate(message, chance) if chance.random() < 0.1 else [message]:
+            if len(received) == 3 and len(received[1]) == 8:
+                answer.append((int.from_bytes(received[1], "big"), received[2]))
     return answer
 
 

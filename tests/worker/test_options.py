@@ -121,10 +121,10 @@ def test_bad_label_and_key() -> None:
 
 def test_state_file_and_repair(tmp_path: Path) -> None:
     """By default no state is saved, and lost history is repaired if the engine can report."""
-    plain, told = read(), read("--state-file", str(tmp_path / "state"), "--no-kv-repair")
+    plain, flagged = read(), read("--state-file", str(tmp_path / "state"), "--no-kv-repair")
 
     assert (None, True) == (plain.state_file, plain.kv_repair)
-    assert (tmp_path / "state", False) == (told.state_file, told.kv_repair)
+    assert (tmp_path / "state", False) == (flagged.state_file, flagged.kv_repair)
 
 
 @pytest.mark.parametrize("path", ["/nowhere/state", "/"])

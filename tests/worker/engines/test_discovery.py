@@ -142,31 +142,31 @@ async def test_block_size(vllm: Recorded, flag: int | None, events: int, size: i
 async def test_old_vllm(vllm: Recorded) -> None:
     """A vLLM that reports no endpoints uses those of the flags; `lacks` has the flags if there are none."""
     del vllm.answers["/kv_event_sources"]
-    told = replace(vllm.options, endpoints=[EventEndpoints("tcp://e:1", "tcp://e:2")])
+    given = replace(vllm.options, endpoints=[EventEndpoints("tcp://e:1", "tcp://e:2")])
 
     assert (vllm_texts.ENDPOINTS_UNKNOWN,) == (await vllm.learn()).lacks
-    assert () == (await vllm.learn(told)).lacks
+    assert () == (await vllm.learn(given)).lacks
     assert (REPLAY_NOT_GIVEN,) == (
-        await vllm.learn(replace(told, endpoints=[EventEndpoints("tcp://e:1")]))
+        await vllm.learn(replace(given, endpoints=[EventEndpoints("tcp://e:1")]))
     ).lacks
 
 
 async def test_events_by_flag(vllm: Recorded) -> None:
     """Event endpoints in the flags keep the replay endpoint that the engine reports."""
-    told = replace(vllm.options, endpoints=[EventEndpoints("tcp://localhost:26557")])
+    given = replace(vllm.options, endpoints=[EventEndpoints("tcp://localhost:26557")])
 
-    facts = await vllm.learn(told)
+    facts = await vllm.learn(given)
 
     assert () == facts.lacks
     feed = EventEndpoints("tcp://localhost:26557", "tcp://127.0.0.1:26657")
-    assert [feed] == with_discovered(told, facts).endpoints
+    assert [feed] == with_discovered(given, facts).endpoints
 
 
 async def test_wrong_events_by_flag(vllm: Recorded) -> None:
     """If the flags give another port than the engine reports, `lacks` has both, and what is missing."""
-    told = replace(vllm.options, endpoints=[EventEndpoints("tcp://127.0.0.1:24666")])
+    given = replace(vllm.options, endpoints=[EventEndpoints("tcp://127.0.0.1:24666")])
 
-    (contradiction, missing) = (await vllm.learn(told)).lacks
+    (contradiction, missing) = (await vllm.learn(given)).lacks
 
     assert "reports its events at tcp://127.0.0.1:26557, but kv=" in contradiction
     assert "is tcp://127.0.0.1:24666" in contradiction
@@ -175,9 +175,9 @@ async def test_wrong_events_by_flag(vllm: Recorded) -> None:
 
 async def test_topic_by_flag(vllm: Recorded) -> None:
     """A topic in the flags leaves the endpoints to the engine."""
-    told = replace(vllm.options, topic="kv@")
+    given = replace(vllm.options, topic="kv@")
 
-    (feed,) = with_discovered(told, await vllm.learn(told)).endpoints
+    (feed,) = with_discovered(given, await vllm.learn(given)).endpoints
 
     assert EventEndpoints("tcp://127.0.0.1:26557", "tcp://127.0.0.1:26657", "kv@") == feed
 
@@ -205,15 +205,15 @@ async def test_vllm_ranks_without_events(vllm: Recorded) -> None:
 
 def test_flags_before_discovery() -> None:
     """Endpoints in the flags are kept; those of the first rank give those of all ranks."""
-    told = AgentOptions("http://e:1", "w", endpoints=[EventEndpoints("tcp://e:5557", "tcp://e:5657", "t")])
+    given = AgentOptions("http://e:1", "w", endpoints=[EventEndpoints("tcp://e:5557", "tcp://e:5657", "t")])
     feeds = (EventEndpoints("tcp://x:1"), EventEndpoints("tcp://x:2"))
     facts = EngineFacts(Models(("m",), ()), "", Scrape(), ranks=2, endpoints=feeds)
 
-    settled = with_discovered(told, facts)
+    settled = with_discovered(given, facts)
 
-    assert [*told.endpoints, EventEndpoints("tcp://e:5558", "tcp://e:5658", "t")] == list(settled.endpoints)
+    assert [*given.endpoints, EventEndpoints("tcp://e:5558", "tcp://e:5658", "t")] == list(settled.endpoints)
     assert 2 == settled.ranks
-    assert told == with_discovered(told, replace(facts, ranks=1))
+    assert given == with_discovered(given, replace(facts, ranks=1))
 
 
 async def test_sglang(sglang: Recorded) -> None:

@@ -11,7 +11,7 @@ from kvrouter.worker.zmq.sockets import EventEndpoints
 
 
 @pytest.mark.parametrize(
-    ("told", "host", "seen"),
+    ("reported", "host", "used"),
     [
         ("tcp://*:5557", "10.0.0.7", "tcp://10.0.0.7:5557"),
         ("tcp://[::]:5557", "engine", "tcp://engine:5557"),
@@ -22,11 +22,11 @@ from kvrouter.worker.zmq.sockets import EventEndpoints
         ("tcp://0.0.0.0:5557", "10.0.0.7", "tcp://*:5557"),
     ],
 )
-def test_as_the_agent_sees_it(told: str, host: str, seen: str) -> None:
+def test_as_the_agent_sees_it(reported: str, host: str, used: str) -> None:
     """The agent connects to an endpoint that the engine binds, and binds one to which it connects."""
-    feed = EventsConfig(publisher="zmq", endpoint=told).endpoints(host)
+    endpoints = EventsConfig(publisher="zmq", endpoint=reported).endpoints(host)
 
-    assert feed == EventEndpoints(seen)
+    assert endpoints == EventEndpoints(used)
 
 
 def test_replay_is_always_bound() -> None:
@@ -51,7 +51,7 @@ def test_ranks_in_their_order() -> None:
 
     feeds = read_sources(f"{{{body}}}".encode(), "e")
 
-    assert ["tcp://e:5000", "tcp://e:5002", "tcp://e:5010"] == [feed.events for feed in feeds]
+    assert ["tcp://e:5000", "tcp://e:5002", "tcp://e:5010"] == [endpoints.events for endpoints in feeds]
 
 
 @pytest.mark.parametrize(

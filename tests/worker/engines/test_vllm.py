@@ -34,7 +34,7 @@ class Ledger:
     """A sink that records its calls."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def stored(
         self,
@@ -49,13 +49,13 @@ class Ledger:
         block_size: int | None = None,
     ) -> None:
         """Write down what was stored."""
-        self.told.append(("stored", [*engine_hashes], parent, lora_name, salt, tier, [*ids], block_size))
+        self.calls.append(("stored", [*engine_hashes], parent, lora_name, salt, tier, [*ids], block_size))
 
     def removed(self, engine_hashes: Sequence[EngineHash], tier: str = "device") -> None:
-        self.told.append(("removed", [*engine_hashes], tier))
+        self.calls.append(("removed", [*engine_hashes], tier))
 
     def cleared(self) -> None:
-        self.told.append(("cleared",))
+        self.calls.append(("cleared",))
 
 
 def pack(*events: object) -> bytes:
@@ -69,7 +69,7 @@ def passed_on(*events: object) -> tuple[list[tuple[Any, ...]], dict[str, int]]:
     ledger = Ledger()
     adapter = VllmAdapter()
     adapter.publish(adapter.decode(pack(*events)), ledger)
-    return ledger.told, dict(adapter.skipped)
+    return ledger.calls, dict(adapter.skipped)
 
 
 def stored(**changes: object) -> BlockStored:
@@ -80,13 +80,13 @@ def stored(**changes: object) -> BlockStored:
 
 def test_order() -> None:
     """Events are passed on in their order."""
-    told, skipped = passed_on(CLEARED, REMOVED, STORED)
+    calls, skipped = passed_on(CLEARED, REMOVED, STORED)
 
     assert [
         ("cleared",),
         ("removed", [7], "device"),
         ("stored", [7, 8], None, None, None, "device", [], 2),
-    ] == told
+    ] == calls
     assert {} == skipped
 
 
@@ -157,9 +157,9 @@ def test_remote_blocks() -> None:
     """Blocks in a store that others reach as well are ignored, both stores and removals."""
     remote = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "kvcr"}
 
-    told, skipped = passed_on({**STORED, **remote}, {**REMOVED, **remote})
+    calls, skipped = passed_on({**STORED, **remote}, {**REMOVED, **remote})
 
-    assert ([], [2]) == (told, [*skipped.values()])
+    assert ([], [2]) == (calls, [*skipped.values()])
     assert "locality REMOTE" in next(iter(skipped))
 
 
@@ -180,9 +180,9 @@ def test_unknown_type(event: object) -> None:
 )
 def test_unreadable_store(changes: dict[str, object]) -> None:
     """An inconsistent store is skipped: its blocks are missed, no wrong ones are published."""
-    told, skipped = passed_on(STORED | changes)
+    calls, skipped = passed_on(STORED | changes)
 
-    assert ([], [1]) == (told, [*skipped.values()])
+    assert ([], [1]) == (calls, [*skipped.values()])
     assert all(reason.startswith("BlockStored ") for reason in skipped)
 
 
@@ -250,9 +250,9 @@ def test_groups() -> None:
     other = {**STORED, "group_idx": 2, "kv_cache_spec_kind": "full_attention"}
     removals = [{**REMOVED, "group_idx": group} for group in (0, 1)]
 
-    told, skipped = passed_on(window, full, other, *removals)
+    calls, skipped = passed_on(window, full, other, *removals)
 
-    assert ["stored", "removed"] == [entry[0] for entry in told]
+    assert ["stored", "removed"] == [entry[0] for entry in calls]
     assert {
         "group of sliding_window": 1,
         "group of full_attention": 1,
@@ -281,9 +281,9 @@ def test_offloaded_blocks_decide_no_group() -> None:
     placeholder = {**STORED, "token_ids": [], "block_size": 0, "medium": "CPU", "group_idx": 1}
     full = {**STORED, "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
 
-    told, skipped = passed_on(placeholder, full, placeholder)
+    calls, skipped = passed_on(placeholder, full, placeholder)
 
-    assert ["device"] == [entry[5] for entry in told]
+    assert ["device"] == [entry[5] for entry in calls]
     assert {"group of None": 2} == skipped
 
 

@@ -336,26 +336,26 @@ class Engine:
 
     def __init__(self) -> None:
         self.stream = EngineStream(can_replay=True)
-        self.told: list[Action] = []
+        self.actions: list[Action] = []
         self.asked: int | None = None
         self.life = 0
         self.sent: list[Numbered] = []
         self.hear(self.stream.begin())
 
     def hear(self, step: Step) -> None:
-        self.told += step.actions
+        self.actions += step.actions
         self.asked = step.replay_from if step.replay_from is not None else self.asked
 
     def restart(self) -> None:
         self.life += 1
         self.sent = []
 
-    def send(self, *, is_heard: bool) -> None:
+    def send(self, *, is_received: bool) -> None:
         self.sent.append(batch(len(self.sent), f"{self.life}."))
         is_first = (
             self.life > 0 and len(self.sent) == 1
         )  # if it is missed, later ones could look like a continuation
-        if is_heard or is_first:
+        if is_received or is_first:
             self.hear(self.stream.receive(*self.sent[-1]))
 
     def answer(self) -> None:
@@ -372,7 +372,9 @@ class Engine:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(["heard", "heard", "unheard", "answer", "verify", "restart"]), max_size=40))
+@given(
+    st.lists(st.sampled_from(["received", "received", "missed", "answer", "verify", "restart"]), max_size=40)
+)
 def test_any_loss(history: list[str]) -> None:
     """With any loss and any restarts, the engine's present life is applied in order."""
     engine = Engine()
@@ -385,9 +387,9 @@ def test_any_loss(history: list[str]) -> None:
         elif step == "verify":
             engine.hear(engine.stream.verify())
         else:
-            engine.send(is_heard=step == "heard")
+            engine.send(is_received=step == "received")
     engine.settle()
 
-    last_clear = max(i for i, action in enumerate(engine.told) if not isinstance(action, Apply))
-    assert not any(isinstance(action, Lost) for action in engine.told)
-    assert [Apply(*sent) for sent in engine.sent] == engine.told[last_clear + 1 :]
+    last_clear = max(i for i, action in enumerate(engine.actions) if not isinstance(action, Apply))
+    assert not any(isinstance(action, Lost) for action in engine.actions)
+    assert [Apply(*sent) for sent in engine.sent] == engine.actions[last_clear + 1 :]
