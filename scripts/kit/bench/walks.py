@@ -58,7 +58,7 @@ from scripts.kit.http_client import Client, HttpError, request_bytes
 from scripts.kit.script import log_directory, new_console, until_signalled
 
 # Files of each walk, with the hot tables in C. A change may raise one, with its reason here.
-# A chat has more than the planned 30: its small files (roster, unseen bookings, prefill rates) are separate ideas.
+# A chat has more than the planned 30: roster, unseen bookings and prefill rates are small but separate ideas.
 LIMITS = {"chat": 33, "kv event": 16, "add request": 11}
 ROUNDS = 3
 """Recorded, of each walk."""
