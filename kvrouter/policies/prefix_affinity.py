@@ -32,6 +32,7 @@ class PrefixAffinity(BuiltInPolicy):
     reads_tables = True
 
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
+        # first, as in Ray: a fleet out of balance must not follow the cache any further
         if not request.text or self._is_imbalanced(candidates):
             return power_of_two(candidates, moment.random)
         found = self._preferred(request.text, candidates, moment)

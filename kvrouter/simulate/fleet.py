@@ -104,6 +104,7 @@ class Fleet:
         self._labels = labels or {}
         self._config = engine
         self.pool = Pool(_POOL, PoolSettings())
+        # unsynced: there is one replica, so nothing is unseen and the lowest cost always wins
         self.router = Router(
             self.pool,
             RouterRules(policy, chance),

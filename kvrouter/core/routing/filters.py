@@ -132,6 +132,7 @@ class Session(Filter):
         if not request.session or request.wanted is not None:
             return candidates
         bound = moment.tables.sessions.target_of(request.session, moment.now)
+        # not a candidate: it drains, has left or does not serve the adapter, so the session may move
         return candidates.kept([target == bound for target in candidates.targets()]) or candidates
 
 
