@@ -154,7 +154,7 @@ def test_custom_policy() -> None:
         assert "w2" == placed.worker_id
         placed.mark_prefill_completed()
     own = router._router.selection.policy
-    assert ("routed", "r", "w2/0", 200) == own.policy.told[-1]  # type: ignore[attr-defined]
+    assert ("routed", "r", "w2/0", 200) == own.policy.calls[-1]  # type: ignore[attr-defined]
 
     assert by_hand("w1", policy=Fails).route(PROMPT).worker_id
 

@@ -81,7 +81,7 @@ def own(fleet: Fleet) -> GuardedPolicy:
 def told(fleet: Fleet) -> list[Any]:
     """The callbacks that Last has received."""
     policy: Any = own(fleet).policy
-    return list(policy.told)
+    return list(policy.calls)
 
 
 async def test_it_decides_and_its_callbacks_run(fleet_of: FleetOf) -> None:
@@ -103,7 +103,7 @@ async def test_it_decides_and_its_callbacks_run(fleet_of: FleetOf) -> None:
             ("routed", "three", "w0/0", 200),
         ] == heard[both_at:]  # fmt: skip
         policy: Any = own(fleet).policy
-    assert ("close",) == policy.told[-1]
+    assert ("close",) == policy.calls[-1]
 
 
 @pytest.mark.parametrize(

@@ -17,25 +17,25 @@ class Last(Policy):
         self, greeting: str = "", weight: float = 1.0, flag: bool = False, at: Path | None = None
     ) -> None:
         self.arguments = (greeting, weight, flag, at)
-        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
         return candidates[-1]
 
     def on_workers(self, workers: Sequence[Card]) -> None:
-        self.told.append(("workers", [card.worker_id for card in workers]))
+        self.calls.append(("workers", [card.worker_id for card in workers]))
 
     def on_request_routed(self, request: RouteRequest, target: Target, status: int) -> None:
-        self.told.append(("routed", request.request_id, str(target), status))
+        self.calls.append(("routed", request.request_id, str(target), status))
 
     def on_worker_removed(self, worker_id: WorkerId) -> None:
-        self.told.append(("removed", worker_id))
+        self.calls.append(("removed", worker_id))
 
     def close(self) -> None:
-        self.told.append(("close",))
+        self.calls.append(("close",))
 
 
-class Says(Policy):
+class Returns(Policy):
     """Returns the value it was made with."""
 
     def __init__(self, answer: object) -> None:
@@ -44,7 +44,7 @@ class Says(Policy):
     def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
         if isinstance(self.answer, BaseException):
             raise self.answer
-        return self.answer  # type: ignore[return-value]  # that is the point
+        return self.answer  # type: ignore[return-value]  # a wrong answer is wanted
 
 
 class Alone:
@@ -109,14 +109,14 @@ class PlainRefresh(Alone):
     refresh_s = 1.0
 
     def refresh(self) -> None:
-        """Not awaitable."""
+        """Return nothing that can be awaited."""
 
 
 class NoInterval(Alone):
     """Has a refresh without an interval."""
 
     async def refresh(self) -> None:
-        """Would never run."""
+        """Never called without an interval."""
 
 
 NO_CLASS = Alone()

@@ -1,4 +1,4 @@
-"""Candidates written by hand, and moments with a fixed or a seeded chance."""
+"""Candidates written by hand, and moments with fixed or seeded random numbers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def candidate(
     rank: int = 0,
     waiting_loras: Sequence[str] = (),
     running_loras: Sequence[str] | None = None,
-    **facts: Any,  # the card's own fields
+    **facts: Any,  # fields of the card
 ) -> Candidate:
-    """What REQUEST finds on a worker with `overlap` of its blocks, and the load of other requests there."""
+    """A worker with `overlap` of REQUEST's blocks, and with the load of other requests."""
     own_tokens = ISL - overlap * BLOCK
     return Candidate(
         target=Target(WorkerId(name), rank),
@@ -95,12 +95,12 @@ def columns(candidates: Sequence[Candidate]) -> Candidates:
 
 
 def moment(chance: float = 0.0, *, now: float = 0.0, unseen: float = 0.0, **tables: Any) -> Moment:
-    """A moment whose chance is always the same; `tables` are fields of RoutingTables."""
+    """A moment whose random number is always `chance`; `tables` are fields of RoutingTables."""
     return Moment(now, fixed(chance), RoutingTables(**tables), unseen)
 
 
 def seeded(seed: int) -> Moment:
-    """A moment with real chance."""
+    """A moment with random numbers from this seed."""
     return Moment(0.0, random.Random(seed).random, RoutingTables())
 
 
@@ -118,7 +118,7 @@ def turns(
 def picked(
     policy: BuiltInPolicy, candidates: Sequence[Candidate], request: RouteRequest = REQUEST, **tables: Any
 ) -> list[str]:
-    """The workers that are picked for every chance there is: one name, or the names of a tie."""
+    """The workers picked over 60 random numbers: one name, or the names of a tie."""
     eligible = columns(candidates)
     chances = [step / 60 for step in range(60)]
     names = {eligible[policy.pick(request, eligible, moment(chance, **tables))].target for chance in chances}

@@ -153,7 +153,7 @@ def test_weight_is_one_if_omitted() -> None:
         assert [("queue-scorer", scorers.queue, 1.0)] == list(read_endpoint_picker(document).policy.scorers)
 
 
-def test_names_and_two_of_a_kind() -> None:
+def test_named_plugins_of_one_type() -> None:
     """A plugin may have a name, and a type may be used twice."""
     document = config(
         {"type": "load-aware-scorer", "name": "strict", "parameters": {"threshold": 10}},
@@ -184,7 +184,7 @@ def test_names_and_two_of_a_kind() -> None:
     ],
 )  # fmt: skip
 def test_every_scorer_by_its_published_name(type_: str) -> None:
-    """Each can be used alone."""
+    """Each scorer can be used alone."""
     policy = read_endpoint_picker(config({"type": type_})).policy
 
     assert ["w1"] == picked(policy, [candidate("w1")])
@@ -236,8 +236,8 @@ def test_one_profile_only() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a: [", "- 1", "just words", "a: 2024-13-45", "[" * 3000])
-def test_no_config(text: str) -> None:
-    """Not YAML, or not a mapping."""
+def test_unreadable_config(text: str) -> None:
+    """A text that is not YAML, or not a mapping, is rejected."""
     with pytest.raises(ConfigError, match="router config"):
         load_endpoint_picker(text)
 

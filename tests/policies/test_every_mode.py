@@ -33,7 +33,7 @@ def test_one_worker_is_always_picked(policy: BuiltInPolicy) -> None:
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 1 - 2**-53])
 def test_every_chance_gives_a_candidate(policy: BuiltInPolicy, chance: float) -> None:
-    """The least and the greatest chance stay in range."""
+    """The least and the greatest random number pick a candidate."""
     for count in (1, 2, 3, 7):
         candidates = [candidate(f"w{number}", overlap=number) for number in range(count)]
 
@@ -41,7 +41,7 @@ def test_every_chance_gives_a_candidate(policy: BuiltInPolicy, chance: float) ->
 
 
 def test_equal_workers_are_picked_equally_often(policy: BuiltInPolicy) -> None:
-    """A tie never goes to the same worker always (#737, #3581, sglang #32983)."""
+    """Ties do not always go to the same worker (#737, #3581, sglang #32983)."""
     candidates = [candidate(name) for name in NAMES]
 
     picks = Counter(turns(policy, candidates, 2000))
@@ -50,7 +50,7 @@ def test_equal_workers_are_picked_equally_often(policy: BuiltInPolicy) -> None:
 
 
 def test_equally_cached_workers_are_picked_equally_often(policy: BuiltInPolicy) -> None:
-    """The same where all hold the prompt."""
+    """The same applies where all workers have cached the prompt."""
     candidates = [candidate(name, overlap=9, requests=2) for name in NAMES]
 
     picks = Counter(turns(policy, candidates, 2000))
@@ -59,7 +59,7 @@ def test_equally_cached_workers_are_picked_equally_often(policy: BuiltInPolicy) 
 
 
 def test_no_reports_and_no_tokens(policy: BuiltInPolicy) -> None:
-    """Neither an engine that reports nothing nor a prompt that is not known stops a choice."""
+    """A mode chooses without reports of engines and without tokens of the prompt."""
     candidates = [candidate(name, waiting=None, usage=None) for name in NAMES]
 
     assert policy.pick(RouteRequest("text"), columns(candidates), moment()) in range(4)
@@ -67,7 +67,7 @@ def test_no_reports_and_no_tokens(policy: BuiltInPolicy) -> None:
 
 
 def test_terms_explain_each_candidate_and_change_nothing(policy: BuiltInPolicy) -> None:
-    """One row each, all with the same names; asking twice gives the same."""
+    """Each candidate has a row with the same names; a second call gives equal rows."""
     candidates = [candidate(name, overlap=3, requests=1) for name in NAMES]
     what = moment()
 
@@ -92,7 +92,7 @@ def test_parse_wanted(header: str, wanted: Wanted) -> None:
 
 
 @pytest.mark.parametrize("header", ["", "/1", "w1/", "w1/x", "w1/-1", "w1/1/2"])
-def test_parse_wanted_refuses(header: str) -> None:
-    """What it is not, and how it is written."""
+def test_parse_wanted_rejects(header: str) -> None:
+    """The error shows the format of the header."""
     with pytest.raises(BadRequestError, match="<worker_id>"):
         parse_wanted(header)

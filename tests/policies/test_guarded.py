@@ -11,7 +11,7 @@ import pytest
 from kvrouter.core.routing.policy import Candidate, Choice, Policy, RouteRequest
 from kvrouter.core.routing.selection import Selection
 from kvrouter.policies.guarded import ANSWER, GuardedPolicy
-from tests.policies.guarded_classes import Fails, Last, Says
+from tests.policies.guarded_classes import Fails, Last, Returns
 from tests.policies.tables import REQUEST, candidate, columns, moment, picked, seeded, target
 
 A, B, C = candidate("a", requests=2), candidate("b", requests=1), candidate("c", requests=5)
@@ -20,7 +20,7 @@ ALL = [A, B, C]
 
 def order(answer: Any, candidates: list[Candidate] = ALL, chance: float = 0.0) -> list[str]:
     """The workers in the order in which they are tried."""
-    policy = GuardedPolicy(Says(answer), "says")
+    policy = GuardedPolicy(Returns(answer), "custom")
     chosen = Selection(policy).choose(REQUEST, columns(candidates), moment())
     assert {} == policy.troubles
     return [str(one.target.worker_id) for one in chosen]
@@ -46,14 +46,14 @@ def test_rank_without_an_eligible_target() -> None:
 
 def test_ties_in_a_rank() -> None:
     """Equal load in a rank: chance decides."""
-    twins = [candidate("x"), candidate("y"), candidate("z", requests=1)]
-    policy, chance = GuardedPolicy(Says([twins]), "says"), seeded(1)
+    equal = [candidate("x"), candidate("y"), candidate("z", requests=1)]
+    policy, chance = GuardedPolicy(Returns([equal]), "custom"), seeded(1)
 
-    assert {0, 1} == {policy.pick(REQUEST, columns(twins), chance) for _ in range(100)}
+    assert {0, 1} == {policy.pick(REQUEST, columns(equal), chance) for _ in range(100)}
 
 
 @pytest.mark.parametrize(
-    ("answer", "where", "said"),
+    ("answer", "where", "message"),
     [
         (None, ANSWER, "choose returned None: return a Target, a Candidate, or a list of lists"),
         (0, ANSWER, "choose returned 0"),
@@ -67,28 +67,28 @@ def test_ties_in_a_rank() -> None:
     ],
     ids=str,
 )
-def test_errors_fall_back(answer: Any, where: str, said: str) -> None:
+def test_errors_fall_back(answer: Any, where: str, message: str) -> None:
     """An unusable choice means the fewest requests; it is counted each time and reported once."""
-    policy = GuardedPolicy(Says(answer), "says")
+    policy = GuardedPolicy(Returns(answer), "custom")
 
     assert ["b"] == picked(policy, ALL)
     (news,) = policy.take_news()
-    assert ("says", where) == news[:2]
-    assert said in news.what
+    assert ("custom", where) == news[:2]
+    assert message in news.what
     assert ("Traceback" in news.traceback) == (where == "choose")
     assert {where: 60} == policy.troubles
     assert [] == policy.take_news()
 
 
-def test_result_of_what_was_cancelled() -> None:
+def test_cancelled_error_in_choose() -> None:
     """A CancelledError out of choose is an error of the policy: the request is still routed."""
-    policy = GuardedPolicy(Says(asyncio.CancelledError()), "says")
+    policy = GuardedPolicy(Returns(asyncio.CancelledError()), "custom")
 
     assert ["b"] == picked(policy, ALL)
     assert {"choose": 60} == policy.troubles
 
 
-def test_it_may_change_its_list() -> None:
+def test_policy_may_change_its_list() -> None:
     """It may sort or empty its list of candidates without an effect elsewhere."""
 
     class Takes(Policy):
@@ -122,18 +122,18 @@ def test_hooks_are_passed_on_and_guarded() -> None:
         policy.on_worker_removed(target("a").worker_id)
         policy.close()
 
-    assert [("workers", ["a"]), ("routed", "req", "a/0", 200), ("removed", "a"), ("close",)] == good.told
+    assert [("workers", ["a"]), ("routed", "req", "a/0", 200), ("removed", "a"), ("close",)] == good.calls
     assert {"on_workers", "on_request_routed", "on_worker_removed", "close"} == set(bad.troubles)
 
 
 def test_a_class_without_the_base() -> None:
-    """Only choose is needed."""
+    """A policy needs only `choose`."""
 
     class Bare:
         def choose(self, request: RouteRequest, candidates: list[Candidate]) -> Candidate:
             return candidates[0]
 
-    policy = GuardedPolicy(Bare(), "bare")  # type: ignore[arg-type]  # that is the point
+    policy = GuardedPolicy(Bare(), "bare")  # type: ignore[arg-type]  # it lacks the base on purpose
     policy.on_workers([])
     policy.close()
 
@@ -152,7 +152,7 @@ def test_a_decision_is_explained() -> None:
     assert {"overlap_blocks", "prefill_blocks", "decode_blocks", "requests"} == set(
         decision.verdicts[0].terms
     )
-    assert [] == good.told
+    assert [] == good.calls
 
 
 def test_the_bare_base_falls_back() -> None:

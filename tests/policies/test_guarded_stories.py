@@ -19,8 +19,8 @@ ZONES = {"w1": "a", "w2": "a", "w3": "b", "w4": "b"}
 
 
 @pytest.fixture
-def zoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:  # makes policies of a class made here
-    """Makes a policy of the example's class, as a frontend would."""
+def zoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that constructs the example's policy as a frontend does."""
     (tmp_path / "zoned.py").write_text(blocks("writing-a-policy.md")[0])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "zoned", raising=False)
@@ -34,7 +34,7 @@ def zoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:  # makes poli
 
 
 def test_the_example_is_short() -> None:
-    """Thirty lines of code."""
+    """It has at most 30 lines of code."""
     lines = [line for line in blocks("writing-a-policy.md")[0].splitlines() if line.strip()]
 
     assert 30 >= len([line for line in lines if not line.startswith(('"""', "import", "from"))])
@@ -73,7 +73,7 @@ def test_a_zone_without_workers(zoned: Any) -> None:
 
 
 def test_a_newcomer_gets_its_share(zoned: Any) -> None:
-    """A third worker joins the zone."""
+    """A third worker that joins the zone gets about a third of the requests."""
     policy = zoned("zone=a")
     world = fleet(policy, len(WORKERS), zones={**ZONES, "w5": "a"}, joins={"w5": 2.0})
     run = world.run(newcomer(rate=50))
@@ -82,7 +82,7 @@ def test_a_newcomer_gets_its_share(zoned: Any) -> None:
     assert {} == policy.troubles
 
 
-def test_failures_are_left_alone(zoned: Any) -> None:
+def test_failing_worker_is_avoided(zoned: Any) -> None:
     """After three failed responses a worker gets no requests, until it has left and joined again."""
     policy = zoned("zone=a")
     world = fleet(policy, 2, zones={"w1": "a"})

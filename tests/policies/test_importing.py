@@ -18,14 +18,14 @@ HERE = "tests.policies.guarded_classes"
 
 
 def made(name: str, *arguments: str) -> GuardedPolicy:
-    """The first policy of a class in own_classes."""
+    """The first policy of a class in guarded_classes."""
     policies = load_custom_policy(f"{HERE}:{name}", arguments)
     policies.begin()
     return policies()
 
 
 def test_found() -> None:
-    """A class by module and name, with or without the base class."""
+    """A class is found by module and name, with or without the base class."""
     assert isinstance(made("Last").policy, Last)
     assert f"{HERE}:Last" == made("Last").name
     assert isinstance(made("Alone").policy, Alone)
@@ -52,11 +52,11 @@ def test_arguments_are_converted_to_the_annotated_types() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "message"),
     [
         ("no_such_module:Mine", [], "no module 'no_such_module'; install it, or start kvrouter in"),
         (f"{HERE}.deeper:Mine", [], f"no module '{HERE}.deeper'"),
-        (f"{HERE}:Lst", [], f"{HERE} has no Lst; its classes: Last, Says, Alone, "),
+        (f"{HERE}:Lst", [], f"{HERE} has no Lst; its classes: Last, Returns, Alone, "),
         (":Mine", [], "write package.module:Class"),
         (f"{HERE}:NO_CLASS", [], "is not a class"),
         (f"{HERE}:NoChoose", [], "has no choose(self, request, candidates)"),
@@ -70,7 +70,7 @@ def test_arguments_are_converted_to_the_annotated_types() -> None:
         (f"{HERE}:Last", ["weight"], "--router-policy-arg 'weight': write KEY=VALUE"),
         (f"{HERE}:Last", ["wieght=2"], "takes no 'wieght'; it takes: greeting, weight, flag, at"),
         (f"{HERE}:Last", ["weight=much"], "--router-policy-arg 'weight=much': Expected `float`"),
-        (f"{HERE}:Says", [], "missing a required argument: 'answer'; give it with --router-policy-arg"),
+        (f"{HERE}:Returns", [], "missing a required argument: 'answer'; give it with --router-policy-arg"),
         (
             "zoned",
             [],
@@ -78,12 +78,12 @@ def test_arguments_are_converted_to_the_annotated_types() -> None:
         ),
     ],
 )
-def test_errors_at_start_up(name: str, arguments: list[str], said: str) -> None:
+def test_errors_at_start_up(name: str, arguments: list[str], message: str) -> None:
     """Each error states what to change."""
     with pytest.raises(ConfigError) as raised:
         load_custom_policy(name, arguments)
 
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_module_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_one_policy_for_each_pool() -> None:
 
 
 def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package names its policy; others are listed when the name is wrong."""
+    """An installed package can name its policy; a wrong name lists the installed ones."""
     points = EntryPoints([EntryPoint("last", f"{HERE}:Last", "kvrouter.policies")])
     monkeypatch.setattr("kvrouter.policies.importing.entry_points", lambda group: points.select(group=group))
 

@@ -32,12 +32,12 @@ CHAIN = chain_from(1000, 10)
 
 
 def costs(pool: Pool, what: RouteRequest, weight: float = 1.0) -> list[float]:
-    """What each candidate costs, in order of name."""
+    """The cost of each candidate, in order of name."""
     return [cost(weight, one.prefill_blocks, one.decode_blocks) for one in pool.candidates(what)]
 
 
 def pick(pool: Pool, what: RouteRequest, chance: float = 0.0, weight: float = 1.0) -> Target:
-    """What the policy chooses."""
+    """The target that the policy picks."""
     candidates = pool.candidates(what)
     return candidates[Kv(overlap_weight=weight).pick(what, candidates, moment(chance))].target
 
@@ -72,7 +72,7 @@ def test_weight_decides_between_cache_and_load() -> None:
 
 
 def test_weight_zero_ignores_index_and_charge() -> None:
-    """What is cached and what is charged cost nothing at weight 0; only active blocks do."""
+    """At weight 0 only active blocks have a cost: neither overlap nor charged tokens count."""
     pool, what = new_pool(card("w1"), card("w2")), request(prompt(CHAIN))
     pool.index.store(T1, CHAIN)
     book(pool, T2, [], prefill_tokens=10**6)
@@ -81,7 +81,7 @@ def test_weight_zero_ignores_index_and_charge() -> None:
 
 
 def test_weight_zero_counts_shared_blocks_once() -> None:
-    """Blocks shared with requests in flight are no new load, even at weight 0."""
+    """Blocks shared with requests in flight add no load, even at weight 0."""
     pool, what = new_pool(card("w1"), card("w2")), request(prompt(CHAIN))
     book(pool, T1, CHAIN[:8])
     book(pool, T2, chain_from(50_000, 7))
@@ -103,7 +103,7 @@ def sibling_pool(shared: int, own: int, advantage: int, others: int = 2) -> Pool
 
 @pytest.mark.parametrize("weight", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("shared", "own"), [(6, 2), (1, 4), (30, 10)])
-def test_second_sibling_costs_what_the_design_says(weight: float, shared: int, own: int) -> None:
+def test_cost_of_a_second_sibling(weight: float, shared: int, own: int) -> None:
     """(w+1)(P+2u) next to the first, (w+1)(P+u) on an idle target."""
     second = request(prompt(chain_from(1000, shared) + chain_from(3000, own)))
 
@@ -116,7 +116,7 @@ def test_second_sibling_costs_what_the_design_says(weight: float, shared: int, o
 @pytest.mark.parametrize("weight", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("shared", "own"), [(6, 2), (1, 4), (30, 10)])
 def test_sibling_boundary(weight: float, shared: int, own: int) -> None:
-    """A sibling joins its sibling where all others are busier by more than (w+1)u blocks, else not."""
+    """A sibling joins the first one only if all others have over (w+1)u more active blocks."""
     second = request(prompt(chain_from(1000, shared) + chain_from(3000, own)))
     boundary = int((weight + 1) * own)
 
@@ -130,7 +130,7 @@ def test_sibling_boundary(weight: float, shared: int, own: int) -> None:
 
 
 def test_sibling_goes_to_the_less_busy_target() -> None:
-    """One other target below the boundary is enough to draw the sibling away."""
+    """One target below the boundary is enough to draw the sibling away."""
     pool = sibling_pool(6, 2, advantage=100)
     pool.update(WorkerId("w9"), _up("w9"))
 
@@ -151,14 +151,15 @@ def test_ties_are_random_among_the_equal() -> None:
 
 
 def test_temperature_spreads_the_choice() -> None:
-    """Above 0 the costs 28, 22, 21 draw by softmax over the normalised costs."""
+    """Above 0 the draw is a softmax over the normalised costs, here of 28, 22 and 21."""
     pool, what, draws = published_pool(), request(prompt(CHAIN)), 3000
     weights = [2.718281828459045 ** (-(value - 21) / (7 * 0.5)) for value in (28, 22, 21)]
 
     picks = _draw(pool, what, Kv(temperature=0.5), draws)
 
     expected = [draws * weight / sum(weights) for weight in weights]
-    assert sum((picks[i] - want) ** 2 / want for i, want in enumerate(expected)) < 13.8  # 99.9 %, 2 degrees
+    # 13.8 is chi-squared at 99.9 % for 2 degrees of freedom.
+    assert sum((picks[i] - want) ** 2 / want for i, want in enumerate(expected)) < 13.8
 
 
 def test_requests_own_temperature_wins() -> None:

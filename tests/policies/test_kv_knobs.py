@@ -1,4 +1,4 @@
-"""Mode kv's newer knobs, both off by default: decay of overlap credit, weight on active requests."""
+"""Mode kv: decay of the overlap credit and weight on active requests, both off by default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.policies.tables import ISL, REQUEST, candidate, columns, moment, pick
 
 
 def test_defaults_are_the_published_formula() -> None:
-    """Overlap 2/5/8, active 10/7/9: 28, 22, 21, with both knobs at 0."""
+    """With both at 0, overlap 2/5/8 and active blocks 10/7/9 cost 28, 22 and 21."""
     candidates = [
         candidate("w1", overlap=2, active=10),
         candidate("w2", overlap=5, active=7),
@@ -24,7 +24,7 @@ def test_defaults_are_the_published_formula() -> None:
 
 
 def test_decay_halves_the_credit_at_one_prompt_of_excess() -> None:
-    """A target with one prompt more charged than the least charged: 8 blocks of overlap count as 4."""
+    """With one prompt more charged than on the least charged target, 8 blocks count as 4."""
     cached, idle = candidate("w1", overlap=8, charged=ISL), candidate("w2")
 
     assert [10 + 2 + 10, 20] == Kv().costs(REQUEST, columns([cached, idle]), 1.0)
@@ -35,7 +35,7 @@ def test_decay_halves_the_credit_at_one_prompt_of_excess() -> None:
     ("decay", "excess", "kept"), [(1.0, 0, 8.0), (1.0, 3, 2.0), (2.0, 1, 8 / 3), (0.5, 2, 4.0)]
 )
 def test_decay_formula(decay: float, excess: int, kept: float) -> None:
-    """Of 8 blocks there count 8 / (1 + decay * excess)."""
+    """An overlap of 8 blocks counts as 8 / (1 + decay * excess)."""
     cached = candidate("w1", overlap=8, charged=excess * ISL)
 
     [plain, _] = Kv().costs(REQUEST, columns([cached, candidate("w2")]), 1.0)
@@ -52,7 +52,7 @@ def test_decay_is_measured_from_the_least_charged() -> None:
 
 
 def test_decay_moves_the_choice() -> None:
-    """The cached target is left sooner."""
+    """With decay a busy target loses the request to an idle one sooner."""
     candidates = [candidate("w1", overlap=8, charged=7 * 16), candidate("w2")]
 
     assert ["w1"] == picked(Kv(), candidates)
@@ -69,7 +69,7 @@ def test_request_weight_is_blocks_per_request() -> None:
 
 
 def test_weight_comes_from_request_then_settings_then_mode() -> None:
-    """1.0 is the mode's own."""
+    """The mode's default is 1.0."""
     candidates = [candidate("w1")]
 
     def weight(request: RouteRequest, setting: float | None) -> float:

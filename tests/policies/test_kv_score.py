@@ -42,17 +42,17 @@ def test_published_formula() -> None:
     ],
 )
 def test_each_weight(overlap: float, usage: float, waiting: float, winner: list[str]) -> None:
-    """A weight of 0 takes its term out; all 0 leaves chance."""
+    """A weight of 0 removes its term; with all at 0 the pick is random."""
     assert winner == picked(KvScore(usage, waiting, overlap), THREE)
 
 
 def test_no_request_waits() -> None:
-    """0 / 0 is 0: no term."""
+    """Without waiting requests the term is 0, not 0 / 0."""
     assert [0.0] == scores(KvScore(), candidate("w1", waiting=0))
 
 
 def test_unreported_load_is_the_mean_of_the_others() -> None:
-    """Usage 0.2 and 0.6 make 0.4; waiting 2 and 4 make 3; without any report it is 0."""
+    """Reported usage 0.2 and 0.6 gives 0.4, waiting 2 and 4 gives 3; without reports it is 0."""
     silent = candidate("w3", usage=None, waiting=None)
     others = (candidate("w1", usage=0.2, waiting=2), candidate("w2", usage=0.6, waiting=4))
 
@@ -60,8 +60,8 @@ def test_unreported_load_is_the_mean_of_the_others() -> None:
     assert [0.0] == scores(KvScore(), silent)
 
 
-def test_own_default_weight_is_two() -> None:
-    """A request's own weight beats the setting, and this the mode's 2.0."""
+def test_default_weight_is_two() -> None:
+    """The weight of a request has priority over the setting, and that over the default 2.0."""
     own = RouteRequest("req", REQUEST.prompts, overlap_weight=1.0)
     [half] = [candidate("w1", overlap=5)]
 
@@ -71,7 +71,7 @@ def test_own_default_weight_is_two() -> None:
 
 
 def test_all_busy_is_still_a_choice() -> None:
-    """Full caches and long queues everywhere: the least bad one."""
+    """With full caches and long queues everywhere the highest score still wins."""
     full = [
         candidate(name, usage=1.0, waiting=queue) for name, queue in (("w1", 90), ("w2", 80), ("w3", 100))
     ]

@@ -34,7 +34,7 @@ def workers(*requests: int) -> list[Candidate]:
 
 
 def test_longest_match() -> None:
-    """Where most of the text was sent before, although that tree is the largest."""
+    """The worker with the longest match wins, although its tree is the largest."""
     index = knowing(w1=TEXT[:90] + "x" * 500, w2=TEXT[:40], w3="y")
 
     assert ["w1"] == picked(PrefixAffinity(), workers(5, 0, 0), asking(), texts=index)
@@ -42,7 +42,7 @@ def test_longest_match() -> None:
 
 @pytest.mark.parametrize(("matched", "winner"), [(9, "w3"), (10, "w1")])
 def test_match_rate_threshold_is_strict(matched: int, winner: str) -> None:
-    """9 of 100 characters is below 0.1: the smallest tree. Exactly 10 is not: the match."""
+    """Below a rate of 0.1 the smallest tree wins; at exactly 10 of 100 characters the match."""
     index = knowing(w1=TEXT[:matched] + "x" * 50, w2="y" * 30, w3="z" * 20)
 
     assert [winner] == picked(PrefixAffinity(), workers(0, 0, 0), asking(), texts=index)
@@ -50,40 +50,40 @@ def test_match_rate_threshold_is_strict(matched: int, winner: str) -> None:
 
 @pytest.mark.parametrize(("requests", "winner"), [((10, 0), ["w1"]), ((11, 0), ["w2"])])
 def test_imbalance_is_strict(requests: tuple[int, int], winner: list[str]) -> None:
-    """A difference of 10 is balanced; 11 is not, and then the power of two choices decides."""
+    """A difference of 10 requests is balanced; from 11 on the power of two choices decides."""
     index = knowing(w1=TEXT)
 
     assert winner == picked(PrefixAffinity(), workers(*requests), asking(), texts=index)
 
 
 def test_infinite_imbalance_threshold() -> None:
-    """As in Ray's code since December 2025: load never overrules the match."""
+    """As in Ray since December 2025, load never overrules the match."""
     index = knowing(w1=TEXT)
 
     assert ["w1"] == picked(PrefixAffinity(math.inf), workers(500, 0), asking(), texts=index)
 
 
 def test_equal_matches_go_by_requests() -> None:
-    """All that hold the longest match form one rank; the shortest queue in it wins, ties at random."""
+    """Of the workers with the longest match the fewest requests win; ties are random."""
     index = knowing(w1=TEXT, w2=TEXT, w3=TEXT, w4="")
 
     assert ["w2", "w3"] == picked(PrefixAffinity(), workers(4, 2, 2, 0), asking(), texts=index)
 
 
 def test_equal_trees_go_by_requests() -> None:
-    """Of several smallest trees the one with the fewest requests."""
+    """Of several smallest trees the one with the fewest requests wins."""
     index = knowing(w1="abc", w2="xyz", w3="longer")
 
     assert ["w2"] == picked(PrefixAffinity(), workers(1, 0, 0), asking(), texts=index)
 
 
 def test_new_worker_has_the_smallest_tree() -> None:
-    """One that was never sent anything."""
+    """A worker that has received no text has the smallest tree."""
     assert ["w2"] == picked(PrefixAffinity(), workers(0, 3), asking(), texts=knowing(w1="abc"))
 
 
 def test_no_text_is_power_of_two() -> None:
-    """Of two, the less loaded."""
+    """Without a text, the less loaded of two random workers wins."""
     assert ["w2"] == picked(PrefixAffinity(), workers(1, 0), asking(""), texts=knowing(w1=TEXT))
 
 
@@ -95,7 +95,7 @@ def test_only_candidates_count() -> None:
 
 
 def test_terms() -> None:
-    """Each candidate's own match rate, tree and requests."""
+    """Each candidate's match rate, tree size and requests."""
     index = knowing(w1=TEXT[:50], w2="x" * 7)
 
     assert [

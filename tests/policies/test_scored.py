@@ -37,7 +37,7 @@ def queues(*waiting: int | None) -> list[Candidate]:
     ],
 )
 def test_queue(waiting: tuple[int | None, ...], expected: list[float]) -> None:
-    """(max - waiting) / (max - min); all equal is 1."""
+    """The score is (max - waiting) / (max - min); equal queues give 1."""
     assert expected == scores(scorers.queue, *queues(*waiting))
 
 
@@ -73,7 +73,7 @@ def test_load_aware() -> None:
 
 
 def test_active_request() -> None:
-    """(max - requests) / max; nothing in flight is 1."""
+    """The score is (max - requests) / max; without requests it is 1."""
     loads = [candidate("w1", requests=0), candidate("w2", requests=1), candidate("w3", requests=4)]
 
     assert [1.0, 0.75, 0.0] == scores(scorers.active_request, *loads)
@@ -95,7 +95,7 @@ def test_lora_affinity() -> None:
     assert [1.0] * 5 == scores(scorers.lora_affinity, *candidates)
 
 
-def test_lora_affinity_by_what_is_in_use() -> None:
+def test_lora_affinity_by_adapters_in_use() -> None:
     """If the engine reports the adapters in use, these count, not all that it serves."""
     served: dict[str, Any] = {"lora_names": ("a", "b", "c"), "max_loras": 2}
     candidates = [

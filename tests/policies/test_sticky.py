@@ -1,4 +1,4 @@
-"""Mode sticky: stay with the hit set until one would wait too long there."""
+"""Mode sticky: use the hit set until its wait exceeds the penalty."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvrouter.core.tables.rates import PrefillRates
 from kvrouter.policies.sticky import DEFAULT_PREFILL_RATE, Sticky
 from tests.policies.tables import REQUEST, candidate, columns, moment, picked, target
 
+# Prefill tokens that take a second on a worker without a measured rate.
 SECOND = int(DEFAULT_PREFILL_RATE)
-"""Prefill tokens that take a second where no rate is known."""
 
 
 @pytest.mark.parametrize(("overlap", "winner"), [(8, "w1"), (7, "w2")])
@@ -23,14 +23,14 @@ def test_hit_set_begins_at_its_rate(overlap: int, winner: str) -> None:
 
 @pytest.mark.parametrize(("charged", "winner"), [(SECOND, "w1"), (SECOND + 1, "w2")])
 def test_stays_until_the_penalty(charged: int, winner: str) -> None:
-    """Exactly the penalty longer is still endured."""
+    """A wait that is longer by exactly the penalty is still accepted."""
     candidates = [candidate("w1", overlap=9, charged=charged, requests=5), candidate("w2", requests=4)]
 
     assert [winner] == picked(Sticky(penalty_s=1.0), candidates)
 
 
 def test_penalty_counts_from_the_best_other() -> None:
-    """Where all others wait too, the prompt stays."""
+    """The penalty is measured against the shortest wait outside the hit set."""
     candidates = [
         candidate("w1", overlap=9, charged=3 * SECOND),
         candidate("w2", charged=2 * SECOND),
@@ -51,7 +51,7 @@ def test_measured_rates() -> None:
     """A slow worker's queue takes longer: 10,000 tokens are 10 s at 1,000 tokens/s and 0.5 s by default."""
     rates = PrefillRates()
     rates.observe(target("w1"), 1000, 1.0)
-    rates.observe(target("w1"), 100, 1.0)  # the peak stays 1,000
+    rates.observe(target("w1"), 100, 1.0)  # the peak remains 1,000
     rates.observe(target("w2"), 40_000, 1.0)
     candidates = [candidate("w1", overlap=9, charged=10_000, requests=1), candidate("w2", requests=0)]
 
@@ -60,7 +60,7 @@ def test_measured_rates() -> None:
 
 
 def test_least_loaded_after_saturation() -> None:
-    """The fewest requests, the hit set included."""
+    """Past the penalty the fewest requests win, the hit set included."""
     candidates = [
         candidate("w1", overlap=9, charged=2 * SECOND, requests=0),
         candidate("w2", requests=1),
@@ -70,14 +70,14 @@ def test_least_loaded_after_saturation() -> None:
 
 
 def test_unknown_tokens() -> None:
-    """Nothing is known to be cached: load decides."""
+    """Without tokens the hit set is empty: load decides."""
     unknown = [candidate("w1", requests=2), candidate("w2", requests=1)]
 
     assert ["w2"] == picked(Sticky(), unknown, RouteRequest("text"))
 
 
 def test_terms() -> None:
-    """Hit rate, time to first token, requests."""
+    """The terms are the hit rate, the time to first token, and the requests."""
     [row] = Sticky().terms(
         REQUEST, columns([candidate("w1", overlap=9, charged=SECOND, requests=3)]), moment()
     )

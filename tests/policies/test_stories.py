@@ -1,6 +1,6 @@
-"""The failures other routers are known for, on simulated engines: who avoids them, who shows them on purpose.
+"""Known failures of other routers, on simulated engines: each mode avoids or reproduces them.
 
-A mode that reproduces a published system shows its failures as well; docs/policies.md says which.
+A mode that reproduces a published system has its failures, too; docs/policies.md lists them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvrouter.simulate.fleet import Arrival, Run
 from tests.policies.world import arrival, fleet
 
 WORKERS = ("w1", "w2", "w3", "w4")
+# With an infinite imbalance threshold, as in Ray since December 2025.
 RAY_NOW = "prefix-affinity, unbounded"
-"""With an infinite imbalance threshold, as in Ray's code since December 2025."""
 
 
 def served(mode: str, arrivals: list[Arrival], joins: dict[str, float] | None = None) -> Run:
-    """A run over four workers."""
+    """Run the arrivals over four workers."""
     policy: BuiltInPolicy = (
         PrefixAffinity(math.inf) if mode == RAY_NOW else new_policy(mode, PolicySettings())
     )
@@ -44,7 +44,7 @@ def test_idle_fleet_is_used_evenly(mode: str) -> None:
 
 
 def hot_prefix(start: float = 2.0) -> list[Arrival]:
-    """One request puts 4,096 tokens in one worker's cache; then 60 a second share them."""
+    """One request caches 4,096 tokens on one worker; then 60 requests a second share them."""
     first = arrival(0.0, ((1, 256), (9_999, 8)), 8)
     return [
         first,
@@ -59,14 +59,14 @@ def test_hot_prefix_spreads(mode: str) -> None:
 
     assert max(run.share(worker) for worker in WORKERS) < 0.35
     assert run.ttft.p90 < 0.2
-    assert run.hit_rate > 0.9, "and still most of it is found in a cache"
+    assert run.hit_rate > 0.9, "most tokens are still cached"
 
 
 @pytest.mark.parametrize("mode", ["kv-score", "scored", RAY_NOW])
 def test_hot_prefix_overloads_one_worker(mode: str) -> None:
-    """On purpose, as published: what is cached outweighs any queue, and the queue grows (#737).
+    """As published, cached tokens outweigh any queue, so one worker's queue grows (#737).
 
-    The tuning guide calls it a feedback loop; its remedy is a temperature.
+    The tuning guide calls this a feedback loop, and recommends a temperature above 0.
     """
     run = served(mode, hot_prefix())
 
@@ -85,7 +85,7 @@ def test_hot_prefix_under_sticky() -> None:
 
 
 def test_temperature_breaks_the_feedback_loop() -> None:
-    """kv-score with softmax, as its guide advises: the same traffic, spread."""
+    """With softmax, as its guide advises, kv-score spreads the same traffic."""
     world = fleet(new_policy("kv-score", PolicySettings(temperature=1.0)), len(WORKERS))
 
     run = world.run(hot_prefix())
@@ -95,13 +95,13 @@ def test_temperature_breaks_the_feedback_loop() -> None:
 
 
 def newcomer(rate: float) -> list[Arrival]:
-    """A system prompt of 2,048 tokens that all share, 256 tokens of their own, 128 out."""
+    """Requests with a shared system prompt of 2,048 tokens, 256 unique ones, and 128 output tokens."""
     return [arrival(number / rate, ((1, 128), (10_000 + number, 16)), 128) for number in range(800)]
 
 
 @pytest.mark.parametrize("mode", ["kv", "two-stage", "prefix-affinity", "p2c", "least-loaded", "round-robin"])
 def test_newcomer_is_used_when_needed(mode: str) -> None:
-    """A worker that joins a busy fleet, its cache empty, gets its fifth of the traffic (#10574)."""
+    """An empty worker that joins a busy fleet gets about a fifth of the traffic (#10574)."""
     run = served(mode, newcomer(rate=100), {"w5": 2.0})
 
     assert 0.15 < run.share("w5", last=300) < 0.35
@@ -131,7 +131,7 @@ def misses() -> list[Arrival]:
 
 @pytest.mark.parametrize("mode", ["kv", "sticky", "p2c", "least-loaded", "round-robin", "two-stage"])
 def test_misses_go_by_load(mode: str) -> None:
-    """A worker that joins gets its share of them, no more."""
+    """A worker that joins gets about a fifth of the uncached prompts."""
     run = served(mode, misses(), {"w5": 15.0})
 
     assert 0.14 < run.share("w5", last=300) < 0.26
@@ -145,10 +145,10 @@ def test_misses_go_by_load(mode: str) -> None:
 def test_misses_to_the_smallest_tree_spiral(
     mode: str, share: tuple[float, float], deepest: tuple[int, int]
 ) -> None:
-    """On purpose (sglang #14532): the newcomer's tree is the smallest, so it gets every miss.
+    """As published, the newcomer's tree is the smallest, so it gets every miss (sglang #14532).
 
-    The published imbalance threshold of 10 stops it at eleven requests; without it the queue grows
-    until its tree has caught up.
+    The published imbalance threshold of 10 stops this at eleven requests. Without it the queue grows
+    until the newcomer's tree is as large as the others.
     """
     run = served(mode, misses(), {"w5": 15.0})
 
@@ -157,8 +157,8 @@ def test_misses_to_the_smallest_tree_spiral(
     assert run.deepest[WorkerId("w5")] >= max(run.deepest[WorkerId(worker)] for worker in WORKERS)
 
 
-def test_the_world_is_the_same_twice() -> None:
-    """Virtual time and seeded chance: two runs agree in everything."""
+def test_runs_are_deterministic() -> None:
+    """With virtual time and seeded random numbers two runs are equal."""
     runs: list[Callable[[], Run]] = [lambda: served("kv", hot_prefix()[:50])] * 2
 
     assert runs[0]() == runs[1]()

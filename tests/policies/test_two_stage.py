@@ -1,4 +1,4 @@
-"""Mode two-stage: a group first, then kv within it."""
+"""Mode two-stage: first a group is picked, then mode kv picks within it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.policies.tables import REQUEST, candidate, columns, moment, picked, t
 
 
 def grouped(*groups: str) -> list[Candidate]:
-    """w0, w1, … in these groups."""
+    """Workers w0, w1, … in these groups."""
     return [
         candidate(f"w{number}", labels={"group": group} if group else {})
         for number, group in enumerate(groups)
@@ -25,13 +25,13 @@ def grouped(*groups: str) -> list[Candidate]:
 
 
 def group_of(policy: TwoStage, request: RouteRequest, candidates: list[Candidate]) -> str:
-    """The group that is picked."""
+    """The group of the picked worker."""
     place = policy.pick(request, columns(candidates), moment())
     return str(candidates[place].labels.get("group", ""))
 
 
 def prompt_request(start: int, blocks: int = 10) -> RouteRequest:
-    """A prompt of its own."""
+    """A request whose blocks depend on `start`."""
     return RouteRequest("req", (Prompt(chain_from(start, blocks), blocks * 16),))
 
 
@@ -68,12 +68,12 @@ def test_kept_decision_reports_the_group_of_its_turn() -> None:
 
 
 def test_workers_without_label_take_turns_too() -> None:
-    """They form a group like any other: it must not get every request."""
+    """Workers without a label form a group, which gets its turn only."""
     assert [0, 1, 0, 1] == turns(TwoStage(), grouped("", "b"), 4)
 
 
 def test_without_labels_it_is_kv() -> None:
-    """All in one group."""
+    """Without labels all workers are in one group."""
     assert ["w2"] == picked(
         TwoStage(), [candidate("w1", active=3), candidate("w2"), candidate("w3", active=1)]
     )
@@ -92,7 +92,7 @@ def test_hash_keeps_prefixes_together() -> None:
 
 
 def test_hash_spreads_prefixes() -> None:
-    """Different ones spread over the groups."""
+    """Prompts with different first blocks spread over the groups."""
     candidates = grouped("a", "b", "c", "d")
 
     groups = Counter(group_of(TwoStage("hash"), prompt_request(100 * n), candidates) for n in range(400))
@@ -101,8 +101,8 @@ def test_hash_spreads_prefixes() -> None:
     assert min(groups.values()) > 60
 
 
-def test_a_group_that_leaves_moves_only_its_own() -> None:
-    """Rendezvous: prompts of the other groups stay."""
+def test_group_that_leaves_moves_only_its_prompts() -> None:
+    """Rendezvous hashing: prompts of the other groups stay."""
     policy, before = TwoStage("hash"), grouped("a", "b", "c", "d")
     after = [one for one in before if one.labels["group"] != "c"]
 
@@ -113,7 +113,7 @@ def test_a_group_that_leaves_moves_only_its_own() -> None:
 
 
 def test_short_prompts() -> None:
-    """Fewer blocks than K: all of them; not one block, or unknown tokens: in turn."""
+    """With fewer than K blocks all are hashed; without blocks or tokens groups take turns."""
     policy, candidates = TwoStage("hash"), grouped("a", "b")
     assert group_of(policy, prompt_request(5, 2), candidates) == group_of(
         policy, prompt_request(5, 2), candidates
@@ -135,7 +135,7 @@ def test_header_names_the_group() -> None:
 
 @pytest.mark.parametrize("stage_one", ["", "header:", "roundrobin", "header"])
 def test_wrong_stage_one(stage_one: str) -> None:
-    """Start-up fails, and says what there is."""
+    """An unknown stage one stops the start, and the error lists the known ones."""
     with pytest.raises(ConfigError, match=r"header:"):
         TwoStage(stage_one)
     with pytest.raises(ConfigError, match="at least 1"):

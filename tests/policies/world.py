@@ -16,7 +16,7 @@ ENGINE = EngineConfig(num_blocks=20_000, max_num_seqs=64)
 def arrival(at: float, segments: Sequence[tuple[int, int]], output_tokens: int = 32) -> Arrival:
     """A prompt as `(number, blocks)` of its segments: equal beginnings are shared prefixes.
 
-    Its text has four characters a block.
+    Its text has four characters per block.
     """
     chain: list[int] = []
     for number, blocks in segments:

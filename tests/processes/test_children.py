@@ -17,14 +17,14 @@ from kvrouter.processes.children import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S
 from kvrouter.processes.output import Output
 from tests.serve.serving import is_alive
 
-SAY_AND_STAY = "echo up; trap 'echo bye; exit 0' TERM; while :; do sleep 0.01; done"
-DEAF = "trap '' TERM; echo up; while :; do sleep 0.01; done"
+PRINT_AND_STAY = "echo up; trap 'echo bye; exit 0' TERM; while :; do sleep 0.01; done"
+IGNORES_SIGTERM = "trap '' TERM; echo up; while :; do sleep 0.01; done"
 
 
 async def until(is_so: Callable[[], bool]) -> None:
     """Wait until the condition holds; bounded."""
     async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
+        while not is_so():  # noqa: ASYNC110  # the condition has no event
             await asyncio.sleep(0.005)
 
 
@@ -89,7 +89,7 @@ async def test_started_again(captured: Captured, monkeypatch: pytest.MonkeyPatch
 
 async def test_end(captured: Captured) -> None:
     """`end` sends SIGTERM first, so that a child can end in order."""
-    kept = child(SAY_AND_STAY, captured)
+    kept = child(PRINT_AND_STAY, captured)
     running = asyncio.create_task(kept.keep_running())
     await captured.until(b"up")
 
@@ -103,7 +103,7 @@ async def test_end(captured: Captured) -> None:
 
 async def test_child_that_ignores_sigterm(captured: Captured) -> None:
     """A child that ignores SIGTERM is killed after `patience_s`."""
-    kept = child(DEAF, captured)
+    kept = child(IGNORES_SIGTERM, captured)
     running = asyncio.create_task(kept.run())
     await captured.until(b"up")
 

@@ -16,7 +16,6 @@ class Terminal(io.BytesIO):
     """A stream whose isatty() is true."""
 
     def isatty(self) -> bool:
-        """Yes."""
         return True
 
 
@@ -26,20 +25,18 @@ class Stalled(io.BytesIO):
     def __init__(self) -> None:
         super().__init__()
         self.flows = threading.Event()
-        self.is_asked = threading.Event()
+        self.is_writing = threading.Event()
 
     def write(self, data: object) -> int:
-        """Wait."""
-        self.is_asked.set()
+        self.is_writing.set()
         self.flows.wait()
         return super().write(data)  # type: ignore[arg-type]
 
 
 class Gone(io.BytesIO):
-    """A pipe whose reader has gone."""
+    """A pipe without a reader."""
 
     def write(self, data: object) -> int:
-        """Fail."""
         raise BrokenPipeError
 
 
@@ -60,7 +57,7 @@ def test_endless_line() -> None:
 
 
 def test_labels() -> None:
-    """Each line has its process's name, in a column; errors go to the other stream; no colours in files."""
+    """Each line begins with its process's name; errors go to stderr; files have no colours."""
     out, err = io.BytesIO(), io.BytesIO()
     output = Output(out, err, width=8)
 
@@ -111,7 +108,7 @@ def test_output_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     output = Output(out, io.BytesIO(), width=1)
 
     output.line("a", b"0")
-    out.is_asked.wait(5)
+    out.is_writing.wait(5)
     for number in range(1, 6):
         output.line("a", b"%d" % number)
     out.flows.set()
@@ -120,8 +117,8 @@ def test_output_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [b"a | 0", b"a | 1", b"serve | lines lost: 3", b"a | 2"] == out.getvalue().splitlines()
 
 
-def test_reader_gone() -> None:
-    """When one stream's reader has gone, the other still gets its lines."""
+def test_closed_pipe() -> None:
+    """If one stream's pipe is closed, the other still gets its lines."""
     err = io.BytesIO()
     output = Output(Gone(), err, width=1)
 

@@ -72,7 +72,7 @@ def test_custom_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--trace", "nowhere.jsonl"], "cannot read the trace nowhere.jsonl"),
         (["--tokens-per-id", "40"], "must be a multiple of --block-size 16"),
@@ -82,14 +82,14 @@ def test_custom_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--router-policy", "nowhere:Class"], "nowhere"),
     ],
 )
-def test_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejected_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The error of a wrong command line states what to change."""
     assert 2 == main([*SMALL, *flags])
 
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_requests_that_are_too_long_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_long_requests_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     """They are counted."""
     trace = read_mooncake(CONVERSATION_EXCERPT, 80)
     longer = sum(request.prompt_tokens // 8 >= 2000 for request in trace)

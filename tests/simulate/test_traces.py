@@ -24,12 +24,12 @@ GOOD = {"timestamp": 5, "input_length": 700, "output_length": 9, "hash_ids": [0,
 
 @pytest.fixture
 def trace_file(tmp_path: Path) -> Path:
-    """Where a test puts a trace."""
+    """The path of a test's trace."""
     return tmp_path / "trace.jsonl"
 
 
 def write(path: Path, *lines: object) -> None:
-    """One JSON value a line; text as it is."""
+    """Write one JSON value per line; strings are written unchanged."""
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
 
 
@@ -42,7 +42,7 @@ def at(arrival_s: float, prompt_tokens: int = 512, hash_ids: tuple[int, ...] = (
 
 
 def test_shipped_excerpt() -> None:
-    """It holds 700 requests over 234 s, of which all share block 0, unchanged."""
+    """It has 700 requests over 234 s, and all of them share block 0."""
     requests = read_mooncake(CONVERSATION_EXCERPT)
 
     assert (700, 0.0, 234.0) == (len(requests), requests[0].arrival_s, requests[-1].arrival_s)
@@ -88,7 +88,7 @@ def test_other_fields_are_ignored(trace_file: Path) -> None:
     ],
 )
 def test_malformed_line(trace_file: Path, line: object, says: str) -> None:
-    """The error names file, line, and what is wrong there."""
+    """The error names the file, the line and the problem."""
     write(trace_file, GOOD, line)
 
     with pytest.raises(TraceError, match=f"trace.jsonl:2: .*{says}"):
@@ -104,7 +104,7 @@ def test_bytes_that_are_not_text(trace_file: Path) -> None:
 
 
 def test_nothing_to_read(trace_file: Path) -> None:
-    """No file, a folder, an empty file."""
+    """A missing file, a folder and an empty file are errors."""
     with pytest.raises(TraceError, match=r"cannot read the trace .*: No such file"):
         read_mooncake(trace_file)
     with pytest.raises(TraceError, match=r"cannot read the trace .*: Is a directory"):
@@ -118,7 +118,7 @@ def test_nothing_to_read(trace_file: Path) -> None:
 
 
 def test_scaled_like_the_demo() -> None:
-    """64 tokens an id, an eighth of the output, 234 s in 35."""
+    """64 tokens per id, an eighth of the output, and 35 s instead of 234 s."""
     requests = scaled(read_mooncake(CONVERSATION_EXCERPT), Scaling(64, 8, duration_s=35.0))
 
     assert TraceRequest(0.0, 844, 62, tuple(range(14))) == requests[0]
@@ -127,14 +127,14 @@ def test_scaled_like_the_demo() -> None:
 
 
 def test_nothing_scales_away() -> None:
-    """A prompt and an answer keep one token at least."""
+    """A prompt and an answer keep at least one token."""
     (request,) = scaled([TraceRequest(0.0, 1, 1, (0,))], Scaling(64, 8, duration_s=35.0))
 
     assert (1, 1, (0,)) == (request.prompt_tokens, request.output_tokens, request.hash_ids)
 
 
 def test_id_that_scales_away() -> None:
-    """An id whose only tokens are lost in rounding is left out."""
+    """An id is left out if rounding removes all of its tokens."""
     (request,) = scaled([at(0.0, 513, (0, 1))], Scaling(64))
 
     assert (64, (0,)) == (request.prompt_tokens, request.hash_ids)
@@ -156,7 +156,7 @@ def test_impossible_scaling(wrong: dict[str, int]) -> None:
 
 
 def test_negative_duration() -> None:
-    """It is refused."""
+    """It is rejected."""
     with pytest.raises(TraceError, match="duration_s -1"):
         Scaling(duration_s=-1)
 
@@ -181,7 +181,7 @@ def test_spread_keeps_the_order() -> None:
 
 
 def test_tokens_never_change() -> None:
-    """Pinned: figures of different days compare only if prompts are the same. SHAKE-128 of the id."""
+    """Pinned (SHAKE-128 of the id): figures are comparable only if prompts stay the same."""
     prompts = Prompts(tokens_per_id=64, vocabulary_size=2000)
 
     assert PINNED == prompts.token_ids(at(0.0, 4, (0,))) + prompts.token_ids(at(0.0, 4, (13711,)))
@@ -191,7 +191,7 @@ PINNED = [922, 1674, 899, 429, 1900, 879, 94, 1095]
 
 
 def test_same_id_same_tokens() -> None:
-    """Prompts share exactly what their ids share; a partial block is the beginning of a whole one."""
+    """Prompts share the tokens of their common ids; a partial block is a prefix of the whole one."""
     prompts = Prompts(tokens_per_id=64, vocabulary_size=2000)
 
     whole = prompts.token_ids(at(0.0, 192, (0, 5, 6)))

@@ -55,7 +55,7 @@ async def test_single_samples() -> None:
 
 @pytest.mark.parametrize(("names", "lines"), [((), 5 * 1000 + 2 * 4), (("k_true",), 1000 + 2)])
 async def test_others_run_between_slices(names: tuple[str, ...], lines: int) -> None:
-    """A long list does not hold up the loop, nor does a search in it for a few names."""
+    """Neither a long list nor a search for a few names in it blocks the event loop."""
     turns = 0
 
     async def others() -> None:

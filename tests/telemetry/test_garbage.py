@@ -17,17 +17,17 @@ from kvrouter.telemetry import garbage
 from kvrouter.telemetry.garbage import THRESHOLDS, Pauses, collect_and_freeze, give_back, thresholds_raised
 
 
-class Ring:
-    """Refers to itself: only the collector frees it."""
+class Cycle:
+    """Refers to itself, so that only the collector frees it."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
-async def until_gone(ring: weakref.ref[Ring]) -> None:
+async def until_gone(cycle: weakref.ref[Cycle]) -> None:
     """Return when the cycle has been collected; bounded."""
     async with asyncio.timeout(5):
-        while ring() is not None:  # noqa: ASYNC110  # the collector has no event
+        while cycle() is not None:  # noqa: ASYNC110  # the collector has no event
             await asyncio.sleep(0.005)
 
 
@@ -43,33 +43,33 @@ async def collecting() -> AsyncIterator[None]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_new_rings_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_cycles_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cycle made and dropped since the last collection is collected by the next one."""
     monkeypatch.setattr(garbage, "SET_ASIDE_S", 0.01)
     async with collecting():
         await asyncio.sleep(0.02)
-        ring = Ring()
-        seen = weakref.ref(ring)
-        del ring
+        cycle = Cycle()
+        seen = weakref.ref(cycle)
+        del cycle
 
         await until_gone(seen)
 
 
-async def test_old_rings_go_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_cycles_are_freed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cycle that became garbage after it was frozen is collected with everything."""
     monkeypatch.setattr(garbage, "SET_ASIDE_S", 0.01)
     monkeypatch.setattr(garbage, "EVERYTHING_S", 0.2)
-    ring = Ring()
-    seen = weakref.ref(ring)
+    cycle = Cycle()
+    seen = weakref.ref(cycle)
     async with collecting():
         await asyncio.sleep(0)
         assert gc.get_freeze_count() > 0
-        del ring
+        del cycle
 
         await until_gone(seen)
 
 
-def test_thresholds_come_back() -> None:
+def test_thresholds_are_restored() -> None:
     """Afterwards the thresholds are the former ones: a library must not change its host."""
     before = gc.get_threshold()
     with thresholds_raised():
@@ -96,7 +96,7 @@ def test_pauses_are_measured() -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
 def test_freed_memory_goes_back() -> None:
     """Freed memory is returned, also between pieces that stay in use."""
-    pieces = [b"x" * 60_000 for _ in range(2000)]  # zeros might have no pages
+    pieces = [b"x" * 60_000 for _ in range(2000)]  # zeros might not occupy pages
     kept = pieces[::100]
     peak = _resident_bytes()
     del pieces

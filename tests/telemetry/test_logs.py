@@ -10,7 +10,7 @@ import pytest
 
 from kvrouter.telemetry.logs import MAX_LINES
 
-SPEAK = """
+WRITE_LOGS = """
 import logging, structlog
 from kvrouter.telemetry.logs import set_up_logs
 log = structlog.get_logger()
@@ -23,14 +23,14 @@ try:
 except ZeroDivisionError:
     log.exception("feed.error", subject="s")
 logging.getLogger("nats.aio.client").error("noise")
-logging.getLogger("some.library").warning("library says")
-logging.getLogger("some.library").info("library whispers")
+logging.getLogger("some.library").warning("library warns")
+logging.getLogger("some.library").info("library details")
 """
 
 
-def said(level: str, form: str) -> list[str]:
+def logged(level: str, form: str) -> list[str]:
     """The lines that a process with these settings logs; stdout must stay empty."""
-    code = SPEAK.format(level=level, form=form)
+    code = WRITE_LOGS.format(level=level, form=form)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "" == done.stdout
     return done.stderr.splitlines()
@@ -38,7 +38,7 @@ def said(level: str, form: str) -> list[str]:
 
 def test_json() -> None:
     """`json`: one object per line with event, fields, level and time."""
-    lines = [json.loads(line) for line in said("info", "json") if line.startswith("{")]
+    lines = [json.loads(line) for line in logged("info", "json") if line.startswith("{")]
     lost = lines[1]
 
     assert ["worker.joined", "worker.lost", "feed.error"] == [line["event"] for line in lines]
@@ -47,15 +47,15 @@ def test_json() -> None:
 
 
 def test_json_has_tracebacks() -> None:
-    """An exception is one object too, with its traceback."""
-    failure = next(json.loads(line) for line in said("error", "json") if line.startswith("{"))
+    """An exception is one object, with its traceback."""
+    failure = next(json.loads(line) for line in logged("error", "json") if line.startswith("{"))
 
     assert "ZeroDivisionError" in failure["exception"]
 
 
 def test_console() -> None:
     """`console`: readable lines, without colours if stderr is not a terminal."""
-    lines = said("info", "console")
+    lines = logged("info", "console")
 
     assert any("worker.lost" in line and "worker=w2" in line and "silent_s=31" in line for line in lines)
     assert not any("\x1b" in line for line in lines)
@@ -64,15 +64,15 @@ def test_console() -> None:
 @pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 2), ("warning", 1), ("error", 0)])
 def test_levels(level: str, count: int) -> None:
     """Events below the level are not logged."""
-    assert count == len([line for line in said(level, "json") if '"event": "worker.' in line])
+    assert count == len([line for line in logged(level, "json") if '"event": "worker.' in line])
 
 
 def test_libraries() -> None:
     """Warnings of libraries are logged, except of nats-py: the bus logs the same events once."""
-    lines = said("info", "json")
+    lines = logged("info", "json")
 
-    assert "some.library: library says" in lines
-    assert not any("whispers" in line or "noise" in line for line in lines)
+    assert "some.library: library warns" in lines
+    assert not any("details" in line or "noise" in line for line in lines)
 
 
 FLOOD = """
@@ -88,7 +88,7 @@ structlog.get_logger().info("worker.lost")
 
 
 def test_full_disk() -> None:
-    """Lines that cannot be written are lost; nothing else happens."""
+    """Lines that cannot be written are lost; the process continues."""
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-c", FLOOD.format(count=100)]
         done = subprocess.run(
@@ -101,11 +101,11 @@ def test_full_disk() -> None:
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_no_stderr(form: str) -> None:
     """A process that was started without stderr runs, and logs nowhere."""
-    command = ["sh", "-c", '"$0" -c "$1" 2>&-', sys.executable, SPEAK.format(level="info", form=form)]
+    command = ["sh", "-c", '"$0" -c "$1" 2>&-', sys.executable, WRITE_LOGS.format(level="info", form=form)]
     subprocess.run(command, check=True)
 
 
-def test_reader_that_stands_still() -> None:
+def test_blocked_pipe() -> None:
     """A pipe that is not read blocks no caller; once it is read, it reports the number of lost lines."""
     count = MAX_LINES + 5_000
     command = [sys.executable, "-c", FLOOD.format(count=count)]

@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry
 from kvrouter.telemetry.loop_lag import INTERVAL_S, WINDOW_S, WINDOWS, Longest, LoopLag
 
 
-async def test_stall_is_seen() -> None:
+async def test_stall_is_measured() -> None:
     """A stall longer than the interval is measured with its length."""
     registry = CollectorRegistry()
-    held_s = 10 * INTERVAL_S
+    stall_s = 10 * INTERVAL_S
     with LoopLag(registry).watched():
         await asyncio.sleep(3 * INTERVAL_S)
-        end = time.perf_counter() + held_s
+        end = time.perf_counter() + stall_s
         while time.perf_counter() < end:
             pass
         await asyncio.sleep(2 * INTERVAL_S)
@@ -25,11 +25,11 @@ async def test_stall_is_seen() -> None:
     looks = registry.get_sample_value("kvrouter_loop_lag_seconds_count")
     short = registry.get_sample_value("kvrouter_loop_lag_seconds_bucket", {"le": "0.03"})
     assert longest is not None
-    assert longest >= held_s - 2 * INTERVAL_S
+    assert longest >= stall_s - 2 * INTERVAL_S
     assert (looks or 0) > (short or 0)
 
 
-async def test_ends() -> None:
+async def test_stops_after_the_block() -> None:
     """The measurement ends with the context."""
     registry = CollectorRegistry()
     with LoopLag(registry).watched():

@@ -72,7 +72,7 @@ def test_state_is_read_at_scrape_time() -> None:
 
 
 def test_histogram_with_negative_bounds() -> None:
-    """Buckets of a signed error come through as they are; they have neither sum nor count (Prometheus)."""
+    """Buckets of a signed error are unchanged; Prometheus wants no sum and count for them."""
     registry = CollectorRegistry()
     bounds = {"-1": 2.0, "0": 5.0, "1": 5.0, "+Inf": 6.0}
     registry.register(
