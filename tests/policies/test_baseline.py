@@ -59,13 +59,13 @@ def test_random_is_uniform(pool: Pool) -> None:
 
 
 def test_random_reaches_both_ends(pool: Pool) -> None:
-    """The least and the greatest chance pick the first and the last."""
+    """The least random number picks the first worker, the greatest the last."""
     assert T1 == pick(pool, Random(), moment())
     assert T3 == pick(pool, Random(), moment(1 - 2**-53))
 
 
 def test_modes_by_name() -> None:
-    """`--router-mode` knows these; the plain ones need no tokens."""
+    """The values of `--router-mode`; the plain ones need no tokens."""
     assert {"kv", "round-robin", "random"} <= set(POLICIES)
     assert not POLICIES["random"].needs_tokens
     assert not POLICIES["round-robin"].needs_tokens
@@ -86,12 +86,12 @@ def test_least_loaded() -> None:
 
 
 def test_power_of_two_of_two_takes_the_less_loaded() -> None:
-    """Both are drawn always."""
+    """With two candidates both are always drawn."""
     assert ["w2"] == picked(PowerOfTwo(), [candidate("w1", requests=2), candidate("w2", requests=1)])
 
 
 def test_power_of_two_never_takes_the_most_loaded() -> None:
-    """The one with the most requests always meets one with fewer; the others as pairs decide."""
+    """The candidate with the most requests loses every pair; the others win by their pairs."""
     candidates = [candidate(f"w{load}", requests=load) for load in range(4)]
     chance = seeded(3)
 
@@ -102,7 +102,7 @@ def test_power_of_two_never_takes_the_most_loaded() -> None:
 
 
 def test_power_of_two_draws_all_pairs_equally() -> None:
-    """Five equal ones are picked equally often."""
+    """Five equal candidates are picked equally often."""
     candidates = [candidate(f"w{number}") for number in range(5)]
     chance = seeded(4)
 
@@ -124,13 +124,13 @@ def wanting(worker_id: str, rank: int | None = None) -> RouteRequest:
 
 
 def test_named_rank() -> None:
-    """Exactly this one, however busy."""
+    """The named rank is picked, regardless of its load."""
     assert 0 == Direct().pick(wanting("w1", 0), columns(RANKS), moment())
     assert ["w2"] == picked(Direct(), RANKS, wanting("w2", 0))
 
 
 def test_worker_without_rank() -> None:
-    """Of its ranks the one with the fewest requests."""
+    """Of the worker's ranks the one with the fewest requests is picked."""
     assert 1 == Direct().pick(wanting("w1"), columns(RANKS), moment())
 
 
@@ -141,7 +141,7 @@ def test_no_target_named() -> None:
 
 
 def test_named_target_is_away() -> None:
-    """503, with the targets that there are."""
+    """The error lists the available targets."""
     with pytest.raises(NoWorkersError, match="w3 takes no requests now; there are: w1/0, w1/1, w2/0"):
         Direct().pick(wanting("w3"), columns(RANKS), moment())
     with pytest.raises(NoWorkersError, match="w2/7 takes"):
