@@ -5,9 +5,9 @@
        v
     handed over to aiohttp, with all unread bytes; aiohttp keeps it from then on
 
-A plain request is a POST with a length (request_parser.py). aiohttp serves all else, routes and errors
-included: other methods, HTTP/1.0, chunked and compressed bodies, `Expect`, upgrades, invalid heads, bodies
-above the limit.
+A plain request is a POST with a length (`PlainHeads` in request.py). aiohttp serves all else, routes and
+errors included: other methods, HTTP/1.0, chunked and compressed bodies, `Expect`, upgrades, invalid heads,
+bodies above the limit.
 
 A client that shuts down its sending side after its request counts as gone: the two look the same.
 """
@@ -21,8 +21,16 @@ from typing import TypeAlias, cast
 
 from kvrouter.errors import BodiesFullError
 from kvrouter.relay.answer import Served
-from kvrouter.relay.request import ArrivingBytes, Request, RequestHead, Serve
-from kvrouter.relay.request_parser import END, MAX_HEAD_BYTES, PlainHeads, may_be_plain
+from kvrouter.relay.request import (
+    END,
+    MAX_HEAD_BYTES,
+    ArrivingBytes,
+    PlainHeads,
+    Request,
+    RequestHead,
+    Serve,
+    may_be_plain,
+)
 from kvrouter.relay.transport import is_unsent, reset
 
 # While a request is served, at most this much of the following requests is read. Without the bound a client

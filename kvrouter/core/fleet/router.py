@@ -30,9 +30,8 @@ from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.filters import Filter
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Modes, Selection
-from kvrouter.core.routing.unseen_bookings import UnseenBookings
 from kvrouter.core.routing.worker import Worker
-from kvrouter.core.tables.bookings import Booking, add_request, booking_ops
+from kvrouter.core.tables.bookings import Booking, UnseenBookings, add_request, booking_ops
 from kvrouter.core.tables.predictions import PredictionTable
 from kvrouter.core.tables.text_index import SentTexts
 from kvrouter.core.wire.hashes import hashes_of, pack_hashes

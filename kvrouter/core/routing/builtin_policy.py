@@ -44,7 +44,7 @@ class Moment(Struct, frozen=True):
     """The time of one decision, its source of chance, and the tables it may read.
 
     `random()` returns a number in [0, 1). `unseen` estimates the bookings of other replicas that this
-    decision cannot know of yet (core/routing/unseen_bookings.py).
+    decision cannot know of yet (core/tables/bookings.py).
     """
 
     # Frozen, because a kept decision is explained with the moment it was made in. The tables are the live

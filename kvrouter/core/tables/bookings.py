@@ -31,6 +31,10 @@ from kvrouter.core.wire.ops import AddRequest, MarkPrefillCompleted, Op, Progres
 from kvrouter.core.wire.values import MOST_ID_CHARACTERS
 
 SWEEP_HASHES = 512  # about 1 ms
+# About the time from a booking until the peers know of it (docs/benchmarks.md, sync).
+UNSEEN_WINDOW_S = 0.002
+# Weight of the newest sample in the moving average: a burst of a few dozen requests is enough to raise it.
+UNSEEN_WEIGHT = 0.1
 _MASK64 = (1 << 64) - 1
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -400,3 +404,37 @@ def booking_ops(booking: Booking, hashes: bytes) -> list[Op]:
     if booking.output_blocks:
         ops.append(Progress(number, booking.output_blocks))
     return ops
+
+
+class UnseenBookings:
+    """An estimate of the bookings of other replicas that a decision cannot know of yet.
+
+        booking here ─W──┐   bookings of peers that arrive in this time were decided at about
+             peers: │ │  │ │  the same moment, by replicas that had not seen ours either
+
+    Replicas that decide in one instant see the same fleet and would all choose the same idle worker. The
+    estimate is the number of peers' bookings that arrive within W after a booking made here, averaged over
+    the bookings made here. It is near 0 under steady traffic and grows with bursts.
+    """
+
+    def __init__(self) -> None:
+        self.expected = 0.0
+        self._elsewhere = 0
+        self._open: deque[tuple[float, int]] = deque()
+
+    def booked_here(self, now: float) -> None:
+        """A booking made here: opens a sample that counts the peers' bookings from now on."""
+        if self._open and now - self._open[0][0] > UNSEEN_WINDOW_S:
+            self._close(now)
+        self._open.append((now, self._elsewhere))
+
+    def booked_elsewhere(self, now: float) -> None:
+        """A peer's booking has arrived."""
+        self._close(now)
+        self._elsewhere += 1
+
+    def _close(self, now: float) -> None:
+        """Add the samples whose window has passed to the average."""
+        while self._open and now - self._open[0][0] > UNSEEN_WINDOW_S:
+            _, before = self._open.popleft()
+            self.expected += UNSEEN_WEIGHT * (self._elsewhere - before - self.expected)

@@ -60,17 +60,17 @@ from scripts.kit.script import log_directory, new_console, until_signalled
 # Files of each walk, with the hot tables in C. A change may raise one, with its reason here.
 # A chat has more than the planned 30: roster, unseen bookings and prefill rates are small but separate ideas.
 LIMITS = {"chat": 33, "kv event": 16, "add request": 11}
+# Recorded, of each walk.
 ROUNDS = 3
-"""Recorded, of each walk."""
+# With one there would be nothing to choose from.
 ENGINES = 2
-"""With one there would be nothing to choose from."""
 PATIENCE_S = 20.0
 _PACKAGE = Path(kvrouter.__file__).parent
 _MODEL = "tiny"
+# What is on by default and decides nothing.
 _OPTIONAL_OFF = ("--no-index-metrics", "--no-token-comparison", "--prefix-store-blocks=0", "--decisions=0")
-"""What is on by default and decides nothing."""
+# After the warm-up its worker has these blocks, so no KV event follows from it.
 _CACHED = "the same question each time " * 16
-"""After the warm-up its worker has these blocks, so no KV event follows from it."""
 
 _LAST_CHUNK = b"0\r\n\r\n"
 _WRITE: CodeType = asyncio.selector_events._SelectorSocketTransport.write.__code__  # type: ignore[attr-defined]

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.relay.request import RequestHead
-from kvrouter.relay.request_parser import MAX_HEAD_BYTES, MOST_HEADS, PlainHeads, may_be_plain, parse_plain
+from kvrouter.relay.request import (
+    MAX_HEAD_BYTES,
+    MOST_HEADS,
+    PlainHeads,
+    RequestHead,
+    may_be_plain,
+    parse_plain,
+)
 
 
 def head(*lines: bytes, start: bytes = b"POST /v1/completions HTTP/1.1", length: bytes = b"7") -> bytes:
