@@ -26,7 +26,7 @@ _CREDS = """\
 
 
 class Identity:
-    """A key pair; the same name gives the same one."""
+    """A key pair that depends only on its name."""
 
     def __init__(self, name: str, kind: int) -> None:
         self.name = name

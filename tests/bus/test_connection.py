@@ -66,12 +66,12 @@ def _answer(bus: Bus, reply: str, payload: bytes) -> None:
 
 
 async def _subscribed(bus: Bus, subject: str) -> None:
-    """Commands of one connection are taken in order: after its own answer, its subscription stands."""
+    """The server handles a connection's commands in order: a reply shows that it has subscribed."""
     await bus.request(subject, b"", timeout_s=SOON_S)
 
 
 async def test_request_without_an_answer(bus: Bus, subject: str) -> None:
-    """Without a responder, or too late: a BusError that names the subject."""
+    """A request without a responder, or without a reply in time, raises a BusError with the subject."""
     with pytest.raises(BusError, match=subject):
         await bus.request(subject, b"", timeout_s=SOON_S)
     await bus.subscribe(subject, lambda *_: None)
@@ -133,7 +133,7 @@ async def test_callback_that_fails(bus: Bus, subject: str) -> None:
 
 
 async def test_subscribed_before_connected(nats_url: str, subject: str) -> None:
-    """Subscriptions made at any moment before the connection exists are valid."""
+    """Subscriptions made before the connection exists take effect, at any moment."""
     async with Bus.open(NatsOptions((nats_url,)), name="test") as bus:
         inboxes = []
         connected = Connections(bus)
@@ -161,7 +161,7 @@ async def test_last_message_is_sent(bus: Bus, subject: str, nats_url: str) -> No
     await inbox.holds(1)
 
 
-async def test_server_that_comes_late(new_nats_server: NewServer, subject: str) -> None:
+async def test_server_that_starts_late(new_nats_server: NewServer, subject: str) -> None:
     """The bus works before the server exists: publish returns False, and it connects by itself."""
     server, inbox = new_nats_server(), Inbox()
     async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
@@ -189,7 +189,7 @@ async def test_absent_server_does_not_keep_the_process(new_nats_server: NewServe
 
 
 async def test_server_restarts(new_nats_server: NewServer, subject: str) -> None:
-    """Away, publish returns False; back, the bus has its subscriptions again and sends no stale message."""
+    """While NATS is away publish returns False; afterwards subscriptions work, without stale messages."""
     server, inbox = new_nats_server(), Inbox()
     server.start()
     async with Bus.open(NatsOptions((server.url,)), name="test") as bus:
@@ -238,8 +238,8 @@ async def test_second_server_takes_over(new_nats_server: NewServer, subject: str
         assert bus._client.connected_url.port != first
 
 
-async def test_client_that_closed_for_good_is_replaced(bus: Bus, subject: str) -> None:
-    """If nats-py gives up, a new client is built and subscribed."""
+async def test_closed_client_is_replaced(bus: Bus, subject: str) -> None:
+    """If nats-py closes its client, a new one is built and subscribed."""
     inbox, connected = Inbox(), Connections(bus)
     await bus.subscribe(subject, inbox)
     assert bus._client is not None
@@ -283,9 +283,9 @@ async def test_server_that_dies_during_the_handshake(free_port: Callable[[], int
 async def test_leaving_at_any_moment_of_connecting(
     nats_url: str, free_port: Callable[[], int], is_there: bool
 ) -> None:
-    """However far the connection has come, leaving ends it at once and leaves no task behind.
+    """At any step of connecting, leaving ends the bus at once and leaves no task behind.
 
-    nats-py's waits swallow a cancellation now and then: seen in about 1 of 50 such ends.
+    nats-py sometimes swallows a cancellation: measured in about 1 of 50 such ends.
     """
     url = nats_url if is_there else f"nats://127.0.0.1:{free_port()}"
     for turns in range(60):

@@ -49,7 +49,7 @@ def answer(bus: Bus, reply: str, payload: bytes) -> None:
     bus.publish(reply, payload)
 
 
-async def test_two_users_of_an_account_meet(server: NatsServer, file: Path, tmp_path: Path) -> None:
+async def test_users_of_an_account_reach_each_other(server: NatsServer, file: Path, tmp_path: Path) -> None:
     """Two users with separate .creds files receive each other's messages."""
     router = replace(write(file, GOOD), servers=(server.url,))
     agent = replace(write(tmp_path / "agent.creds", creds(OURS, user("agent"))), servers=(server.url,))
@@ -69,18 +69,18 @@ async def test_two_users_of_an_account_meet(server: NatsServer, file: Path, tmp_
 )
 async def test_rejected_until_the_file_is_right(server: NatsServer, file: Path, strange: str) -> None:
     """The log names the rejected credentials; the bus retries, and reads a renewed file by itself."""
-    refused: asyncio.Queue[Any] = asyncio.Queue()
+    rejections: asyncio.Queue[Any] = asyncio.Queue()
 
     def watch(_logger: object, _name: str, facts: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         if "remedy" in facts:
-            refused.put_nowait(dict(facts))
+            rejections.put_nowait(dict(facts))
         return facts
 
     options = replace(write(file, strange), servers=(server.url,))
     with structlog.testing.capture_logs(processors=[watch]):
         async with Bus.open(options, name="router") as bus, asyncio.timeout(SOON_S):
             connections = Connections(bus)
-            entry = await refused.get()
+            entry = await rejections.get()
             assert not bus.connected
             write(file, GOOD)
             await connections.reach(1)
@@ -107,7 +107,7 @@ async def test_file_that_turns_bad(server: NatsServer, file: Path, bad: str) -> 
     "text", ["", "hello\n", GOOD.partition("-----BEGIN USER")[0], GOOD.replace("\nSU", "\nS")]
 )
 def test_invalid_file(file: Path, text: str) -> None:
-    """It is rejected before the start, and not quoted."""
+    """An invalid file is rejected before the start, and the error does not quote it."""
     options = write(file, text)
 
     with pytest.raises(ConfigError, match=rf"--nats-creds {file}: it has no USER (JWT|NKEY SEED)") as raised:
@@ -116,7 +116,7 @@ def test_invalid_file(file: Path, text: str) -> None:
 
 
 def test_invalid_seed_file(file: Path) -> None:
-    """The same for --nats-nkey."""
+    """An invalid --nats-nkey file is rejected in the same way."""
     file.write_text("hello\n")
 
     with pytest.raises(ConfigError, match=f"--nats-nkey {file}: it has no nkey seed"):

@@ -17,7 +17,7 @@ from kvrouter.errors import ConfigError
 
 
 async def speaks_nats(url: str) -> bool:
-    """Whether a NATS server answers there."""
+    """Whether a NATS server answers at the URL."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
     except OSError:
@@ -52,7 +52,7 @@ def test_no_binary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_server_runs_while_inside(url: str) -> None:
-    """It answers inside the block, and is gone afterwards."""
+    """The server answers inside the block, and has ended afterwards."""
     async with embedded_server(url) as given:
         assert url == given
         assert await speaks_nats(url)
@@ -69,7 +69,7 @@ async def test_server_that_answers_is_used(url: str) -> None:
 
 
 async def test_port_taken_by_another_program(free_port: Callable[[], int]) -> None:
-    """If another program has the port, the error says so, soon."""
+    """If another program has the port, an error soon reports it."""
     port = free_port()
 
     def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -101,7 +101,7 @@ async def test_silent_program(free_port: Callable[[], int]) -> None:
 
 
 async def test_port_0_is_rejected() -> None:
-    """The other processes could not know the port."""
+    """Port 0 is rejected: the other processes could not know the port."""
     with pytest.raises(ConfigError, match="port"):
         async with embedded_server("nats://127.0.0.1:0"):
             pass

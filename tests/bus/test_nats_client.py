@@ -15,7 +15,7 @@ ROOM = {"pending_msgs_limit": 100, "pending_bytes_limit": 100_000}
 
 
 def test_private_names() -> None:
-    """The private names exist: otherwise messages take the queue, and each costs twice as much."""
+    """nats-py has the private names; without them messages take its queue, at twice the cost."""
     names = list(inspect.signature(client.Client._process_msg).parameters)
 
     assert ["self", "sid", "subject", "reply", "data", "headers"] == names
@@ -68,7 +68,7 @@ async def test_callback_that_raises(nats_url: str) -> None:
 
 
 async def test_requests(nats_url: str) -> None:
-    """Requests are answered as before."""
+    """Requests through nats-py still work."""
     nats = NatsClient()
     await nats.connect(nats_url)
     replies: list[asyncio.Task[None]] = []

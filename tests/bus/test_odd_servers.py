@@ -44,17 +44,17 @@ class OddServer:
     def __init__(self, answer: bytes) -> None:
         self.clients = 0
         self._answer = answer
-        self._came = asyncio.Event()
+        self._connected = asyncio.Event()
 
     async def speak(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection."""
         self.clients += 1
-        self._came.set()
+        self._connected.set()
         writer.write(self._answer)
         try:
             await writer.drain()
         except ConnectionError:
-            pass  # it had seen enough
+            pass  # the client has closed the connection already
         finally:
             writer.close()
 
@@ -62,13 +62,13 @@ class OddServer:
         """Wait until there were this many clients."""
         async with asyncio.timeout(SOON_S):
             while self.clients < times:
-                self._came.clear()
-                await self._came.wait()
+                self._connected.clear()
+                await self._connected.wait()
 
 
 @asynccontextmanager
 async def odd_server(port: int, answer: bytes) -> AsyncIterator[OddServer]:
-    """It listens until the block ends."""
+    """A server that listens until the block ends."""
     server = OddServer(answer)
     async with await asyncio.start_server(server.speak, "127.0.0.1", port):
         yield server
@@ -116,8 +116,8 @@ async def test_odd_answers_when_connecting_again(new_nats_server: NewServer, ans
 
 
 @pytest.mark.parametrize("answer", ODD_ONCE_CONNECTED.values(), ids=ODD_ONCE_CONNECTED)
-async def test_odd_words_in_a_connection(new_nats_server: NewServer, answer: bytes) -> None:
-    """A connected server that sends nonsense is left, and NATS found when it is there."""
+async def test_nonsense_in_a_connection(new_nats_server: NewServer, answer: bytes) -> None:
+    """The bus leaves a server that sends nonsense, and connects to NATS once it runs."""
     server, inbox = new_nats_server(), Inbox()
 
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -140,9 +140,7 @@ async def test_odd_words_in_a_connection(new_nats_server: NewServer, answer: byt
         await inbox.holds(1)
 
 
-async def test_client_that_stays_away_is_replaced(
-    new_nats_server: NewServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stuck_client_is_replaced(new_nats_server: NewServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """If nats-py neither connects nor ends, a new client takes over after a while."""
     monkeypatch.setattr(connection, "MAX_AWAY_S", 0.5)
     server = new_nats_server()

@@ -94,18 +94,18 @@ async def test_rejected_password(start: Callable[..., str], tmp_path: Path) -> N
     """After a wrong password the bus retries; the log has the remedy, not the password."""
     address = start("--user", "router", "--pass", "secret")
     password = write(tmp_path / "password", "wrong")
-    refused = asyncio.Event()
+    rejected = asyncio.Event()
 
     def watch(_logger: object, _name: str, facts: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         if "credentials" in str(facts.get("remedy")):
-            refused.set()
+            rejected.set()
         assert "wrong" not in str(facts)
         return facts
 
     with structlog.testing.capture_logs(processors=[watch]):
         options = NatsOptions((f"nats://{address}",), user="router", password_file=password)
         async with Bus.open(options, name="test") as bus, asyncio.timeout(20):
-            await refused.wait()
+            await rejected.wait()
             assert not bus.connected
 
 

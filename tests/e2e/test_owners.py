@@ -137,13 +137,13 @@ async def running_worker(nats_url: str, namespace: str) -> AsyncIterator[Worker]
 
 
 def has_texts(*words: str) -> Callable[[OwnersView], bool]:
-    """Whether the engine's check has all of these texts."""
+    """A condition: the texts of the engine checks contain all of these words."""
 
-    def is_said(view: OwnersView) -> bool:
+    def contains(view: OwnersView) -> bool:
         texts = [text for check in view.engines.values() for text in check.texts]
         return all(any(word in text for text in texts) for word in words)
 
-    return is_said
+    return contains
 
 
 async def test_agent_and_engine(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

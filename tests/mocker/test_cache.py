@@ -71,7 +71,7 @@ def test_last_token_is_always_computed(cache: BlockCache) -> None:
     assert event.parent_block_hash == Chain(token_ids(range(4)), BLOCK_SIZE).hashes[0]
 
 
-def test_hash_lives_until_its_last_copy_goes(cache: BlockCache) -> None:
+def test_hash_is_cached_until_its_last_copy_is_removed(cache: BlockCache) -> None:
     """Three copies need three removals; after two the block is still hit."""
     for _ in range(3):
         serve(cache, [*range(4)])
@@ -91,18 +91,18 @@ def test_generated_blocks_are_cached_without_the_last_token(cache: BlockCache) -
     assert Hit(1, 0) == serve(cache, [5, 6, 7, 0, 9])
 
 
-def test_leaves_go_first(cache: BlockCache) -> None:
+def test_leaves_are_evicted_first(cache: BlockCache) -> None:
     """Of one idle request the tail is evicted before the head."""
     serve(cache, [*range(16)])
     cache.take_events()
 
-    serve(cache, [*range(100, 100 + 4 * 5)])  # one block more than the four that are blank
+    serve(cache, [*range(100, 100 + 4 * 5)])  # one block more than the four unused ones
 
     (removal,) = (event for event in cache.take_events() if isinstance(event, BlockRemoved))
     assert [Chain(token_ids(range(16)), BLOCK_SIZE).hashes[-1]] == removal.block_hashes
 
 
-def test_room_is_made_before_it_is_used(cache: BlockCache) -> None:
+def test_removals_precede_the_store(cache: BlockCache) -> None:
     """Removals come before the store that needs their blocks, one event each."""
     serve(cache, [*range(32)])
     cache.take_events()
@@ -124,7 +124,7 @@ def test_held_blocks_are_not_evicted(cache: BlockCache) -> None:
     assert ([], []) == (late.blocks, cache.take_events())
 
 
-def test_idle_hits_take_room(cache: BlockCache) -> None:
+def test_idle_hits_take_free_blocks(cache: BlockCache) -> None:
     """A hit on an idle block uses it: it no longer counts as free."""
     serve(cache, [*range(16)])
     holder = Chain(token_ids(range(100, 116)), BLOCK_SIZE)

@@ -41,7 +41,7 @@ def engine() -> Engine:
     return Engine(SMALL)
 
 
-def test_answer_has_the_length_asked_for(engine: Engine) -> None:
+def test_answer_has_the_requested_length(engine: Engine) -> None:
     """`max_tokens` tokens, the last of them with its reason."""
     engine.add(request(1, [1, 2, 3], max_tokens=5))
 

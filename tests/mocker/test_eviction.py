@@ -54,8 +54,8 @@ def test_lfu_keeps_what_is_used() -> None:
     assert 2 == order.pop()
 
 
-def test_lfu_forgets() -> None:
-    """A hash that was gone starts at no uses."""
+def test_lfu_count_ends_with_eviction() -> None:
+    """A hash that was evicted starts with no uses again."""
     order = LfuOrder()
     order.used([101, 101, 102])
     order.forget(101)

@@ -162,14 +162,14 @@ async def test_errors(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_not_json(client: aiohttp.ClientSession, path: str) -> None:
-    """400, never 422 or 415."""
+    """A body that is not JSON gives 400, never 422 or 415."""
     for content_type in ("application/json", "text/plain"):
         async with client.post(path, data=b"{", headers={"Content-Type": content_type}) as response:
             assert (400, "Bad Request") == (response.status, (await response.json())["error"]["type"])
 
 
 async def test_unknown_route(client: aiohttp.ClientSession) -> None:
-    """FastAPI's body."""
+    """An unknown route gives FastAPI's 404 body."""
     async with client.get("/nothing") as response:
         assert (404, {"detail": "Not Found"}) == (response.status, await response.json())
 
@@ -194,7 +194,7 @@ async def test_lora_is_chosen_by_model(client: aiohttp.ClientSession, mocker: Mo
 
 
 async def test_health_and_version(client: aiohttp.ClientSession) -> None:
-    """Probes."""
+    """The routes of probes answer."""
     for path in ("/health", "/ping"):
         async with client.get(path) as response:
             assert (200, b"") == (response.status, await response.read())
@@ -298,17 +298,17 @@ async def test_overload(slow: Mocker) -> None:
         await until(lambda: slow.ranks[0].num_unfinished == 2)
 
         async with client.post("/v1/completions", json=body) as response:
-            refused = await response.json()
+            rejected = await response.json()
         first, done = await stream(client, "/v1/completions", body)
         for call in calls:
             call.cancel()
 
     assert (503, 503, "Service Unavailable") == (
         response.status,
-        refused["error"]["code"],
-        refused["error"]["type"],
+        rejected["error"]["code"],
+        rejected["error"]["type"],
     )
-    assert (refused, "[DONE]") == (first, done)
+    assert (rejected, "[DONE]") == (first, done)
     assert 2 == slow.service.rejections
 
 

@@ -90,7 +90,7 @@ class NoChoose(Policy):
 
 
 class AsyncChoose:
-    """Has the signature of Ray's policies."""
+    """Has an async choose, as Ray's policies do."""
 
     async def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Target:
         return candidates[0].target
@@ -104,7 +104,7 @@ class FewArguments:
 
 
 class PlainRefresh(Alone):
-    """Has an async choose."""
+    """Has a refresh that is not async."""
 
     refresh_s = 1.0
 

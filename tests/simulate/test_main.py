@@ -53,7 +53,7 @@ def test_modes_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_same_seed_same_figures(tmp_path: Path) -> None:
-    """Two runs with the same seed agree."""
+    """Runs with the same seed agree, and runs with different seeds differ."""
     flags = ["--router-mode", "kv", "--router-temperature", "0.5"]
 
     assert simulated(tmp_path, *flags) == simulated(tmp_path, *flags)
@@ -90,7 +90,7 @@ def test_rejected_flags(flags: list[str], message: str, capsys: pytest.CaptureFi
 
 
 def test_too_long_requests_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """They are counted."""
+    """The output counts them."""
     trace = read_mooncake(CONVERSATION_EXCERPT, 80)
     longer = sum(request.prompt_tokens // 8 >= 2000 for request in trace)
 

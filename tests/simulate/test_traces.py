@@ -56,7 +56,7 @@ def test_limit() -> None:
 
 
 def test_time_starts_with_the_first_request(trace_file: Path) -> None:
-    """Its timestamp is the zero of time."""
+    """Times are relative to the first timestamp."""
     write(trace_file, GOOD, {**GOOD, "timestamp": 2005})
 
     assert [0.0, 2.0] == [request.arrival_s for request in read_mooncake(trace_file)]
@@ -70,7 +70,7 @@ def test_other_fields_are_ignored(trace_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("{", "truncated"),
         ("", "truncated"),
@@ -87,11 +87,11 @@ def test_other_fields_are_ignored(trace_file: Path) -> None:
         ({**GOOD, "timestamp": 4}, "timestamp 4 is before the previous line's"),
     ],
 )
-def test_malformed_line(trace_file: Path, line: object, says: str) -> None:
+def test_malformed_line(trace_file: Path, line: object, message: str) -> None:
     """The error names the file, the line and the problem."""
     write(trace_file, GOOD, line)
 
-    with pytest.raises(TraceError, match=f"trace.jsonl:2: .*{says}"):
+    with pytest.raises(TraceError, match=f"trace.jsonl:2: .*{message}"):
         read_mooncake(trace_file)
 
 

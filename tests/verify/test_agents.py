@@ -1,4 +1,4 @@
-"""The frames of an agent, requested one by one, from a real publisher or from one that lies."""
+"""The frames of an agent, requested one by one, from a real publisher or with forged answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ BLOCK_SIZE = 4
 
 
 class Agent:
-    """One rank's publisher, which answers like its agent; or first with the answers in `lies`."""
+    """One rank's publisher, which answers as its agent does, after the answers in `forged`."""
 
     def __init__(self, max_bytes: int = 1 << 20) -> None:
         self.publisher = KvPublisher(FakeBus(), "w", BLOCK_SIZE, model="m", incarnation=7)
-        self.lies: list[bytes] = []
+        self.forged: list[bytes] = []
         self.asked: list[ReplayRequest] = []
         self._max_bytes = max_bytes
         self._now = 0.0
@@ -25,7 +25,9 @@ class Agent:
     async def ask(self, request: ReplayRequest) -> bytes:
         """One answer."""
         self.asked.append(request)
-        return self.lies.pop() if self.lies else self.publisher.answer(request, self._max_bytes, self._now)
+        return (
+            self.forged.pop() if self.forged else self.publisher.answer(request, self._max_bytes, self._now)
+        )
 
     def store(self, *engine_hashes: int, tier: str = "device", parent: int | None = None) -> None:
         """Store a chain, in a separate frame."""
@@ -129,28 +131,28 @@ async def test_wrong_digest() -> None:
     agent, feed = Agent(), RankFeed(0)
     agent.store(1)
     await look(feed, agent)
-    agent.lies = [encode(ReplayFrames([encode(Frame(VERSION, 7, 2, [Check(900, 0)]))], 2))]
+    agent.forged = [encode(ReplayFrames([encode(Frame(VERSION, 7, 2, [Check(900, 0)]))], 2))]
     await look(feed, agent)
 
     assert "as of frame 7:2" == feed.bad_digest
 
 
 async def test_other_frames_than_requested() -> None:
-    """They are an error, and the next look begins with a snapshot."""
+    """Other frames are an error, and the next look begins with a snapshot."""
     agent, feed = Agent(), RankFeed(0)
     agent.store(1)
     await look(feed, agent)
     hashes = (5).to_bytes(8, "little")
-    agent.lies = [encode(ReplayFrames([encode(Frame(VERSION, 7, 9, [Stored(0, None, hashes)]))], 9))]
+    agent.forged = [encode(ReplayFrames([encode(Frame(VERSION, 7, 9, [Stored(0, None, hashes)]))], 9))]
 
     assert "sent frame 7:9 instead of the requested one" == (await look(feed, agent))[-1].problem
     assert [Copy(7, 1, agent.content)] == await look(feed, agent)
 
 
 async def test_malformed_answer() -> None:
-    """It is an error of this look, and the next one begins with a snapshot."""
+    """A malformed answer is an error of this look; the next one begins with a snapshot."""
     agent, feed = Agent(), RankFeed(0)
-    agent.lies = [b"?"]
+    agent.forged = [b"?"]
 
     assert (await look(feed, agent))[-1].problem.startswith("not a replay answer")
     assert not (await look(feed, agent))[-1].problem

@@ -127,7 +127,7 @@ async def test_published_and_gone(engine: Engine) -> None:
 
 
 async def test_held_and_not_published(engine: Engine) -> None:
-    """It is missing, unless the agent is partial."""
+    """A block that the engine holds and the agent lacks is missing, unless the agent is partial."""
     checked = Checked()
     engine.publish(store(0, 3))
     await checked.look()
@@ -187,7 +187,7 @@ async def test_reports_are_not_stores(engine: Engine) -> None:
 
 
 async def test_emptied_cache(engine: Engine) -> None:
-    """From then on everything is known, also if the replay is incomplete."""
+    """After it every block is known, also if the replay is incomplete."""
     checked = Checked()
     engine.publish(store(3))
     engine.forget()
@@ -200,7 +200,7 @@ async def test_emptied_cache(engine: Engine) -> None:
 
 
 async def test_engine_that_restarts(engine: Engine) -> None:
-    """Its batches begin with 0 again, and it has no earlier blocks."""
+    """A restarted engine numbers its batches from 0, and has no earlier blocks."""
     checked = Checked()
     engine.publish(store(0, 2))
     await checked.look()
@@ -215,7 +215,7 @@ async def test_engine_that_restarts(engine: Engine) -> None:
 
 
 async def test_malformed_removal(engine: Engine) -> None:
-    """After it no block is known to be gone."""
+    """After a malformed removal no block counts as removed for certain."""
     checked = Checked()
     engine.publish(store(0, 2))
     engine.publish(["BlockRemoved", "?"])
@@ -227,7 +227,7 @@ async def test_malformed_removal(engine: Engine) -> None:
 
 
 async def test_no_answer(engine: Engine) -> None:
-    """It is reported; the next look begins again."""
+    """A missing answer is reported; the next look begins from the start."""
     checked = Checked()
     engine.publish(store(0))
     engine.answers = False

@@ -87,7 +87,7 @@ def test_equal() -> None:
 
 
 def test_other_digest_at_the_same_frame() -> None:
-    """It is a difference, also if later frames are equal."""
+    """Different digests at one frame are a difference, also if later frames are equal."""
     looks = Looks((body("r0"), body("r1", digest=f"{8:016x}")), (body("r0", seq=11), body("r1", seq=11)))
 
     assert not looks.report.is_equal
@@ -150,7 +150,7 @@ def test_dead_owner() -> None:
     ],
 )
 def test_not_in_step(facts: Json, text: str) -> None:
-    """It may end, and is reported if it has not at the end."""
+    """A replica that is behind may catch up; at the timeout it is reported."""
     looks = Looks((body("r0"), body("r1", **facts)))
 
     assert [] == looks.comparison.differences
@@ -206,13 +206,13 @@ def test_silent_owner() -> None:
 
 
 def test_restart_while_looking() -> None:
-    """Another replica answers at the URL."""
+    """Another replica that answers at the same URL is noticed."""
     with pytest.raises(VerifyError, match="u1 answers as r1 and as r2"):
         Looks((body("r0"), body("r1")), (body("r0"), body("r2")))
 
 
 def test_one_replica_twice() -> None:
-    """It would agree with itself."""
+    """One replica under two URLs is rejected: it would agree with itself."""
     with pytest.raises(VerifyError, match="two URLs lead to the same replica"):
         Looks((body("r0"), body("r0")))
 
@@ -309,7 +309,7 @@ def test_engine_contradicts() -> None:
 
 
 def test_error_of_an_agent() -> None:
-    """It is certain, and reported once."""
+    """An agent's error counts as certain, and is reported once."""
     looks = Looks((body("r0"),))
     for _ in range(2):
         looks.comparison.add_owners(owned((10, AGREED), errors=("two answers",)))
