@@ -49,7 +49,7 @@ class Fleet:
 async def until(is_so: Callable[[], bool]) -> None:
     """Let the event loop run until `is_so` holds; bounded."""
     async with asyncio.timeout(PATIENCE_S):
-        while not is_so():  # noqa: ASYNC110  # what is waited for has no event of its own
+        while not is_so():  # noqa: ASYNC110  # the condition has no event
             await asyncio.sleep(0.005)
 
 

@@ -88,7 +88,7 @@ def is_at_rest(fleet: Fleet) -> bool:
     return not bookings(fleet) and not any(mocker.engine.has_work() for mocker in fleet.mockers)
 
 
-async def rests_at_once(fleet: Fleet) -> None:
+async def until_at_rest(fleet: Fleet) -> None:
     """Return when no booking is left and every engine is idle; fail after the answer's own time."""
     async with asyncio.timeout(AT_ONCE_S):
         await until(lambda: is_at_rest(fleet))
@@ -287,7 +287,7 @@ async def test_no_worker(nats_url: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_clients_own_retry(nats_url: str, stream: bool) -> None:
-    """A full fleet is a 503, also if the engine reports it inside a stream: the client tries again."""
+    """A full fleet gives 503, also if the engine reports it inside a stream, and the client retries."""
     async with (
         running_fleet(nats_url, uuid.uuid4().hex, frontends=1, mockers=1, max_num_queued_reqs=1) as fleet,
         _async_client(fleet, max_retries=5) as client,
@@ -305,11 +305,11 @@ async def test_the_clients_own_retry(nats_url: str, stream: bool) -> None:
         body = answer.parse()
         if isinstance(body, openai.AsyncStream):
             assert 3 == len([chunk async for chunk in body])
-        await rests_at_once(fleet)
+        await until_at_rest(fleet)
 
 
 async def test_worker_ends_in_the_middle_of_a_stream(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
-    """APIError after the streamed part: a part of an answer is never taken for the whole."""
+    """APIError after the streamed part, so that the part cannot pass for the whole answer."""
     stream = await client.completions.create(stream=True, **ENDLESS)
     assert (await anext(stream)).choices[0].text
 
@@ -335,7 +335,7 @@ async def test_synchronous_stream_left_early(fleet: Fleet) -> None:
             return bookings(fleet)
 
     assert 1 == await in_thread(fleet, use)
-    await rests_at_once(fleet)
+    await until_at_rest(fleet)
 
 
 async def test_asynchronous_stream_cancelled(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
@@ -353,15 +353,15 @@ async def test_asynchronous_stream_cancelled(fleet: Fleet, client: openai.AsyncO
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await rests_at_once(fleet)
+    await until_at_rest(fleet)
 
 
 async def test_timeout(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
-    """A client that times out before the first byte of a whole answer frees everything, too."""
+    """A timeout before the first byte of an answer that is not streamed also frees everything."""
     impatient = client.with_options(timeout=1.0)
     asking = asyncio.create_task(impatient.completions.create(**ENDLESS))
     await until(lambda: bookings(fleet) == 1)
 
     with pytest.raises(openai.APITimeoutError):
         await asking
-    await rests_at_once(fleet)
+    await until_at_rest(fleet)

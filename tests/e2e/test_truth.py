@@ -1,4 +1,4 @@
-"""Predictions compared with the mockers' reports: wrong set-ups are flagged soon, right ones never."""
+"""Predictions compared with the mockers' reports: wrong set-ups are flagged soon, correct ones never."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def problems(fleet: Fleet, frontend: int = 0) -> list[str]:
 async def until_flagged(fleet: Fleet) -> list[str]:
     """The problems, as soon as there are any."""
     async with asyncio.timeout(PATIENCE_S):
-        while not (found := await problems(fleet)):  # noqa: ASYNC110  # nothing to wait for
+        while not (found := await problems(fleet)):  # noqa: ASYNC110  # the change has no event
             await asyncio.sleep(0.05)
     return found
 
@@ -102,7 +102,7 @@ async def until_judged(fleet: Fleet) -> None:
     """Return when no prediction is open and the problems have been computed since."""
     routers = [router for each in fleet.frontends for router in each.replica.routers.values()]
     async with asyncio.timeout(PATIENCE_S):
-        while any(router.predictions._expected for router in routers):  # noqa: ASYNC110  # nothing to wait for
+        while any(router.predictions._expected for router in routers):  # noqa: ASYNC110  # the change has no event
             await asyncio.sleep(0.05)
     for each in fleet.frontends:
         each.audit.run()
@@ -133,7 +133,8 @@ async def test_wrong_model_path(nats_url: str, model_path: Path, tmp_path: Path,
     """Another tokenizer or template is flagged in /workers, in a metric, and once in the log."""
     alter, body, kind, remedy = WRONG[case]
     wrong = altered(model_path, tmp_path / "wrong", alter)
-    flags = ["--model-path", str(wrong), "--no-token-comparison"]  # else it is found before any request
+    # The comparison of tokens would find it before any request.
+    flags = ["--model-path", str(wrong), "--no-token-comparison"]
     with structlog.testing.capture_logs() as logs:
         async with fleet_of(nats_url, model_path, flags=flags) as fleet:
             for number in range(REQUESTS):
@@ -203,7 +204,7 @@ async def test_no_events(nats_url: str, model_path: Path, monkeypatch: pytest.Mo
     assert "--kv-events-config" in problem
 
 
-async def test_it_passes(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_problem_disappears(nats_url: str, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the blocks arrive again, the problem disappears by itself."""
     with monkeypatch.context() as patched:
         patched.setattr("kvrouter.frontend.prompt_blocks.block_seed", lambda *_: block_seed(salt="other"))

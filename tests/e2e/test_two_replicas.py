@@ -211,7 +211,7 @@ async def test_errors_are_openai_errors(clients: list[openai.AsyncOpenAI]) -> No
 
 
 async def test_a_worker_that_leaves_is_replaced(fleet: Fleet, clients: list[openai.AsyncOpenAI]) -> None:
-    """A worker that rejects connections costs the next request only a retry."""
+    """If a worker rejects connections, the next request is retried on another one."""
     prompt = list(range(1000, 1400))
     first = await clients[0].completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=2)
     warmed = first.headers["x-kvrouter-worker"]
@@ -299,7 +299,7 @@ async def test_texts_are_shared(nats_url: str, model_path: Path) -> None:
         await b.close()
 
 
-async def test_host_tier_earns_its_credit(nats_url: str) -> None:
+async def test_host_tier_attracts_requests(nats_url: str) -> None:
     """Blocks in host memory still attract their requests, and count as cached."""
     small = EngineConfig(num_blocks=128, host_blocks=1024, max_model_len=2048)
     async with running_fleet(nats_url, uuid.uuid4().hex, frontends=1, mockers=2, engine=small) as fleet:

@@ -214,7 +214,7 @@ def test_vllm_did_the_same() -> None:
         assert request["cached_tokens"] == 32 * replay(cache, request).blocks
 
     ours = cache.take_events()
-    names: dict[int | None, int | None] = {None: None}  # our hash for each of theirs
+    names: dict[int | None, int | None] = {None: None}  # our hash for each hash of the recording
     assert [type(event).__name__ for event in ours] == [event["type"] for event in theirs[: len(ours)]]
     assert all(is_same(*pair, names) for pair in zip(ours, theirs, strict=False))
     assert 65 == len(ours)

@@ -110,7 +110,7 @@ def test_no_request_overtakes(engine: Engine) -> None:
 
 
 def test_newest_is_preempted_and_resumes() -> None:
-    """When blocks run out the newest request starts over, and still gives the same answer."""
+    """Without free blocks the newest request is preempted; after its restart the answer is the same."""
     engine = Engine(replace(SMALL, num_blocks=12))
     prompts = [[*range(100 * n, 100 * n + 16)] for n in (1, 2)]
     for number, prompt in enumerate(prompts):

@@ -42,7 +42,7 @@ async def test_outputs_come_into_the_mailbox(rank: Rank) -> None:
 
 
 async def test_events_are_published_before_the_answer(rank: Rank) -> None:
-    """A client with the first token can already have the prompt's blocks replayed."""
+    """When a client has the first token, the replay already has the prompt's blocks."""
     with rank.serving([request("a")]) as mailbox:
         await mailbox.take()
 
@@ -71,7 +71,7 @@ async def test_idle_rank_waits(rank: Rank) -> None:
     """Without work no timer runs: an idle engine costs nothing."""
     with rank.serving([request("a")]) as mailbox:
         await read(mailbox)
-    await asyncio.sleep(0)  # its turn to see that nothing is left
+    await asyncio.sleep(0)  # the rank needs one turn to find that no request is left
 
     assert not rank._work.is_set()
     assert 3 == rank.engine.counters.steps

@@ -97,7 +97,8 @@ def test_power_of_two_never_takes_the_most_loaded() -> None:
 
     picks = Counter(PowerOfTwo().pick(REQUEST, columns(candidates), chance) for _ in range(DRAWS))
 
-    for place, share in enumerate((3 / 6, 2 / 6, 1 / 6, 0)):  # pairs in which it is the less loaded one
+    # The share of a worker: the pairs, of six, in which it is the less loaded one.
+    for place, share in enumerate((3 / 6, 2 / 6, 1 / 6, 0)):
         assert abs(picks[place] - DRAWS * share) <= 4 * math.sqrt(DRAWS * share * (1 - share)), picks
 
 

@@ -146,7 +146,7 @@ def test_secret_stays_secret() -> None:
 
 
 def test_weight_is_one_if_omitted() -> None:
-    """So is the weight of every plugin without a profile."""
+    """Without a profile every plugin has weight 1, too."""
     plugin = {"type": "queue-scorer"}
 
     for document in (config(plugin, profile=[{"pluginRef": "queue-scorer"}]), config(plugin)):

@@ -1,4 +1,4 @@
-"""What holds for every mode: one candidate, equal candidates, candidates without reports."""
+"""Every mode: one candidate, equal candidates, candidates without reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def policy(request: pytest.FixtureRequest) -> BuiltInPolicy:
 
 
 def test_one_worker_is_always_picked(policy: BuiltInPolicy) -> None:
-    """With one candidate there is nothing to choose, however loaded it is."""
+    """A single candidate is picked, regardless of its load."""
     only = [candidate("w1", charged=10**6, requests=500, waiting=99, usage=1.0)]
 
     assert ["w1"] == picked(policy, only)

@@ -21,7 +21,7 @@ def asking(text: str = TEXT) -> RouteRequest:
 
 
 def knowing(**texts: str) -> TextIndex:
-    """An index in which each worker has been sent one text."""
+    """An index after one text was sent to each worker."""
     index = TextIndex()
     for name, text in texts.items():
         index.insert(target(name), text, 0.0)

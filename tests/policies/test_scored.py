@@ -81,7 +81,7 @@ def test_active_request() -> None:
 
 
 def test_lora_affinity() -> None:
-    """Loaded 1, free place 0.8, waited for 0.6, full 0; a request for the base model scores 1 everywhere."""
+    """Loaded 1, free place 0.8, waiting 0.6, full 0; a request for the base model scores 1 everywhere."""
     candidates = [
         candidate("w1", lora_names=("a",), max_loras=1),
         candidate("w2", lora_names=("b",), max_loras=2),

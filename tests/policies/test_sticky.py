@@ -48,7 +48,7 @@ def test_all_hits() -> None:
 
 
 def test_measured_rates() -> None:
-    """A slow worker's queue takes longer: 10,000 tokens are 10 s at 1,000 tokens/s and 0.5 s by default."""
+    """A slow worker's queue takes longer: 10,000 tokens take 10 s at 1,000 tokens/s, 0.5 s by default."""
     rates = PrefillRates()
     rates.observe(target("w1"), 1000, 1.0)
     rates.observe(target("w1"), 100, 1.0)  # the peak remains 1,000

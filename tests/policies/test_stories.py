@@ -110,7 +110,7 @@ def test_newcomer_is_used_when_needed(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["kv-score", "scored", "sticky", RAY_NOW])
 def test_newcomer_is_starved(mode: str) -> None:
-    """On purpose: no request leaves its cache for it, even if others are busy (sticky: until its penalty)."""
+    """As published, requests stay with the caches, even if these are busy (sticky: until the penalty)."""
     run = served(mode, newcomer(rate=100), {"w5": 2.0})
 
     assert run.share("w5", last=300) < 0.02
