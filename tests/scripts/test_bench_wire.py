@@ -350,4 +350,4 @@ def test_another_checkout_has_to_be_one(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["relay", "--against", str(tmp_path)])
 
-    assert "no kvrouter there" in capsys.readouterr().err
+    assert "not a checkout of kvrouter" in capsys.readouterr().err
