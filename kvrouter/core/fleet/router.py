@@ -197,7 +197,8 @@ class Router:
         candidates = self.pool.candidates(request, exclude)
         eligible = selection.eligible(request, candidates, moment)
         if not eligible:
-            raise NoWorkersError(self._why_none(exclude, len(candidates)))
+            removed = selection.removed(request, candidates, moment)
+            raise NoWorkersError(self._why_none(exclude, removed))
         best = _preferred(eligible, prefer) if prefer else []
         best = best or selection.choose(request, eligible, moment)
         order = tuple([one.target for one in best])
@@ -312,12 +313,11 @@ class Router:
             refused = self._refusals[1]
         return refused | dict.fromkeys(exclude, "failed this request") if exclude else refused
 
-    def _why_none(self, exclude: frozenset[Target], filtered: int) -> str:
-        if filtered:
-            names = ", ".join(filter_.name for filter_ in self.selection.filters)
-            return (
-                f"all {filtered} workers of {self.pool.model!r} that could serve this were filtered: {names}"
-            )
+    def _why_none(self, exclude: frozenset[Target], removed: dict[Target, str]) -> str:
+        if removed:
+            names = ", ".join(dict.fromkeys(removed.values()))
+            count = len(removed)
+            return f"all {count} workers of {self.pool.model!r} that could serve this were filtered: {names}"
         if exclude:
             return f"all workers of {self.pool.model!r} failed this request: {', '.join(map(str, exclude))}"
         known = ", ".join(self.pool.workers) or "none"

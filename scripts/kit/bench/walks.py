@@ -37,6 +37,7 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -83,7 +84,7 @@ _is_for_client: ContextVar[bool] = ContextVar("is_for_client", default=False)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A file, and the first of its functions that a walk calls."""
+    """A file, and the longest of its functions that a walk calls: the first is often only a question."""
 
     part: str
     file: str
@@ -211,6 +212,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.steps: dict[str, Step] = {}
+        self._lengths: dict[str, int] = {}
 
     @contextlib.asynccontextmanager
     async def on(self, parts: Mapping[Part, Stretch]) -> AsyncIterator[None]:
@@ -234,10 +236,19 @@ class Recorder:
                 return
             is_over = ends(frame)
             file = files.get(frame.f_code.co_filename)
-            if not is_over and file is not None and file not in self.steps and counts(frame):
-                self.steps[file] = Step(part, file, frame.f_code.co_qualname)
+            if not is_over and file is not None and counts(frame):
+                length = _lines(frame.f_code)
+                if length > self._lengths.get(file, 0):
+                    self._lengths[file] = length
+                    self.steps[file] = Step(part, file, frame.f_code.co_qualname)
 
         return hook
+
+
+@cache
+def _lines(code: CodeType) -> int:
+    """The length of a function."""
+    return max(line or 0 for _, _, line in code.co_lines()) - code.co_firstlineno + 1
 
 
 def everything(_: FrameType) -> bool:
@@ -505,8 +516,9 @@ def page(walks: Sequence[Walk]) -> str:
     parts = [
         "# Walks",
         "Which files one request, one KV event and one booking run through: by room, in the order of the"
-        " first call, each with the first function called. `scripts/bench walks --plots docs/concepts` writes"
-        " this page; `tests/scripts/test_walks.py` limits the number of files.",
+        " first call, each with the longest of its functions that are called. An arrow leads to the file that"
+        " is entered next; it is not a call.\n\n`scripts/bench walks --plots docs/concepts` writes this page;"
+        " `tests/scripts/test_walks.py` limits the number of files.",
     ]
     for walk in walks:
         title, text = _TITLES[walk.name]

@@ -92,12 +92,13 @@ def new_router(
 
 
 def test_all_filtered_is_a_503(pool: Pool) -> None:
-    """It says by what."""
-    router = new_router(pool, settings=FilterSettings(max_ongoing_requests=1))
+    """The message names the filters that removed a worker, and no others."""
+    settings = FilterSettings(active_prefill_tokens_threshold=10**9, max_ongoing_requests=1)
+    router = new_router(pool, settings=settings)
     for _ in range(3):
         router.route(request(prompt(CHAIN)), 0.0)
 
-    with pytest.raises(NoWorkersError, match=r"all 3 workers of 'llama'.*max-ongoing-requests"):
+    with pytest.raises(NoWorkersError, match=r"all 3 workers of 'llama'.* filtered: max-ongoing-requests$"):
         router.route(request(prompt(CHAIN)), 0.0)
 
 
