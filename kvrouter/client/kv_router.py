@@ -43,7 +43,7 @@ from kvrouter.policies.importing import GuardedPolicies
 from kvrouter.replica.loop import first_turn
 from kvrouter.replica.policy_upkeep import log_mistakes
 
-# Blocks swept at each call, about 1 ms: no task sweeps for a router by hand.
+# Each call sweeps this many blocks (about 1 ms). A router by hand has no background task that would.
 _SWEPT = 512
 
 NewPolicy = str | Callable[[], object]
@@ -126,7 +126,8 @@ class KvRouter(HandFed):
 
     @property
     def _router(self) -> Router:
-        # Not kept: a pool without workers is given up after a while, and begins again with the next worker.
+        # Looked up each time: the replica drops a pool without workers, and makes a new router with the next
+        # worker.
         return self._replica.router(self._pool)
 
     # Workers, by hand
@@ -171,6 +172,7 @@ class KvRouter(HandFed):
         super().apply(frame, worker_id, rank)
 
     def _by_hand(self) -> Router:
+        """The router. Raises ConfigError if workers come over NATS."""
         return self._router
 
     # Requests
@@ -183,7 +185,9 @@ class KvRouter(HandFed):
         exclude: Collection[str] = (),
         **about: Unpack[About],
     ) -> PlacedRequest:
-        """Choose a worker for a prompt and book it there, in one step. Free what this returns.
+        """Choose a worker for a prompt and book it there, in one step.
+
+        Call `free` on the result when the request ends.
 
         `streamed` False: the first byte will not be marked, so the end of prefill is predicted. `exclude`:
         ids of workers that must not be chosen. Raises NoWorkersError.
@@ -239,7 +243,9 @@ class KvRouter(HandFed):
         return frozenset(target for target in self._router.pool.targets if target.worker_id in wanted)
 
     def _tend(self) -> float:
-        """Apply what is due by the clock: a router by hand has no task for it."""
+        """Apply what is due by the clock: a router by hand has no background task for it."""
+        # The background task of a connected router does the same. That is harmless: `due` returns each
+        # booking once, and what has expired or was swept is gone.
         now = self._clock()
         for key in self._router.due(now):
             self._router.mark_prefill_completed(key, now)
@@ -291,7 +297,7 @@ class PlacedRequest:
         on_change: Callable[[], None],
     ) -> None:
         self.candidates = candidates
-        """All targets that were considered."""
+        """All targets that may serve the request, before the filters, without the excluded workers."""
         self._router = router
         self._placement = placement
         self._clock = clock
@@ -362,7 +368,7 @@ def _maker(
     if not isinstance(policy, str):
         if settings is not None:
             raise ConfigError(
-                "settings are those of a mode; a custom policy is configured by its own callable"
+                "`settings` apply to built-in modes only; configure a custom policy in its callable"
             )
         guarded = GuardedPolicies(getattr(policy, "__name__", type(policy).__name__), policy)
         guarded.begin()

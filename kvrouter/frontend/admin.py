@@ -255,6 +255,7 @@ def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | Non
         "running_loras": beat.running_loras if beat else None,
         "waiting_loras": beat.waiting_loras if beat else (),
         "max_loras": worker.card.max_loras,
+        # What the agent has reported. The audit takes a rank as partial until a heartbeat names it.
         "partial": beat.partial if beat else False,
         "events": reader.state.value if reader else "off",
         "incarnation": reader.incarnation if reader else 0,

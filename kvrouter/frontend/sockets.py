@@ -18,9 +18,9 @@ from kvrouter.relay.certificate import ServerCertificate
 BACKLOG = 4096
 # Linux's default for fs.nr_open, the most that setrlimit accepts, even where the hard limit is `unlimited`.
 _MOST_DESCRIPTORS = 1_048_576
-# For the listeners, NATS, logs, files, idle connections and clients of /metrics.
+# Descriptors kept free for listeners, NATS, logs, files, idle connections and clients of /metrics.
 _OTHER_DESCRIPTORS = 200
-# The client's connection and the worker's.
+# A stream needs two: the client's connection and the worker's.
 _DESCRIPTORS_PER_STREAM = 2
 
 
@@ -74,7 +74,7 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def _inherited(fd: int) -> socket.socket:
-    os.set_inheritable(fd, False)  # this process starts none that should have it
+    os.set_inheritable(fd, False)  # no child process may inherit this socket
     return socket.socket(fileno=fd)
 
 

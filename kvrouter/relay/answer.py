@@ -1,4 +1,4 @@
-"""Answers that the router writes itself, and what an answer leaves to do with the client's connection."""
+"""Answers that the router writes itself, and what to do with the client's connection afterwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _reason(status: int) -> str:
 
 
 def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
-    """The headers of an answer whose body is this error, in any API's form."""
+    """The headers of an error answer. They do not depend on the API."""
     headers = {"x-request-id": request_id}
     if error.status == 503:
         headers["retry-after"] = str(error.retry_after_s)

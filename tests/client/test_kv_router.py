@@ -192,7 +192,7 @@ def test_settings_of_a_mode() -> None:
         costs.append(router.explain(PROMPT).verdicts[0].terms["cost"])
 
     assert 7.0 == costs[1] - costs[0]
-    with pytest.raises(ConfigError, match="settings are those of a mode"):
+    with pytest.raises(ConfigError, match="apply to built-in modes only"):
         by_hand(policy=Last, settings=PolicySettings())
 
 

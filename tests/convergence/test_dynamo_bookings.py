@@ -103,7 +103,7 @@ def test_a_replica_that_was_only_slow_gets_its_bookings_back() -> None:
 
 
 def test_a_joining_replica_learns_active_load() -> None:
-    """Read in its source: a joiner starts with zero load. Here it has the bookings of all peers."""
+    """From Dynamo's source: a joiner starts with zero load. Here it has the bookings of all peers."""
     fleet = Fleet(Setup(replicas=3, max_payload=200))
     fleet.crash(2)
     for sim in fleet.replicas():
@@ -122,7 +122,7 @@ def test_a_joining_replica_learns_active_load() -> None:
 
 
 def test_joiner_decides_as_if_it_had_seen_all_traffic() -> None:
-    """Read in its source: a joiner without bookings sends its first request to the busiest worker."""
+    """From Dynamo's source: a joiner without bookings sends its first request to the busiest worker."""
     fleet = Fleet(Setup(agents=3))
     fleet.crash(1)
     fleet.book(fleet.replica_at(0), 8)
@@ -135,7 +135,7 @@ def test_joiner_decides_as_if_it_had_seen_all_traffic() -> None:
 
 
 def test_sync_frames_are_numbered() -> None:
-    """Read in its source: sync events have no numbers. Here a lost one leaves a gap and is fetched."""
+    """From Dynamo's source: sync events have no numbers. Here a lost one leaves a gap and is fetched."""
     fleet = Fleet()
     owner, peer = fleet.replicas()
     fleet.book(owner, 1)
@@ -183,7 +183,7 @@ def waiting_seen(replica: Replica) -> int | None:
 def test_overloaded_clears() -> None:
     """#12514, #7753, #10564, #14213: one owner per load signal.
 
-    Bookings do not change the load that a worker reports, and its next heartbeat replaces it.
+    Only a worker's heartbeat changes the load that it reports.
     """
     fleet = Fleet(Setup(agents=1))
     owner, peer = fleet.replicas()

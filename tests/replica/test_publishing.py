@@ -32,7 +32,7 @@ async def test_hello_is_answered(fleet_of: FleetOf) -> None:
 
 
 async def test_flood_of_hellos(fleet_of: FleetOf) -> None:
-    """Hellos that arrive together get one answer, because it names all workers and is costly."""
+    """Hellos that arrive together get few answers, because an answer names all workers and is costly."""
     received: list[RouterBeat] = []
     async with fleet_of("--heartbeat-s", "10", "--lease-s", "600") as fleet:
         subject = fleet.subjects.live_router(fleet.frontend.replica.router_id)
@@ -71,7 +71,7 @@ async def test_peers_see_bookings(fleet_of: FleetOf) -> None:
 
 
 async def test_without_sync(fleet_of: FleetOf) -> None:
-    """Without sync a replica publishes no bookings and ignores those of peers."""
+    """Without sync a replica publishes no bookings."""
     script = says_and_stalls(ONE)
     async with fleet_of(scripts=(script,), replicas=2) as fleet, fleet.connected() as client:
         client.send(STREAM)

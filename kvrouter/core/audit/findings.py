@@ -37,7 +37,7 @@ class Finding(Struct, frozen=True):
 # How often an audit checks for expected events. Once is not enough: a small cache soon evicts a block again,
 # and an event that has come and gone in between would count as missing.
 MOST_STEPS = 40
-# Without expected events an idle replica should seldom wake up.
+# While no event is expected, few steps let an idle replica sleep.
 FEWEST_STEPS = 4
 WORKERS_A_STEP = 25
 
@@ -59,7 +59,7 @@ class Audit:
         self._found: dict[_Key, Finding] = {}
 
     def step_count(self) -> int:
-        """Into how many steps to divide an audit; `check_events` is called at each."""
+        """Into how many steps to divide an audit. The caller calls `check_events` at each step."""
         routers = self._replica.routers.values()
         if any(router.predictions.is_waiting for router in routers):
             return MOST_STEPS
@@ -72,7 +72,7 @@ class Audit:
             router.predictions.look(now, partial(self._holds, router.pool))
 
     def run(self) -> tuple[list[Finding], list[Finding]]:
-        """Audit at once; returns the problems that have begun and the problems that ended."""
+        """Run all steps without a pause; returns the problems that have begun and the problems that ended."""
         for _ in self.steps(1):
             pass
         return self.changes()
@@ -109,7 +109,11 @@ class Audit:
         return [one.problem for key, one in self._known.items() if key[:2] == (pool_id, worker_id)]
 
     def is_firm(self, pool_id: PoolId, target: Target) -> bool:
-        """Whether the index knows all blocks that the target's engine holds."""
+        """Whether a wrong prediction for this target is a problem, because no known reason explains it.
+
+        An index that may lack blocks of the engine is such a reason. Without KV events the index has
+        assumed blocks only, and predictions that differ show that the assumptions are wrong.
+        """
         if not self._replica.settings.pool.use_kv_events:
             return True
         return self._is_live(pool_id, target) and not self._is_partial(pool_id, target)
@@ -153,4 +157,6 @@ class Audit:
     def _is_partial(self, pool_id: PoolId, target: Target) -> bool:
         worker = self._replica.routers[pool_id].pool.workers.get(target.worker_id)
         beat = worker.ranks.get(target.rank) if worker else None
+        # Before a heartbeat names the rank, it may be partial, so a missing block proves nothing. `/workers`
+        # shows False then, because it shows only what the agent has reported.
         return beat is None or beat.partial

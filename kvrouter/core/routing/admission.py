@@ -1,4 +1,4 @@
-"""Admission: a request waits while every target it may go to has more prefill than it can do soon.
+"""Admission: a request waits while every target that it may go to is full.
 
     arrives ──may pass?──> routed
         │ no
@@ -10,8 +10,9 @@
 
 A target is full if its charged prefill tokens exceed `threshold × max_batched_tokens`. Order is by
 `arrival + priority × ageing_s`: as in vLLM the lower priority goes first. One step of priority is worth
-`ageing_s` seconds of waiting, so no request starves, and equal priorities keep their order of
-arrival (what Ray's FIFOMixin promises, in one replica). While requests wait, new ones wait behind them.
+`ageing_s` seconds of waiting. A priority counts for at most a quarter of `max_wait_s`, either way, so
+no request starves; with `ageing_s` 0 it does not count. Equal priorities keep their order of arrival
+(what Ray's FIFOMixin promises, in one replica). While requests wait, new ones wait behind them.
 
 Requests that may go to different targets wait in different lanes: else one that waits for a full worker
 would hold up those for an idle one. Order holds within a lane; `max_waiting` counts all lanes.
@@ -30,10 +31,11 @@ from dataclasses import dataclass, field
 from kvrouter.core.routing.policy import Candidate
 from kvrouter.errors import QueueFullError
 
-# Seconds per peer: one Free wakes the queues of all replicas at once, and not all of them may send there.
+# One Free wakes the queues of all replicas. Each waits a random time, up to this many seconds per peer, so
+# that they do not all send to the same target.
 WAKE_SPREAD_S = 0.002
 
-# A heap with fewer tickets that have left is not worth rebuilding.
+# A heap is rebuilt once it holds more than this many more departed tickets than waiting ones.
 _FEW_LEFT = 64
 
 
@@ -47,8 +49,8 @@ class AdmissionSettings:
     ageing_s: float = 1.0
     """Seconds of waiting that one step of priority is worth; 0: first come, first served."""
 
-    def lead_s(self, priority: int) -> float:
-        """Seconds that a priority counts for."""
+    def delay_s(self, priority: int) -> float:
+        """Seconds by which a priority moves a request back in the order; below 0 it moves it forward."""
         # At most a quarter of the longest wait, either way: the greatest and the least priority are then half
         # of it apart, so that no flow of urgent requests can keep one out until it times out.
         most = self.max_wait_s / 4
@@ -74,7 +76,7 @@ class _Lane:
 
     def add(self, ticket: Ticket, settings: AdmissionSettings) -> None:
         # without ageing all ranks are equal, and the ticket's number keeps the order of arrival
-        rank = ticket.arrived + settings.lead_s(ticket.priority) if settings.ageing_s else 0.0
+        rank = ticket.arrived + settings.delay_s(ticket.priority) if settings.ageing_s else 0.0
         heapq.heappush(self.order, (rank, ticket.number))
         self.waiting += 1
 
@@ -169,7 +171,10 @@ class AdmissionQueue:
         return now - oldest.arrived if oldest else 0.0
 
     def wake_after_s(self, peers: int, chance: float) -> float:
-        """Seconds to hesitate once a target has capacity again, which peers see too; `chance` in [0, 1)."""
+        """How long to wait after a target has capacity again. Peers see that at the same moment.
+
+        `chance` is in [0, 1).
+        """
         return chance * WAKE_SPREAD_S * peers
 
     def _is_full(self, candidate: Candidate) -> bool:

@@ -18,7 +18,7 @@ from kvrouter.worker.zmq.sockets import EventEndpoints
 # vLLM and SGLang both read it.
 RANK_HEADER = "X-data-parallel-rank"
 
-# The first vLLM with `kv_cache_report_mode` (its pull request 45261, of June 2026; 0.23 has none).
+# The first vLLM with `kv_cache_report_mode` (its pull request 45261, of June 2026; vLLM 0.23 lacks it).
 _FIRST_TO_REPORT = (0, 24)
 
 
@@ -112,7 +112,10 @@ def _tiers(scrape: Scrape, widest_tier: int) -> dict[str, int]:
 
 
 def can_report(options: AgentOptions, version: str, kind: str = "vllm") -> bool | None:
-    """Whether requests may ask the engine for reports; None if only the shape of its events can show it."""
+    """Whether requests may ask the engine for reports.
+
+    None if the version cannot be read: then its events decide.
+    """
     if not options.kv_repair or kind == "sglang":
         return False
     numbers = re.match(r"v?(\d+)\.(\d+)", version)

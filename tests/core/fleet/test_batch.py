@@ -44,7 +44,7 @@ def test_message_alone() -> None:
 
 @pytest.mark.parametrize("state", ["up", "draining"])
 def test_targets_that_are_too_many(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound of targets holds within a batch, and for workers that take no requests yet."""
+    """The bound of targets holds within a batch, and for draining workers."""
     monkeypatch.setattr(core_replica, "TARGETS_MOST", 10)
     replica = new_replica()
 

@@ -77,7 +77,7 @@ def test_host_tier() -> None:
 
 
 def test_cleared() -> None:
-    """A flushed cache is empty."""
+    """AllBlocksCleared removes every block."""
     bench = Bench()
     bench.receive(stored(0))
 
@@ -85,7 +85,7 @@ def test_cleared() -> None:
 
 
 def test_pages_of_one_token() -> None:
-    """SGLang's default page size is rejected, with the flag to change."""
+    """A page of one token is rejected; the reason names `--page-size`."""
     bench = Bench()
 
     assert set() == bench.receive(["BlockStored", [5], None, [1], 1, None, "GPU"])[0]
