@@ -1,4 +1,4 @@
-"""The request path, top to bottom: accept, wait for room, place, relay, compare, free.
+"""The request path, top to bottom: accept, wait in the queue, place, relay, compare, free.
 
 accept.py ──> Work ──> admission_queue.py ──> Router.route ──> relay ──> prediction_checks.py
 ^                        │
@@ -58,7 +58,7 @@ log = structlog.get_logger()
 # The first retry comes at once, later ones after up to 4, 8, … times this: a fleet that is down for a moment
 # must not get every request `--retries` times in the same millisecond.
 RETRY_DELAY_S = 0.05
-# Answers whose progress is booked without letting requests in between: it takes less than 1 ms.
+# The progress of this many answers is booked before other tasks get a turn: it takes less than 1 ms.
 PROGRESS_SLICE = 500
 
 

@@ -212,7 +212,7 @@ class Attempt:
             self._judge_whole(head, data)
 
     def opened(self, head: ResponseHead, body: Body) -> None:
-        """The head has arrived. It is held until the body's beginning shows what it is."""
+        """The head has arrived. It is held until the body's beginning shows whether to pass it on."""
         self._active_at = self._loop.time()
         self._head, self._body = head, body
 

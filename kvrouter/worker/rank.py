@@ -7,15 +7,16 @@ engine stores or announces them again. No event marks the end of that, so a rank
 hardly any missed block can still exist:
 
 - the engine has emptied its cache, or has restarted; or
-- with repair, no block is held back and the engine has since evicted twice its capacity. It evicts the
-  least recently used blocks. A block that is still unknown was not hit by a request that asked for a report,
-  so it was evicted in the first round, or in the second if a request held it during the first. (A request
-  that lasts longer than both rounds, or did not come through a frontend, may leave a block unknown: an
-  undercount.) Other tiers have their own order of eviction: with them only an empty cache counts.
+- with `--kv-repair` and a known capacity, the engine has since evicted twice that capacity, and no block is
+  held back. An engine evicts the least recently used blocks. A block that is still unknown was not hit by a
+  request that asked for a report, so it was evicted in the first round, or in the second if a request held it
+  during the first. (A request that lasts longer than both rounds, or did not come through a frontend, may
+  leave a block unknown: an undercount.) Other tiers have their own order of eviction: with them only an empty
+  cache or a restart counts.
 
-Reports have a price: if two requests at once really store the same block at the root, it counts once, and is
-withdrawn when one copy is removed. If that happens to a rank that is not partial, the rank becomes partial
-again, and the next request that hits the other copy makes the engine announce it.
+Reports have a cost. While they are expected, a block at the root that two requests store at the same time
+counts once, so it is withdrawn when one copy is removed. If that happens to a rank that is not partial, the
+rank becomes partial again, and the next request that hits the other copy makes the engine announce it.
 
 On a busy engine mending takes minutes, on a quiet one it may never happen; until then the rank is announced
 as `partial`.

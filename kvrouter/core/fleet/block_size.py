@@ -2,8 +2,8 @@
 
     targets' cards ──count──> wanted: the size of most targets ──for one lease──> size: of prompts' hashes
 
-In a tie the present size stays. It is that of the eldest replica that serves the pool, so a replica that
-joins during a tie agrees with the others. Without a present size, the target with the smallest
+In a tie the present size stays. A replica that joins during a tie takes the size of the eldest replica that
+serves the pool, so it agrees with the others. Without a present size, the target with the smallest
 (started_at, worker_id) decides. Rounds are those of the leases (core/feeds/lease.py), so a replica that is
 cut off changes nothing.
 

@@ -12,10 +12,10 @@ from kvrouter.core.wire.ids import PoolId, RouterId, WorkerId
 from kvrouter.core.wire.ops import ReplayRequest
 from kvrouter.core.wire.senders import Feed, KvSource, Source, SyncSource
 
-# At a time; further feeds are ignored. A reader takes some 3 KB before it holds anything, and anybody who may
-# publish can name feeds.
+# The most feeds at a time; further ones are ignored. A reader takes about 3 KB before it holds anything, and
+# anyone with permission to publish can name new feeds.
 MOST_FEEDS = 65_536
-# Feeds with a chunk of a snapshot in memory (512 KB and more) that waits to be loaded.
+# The most feeds that keep a chunk of a snapshot in memory (512 KB and more) until it is loaded.
 MOST_LOADING = 16
 _MOST_FAILURES = 100
 _P = ParamSpec("_P")
@@ -69,8 +69,8 @@ class Following:
     def sync_frame(self, source: SyncSource, data: bytes, now: float) -> bool:
         """A frame of a peer's bookings; False if it cannot be used.
 
-        A frame may be the first message about a feed. Only a good one begins it: forged frames of ever new
-        replicas would leave a reader each.
+        A frame may be the first message about a feed. Only a valid frame begins it: otherwise each forged
+        replica id would leave a reader behind.
         """
         reader = self.readers.get(source)
         if reader is None:

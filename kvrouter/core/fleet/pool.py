@@ -66,7 +66,7 @@ class Pool:
         """For hashing prompts. An engine with another block size has overlap 0."""
         self.workers: dict[WorkerId, Worker] = {}
         self.ranks = 0
-        """Of all workers, in any state."""
+        """The ranks of all workers, in any state."""
         self.targets: dict[Target, Worker] = {}
         self._is_stale = False  # a worker has changed since `targets` was built
         self.changes = 0
@@ -87,8 +87,8 @@ class Pool:
     def update(self, worker_id: WorkerId, beat: WorkerBeat, *, settles: bool = True) -> bool:
         """Apply a heartbeat; returns whether the worker is known now: its card has arrived.
 
-        `settles` False: `targets` may be out of date until `settle`. That walks all workers (3 ms for 1,000),
-        which is too much for each of a thousand cards that arrive together.
+        `settles` False: `targets` may be out of date until `settle` is called. It walks all workers (3 ms for
+        1,000), so cards that arrive together share one call.
         """
         worker = self.workers.get(worker_id)
         changed = False

@@ -4,11 +4,12 @@
     no worker, no own booking for a lease ──> no longer in the replica's heartbeats
     no booking of a peer either, nothing left to sweep ──> gone
 
-A pool that is gone may come back. Its feed continues with the next seq, as the incarnation is the same.
+A dropped pool may begin again. Its feed then continues with the next seq, because the incarnation is the
+same.
 
-A model name: base models' names before LoRA adapters; among equals the pool whose id comes first. So every
-replica answers alike, no matter which worker it saw first. A name that two pools serve is a mistake of the
-deployment: all requests for it go to one of them, and the audit reports it (core/audit/problems.py).
+A model name is looked up among base models first, then among LoRA adapters. If several pools match, the one
+with the smallest id serves it. So all replicas choose the same pool, no matter which worker they saw first. A
+name that two pools serve is a mistake of the deployment, which the audit reports (core/audit/problems.py).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from kvrouter.core.fleet.router import Router
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError, NoWorkersError, UnknownModelError
 
-# At a time. A message that would begin another is ignored and counted. An empty pool takes some 0.3 MB, so
-# anybody who may publish could otherwise fill the memory with invented pools.
+# The most pools at a time. A message that would begin another is ignored and counted. An empty pool takes
+# about 0.3 MB: without a limit, anyone with permission to publish could fill the memory with invented pools.
 POOLS_MOST = 256
-# Pools without a worker, which only a peer's feed has named.
+# The most pools without a worker, which only a peer's feed has named.
 UNSERVED_MOST = 64
 # After its pool is gone, a model answers 503 (no worker) for this time and 404 (does not exist) after it.
 NAMES_KEPT_S = 600.0
@@ -61,7 +62,7 @@ class Pools:
         return served or sum(not router.pool.workers for router in self.routers.values()) < UNSERVED_MOST
 
     def next_round(self, needed: Set[PoolId], now: float) -> list[PoolId]:
-        """Drop, and return, pools not needed for a lease. `needed`: those where peers have bookings."""
+        """Drop and return the pools that were not needed for a lease. In `needed` ones peers have bookings."""
         gone = []
         for pool_id, router in list(self.routers.items()):
             is_idle = not router.pool.workers and router.is_idle
@@ -83,7 +84,8 @@ class Pools:
     def router_for(self, model: str | None) -> Router:
         """The router of the pool that serves a model or LoRA name; see `pool_serving`.
 
-        A model whose pool is gone since less than NAMES_KEPT_S raises NoWorkersError, not UnknownModelError.
+        For NAMES_KEPT_S after a model's pool was dropped, this raises NoWorkersError instead of
+        UnknownModelError.
         """
         if len(self.routers) == 1:  # nearly always: there is nothing to choose from
             (only,) = self.routers.values()
@@ -97,7 +99,7 @@ class Pools:
         raise NoWorkersError(f"no live worker for model {model!r}: all have left")
 
     def _is_over(self, pool_id: PoolId) -> bool:
-        """Whether it is idle for longer than a lease: by then peers have the end of its last booking."""
+        """Whether it has been idle for longer than a lease: by then peers know that its last booking ended."""
         return self._idle_rounds.get(pool_id, 0) > self._lease_rounds
 
     def _give_up(self, pool_id: PoolId, router: Router, now: float) -> None:
@@ -108,10 +110,10 @@ class Pools:
 
 
 def pool_serving(model: str | None, pools: Iterable[Pool]) -> Pool:
-    """The pool that serves a model or LoRA name; no name is enough where there is one pool only.
+    """The pool that serves a model or LoRA name. If there is only one pool, the name may be None.
 
-    Raises UnknownModelError, BadRequestError where a name is needed, or NoWorkersError while no worker has
-    been seen at all.
+    Raises UnknownModelError, BadRequestError where a name is needed, or NoWorkersError before the first
+    worker.
     """
     serving = [pool for pool in pools if pool.names]
     if not serving:

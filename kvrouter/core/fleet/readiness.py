@@ -21,7 +21,7 @@ from kvrouter.core.wire.senders import Feed, name
 
 # Replicas and agents answer a hello within 50 ms. A slower agent is awaited if a replica names its worker.
 HELLO_S = 0.2
-# Workers awaited, and named in one heartbeat (270 KB).
+# The most workers that a replica awaits, and names in one heartbeat (270 KB).
 AWAITED_MOST = 4096
 
 

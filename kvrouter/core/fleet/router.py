@@ -50,16 +50,16 @@ from kvrouter.core.wire.ops import (
 )
 from kvrouter.errors import NoWorkersError
 
-# Of the sessions, a snapshot contains those used last: 5,000 take about 15 ms to encode.
+# A snapshot contains at most this many sessions, the last used ones: encoding them takes about 15 ms.
 SNAPSHOT_SESSIONS_MOST = 5_000
 
-# Seconds between two Checks of a feed on which nothing happens: a peer whose copy is wrong still finds out.
+# Seconds between two Checks of a quiet feed, so that a peer with a wrong copy notices it.
 QUIET_CHECK_S = 10.0
 
-# A heap of fewer predictions costs less to keep than to tidy.
+# A heap with fewer predictions is not tidied: keeping it costs less.
 _FEW_PREDICTED = 64
 
-# Freed before its worker answered: the status that nginx logs when a client disconnects.
+# The status of a request that was freed before its worker answered. nginx logs it when a client disconnects.
 GIVEN_UP = 499
 
 
@@ -126,7 +126,7 @@ class Router:
         synced: bool,
         seq: int = 0,
     ) -> None:
-        """`seq`: the last number of this pool's feed, if the pool was given up before and begins again."""
+        """`seq`: the last number of this pool's feed, if the pool was dropped before and begins again."""
         self.pool = pool
         self.router_id = router_id
         # Weak: in a reference cycle, a router outlived its pool by up to an hour (full collections are rare).
@@ -190,7 +190,7 @@ class Router:
         exclude: frozenset[Target] = frozenset(),
         prefer: tuple[Target, ...] = (),
     ) -> tuple[Placement, Candidates]:
-        """As `route`, and what the choice was made from: too large to keep with each placement."""
+        """Like `route`, but also returns the candidates, which are too large for a placement to keep."""
         # the pool's block size may have changed since the prompt was hashed
         request = self.pool.in_present_size(request)
         selection, moment = self._selection(request), self._moment(now)
@@ -255,7 +255,7 @@ class Router:
 
     def must_wait(self, request: RouteRequest, now: float, queue: AdmissionQueue) -> bool:
         """Whether the request has to wait in the queue. Books nothing and takes no turn."""
-        # what it would find cached does not matter here, and costs most
+        # the overlap does not matter here, and looking it up costs most
         request = replace(request, prompts=())
         candidates = self.pool.candidates(request)
         return self.selection.must_wait(request, candidates, self._moment(now), queue)
@@ -504,7 +504,7 @@ class Router:
         for target, hashes, seconds in self.pool.approx.own_entries(now):
             yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), math.ceil(seconds * 1000))
         yield from self._sent_texts
-        # last, as the least is lost without them: a session is bound again by its next request
+        # sessions come last, because losing them costs least: the next request binds a session again
         for session, target, seconds in self.tables.sessions.newest(now, SNAPSHOT_SESSIONS_MOST):
             yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))
 
