@@ -62,7 +62,7 @@ class Pools:
         return served or sum(not router.pool.workers for router in self.routers.values()) < UNSERVED_MOST
 
     def next_round(self, needed: Set[PoolId], now: float) -> list[PoolId]:
-        """Drop and return the pools that were not needed for a lease. In `needed` ones peers have bookings."""
+        """Drop and return the pools not needed for a lease. In `needed` ones peers have bookings."""
         gone = []
         for pool_id, router in list(self.routers.items()):
             is_idle = not router.pool.workers and router.is_idle
@@ -99,7 +99,7 @@ class Pools:
         raise NoWorkersError(f"no live worker for model {model!r}: all have left")
 
     def _is_over(self, pool_id: PoolId) -> bool:
-        """Whether it has been idle for longer than a lease: by then peers know that its last booking ended."""
+        """Whether it has been idle longer than a lease: by then peers know that its last booking ended."""
         return self._idle_rounds.get(pool_id, 0) > self._lease_rounds
 
     def _give_up(self, pool_id: PoolId, router: Router, now: float) -> None:

@@ -72,7 +72,7 @@ class Readiness:
         for worker_id, router_id in list(self._awaited.items())[:NAMED_MOST]:
             yield f"no heartbeat of worker {worker_id} yet, which replica {router_id} knows"
         if len(self._awaited) > NAMED_MOST:
-            yield f"nor of {len(self._awaited) - NAMED_MOST} other workers"
+            yield f"no heartbeat of {len(self._awaited) - NAMED_MOST} other workers yet"
 
 
 class ServedElsewhere:

@@ -69,7 +69,7 @@ def test_joiner_does_not_wait_for_dead_workers(replica: Replica) -> None:
     replica.router_heartbeat(PEER, encode(beat), 0.0)
     receive_worker(replica, card("w1"))
     assert 6 == len(replica.not_ready(HELLO_S))
-    assert "nor of 2 other workers" == replica.not_ready(HELLO_S)[-1]
+    assert "no heartbeat of 2 other workers yet" == replica.not_ready(HELLO_S)[-1]
 
     for _ in range(ROUNDS):
         receive_worker(replica, "w1")
