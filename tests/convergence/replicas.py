@@ -115,7 +115,7 @@ class SimReplica(Process):
         self._inbox: deque[tuple[str, bytes, float]] = deque()
         self._is_drain_due = False
         self._is_flush_due = False
-        self._recoveries = 0
+        self._requests: dict[Feed, ReplayRequest] = {}
         self._was_ready = False
 
     def _new_rules(self, _pool: PoolId) -> RouterRules:
@@ -238,21 +238,31 @@ class SimReplica(Process):
         self._was_ready = is_ready
 
     def _ask(self) -> None:
-        for source, request in self.replica.feeds.due(self.now(), RECOVERIES - self._recoveries):
+        for source in self.replica.feeds.take_cancelled():
+            self._requests.pop(source, None)
+        for source, request in self.replica.feeds.due(self.now(), RECOVERIES - len(self._requests)):
             self._recover(source, request)
 
     def _recover(self, source: Feed, request: ReplayRequest) -> None:
+        def ends() -> bool:
+            """Whether the request is still awaited: not if its feed has ended, even if that began again."""
+            if self._requests.get(source) is not request:
+                return False
+            del self._requests[source]
+            return True
+
         def answered(data: bytes) -> None:
-            self._recoveries -= 1
+            if not ends():
+                return
             self.replica.feeds.answered(source, data, self.now())
             self.look()
             self._drain_soon()
 
         def failed() -> None:
-            self._recoveries -= 1
-            self.replica.feeds.failed(source, self.now())
+            if ends():
+                self.replica.feeds.failed(source, self.now())
 
-        self._recoveries += 1
+        self._requests[source] = request
         subject, payload = self._subjects.replay(source), encode_request(request)
         self.line.request(subject, payload, ANSWER_TIMEOUT_S, answered, failed)
 
