@@ -1,9 +1,11 @@
-"""How large the package is: files, lines, its fullest folder, and how many lines have a comment."""
+"""How large the package is: files, lines, its fullest folder, functions, comments, and arrows in core/."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import io
+import re
 import sys
 import tokenize
 from collections import Counter
@@ -11,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SMALL_LINES = 60
+_IMPORT = re.compile(r"^\s*from kvrouter\.core\.(\w+)", re.MULTILINE)
 _FOR_TOOLS = ("noqa", "type:", "pragma", "fmt:", "cython:")
 
 
@@ -22,6 +26,22 @@ def comments(source: str) -> Iterator[str]:
             yield text
 
 
+def function_lines(source: str) -> Iterator[int]:
+    """The length of each function."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def core_arrows(sources: dict[Path, str]) -> set[tuple[str, str]]:
+    """Which folder of core/ imports from which. Files directly in core/ count as a folder each."""
+    core = {path.relative_to("kvrouter/core"): text for path, text in sources.items() if "core" in path.parts}
+    arrows = {
+        (path.parts[0].removesuffix(".py"), to) for path, text in core.items() for to in _IMPORT.findall(text)
+    }
+    return {(here, to) for here, to in arrows if here != to}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.kit.house", description=__doc__)
@@ -31,9 +51,19 @@ def main(arguments: list[str] | None = None) -> int:
     lines = sum(source.count("\n") for source in sources.values())
     written = sum(1 for source in sources.values() for _ in comments(source))
     (folder, files), *_ = Counter(path.parent for path in sources).most_common(1)
+    lengths = sorted(length for source in sources.values() for length in function_lines(source))
+    small = [
+        path
+        for path, text in sources.items()
+        if text.count("\n") <= SMALL_LINES and path.name != "__init__.py"
+    ]
+    median, p90, longest = lengths[len(lengths) // 2], lengths[len(lengths) * 9 // 10], lengths[-1]
     print(f"Python files of kvrouter         {len(sources)}")
     print(f"lines                            {lines}")
     print(f"fullest folder                   {folder}, {files} files")
+    print(f"files of {SMALL_LINES} lines or fewer       {len(small)}, without __init__.py")
+    print(f"lines of a function              median {median}, p90 {p90}, longest {longest}")
+    print(f"arrows between folders of core/  {len(core_arrows(sources))}")
     print(f"lines with a comment per 1,000   {1000 * written / lines:.1f}")
     return 0
 
