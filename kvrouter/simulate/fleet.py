@@ -1,66 +1,74 @@
-"""A fleet in virtual time: the mocker's engines behind a real router; they report their load once a second.
+"""A fleet in virtual time: simulated engines behind real routers; they report their load once a second.
 
-    arrivals ──router.route──> engine.add ──step──> outputs at now + duration ──> mark, free
-                   ^                          └──> KV events ──> the pool's index
-                   └── heartbeats with running, waiting, KV usage, every second
+    arrivals ──placer──> engine.add ──due──> first token, last token ──> mark, free
+                  ^                     └──> KV events ──> the pools' index
+                  └── heartbeats with running, waiting, KV usage, every second
 
 Engines name blocks by sequence hashes, so their events contain the hashes of the index.
-Nothing waits: each thing that happens is an entry of the agenda, and time jumps to the next entry.
 """
 
 from __future__ import annotations
 
-import asyncio
-import heapq
-from array import array
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
-from kvrouter.core.fleet.pool import Pool, PoolSettings
-from kvrouter.core.fleet.router import Router, RouterRules
-from kvrouter.core.routing.builtin_policy import BuiltInPolicy
-from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
-from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
-from kvrouter.core.wire.ops import VERSION
-from kvrouter.mocker.engine import Engine, EngineConfig, EngineRequest, Output, StepResult
-from kvrouter.mocker.events import BlockRemoved, BlockStored
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import Target, WorkerId
+from kvrouter.mocker.engine import EngineConfig
+from kvrouter.simulate.agenda import Agenda
+from kvrouter.simulate.engines import Arrival, Listener, MockerEngine, SimulatedEngine
 from kvrouter.simulate.percentiles import Percentiles, percentiles
+from kvrouter.simulate.placement import Placer, card_of
+from kvrouter.simulate.reference_engine import ReferenceEngine
+from kvrouter.simulate.step_model import StepModel
 
 BEAT_S = 1.0
-_POOL = PoolId("simulated")
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request. `hashes` are the sequence hashes of the prompt's full blocks."""
-
-    at: float
-    hashes: Sequence[int]
-    prompt_tokens: int
-    output_tokens: int
-    text: str = ""
 
 
 @dataclass(slots=True)
 class Run:
-    """The results of one run."""
+    """The results of one run. The lists have an item per arrival; NaN where its client has left."""
 
+    arrivals: Sequence[Arrival]
     targets: list[Target] = field(default_factory=list)
-    ttft_s: list[float] = field(default_factory=list)
-    latency_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    """When the first token came, in virtual time."""
+    end_s: list[float] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
     deepest: Counter[WorkerId] = field(default_factory=Counter)
     """The largest number of requests in flight on each worker; 0 if it got none."""
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
 
     def share(self, worker: str, last: int = 0) -> float:
         """The fraction of the requests (the last `last`) that went to a worker."""
         counted = self.targets[-last:]
         return sum(target.worker_id == worker for target in counted) / len(counted)
+
+    @property
+    def ttft_s(self) -> list[float]:
+        """The times to first token of the completed requests."""
+        return [self.first_s[number] - self.arrivals[number].at for number in self.completed]
+
+    @property
+    def latency_s(self) -> list[float]:
+        """The times to the last token of the completed requests."""
+        return [self.end_s[number] - self.arrivals[number].at for number in self.completed]
+
+    @property
+    def itl_s(self) -> list[float]:
+        """The mean time between two tokens of each completed request; 0 for an answer of one token."""
+        return [
+            (self.end_s[number] - self.first_s[number]) / max(1, self.arrivals[number].output_tokens - 1)
+            for number in self.completed
+        ]
+
+    @property
+    def completed(self) -> list[int]:
+        """The arrivals whose answers are complete."""
+        return [number for number, end in enumerate(self.end_s) if not math.isnan(end)]
 
     @property
     def ttft(self) -> Percentiles:
@@ -71,163 +79,183 @@ class Run:
         return percentiles(self.latency_s)
 
     @property
+    def cached_tokens(self) -> int:
+        return sum(self.cached)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(arrival.prompt_tokens for arrival in self.arrivals)
+
+    @property
     def hit_rate(self) -> float:
         """The fraction of prompt tokens that were cached."""
         return self.cached_tokens / self.prompt_tokens
 
 
-@dataclass(slots=True)
-class _Flight:
-    key: BookingKey
-    target: Target
-    sent_at: float
-    began: bool = False
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """One kind of engine: its card, and how to make one of a relative speed."""
+
+    card: Card
+    make: Callable[[Listener, float], SimulatedEngine]
+
+
+def mocker_kind(config: EngineConfig) -> EngineKind:
+    """The mocker's engines; `speed` is in the config."""
+    card = _card(config.block_size, config.num_blocks, config.max_num_batched_tokens, config.max_num_seqs)
+    return EngineKind(card, lambda listener, _speed: MockerEngine(config, listener))
+
+
+def reference_kind(model: StepModel, capacity_blocks: int) -> EngineKind:
+    """Engines of a step model."""
+    card = _card(model.block_size, capacity_blocks, model.step_tokens, model.max_num_seqs)
+    return EngineKind(
+        card, lambda listener, speed: ReferenceEngine(model.at_speed(speed), capacity_blocks, listener)
+    )
+
+
+def _card(block_size: int, blocks: int, step_tokens: int, max_num_seqs: int) -> Card:
+    return Card(
+        worker_id="w",
+        url="http://w:9000",
+        model="simulated",
+        block_size=block_size,
+        tiers={"device": blocks},
+        max_model_len=blocks * block_size,
+        max_batched_tokens=step_tokens,
+        max_sequences=max_num_seqs,
+    )
+
+
+NewPlacer: TypeAlias = Callable[[Agenda], Placer]
+
+
+class _Sounding:
+    """One engine's listener: records its requests, and passes everything on to the fleet's placer."""
+
+    def __init__(self, fleet: Fleet, target: Target) -> None:
+        self._fleet, self._target = fleet, target
+
+    def began(self, number: int, cached_tokens: int, now: float) -> None:
+        self._fleet.began(number, cached_tokens, now)
+
+    def ended(self, number: int, now: float) -> None:
+        self._fleet.ended(number, now)
+
+    def stored(self, hashes: Sequence[int]) -> None:
+        self._fleet.placer.stored(self._target, hashes)
+
+    def removed(self, hashes: Sequence[int]) -> None:
+        self._fleet.placer.removed(self._target, hashes)
 
 
 class Fleet:
-    """Engines and one router, for one run.
+    """Engines and one placer, for one run.
 
-    `chance()` returns a number in [0, 1). `joins` maps workers that join later to the time, `labels` maps
-    workers to the labels on their cards.
+    `speeds` are the relative speeds of the engines, one each. `joins` maps workers that join later to the
+    time, `labels` maps workers to the labels on their cards.
     """
 
     def __init__(
         self,
-        policy: BuiltInPolicy,
-        chance: Callable[[], float],
-        workers: int,
+        new_placer: NewPlacer,
+        kind: EngineKind,
+        speeds: Sequence[float],
         *,
-        engine: EngineConfig,
         joins: Mapping[str, float] | None = None,
         labels: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self._labels = labels or {}
-        self._config = engine
-        self.pool = Pool(_POOL, PoolSettings())
-        # unsynced: there is one replica, so nothing is unseen and the lowest cost always wins
-        self.router = Router(
-            self.pool,
-            RouterRules(policy, chance),
-            router_id=RouterId("simulated"),
-            incarnation=1,
-            synced=False,
-        )
-        self.engines: dict[Target, Engine] = {}
-        self.record = Run()
-        self._flights: dict[str, _Flight] = {}
-        self._stepping: set[Target] = set()
-        self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
-        self._entries = 0
+        self._kind = kind
+        self._agenda = Agenda()
+        self.placer = new_placer(self._agenda)
+        self.engines: dict[Target, SimulatedEngine] = {}
+        self.record = Run(())
+        self._flights: dict[int, Target] = {}
+        self._depths: Counter[Target] = Counter()
         self._done = 0
-        for number in range(1, workers + 1):
-            self._join(f"w{number}")
+        for number, speed in enumerate(speeds, start=1):
+            self._join(f"w{number}", speed)
         for name, at in (joins or {}).items():
-            self._at(at, partial(self._join, name))
+            self._agenda.at(at, partial(self._join, name, 1.0))
 
     def run(self, arrivals: Sequence[Arrival], on_done: Callable[[int], None] | None = None) -> Run:
         """Serve all arrivals. `on_done` is called with the number of requests that have ended."""
+        count, record = len(arrivals), self.record
+        record.arrivals, record.cached = arrivals, [0] * count
+        record.first_s, record.end_s = [math.nan] * count, [math.nan] * count
+        self._on_done = on_done
         for number, arrival in enumerate(arrivals):
-            self._at(arrival.at, partial(self._arrive, f"r{number}", arrival))
+            self._agenda.at(arrival.at, partial(self._arrive, number, arrival))
         end = max(arrival.at for arrival in arrivals)
         for beat in range(1, int(end / BEAT_S) + 2):
-            self._at(beat * BEAT_S, self._report)
-        refresh_s = self.router.selection.policy.refresh_s
+            self._agenda.at(beat * BEAT_S, lambda _now: self.placer.report(self.engines))
+        refresh_s = self.placer.refresh_s
         for turn in range(int(end / refresh_s) + 1 if refresh_s else 0):
-            self._at(turn * refresh_s, self._refresh)
-        while self._agenda:
-            now, _, act = heapq.heappop(self._agenda)
-            before = self._done
-            act(now)
-            if on_done is not None and self._done > before:
-                on_done(self._done)
+            self._agenda.at(turn * refresh_s, lambda _now: self.placer.refresh())
+        self._agenda.run()
         assert not self._flights, "every request was answered"
-        return self.record
+        return record
 
-    def _at(self, when: float, act: Callable[[float], None]) -> None:
-        self._entries += 1
-        # the number keeps entries of one time in order, and functions from being compared
-        heapq.heappush(self._agenda, (when, self._entries, act))
+    def began(self, number: int, cached_tokens: int, now: float) -> None:
+        """The first token of a request."""
+        if number in self._flights:
+            self.record.first_s[number] = now
+            self.record.cached[number] = cached_tokens
+            self.placer.began(number, now)
 
-    def _refresh(self, _now: float) -> None:
-        # takes no virtual time: a frontend runs it while it serves requests
-        asyncio.run(self.router.selection.policy.refresh())
+    def ended(self, number: int, now: float) -> None:
+        """The last token of a request."""
+        if number in self._flights:
+            self.record.end_s[number] = now
+            self._leave(number, now)
 
-    def _join(self, name: str, _now: float = 0.0) -> None:
-        config = self._config
-        self.engines[Target(WorkerId(name))] = Engine(config)
-        self.record.deepest[WorkerId(name)] = 0
-        card = Card(
-            worker_id=name,
-            url=f"http://{name}:9000",
-            model="simulated",
-            block_size=config.block_size,
-            tiers={"device": config.num_blocks},
-            max_model_len=config.max_model_len,
-            max_batched_tokens=config.max_num_batched_tokens,
-            max_sequences=config.max_num_seqs,
-            labels=dict(self._labels.get(name, {})),
-        )
-        self.pool.update(WorkerId(name), _beat(RankBeat(0, 100, 0), card))
+    def _leave(self, number: int, now: float) -> None:
+        self._depths[self._flights.pop(number)] -= 1
+        self.placer.ended(number, now)
+        self._done += 1
+        if self._on_done is not None:
+            self._on_done(self._done)
 
-    def _report(self, _now: float) -> None:
-        for where, engine in self.engines.items():
-            load = RankBeat(
-                0, 100, 0, running=engine.num_running, waiting=engine.num_waiting, kv_usage=engine.kv_usage
-            )
-            self.pool.update(where.worker_id, _beat(load))
+    def _join(self, name: str, speed: float, _now: float = 0.0) -> None:
+        target = Target(WorkerId(name))
+        engine = self._kind.make(_Sounding(self, target), speed)
+        self.engines[target] = engine
+        self.record.deepest[target.worker_id] = 0
+        self.placer.join(target, engine, card_of(name, self._kind.card, self._labels.get(name, {})))
 
-    def _arrive(self, name: str, arrival: Arrival, now: float) -> None:
-        tokens = arrival.prompt_tokens
-        asked = RouteRequest(name, (Prompt(arrival.hashes, tokens),), text=arrival.text)
-        placed = self.router.route(asked, now)
-        self._flights[name] = _Flight(placed.key, placed.target, now)
-        self.record.targets.append(placed.target)
-        self.record.prompt_tokens += tokens
-        worker = placed.target.worker_id
-        depth = self.pool.active.requests(placed.target)
-        self.record.deepest[worker] = max(self.record.deepest[worker], depth)
-        self.engines[placed.target].add(
-            EngineRequest(
-                name,
-                array("I", bytes(4 * tokens)),  # zeros: the engine names blocks by `hashes`, not by tokens
-                max_tokens=arrival.output_tokens,
-                hashes=tuple(arrival.hashes),
-            )
-        )
-        self._step(now, placed.target)
+    def _arrive(self, number: int, arrival: Arrival, now: float) -> None:
+        target = self.placer.place(number, arrival, now)
+        self._flights[number] = target
+        self.record.targets.append(target)
+        self._depths[target] += 1
+        deepest, worker = self.record.deepest, target.worker_id
+        deepest[worker] = max(deepest[worker], self._depths[target])
+        engine = self.engines[target]
+        before = engine.due
+        engine.add(number, arrival, now)
+        self._await(engine, before)
+        if arrival.leaves_after_s < math.inf:
+            self._agenda.at(now + arrival.leaves_after_s, partial(self._cancel, number))
 
-    def _step(self, now: float, where: Target) -> None:
-        engine = self.engines[where]
-        if where in self._stepping or not engine.has_work():
+    def _cancel(self, number: int, now: float) -> None:
+        target = self._flights.get(number)
+        if target is None:
             return
-        self._stepping.add(where)
-        result = engine.step()
-        self._at(now + result.duration_s, partial(self._finish, where, result))
+        engine = self.engines[target]
+        before = engine.due
+        self.record.first_s[number] = math.nan
+        self._leave(number, now)
+        engine.abort(number, now)
+        self._await(engine, before)
 
-    def _finish(self, where: Target, result: StepResult, now: float) -> None:
-        self._stepping.discard(where)
-        for event in result.events:
-            if isinstance(event, BlockStored):
-                self.pool.index.store(where, event.block_hashes)
-            elif isinstance(event, BlockRemoved):
-                self.pool.index.remove(where, event.block_hashes)
-        for output in result.outputs:
-            self._put_out(output, now)
-        self._step(now, where)
+    def _await(self, engine: SimulatedEngine, before: float) -> None:
+        """Have the engine advance when it is due, if that is new."""
+        if engine.due not in {before, math.inf}:
+            self._agenda.at(engine.due, partial(self._advance, engine))
 
-    def _put_out(self, output: Output, now: float) -> None:
-        flight, record = self._flights[output.id], self.record
-        if not flight.began:
-            flight.began = True
-            record.ttft_s.append(now - flight.sent_at)
-            record.cached_tokens += output.cached_tokens
-            self.router.first_byte(flight.key, now)
-        if output.finish_reason:
-            record.latency_s.append(now - flight.sent_at)
-            self.router.free(flight.key)
-            del self._flights[output.id]
-            self._done += 1
-
-
-def _beat(rank: RankBeat, card: Card | None = None) -> WorkerBeat:
-    return WorkerBeat(VERSION, 100, "up", _POOL, [rank], 1, card)
+    def _advance(self, engine: SimulatedEngine, now: float) -> None:
+        if now != engine.due:
+            return  # its run was cut: the earlier entry has advanced it
+        engine.advance(now)
+        self._await(engine, now)

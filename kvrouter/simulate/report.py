@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from kvrouter.simulate.compare import Compared, Row
 from kvrouter.simulate.fleet import Run
 from kvrouter.simulate.percentiles import Percentiles
 
@@ -24,14 +26,12 @@ _COLUMNS: dict[str, Callable[[Run], str]] = {
 }
 
 # rich takes 80 columns for a pipe, and would cut off the figures.
-_PIPE_WIDTH = 110
+_PIPE_WIDTH = 120
 
 
 def show(runs: Mapping[str, Run], *, left_out: int) -> None:
     """Print one row for each mode. Requests per worker: least–most; in flight: the most on one worker."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
+    console = _console()
     table = Table()
     table.add_column("mode", no_wrap=True)
     for name in _COLUMNS:
@@ -47,6 +47,93 @@ def write_json(path: Path, runs: Mapping[str, Run], *, left_out: int) -> None:
     """Write the figures, times in seconds."""
     figures = {mode: _figures(run) for mode, run in runs.items()}
     path.write_text(json.dumps({"left_out": left_out, "modes": figures}, indent=2) + "\n")
+
+
+def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
+    """Print one table for each cell; ± is half the distance between the least and the greatest seed."""
+    console = _console()
+    for one in compared:
+        table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("mode", no_wrap=True)
+        for name in _COMPARED:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in one.rows:
+            table.add_row(row.mode, *(value(row) for value in _COMPARED.values()))
+        console.print(_title(one, seeds), style="bold", highlight=False)
+        console.print(table)
+
+
+def write_compared(path: Path, compared: Sequence[Compared], *, seeds: int) -> None:
+    """Write the figures of all cells, times in seconds."""
+    cells = [
+        {**_facts(one), "seeds": seeds, "modes": {row.mode: _row(row) for row in one.rows}}
+        for one in compared
+    ]
+    path.write_text(json.dumps({"cells": cells}, indent=2) + "\n")
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "regret_ttft_p90": row.regret,
+        "cached_of_achievable": row.cached_of_achievable,
+        "mean": asdict(row.mean),
+        "spread": asdict(row.spread),
+    }
+
+
+def _facts(compared: Compared) -> dict[str, Any]:
+    cell = compared.cell
+    return {
+        "workload": cell.workload.name,
+        "cache": cell.cache,
+        "capacity_blocks": cell.capacity_blocks,
+        "load": cell.load,
+        "pace": cell.offered_pace,
+        "workers": cell.workers,
+        "replicas": cell.replicas,
+        "model": asdict(cell.model),
+        "speeds": cell.speeds,
+        "sync": asdict(cell.sync) if cell.sync else None,
+        "leaving": cell.leaving,
+        "slo": asdict(cell.slo),
+    }
+
+
+def _title(compared: Compared, seeds: int) -> str:
+    cell = compared.cell
+    load = f"load {cell.load:g}, " if cell.load is not None else ""
+    sync = f" (sync {1000 * cell.sync.delay_s:g} ms)" if cell.sync else " (sync off)"
+    replicas = f", {cell.replicas} replicas{sync}" if cell.replicas > 1 else ""
+    return (
+        f"{cell.workload.name}: cache {cell.cache:.0%}, {load}pace {cell.offered_pace:.2f}, "
+        f"{cell.workers} workers{replicas}, {seeds} seed{'s' * (seeds > 1)}"
+    )
+
+
+_COMPARED: dict[str, Callable[[Row], str]] = {
+    "TTFT s\nmean": lambda row: _s(row.mean.ttft_mean_s),
+    "\np50": lambda row: _s(row.mean.ttft_p50_s),
+    "\np90": lambda row: f"{_s(row.mean.ttft_p90_s)} ±{_s(row.spread.ttft_p90_s)}",
+    "\np99": lambda row: _s(row.mean.ttft_p99_s),
+    "regret\np90": lambda row: f"{row.regret:+.1%}",
+    "ITL ms\np90": lambda row: f"{1000 * row.mean.itl_p90_s:.1f}",
+    "e2e s\nmean": lambda row: f"{row.mean.e2e_mean_s:.2f}",
+    "good-\nput": lambda row: f"{row.mean.goodput:.1%} ±{100 * row.spread.goodput:.1f}",
+    "cached\ntokens": lambda row: f"{row.mean.cached:.1%}",
+    "of pos-\nsible": lambda row: f"{row.cached_of_achievable:.0%}",
+    "busiest\n/ mean": lambda row: f"{row.mean.busiest:.2f}",
+}
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3f}" if seconds < 10 else f"{seconds:.1f}"
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    return console
 
 
 def _figures(run: Run) -> dict[str, Any]:

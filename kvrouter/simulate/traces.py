@@ -7,7 +7,9 @@ prompts are generated: an id always stands for the same tokens, which keeps exac
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
 import itertools
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,8 +25,11 @@ from kvrouter.errors import KvRouterError
 # The block size of Mooncake traces: a hash id stands for this many prompt tokens.
 TRACE_ID_TOKENS = 512
 
-# The first 700 requests of the conversation trace; data/README.md names source and licence.
-CONVERSATION_EXCERPT = Path(__file__).parent / "data" / "mooncake_conversation_700.jsonl"
+# The first 3,000 requests of the conversation trace; data/README.md names source and licence.
+CONVERSATION_EXCERPT = Path(__file__).parent / "data" / "mooncake_conversation_3000.jsonl.gz"
+
+# What the demo and the mocker's engines take of it: more would take minutes.
+SHORT_EXCERPT = 700
 
 
 _NAME = struct.Struct("<QQ")
@@ -78,7 +83,7 @@ class _Line(msgspec.Struct, frozen=True):
 def read_mooncake(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests of a Mooncake trace, or all, with times from the first one on."""
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             lines = list(_lines(path, itertools.islice(file, limit)))
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
@@ -89,6 +94,10 @@ def read_mooncake(path: Path, limit: int | None = None) -> list[TraceRequest]:
         TraceRequest((line.timestamp - start_ms) / 1000, line.input_length, line.output_length, line.hash_ids)
         for line in lines
     ]
+
+
+def _opened(path: Path) -> gzip.GzipFile | io.BufferedReader:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def _lines(path: Path, raw_lines: Iterable[bytes]) -> Iterator[_Line]:

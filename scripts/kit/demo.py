@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvrouter.simulate.traces import (
     CONVERSATION_EXCERPT,
+    SHORT_EXCERPT,
     TRACE_ID_TOKENS,
     Prompts,
     Scaling,
@@ -215,7 +216,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--keep", action="store_true", help="leave the kv fleet running until Ctrl-C")
     flags = parser.parse_args(arguments)
-    if not 2 <= flags.requests <= 700:
+    if not 2 <= flags.requests <= SHORT_EXCERPT:
         parser.error(f"--requests {flags.requests}: the excerpt has 700 requests, and both replicas need one")
     return Options(flags.requests, flags.keep, flags.json)
 

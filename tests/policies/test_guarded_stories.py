@@ -13,7 +13,7 @@ from kvrouter.policies.importing import load_custom_policy
 from kvrouter.simulate.fleet import Run
 from tests.client.examples import blocks
 from tests.policies.test_stories import WORKERS, hot_prefix, newcomer, one_at_a_time
-from tests.policies.world import fleet
+from tests.policies.world import fleet, router_of
 
 ZONES = {"w1": "a", "w2": "a", "w3": "b", "w4": "b"}
 
@@ -85,15 +85,15 @@ def test_a_newcomer_gets_its_share(zoned: Any) -> None:
 def test_failing_worker_is_avoided(zoned: Any) -> None:
     """After three failed responses a worker gets no requests, until it has left and joined again."""
     policy = zoned("zone=a")
-    world = fleet(policy, 2, zones={"w1": "a"})
+    router = router_of(fleet(policy, 2, zones={"w1": "a"}))
     ask = RouteRequest("r")
 
     def winner() -> str:
-        placed = world.router.route(ask, 0.0)
-        world.router.answered(placed.key, 503 if placed.target.worker_id == "w1" else 200)
-        world.router.free(placed.key)
+        placed = router.route(ask, 0.0)
+        router.answered(placed.key, 503 if placed.target.worker_id == "w1" else 200)
+        router.free(placed.key)
         return str(placed.target.worker_id)
 
     assert ["w1", "w1", "w1", "w2"] == [winner() for _ in range(4)]
-    world.router.forget([target for target in world.pool.targets if target.worker_id == "w1"])
+    router.forget([target for target in router.pool.targets if target.worker_id == "w1"])
     assert "w1" == winner()

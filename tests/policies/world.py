@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.mocker.engine import EngineConfig
-from kvrouter.simulate.fleet import Arrival, Fleet
+from kvrouter.simulate.engines import Arrival
+from kvrouter.simulate.fleet import Fleet, mocker_kind
+from kvrouter.simulate.placement import Replicas
 
 BLOCK = 16
 ENGINE = EngineConfig(num_blocks=20_000, max_num_seqs=64)
@@ -35,4 +38,17 @@ def fleet(
 ) -> Fleet:
     """Workers w1, w2, … and one router; `zones` are labels."""
     labels = {name: {"zone": zone} for name, zone in (zones or {}).items()}
-    return Fleet(policy, random.Random(1).random, workers, engine=ENGINE, joins=joins, labels=labels)
+    chance = random.Random(1)
+    return Fleet(
+        lambda agenda: Replicas(agenda, [policy], chance),
+        mocker_kind(ENGINE),
+        [1.0] * workers,
+        joins=joins,
+        labels=labels,
+    )
+
+
+def router_of(world: Fleet) -> Router:
+    """The fleet's only router."""
+    assert isinstance(world.placer, Replicas)
+    return world.placer.routers[0]

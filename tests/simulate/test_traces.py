@@ -10,6 +10,7 @@ import pytest
 
 from kvrouter.simulate.traces import (
     CONVERSATION_EXCERPT,
+    SHORT_EXCERPT,
     Prompts,
     Scaling,
     TraceError,
@@ -42,10 +43,11 @@ def at(arrival_s: float, prompt_tokens: int = 512, hash_ids: tuple[int, ...] = (
 
 
 def test_shipped_excerpt() -> None:
-    """It has 700 requests over 234 s, and all of them share block 0."""
+    """It has 3,000 requests over 987 s, the short one 700 over 234 s, and all of them share block 0."""
     requests = read_mooncake(CONVERSATION_EXCERPT)
 
-    assert (700, 0.0, 234.0) == (len(requests), requests[0].arrival_s, requests[-1].arrival_s)
+    assert (3000, 0.0, 987.0) == (len(requests), requests[0].arrival_s, requests[-1].arrival_s)
+    assert 234.0 == requests[SHORT_EXCERPT - 1].arrival_s
     assert {0} == {request.hash_ids[0] for request in requests}
     assert TraceRequest(0.0, 6758, 500, tuple(range(14))) == requests[0]
 
@@ -119,7 +121,7 @@ def test_nothing_to_read(trace_file: Path) -> None:
 
 def test_scaled_like_the_demo() -> None:
     """64 tokens per id, an eighth of the output, and 35 s instead of 234 s."""
-    requests = scaled(read_mooncake(CONVERSATION_EXCERPT), Scaling(64, 8, duration_s=35.0))
+    requests = scaled(read_mooncake(CONVERSATION_EXCERPT, SHORT_EXCERPT), Scaling(64, 8, duration_s=35.0))
 
     assert TraceRequest(0.0, 844, 62, tuple(range(14))) == requests[0]
     assert pytest.approx(35.0) == requests[-1].arrival_s

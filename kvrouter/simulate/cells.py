@@ -1,0 +1,110 @@
+"""One cell of a comparison: a workload, engines, a cache, a load. All modes and the oracle run in it.
+
+    saturation ──> pace ──> arrivals of a seed ──> Fleet, per mode ──> Measures
+    working set ──> blocks of each engine ──────────┘
+
+Load 1.0 is the pace at which prefill alone saturates the fleet: all requests at once, placed by the oracle,
+with answers of one token; the first 90 % divided by the time until then, so that the tail, in which engines
+idle, does not count. Decoding takes its part of the steps: with the conversation trace the fleet falls
+behind from about 0.77 on.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from kvrouter.core.routing.builtin_policy import BuiltInPolicy
+from kvrouter.policies import CUSTOM, PolicySettings, new_policy
+from kvrouter.simulate.agenda import Agenda
+from kvrouter.simulate.engines import Arrival
+from kvrouter.simulate.fleet import Fleet, NewPlacer, Run, reference_kind
+from kvrouter.simulate.measures import Measures, Slo, measure
+from kvrouter.simulate.placement import Oracle, Placer, Replicas, Sync
+from kvrouter.simulate.step_model import REFERENCE, StepModel
+from kvrouter.simulate.workloads import Workload, achievable_tokens, largest_blocks, working_set_blocks
+
+ORACLE = "oracle"
+
+# Of the requests offered at once, those that measure saturation: the rest is the tail.
+_COUNTED = 0.9
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison. `cache`: a share of the working set, over all workers. `pace`: see `Workload`."""
+
+    workload: Workload
+    cache: float
+    load: float | None = None
+    """A share of saturation; None: `pace`."""
+    pace: float = 1.0
+    workers: int = 16
+    model: StepModel = REFERENCE
+    speeds: tuple[float, ...] = (1.0,)
+    """Relative speeds of the engines; repeated."""
+    replicas: int = 1
+    sync: Sync | None = field(default_factory=Sync)
+    leaving: float = 0.0
+    """The share of the requests whose clients leave within 5 s."""
+    slo: Slo = field(default_factory=Slo)
+
+    @cached_property
+    def capacity_blocks(self) -> int:
+        """The blocks of each engine: at least those that the largest request needs."""
+        drawn = self.workload.draw(0)
+        return max(int(working_set_blocks(drawn) * self.cache / self.workers), largest_blocks(drawn))
+
+    @cached_property
+    def offered_pace(self) -> float:
+        """How many times faster than their own pace requests come."""
+        return self.pace if self.load is None else self.load * self.saturation
+
+    @cached_property
+    def saturation(self) -> float:
+        """The pace that is load 1.0."""
+        drawn = self.workload.draw(0)
+        at_once = [replace(one, at=0.0, output_tokens=1) for one in drawn]
+        run = self._fleet(lambda _agenda: Oracle(random.Random(0).random)).run(at_once)
+        counted = int(_COUNTED * len(drawn))
+        span_s = drawn[-1].at - drawn[0].at
+        return span_s * _COUNTED / sorted(run.end_s)[counted - 1]
+
+    def run(self, mode: str, settings: PolicySettings, seed: int) -> Run:
+        """Serve the arrivals of a seed, starting with empty caches."""
+        chance = random.Random(f"{mode} {seed}")
+        return self._fleet(lambda agenda: self._placer(agenda, mode, settings, chance)).run(
+            self.arrivals(seed)
+        )
+
+    def arrivals(self, seed: int) -> list[Arrival]:
+        """The requests of a seed."""
+        return self.workload.arrivals(seed, self.offered_pace, self.leaving)
+
+    def measure(self, mode: str, settings: PolicySettings, seed: int) -> Measures:
+        """Run a mode, and measure."""
+        run = self.run(mode, settings, seed)
+        return measure(run, self.slo, achievable_tokens(run.arrivals))
+
+    def _placer(self, agenda: Agenda, mode: str, settings: PolicySettings, chance: random.Random) -> Placer:
+        if mode == ORACLE:
+            return Oracle(chance.random)
+        if mode == CUSTOM and settings.custom is not None:
+            settings.custom.begin()
+        # each replica begins its turns elsewhere, as in a frontend
+        first = [0] + [chance.randrange(1 << 16) for _ in range(self.replicas - 1)]
+        policies = [policy_of(mode, settings, turn) for turn in first]
+        return Replicas(agenda, policies, chance, self.sync)
+
+    def _fleet(self, new_placer: NewPlacer) -> Fleet:
+        speeds = [self.speeds[number % len(self.speeds)] for number in range(self.workers)]
+        return Fleet(new_placer, reference_kind(self.model, self.capacity_blocks), speeds)
+
+
+def policy_of(mode: str, settings: PolicySettings, turn: int = 0) -> BuiltInPolicy:
+    """The policy of `mode`, or of `mode:weight` with that overlap weight."""
+    name, _, weight = mode.partition(":")
+    if weight:
+        settings = replace(settings, overlap_weight=float(weight))
+    return new_policy(name, settings, turn)
