@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from kvrouter.errors import ConfigError
 from kvrouter.version import __version__
 
 _USAGE = """\
@@ -77,19 +76,16 @@ def _simulate(arguments: Sequence[str]) -> int:
 
 
 def _nats(arguments: Sequence[str]) -> int:
-    from kvrouter.bus.embedded import DEFAULT_URL
+    from kvrouter.bus.settings import COMMAND, EmbeddedOptions
+    from kvrouter.settings.read import Loaded, run
     from kvrouter.telemetry.logs import set_up_logs
 
-    if len(arguments) > 1 or not all(word.startswith("nats://") for word in arguments):
-        print(f"usage: kvrouter nats [nats://HOST:PORT]   (default {DEFAULT_URL})", file=sys.stderr)  # noqa: T201
-        return 2
-    set_up_logs()
-    try:
-        asyncio.run(_run_nats(arguments[0] if arguments else DEFAULT_URL))
-    except ConfigError as error:
-        print(f"kvrouter nats: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    return 0
+    def main(loaded: Loaded[EmbeddedOptions]) -> int:
+        set_up_logs()
+        asyncio.run(_run_nats(loaded.settings.url))
+        return 0
+
+    return run(COMMAND, arguments, main)
 
 
 def _verify(arguments: Sequence[str]) -> int:

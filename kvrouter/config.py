@@ -7,8 +7,9 @@ import contextlib
 import math
 import os
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 import structlog
 
@@ -19,6 +20,7 @@ from kvrouter.core.feeds.lease import MAX_INTERVAL_MS
 from kvrouter.core.native import versions
 from kvrouter.core.wire.ids import IDENTIFIER_RULE, is_identifier
 from kvrouter.errors import ConfigError
+from kvrouter.settings.declare import Setting, Settings
 
 log = structlog.get_logger()
 
@@ -52,6 +54,13 @@ def identifier(text: str) -> str:
     """An argparse type: a namespace or a worker id, both of which are parts of NATS subjects."""
     if not is_identifier(text):
         raise argparse.ArgumentTypeError(f"{text!r}: {IDENTIFIER_RULE}")
+    return text
+
+
+def read_identifier(text: str) -> str:
+    """A namespace or a worker id, both of which are parts of NATS subjects. Raises ValueError."""
+    if not is_identifier(text):
+        raise ValueError(IDENTIFIER_RULE)
     return text
 
 
@@ -117,6 +126,50 @@ def _number(text: str) -> float:
     if not math.isfinite(value):  # nan would pass the comparisons of all callers
         raise argparse.ArgumentTypeError(f"{text!r}: must be finite")
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceOptions(Settings):
+    """What every process that uses the bus needs."""
+
+    heading = "NATS"
+
+    nats: NatsOptions = field(default_factory=NatsOptions)
+    namespace: Annotated[
+        str,
+        Setting("separates fleets that share a NATS server", metavar="NAME", read=read_identifier),
+    ] = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class CommonOptions(NamespaceOptions):
+    """What every long-running process has."""
+
+    heading = "Logs and core"
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Setting("lowest level that is logged to stderr", is_top=True, reloadable=True),
+    ] = "info"
+    log_format: Annotated[Literal["console", "json"], Setting("json: one object per line", is_top=True)] = (
+        "console"
+    )
+    heartbeat_s: Annotated[
+        float,
+        Setting(
+            "seconds between heartbeats, which other processes are informed of",
+            least=MIN_HEARTBEAT_S,
+            most=MAX_HEARTBEAT_S,
+        ),
+    ] = 1.0
+    core: Annotated[
+        str | None,
+        Setting(
+            "version of the hot tables and hashes: python, or native (C)",
+            choices=versions.CORES,
+            default_text="native if it is built",
+        ),
+    ] = None
 
 
 def add_nats_flags(parser: argparse.ArgumentParser) -> None:

@@ -8,12 +8,13 @@ import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 from urllib.parse import SplitResult, urlsplit
 
 import nkeys  # type: ignore[import-untyped]
 
 from kvrouter.errors import ConfigError
+from kvrouter.settings.declare import Setting, Settings, without_password
 from kvrouter.tls import CertificateFiles
 
 _JWT = re.compile(rb"BEGIN NATS USER JWT-+\s+(\S+)")
@@ -77,23 +78,52 @@ def _is_seed(text: bytes) -> bool:
 EMBEDDED = "embedded"
 
 
+def _read_servers(text: str) -> tuple[str, ...]:
+    return tuple(url.strip() for url in text.split(",") if url.strip())
+
+
 @dataclass(frozen=True, slots=True)
-class NatsOptions:
+class NatsOptions(Settings):
     """Servers and credentials. The URLs may contain user and password instead.
 
     Secrets are in files, so that the list of processes does not show them. A server with a private CA needs
     `tls_ca`; one that asks for the client's certificate needs certificate and key, too.
     """
 
-    servers: tuple[str, ...] = ("nats://127.0.0.1:4222",)
-    user: str | None = None
-    password_file: Path | None = None
-    token_file: Path | None = None
-    creds_file: Path | None = None
-    nkey_file: Path | None = None
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    heading = "NATS"
+
+    servers: Annotated[
+        tuple[str, ...],
+        Setting(
+            f"NATS servers, separated by commas; {EMBEDDED}: start one on this machine unless one runs there",
+            name="nats",
+            metavar=f"URL[,URL…]|{EMBEDDED}",
+            read=_read_servers,
+            text=",".join,
+            variable="NATS_URL",
+            is_top=True,
+        ),
+    ] = ("nats://127.0.0.1:4222",)
+    user: Annotated[
+        str | None, Setting("user name; needs --nats-password-file", name="nats-user", metavar="NAME")
+    ] = None
+    password_file: Annotated[
+        Path | None, Setting("the password of --nats-user", name="nats-password-file")
+    ] = None
+    token_file: Annotated[Path | None, Setting("a token", name="nats-token-file")] = None
+    creds_file: Annotated[Path | None, Setting("a .creds file (JWT and seed)", name="nats-creds")] = None
+    nkey_file: Annotated[Path | None, Setting("an nkey seed file", name="nats-nkey")] = None
+    tls_ca: Annotated[
+        Path | None, Setting("the authority that signed the servers' certificates", name="nats-tls-ca")
+    ] = None
+    tls_cert: Annotated[Path | None, Setting("this client's certificate", name="nats-tls-cert")] = None
+    tls_key: Annotated[Path | None, Setting("its key", name="nats-tls-key")] = None
+
+    def checked(self) -> Self:
+        """Raise ConfigError for wrong values before any part of the process starts."""
+        if not self.is_embedded:
+            self.connect_arguments()
+        return self
 
     @property
     def is_embedded(self) -> bool:
@@ -122,7 +152,7 @@ class NatsOptions:
 
     def shown(self) -> str:
         """The servers without their passwords, for logs."""
-        return ", ".join(_without_password(server) for server in self.servers)
+        return ", ".join(without_password(server) for server in self.servers)
 
     def _check(self) -> None:
         if not self.servers:
@@ -150,7 +180,7 @@ class NatsOptions:
 
 def _check_server(server: str) -> None:
     scheme, _, rest = server.rpartition("://")
-    flag = f"--nats {_without_password(server)!r}"
+    flag = f"--nats {without_password(server)!r}"
     try:
         address = urlsplit(f"nats://{rest}")
     except ValueError:  # brackets without an IPv6 address
@@ -182,8 +212,3 @@ def _read_secret(flag: str, path: Path) -> str:
     if not secret:
         raise ConfigError(f"{flag} {path}: the file is empty")
     return secret
-
-
-def _without_password(server: str) -> str:
-    scheme, separator, rest = server.rpartition("://")
-    return scheme + separator + rest.rpartition("@")[2]

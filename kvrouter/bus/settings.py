@@ -1,0 +1,26 @@
+"""The settings of `kvrouter nats`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from kvrouter.bus.embedded import DEFAULT_URL
+from kvrouter.settings.declare import Command, Setting, Settings
+
+
+def _read_url(text: str) -> str:
+    if not text.startswith("nats://"):
+        raise ValueError("must be nats://HOST:PORT")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedOptions(Settings):
+    url: Annotated[
+        str,
+        Setting("where the server listens", metavar="URL", read=_read_url, is_top=True, is_positional=True),
+    ] = DEFAULT_URL
+
+
+COMMAND = Command("nats", EmbeddedOptions, "The embedded NATS server on this machine, until stopped.")

@@ -1,0 +1,30 @@
+"""The commands, and where each declares its settings as COMMAND: imported only when one is needed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from kvrouter.settings.declare import Command
+
+MODULES = {
+    "serve": "kvrouter.serve.settings",
+    "frontend": "kvrouter.frontend.settings",
+    "worker": "kvrouter.worker.settings",
+    "mocker": "kvrouter.mocker.settings",
+    "simulate": "kvrouter.simulate.settings",
+    "nats": "kvrouter.bus.settings",
+    "verify": "kvrouter.verify.settings",
+}
+
+
+def command_named(name: str) -> Command[Any]:
+    command: Command[Any] = importlib.import_module(MODULES[name]).COMMAND
+    return command
+
+
+def commands_with(flag: str) -> list[str]:
+    """The commands that have this flag."""
+    converted = (name for name, module in MODULES.items() if importlib.util.find_spec(module))
+    return [name for name in converted if command_named(name).has(flag)]

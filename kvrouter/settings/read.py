@@ -1,0 +1,373 @@
+"""Reads a command's settings: flags > KVROUTER_… > config file > default. cyclopts reads the command line.
+
+words ──> cyclopts ──> tokens of flags ─┐
+environment ─> variables, $NATS_URL ────┼─> values and sources ──> settings, checked
+--config FILE ─> [command], [shared] ───┘
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+import cyclopts
+from cyclopts.utils import UNSET
+
+from kvrouter.errors import ConfigError
+from kvrouter.settings import pages
+from kvrouter.settings.commands import MODULES, commands_with
+from kvrouter.settings.declare import (
+    PREFIX,
+    Command,
+    Declared,
+    Settings,
+    built,
+    did_you_mean,
+    without_password,
+)
+
+S = TypeVar("S", bound=Settings)
+
+WRONG_SETTINGS = 2
+"""The exit status after a wrong setting."""
+SHARED = "shared"
+"""The table of the config file for settings of several commands."""
+FLAG = "flag"
+_MOST_FILE_BYTES = 1024 * 1024
+_CONFIG = PREFIX + "CONFIG"
+_OWN_FLAGS = ("--help", "--help-all", "--show-config", "--config")
+# Kubernetes sets such variables for a Service named kvrouter: KVROUTER_PORT=tcp://10.0.0.1:8000.
+_OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
+_TESTS = PREFIX + "TEST_"
+
+
+class PageAsked(Exception):  # noqa: N818  # an answer, not an error
+    """--help, --help-all or --show-config: the command prints this text and does not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[S]):
+    """The settings of one start. `sources`: where each value came from that is not the default.
+
+    A source is `flag`, the name of a variable, or the file with its table, as in `kvrouter.toml [frontend]`.
+    """
+
+    command: Command[S]
+    settings: S
+    values: Mapping[str, Any]
+    sources: Mapping[str, str]
+    warnings: Sequence[str]
+    words: Sequence[str]
+    environ: Mapping[str, str]
+
+    def reread(self) -> Loaded[S]:
+        """The settings as the same flags, environment and file say now. Raises ConfigError."""
+        return load(self.command, self.words, self.environ)
+
+    def changes(self, later: Loaded[S]) -> list[Declared]:
+        """The settings whose values differ in a later reading."""
+        return [one for one in self.command.declared() if self.values[one.name] != later.values[one.name]]
+
+    def passed_on(self) -> list[str]:
+        """The flags for a child process: what it does not find by itself in the environment and the file."""
+        own = {FLAG, f"[{self.command.name}]"}
+        names = {name for name, source in self.sources.items() if source.rpartition(" ")[2] in own}
+        return [
+            flag
+            for one in self.command.declared()
+            if one.name in names
+            for flag in one.flags(self.values[one.name])
+        ]
+
+
+def run(command: Command[S], arguments: Sequence[str] | None, main: Callable[[Loaded[S]], int]) -> int:
+    """Read the settings and run `main`; returns the exit status. A wrong setting is one line on stderr."""
+    try:
+        loaded = load(command, arguments)
+        for warning in loaded.warnings:
+            print(f"kvrouter {command.name}: {warning}", file=sys.stderr)  # noqa: T201
+        return main(loaded)
+    except PageAsked as page:
+        print(page)  # noqa: T201
+        return 0
+    except ConfigError as error:
+        print(f"kvrouter {command.name}: {error}", file=sys.stderr)  # noqa: T201
+        return WRONG_SETTINGS
+
+
+def load(
+    command: Command[S], arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+) -> Loaded[S]:
+    """Read flags, environment and file. Raises ConfigError, or PageAsked if the flags ask for a page."""
+    words = sys.argv[1:] if arguments is None else arguments
+    return _Reading(command, tuple(words), os.environ if environ is None else environ).loaded()
+
+
+class _Reading(Generic[S]):
+    def __init__(self, command: Command[S], words: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._command = command
+        self._words = words
+        self._environ = environ
+        self._declared = {one.name: one for one in command.declared()}
+        self._sources: dict[str, str] = {}
+
+    def loaded(self) -> Loaded[S]:
+        words = [self._renamed(word) for word in self._words]
+        if {"--help", "-h", "--help-all"} & {*words}:
+            raise PageAsked(pages.help_page(self._command, is_whole="--help-all" in words))
+        given, words = _taken("--config", words)
+        file = given if given is not None else self._environ.get(_CONFIG, "")
+        values = self._values(
+            [word for word in words if word != "--show-config"], _read_file(file) if file else {}, file
+        )
+        settings = built(self._command.kind, self._declared.values(), values)
+        if "--show-config" in words:
+            raise PageAsked(pages.config_page(self._command, values, self._sources))
+        warnings = [*self._unknown_variables()]
+        return Loaded(self._command, settings, values, self._sources, warnings, self._words, self._environ)
+
+    def _renamed(self, word: str) -> str:
+        """A word of the command line, with the flag's name of today."""
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--").removeprefix("no-")
+        instead = self._command.removed.get(name) or self._command.left_out.get(name)
+        if flag.startswith("--") and instead and name not in self._declared:
+            raise ConfigError(f"{flag}: {instead}")
+        for one in self._declared.values():
+            if flag in one.setting.old:
+                is_off = one.is_switch and flag.startswith("--no-")
+                flag = f"--no-{one.name}" if is_off else one.flag
+            if flag == one.flag and one.is_switch and equals:
+                return one.flags(_read(one, value, f"{flag}={value}"))[0]
+        return flag + equals + value
+
+    def _values(self, words: Sequence[str], tables: Mapping[str, Any], file: str) -> dict[str, Any]:
+        app = cyclopts.App(
+            name=self._command.name,
+            config=[self._variables, partial(self._tables, tables=tables, file=file)],
+            help_flags=[],
+            version_flags=[],
+            result_action="return_value",
+        )
+        app.default(_collecting(self._declared.values()))
+        try:
+            given: dict[str, Any] = app(words, exit_on_error=False, print_error=False, verbose=False)
+        except cyclopts.CycloptsError as error:
+            raise ConfigError(self._message(error)) from None
+        return {name: given.get(one.parameter, one.default) for name, one in self._declared.items()}
+
+    def _variables(self, _app: object, _commands: object, arguments: Iterable[Any]) -> None:
+        """Give each argument without a flag the value of its variable; note where values come from."""
+        for argument in arguments:
+            one = self._declared[_name(argument)]
+            if argument.tokens:
+                self._sources[one.name] = FLAG
+                continue
+            for variable in (one.variable, one.setting.variable):
+                text = self._environ.get(variable, "")
+                if text and not one.setting.is_hidden and not _SERVICE_URL.match(text):
+                    self._add(argument, text.split() if one.is_list else [text], f"{variable}={{}}", variable)
+                    break
+
+    def _tables(
+        self,
+        _app: object,
+        _commands: object,
+        arguments: Iterable[Any],
+        *,
+        tables: Mapping[str, Any],
+        file: str,
+    ) -> None:
+        """Give each argument without a value that of its key in the file."""
+        by_name = {_name(argument): argument for argument in arguments}
+        for table in (self._command.name, *self._command.tables, SHARED):
+            for key, value in tables.get(table, {}).items():
+                where, name = f"{file}: [{table}] {key}", key.replace("_", "-")
+                one = self._declared.get(name)
+                if one is None or one.setting.is_hidden:
+                    self._refuse_key(table, name, where)
+                elif name not in self._sources:
+                    self._add(
+                        by_name[name], _texts(one, value, where), f"{where} = {{!r}}", f"{file} [{table}]"
+                    )
+
+    def _add(self, argument: Any, texts: Iterable[str], where: str, source: str) -> None:
+        """`where`: how messages quote a value."""
+        one = self._declared[_name(argument)]
+        self._sources[one.name] = source
+        for index, text in enumerate(texts):
+            argument.append(
+                cyclopts.Token(keyword=where, value=text, source=source, index=index if one.is_list else 0)
+            )
+
+    def _refuse_key(self, table: str, name: str, where: str) -> None:
+        """Raise ConfigError for a key that no reader of this table knows."""
+        if table == self._command.name:
+            raise ConfigError(f"{where}: {self._unknown(name, '')}")
+        known = commands_with(f"--{name}")
+        if not known or (table != SHARED and table not in known):
+            raise ConfigError(f"{where}: {self._unknown(name, '')}")
+
+    def _message(self, error: cyclopts.CycloptsError) -> str:
+        """One line: the wrong value as it was given, and what it may be."""
+        token = getattr(error, "token", None)
+        if isinstance(error, cyclopts.UnknownOptionError) and token is not None:
+            given = (token.keyword or token.value).partition("=")[0]
+            return f"{given}: {self._unknown(given, '--')}"
+        if isinstance(error, cyclopts.UnusedCliTokensError):
+            return (
+                f"{error.unused_tokens[0]!r}: not a flag, and no flag takes it as its value"
+                if error.unused_tokens
+                else str(error)
+            )
+        if error.argument is None:
+            return " ".join(str(error).split())
+        one = self._declared[_name(error.argument)]
+        if isinstance(error, cyclopts.MissingArgumentError):
+            return f"{one.flag}: give {one.metavar or 'on or off'}: {one.setting.help}"
+        token = token or error.argument.tokens[-1]
+        return f"{_quoted(one, token)}: {getattr(error, 'msg', None) or one.problem(token.value)}"
+
+    def _unknown(self, given: str, dashes: str) -> str:
+        """Why a name is not one of this command's settings. `dashes`: before the flags in the answer."""
+        flag = f"--{given.removeprefix('--')}"
+        others = [other for other in commands_with(flag) if other != self._command.name]
+        if others:
+            return f"a setting of kvrouter {' and '.join(others)}, not of kvrouter {self._command.name}"
+        shown = [one for one in self._declared.values() if not one.setting.is_hidden]
+        flags = {spelling for one in shown for spelling in one.spellings} | {*_OWN_FLAGS}
+        near = did_you_mean(flag, sorted(flags))
+        return (
+            f"no such setting{near if dashes else near.replace('--', '')}"
+            if near
+            else "no such setting; --help-all lists all"
+        )
+
+    def _unknown_variables(self) -> Iterator[str]:
+        known = {one.variable for one in self._declared.values() if not one.setting.is_hidden} | {_CONFIG}
+        for name in sorted(self._environ):
+            if not name.startswith(PREFIX) or name in known or name.startswith(_TESTS):
+                continue
+            if _OF_A_SERVICE.search(name) or _SERVICE_URL.match(self._environ[name]):
+                continue
+            if not commands_with("--" + name.removeprefix(PREFIX).lower().replace("_", "-")):
+                yield f"the variable {name} is ignored: no such setting{did_you_mean(name, known)}"
+
+
+def _read(one: Declared, text: str, where: str) -> Any:
+    try:
+        return one.read(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _taken(flag: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The last value of a flag, and the other words."""
+    value: str | None = None
+    rest, waiting = [], iter(words)
+    for word in waiting:
+        name, equals, text = word.partition("=")
+        if name != flag:
+            rest.append(word)
+            continue
+        value = text if equals else next(waiting, "")
+        if not value or value.startswith("--"):
+            raise ConfigError(f"{flag}: give a file")
+    return value, rest
+
+
+def _read_file(file: str) -> dict[str, Any]:
+    """The tables of a config file. Raises ConfigError."""
+    try:
+        with Path(file).open("rb") as opened:
+            data = opened.read(_MOST_FILE_BYTES + 1)
+        if len(data) > _MOST_FILE_BYTES:
+            raise ConfigError(f"--config {file}: it has more than {_MOST_FILE_BYTES} bytes")
+        tables = tomllib.loads(data.decode())
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file}: it is not TOML: {error}") from None
+    for name, table in tables.items():
+        if name not in {*MODULES, SHARED}:
+            near = did_you_mean(name, [*MODULES, SHARED])
+            raise ConfigError(
+                f"{file}: [{name}]: no such command{near}{'' if near else f'; use {_listed()}'}"
+            )
+        if not isinstance(table, dict):
+            raise ConfigError(f"{file}: {name}: must be a table, [{name}]")
+    return tables
+
+
+def _listed() -> str:
+    return ", ".join(f"[{name}]" for name in (*MODULES, SHARED))
+
+
+def _texts(one: Declared, value: Any, where: str) -> list[str]:
+    """A TOML value as a command line would have it. Raises ConfigError."""
+    items = value if isinstance(value, list) else [value]
+    if (isinstance(value, list) and not one.is_list) or any(isinstance(item, list | dict) for item in items):
+        raise ConfigError(f"{where}: must be {'a list of texts' if one.is_list else 'one value'}")
+    return [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
+
+
+def _quoted(one: Declared, token: Any) -> str:
+    """A wrong value and where it stands."""
+    value = "(secret)" if one.setting.is_secret else without_password(token.value)
+    return f"{one.flag} {value!r}" if token.source == "cli" else str(token.keyword).format(value)
+
+
+def _name(argument: Any) -> str:
+    return str(argument.name).removeprefix("--").lower()
+
+
+def _collecting(declared: Iterable[Declared]) -> Callable[..., dict[str, Any]]:
+    """A function with one parameter for each setting, as cyclopts reads it; returns what was given."""
+
+    def collect(*positional: Any, **values: Any) -> dict[str, Any]:
+        return {**dict(zip(names, positional, strict=False)), **values}
+
+    ordered = sorted(declared, key=lambda one: not one.setting.is_positional)
+    parameters = [
+        inspect.Parameter(
+            one.parameter,
+            inspect.Parameter.POSITIONAL_ONLY
+            if one.setting.is_positional
+            else inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if one.is_required else one.default,
+            annotation=Annotated[one.type, _parameter(one)],
+        )
+        for one in ordered
+    ]
+    names = [one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_ONLY]
+    collect.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    collect.__annotations__ = {one.name: one.annotation for one in parameters}
+    return collect
+
+
+def _parameter(one: Declared) -> cyclopts.Parameter:
+    return cyclopts.Parameter(
+        name=None if one.setting.is_positional else one.flag,
+        negative=f"--no-{one.name}" if one.is_switch else (),
+        converter=partial(_converted, one),
+        n_tokens=None if one.is_switch else 1,
+        allow_repeating=True,  # scripts and charts append flags to override earlier ones
+        required=one.is_required,
+    )
+
+
+def _converted(one: Declared, _type: object, tokens: Sequence[Any]) -> Any:
+    """The value of a setting's tokens. If given several times, the last one counts, unless it is a list."""
+    if one.is_list:
+        return tuple(one.read(token.value) for token in tokens)
+    token = tokens[-1]
+    return one.read(token.value) if token.implicit_value is UNSET else token.implicit_value

@@ -1,0 +1,257 @@
+"""What a reading of settings gives, and how it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import pytest
+
+from kvrouter.errors import ConfigError
+from kvrouter.settings.declare import Command, Setting, Settings
+from kvrouter.settings.read import PageAsked, load
+
+
+@dataclass(frozen=True, slots=True)
+class Queue(Settings):
+    heading = "Queue"
+
+    size: Annotated[int, Setting("most that wait", name="queue-size", least=1)] = 10
+    wait_s: Annotated[float, Setting("seconds", name="queue-wait-s", above=0, old=("--queue-wait-secs",))] = (
+        1.5
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Options(Settings):
+    port: Annotated[int, Setting("port", least=0, most=65535, old=("--http-port",), is_top=True)] = 8000
+    mode: Annotated[Literal["kv", "random"], Setting("how to choose", name="router-mode", is_top=True)] = "kv"
+    weight: Annotated[float | Literal["auto"], Setting("of overlap", least=0, reloadable=True)] = 1.0
+    events: Annotated[bool, Setting("use events", name="use-events", old=("--no-kv-events",))] = True
+    synced: Annotated[bool | None, Setting("share bookings")] = None
+    model_path: Annotated[tuple[str, ...], Setting("directories")] = ()
+    servers: Annotated[
+        tuple[str, ...],
+        Setting(
+            "of NATS",
+            name="nats",
+            read=lambda text: tuple(text.split(",")),
+            text=",".join,
+            variable="NATS_URL",
+        ),
+    ] = ("nats://a",)
+    key: Annotated[str, Setting("of clients", is_secret=True)] = ""
+    file: Annotated[Path | None, Setting("to read")] = None
+    number: Annotated[int, Setting("of this process", is_hidden=True)] = 0
+    queue: Queue = field(default_factory=Queue)
+
+    def checked(self) -> Self:
+        if self.port == 1 and self.queue.size > 10:
+            raise ConfigError("--port 1 needs a --queue-size of at most 10")
+        return self
+
+
+COMMAND = Command("nats", Options, "Nothing.", removed={"old-flag": "use --port"})
+
+
+def read(*words: str, **environ: str) -> Options:
+    return load(COMMAND, words, environ).settings
+
+
+def refusal(*words: str, **environ: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load(COMMAND, words, environ)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--port 80", "port", 80),
+        ("--port=80", "port", 80),
+        ("--http-port=80", "port", 80),
+        ("--port 80 --port 81", "port", 81),
+        ("--router-mode random", "mode", "random"),
+        ("--weight auto", "weight", "auto"),
+        ("--weight 0", "weight", 0.0),
+        ("--no-kv-events", "events", False),
+        ("--no-use-events", "events", False),
+        ("--no-use-events --use-events", "events", True),
+        ("--use-events=off", "events", False),
+        ("--synced", "synced", True),
+        ("--no-synced", "synced", False),
+        ("--model-path a --model-path b=c", "model_path", ("a", "b=c")),
+        ("--model-path=-a", "model_path", ("-a",)),
+        ("--nats a,b --nats c,d", "servers", ("c", "d")),
+        ("--file x", "file", Path("x")),
+        ("--number 3", "number", 3),
+    ],
+)
+def test_a_flag_sets_its_field(words: str, name: str, value: Any) -> None:
+    """Both forms of a value work, old spellings too; of several the last one counts, unless it is a list."""
+    assert value == getattr(read(*words.split()), name)
+
+
+def test_nested_settings() -> None:
+    """A setting of a nested class is a flag like any other."""
+    assert Queue(3, 2.0) == read("--queue-size=3", "--queue-wait-secs=2").queue
+
+
+def test_precedence(tmp_path: Path) -> None:
+    """A flag has precedence over the environment, that over the file, that over the default."""
+    file = tmp_path / "c.toml"
+    file.write_text(
+        "[nats]\nport = 3\nweight = 3\nrouter_mode = 'random'\n[shared]\nqueue-size = 7\nport = 9\n"
+    )
+
+    loaded = load(
+        COMMAND, ["--port=1"], {"KVROUTER_CONFIG": str(file), "KVROUTER_PORT": "2", "KVROUTER_WEIGHT": "2"}
+    )
+
+    assert (1, 2.0, "random", 7) == (
+        loaded.settings.port,
+        loaded.settings.weight,
+        loaded.settings.mode,
+        loaded.settings.queue.size,
+    )
+    assert {
+        "port": "flag",
+        "weight": "KVROUTER_WEIGHT",
+        "router-mode": f"{file} [nats]",
+        "queue-size": f"{file} [shared]",
+    } == loaded.sources
+    assert ["--port=1", "--router-mode=random"] == loaded.passed_on()
+
+
+def test_variables() -> None:
+    """Lists are separated by spaces, switches are on or off, and a further variable comes second."""
+    options = read(
+        KVROUTER_MODEL_PATH="a b", KVROUTER_USE_EVENTS="off", NATS_URL="nats://b", KVROUTER_PORT=""
+    )
+
+    assert (("a", "b"), False, ("nats://b",), 8000) == (
+        options.model_path,
+        options.events,
+        options.servers,
+        options.port,
+    )
+    assert ("c",) == read(KVROUTER_NATS="c", NATS_URL="nats://b").servers
+
+
+def test_the_variables_of_a_kubernetes_service() -> None:
+    """Those that Kubernetes sets for a Service named kvrouter are neither settings nor worth a warning."""
+    loaded = load(
+        COMMAND,
+        [],
+        {
+            "KVROUTER_PORT": "tcp://10.0.0.1:8000",
+            "KVROUTER_SERVICE_HOST": "10.0.0.1",
+            "KVROUTER_PORT_8000_TCP_ADDR": "10.0.0.1",
+        },
+    )
+
+    assert (8000, []) == (loaded.settings.port, loaded.warnings)
+
+
+def test_an_unknown_variable() -> None:
+    """It is a warning that names the nearest one, as another program may have set it."""
+    loaded = load(COMMAND, [], {"KVROUTER_PROT": "1", "KVROUTER_NUMBER": "2", "PORT": "3"})
+
+    assert (8000, 0) == (loaded.settings.port, loaded.settings.number)
+    assert "KVROUTER_PROT is ignored: no such setting; did you mean KVROUTER_PORT?" in loaded.warnings[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--prt 8", "--prt: no such setting; did you mean --port?"),
+        ("--router-mod kv", "--router-mod: no such setting; did you mean --router-mode?"),
+        ("--port x", "--port 'x': must be a whole number from 0 to 65535"),
+        ("--port 1_000", "--port '1_000': must be a whole number from 0 to 65535"),
+        ("--port=-1", "--port '-1': must be a whole number from 0 to 65535"),
+        ("--port", "--port: give N: port"),
+        ("--router-mode kvv", "--router-mode 'kvv': must be kv or random; did you mean kv?"),
+        ("--weight nan", "--weight 'nan': must be auto or a number of at least 0"),
+        ("--weight aut", "--weight 'aut': must be auto or a number of at least 0; did you mean auto?"),
+        ("--queue-wait-s 0", "--queue-wait-s '0': must be a number above 0"),
+        ("--queue-wait-secs 0", "--queue-wait-s '0': must be a number above 0"),
+        ("--use-events=perhaps", "--use-events=perhaps: must be on or off"),
+        ("--file=", "--file '': must be a path"),
+        ("kv", "'kv': not a flag, and no flag takes it as its value"),
+        ("--no-port", "--no-port: no such setting; did you mean --port?"),
+        ("--old-flag=3", "--old-flag: use --port"),
+        ("--config", "--config: give a file"),
+        ("--config /nowhere", "--config /nowhere: No such file or directory"),
+        ("--port 1 --queue-size 11", "--port 1 needs a --queue-size of at most 10"),
+    ],
+)
+def test_wrong_words(words: str, message: str) -> None:
+    """A refusal names what was given, what it may be, and the nearest right one."""
+    assert message == refusal(*words.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prt = 3", "{file}: [nats] prt: no such setting; did you mean port?"),
+        ("port = 'x'", "{file}: [nats] port = 'x': must be a whole number from 0 to 65535"),
+        ("port = 8.5", "{file}: [nats] port = '8.5': must be a whole number from 0 to 65535"),
+        ("port = [1]", "{file}: [nats] port: must be one value"),
+        ("model-path = [[1]]", "{file}: [nats] model-path: must be a list of texts"),
+        ("number = 3", "{file}: [nats] number: no such setting"),
+        ("port =", "--config {file}: it is not TOML: Invalid value (at line 2, column 7)"),
+        ("[frontent]", "{file}: [frontent]: no such command; did you mean frontend?"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
+    """A refusal names file, table and key."""
+    file = tmp_path / "c.toml"
+    file.write_text(f"[nats]\n{text}\n")
+
+    assert refusal("--config", str(file)).startswith(message.format(file=file))
+
+
+def test_a_wrong_variable() -> None:
+    """A refusal names the variable."""
+    assert "KVROUTER_PORT=x: must be a whole number from 0 to 65535" == refusal(KVROUTER_PORT="x")
+
+
+def test_show_config_prints_no_secret() -> None:
+    """Values come with their sources, without secrets and passwords of URLs."""
+    with pytest.raises(PageAsked) as raised:
+        read("--show-config", "--key=abc", "--port=3", NATS_URL="nats://u:p/w@h,nats://u:p@i")
+
+    rows = {line.split()[0]: line.split()[1:] for line in str(raised.value).splitlines()}
+    assert ["(secret)", "flag"] == rows["key"]
+    assert ["3", "flag"] == rows["port"]
+    assert ["nats://h,nats://i", "NATS_URL"] == rows["nats"]
+    assert ["-", "default"] == rows["file"]
+    assert "number" not in rows
+
+
+def test_help_lists_what_matters_and_help_all_the_rest() -> None:
+    """--help lists the first settings only; neither lists those for child processes."""
+    pages = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(PageAsked) as raised:
+            read(flag, "--prt")
+        pages.append(str(raised.value))
+
+    assert ["--port N" in page for page in pages] == [True, True]
+    assert ["--queue-size N" in page for page in pages] == [False, True]
+    assert not any("--number" in page for page in pages)
+    assert "--no-use-events" in pages[1]
+
+
+def test_reading_again(tmp_path: Path) -> None:
+    """A second reading has the file's values of then, and says which settings changed."""
+    file = tmp_path / "c.toml"
+    file.write_text("[nats]\nweight = 1\n")
+    first = load(COMMAND, ["--port=3", f"--config={file}"], {})
+    file.write_text("[nats]\nweight = 2\nport = 4\n")
+
+    second = first.reread()
+
+    assert (2.0, 3) == (second.settings.weight, second.settings.port)
+    assert ["weight"] == [one.name for one in first.changes(second)]
