@@ -44,6 +44,30 @@ class RequestStalledError(BadRequestError):
     is_body_left = True
 
 
+class InvalidBodyError(BadRequestError):
+    """The framing of the body is invalid: where it ends is not known."""
+
+    is_body_left = True
+
+
+class TargetTooLongError(BadRequestError):
+    """The first line of the request is longer than the limit."""
+
+    status = 414
+
+
+class HeadTooLargeError(BadRequestError):
+    """The headers of the request are larger than the limit."""
+
+    status = 431
+
+
+class ExpectationError(BadRequestError):
+    """The request expects (`Expect`) something else than 100-continue."""
+
+    status = 417
+
+
 class UnknownModelError(BadRequestError):
     """No worker has announced the model."""
 
@@ -88,6 +112,11 @@ class WrongMethodError(KvRouterError):
 
     status = 405
     type = "MethodNotAllowedError"
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        """`allowed`: the methods that the path supports."""
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class HttpVersionError(KvRouterError):

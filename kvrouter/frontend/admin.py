@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvrouter.bus import Bus
@@ -23,10 +22,12 @@ from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.senders import Feed, KvSource, SyncSource, name
 from kvrouter.errors import UnknownModelError
-from kvrouter.frontend.aiohttp_requests import json_response
 from kvrouter.frontend.bodies.models import ModelEntry, model_body, model_entries, models_body
 from kvrouter.frontend.sockets import Listeners
 from kvrouter.frontend.state_metrics import samples
+from kvrouter.frontend.views import TEXT, json_answer
+from kvrouter.relay.answer import Answer
+from kvrouter.relay.request import Request
 from kvrouter.replica.loop import ReplicaLoop
 from kvrouter.telemetry.exposition import Registry, exposition
 from kvrouter.telemetry.metrics import StateCollector
@@ -34,6 +35,8 @@ from kvrouter.version import __version__
 
 # Up to this many feeds, /ready lists all; above it, only feeds that are behind: load balancers ask often.
 MOST_FEEDS = 100
+
+MODEL_PATH = "/v1/models/"
 
 NOT_HERE = """\
 Several processes share this port, and each has its own counters: scrape their admin ports.
@@ -73,17 +76,17 @@ class Admin:
         """Make /ready 503 from now on."""
         self._is_draining = True
 
-    async def live(self, _request: web.Request) -> web.Response:
+    async def live(self, _request: Request) -> Answer:
         """200 while the event loop runs."""
-        return web.Response(text="ok\n")
+        return Answer(200, b"ok\n", {"content-type": TEXT})
 
-    async def ready(self, request: web.Request) -> web.Response:
+    async def ready(self, request: Request) -> Answer:
         """503 until the first recovery is complete, while draining, and while only peers can serve a pool.
 
         Otherwise 200, degraded or not.
         """
         status, body = self._readiness()
-        return json_response(body | self._feed_states("verbose" in request.query), status=status)
+        return json_answer(body | self._feed_states("verbose" in request.query), status=status)
 
     def is_ready(self) -> bool:
         return self._readiness()[0] == 200
@@ -119,8 +122,8 @@ class Admin:
         behind = [row for row in rows if row["state"] != "live" or row["lag"]][:MOST_FEEDS]
         return {"feeds": behind, "feeds_omitted": len(rows) - len(behind), "all_feeds": "/ready?verbose=1"}
 
-    async def health(self, _request: web.Request) -> web.Response:
-        return json_response(
+    async def health(self, _request: Request) -> Answer:
+        return json_answer(
             {
                 "status": "degraded" if self._degraded() else "ok",
                 "reasons": self._degraded(),
@@ -132,21 +135,22 @@ class Admin:
             }
         )
 
-    async def clients_metrics(self, request: web.Request) -> web.Response:
+    async def clients_metrics(self, request: Request) -> Answer:
         """Metrics on the clients' port. On a shared port the next scrape might reach another process."""
         if self._listeners.is_shared:
-            return web.Response(status=421, text=NOT_HERE.format(url=self._listeners.admin_url))
+            text = NOT_HERE.format(url=self._listeners.admin_url)
+            return Answer(421, text.encode(), {"content-type": TEXT})
         return await self.metrics(request)
 
-    async def metrics(self, request: web.Request) -> web.Response:
-        body = await exposition(self._registry, names=request.query.getall("name[]", []))
-        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
+    async def metrics(self, request: Request) -> Answer:
+        body = await exposition(self._registry, names=request.query.get("name[]", ()))
+        return Answer(200, body, {"content-type": CONTENT_TYPE_LATEST})
 
-    async def workers(self, _request: web.Request) -> web.Response:
+    async def workers(self, _request: Request) -> Answer:
         """All targets, feeds and bookings, as of one moment: no await comes between."""
         # Numbers what has happened: `kvrouter verify` compares this replica's seq with its bookings at peers.
         self._loop.publishing.flush()
-        return json_response(
+        return json_answer(
             {
                 "router_id": self._replica.router_id,
                 "replica_sync": self._replica.settings.synced,
@@ -177,17 +181,17 @@ class Admin:
             for router_id, peer in sorted(self._replica.peers.items())
         ]
 
-    async def models(self, _request: web.Request) -> web.Response:
+    async def models(self, _request: Request) -> Answer:
         """/v1/models, merged over the fleet."""
-        return web.Response(body=models_body(self._model_entries()), content_type="application/json")
+        return Answer(200, models_body(self._model_entries()), {})
 
-    async def model(self, request: web.Request) -> web.Response:
+    async def model(self, request: Request) -> Answer:
         """/v1/models/NAME. Raises UnknownModelError."""
-        name, entries = request.match_info["name"], {entry.id: entry for entry in self._model_entries()}
+        name, entries = request.path_after(MODEL_PATH), {entry.id: entry for entry in self._model_entries()}
         if name not in entries:
             served = listed(entries.keys())
             raise UnknownModelError(f"The model `{name}` does not exist; served: {served}", param="model")
-        return web.Response(body=model_body(entries[name]), content_type="application/json")
+        return Answer(200, model_body(entries[name]), {})
 
     def _model_entries(self) -> list[ModelEntry]:
         return model_entries([router.pool for router in self._replica.routers.values()])

@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.aiohttp_requests import json_response, read_body
 from kvrouter.frontend.rules import Rules
+from kvrouter.frontend.views import json_answer
+from kvrouter.relay.answer import Answer
+from kvrouter.relay.request import Request
 
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Tokens = Annotated[int, Meta(ge=0, le=2**48)]
@@ -37,13 +38,13 @@ class BusyThresholds:
         self._replica = replica
         self._rules = rules
 
-    async def show(self, _http: web.Request) -> web.Response:
+    async def show(self, _request: Request) -> Answer:
         routers = [router for router in self._replica.routers.values() if router.pool.names]
-        return json_response({"thresholds": [self._view(router) for router in routers]})
+        return json_answer({"thresholds": [self._view(router) for router in routers]})
 
-    async def change(self, http: web.Request) -> web.Response:
+    async def change(self, request: Request) -> Answer:
         """POST. Raises BadRequestError or UnknownModelError."""
-        wanted = _read(await read_body(http))
+        wanted = _read(await request.read())
         router = self._replica.router_for(wanted.model)
         now, blocks = self._rules.filters(router.pool.id), wanted.active_decode_blocks_threshold
         tokens = wanted.active_prefill_tokens_threshold
@@ -52,7 +53,7 @@ class BusyThresholds:
             now.active_decode_blocks_threshold if blocks is UNSET else blocks,
             now.active_prefill_tokens_threshold if tokens is UNSET else tokens,
         )
-        return json_response(self._view(router))
+        return json_answer(self._view(router))
 
     def _view(self, router: Router) -> dict[str, object]:
         settings = self._rules.filters(router.pool.id)

@@ -48,7 +48,8 @@ from kvrouter.relay.exchange import (
     Retried,
     TimedOut,
 )
-from kvrouter.relay.request import Request, Serve, request_id_of
+from kvrouter.relay.request import Request, request_id_of
+from kvrouter.relay.routes import Routes
 from kvrouter.relay.upstream import Upstream, WorkerUnreachableError
 from kvrouter.replica.publishing import Publishing
 from kvrouter.telemetry.metrics import RequestMetrics, Sample
@@ -98,13 +99,15 @@ class Completions:
         self._limits = limits
         self._retries = retries
 
-    def routes(self, gate: Gate) -> dict[str, Serve]:
-        """The POST routes. `gate` decides who may ask for a dry run."""
-        return {
-            "/v1/chat/completions": partial(self.serve, openai.parse_chat, gate),
-            "/v1/completions": partial(self.serve, openai.parse_completion, gate),
-            **dict.fromkeys(passthrough.POST_ROUTES, partial(self.serve, None, gate)),
-        }
+    def add_routes(self, routes: Routes, gate: Gate) -> None:
+        """Add what is served here. `gate` decides who may ask for a dry run."""
+        routes.add("POST", "/v1/chat/completions", partial(self.serve, openai.parse_chat, gate))
+        routes.add("POST", "/v1/completions", partial(self.serve, openai.parse_completion, gate))
+        for path in passthrough.POST_ROUTES:
+            routes.add("POST", path, partial(self.serve, None, gate))
+        # Without HEAD: a worker's answer to it has a length and no body, and would never end.
+        for path in passthrough.GET_ROUTES:
+            routes.add("GET", path, partial(self.serve, None, gate))
 
     async def serve(self, parse: Parse | None, gate: Gate, request: Request) -> Served:
         """Serve one request to its end. Every error becomes an OpenAI body.
@@ -142,9 +145,7 @@ class Completions:
 
     def _reply(self, request: Request, answer: Answer, *, closes: bool = False) -> Served:
         """Write an answer that no worker made."""
-        keeps_alive = request.head.wants_keep_alive and not self._is_draining and not closes
-        request.client.write(answer.encode(keeps_alive=keeps_alive))
-        return Served(answer.status, keeps_alive)
+        return request.reply(answer, closes=closes or self._is_draining)
 
     def _fail(self, request: Request, request_id: str) -> Served:
         """Reply to a request that raised an unexpected error. The log has its traceback."""

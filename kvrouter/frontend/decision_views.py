@@ -13,19 +13,20 @@ from typing import Any
 
 import msgspec
 import structlog
-from aiohttp import web
 
 from kvrouter.core.routing.decisions import Decided, DecisionRing
 from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Verdict
 from kvrouter.errors import BadRequestError, UnknownDecisionError
 from kvrouter.frontend.accept import Work
-from kvrouter.frontend.aiohttp_requests import json_response
+from kvrouter.frontend.views import json_answer
 from kvrouter.policies import PolicySettings
 from kvrouter.relay.answer import Answer
+from kvrouter.relay.request import Request
 
 log = structlog.get_logger()
 
+DECISION_PATH = "/decisions/"
 DEFAULT_LIMIT = 20
 # The list is made in one piece of the event loop's time.
 MOST_LISTED = 1000
@@ -49,26 +50,26 @@ class DecisionViews:
         body = facts | {"model": work.router.pool.model} | _view(decision)
         return Answer(200, _encoded(body), {"x-request-id": work.id})
 
-    async def one(self, http: web.Request) -> web.Response:
+    async def one(self, request: Request) -> Answer:
         """GET /decisions/REQUEST_ID: every attempt, the oldest first. Raises UnknownDecisionError."""
-        request_id = http.match_info["request_id"]
+        request_id = request.path_after(DECISION_PATH)
         found = self._kept.of(request_id) if self._kept is not None else []
         if not found:
             raise UnknownDecisionError(
                 f"no decision about {request_id!r} is kept here: this replica keeps its last "
                 f"{self._kept.capacity if self._kept is not None else 0} (--decisions)"
             )
-        return json_response({"request_id": request_id, "decisions": [self._explained(one) for one in found]})
+        return json_answer({"request_id": request_id, "decisions": [self._explained(one) for one in found]})
 
-    async def last(self, http: web.Request) -> web.Response:
+    async def last(self, request: Request) -> Answer:
         """GET /decisions: the newest first, without their candidates. Raises BadRequestError."""
-        limit = http.query.get("limit", str(DEFAULT_LIMIT))
+        limit = request.query.get("limit", [str(DEFAULT_LIMIT)])[0]
         if not (limit.isascii() and limit.isdecimal()) or not 1 <= int(limit) <= MOST_LISTED:
             raise BadRequestError(
                 f"limit={limit!r}: must be a whole number from 1 to {MOST_LISTED}", param="limit"
             )
         kept = self._kept.last(int(limit)) if self._kept is not None else []
-        return json_response({"decisions": [self._summary(one) for one in kept]})
+        return json_answer({"decisions": [self._summary(one) for one in kept]})
 
     def log_last(self) -> None:
         """Log the last decision with every candidate's terms. Only where `logs` is set."""

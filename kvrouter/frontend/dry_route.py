@@ -10,17 +10,15 @@ import asyncio
 from typing import Literal
 
 import msgspec
-from aiohttp import web
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept, Parse
-from kvrouter.frontend.aiohttp_connection import as_response
-from kvrouter.frontend.aiohttp_requests import from_aiohttp
 from kvrouter.frontend.bodies import openai
 from kvrouter.frontend.decision_views import DecisionViews
-from kvrouter.relay.request import request_id_of
+from kvrouter.relay.answer import Answer
+from kvrouter.relay.request import Request, request_id_of
 
 _PARSERS: dict[str, Parse | None] = {
     "chat": openai.parse_chat,
@@ -41,14 +39,13 @@ class DryRoute:
         self._accept = accept
         self._views = views
 
-    async def route(self, http: web.Request) -> web.Response:
+    async def route(self, request: Request) -> Answer:
         """POST /v1/route. Raises the errors that the request itself would raise."""
-        request = from_aiohttp(http)
         kind = _kind(await request.read())
         now = asyncio.get_running_loop().time()
         request_id = request_id_of(request.headers)
         work = await self._accept.work(request, _PARSERS[kind], request_id, now)
-        return as_response(self._views.preview(work))
+        return self._views.preview(work)
 
 
 def _kind(body: bytes) -> str:

@@ -1,10 +1,11 @@
 """The HTTP side of a replica: its routes, its two ports, and its drain.
 
-connection ──plain request──> Completions.serve
-└──anything else──> aiohttp: the same routes, and all others
+clients' port ──> ClientConnection (relay/connection.py) ──┐
+                                                           ├──> the same routes
+admin listener ──> aiohttp (admin_listener.py) ────────────┘
 
-Both ports, the clients' and the admin listener, have all routes. The gate of each port (operators.py) decides
-who may use the routes that are for operators.
+Both ports have all routes. The gate of each (operators.py) decides who may use the routes that are for
+operators.
 """
 
 from __future__ import annotations
@@ -15,24 +16,23 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from functools import partial
-from typing import Any, Self, cast
+from typing import Any
 
 import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from kvrouter.frontend import passthrough
-from kvrouter.frontend.admin import Admin
-from kvrouter.frontend.aiohttp_connection import ClientConnection, invite_body
-from kvrouter.frontend.aiohttp_requests import ARRIVING, HttpRoute, openai_errors, route
+from kvrouter.frontend.admin import MODEL_PATH, Admin
+from kvrouter.frontend.admin_listener import application
+from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.frontend.operators import Gate, gate_of, open_gate
 from kvrouter.frontend.sockets import BACKLOG, Listeners
+from kvrouter.frontend.views import View, answering
 from kvrouter.relay.connection import Connections
-from kvrouter.relay.request import ArrivingBytes
-from kvrouter.relay.transport import is_unsent
+from kvrouter.relay.request import ArrivingBytes, Serve
+from kvrouter.relay.routes import Routes
 
 log = structlog.get_logger()
 
@@ -57,109 +57,99 @@ CUT_OFF_S = 0.1
 
 
 class Site:
-    """The routes of a replica. `for_operators` are the routes behind the gate."""
+    """The routes of a replica. `for_operators` are the routes behind the gate: method, path and view."""
 
     def __init__(
         self,
         completions: Completions,
         admin: Admin,
-        for_operators: Sequence[web.RouteDef],
+        for_operators: Sequence[tuple[str, str, View]],
         options: FrontendOptions,
     ) -> None:
         self.completions = completions
         self.admin = admin
         self._for_operators = for_operators
-        self._max_body_bytes = options.max_body_bytes
-        self.arriving = ArrivingBytes(options.max_body_bytes)
+        self.max_body_bytes = options.max_body_bytes
 
-    def application(self, gate: Gate, metrics: HttpRoute) -> web.Application:
+    def routes(self, gate: Gate, metrics: View) -> Routes:
         """All routes of a port, behind its gate."""
-        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[openai_errors])
-        app[ARRIVING] = self.arriving
-        completions, admin = self.completions, self.admin
-        app.add_routes(
-            [
-                *(
-                    web.post(path, route(serve), expect_handler=invite_body)
-                    for path, serve in completions.routes(gate).items()
-                ),
-                *(  # without HEAD: a worker's answer to it has a length and no body, and would never end
-                    web.get(path, route(partial(completions.serve, None, gate)), allow_head=False)
-                    for path in passthrough.GET_ROUTES
-                ),
-                web.get("/v1/models", admin.models),
-                web.get("/v1/models/{name:.+}", admin.model),
-                web.get("/live", admin.live),
-                web.get("/ready", admin.ready),
-                web.get("/health", admin.health),
-                web.get("/metrics", metrics),
-                *(_behind(gate, one) for one in self._for_operators),
-            ]
-        )
-        return app
+        routes, admin = Routes(), self.admin
+        self.completions.add_routes(routes, gate)
+        for path, view in {
+            "/v1/models": admin.models,
+            MODEL_PATH: admin.model,
+            "/live": admin.live,
+            "/ready": admin.ready,
+            "/health": admin.health,
+            "/metrics": metrics,
+        }.items():
+            _add(routes, "GET", path, answering(view, open_gate))
+        for method, path, view in self._for_operators:
+            _add(routes, method, path, answering(view, gate))
+        return routes
 
 
-def _behind(gate: Gate, definition: web.RouteDef) -> web.RouteDef:
-    async def serve(http: web.Request) -> web.StreamResponse:
-        gate(f"{http.method} {http.path}", http.headers)
-        return await cast(HttpRoute, definition.handler)(http)
-
-    return web.route(definition.method, definition.path, serve, **definition.kwargs)
+def _add(routes: Routes, method: str, path: str, serve: Serve) -> None:
+    routes.add(method, path, serve)
+    if method == "GET":
+        routes.add("HEAD", path, serve)
 
 
-class _Port:
-    """The connections of one port: plain ones, and the ones handed over to aiohttp."""
+@contextlib.asynccontextmanager
+async def _clients_port(
+    site: Site, sock: socket.socket, tls: ssl.SSLContext | None, gate: Gate
+) -> AsyncIterator[tuple[asyncio.Server, Connections]]:
+    """The clients' port. It does not accept connections yet."""
+    connections = Connections(
+        site.routes(gate, site.admin.clients_metrics),
+        error_answer,
+        max_body_bytes=site.max_body_bytes,
+        arriving=ArrivingBytes(site.max_body_bytes),
+        keep_alive_s=KEEP_ALIVE_S,
+    )
+    server = await _listen(connections.new, sock, tls)
+    try:
+        yield server, connections
+    finally:
+        server.close()
+        connections.close()
 
-    def __init__(self, site: Site, gate: Gate, metrics: HttpRoute, options: FrontendOptions) -> None:
-        self._runner = web.AppRunner(
-            site.application(gate, metrics), handler_cancellation=True, shutdown_timeout=CUT_OFF_S
-        )
-        self._loop = asyncio.get_running_loop()
-        self._connections = Connections(
-            site.completions.routes(gate),
-            self._not_plain,
-            max_body_bytes=options.max_body_bytes,
-            arriving=site.arriving,
-            keep_alive_s=KEEP_ALIVE_S,
-        )
 
-    async def __aenter__(self) -> Self:
-        await self._runner.setup()
-        return self
+@contextlib.asynccontextmanager
+async def _admin_listener(
+    site: Site, sock: socket.socket, tls: ssl.SSLContext | None
+) -> AsyncIterator[asyncio.Server]:
+    """The admin listener. It does not accept connections yet."""
+    runner = web.AppRunner(
+        application(site.routes(open_gate, site.admin.metrics), site.max_body_bytes),
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=KEEP_ALIVE_S,
+        shutdown_timeout=CUT_OFF_S,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    server = await _listen(runner.server, sock, tls)
+    try:
+        yield server
+    finally:
+        server.close()
+        await runner.cleanup()
 
-    async def __aexit__(self, *_error: object) -> None:
-        self._connections.close()
-        await self._runner.cleanup()
 
-    async def listen(
-        self, sock: socket.socket, tls: ssl.SSLContext | None, *, start_serving: bool
-    ) -> asyncio.Server:
-        """Accept connections on the socket."""
-        return await self._loop.create_server(
-            self._connections.new,
-            sock=sock,
-            backlog=BACKLOG,
-            start_serving=start_serving,
-            ssl=tls,
-            ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-            # The client reads the rest of its answer meanwhile; asyncio's default is 30 s.
-            ssl_shutdown_timeout=KEEP_ALIVE_S if tls else None,
-        )
-
-    @property
-    def unread(self) -> int:
-        """Connections whose clients have not read all of their answers."""
-        handed_over = self._runner.server.connections if self._runner.server is not None else []
-        return self._connections.unread + sum(is_unsent(one.transport) for one in handed_over)
-
-    def _not_plain(self) -> ClientConnection:
-        assert self._runner.server is not None
-        return ClientConnection(
-            self._runner.server,
-            loop=self._loop,
-            access_log=None,  # as AppRunner does it without an access log
-            keepalive_timeout=KEEP_ALIVE_S,
-        )
+async def _listen(
+    new_connection: Callable[[], asyncio.BaseProtocol], sock: socket.socket, tls: ssl.SSLContext | None
+) -> asyncio.Server:
+    return await asyncio.get_running_loop().create_server(
+        new_connection,
+        sock=sock,
+        backlog=BACKLOG,
+        start_serving=False,
+        ssl=tls,
+        ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+        # The client reads the rest of its answer meanwhile; asyncio's default is 30 s.
+        ssl_shutdown_timeout=KEEP_ALIVE_S if tls else None,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -171,11 +161,10 @@ async def http_server(
     gate, admin = gate_of(options.process.admin_key), site.admin
     tls = listeners.certificate.context if listeners.certificate is not None else None
     async with (
-        _Port(site, open_gate, admin.metrics, options) as operators,
-        _Port(site, gate, admin.clients_metrics, options) as clients,
+        _admin_listener(site, listeners.admin, tls) as admin_server,
+        _clients_port(site, listeners.main, tls, gate) as (server, connections),
     ):
-        admin_server = await operators.listen(listeners.admin, tls, start_serving=True)
-        server = await clients.listen(listeners.main, tls, start_serving=False)
+        await admin_server.start_serving()
         opening = asyncio.create_task(_open(server, admin, waits=options.process.waits_until_ready))
         try:
             if not options.process.waits_until_ready:
@@ -186,14 +175,12 @@ async def http_server(
             await asyncio.sleep(0)  # lets connections that were accepted just now begin
             await _drain(
                 site.completions,
-                lambda: operators.unread + clients.unread,
+                lambda: connections.unread,
                 hurried,
                 timeout_s=options.drain_timeout_s,
             )
         finally:
             opening.cancel()
-            server.close()  # again, if an error inside skipped the first call
-            admin_server.close()
 
 
 async def _open(server: asyncio.Server, admin: Admin, *, waits: bool) -> None:

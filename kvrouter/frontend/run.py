@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 import structlog
-from aiohttp import web
 
 from kvrouter.bus import Bus, Subjects
 from kvrouter.config import open_bus
@@ -22,11 +21,10 @@ from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.admission_queue import WaitingRoom
-from kvrouter.frontend.aiohttp_connection import invite_body
 from kvrouter.frontend.background import audit_forever, evict_texts, report_progress, running
 from kvrouter.frontend.busy_threshold import BusyThresholds
 from kvrouter.frontend.completions import Completions
-from kvrouter.frontend.decision_views import DecisionViews
+from kvrouter.frontend.decision_views import DECISION_PATH, DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.frontend.flags.policies import SERVED_MODES, bucket_header
@@ -37,6 +35,7 @@ from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.sockets import Listeners, open_listeners, raise_limit, streams_within
 from kvrouter.frontend.state_metrics import index_maker, index_samples
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
+from kvrouter.frontend.views import View
 from kvrouter.policies import POLICIES
 from kvrouter.policies.guarded import GuardedPolicy
 from kvrouter.relay.upstream import Upstream
@@ -301,15 +300,16 @@ def _dialect(options: FrontendOptions) -> Dialect:
     return Dialect(SERVED_MODES, options.router_mode, header, bucket.lower())
 
 
-def _operators_routes(member: _Member, path: _RequestPath, admin: Admin) -> list[web.RouteDef]:
+def _operators_routes(member: _Member, path: _RequestPath, admin: Admin) -> list[tuple[str, str, View]]:
+    """Method, path and view of each."""
     thresholds, views = BusyThresholds(member.replica, member.rules), path.views
     return [
-        web.get("/workers", admin.workers),
-        web.post("/v1/route", DryRoute(path.accept, views).route, expect_handler=invite_body),
-        web.get("/decisions", views.last),
-        web.get("/decisions/{request_id:.+}", views.one),
-        web.get("/busy_threshold", thresholds.show),
-        web.post("/busy_threshold", thresholds.change, expect_handler=invite_body),
+        ("GET", "/workers", admin.workers),
+        ("POST", "/v1/route", DryRoute(path.accept, views).route),
+        ("GET", "/decisions", views.last),
+        ("GET", DECISION_PATH, views.one),
+        ("GET", "/busy_threshold", thresholds.show),
+        ("POST", "/busy_threshold", thresholds.change),
     ]
 
 

@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 from msgspec import Struct
 
-from kvrouter.errors import KvRouterError
+from kvrouter.errors import KvRouterError, WrongMethodError
 from kvrouter.relay.exchange import Rejected
 
 
@@ -54,6 +54,8 @@ def error_headers(error: KvRouterError, request_id: str) -> dict[str, str]:
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, WrongMethodError):
+        headers["allow"] = error.allowed
     return headers
 
 

@@ -1,13 +1,13 @@
-"""A client's connection while its requests are plain: read here, served, and answered to its socket.
+"""A client's connection: its requests are read here, one after another, and served by the routes.
 
-    waiting ──plain head──> serving ──answered──> waiting ──> …
-       │ anything else         │ client gone: the request's task is cancelled
-       v
-    handed over to aiohttp, with all unread bytes; aiohttp keeps it from then on
+    waiting ──plain head──────────────────> serving ──answered──> waiting ──> …
+       │ any other head, or a part of one      │ client gone: the request's task is cancelled
+       v                                       │ body left unread
+    HeadReader ──complete──> serving           v
+       └──invalid, or refused────────────> lingering ──> closed
 
-A plain request is a POST with a length (`PlainHeads` in request.py). aiohttp serves all else, routes and
-errors included: other methods, HTTP/1.0, chunked and compressed bodies, `Expect`, upgrades, invalid heads,
-bodies above the limit.
+A plain request is a POST with a length (`PlainHeads` in request.py), as nearly all are. Other methods,
+HTTP/1.0, chunked and packed bodies and `Expect` take a few more steps.
 
 A client that shuts down its sending side after its request counts as gone: the two look the same.
 """
@@ -16,21 +16,32 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias, cast
 
-from kvrouter.errors import BodiesFullError
-from kvrouter.relay.answer import Served
+from kvrouter.errors import (
+    ExpectationError,
+    KvRouterError,
+    NoRouteError,
+    RequestStalledError,
+    WrongMethodError,
+)
+from kvrouter.relay.answer import Answer, Served
+from kvrouter.relay.arriving import ArrivingBody, coding_of, too_large, unpacked
 from kvrouter.relay.request import (
     END,
-    MAX_HEAD_BYTES,
+    MAX_LINE_BYTES,
     ArrivingBytes,
     PlainHeads,
     Request,
     RequestHead,
     Serve,
     may_be_plain,
+    request_id_of,
 )
+from kvrouter.relay.request_parser import AnyHead, ChunkFraming, HeadReader, LengthFraming
+from kvrouter.relay.routes import Routes
 from kvrouter.relay.transport import is_unsent, reset
 
 # While a request is served, at most this much of the following requests is read. Without the bound a client
@@ -42,7 +53,14 @@ UNSENT_BYTES = 64 * 1024
 # The clock of uvloop (0.23) has whole ms, so a timer may end this much too early.
 _TIMER_S = 0.001
 
-NewConnection: TypeAlias = Callable[[], asyncio.Protocol]
+# How long a client may go on sending a body that is not read. Closing at once would reset the connection, and
+# the client might lose the answer.
+LINGER_S = 10.0
+_LINE_END = b"\r\n"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+ErrorAnswer: TypeAlias = Callable[[KvRouterError, str], Answer]
+"""Makes the answer of an error and a request id."""
 
 
 class Connections:
@@ -50,23 +68,33 @@ class Connections:
 
     def __init__(
         self,
-        routes: Mapping[str, Serve],
-        new_aiohttp: NewConnection,
+        routes: Routes,
+        error_answer: ErrorAnswer,
         *,
         max_body_bytes: int,
         arriving: ArrivingBytes,
         keep_alive_s: float,
     ) -> None:
         self.routes = routes
+        self.posts = routes.posts
+        self.error_answer = error_answer
         self.arriving = arriving
-        self.new_aiohttp = new_aiohttp
         self.max_body_bytes = max_body_bytes
         self.keep_alive_s = keep_alive_s
-        self.open: set[PlainConnection] = set()
+        self.open: set[ClientConnection] = set()
         self.heads = PlainHeads()
 
-    def new(self) -> PlainConnection:
-        return PlainConnection(self)
+    async def reject(self, error: KvRouterError, request: Request) -> Served:
+        """Serve a request that no route takes."""
+        try:
+            await request.read()
+        except KvRouterError as of_body:
+            error = of_body
+        answer = self.error_answer(error, request_id_of(request.headers))
+        return request.reply(answer, closes=error.is_body_left)
+
+    def new(self) -> ClientConnection:
+        return ClientConnection(self)
 
     @property
     def unread(self) -> int:
@@ -78,21 +106,22 @@ class Connections:
             connection.close()
 
 
-class PlainConnection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One client's connection, and the ClientSide (exchange.py) of its requests."""
 
-    is_http_10 = False
-
     def __init__(self, connections: Connections) -> None:
+        self.is_http_10 = False
         self.is_slow = False
         self.has_begun = False
         self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._unread = b""  # arrived, and not yet part of a request
-        self._body: _ArrivingBody | None = None  # set while the served request's body is incomplete
+        self._reader: HeadReader | None = None  # set while a head that is not plain is incomplete
+        self._body: ArrivingBody | None = None  # set while the served request's body is incomplete
         self._task: asyncio.Task[None] | None = None  # set while a request is served
         self._is_reading = True
+        self._is_lingering = False
         self._waiting: list[Callable[[], None]] = []
         self._active_at = 0.0
         self._timer: asyncio.TimerHandle  # not before connection_made: a TLS handshake may fail
@@ -147,6 +176,8 @@ class PlainConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a body, of the next head, or of requests that wait for their turn."""
+        if self._is_lingering:
+            return
         if self._body is not None:
             self._active_at = self._loop.time()
             data = self._body.feed(data)
@@ -163,30 +194,89 @@ class PlainConnection(asyncio.Protocol):
     def _next(self) -> None:
         """Serve the next request once its head is complete."""
         data = self._unread
-        end = data.find(END, 0, MAX_HEAD_BYTES)
-        if end < 0 and may_be_plain(data):
-            return
-        body_at = end + len(END)
-        read = self._connections.heads.read(data[:body_at]) if end > 0 else None
-        serve = self._connections.routes.get(read[0].route) if read is not None else None
-        if read is None or serve is None or read[1] > self._connections.max_body_bytes:
-            self._hand_over()
-            return
-        head, length = read
-        body_end = body_at + length
-        self._unread = data[body_end:]
-        self.has_begun = False
-        request = self._request(head, data[body_at:body_end], length)
-        self._task = self._loop.create_task(self._serve(serve, request))
+        if self._reader is None:
+            end = data.find(END, 0, MAX_LINE_BYTES)
+            if end < 0 and may_be_plain(data):
+                return
+            body_at = end + len(END)
+            read = self._connections.heads.read(data[:body_at]) if end > 0 else None
+            if read is not None:
+                head, length = read
+                serve = self._connections.posts.get(head.route)
+                if serve is not None and length <= self._connections.max_body_bytes:
+                    body_end = body_at + length
+                    self._unread = data[body_end:]
+                    self.has_begun = self.is_http_10 = False
+                    request = self._request(head, data[body_at:body_end], length)
+                    self._task = self._loop.create_task(self._serve(serve, request))
+                    return
+        self._read_on(data)
 
     def _request(self, head: RequestHead, begun: bytes, length: int) -> Request:
-        """A request with the part of its body that has arrived."""
+        """A plain request with the part of its body that has arrived."""
         if len(begun) == length:
             return Request(head, self, begun)
+        body = self._arriving(LengthFraming(length))
+        body.feed(begun)
+        self._body = body
+        return Request(head, self, arriving=body.whole)
+
+    def _arriving(self, framing: LengthFraming | ChunkFraming) -> ArrivingBody:
         self._active_at = self._loop.time()
-        self._body = _ArrivingBody(length, self._loop.create_future(), self._connections.arriving)
-        self._body.feed(begun)
-        return Request(head, self, arriving=self._body.whole)
+        shared = self._connections
+        return ArrivingBody(framing, self._loop.create_future(), shared.arriving, most=shared.max_body_bytes)
+
+    def _read_on(self, data: bytes) -> None:
+        """Read a head that is not plain, and serve its request once it is complete."""
+        reader = self._reader
+        if reader is None:
+            while data.startswith(_LINE_END):  # before a request they are ignored (RFC 9112, 2.2)
+                data = data[len(_LINE_END) :]
+            if _LINE_END.startswith(data):
+                self._unread = data
+                return
+            reader = self._reader = HeadReader()
+        try:
+            self._unread = reader.feed(data)
+            if reader.is_complete:
+                self._reader = None
+                self._begin(reader.head())
+        except KvRouterError as error:
+            self._refuse(error, request_id_of(reader.headers))
+
+    def _begin(self, read: AnyHead) -> None:
+        """Serve a request whose head is not plain. Raises KvRouterError to refuse it at once."""
+        head, most = read.head, self._connections.max_body_bytes
+        coding = coding_of(head.headers.get("content-encoding", ""))
+        if read.length is not None and read.length > most:
+            raise too_large(most)
+        self._answer_expectation(read)
+        try:
+            serve = self._connections.routes.find(head.method, head.route)
+        except (NoRouteError, WrongMethodError) as error:
+            serve = partial(self._connections.reject, error)
+        self.has_begun, self.is_http_10 = False, read.is_http_10
+        body = self._arriving(ChunkFraming() if read.length is None else LengthFraming(read.length))
+        self._unread = body.feed(self._unread)
+        self._body = None if body.is_whole else body
+        whole = partial(unpacked, body.whole, coding, most) if coding and read.length != 0 else body.whole
+        self._task = self._loop.create_task(self._serve(serve, Request(head, self, arriving=whole)))
+
+    def _answer_expectation(self, read: AnyHead) -> None:
+        """Invite the body if the client waits for that. Raises KvRouterError if it would be rejected."""
+        expected = read.head.headers.get("expect", "")
+        if not expected or read.is_http_10 or self._transport is None:
+            return
+        if expected.lower() != "100-continue":
+            raise ExpectationError(f"expect {expected[:100]!r} is not supported: only 100-continue is")
+        self._connections.routes.find(read.head.method, read.head.route)
+        self._transport.write(_CONTINUE)
+
+    def _refuse(self, error: KvRouterError, request_id: str) -> None:
+        """Answer a request that is not served, and close the connection: what follows is not known."""
+        answer = self._connections.error_answer(error, request_id)
+        self.write(answer.encode(keeps_alive=False))
+        self._linger()
 
     async def _serve(self, serve: Serve, request: Request) -> None:
         served = await serve(request)
@@ -200,7 +290,9 @@ class PlainConnection(asyncio.Protocol):
         self._active_at = self._loop.time()  # the client has keep_alive_s to read the rest of the answer
         if served.needs_reset:
             reset(transport)
-        elif not served.keeps_alive or self._body is not None:
+        elif self._body is not None:
+            self._linger()
+        elif not served.keeps_alive:
             transport.close()
         elif self.is_slow:  # else a client that sends requests and reads no answers would fill the memory
             self._pause()
@@ -228,20 +320,21 @@ class PlainConnection(asyncio.Protocol):
             self._is_reading = True
             transport.resume_reading()
 
-    def _hand_over(self) -> None:
-        """Give the connection to aiohttp, with all bytes that are not yet part of a request."""
-        transport = cast(asyncio.Transport, self._transport)
-        self._timer.cancel()
-        self._connections.open.discard(self)
-        successor = self._connections.new_aiohttp()
-        transport.set_protocol(successor)
-        self._resume(transport)
-        successor.connection_made(transport)
-        if self._unread:
-            successor.data_received(self._unread)
-        self._transport, self._unread = None, b""
-
     # Ends
+
+    def _linger(self) -> None:
+        """Close, but read and drop what the client still sends: see LINGER_S."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        self._is_lingering, self._unread, self._reader = True, b"", None
+        if not transport.can_write_eof():
+            transport.close()  # TLS: its own end waits for the client's
+            return
+        self._timer.cancel()
+        self._timer = self._loop.call_later(LINGER_S, transport.abort)
+        transport.write_eof()
+        self._resume(transport)
 
     @property
     def has_unread(self) -> bool:
@@ -259,46 +352,11 @@ class PlainConnection(asyncio.Protocol):
             left_s = self._connections.keep_alive_s  # the router is at work, not the client
         if left_s > 0:
             self._timer = self._loop.call_later(max(left_s, _TIMER_S), self._watch)
+        elif self._body is not None and self._body.fail(self._stalled()):
+            self._timer = self._loop.call_later(self._connections.keep_alive_s, self._watch)
         elif self._transport is not None:
             self._transport.abort()
 
-
-class _ArrivingBody:
-    """A body of which a part is still to come."""
-
-    def __init__(self, length: int, done: asyncio.Future[bytes], arriving: ArrivingBytes) -> None:
-        self._data = bytearray()
-        self._missing = length
-        self._done = done
-        self._arriving = arriving
-
-    @property
-    def is_whole(self) -> bool:
-        return self._missing <= 0
-
-    def feed(self, data: bytes) -> bytes:
-        """Take what belongs to the body; returns the rest."""
-        taken, rest = data[: self._missing], data[self._missing :]
-        self._missing -= len(taken)
-        if self._done.done():
-            return rest  # rejected, or its request is gone: only skip it
-        try:
-            self._arriving.take(len(taken))
-        except BodiesFullError as error:
-            self.drop()
-            self._done.set_exception(error)
-            self._done.exception()  # marks it as retrieved: asyncio would log it if the request is gone
-            return rest
-        self._data += taken
-        if self.is_whole:
-            self._done.set_result(bytes(self._data))
-            self.drop()
-        return rest
-
-    def drop(self) -> None:
-        """Free the bytes: the body is complete, or its request is gone."""
-        self._arriving.give_back(len(self._data))
-        self._data = bytearray()
-
-    async def whole(self) -> bytes:
-        return await self._done
+    def _stalled(self) -> RequestStalledError:
+        limit = f"{self._connections.keep_alive_s:g} s"
+        return RequestStalledError(f"no more of the request body arrived for {limit}")

@@ -1,4 +1,4 @@
-"""A client's request: its head, as it was read and as a worker gets it; its body; its id."""
+"""A client's request: its head, as it was read and as a worker gets it; its body; its id; its reply."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeAlias
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 import httptools
 
 from kvrouter.errors import BodiesFullError
-from kvrouter.relay.answer import Served
+from kvrouter.relay.answer import Answer, Served
 from kvrouter.relay.exchange import ClientSide
 from kvrouter.relay.framing import hop_by_hop
 
 # Name in lower case, and value. Bytes that are not UTF-8 are lone surrogates in them, as in aiohttp's
 # headers: encoding with "surrogateescape" gives a worker exactly the bytes that the client sent.
 Field: TypeAlias = tuple[str, str]
-
-# RFC 3986: uri-host [ ":" port ], which may be empty.
-_HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::[0-9]*)?", re.ASCII)
 
 _NOT_FOR_WORKERS = frozenset(
     {
@@ -44,11 +41,10 @@ _MOST_ID_CHARACTERS = 128
 
 START = b"POST /"
 END = b"\r\n\r\n"
-# A client that ends its head like this waits for an answer, while the head never ends for us. aiohttp rejects
-# it with 400 at once.
+# A client that ends its head like this waits for an answer, while the head never ends for us.
 _LF_END = b"\n\n"
-# aiohttp's limit for one line: a longer head may have a line that is too long.
-MAX_HEAD_BYTES = 8190
+# The limit for one line, and so for the heads of plain requests.
+MAX_LINE_BYTES = 8190
 
 # Clients with more different heads than this are rare; 256 heads are 2 MiB at most.
 MOST_HEADS = 256
@@ -56,6 +52,11 @@ _LENGTH = b"\r\ncontent-length:"
 _MOST_DIGITS = 15
 # With one of these the body is not simply the bytes after the head.
 _CHANGES_BODY = frozenset({"transfer-encoding", "content-encoding", "expect", "upgrade"})
+
+# llhttp (9.3) accepts more: several blanks, empty lines before it, no version at all.
+REQUEST_LINE = re.compile(rb"[A-Z-]+ [!-~]+ HTTP/([0-9])\.[0-9]\r\n")
+# RFC 3986: uri-host [ ":" port ], which may be empty.
+HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::[0-9]*)?", re.ASCII)
 
 # Unfinished bodies of all clients together, in bodies of the largest size. Without a common bound, twenty
 # clients that stopped amid bodies of 60 MB held 1.2 GB.
@@ -68,7 +69,7 @@ def host_error(hosts: Sequence[str], *, is_http_10: bool) -> str:
         return "more than one host header"
     if not hosts:
         return "" if is_http_10 else "HTTP/1.1 without a host header"
-    return "" if _HOST.fullmatch(hosts[0]) else f"host {hosts[0][:100]!r} is not HOST or HOST:PORT"
+    return "" if HOST.fullmatch(hosts[0]) else f"host {hosts[0][:100]!r} is not HOST or HOST:PORT"
 
 
 class RequestHead:
@@ -132,7 +133,7 @@ def _host_of(url: str) -> str:
     return url.partition("//")[2].partition("/")[0].rpartition("@")[2]
 
 
-class _Reader:
+class Collected:
     """Collects what httptools reports of a head."""
 
     __slots__ = ("fields", "is_complete", "url")
@@ -153,10 +154,9 @@ class _Reader:
 
 
 class PlainHeads:
-    """Reads the heads of plain requests; all others are left to aiohttp.
+    """Reads the heads of plain requests; all others are left to HeadReader.
 
     A plain request is a POST with HTTP/1.1, a host, a length, and nothing that changes how its body is read.
-    httptools (llhttp, the parser of Node and of aiohttp) reads the whole head. What it rejects is not plain.
 
     Heads are remembered: those of one client differ only in the length of the body.
 
@@ -189,38 +189,40 @@ class PlainHeads:
 
 def parse_plain(head: bytes) -> tuple[RequestHead, int] | None:
     """Parse a head that ends with its empty line; returns it and its body's length, or None if not plain."""
-    reader = _Reader()
-    parser = httptools.HttpRequestParser(reader)
+    collected = Collected()
+    parser = httptools.HttpRequestParser(collected)
     try:
         parser.feed_data(head)
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
         return None
-    is_post = reader.is_complete and parser.get_method() == b"POST" and parser.get_http_version() == "1.1"
-    names = dict(reader.fields)  # llhttp rejects a second length; of the others only the presence matters
-    if not is_post or not reader.url.startswith(b"/") or not _CHANGES_BODY.isdisjoint(names):
+    is_post = collected.is_complete and head.startswith(START) and parser.get_http_version() == "1.1"
+    names = dict(collected.fields)  # llhttp rejects a second length; of the others only the presence matters
+    if not is_post or not REQUEST_LINE.match(head) or not _CHANGES_BODY.isdisjoint(names):
         return None
     length = names.get("content-length", "")
-    hosts = [value for name, value in reader.fields if name == "host"]
-    if not length or host_error(hosts, is_http_10=False):
+    hosts = [value for name, value in collected.fields if name == "host"]
+    if not length or b"#" in collected.url or host_error(hosts, is_http_10=False):
         return None
-    fields = [field for field in reader.fields if field[0] != "content-length"]
-    path = reader.url.decode("ascii")
-    return RequestHead("POST", path, fields, wants_keep_alive=not _closes(fields)), int(length)
+    fields = [field for field in collected.fields if field[0] != "content-length"]
+    path = collected.url.decode("ascii")
+    return RequestHead("POST", path, fields, wants_keep_alive="close" not in connection_words(fields)), int(
+        length
+    )
 
 
-def _closes(fields: list[Field]) -> bool:
-    """Whether the client asks to close the connection.
+def connection_words(fields: list[Field]) -> set[str]:
+    """The words of the `connection` header.
 
     httptools (0.9) cannot be asked: `should_keep_alive` is reset as soon as a body of 0 bytes has ended.
     """
     values = [value for name, value in fields if name == "connection"]
-    return any(word.strip().lower() == "close" for word in ",".join(values).split(","))
+    return {word.strip().lower() for word in ",".join(values).split(",")}
 
 
 def may_be_plain(data: bytes) -> bool:
     """Whether the beginning of a head may become a plain one."""
     is_post = data.startswith(START) or START.startswith(data)
-    return is_post and len(data) <= MAX_HEAD_BYTES and _LF_END not in data
+    return is_post and len(data) <= MAX_LINE_BYTES and _LF_END not in data
 
 
 class Request:
@@ -255,9 +257,27 @@ class Request:
         return kind if "/" in kind else "application/octet-stream"
 
     def in_query(self, name: str) -> str | None:
-        """The first value of this name in the query."""
+        """The first value of this name in the query that is not empty."""
+        return next(filter(None, self.query.get(name, ())), None)
+
+    @property
+    def query(self) -> Mapping[str, Sequence[str]]:
+        """All values in the query, by name."""
         query = self.head.path.partition("?")[2]
-        return parse_qs(query, errors="surrogateescape").get(name, [None])[0] if query else None
+        return parse_qs(query, keep_blank_values=True, errors="surrogateescape") if query else {}
+
+    def path_after(self, start: str) -> str:
+        """The part of the path after `start`, decoded."""
+        return unquote(self.head.route.removeprefix(start))
+
+    def reply(self, answer: Answer, *, closes: bool = False) -> Served:
+        """Write an answer that no worker made. HEAD gets the headers only."""
+        keeps_alive = self.head.wants_keep_alive and not closes
+        data = answer.encode(keeps_alive=keeps_alive)
+        if self.head.method == "HEAD":
+            data = data[: len(data) - len(answer.body)]
+        self.client.write(data)
+        return Served(answer.status, keeps_alive)
 
 
 # Serves a request to its end; the answer goes to the request's client.

@@ -145,14 +145,14 @@ async def test_drain(nats_url: str, free_port: Callable[[], int]) -> None:
 
 PROMPT = b'{"model":"m","prompt":"p"}'
 SIZED = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 26\r\n\r\n" + PROMPT
-CHUNKED = (  # not plain: aiohttp reads it
+CHUNKED = (  # not plain
     b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n"
     + chunk(PROMPT)
     + LAST_CHUNK
 )
 
 
-@pytest.mark.parametrize("request_", [SIZED, CHUNKED], ids=["plain", "aiohttp"])
+@pytest.mark.parametrize("request_", [SIZED, CHUNKED], ids=["plain", "chunked"])
 @pytest.mark.parametrize("is_tls", [False, True], ids=["http", "https"])
 async def test_drain_waits_for_readers(
     nats_url: str, free_port: Callable[[], int], tmp_path: Path, is_tls: bool, request_: bytes

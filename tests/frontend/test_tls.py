@@ -159,7 +159,7 @@ async def test_pipelined(https: Https, authority: Authority) -> None:
 
 
 async def test_handed_over(https: Https, authority: Authority) -> None:
-    """Requests that are not plain go to aiohttp over TLS too: chunks, HTTP/1.0, `Expect`, other methods."""
+    """Requests that are not plain are served over TLS too: chunks, HTTP/1.0, `Expect`, other methods."""
     data = json.dumps(BODY).encode()
     head = b"host: t\r\ntransfer-encoding: chunked\r\n\r\n"
     async with https() as fleet, connected(fleet.url, authority.trusted()) as client:
@@ -199,7 +199,7 @@ async def test_openai_client(https: Https, authority: Authority) -> None:
     assert ["a", "b", "c"] == [each.choices[0].text for each in chunks]
 
 
-@pytest.mark.parametrize("version", ["1.1", "1.0"], ids=["served here", "handed over"])
+@pytest.mark.parametrize("version", ["1.1", "1.0"], ids=["plain", "HTTP/1.0"])
 @pytest.mark.parametrize(("ends", "is_whole"), [(says_and_resets, False), (says_and_closes, True)])
 async def test_incomplete_answer(
     https: Https, authority: Authority, version: str, ends: Callable[[bytes], Script], is_whole: bool
@@ -238,7 +238,7 @@ async def test_client_leaves(https: Https, authority: Authority, sends_close_not
         await fleet.until_free()
 
 
-@pytest.mark.parametrize("version", ["1.1", "1.0"], ids=["served here", "handed over"])
+@pytest.mark.parametrize("version", ["1.1", "1.0"], ids=["plain", "HTTP/1.0"])
 async def test_slow_client(https: Https, authority: Authority, version: str) -> None:
     """A client that reads nothing pauses the worker; when it reads, it gets everything."""
     piece, pieces = b"x" * 65536, 400

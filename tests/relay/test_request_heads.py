@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.relay.request import (
-    MAX_HEAD_BYTES,
+    MAX_LINE_BYTES,
     MOST_HEADS,
     PlainHeads,
     RequestHead,
@@ -80,7 +80,7 @@ def test_connection_close() -> None:
     ],
 )
 def test_not_plain(data: bytes) -> None:
-    """A head that is ambiguous, or changes how the body is read, is left to aiohttp."""
+    """A head that is ambiguous, or changes how the body is read, is left to HeadReader."""
     assert parse_plain(data) is None
 
 
@@ -96,7 +96,7 @@ def test_beginnings() -> None:
 
     assert all(may_be_plain(plain[:end]) for end in range(len(plain)))
     assert not any(may_be_plain(data) for data in (b"GET", b"PUT /", b"\x16\x03\x01", b"\r\n", b"POST http"))
-    assert not may_be_plain(b"POST /" + b"a" * MAX_HEAD_BYTES)
+    assert not may_be_plain(b"POST /" + b"a" * MAX_LINE_BYTES)
 
 
 FIELDS = [
@@ -140,7 +140,7 @@ def test_remembered_heads_are_bounded() -> None:
 
 
 def test_end_with_bare_line_feeds() -> None:
-    """A head that ends with bare LFs is complete for its writer: it is left to aiohttp, not waited for."""
+    """A head that ends with bare LFs is complete for its writer: it is left to HeadReader, not waited for."""
     data = head().replace(b"\r\n", b"\n")
 
     assert may_be_plain(data[:-1])

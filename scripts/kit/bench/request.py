@@ -24,12 +24,14 @@ import uvloop
 from rich.table import Table
 
 import kvrouter
+from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.operators import open_gate
 from kvrouter.frontend.run import RunningFrontend, running_frontend
 from kvrouter.relay.connection import Connections
 from kvrouter.relay.framing import LAST_CHUNK, chunk
 from kvrouter.relay.request import ArrivingBytes
+from kvrouter.relay.routes import Routes
 from kvrouter.relay.upstream import Upstream, WorkerConnection
 from kvrouter.telemetry.logs import set_up_logs
 from scripts.kit.bench.meter import machine
@@ -246,9 +248,11 @@ class _Clients:
 
     def __init__(self, frontend: RunningFrontend) -> None:
         self._loop = asyncio.get_running_loop()
+        routes = Routes()
+        frontend.completions.add_routes(routes, open_gate)
         self._connections = Connections(
-            frontend.completions.routes(open_gate),
-            _no_aiohttp,
+            routes,
+            error_answer,
             max_body_bytes=1 << 20,
             arriving=ArrivingBytes(1 << 20),
             keep_alive_s=3600,
@@ -291,7 +295,3 @@ class _Clients:
 
         connection.connection_made(FakeTransport(answered))
         return connection.data_received
-
-
-def _no_aiohttp() -> asyncio.Protocol:
-    raise AssertionError("a plain request was handed over")

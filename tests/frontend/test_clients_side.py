@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import random
 import socket
 from pathlib import Path
 
 import pytest
-from aiohttp import web
-from aiohttp.http import StreamWriter
-from aiohttp.test_utils import make_mocked_request
-from aiohttp.web_protocol import RequestHandler
 
-from kvrouter.frontend.aiohttp_requests import AlreadyWritten, from_aiohttp
 from kvrouter.tokens.tiny import build_tiny_model
 from tests.frontend.clients import connected
 from tests.frontend.fleet import BODY, STREAM, FleetOf
@@ -257,25 +251,8 @@ async def test_many_come_and_go(fleet_of: FleetOf) -> None:
             assert {} == router.pool.active.owners()
 
 
-def test_private_names_of_aiohttp() -> None:
-    """The frontend uses these names of aiohttp. If one vanishes, this test fails, not production."""
-    assert isinstance(inspect.getattr_static(RequestHandler, "writing_paused"), property)
-    for name in ("connection_made", "data_received", "resume_writing", "handle_error"):
-        assert callable(inspect.getattr_static(RequestHandler, name))
-    assert "transport" in {name for cls in RequestHandler.__mro__ for name in dir(cls)}
-    assert {"loop", "access_log", "keepalive_timeout"} <= {*inspect.signature(RequestHandler).parameters}
-    assert "output_size" in dir(StreamWriter)
-    http = make_mocked_request("POST", "/")
-    request = from_aiohttp(http)
-    assert (False, True) == (request.client.is_http_10, request.head.wants_keep_alive)
-    for name in ("prepare", "write_eof", "keep_alive"):
-        assert name in vars(AlreadyWritten)
-        assert name in vars(web.StreamResponse)
-    assert "handler_cancellation" in web.Server.__init__.__code__.co_varnames
-
-
 async def test_nothing_is_written_twice(fleet_of: FleetOf) -> None:
-    """Aiohttp adds nothing to a relayed answer: the next bytes are those of the next answer."""
+    """Nothing is added to a relayed answer: the next bytes are those of the next answer."""
     async with fleet_of(scripts=(OK,)) as fleet, fleet.connected() as client:
         for _ in range(3):
             client.send(BODY)
@@ -300,11 +277,11 @@ async def test_client_that_reads_nothing(fleet_of: FleetOf) -> None:
 
 
 async def test_client_that_never_reads(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client on an aiohttp connection that stops reading its answer is disconnected."""
-    monkeypatch.setattr("kvrouter.frontend.aiohttp_requests.UNREAD_S", 0.05)
+    """A client that stops reading its answers is disconnected."""
+    monkeypatch.setattr("kvrouter.frontend.http_server.KEEP_ALIVE_S", 0.05)
     large = answer(b"x" * 900_000)
     async with fleet_of(scripts=(says(large),)) as fleet, fleet.connected() as client:
-        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.stop_reading()
         for _ in range(30):
             client.send(BODY, "expect: 100-continue")
 
