@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.policies import CUSTOM, PolicySettings, new_policy
@@ -61,9 +61,13 @@ class Cell:
         """How many times faster than their own pace requests come."""
         return self.pace if self.load is None else self.load * self.saturation
 
-    @cached_property
+    @property
     def saturation(self) -> float:
         """The pace that is load 1.0."""
+        return _saturation(replace(self, load=None, pace=1.0, replicas=1, sync=None, leaving=0.0, slo=Slo()))
+
+    def measured_saturation(self) -> float:
+        """Measure what `saturation` keeps."""
         drawn = self.workload.draw(0)
         at_once = [replace(one, at=0.0, output_tokens=1) for one in drawn]
         run = self._fleet(lambda _agenda: Oracle(random.Random(0).random)).run(at_once)
@@ -100,6 +104,11 @@ class Cell:
     def _fleet(self, new_placer: NewPlacer) -> Fleet:
         speeds = [self.speeds[number % len(self.speeds)] for number in range(self.workers)]
         return Fleet(new_placer, reference_kind(self.model, self.capacity_blocks), speeds)
+
+
+@cache
+def _saturation(cell: Cell) -> float:
+    return cell.measured_saturation()
 
 
 def policy_of(mode: str, settings: PolicySettings, turn: int = 0) -> BuiltInPolicy:

@@ -63,7 +63,7 @@ class Sync:
 class _Replica:
     router: Router
     heard_at: dict[int, float] = field(default_factory=dict)
-    """By replica, when its last frame arrives here."""
+    """By peer, when the last frame to it arrives there."""
 
 
 class Replicas:

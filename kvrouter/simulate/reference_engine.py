@@ -106,8 +106,8 @@ class ReferenceEngine:
         self._queue.append(job)
         if self.due == math.inf:
             self._plan(now)
-        elif was_empty and len(self._heads) < self.model.parallel and not self._completing:
-            self._cut(now)
+        elif (was_empty or self.model.order == SHORTEST) and len(self._heads) < self.model.parallel:
+            self._cut(now)  # it may enter the batch with the next step
 
     def abort(self, number: int, now: float) -> None:
         """The client has left: the request leaves the queue now, or the batch at the end of the step."""
@@ -116,6 +116,7 @@ class ReferenceEngine:
             self._queue.remove(waiting)
             self._leave_queue(waiting)
             self._no_longer_coming(waiting)
+            self._cut(now)  # it may have kept the next one waiting
             return
         running = [*self._heads, *self._completing, *(job for _, _, job in self._decoding)]
         self._aborted += [job for job in running if job.number == number]
