@@ -27,7 +27,7 @@ BLOCK = TRACE_ID_TOKENS
 # Long documents, as in tools that answer questions about papers and books: 10k to 60k tokens, log-uniform.
 _DOCUMENT_TOKENS = (10_000, 60_000)
 _QUESTION_TOKENS = (50, 500)
-_DOCUMENT_ANSWER_TOKENS = (50, 400)
+_DOCUMENT_ANSWER_TOKENS = (16, 160)
 _ZIPF = 0.8
 
 _HOT_PREFIX_TOKENS, _HOT_OWN_TOKENS, _HOT_ANSWER_TOKENS, _HOT_RATE = 4096, 600, 128, 60.0
@@ -91,7 +91,7 @@ def zero(requests: Sequence[TraceRequest]) -> Workload:
     return Workload("zero", draw)
 
 
-def docs(count: int = 3000, documents: int = 1200) -> Workload:
+def docs(count: int = 3000, documents: int = 2000) -> Workload:
     """Questions about documents, whose popularity is Zipf's with exponent 0.8; ten a second at first."""
 
     def draw(seed: int) -> list[Arrival]:
