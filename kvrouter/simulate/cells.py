@@ -4,8 +4,8 @@
     working set ──> blocks of each engine ──────────┘
 
 Saturation is measured: all requests at once, placed by the oracle; half of them divided by the time until
-these have their first tokens, while the other half keeps all engines busy. That throughput is load 0.8, so that
-loads mean what they mean in the comparison that led to this simulator (docs/simulate.md).
+these have their first tokens, while the other half keeps all engines busy. That throughput is load 0.8, so
+that loads mean what they mean in the comparison that led to this simulator (docs/simulate.md).
 """
 
 from __future__ import annotations
