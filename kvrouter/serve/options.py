@@ -14,8 +14,8 @@ from kvrouter.errors import ConfigError
 from kvrouter.frontend.flags import options as frontend
 from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.serve.engines import EngineSpec, read_engines
-from kvrouter.worker import options as worker
 from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.settings import agent_options
 
 _EPILOG = (
     "Flags of `kvrouter frontend`, included in this list, are passed to each replica, except --processes: "
@@ -58,9 +58,7 @@ class ServeOptions:
 
     def agent(self, engine: EngineSpec) -> AgentOptions:
         """The options that its agent will read from these flags. Raises ConfigError."""
-        parser = argparse.ArgumentParser()
-        worker.add_flags(parser)
-        return worker.read_options(parser.parse_args(self.agent_flags(engine)))
+        return agent_options(self.agent_flags(engine))
 
     def chooses_events(self) -> bool:
         """Whether the command line chooses between events and the approximate index."""

@@ -6,7 +6,6 @@ now. SIGUSR1: take no new requests until the next SIGUSR1.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import signal
 import sys
@@ -15,30 +14,34 @@ from collections.abc import Awaitable, Sequence
 import structlog
 import uvloop
 
-from kvrouter.config import FlagHelp, use_core
+from kvrouter.config import use_core
 from kvrouter.errors import ConfigError, KvRouterError, leaves
+from kvrouter.settings.read import Loaded, run
 from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.worker.agent import serve
 from kvrouter.worker.drain import Duty
-from kvrouter.worker.engines_file import read_engines
-from kvrouter.worker.options import add_flags, read_options
+from kvrouter.worker.engines_file import EngineList, read_engines
+from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.settings import COMMAND, WorkerSettings
 from kvrouter.worker.shared_process import serve_all
 
 log = structlog.get_logger()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent until SIGTERM or SIGINT; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvrouter.worker", description=__doc__, formatter_class=FlagHelp
-    )
-    add_flags(parser)
-    arguments = parser.parse_args(argv)
-    set_up_logs(arguments.log_level, arguments.log_format)
+    return run(COMMAND, arguments, _main)
+
+
+def _main(loaded: Loaded[WorkerSettings]) -> int:
+    settings = loaded.settings
+    file = settings.engine.engines
+    agents = settings.agent() if file is None else read_engines(loaded, file)
+    set_up_logs(settings.log_level, settings.log_format)
     status = 0
     try:
-        use_core(arguments.core)
-        uvloop.run(_run(arguments))
+        use_core(settings.core)
+        uvloop.run(_run(agents))
     except* KvRouterError as group:  # a TaskGroup raises groups, a failed start a plain error
         for error in leaves(group):
             log.error("worker.failed", error=str(error), kind=type(error).__name__)
@@ -46,19 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _service(arguments: argparse.Namespace) -> tuple[Sequence[Duty], Awaitable[None]]:
+def _service(agents: AgentOptions | EngineList) -> tuple[Sequence[Duty], Awaitable[None]]:
     """The agent of one engine, or those of several, with the Duty of each, which the signals change."""
-    if arguments.engines is not None:
-        engines = read_engines(arguments)
-        duties = [Duty(asyncio.Event()) for _ in engines.agents]
-        return duties, serve_all(engines, duties)
-    options, leave = read_options(arguments), asyncio.Event()
+    if isinstance(agents, EngineList):
+        duties = [Duty(asyncio.Event()) for _ in agents.agents]
+        return duties, serve_all(agents, duties)
+    leave = asyncio.Event()
     duty = Duty(leave)
-    return [duty], serve(options, leave, duty)
+    return [duty], serve(agents, leave, duty)
 
 
-async def _run(arguments: argparse.Namespace) -> None:
-    duties, service = _service(arguments)
+async def _run(agents: AgentOptions | EngineList) -> None:
+    duties, service = _service(agents)
 
     def retire() -> None:
         for duty in duties:

@@ -1,4 +1,4 @@
-"""`--engines FILE`: agents for several engines in one process. An entry has the agent's flags as its keys.
+"""`--engines FILE`: agents for several engines in one process. An entry has the agent's settings as its keys.
 
     [[engine]]
     engine-url = "http://10.0.0.1:8000"
@@ -11,18 +11,19 @@ has the same content as JSON: `{"engine": [{"engine-url": …}, …]}`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
-from copy import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvrouter.errors import ConfigError
-from kvrouter.worker.options import AgentOptions, add_flags, read_options
+from kvrouter.settings.declare import Declared, built, did_you_mean
+from kvrouter.settings.read import Loaded
+from kvrouter.worker.options import AgentOptions
+from kvrouter.worker.settings import WorkerSettings
 from kvrouter.worker.zmq.sockets import agent_binds
 
 MAX_ENGINES = 1024
@@ -38,25 +39,18 @@ class EngineList:
     topic_filter: str = ""
 
 
-class _EntryParser(argparse.ArgumentParser):
-    # argparse would end the process instead.
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def read_engines(flags: argparse.Namespace) -> EngineList:
+def read_engines(loaded: Loaded[WorkerSettings], path: Path) -> EngineList:
     """Read the file that `--engines` names. Raises ConfigError, naming the entry and the key."""
-    path: Path = flags.engines
-    if flags.engine_url or flags.worker_id or flags.state_file:
+    if not {"engine-url", "worker-id", "state-file"}.isdisjoint(loaded.sources):
         raise ConfigError(
             "--engine-url, --worker-id and --state-file belong in the entries of --engines FILE"
         )
     entries = _entries(path, _read(path))
-    agents = [_agent(f"{path}: {name}", entry, flags) for name, entry in _named(entries)]
+    agents = [_agent(f"{path}: {name}", entry, loaded) for name, entry in _named(entries)]
     names = [f"{path}: {name}" for name, _ in _named(entries)]
     for what in ("worker-id", "state-file"):
         _reject_duplicates(what, [getattr(agent, what.replace("-", "_")) for agent in agents], names)
-    return EngineList(agents, _shared(agents, names), flags.kv_topic)
+    return EngineList(agents, _shared(agents, names), loaded.settings.events.kv_topic)
 
 
 def _read(path: Path) -> Any:
@@ -90,40 +84,57 @@ def _named(entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, A
         yield f"engine {number} ({entry.get('engine-url', 'no engine-url')})", entry
 
 
-def _agent(name: str, entry: dict[str, Any], flags: argparse.Namespace) -> AgentOptions:
-    # complete keys only: a later flag could make an abbreviation ambiguous
-    parser = _EntryParser(add_help=False, allow_abbrev=False)
-    add_flags(parser)
-    base = copy(flags)
+def _agent(name: str, entry: dict[str, Any], loaded: Loaded[WorkerSettings]) -> AgentOptions:
+    """An entry's keys replace the values of the process; lists are joined."""
+    declared = {one.name: one for one in loaded.command.declared()}
+    values = dict(loaded.values)
     # --kv-topic on the command line is the filter of shared sockets, not the topic of one engine
-    base.engines, base.kv_topic = None, None
+    values["kv-topic"] = ""
     try:
-        settings = parser.parse_args([*_arguments(entry)], namespace=base)
-        settings.kv_topic = settings.kv_topic or _default_topic(settings)
-        return read_options(settings)
+        for key, value in entry.items():
+            one = _declared(key, declared)
+            texts = _texts(key, value)
+            if len(texts) != 1 and not one.is_list:
+                raise ConfigError(f"{key!r} must be one value")
+            read = tuple(_value(one, text) for text in texts)
+            values[key] = (*values[key], *read) if one.is_list else read[0]
+        settings = built(WorkerSettings, declared.values(), values)
+        return settings.agent(settings.events.kv_topic or _default_topic(settings))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _arguments(entry: dict[str, Any]) -> Iterator[str]:
-    """An entry as command-line arguments."""
-    for key, value in entry.items():
-        if key.startswith(_OF_THE_PROCESS):
-            raise ConfigError(f"{key!r} is a setting of the whole process: give --{key} on the command line")
-        if isinstance(value, bool):
-            yield f"--{key}" if value else f"--no-{key}"
-            continue
-        for single in value if isinstance(value, list) else [value]:
-            if not isinstance(single, str | int | float):
-                raise ConfigError(f"{key!r} must be text or a number, not {single!r}")
-            yield f"--{key}={single}"
+def _declared(key: str, declared: Mapping[str, Declared]) -> Declared:
+    if key.startswith(_OF_THE_PROCESS):
+        raise ConfigError(f"{key!r} is a setting of the whole process: give --{key} on the command line")
+    if key not in declared:
+        raise ConfigError(f"{key!r}: no such setting{did_you_mean(key, declared)}")
+    return declared[key]
 
 
-def _default_topic(settings: argparse.Namespace) -> str:
+def _texts(key: str, value: Any) -> list[str]:
+    """A value of an entry as the command line would have it."""
+    texts = []
+    for single in value if isinstance(value, list) else [value]:
+        if not isinstance(single, str | int | float):
+            raise ConfigError(f"{key!r} must be text or a number, not {single!r}")
+        texts.append(str(single).lower() if isinstance(single, bool) else str(single))
+    return texts
+
+
+def _value(one: Declared, text: str) -> Any:
+    try:
+        return one.read(text)
+    except ValueError as error:
+        raise ConfigError(f"{one.name} = {text!r}: {error}") from None
+
+
+def _default_topic(settings: WorkerSettings) -> str:
     """`kv@HOST@`, which begins the usual topics. An engine on a separate endpoint needs no topic."""
-    if not settings.kv_events or not agent_binds(settings.kv_events) or not settings.engine_url:
+    events, url = settings.events.kv_events, settings.engine.engine_url
+    if not events or not agent_binds(events) or not url:
         return ""
-    return f"kv@{urlsplit(settings.engine_url).hostname}@"
+    return f"kv@{urlsplit(url).hostname}@"
 
 
 def _shared(agents: Sequence[AgentOptions], names: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from kvrouter.errors import ConfigError
+from kvrouter.settings.read import load
 from kvrouter.worker.engines_file import EngineList, read_engines
-from kvrouter.worker.options import add_flags
+from kvrouter.worker.settings import COMMAND
 
 TWO_PODS = """
 [[engine]]
@@ -29,9 +29,7 @@ kv-repair = false
 
 def read(path: Path, *flags: str) -> EngineList:
     """The options in a file, with these flags."""
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    return read_engines(parser.parse_args(["--engines", str(path), *flags]))
+    return read_engines(load(COMMAND, ["--engines", str(path), *flags], {}), path)
 
 
 def written(directory: Path, text: str, name: str = "engines.toml") -> Path:
@@ -100,8 +98,8 @@ def test_json(tmp_path: Path) -> None:
         ('port = 1\n[[engine]]\nengine-url = "http://e:1"', "unknown key 'port'"),
         ("[[engine]]\nmodel = 'm'", r"engine 1 \(no engine-url\): --engine-url is missing"),
         ("[[engine]]\nengine-url = 'e'", r"engine 1 \(e\): --engine-url 'e': use http://HOST:PORT"),
-        ("[[engine]]\nengine-url = 'http://e'\nurl = 'x'", r"engine 1 .*unrecognized arguments: --url=x"),
-        ("[[engine]]\nengine-url = 'http://e'\ndp-size = 0", r"--dp-size: '0': must be a whole number"),
+        ("[[engine]]\nengine-url = 'http://e'\nurl = 'x'", r"engine 1 .*'url': no such setting"),
+        ("[[engine]]\nengine-url = 'http://e'\ndp-size = 0", r"dp-size = '0': must be a whole number"),
         ("[[engine]]\nengine-url = 'http://e'\nnats = 'x'", r"'nats' is a setting of the whole process"),
         ("[[engine]]\nengine-url = 'http://e'\nlabel = [[1]]", r"'label' must be text or a number"),
         (

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from kvrouter.errors import ConfigError
 from kvrouter.worker.engines.facts import can_report
-from kvrouter.worker.options import AgentOptions, add_flags, read_endpoints, read_options, worker_id_of
+from kvrouter.worker.options import AgentOptions, read_endpoints, worker_id_of
+from kvrouter.worker.settings import agent_options
 
 
 def read(*flags: str) -> AgentOptions:
     """The options in these flags."""
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    return read_options(parser.parse_args(["--engine-url", "http://127.0.0.1:25100", *flags]))
+    return agent_options(["--engine-url", "http://127.0.0.1:25100", *flags])
 
 
 def test_defaults() -> None:
@@ -113,7 +111,7 @@ def test_bad_metrics(given: list[str], words: str) -> None:
 
 def test_bad_label_and_key() -> None:
     """A label without a value and a missing file are rejected."""
-    with pytest.raises(ConfigError, match="use KEY=VALUE"):
+    with pytest.raises(ConfigError, match="must be KEY=VALUE"):
         read("--label", "zone")
     with pytest.raises(ConfigError, match="No such file"):
         read("--engine-api-key-file", "/nowhere/key")
