@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -36,9 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command = _COMMANDS.get(words[0])
     if command is None:
-        print(f"kvrouter: no command {words[0]!r}\n\n{_USAGE}", end="", file=sys.stderr)  # noqa: T201
+        print(f"kvrouter: {_unknown(words[0])}", file=sys.stderr)  # noqa: T201
         return 2
     return command(words[1:])
+
+
+def _unknown(word: str) -> str:
+    near = difflib.get_close_matches(word, _COMMANDS, 1)
+    suggestion = f"did you mean {near[0]}?" if near else f"commands: {', '.join(_COMMANDS)}"
+    return f"no command {word!r}; {suggestion}"
 
 
 # Each command imports its modules when it runs: `kvrouter nats` needs neither tokenizers nor aiohttp.

@@ -19,6 +19,11 @@ LOG_EVERY_S = 10.0
 # Error texts come from the server, so an odd server can invent new ones without end.
 MOST_WARNINGS = 256
 
+NO_SERVER = (
+    "start a NATS server: `kvrouter nats`, --nats embedded, or nats-server; or give --nats the URL of one. "
+    "Connecting again until one answers"
+)
+
 # These follow a more specific error: a server that rejects a password closes the connection, too.
 _VAGUE = (
     ConnectionResetError,
@@ -51,6 +56,8 @@ class Outage:
         if "authorization" in text.lower():
             facts["remedy"] = "NATS rejects these credentials; see the --nats-… flags in --help"
             self.reason = f"{text}: {facts['remedy']}"
+        if isinstance(error, ConnectionRefusedError):
+            facts["remedy"] = NO_SERVER
         if not isinstance(error, _VAGUE):
             self._specific_at = now
         self.warn("nats.error", **facts)

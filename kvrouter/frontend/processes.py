@@ -27,6 +27,7 @@ from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.frontend.sockets import listen, url
 from kvrouter.processes.children import Child, first_of
 from kvrouter.processes.output import LabelledText, Output
+from kvrouter.processes.signals import Signals
 from kvrouter.telemetry.logs import set_up_logs
 
 log = structlog.get_logger()
@@ -56,14 +57,14 @@ class Processes:
             for number in range(1, options.process.processes + 1)
         ]
 
-    async def run(self, stopped: asyncio.Event, hurried: asyncio.Event) -> int:
-        """Serve until `stopped`, then drain; `hurried` ends the draining. Returns the exit code."""
+    async def run(self, signals: Signals) -> int:
+        """Serve until a signal, then drain; the second signal ends the draining. Returns the exit code."""
         async with asyncio.TaskGroup() as tasks:
             for number, child in enumerate(self._children, 1):
                 tasks.create_task(self._keep(child, number), name=child.name)
-            await first_of(stopped, self._failed)
-            hurrying = tasks.create_task(self._hurry(hurried), name="hurry")
-            await self._drain(hurried)
+            await first_of(signals.stopped, self._failed)
+            hurrying = tasks.create_task(self._hurry(signals.hurried), name="hurry")
+            await self._drain(signals)
             hurrying.cancel()
         return self._code
 
@@ -92,18 +93,19 @@ class Processes:
         waits = ["--waits-until-ready"] if others_accept and not is_first else []
         return [*self._command, f"--process-number={number}", *waits]
 
-    async def _drain(self, hurried: asyncio.Event) -> None:
+    async def _drain(self, signals: Signals) -> None:
         """/ready becomes 503 and they still serve for the grace. Then they finish their requests."""
         options = self._options
         patience_s = options.drain_timeout_s + _CUT_OFF_S
-        log.info("frontend.draining", processes=len(self._children), grace_s=options.drain_grace_s)
+        grace_s = signals.grace_s(options.drain_grace_s)
+        log.info("frontend.draining", processes=len(self._children), grace_s=grace_s)
         for child in self._children:
             child.stop_restarting()
             child.send_signal(signal.SIGUSR1)
         if not self._failed.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(options.drain_grace_s):
-                    await hurried.wait()
+                async with asyncio.timeout(grace_s):
+                    await signals.hurried.wait()
         self._listener.close()  # else connections would queue that no process accepts
         await asyncio.gather(*(child.end(patience_s) for child in self._children))
         log.info("frontend.stopped")
@@ -117,7 +119,7 @@ class Processes:
 
 
 def run(options: FrontendOptions, arguments: Sequence[str]) -> int:
-    """Run the parent until SIGTERM, SIGINT or SIGHUP; returns the exit code."""
+    """Run the parent until SIGTERM or SIGINT; returns the exit code."""
     is_json = options.log_format == "json"
     width = len(f"process-{options.process.processes}")
     output = Output(sys.stdout.buffer, sys.stderr.buffer, width=width, is_json=is_json)
@@ -135,13 +137,8 @@ def run(options: FrontendOptions, arguments: Sequence[str]) -> int:
 
 
 async def _run(options: FrontendOptions, arguments: Sequence[str], output: Output) -> int:
-    stopped, hurried = asyncio.Event(), asyncio.Event()
-
-    def stop() -> None:
-        (hurried if stopped.is_set() else stopped).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+    signals = Signals()
+    signals.on_reload(signals.stop)
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(listen(options.host, options.port))
         nats = []
@@ -155,7 +152,7 @@ async def _run(options: FrontendOptions, arguments: Sequence[str], output: Outpu
             replica_sync="on: processes that share a port share their bookings",
         )
         command = [sys.executable, "-m", "kvrouter.frontend", *arguments, *_own_flags(options), *nats]
-        return await Processes(options, command, listener, output).run(stopped, hurried)
+        return await Processes(options, command, listener, output).run(signals)
 
 
 def _own_flags(options: FrontendOptions) -> list[str]:

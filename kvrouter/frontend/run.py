@@ -38,6 +38,7 @@ from kvrouter.frontend.tokenizing import Tokens, open_tokens
 from kvrouter.frontend.views import View
 from kvrouter.policies import POLICIES
 from kvrouter.policies.guarded import GuardedPolicy
+from kvrouter.processes.signals import Signals
 from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.loop import ReplicaLoop, empty_replica
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
@@ -74,24 +75,18 @@ class RunningFrontend:
 
 async def serve(options: FrontendOptions) -> None:
     """Serve until SIGTERM or SIGINT, then drain and leave. A second signal ends the draining."""
-    stopped, hurried = asyncio.Event(), asyncio.Event()
-
-    def stop() -> None:
-        (hurried if stopped.is_set() else stopped).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    signals = Signals()
     descriptors = raise_limit()
     log.info("frontend.descriptors", limit=descriptors, streams=streams_within(descriptors))
-    async with running_frontend(options, hurried) as frontend:
+    async with running_frontend(options, signals.hurried) as frontend:
         # One of --processes: the parent sends SIGUSR1 to all of them before it ends the first.
         if options.process.listen_fd is not None:
-            loop.add_signal_handler(signal.SIGUSR1, frontend.drain)
-        await stopped.wait()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, frontend.drain)
+        await signals.stopped.wait()
         frontend.drain()
-        log.info("frontend.draining", grace_s=options.drain_grace_s)
-        await wait_for_any(hurried.wait(), timeout_s=options.drain_grace_s)
+        grace_s = signals.grace_s(options.drain_grace_s)
+        log.info("frontend.draining", grace_s=grace_s)
+        await wait_for_any(signals.hurried.wait(), timeout_s=grace_s)
     log.info("frontend.stopped")
 
 

@@ -104,13 +104,13 @@ class Child:
         if self._process is not None:
             _signal(self._process, number)
 
-    async def end(self, patience_s: float) -> None:
-        """SIGTERM, and SIGKILL after `patience_s`; returns when the process has ended."""
+    async def end(self, patience_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send the signal, and SIGKILL after `patience_s`; returns when the process has ended."""
         self.stop_restarting()
         process = self._process
         if process is None:
             return
-        _signal(process, signal.SIGTERM)
+        _signal(process, number)
         try:
             async with asyncio.timeout(patience_s):
                 await process.wait()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +12,7 @@ from kvrouter.bus.embedded import embedded_server
 from kvrouter.errors import KvRouterError, leaves
 from kvrouter.frontend.sockets import listen
 from kvrouter.processes.output import LabelledText, Output
+from kvrouter.processes.signals import Signals
 from kvrouter.serve.deployment import NAME, Deployment
 from kvrouter.serve.options import ServeOptions, parse_options
 from kvrouter.telemetry.logs import set_up_logs
@@ -53,18 +52,13 @@ async def _run(options: ServeOptions, output: Output) -> int:
     for port, admin_port in options.ports():
         listen(frontend.host, port).close()
         listen(frontend.process.admin_host, admin_port, "--admin-port").close()
-    stopped, hurried = asyncio.Event(), asyncio.Event()
-
-    def stop() -> None:  # the first signal drains, the second one kills
-        (hurried if stopped.is_set() else stopped).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+    signals = Signals()  # the first one drains, the second one kills
+    signals.on_reload(signals.stop)
     async with contextlib.AsyncExitStack() as stack:
         nats = ",".join(options.nats.servers)
         if options.nats.is_embedded:
             nats = await stack.enter_async_context(embedded_server(f"nats://127.0.0.1:{options.nats_port}"))
-        return await Deployment(options, nats, output).run(stopped, hurried)
+        return await Deployment(options, nats, output).run(signals)
 
 
 if __name__ == "__main__":

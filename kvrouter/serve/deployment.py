@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ import structlog
 
 from kvrouter.processes.children import Child, first_of
 from kvrouter.processes.output import Output
+from kvrouter.processes.signals import Signals
 from kvrouter.serve.engines import EngineSpec
 from kvrouter.serve.options import ServeOptions
 from kvrouter.serve.tokenizers import TokenizerReport, Tokenizers
@@ -66,21 +68,21 @@ class Deployment:
         self._nats = nats
         self._frontends: list[Child] = []
 
-    async def run(self, stopped: asyncio.Event, hurried: asyncio.Event) -> int:
-        """Serve until `stopped`, then end in order; `hurried` kills all. Returns the exit code."""
+    async def run(self, signals: Signals) -> int:
+        """Serve until a signal, then end in order; the second one kills all. Returns the exit code."""
         async with asyncio.TaskGroup() as tasks:
             for engine in self._options.engines:
                 tasks.create_task(self._attend(engine), name=engine.worker_id)
             serving = tasks.create_task(self._serve(), name="frontends")
-            killer = tasks.create_task(self._kill_on(hurried), name="killer")
-            await first_of(stopped, self._failed)
+            killer = tasks.create_task(self._kill_on(signals.hurried), name="killer")
+            await first_of(signals.stopped, self._failed)
             if not self._frontends:
                 serving.cancel()  # it still waits for engines
-            await self._wind_down()
+            await self._wind_down(signals)
             killer.cancel()
         if self._failed.is_set():
             return _WRONG_FLAGS
-        return 1 if hurried.is_set() else 0
+        return 1 if signals.hurried.is_set() else 0
 
     async def _attend(self, engine: EngineSpec) -> None:
         """Query the engine, report it, run its agent; again each time the agent ends."""
@@ -168,7 +170,7 @@ class Deployment:
             if (facts := self._facts.get(engine.worker_id))
         )
 
-    async def _wind_down(self) -> None:
+    async def _wind_down(self, signals: Signals) -> None:
         """End the frontends, then the agents: requests that drain still need these.
 
         NATS ends after this has returned, as all of them publish until they end.
@@ -177,7 +179,8 @@ class Deployment:
         frontend = self._options.frontend
         patience_s = frontend.drain_grace_s + frontend.drain_timeout_s + _CUT_OFF_S
         log.info("serve.stopping", frontends=len(self._frontends), drain_timeout_s=frontend.drain_timeout_s)
-        await asyncio.gather(*(child.end(patience_s) for child in self._frontends))
+        number = signal.SIGINT if signals.is_interrupt else signal.SIGTERM
+        await asyncio.gather(*(child.end(patience_s, number) for child in self._frontends))
         await asyncio.gather(*(child.end(AGENT_PATIENCE_S) for child in self._agents.values()))
 
     async def _kill_on(self, hurried: asyncio.Event) -> None:

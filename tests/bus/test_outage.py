@@ -31,6 +31,15 @@ async def test_other_error_replaces_reason() -> None:
     assert "Connect call failed" in outage.reason
 
 
+async def test_no_server() -> None:
+    """If no server is there, the warning says how to start one."""
+    outage = Outage("nats://x")
+    with capture_logs() as logs:
+        outage.failed(ConnectionRefusedError(111, "Connection refused"))
+
+    assert "`kvrouter nats`, --nats embedded, or nats-server" in logs[0]["remedy"]
+
+
 async def test_vague_error_counts_alone() -> None:
     """A reset connection is the reason unless a better one is known; once connected it is empty."""
     outage = Outage("nats://x")

@@ -294,6 +294,17 @@ async def test_second_signal(nats_url: str) -> None:
     assert all(b"ServiceUnavailableError" in rest for rest in rests)
 
 
+async def test_interrupt(nats_url: str) -> None:
+    """Ctrl-C has no grace: with no request in flight all end at once."""
+    async with running(nats_url, OK, "--drain-grace", "60") as parent:
+        parent.process.send_signal(signal.SIGINT)
+        code, said = await parent.ended()
+
+    assert 0 == code
+    assert re.search(r"parent .*frontend\.draining +processes=2 grace_s=0\.0", said)
+    assert 3 == said.count("frontend.stopped")
+
+
 async def test_one_is_restarted(nats_url: str) -> None:
     """A process that gets SIGTERM finishes its requests, accepts no more, and is replaced."""
     async with running(nats_url, says_and_stalls(ONE)) as parent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import socket
 import ssl
@@ -290,12 +291,23 @@ async def test_second_signal(nats_url: str, free_port: Callable[[], int], first:
     script, flags = says_and_stalls(ONE), ("--drain-grace", "60")
     async with running(nats_url, free_port(), script, *flags) as frontend, streaming(frontend) as client:
         frontend.process.send_signal(first)
-        while (await get(frontend.url, "/ready")).status == 200:
+        while await is_ready(frontend.url):
             pass
         frontend.stop()
 
         assert 0 == (await frontend.ended())[0]
         assert b"ServiceUnavailableError" in await client.reader.read()
+
+
+async def test_interrupt(nats_url: str, free_port: Callable[[], int]) -> None:
+    """Ctrl-C has no grace: with no request in flight the process ends at once."""
+    script, flags = says_and_stalls(ONE), ("--drain-grace", "60")
+    async with running(nats_url, free_port(), script, *flags) as frontend:
+        frontend.process.send_signal(signal.SIGINT)
+        code, said = await frontend.ended(30.0)
+
+    assert 0 == code
+    assert re.search(r"frontend\.draining +grace_s=0\.0", said)
 
 
 async def test_silent_about_clients_that_leave(nats_url: str, free_port: Callable[[], int]) -> None:

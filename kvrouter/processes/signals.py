@@ -1,0 +1,58 @@
+"""How a person or a supervisor ends a process, or makes it read its settings again.
+
+SIGTERM: end, after a grace in which new requests are accepted until load balancers look elsewhere.
+SIGINT: end without that grace, as Ctrl-C in a terminal. A second one of either: end now.
+SIGHUP: read the settings again; if the terminal of the process was closed, the same as SIGINT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+
+class Signals:
+    """The signals of this process, as events. Create it where the event loop runs."""
+
+    def __init__(self) -> None:
+        self.stopped, self.hurried = asyncio.Event(), asyncio.Event()
+        self.is_interrupt = False
+        """Whether it was asked to end by Ctrl-C, so that nobody waits for a load balancer."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.stop)
+        loop.add_signal_handler(signal.SIGINT, self.interrupt)
+
+    def on_reload(self, reload: Callable[[], None]) -> None:
+        """Call `reload` at each SIGHUP, except at that of a terminal that was closed."""
+        # nohup has set SIG_IGN: the closed terminal must not end what it protects
+        has_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
+
+        def hung_up() -> None:
+            if has_terminal and not _has_terminal():
+                self.interrupt()
+            else:
+                reload()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)
+
+    def stop(self) -> None:
+        (self.hurried if self.stopped.is_set() else self.stopped).set()
+
+    def interrupt(self) -> None:
+        self.is_interrupt = self.is_interrupt or not self.stopped.is_set()
+        self.stop()
+
+    def grace_s(self, configured_s: float) -> float:
+        """Seconds in which new requests are still accepted."""
+        return 0.0 if self.is_interrupt else configured_s
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
