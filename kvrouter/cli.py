@@ -72,8 +72,7 @@ def _worker(arguments: Sequence[str]) -> int:
 def _mocker(arguments: Sequence[str]) -> int:
     from kvrouter.mocker.__main__ import main as run
 
-    run(arguments)
-    return 0
+    return run(arguments)
 
 
 def _simulate(arguments: Sequence[str]) -> int:

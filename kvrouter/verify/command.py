@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -18,12 +17,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvrouter.config import add_nats_flags, nats_options, read_key, up_to_a_day
+from kvrouter.config import read_key
 from kvrouter.errors import KvRouterError
+from kvrouter.settings.read import Loaded, run
 from kvrouter.tls import trusting
 from kvrouter.verify.comparison import Comparison, Report, Row, VerifyError, View, read_view
 from kvrouter.verify.engines import EngineAccess
 from kvrouter.verify.owners import Owners
+from kvrouter.verify.settings import COMMAND, VerifySettings
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 # Under traffic two replicas are at the same frame only for moments, so looks are frequent. A look at the
@@ -86,14 +87,15 @@ async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print; returns the exit code."""
-    flags = _parser().parse_args(arguments)
-    urls = [_url(text) for text in flags.replica]
+    return run(COMMAND, arguments, _main)
+
+
+def _main(loaded: Loaded[VerifySettings]) -> int:
+    settings = loaded.settings
     try:
-        if len(set(urls)) < max(1 if flags.owners else 2, len(urls)):
-            raise VerifyError("give at least two different replicas: --replica URL --replica URL")
-        report = asyncio.run(_compare(flags, urls))
-        if flags.json is not None:
-            flags.json.write_text(as_json(report))
+        report = asyncio.run(_compare(settings))
+        if settings.json is not None:
+            settings.json.write_text(as_json(report))
     except (KvRouterError, OSError) as error:
         print(f"kvrouter verify: {error}", file=sys.stderr)  # noqa: T201
         return UNUSABLE
@@ -102,23 +104,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EQUAL if report.is_equal else DIFFERENT
 
 
-async def _compare(flags: argparse.Namespace, urls: Sequence[str]) -> Report:
+async def _compare(settings: VerifySettings) -> Report:
     async with contextlib.AsyncExitStack() as stack:
         owners = None
-        if flags.owners:
+        if settings.owners:
             access = EngineAccess(
-                dict(map(_read_replays, flags.kv_replay)),
-                read_key("--engine-api-key-file", flags.engine_api_key_file),
-                flags.worker_tls_ca,
+                dict(settings.kv_replay),
+                read_key("--engine-api-key-file", settings.engine_api_key_file),
+                settings.worker_tls_ca,
             )
-            opening = Owners.open(nats_options(flags), flags.namespace, access)
+            opening = Owners.open(settings.bus.nats, settings.bus.namespace, access)
             owners = await stack.enter_async_context(opening)
         return await compare(
-            urls,
-            timeout_s=flags.timeout,
-            tls_ca=flags.tls_ca,
-            tls_name=flags.tls_name,
-            admin_key=read_key("--admin-key-file", flags.admin_key_file),
+            settings.replica,
+            timeout_s=settings.timeout_s,
+            tls_ca=settings.tls_ca,
+            tls_name=settings.tls_name,
+            admin_key=read_key("--admin-key-file", settings.admin_key_file),
             owners=owners,
         )
 
@@ -157,54 +159,3 @@ def as_json(report: Report) -> str:
     return msgspec.json.format(
         msgspec.json.encode({"equal": report.is_equal, **asdict(report)}), indent=2
     ).decode()
-
-
-def _url(text: str) -> str:
-    return (text if "://" in text else f"http://{text}").rstrip("/")
-
-
-def _read_replays(text: str) -> tuple[str, list[str]]:
-    worker_id, _, endpoints = text.partition("=")
-    if not (worker_id and endpoints):
-        raise VerifyError(f"--kv-replay {text!r}: use WORKER=tcp://HOST:PORT, with commas between ranks")
-    return worker_id, endpoints.split(",")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvrouter verify",
-        description="Compare the blocks and bookings of live replicas, also under traffic.",
-        epilog="Exit code 0: equal; 1: different; 2: a replica or NATS cannot be reached, or wrong flags.",
-    )
-    add = parser.add_argument
-    several = "admin listener of a frontend; at least two, or one with --owners"
-    add("--replica", action="append", default=[], metavar="URL", help=several)
-    add(
-        "--admin-key-file",
-        type=Path,
-        metavar="FILE",
-        help="operators' key, to use the clients' ports instead",
-    )
-    add("--timeout", type=up_to_a_day, default=15.0, metavar="S", help="seconds to compare (%(default)s)")
-    add("--tls-ca", type=Path, metavar="FILE", help="trusted authorities for https://, added to the system's")
-    add("--tls-name", metavar="NAME", help="name in the certificates, if it differs from the URLs'")
-    add("--json", type=Path, metavar="FILE", help="also write the result to this file")
-    owners = parser.add_argument_group("owners")
-    owners.add_argument(
-        "--owners",
-        action="store_true",
-        help="also compare with the frames of the agents, and the agents with the events of their engines",
-    )
-    owners.add_argument(
-        "--kv-replay",
-        action="append",
-        default=[],
-        metavar="WORKER=ENDPOINT[,…]",
-        help="ZMQ endpoint of an engine's replay, one per rank, if the engine reports none; repeatable",
-    )
-    owners.add_argument("--engine-api-key-file", type=Path, metavar="FILE", help="bearer token for engines")
-    owners.add_argument(
-        "--worker-tls-ca", type=Path, metavar="FILE", help="authorities of the engines' certificates"
-    )
-    add_nats_flags(parser)
-    return parser

@@ -12,13 +12,15 @@ import urllib.request
 import pytest
 
 from kvrouter.errors import ConfigError
-from kvrouter.mocker.__main__ import _parser, config_from, main
+from kvrouter.mocker.__main__ import main
 from kvrouter.mocker.config import MockerConfig
+from kvrouter.mocker.settings import COMMAND
+from kvrouter.settings.read import load
 
 
 def config(*arguments: str) -> MockerConfig:
     """The settings of a command line."""
-    return config_from(_parser().parse_args(arguments))
+    return load(COMMAND, arguments, {}).settings.config()
 
 
 def test_defaults() -> None:
@@ -47,8 +49,8 @@ def test_replay_buffer() -> None:
 
 def test_impossible_settings(capsys: pytest.CaptureFixture[str]) -> None:
     """The process does not start, and prints the reason."""
-    with pytest.raises(SystemExit, match="max_model_len 5000 does not fit"):
-        main(["--num-blocks", "10", "--max-model-len", "5000"])
+    assert 2 == main(["--num-blocks", "10", "--max-model-len", "5000"])
+    assert "kvrouter mocker: max_model_len 5000 does not fit" in capsys.readouterr().err
 
 
 def test_process() -> None:
@@ -86,5 +88,5 @@ def test_port_in_use(flags: list[str]) -> None:
 
 def test_no_blocks() -> None:
     """An engine without blocks is rejected."""
-    with pytest.raises(ConfigError, match="num_blocks 0 must be at least 1"):
+    with pytest.raises(ConfigError, match="--num-blocks '0': must be a whole number of at least 1"):
         config("--num-blocks", "0")

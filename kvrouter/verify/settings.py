@@ -1,0 +1,89 @@
+"""The settings of `kvrouter verify`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Self
+
+from kvrouter.config import DAY_S, NamespaceOptions
+from kvrouter.errors import ConfigError
+from kvrouter.settings.declare import Command, Setting, Settings
+
+
+def _url(text: str) -> str:
+    return (text if "://" in text else f"http://{text}").rstrip("/")
+
+
+def _replay(text: str) -> tuple[str, list[str]]:
+    worker_id, _, endpoints = text.partition("=")
+    if not (worker_id and endpoints):
+        raise ValueError("must be WORKER=tcp://HOST:PORT, with commas between ranks")
+    return worker_id, endpoints.split(",")
+
+
+@dataclass(frozen=True, slots=True)
+class VerifySettings(Settings):
+    heading = "Replicas"
+
+    replica: Annotated[
+        tuple[str, ...],
+        Setting(
+            "admin listener of a frontend; repeatable: at least two, or one with --owners",
+            metavar="URL",
+            read=_url,
+            is_repeated=True,
+            is_top=True,
+        ),
+    ] = ()
+    admin_key_file: Annotated[
+        Path | None, Setting("operators' key, to use the clients' ports instead", is_top=True)
+    ] = None
+    timeout_s: Annotated[
+        float, Setting("seconds to compare", least=0, most=DAY_S, old=("--timeout",), is_top=True)
+    ] = 15.0
+    tls_ca: Annotated[
+        Path | None, Setting("trusted authorities for https://, added to the system's", is_top=True)
+    ] = None
+    tls_name: Annotated[
+        str | None, Setting("name in the certificates, if it differs from the URLs'", metavar="NAME")
+    ] = None
+    json: Annotated[Path | None, Setting("also write the result to this file", is_top=True)] = None
+    owners: Annotated[
+        bool,
+        Setting(
+            "also compare with the frames of the agents, and the agents with the events of their engines",
+            heading="Owners",
+            is_top=True,
+        ),
+    ] = False
+    kv_replay: Annotated[
+        tuple[tuple[str, list[str]], ...],
+        Setting(
+            "ZMQ endpoint of an engine's replay, one per rank, if the engine reports none; repeatable",
+            metavar="WORKER=ENDPOINT[,…]",
+            read=_replay,
+            text=lambda pair: f"{pair[0]}={','.join(pair[1])}",
+            is_repeated=True,
+            heading="Owners",
+            is_top=True,
+        ),
+    ] = ()
+    engine_api_key_file: Annotated[Path | None, Setting("bearer token for engines", heading="Owners")] = None
+    worker_tls_ca: Annotated[
+        Path | None, Setting("authorities of the engines' certificates", heading="Owners")
+    ] = None
+    bus: NamespaceOptions = field(default_factory=NamespaceOptions)
+
+    def checked(self) -> Self:
+        if len(set(self.replica)) < max(1 if self.owners else 2, len(self.replica)):
+            raise ConfigError("give at least two different replicas: --replica URL --replica URL")
+        return self
+
+
+COMMAND = Command(
+    "verify",
+    VerifySettings,
+    "Compare the blocks and bookings of live replicas, also under traffic.\n"
+    "Exit code 0: equal; 1: different; 2: a replica or NATS cannot be reached, or wrong settings.",
+)
