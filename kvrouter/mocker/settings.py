@@ -81,7 +81,7 @@ class MockerSettings(Settings):
             is_top=True,
         ),
     ] = None
-    lora: Annotated[tuple[str, ...], Setting("also serve a LoRA adapter; repeatable", metavar="NAME")] = ()
+    lora: Annotated[tuple[str, ...], Setting("also serve a LoRA adapter", metavar="NAME")] = ()
     max_num_queued_reqs: Annotated[
         int | None,
         Setting("answer 503 beyond N unfinished requests", least=1, default_text="no limit"),

@@ -29,7 +29,7 @@ class VerifySettings(Settings):
     replica: Annotated[
         tuple[str, ...],
         Setting(
-            "admin listener of a frontend; repeatable: at least two, or one with --owners",
+            "admin listener of a frontend: at least two, or one with --owners",
             metavar="URL",
             read=_url,
             is_repeated=True,
@@ -60,7 +60,7 @@ class VerifySettings(Settings):
     kv_replay: Annotated[
         tuple[tuple[str, list[str]], ...],
         Setting(
-            "ZMQ endpoint of an engine's replay, one per rank, if the engine reports none; repeatable",
+            "ZMQ endpoint of an engine's replay, one per rank, if the engine reports none",
             metavar="WORKER=ENDPOINT[,…]",
             read=_replay,
             text=lambda pair: f"{pair[0]}={','.join(pair[1])}",

@@ -110,7 +110,7 @@ class CardSettings(Settings):
     label: Annotated[
         tuple[tuple[str, str], ...],
         Setting(
-            "zone, node, group …; repeatable",
+            "zone, node, group …",
             metavar="KEY=VALUE",
             read=_label,
             text="=".join,
@@ -120,7 +120,7 @@ class CardSettings(Settings):
     metric: Annotated[
         tuple[str, ...],
         Setting(
-            "report one more series of the engine's /metrics, for custom policies; repeatable",
+            "report one more series of the engine's /metrics, for custom policies",
             metavar="NAME=SERIES",
         ),
     ] = ()

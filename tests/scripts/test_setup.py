@@ -39,11 +39,11 @@ class Checkout:
         file.write_text("\n".join(["#!/usr/bin/env bash", *lines, ""]))
         file.chmod(0o755)
 
-    def set_up(self) -> tuple[int, str]:
+    def set_up(self, **environment: str) -> tuple[int, str]:
         """Exit code and output."""
         done = subprocess.run(
             ["bash", self.root / "scripts/setup"],
-            env={"PATH": str(self.bin)},
+            env={"PATH": str(self.bin), **environment},
             capture_output=True,
             text=True,
             check=False,
@@ -75,6 +75,38 @@ def test_no_venv_module(checkout: Checkout) -> None:
 
     assert 1 == code
     assert "no venv and ensurepip modules; on Debian and Ubuntu they are in the package python3-venv" in says
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("", "no such program"),
+        ("exit 1", "not a Python of 3.11 or newer"),
+        ('case "$*" in *ensurepip*) exit 1;; esac', "it has no venv and ensurepip modules"),
+    ],
+)
+def test_a_wrong_python_is_named(checkout: Checkout, program: str, reason: str) -> None:
+    """One line says what is wrong with PYTHON=; no other interpreter is taken instead."""
+    checkout.program("bin/python3", "exit 0")
+    if program:
+        checkout.program("bin/mine", program)
+
+    assert (1, f"setup: PYTHON=mine: {reason}\n") == checkout.set_up(PYTHON="mine")
+
+
+def test_demo_help_installs_nothing(checkout: Checkout) -> None:
+    """--help of the demo prints every flag without a .venv."""
+    shutil.copy(ROOT / "scripts/demo", checkout.root / "scripts/demo")
+    done = subprocess.run(
+        ["bash", checkout.root / "scripts/demo", "--keep", "--help"],
+        env={"PATH": str(checkout.bin)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert all(f"  --{flag}" in done.stdout for flag in ("requests N", "json FILE", "keep"))
+    assert ("", False) == (done.stderr, (checkout.root / ".venv").exists())
 
 
 FAKE_VENV = 'case "$*" in *"-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python";; esac'
