@@ -266,6 +266,19 @@ async def test_slow_client(https: Https, authority: Authority, version: str) -> 
     assert (True, len(piece) * pieces) == (got.is_whole, len(got.body))
 
 
+async def test_refused_amid_its_body(https: Https, authority: Authority) -> None:
+    """A client that is refused while it sends gets the answer and the end of the connection."""
+    size = 65 * 1024 * 1024
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n" % size
+    async with https() as fleet, connected(fleet.url, authority.trusted()) as client:
+        client.writer.write(head + b"x" * 1_000_000)
+        response = await client.response()
+
+        assert (413, "close") == (response.status, response.header("connection"))
+        assert await client.is_closed()
+        assert not fleet.requests
+
+
 async def test_large_bodies(https: Https, authority: Authority) -> None:
     """Bodies of many TLS records arrive, in both directions."""
     large = answer(b'{"text":"' + b"y" * 3 * HELD_BYTES + b'"}')

@@ -296,6 +296,78 @@ async def test_long_request_keeps_its_connection() -> None:
     scene.end()
 
 
+MIXED = (
+    b"GET /live HTTP/1.1\r\nhost: t\r\n\r\n",
+    plain(b"one"),
+    b"\r\n" + plain(b"after an empty line"),
+    b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"3;a=b\r\ntwo\r\n5\r\n\r\n\r\nx\r\n0\r\nx-trailer: y\r\n\r\n",
+    b"POST /v1/completions HTTP/1.0\r\ncontent-length: 5\r\nconnection: keep-alive\r\n\r\nthree",
+    plain(gzip.compress(b"four"), b"content-encoding: gzip"),
+    plain(b"five", b"expect: 100-continue"),
+    plain(b"six", b"connection: upgrade, http2-settings", b"upgrade: h2c", b"http2-settings: AA"),
+    b"POST http://t/v1/completions?a=b HTTP/1.1\r\nhost: t\r\ncontent-length: 5\r\n\r\nseven",
+    b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n\r\n",
+    b"DELETE /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 2\r\n\r\n{}",
+    b"GET /nowhere HTTP/1.1\r\nhost: t\r\n\r\n",
+    plain(b"last", b"x-" + b"long: " + b"y" * 8000, b"x: " + b"y" * 8000),
+)
+
+
+@settings(deadline=None)
+@given(data=st.data(), slow=st.booleans())
+async def test_any_cut_of_all_kinds(data: st.DataObject, slow: bool) -> None:
+    """Requests of every kind share a connection, pipelined, in reads of any size."""
+    scene = Scene()
+    for piece in data.draw(pieces_of(b"".join(MIXED))):
+        scene.read(piece)
+        if slow:
+            await turns(6)
+    await until(lambda: len(scene.served) == len(MIXED) - 2, "all are served")
+    bodies = [body for _, body in scene.served]
+
+    assert [b"", b"one", b"after an empty line", b"two\r\n\r\nx", b"three", b"four"] == bodies[:6]
+    assert [b"five", b"six", b"seven", b"", b"last"] == bodies[6:]
+    assert "/v1/completions?a=b" == scene.served[8][0]
+    assert [100, 405, 404] == scene.statuses
+    assert not scene.transport.ended
+    assert not scene.transport.said_eof
+    scene.end()
+
+
+async def test_refused_client_may_go_on_sending() -> None:
+    """What follows a refused request is read and dropped, so that the client can read the answer."""
+    scene = Scene()
+    scene.read(plain(b"x" * 2 * MOST_BYTES)[:-9])
+    scene.read(b"x" * 9, plain(b"late"), b"GET /live HTTP/1.1\r\nhost: t\r\n\r\n")
+    await turns()
+
+    assert [413] == scene.statuses
+    assert (True, True, False) == (scene.transport.said_eof, scene.transport.reads, scene.transport.ended)
+    assert not scene.served
+    scene.end()
+
+
+async def test_refused_client_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused client that neither reads nor leaves is disconnected."""
+    monkeypatch.setattr("kvrouter.relay.connection.LINGER_S", 0.01)
+    scene = Scene()
+    scene.read(b"nonsense\r\n")
+
+    await until(lambda: scene.transport.ended, "the connection is ended")
+    scene.end()
+
+
+async def test_many_requests_without_a_route() -> None:
+    """Thousands of pipelined requests for nothing are answered one after another."""
+    scene = Scene()
+    scene.read(b"GET /a HTTP/1.1\r\nhost: t\r\n\r\n" * 2000 + plain(b"last"))
+    await until(lambda: scene.served, "the last is served")
+
+    assert [404] * 2000 == scene.statuses
+    scene.end()
+
+
 # Through a frontend
 
 ODD: dict[str, tuple[bytes, Callable[[bytes], bytes]]] = {

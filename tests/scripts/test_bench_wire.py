@@ -257,7 +257,8 @@ def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body: dict[str, Any] = json.loads(out.read_text())
     measured = {(row["work"], row["name"]) for row in body["results"]}
     names = (targets.OURS, targets.OURS_KV, targets.DIRECT)
-    assert {(work, name) for work in ("short", "long", "paced", "alone") for name in names} == measured
+    works = ("short", "after GET", "long", "paced", "alone")
+    assert {(work, name) for work in works for name in names} == measured
     assert (targets.OURS, 4) in {(row["name"], row["streams"]) for row in body["growth"]}
     assert all(row["cpu_us_per_event"] > 0 for row in body["growth"])
     assert (plots / "streams-cpu.svg").exists()

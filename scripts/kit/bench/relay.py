@@ -27,7 +27,7 @@ from scripts.kit.bench.wire.routers import Workers, find_nginx
 from scripts.kit.bench.wire.stage import Stage, direct, open_stage
 from scripts.kit.bench.wire.tables import tools_line, work_table
 from scripts.kit.bench.wire.targets import OURS
-from scripts.kit.bench.wire.works import Work, raise_descriptor_limit, standard_works
+from scripts.kit.bench.wire.works import Work, after_models, raise_descriptor_limit, standard_works
 from scripts.kit.figures import MachineTime
 from scripts.kit.fleet import FleetError
 from scripts.kit.http_client import HttpError
@@ -63,6 +63,7 @@ async def _run(options: Options) -> int:
     console = new_console()
     descriptors = raise_descriptor_limit()
     works = standard_works(options.share)
+    works.insert(1, after_models(works[0]))
     before = MachineTime.now()
     async with open_stage() as stage:
         results = await _relay(stage, works, options, console)

@@ -1,11 +1,13 @@
 /* A load generator: a closed loop of POST requests over kept connections. One thread, epoll.
  *
  *   load --port P --bodies FILE [--path /v1/completions] [--concurrency N] [--requests N] [--seconds S]
- *        [--ramp-ms X] [--stream 1] [--header "Name: value"]... [--limit-s S]
+ *        [--ramp-ms X] [--stream 1] [--header "Name: value"]... [--limit-s S] [--first /v1/models]
  *
  * Each line of FILE is a body; the bodies are sent in turn. The program ends after --requests. After --seconds
  * it sends no new requests and waits for the running ones; it always ends --limit-s after its start.
  * Connections are opened over the first --ramp-ms, to 127.0.0.1 only. Prints one JSON object, with times in µs.
+ *
+ * With --first each connection begins with a GET of that path, which is not counted.
  *
  * An event of a stream ends with an empty line, and counts when its last byte is read; [DONE] is not counted.
  * A request fails unless it is answered completely and with 200, and a stream ends with [DONE].
@@ -35,7 +37,7 @@ struct stream {
     int fd;
     enum phase phase;
     int status, is_ending, is_fresh, has_data, is_newline;
-    const struct body *body;
+    const struct body *body, *after_first;
     size_t sent, left, head_len, line_len;
     uint64_t start, last_event;
     long events;
@@ -44,7 +46,7 @@ struct stream {
 };
 
 static struct stream *streams;
-static struct body bodies[MAX_BODIES];
+static struct body bodies[MAX_BODIES], first;
 static struct samples latency, ttft, gap;
 static long body_count, requests = 1000000000, issued, completed, failed, events, reopened, open_now, open_most;
 static long stalls, bytes_in, answered;
@@ -105,6 +107,7 @@ static void connect_again(struct stream *s) {
     setsockopt(s->fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     if (connect(s->fd, (struct sockaddr *)&address, sizeof address) && errno != EINPROGRESS) die("connect");
     s->is_fresh = 1;
+    if (first.len) s->after_first = s->body, s->body = &first;
     watch(s, EPOLL_CTL_ADD, EPOLLIN | EPOLLOUT);
 }
 
@@ -144,6 +147,13 @@ static void next(struct stream *s) {
 
 static void finish(struct stream *s, const char *why) {
     uint64_t now = now_us();
+    if (s->body == &first && !why && s->status == 200 && !s->is_ending) {
+        s->body = s->after_first;
+        s->is_fresh = 0;
+        begin(s);
+        return;
+    }
+    if (s->body == &first && !why) why = "the request of --first is not answered with 200 and keep-alive";
     if (s->has_data) open_now--;
     if (!why && s->status != 200) why = "not answered with 200";
     if (!why && is_stream && memcmp(s->tail, "[DONE]\n\n", 8)) why = "a stream without [DONE] at its end";
@@ -333,7 +343,7 @@ static void read_bodies(const char *name, const char *path, const char *more) {
 
 static void usage(void) {
     fprintf(stderr, "usage: load --port P --bodies FILE [--path PATH] [--concurrency N] [--requests N] [--seconds S]\n"
-                    "            [--ramp-ms X] [--stream 1] [--header \"Name: value\"]... [--limit-s S]\n");
+                    "            [--ramp-ms X] [--stream 1] [--header \"Name: value\"]... [--limit-s S] [--first PATH]\n");
     exit(2);
 }
 
@@ -359,7 +369,7 @@ static void run(void) {
 }
 
 int main(int argc, char **argv) {
-    const char *path = "/v1/completions", *file = NULL;
+    const char *path = "/v1/completions", *file = NULL, *get = NULL;
     char more[4096] = "";
     struct rlimit files;
     for (int i = 1; i < argc; i += 2) {
@@ -374,6 +384,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(flag, "--ramp-ms")) ramp_ms = atof(value);
         else if (!strcmp(flag, "--stream")) is_stream = atoi(value);
         else if (!strcmp(flag, "--limit-s")) limit_s = atof(value);
+        else if (!strcmp(flag, "--first")) get = value;
         else if (!strcmp(flag, "--header") && strlen(more) + strlen(value) + 3 < sizeof more)
             strcat(strcat(more, value), "\r\n");
         else usage();
@@ -384,6 +395,9 @@ int main(int argc, char **argv) {
         setrlimit(RLIMIT_NOFILE, &files);
     }
     read_bodies(file, path, more);
+    static char asked[512];
+    if (get) first = (struct body){asked, (size_t)snprintf(asked, sizeof asked, "GET %.300s HTTP/1.1\r\n"
+                                                           "Host: 127.0.0.1:%d\r\n\r\n", get, port)};
     if (!body_count) {
         fprintf(stderr, "load: %s holds no body\n", file);
         return 2;

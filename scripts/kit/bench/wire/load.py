@@ -30,6 +30,7 @@ class Load:
     ramp_ms: float = 0.0
     is_stream: bool = False
     headers: Sequence[str] = ()
+    first: str = ""  # a path that each connection asks for first; not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,5 +101,7 @@ def _command(load: Load, bodies: str) -> list[str]:
         "--ramp-ms": load.ramp_ms,
         "--stream": int(load.is_stream),
     }
+    if load.first:
+        flags["--first"] = load.first
     words = [str(word) for pair in flags.items() for word in pair]
     return [str(binary("load")), *words, *(word for line in load.headers for word in ("--header", line))]

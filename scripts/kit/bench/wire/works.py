@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import median
 
 from scripts.kit.bench.wire.load import Load, Report
@@ -48,13 +48,21 @@ class Work:
     is_stream: bool = False
     ramp_ms: float = 0.0
     path: str = "/v1/completions"
+    first: str = ""
 
     def load(self, port: int) -> Load:
         """The load for the router at this port."""
         return Load(
             port, self.bodies, path=self.path, concurrency=self.concurrency, requests=self.requests,
             is_stream=self.is_stream, ramp_ms=self.ramp_ms, seconds=90, limit_s=100,
+            first=self.first,
         )  # fmt: skip
+
+
+def after_models(short: Work) -> Work:
+    """The same from clients that list the models first: each connection begins with a GET."""
+    title = f"{short.title}, after a GET of the models"
+    return replace(short, name="after GET", title=title, first="/v1/models")
 
 
 def standard_works(share: float = 1.0) -> list[Work]:

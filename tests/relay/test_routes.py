@@ -1,0 +1,56 @@
+"""Which route serves a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.errors import NoRouteError, WrongMethodError
+from kvrouter.relay.answer import Served
+from kvrouter.relay.request import Request
+from kvrouter.relay.routes import Routes
+
+
+async def one(_request: Request) -> Served:
+    return Served(201, keeps_alive=True)
+
+
+async def below(_request: Request) -> Served:
+    return Served(202, keeps_alive=True)
+
+
+@pytest.fixture
+def routes() -> Routes:
+    made = Routes()
+    made.add("GET", "/models", one)
+    made.add("POST", "/models", one)
+    made.add("GET", "/models/", below)
+    made.add("POST", "/chat", one)
+    return made
+
+
+def test_found(routes: Routes) -> None:
+    """By path, or by the beginning of a longer one."""
+    assert one is routes.find("GET", "/models")
+    for path in ("/models/m", "/models/a/b", "/models/a/"):
+        assert below is routes.find("GET", path)
+    assert {"/models": one, "/chat": one} == routes.posts
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "*", "", "/models/", "/model", "/modelsx", "/chat/", "/chat/x", "//models"]
+)
+def test_no_route(routes: Routes, path: str) -> None:
+    with pytest.raises(NoRouteError, match=f"GET {path.replace('*', '.')}: Not Found"):
+        routes.find("GET", path)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("PUT", "/models", "GET, POST"), ("HEAD", "/chat", "POST"), ("POST", "/models/m", "GET")],
+)
+def test_wrong_method(routes: Routes, method: str, path: str, allowed: str) -> None:
+    """The error names the methods that the path supports."""
+    with pytest.raises(WrongMethodError) as raised:
+        routes.find(method, path)
+
+    assert allowed == raised.value.allowed
