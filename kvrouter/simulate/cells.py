@@ -21,7 +21,7 @@ from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.fleet import Fleet, NewPlacer, Run, reference_kind
 from kvrouter.simulate.measures import Measures, Slo, measure
 from kvrouter.simulate.placement import Oracle, Placer, Replicas, Sync
-from kvrouter.simulate.step_model import REFERENCE, StepModel
+from kvrouter.simulate.step_model import FIRST_COME, REFERENCE, StepModel
 from kvrouter.simulate.workloads import Workload, achievable_tokens, largest_blocks, working_set_blocks
 
 ORACLE = "oracle"

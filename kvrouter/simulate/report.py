@@ -65,11 +65,14 @@ def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
 
 def write_compared(path: Path, compared: Sequence[Compared], *, seeds: int) -> None:
     """Write the figures of all cells, times in seconds."""
-    cells = [
-        {**_facts(one), "seeds": seeds, "modes": {row.mode: _row(row) for row in one.rows}}
-        for one in compared
-    ]
+    cells = [as_json(one, seeds=seeds) for one in compared]
     path.write_text(json.dumps({"cells": cells}, indent=2) + "\n")
+
+
+def as_json(compared: Compared, *, seeds: int) -> dict[str, Any]:
+    """A cell and the figures of its modes."""
+    modes = {row.mode: _row(row) for row in compared.rows}
+    return {**_facts(compared), "seeds": seeds, "modes": modes}
 
 
 def _row(row: Row) -> dict[str, Any]:

@@ -11,6 +11,7 @@ _USAGE = """\
 usage: scripts/bench SUBCOMMAND [flags]
 
   policies   cost of a decision, for each mode and 8, 64, 512 targets
+  decisions  how far each mode's decisions are from an oracle's, in simulated fleets
   sync       cost of replica sync, and delay until a booking is visible at the other replicas
   herding    number of requests of a burst that all replicas send to the one idle worker
   lag        delay of the event loop while a large fleet publishes KV events
@@ -30,7 +31,7 @@ usage: scripts/bench SUBCOMMAND [flags]
 """
 
 _COMMANDS = (
-    "policies", "sync", "herding", "lag", "tokens", "hashes", "index", "churn", "growth", "long",
+    "policies", "decisions", "sync", "herding", "lag", "tokens", "hashes", "index", "churn", "growth", "long",
     "request", "relay", "overload", "walks", "peers",
 )  # fmt: skip
 
