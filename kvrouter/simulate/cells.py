@@ -66,7 +66,19 @@ class Cell:
     @property
     def saturation(self) -> float:
         """The pace that is load 1.0."""
-        return _saturation(replace(self, load=None, pace=1.0, replicas=1, sync=None, leaving=0.0, slo=Slo()))
+        return _saturation(
+            replace(
+                self,
+                load=None,
+                pace=1.0,
+                # shortest first, the first half of the requests would be the lesser half of the work
+                model=self.model.served(FIRST_COME, 1),
+                replicas=1,
+                sync=None,
+                leaving=0.0,
+                slo=Slo(),
+            )
+        )
 
     def measured_saturation(self) -> float:
         """Measure what `saturation` keeps."""
