@@ -12,7 +12,7 @@ import io
 import json
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 # A longer line is written in parts, so that a process without newlines cannot fill the memory.
@@ -47,10 +47,22 @@ class Lines:
 
 
 class Output:
-    """Writes the lines of all processes. `width` is the length of the longest name."""
+    """Writes the lines of all processes. `width` is the length of the longest name.
 
-    def __init__(self, out: BinaryIO, err: BinaryIO, *, width: int, is_json: bool = False) -> None:
+    `on_line` gets the name and each line before it is written.
+    """
+
+    def __init__(
+        self,
+        out: BinaryIO,
+        err: BinaryIO,
+        *,
+        width: int,
+        is_json: bool = False,
+        on_line: Callable[[str, bytes], None] | None = None,
+    ) -> None:
         self.lost = 0
+        self._on_line = on_line
         self._streams = {False: out, True: err}
         self._is_tty = {key: stream.isatty() for key, stream in self._streams.items()}
         self._width = width
@@ -62,6 +74,8 @@ class Output:
 
     def line(self, name: str, line: bytes, *, is_error: bool = False) -> None:
         """Queue a line."""
+        if self._on_line is not None:
+            self._on_line(name, line)
         try:
             self._queue.put_nowait((is_error, self._labelled(name, line, is_tty=self._is_tty[is_error])))
         except queue.Full:

@@ -13,8 +13,9 @@ from kvrouter.errors import KvRouterError, leaves
 from kvrouter.frontend.sockets import listen
 from kvrouter.processes.output import LabelledText, Output
 from kvrouter.processes.signals import Signals
-from kvrouter.serve.deployment import NAME, Deployment
+from kvrouter.serve.deployment import Deployment
 from kvrouter.serve.options import ServeOptions, parse_options
+from kvrouter.serve.report import NAME, Voice
 from kvrouter.telemetry.logs import set_up_logs
 
 
@@ -27,38 +28,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     width = len(f"frontend-{max(len(options.engines), options.replicas)}")
     is_json = options.frontend.log_format == "json"
-    output = Output(sys.stdout.buffer, sys.stderr.buffer, width=width, is_json=is_json)
+    voice = Voice(is_json=is_json)
+    output = Output(sys.stdout.buffer, sys.stderr.buffer, width=width, is_json=is_json, on_line=voice.hear)
+    voice.speak_to(output)
     with contextlib.closing(output), contextlib.redirect_stderr(LabelledText(output, NAME)):
         set_up_logs(options.frontend.log_level, options.frontend.log_format)
-        return _serve(options, output)
+        return _serve(options, output, voice)
 
 
-def _serve(options: ServeOptions, output: Output) -> int:
+def _serve(options: ServeOptions, output: Output, voice: Voice) -> int:
     failures: Sequence[BaseException] = ()
     code = 2
     try:
-        code = uvloop.run(_run(options, output))
+        code = uvloop.run(_run(options, output, voice))
     except* KvRouterError as group:  # task groups raise groups
         failures = leaves(group)
     for failure in failures:
-        output.line(NAME, str(failure).encode(), is_error=True)
+        voice.failed(str(failure))
     return code
 
 
-async def _run(options: ServeOptions, output: Output) -> int:
-    frontend = options.frontend
-    # Check the ports first: in a second deployment by mistake, the agents would take over the first one's
-    # engines before a frontend found its port in use.
-    for port, admin_port in options.ports():
-        listen(frontend.host, port).close()
-        listen(frontend.process.admin_host, admin_port, "--admin-port").close()
+async def _run(options: ServeOptions, output: Output, voice: Voice) -> int:
+    ports = _free_ports(options)
     signals = Signals()  # the first one drains, the second one kills
     signals.on_reload(signals.stop)
     async with contextlib.AsyncExitStack() as stack:
         nats = ",".join(options.nats.servers)
         if options.nats.is_embedded:
             nats = await stack.enter_async_context(embedded_server(f"nats://127.0.0.1:{options.nats_port}"))
-        return await Deployment(options, nats, output).run(signals)
+        return await Deployment(options, ports, nats, output, voice).run(signals)
+
+
+def _free_ports(options: ServeOptions) -> list[tuple[int, int]]:
+    """The ports of each frontend, for 0 one that the system chooses now. Raises ConfigError.
+
+    Checked first: in a second deployment by mistake, the agents would take over the first one's engines
+    before a frontend found its port in use.
+    """
+    frontend = options.frontend
+    with contextlib.ExitStack() as stack:
+
+        def port_of(host: str, port: int, flag: str) -> int:
+            listener = stack.enter_context(listen(host, port, flag))
+            number: int = listener.getsockname()[1]
+            return number
+
+        return [
+            (
+                port_of(frontend.host, port, "--port"),
+                port_of(frontend.process.admin_host, admin, "--admin-port"),
+            )
+            for port, admin in options.ports()
+        ]
 
 
 if __name__ == "__main__":

@@ -11,31 +11,34 @@ import contextlib
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 
+import aiohttp
 import structlog
 
+from kvrouter.policies import POLICIES
 from kvrouter.processes.children import Child, first_of
 from kvrouter.processes.output import Output
 from kvrouter.processes.signals import Signals
 from kvrouter.serve.engines import EngineSpec
 from kvrouter.serve.options import ServeOptions
-from kvrouter.serve.tokenizers import TokenizerReport, Tokenizers
+from kvrouter.serve.report import EngineReport, Ready, Voice, curl, report
+from kvrouter.serve.tokenizers import Tokenizers, model_of, tokenizer_of
 from kvrouter.worker.engines.discovery import learn_patiently
 from kvrouter.worker.engines.facts import EngineFacts, with_discovered
 from kvrouter.worker.engines.http import EngineHttp
 from kvrouter.worker.engines.vllm import CACHED_TOKENS_UNKNOWN
 from kvrouter.worker.options import AgentOptions
-from kvrouter.worker.zmq.sockets import EventEndpoints
 
 log = structlog.get_logger()
 
-NAME = "serve"
 # Time that the frontends wait for further engines once the first one is known: their flags depend on what all
 # engines report, and do not change later.
 OTHERS_S = 10.0
 AGENT_PATIENCE_S = 10.0
+# How often the first frontend is asked whether it is ready.
+_READY_LOOK_S = 0.1
 # Time for a frontend to end its remaining streams after the drain, before it is killed.
 _CUT_OFF_S = 10.0
 # Exit code of a frontend with wrong flags or a port that is in use: a restart would fail in the same way.
@@ -48,11 +51,22 @@ _ALWAYS_COUNTS = (0, 32)
 class Deployment:
     """The child processes of one `kvrouter serve`."""
 
-    def __init__(self, options: ServeOptions, nats: str, output: Output) -> None:
+    def __init__(
+        self,
+        options: ServeOptions,
+        ports: Sequence[tuple[int, int]],
+        nats: str,
+        output: Output,
+        voice: Voice,
+    ) -> None:
+        """`ports`: those of clients and of operators for each frontend."""
         self._options = options
+        self._ports = ports
+        self._voice = voice
         self._output = output
         self._facts: dict[str, EngineFacts] = {}
-        self._reported: dict[str, list[str]] = {}
+        self._reported: dict[str, EngineReport] = {}
+        self._ready: Ready | None = None
         self._tokenizers = Tokenizers(options.frontend.tokens)
         self._one_known, self._all_known = asyncio.Event(), asyncio.Event()
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
@@ -101,24 +115,28 @@ class Deployment:
         self._tokenizers.learn(self._options.agent(engine), facts)
         self._report()
         if self._approximate and facts.endpoints:
-            self._print("this engine now publishes KV events: restart kvrouter serve to route by them")
+            self._voice.warn(
+                "serve.events_not_used",
+                "this engine now publishes KV events: restart kvrouter serve to route by them",
+            )
+        if self._ready is not None:
+            self._say_ready(self._ready.url, self._ready.admin)
         self._one_known.set()
         if len(self._facts) == len(self._options.engines):
             self._all_known.set()
 
     def _report(self) -> None:
-        """Print the report of each known engine whose report has changed."""
+        """Publish the report of each known engine whose report has changed."""
         # all engines: the tokenizer found for one of them may complete the report of another
         for engine in self._options.engines:
             facts, agent = self._facts.get(engine.worker_id), self._options.agent(engine)
             if facts is None:
                 continue
             tokenizer = self._tokenizers.of(agent, facts)
-            lines = list(report(agent, facts, tokenizer, no_events=self._options.no_events()))
-            if lines != self._reported.get(engine.worker_id):
-                self._reported[engine.worker_id] = lines
-                for line in lines:
-                    self._print(line)
+            found = report(agent, facts, tokenizer, no_events=self._options.no_events())
+            if found != self._reported.get(engine.worker_id):
+                self._reported[engine.worker_id] = found
+                self._voice.engine(found)
 
     async def _serve(self) -> None:
         """Run the frontends once their flags are known."""
@@ -129,9 +147,11 @@ class Deployment:
         flags = self._discovered_flags()
         self._frontends = [
             Child(f"frontend-{number}", [*self._frontend_command(*ports), *flags], self._output)
-            for number, ports in enumerate(self._options.ports(), 1)
+            for number, ports in enumerate(self._ports, 1)
         ]
         async with asyncio.TaskGroup() as tasks:
+            announcing = tasks.create_task(self._announce_ready(), name="ready")
+            tasks.create_task(self._cancel_at_the_end(announcing), name="not ready")
             for child in self._frontends:
                 tasks.create_task(self._keep(child))
 
@@ -160,7 +180,10 @@ class Deployment:
         if not self._has_events() and not self._options.chooses_events():
             self._approximate = True
             flags.append("--no-kv-events")
-            self._print("no engine publishes KV events: routing by past requests, which is approximate")
+            self._voice.warn(
+                "serve.approximate",
+                "no engine publishes KV events: routing by past requests, which is approximate",
+            )
         return flags
 
     def _has_events(self) -> bool:
@@ -189,8 +212,73 @@ class Deployment:
         for child in (*self._frontends, *self._agents.values()):
             child.kill()
 
-    def _print(self, line: str) -> None:
-        self._output.line(NAME, line.encode())
+    async def _announce_ready(self) -> None:
+        """Say it when the first frontend is ready."""
+        frontend = self._options.frontend
+        scheme = "https" if frontend.tls.files is not None else "http"
+        port, admin_port = self._ports[0]
+        url = f"{scheme}://{_reachable(frontend.host)}:{port}"
+        admin = f"{scheme}://{_reachable(frontend.process.admin_host)}:{admin_port}"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as http:
+            while not await _is_ready(http, admin):  # noqa: ASYNC110  # HTTP has no event for it
+                await asyncio.sleep(_READY_LOOK_S)
+        self._say_ready(url, admin)
+
+    async def _cancel_at_the_end(self, announcing: asyncio.Task[None]) -> None:
+        """A deployment that ends, or cannot start, will not be ready."""
+        await first_of(self._stopping, self._failed)
+        announcing.cancel()
+
+    def _say_ready(self, url: str, admin: str) -> None:
+        """Say how it serves, unless that was said already."""
+        models = {model_of(self._agent(worker), facts): facts for worker, facts in self._facts.items()}
+        model, facts = next(iter(models.items()))
+        # the mocker without a tokenizer takes token ids only
+        is_mute = facts.kind == "mocker" and tokenizer_of(facts) is None
+        ready = Ready(
+            url=url,
+            admin=admin,
+            models=tuple(models),
+            engines=len(self._facts),
+            configured=len(self._options.engines),
+            routing=self._routing(),
+            curl=curl(url, model, [1, 2, 3] if is_mute else "Hello"),
+        )
+        if ready != self._ready:
+            self._ready = ready
+            self._voice.ready(ready)
+
+    def _routing(self) -> str:
+        """How requests are routed: the mode, and what it knows."""
+        frontend = self._options.frontend
+        mode = frontend.policy.custom.name if frontend.policy.custom is not None else frontend.router_mode
+        policy = POLICIES.get(frontend.router_mode)
+        if policy is None or not policy.needs_tokens:
+            return mode
+        if frontend.tokens.way == "none":
+            return f"{mode} by texts of past requests"
+        by = "KV events" if not self._approximate and frontend.replica.pool.use_kv_events else "past requests"
+        lacks = any(self._tokenizers.of(self._agent(one), facts).lack for one, facts in self._facts.items())
+        return f"{mode} by {by}{', texts by load: no tokenizer' if lacks else ''}"
+
+    def _agent(self, worker: str) -> AgentOptions:
+        return next(self._options.agent(one) for one in self._options.engines if one.worker_id == worker)
+
+
+async def _is_ready(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        # the certificate may be for another name, and this is the own child process
+        async with http.get(f"{url}/ready", ssl=False) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _reachable(host: str) -> str:
+    """A host for URLs: that of this machine, if it listens on all addresses."""
+    if host in {"", "0.0.0.0", "::"}:
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
 
 
 async def _with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFacts:
@@ -206,32 +294,3 @@ async def _with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFac
 
 def _python(part: str) -> list[str]:
     return [sys.executable, "-m", f"kvrouter.{part}"]
-
-
-def report(
-    options: AgentOptions, facts: EngineFacts, tokenizer: TokenizerReport, *, no_events: str = ""
-) -> Iterator[str]:
-    """The lines of one engine. `no_events`: the flag that keeps the frontends from using events, if any."""
-    settled, models, scrape = with_discovered(options, facts), facts.models, facts.scrape
-    loras = f", LoRA: {', '.join(models.lora_names)}" if models.lora_names else ""
-    block_size = options.block_size or scrape.block_size
-    capacity = f"{scrape.device_blocks:,} ({scrape.device_blocks * block_size:,} tokens)"
-    host = f", {scrape.host_blocks:,} in host memory" if scrape.host_blocks else ""
-    yield f"engine {options.worker_id} at {options.engine_url}: {facts.kind} {facts.version}".rstrip()
-    yield f"  model       {options.model or ', '.join(models.served_names)}{loras}"
-    yield f"  block size  {block_size} tokens"
-    yield f"  blocks      {capacity if scrape.device_blocks else 'unknown'}{host}"
-    yield f"  ranks       {settled.ranks}"
-    unused = f" (not used: {no_events})" if no_events else ""
-    feeds = ", ".join(_endpoint_text(feed) for feed in settled.endpoints)
-    yield f"  events      {feeds + unused if feeds else 'none: placed by load'}"
-    if settled.endpoints:
-        yield f"  replay      {', '.join(feed.replay for feed in settled.endpoints if feed.replay) or 'none'}"
-    yield f"  tokenizer   {tokenizer.text}"
-    for lack in (*facts.lacks, tokenizer.lack):
-        if lack:
-            yield f"  ! {lack}"
-
-
-def _endpoint_text(feed: EventEndpoints) -> str:
-    return f"{feed.events} (the engine connects to it)" if "*" in feed.events else feed.events

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -79,6 +81,8 @@ async def test_the_one_command(
         chosen = warm.headers["x-kvrouter-worker"]
         await until_known(served, http, urls[3], chosen)
         found = await ask(http, urls[1], prompt)
+        await served.until_said(r"ready: ")
+        answer = await paste(served.text())
 
         (victim, *_) = before = served.agents()
         os.kill(victim, signal.SIGKILL)
@@ -94,12 +98,24 @@ async def test_the_one_command(
     assert int(found.headers["x-kvrouter-overlap-blocks"]) > 5
     assert 0 == code
     said = served.text()
+    line = f"ready: {urls[0]} (tiny, 2 workers, kv by KV events) · admin {urls[2]} · try: curl "
+    assert line in said
+    assert "tiny" == answer["model"]
     assert f"tokenizer   {model_path}" in said
     assert f"events      {mockers[0].kv_events}" in said
     assert len(pids) == 5
     assert said.index("frontend.stopped") > said.index("serve.stopping")
     assert all(re.match(r"(serve|agent-\d|frontend-\d) +\| ", line) for line in served.said), said
     assert "\033[" not in said
+
+
+async def paste(said: str) -> dict[str, Any]:
+    """The answer to the command at the end of the start."""
+    (command,) = re.findall(r"· try: (curl .*)", said)
+    shell = await asyncio.create_subprocess_shell(f"{command} --silent", stdout=asyncio.subprocess.PIPE)
+    output, _ = await shell.communicate()
+    answer: dict[str, Any] = json.loads(output)
+    return answer
 
 
 async def test_engine_that_comes_later(
@@ -144,20 +160,29 @@ async def test_engine_with_another_model(
 
 
 async def test_no_events(nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]) -> None:
-    """For engines without events, routing by past requests is reported and used."""
+    """For engines without events, routing by past requests is reported and used. JSON logs are events."""
     port = free_port()
     async with EngineServer.open(free_port()) as engine:
         engine.sources = {}
         flags = [f"--engine={engine.url}", f"--port={port}", f"--nats={nats_url}"]
-        async with serving(*flags, f"--namespace=off-{port}") as served:
+        async with serving(
+            *flags, f"--namespace=off-{port}", "--log-format=json", "--drain-grace=60"
+        ) as served:
             await until_ready(served, http, [f"http://127.0.0.1:{port}"])
             (frontend,) = [command for command in served.children().values() if "frontend" in command]
+            await served.until_said(r"serve\.ready")
 
-            assert 0 == await served.end()
+            assert 0 == await served.end(signal.SIGINT)
 
     assert "--no-kv-events" in frontend
-    assert "! events off: start vLLM with" in served.text()
-    assert "no engine publishes KV events: routing by past requests" in served.text()
+    said = [json.loads(line) for line in served.said]
+    events = {line["event"]: line for line in said if line["process"] == "serve"}
+    assert ("warning", "info") == (events["serve.engine_lacks"]["level"], events["serve.ready"]["level"])
+    assert all("timestamp" in line for line in events.values())
+    assert any("events off: start vLLM with" in warning for warning in events["serve.ready"]["warnings"])
+    assert "no engine publishes KV events" in events["serve.approximate"]["text"]
+    assert "kv by past requests, texts by load: no tokenizer" == events["serve.ready"]["routing"]
+    assert {0.0} == {line["grace_s"] for line in said if line["event"] == "frontend.draining"}
 
 
 async def test_second_signal(
