@@ -137,7 +137,9 @@ class NamespaceOptions(Settings):
     nats: NatsOptions = field(default_factory=NatsOptions)
     namespace: Annotated[
         str,
-        Setting("separates fleets that share a NATS server", metavar="NAME", read=read_identifier),
+        Setting(
+            "separates fleets that share a NATS server", metavar="NAME", read=read_identifier, is_top=True
+        ),
     ] = "default"
 
 
@@ -151,9 +153,7 @@ class CommonOptions(NamespaceOptions):
         Literal["debug", "info", "warning", "error"],
         Setting("lowest level that is logged to stderr", is_top=True, reloadable=True),
     ] = "info"
-    log_format: Annotated[Literal["console", "json"], Setting("json: one object per line", is_top=True)] = (
-        "console"
-    )
+    log_format: Annotated[Literal["console", "json"], Setting("json: one object per line")] = "console"
     heartbeat_s: Annotated[
         float,
         Setting(

@@ -107,7 +107,7 @@ class Admin:
             return 503, {"status": "unserved", "reasons": unserved}
         reasons = self._degraded()
         if timed_out or (self._gave_up_waiting and reasons):  # reported until no reason is left
-            limit = f"--ready-timeout {self._ready_timeout_s:g} s"
+            limit = f"--ready-timeout-s {self._ready_timeout_s:g} s"
             reasons.insert(0, f"not all workers and feeds are known, but {limit} passed")
         return 200, {"status": "degraded" if reasons else "ready", "reasons": reasons}
 

@@ -26,8 +26,8 @@ from kvrouter.frontend.admin import MODEL_PATH, Admin
 from kvrouter.frontend.admin_listener import application
 from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.frontend.completions import Completions
-from kvrouter.frontend.flags.options import FrontendOptions
 from kvrouter.frontend.operators import Gate, gate_of, open_gate
+from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.sockets import BACKLOG, Listeners
 from kvrouter.frontend.views import View, answering
 from kvrouter.relay.connection import Connections
@@ -44,7 +44,7 @@ KEEP_ALIVE_S = 75.0
 HANDSHAKE_S = 10.0
 
 # How often a process that waits until it is ready checks whether it is. Sometimes only the clock makes it
-# ready (--ready-timeout), and no event marks that.
+# ready (--ready-timeout-s), and no event marks that.
 READY_LOOK_S = 0.05
 
 # How often a draining replica checks whether clients have read their answers: transports report only when
@@ -208,7 +208,7 @@ async def _drain(
     await wait_for_any(_drained(idle, unread), hurry, timeout_s=timeout_s)
     if not idle.is_set():
         is_hurried = hurried is not None and hurried.is_set()
-        reason = "a second signal" if is_hurried else f"--drain-timeout {timeout_s:g} has passed"
+        reason = "a second signal" if is_hurried else f"--drain-timeout-s {timeout_s:g} has passed"
         log.warning("frontend.cut_off", reason=reason)
         completions.cut_off()
         await wait_for_any(idle.wait(), timeout_s=CUT_OFF_S)

@@ -23,7 +23,7 @@ import uvloop
 
 from kvrouter.bus.embedded import embedded_server
 from kvrouter.errors import KvRouterError, leaves
-from kvrouter.frontend.flags.options import FrontendOptions
+from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.sockets import listen, url
 from kvrouter.processes.children import Child, first_of
 from kvrouter.processes.output import LabelledText, Output
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 NAME = "parent"
 # The exit code of a process whose flags are wrong.
 WRONG_FLAGS = 2
-# What a process gets on top of --drain-timeout before it is killed: it cuts its requests off by itself.
+# What a process gets on top of --drain-timeout-s before it is killed: it cuts its requests off by itself.
 _CUT_OFF_S = 10.0
 # Exit codes of a process that is signalled before it has installed its signal handlers.
 _NOT_UP_YET = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
@@ -132,7 +132,7 @@ def run(options: FrontendOptions, arguments: Sequence[str]) -> int:
         except* KvRouterError as group:
             failures = leaves(group)
         for failure in failures:
-            output.line(NAME, f"kvrouter.frontend: {failure}".encode(), is_error=True)
+            output.line(NAME, f"kvrouter frontend: {failure}".encode(), is_error=True)
         return code
 
 
@@ -160,7 +160,7 @@ def _own_flags(options: FrontendOptions) -> list[str]:
     return [
         "--processes=1",
         "--router-replica-sync",
-        "--drain-grace=0",  # the parent waits for the grace
+        "--drain-grace-s=0",  # the parent waits for the grace
         f"--admin-port={options.process.admin_port}",
     ]
 

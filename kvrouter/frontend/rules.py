@@ -23,7 +23,7 @@ from kvrouter.core.routing.filters import FilterSettings, new_filters
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.tables.text_index import TextIndex, TextIndexSettings
 from kvrouter.core.wire.ids import PoolId, Target
-from kvrouter.frontend.flags.rules import RuleOptions
+from kvrouter.frontend.settings import RuleOptions
 from kvrouter.policies import PolicySettings, new_policy
 from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected, Retried, TimedOut
 from kvrouter.replica.loop import first_turn

@@ -26,18 +26,18 @@ from kvrouter.frontend.busy_threshold import BusyThresholds
 from kvrouter.frontend.completions import Completions
 from kvrouter.frontend.decision_views import DECISION_PATH, DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
-from kvrouter.frontend.flags.options import FrontendOptions
-from kvrouter.frontend.flags.policies import SERVED_MODES, bucket_header
 from kvrouter.frontend.http_server import Site, http_server, wait_for_any
 from kvrouter.frontend.hung_engines import probing
 from kvrouter.frontend.overrides import Dialect
 from kvrouter.frontend.rules import Rules
+from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.sockets import Listeners, open_listeners, raise_limit, streams_within
 from kvrouter.frontend.state_metrics import index_maker, index_samples
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
 from kvrouter.frontend.views import View
-from kvrouter.policies import POLICIES
+from kvrouter.policies import POLICIES, SERVED_MODES
 from kvrouter.policies.guarded import GuardedPolicy
+from kvrouter.policies.two_stage import TwoStage
 from kvrouter.processes.signals import Signals
 from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.loop import ReplicaLoop, empty_replica
@@ -291,7 +291,7 @@ def new_replica(
 
 def _dialect(options: FrontendOptions) -> Dialect:
     """Which overrides requests may bring."""
-    header, bucket = options.rules.session_header, bucket_header(options.policy)
+    header, bucket = options.rules.session_header, TwoStage(options.policy.stage_one).header
     return Dialect(SERVED_MODES, options.router_mode, header, bucket.lower())
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.flags.processes import ProcessOptions
-from kvrouter.frontend.flags.tls import TlsOptions
+from kvrouter.frontend.settings import ProcessOptions, TlsOptions
 from kvrouter.relay.certificate import ServerCertificate
 
 # Connections that wait to be accepted. The kernel lowers it to net.core.somaxconn.

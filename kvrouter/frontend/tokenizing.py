@@ -13,8 +13,8 @@ import structlog
 from kvrouter.core.audit.problems import NOT_COMPARED, TokenComparison
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
-from kvrouter.frontend.flags.tokens import TokenOptions, Way
 from kvrouter.frontend.prompt_blocks import Encoders, LocalBlocks, PromptBlocks, RemoteBlocks, TextBlocks
+from kvrouter.frontend.settings import TokenOptions, Way
 from kvrouter.frontend.token_checks import TokenChecks
 from kvrouter.telemetry.metrics import Sample
 from kvrouter.tokens.hub import model_directory
@@ -119,7 +119,7 @@ async def open_tokens(
             case "none":
                 log.warning(
                     "tokens.none",
-                    effect="no KV events: workers are assumed to hold sent text for --router-ttl-secs",
+                    effect="no KV events: workers are assumed to hold sent text for --router-ttl-s",
                 )
                 blocks = TextBlocks(encoders.default)
         tokens = Tokens(options.way, encoders, store, hashes, blocks, checks)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
+from kvrouter.errors import ConfigError
 from kvrouter.policies.baseline import Direct, LeastLoaded, PowerOfTwo, Random, RoundRobin
 from kvrouter.policies.importing import GuardedPolicies
 from kvrouter.policies.kv import OVERLAP_WEIGHT as KV_WEIGHT
@@ -15,7 +17,9 @@ from kvrouter.policies.kv_score import KvScore
 from kvrouter.policies.prefix_affinity import PrefixAffinity
 from kvrouter.policies.scored import Scored
 from kvrouter.policies.sticky import Sticky
-from kvrouter.policies.two_stage import ROUND_ROBIN, TwoStage
+from kvrouter.policies.two_stage import ROUND_ROBIN, TwoStage, read_header_name
+from kvrouter.settings import declare
+from kvrouter.settings.declare import Setting, Settings
 
 POLICIES: dict[str, type[BuiltInPolicy]] = {
     "kv": Kv,
@@ -35,28 +39,111 @@ POLICIES: dict[str, type[BuiltInPolicy]] = {
 CUSTOM = "own"
 
 
+SERVED_MODES = tuple(sorted(POLICIES))
+"""The choices of `--router-mode`."""
+
+
+def _read_imbalance(text: str) -> float:
+    value = float("inf") if text == "inf" else declare.number(text)
+    if value is None or value < 0:
+        raise ValueError("must be inf or a number of at least 0")
+    return value
+
+
+def _read_stage_one(text: str) -> str:
+    try:
+        header = TwoStage(text).header
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return text if not header else text.removesuffix(header) + read_header_name(header)
+
+
 @dataclass(frozen=True, slots=True)
-class PolicySettings:
+class PolicySettings(Settings):
     """What an operator sets about the modes; each mode reads its part. Defaults: the published values."""
 
-    overlap_decay: float = 0.0
-    active_request_weight: float = 0.0
-    gpu_cache_usage_weight: float = 1.0
-    waiting_requests_weight: float = 1.0
-    imbalanced_threshold: float = 10.0
-    match_rate_threshold: float = 0.1
-    sticky_hit_rate: float = 0.8
-    sticky_penalty_s: float = 1.0
-    stage_one: str = ROUND_ROBIN
-    stage_one_blocks: int = 4
-    group_label: str = "group"
+    heading = "Routing modes (each mode ignores the settings of the others)"
+
+    overlap_decay: Annotated[
+        float,
+        Setting(
+            "kv: how fast overlap loses credit on a worker with more prefill charged than the least",
+            name="router-kv-overlap-score-credit-decay",
+            least=0,
+        ),
+    ] = 0.0
+    active_request_weight: Annotated[
+        float,
+        Setting(
+            "kv: cost of each request in flight, in blocks", name="router-active-request-weight", least=0
+        ),
+    ] = 0.0
+    gpu_cache_usage_weight: Annotated[
+        float,
+        Setting("kv-score: weight of the engine's KV usage", name="kv-gpu-cache-usage-weight", least=0),
+    ] = 1.0
+    waiting_requests_weight: Annotated[
+        float, Setting("kv-score: weight of the engine's queue", name="kv-waiting-requests-weight", least=0)
+    ] = 1.0
+    imbalanced_threshold: Annotated[
+        float,
+        Setting(
+            "prefix-affinity: difference of requests between the most and the least loaded worker; or inf",
+            read=_read_imbalance,
+        ),
+    ] = 10.0
+    match_rate_threshold: Annotated[
+        float, Setting("prefix-affinity: share of the text that must match", least=0, most=1)
+    ] = 0.1
+    sticky_hit_rate: Annotated[
+        float, Setting("sticky: share of the prompt that must be cached", least=0, most=1)
+    ] = 0.8
+    sticky_penalty_s: Annotated[
+        float,
+        Setting("sticky: most seconds of additional waiting for a worker that has the prefix", least=0),
+    ] = 1.0
+    stage_one: Annotated[
+        str,
+        Setting(
+            "two-stage: how to choose the group",
+            metavar="round-robin|hash|header:NAME",
+            read=_read_stage_one,
+        ),
+    ] = ROUND_ROBIN
+    stage_one_blocks: Annotated[
+        int, Setting("two-stage: leading blocks that --stage-one hash uses", least=1)
+    ] = 4
+    group_label: Annotated[str, Setting("two-stage: the card label that names a group", metavar="LABEL")] = (
+        "group"
+    )
     scored: Scored | None = None
     """What an EndpointPickerConfig asks for; None: Heimdall's published weights."""
     custom: GuardedPolicies | None = None
     """Makes the policies of `--router-policy`; the mode is `own` then."""
-    overlap_weight: float | None = None
+    overlap_weight: Annotated[
+        float | None,
+        Setting(
+            "w in cost = w*prefill + decode",
+            name="kv-overlap-score-weight",
+            least=0,
+            default_text="1; for kv-score 2",
+            heading="Routing",
+            is_top=True,
+            reloadable=True,
+        ),
+    ] = None
     """None: the mode's own default."""
-    temperature: float = 0.0
+    temperature: Annotated[
+        float,
+        Setting(
+            "0: lowest cost; above: softmax over costs",
+            name="router-temperature",
+            least=0,
+            heading="Routing",
+            is_top=True,
+            reloadable=True,
+        ),
+    ] = 0.0
 
 
 def new_policy(mode: str, settings: PolicySettings, turn: int = 0) -> BuiltInPolicy:

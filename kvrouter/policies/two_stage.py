@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
@@ -14,6 +15,14 @@ from kvrouter.errors import ConfigError
 from kvrouter.policies.kv import Kv
 
 ROUND_ROBIN, HASH, HEADER = "round-robin", "hash", "header:"
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
+
+
+def read_header_name(text: str) -> str:
+    """The name of a header in lower case, as requests have it. Raises ValueError."""
+    if not _HEADER_NAME.fullmatch(text):
+        raise ValueError("must be the name of a header: 1 to 64 letters, digits or -")
+    return text.lower()
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ _CODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 
 
 def too_large(most: int) -> RequestTooLargeError:
-    return RequestTooLargeError(f"the request body is too large: {most} bytes are allowed (--max-body-mb)")
+    return RequestTooLargeError(f"the request body is too large: {most} bytes are allowed (--max-body-mib)")
 
 
 class ArrivingBody:

@@ -14,18 +14,19 @@ from kvrouter.frontend.sockets import listen
 from kvrouter.processes.output import LabelledText, Output
 from kvrouter.processes.signals import Signals
 from kvrouter.serve.deployment import Deployment
-from kvrouter.serve.options import ServeOptions, parse_options
 from kvrouter.serve.report import NAME, Voice
+from kvrouter.serve.settings import COMMAND, ServeOptions, with_flags
+from kvrouter.settings.read import Loaded, run
 from kvrouter.telemetry.logs import set_up_logs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a deployment until SIGTERM or SIGINT and return the exit code."""
-    try:
-        options = parse_options(sys.argv[1:] if arguments is None else arguments)
-    except KvRouterError as error:
-        print(f"kvrouter serve: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+    return run(COMMAND, arguments, _main)
+
+
+def _main(loaded: Loaded[ServeOptions]) -> int:
+    options = with_flags(loaded)
     width = len(f"frontend-{max(len(options.engines), options.replicas)}")
     is_json = options.frontend.log_format == "json"
     voice = Voice(is_json=is_json)

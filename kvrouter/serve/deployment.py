@@ -22,8 +22,8 @@ from kvrouter.processes.children import Child, first_of
 from kvrouter.processes.output import Output
 from kvrouter.processes.signals import Signals
 from kvrouter.serve.engines import EngineSpec
-from kvrouter.serve.options import ServeOptions
 from kvrouter.serve.report import EngineReport, Ready, Voice, curl, report
+from kvrouter.serve.settings import ServeOptions
 from kvrouter.serve.tokenizers import Tokenizers, model_of, tokenizer_of
 from kvrouter.worker.engines.discovery import learn_patiently
 from kvrouter.worker.engines.facts import EngineFacts, with_discovered
@@ -167,10 +167,10 @@ class Deployment:
     def _frontend_command(self, port: int, admin_port: int) -> list[str]:
         sync = ["--router-replica-sync"] if self._options.replicas > 1 else []
         options = self._options
-        # argparse takes the last value of a flag: --no-router-replica-sync among `frontend_flags` replaces
+        # the last value of a flag counts: --no-router-replica-sync among `frontend_flags` replaces
         # `sync`, and this replica's ports replace --port and --admin-port.
         return [
-            *_python("frontend"), *sync, *options.common, *options.frontend_flags,
+            *_python("frontend"), *sync, *options.frontend_flags,
             f"--port={port}", f"--admin-port={admin_port}", f"--nats={self._nats}",
         ]  # fmt: skip
 
@@ -179,7 +179,7 @@ class Deployment:
         flags = self._tokenizers.flags()
         if not self._has_events() and not self._options.chooses_events():
             self._approximate = True
-            flags.append("--no-kv-events")
+            flags.append("--no-use-kv-events")
             self._voice.warn(
                 "serve.approximate",
                 "no engine publishes KV events: routing by past requests, which is approximate",

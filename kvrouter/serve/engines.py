@@ -64,9 +64,8 @@ def read_engine(text: str) -> EngineSpec:
     return EngineSpec(url.rstrip("/"), worker_id, values, labels)
 
 
-def read_engines(texts: Sequence[str]) -> tuple[EngineSpec, ...]:
-    """Read all --engine values. Raises ConfigError, also if two are the same engine."""
-    specs = [read_engine(text) for text in texts]
+def check_different(specs: Sequence[EngineSpec]) -> None:
+    """Raise ConfigError if two are the same engine."""
     by_id: dict[str, EngineSpec] = {}
     by_address: dict[str, EngineSpec] = {}
     for spec in specs:
@@ -78,7 +77,6 @@ def read_engines(texts: Sequence[str]) -> tuple[EngineSpec, ...]:
             raise ConfigError(
                 f"--engine {former.url} and {spec.url} are both {spec.worker_id!r}: give one of them id=NAME"
             )
-    return tuple(specs)
 
 
 def _address(url: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrouter.frontend.flags.tokens import TokenOptions
+from kvrouter.frontend.settings import TokenOptions
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.options import AgentOptions
 

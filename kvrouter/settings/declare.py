@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, get_args, get_origin
 
 PREFIX = "KVROUTER_"
+MIB = 1024 * 1024
 SWITCHES = {
     "true": True,
     "false": False,
@@ -167,7 +168,7 @@ class Declared:
             return SWITCHES[text.lower()]
         if text in self.choices:
             return text
-        if (value := _number(text, is_whole=int in kinds)) is not None and {int, float} & {*kinds}:
+        if (value := number(text, is_whole=int in kinds)) is not None and {int, float} & {*kinds}:
             if self._is_within_bounds(value):
                 return value
         elif Path in kinds and text:
@@ -316,6 +317,19 @@ def _from_tree(kind: type[S], tree: Mapping[str, Any]) -> S:
     ).checked()
 
 
+def read_mib(text: str) -> int:
+    """Bytes of a number of MiB. Raises ValueError."""
+    value = number(text, is_whole=True)
+    if value is None or value < 1:
+        raise ValueError("must be a whole number of at least 1, in MiB")
+    return int(value) * MIB
+
+
+def mib(size_bytes: int) -> str:
+    """The inverse of `read_mib`."""
+    return str(size_bytes // MIB)
+
+
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """The end of a message that names the nearest right one, if one is near."""
     near = difflib.get_close_matches(given, [*known], 1)
@@ -332,7 +346,7 @@ def _kinds(type_: Any) -> tuple[Any, ...]:
     return get_args(type_) if get_origin(type_) in {typing.Union, types.UnionType} else (type_,)
 
 
-def _number(text: str, *, is_whole: bool) -> float | None:
+def number(text: str, *, is_whole: bool = False) -> float | None:
     """A finite number, or None. Python's own readers accept 1_000, spaces and nan, too."""
     if is_whole:
         return int(text) if text.isascii() and text.removeprefix("-").isdecimal() else None

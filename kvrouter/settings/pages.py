@@ -10,7 +10,10 @@ from kvrouter.settings.declare import Command, Declared
 
 WIDTH = 100
 _NAMES_WIDTH = 34
-_MORE = "--help-all lists all settings, --show-config prints each value and where it came from."
+_MORE = (
+    "--help lists the settings that matter first, --help-all all of them, "
+    "--show-config prints each value and where it came from."
+)
 _WAYS = (
     "{flag} can also be given as the environment variable {variable}, or as the key {name} in table "
     "[{command}] or [shared] of a TOML file, named by --config FILE or KVROUTER_CONFIG; "
@@ -54,19 +57,17 @@ def config_page(command: Command[Any], values: Mapping[str, Any], sources: Mappi
 
 
 def usage(one: Declared) -> str:
-    """How a setting is given: a switch that is on by default is listed as what switches it off."""
+    """How a setting is given."""
     if one.setting.is_positional:
         return one.metavar
     if one.is_switch:
-        return f"--no-{one.name}" if one.default is True else one.flag
+        return f"--[no-]{one.name}"
     return f"{one.flag} {one.metavar}"
 
 
 def description(one: Declared) -> str:
     """The help of a setting with its default."""
-    default = one.setting.default_text or ("" if one.is_switch else one.shown(one.default))
-    if one.is_switch and one.default is True:
-        default = "on"
+    default = one.setting.default_text or one.shown(one.default)
     repeated = "; may be repeated" if one.is_list else ""
     return f"{one.setting.help}{repeated}" + (f" (default: {default})" if default else "")
 

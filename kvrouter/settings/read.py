@@ -7,12 +7,13 @@ environment ─> variables, $NATS_URL ────┼─> values and sources ─
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,8 @@ class Loaded(Generic[S]):
     settings: S
     values: Mapping[str, Any]
     sources: Mapping[str, str]
+    file: str
+    """The config file; empty: none."""
     warnings: Sequence[str]
     words: Sequence[str]
     environ: Mapping[str, str]
@@ -77,31 +80,34 @@ class Loaded(Generic[S]):
         """The settings whose values differ in a later reading."""
         return [one for one in self.command.declared() if self.values[one.name] != later.values[one.name]]
 
-    def passed_on(self) -> list[str]:
-        """The flags for a child process: what it does not find by itself in the environment and the file."""
-        own = {FLAG, f"[{self.command.name}]"}
-        names = {name for name, source in self.sources.items() if source.rpartition(" ")[2] in own}
-        return [
-            flag
-            for one in self.command.declared()
-            if one.name in names
-            for flag in one.flags(self.values[one.name])
-        ]
+    def passed_on(self, to: str, names: Collection[str]) -> list[str]:
+        """The flags for a child, command `to`: what it will not find in its environment and tables."""
+        found = {f"[{to}]", f"[{SHARED}]"}
+        flags = [f"--config={self.file}"] if self.file != self.environ.get(_CONFIG, "") else []
+        for one in self.command.declared():
+            source = self.sources.get(one.name, "")
+            if one.name in names and (source == FLAG or (" [" in source and source.split()[-1] not in found)):
+                flags += one.flags(self.values[one.name])
+        return flags
 
 
 def run(command: Command[S], arguments: Sequence[str] | None, main: Callable[[Loaded[S]], int]) -> int:
     """Read the settings and run `main`; returns the exit status. A wrong setting is one line on stderr."""
+    page = ""
     try:
         loaded = load(command, arguments)
         for warning in loaded.warnings:
             print(f"kvrouter {command.name}: {warning}", file=sys.stderr)  # noqa: T201
         return main(loaded)
-    except PageAsked as page:
-        print(page)  # noqa: T201
-        return 0
+    except PageAsked as asked:
+        page = str(asked)
     except ConfigError as error:
         print(f"kvrouter {command.name}: {error}", file=sys.stderr)  # noqa: T201
         return WRONG_SETTINGS
+    with contextlib.suppress(BrokenPipeError):  # | head
+        sys.stdout.write(f"{page}\n")
+        sys.stdout.flush()
+    return 0
 
 
 def load(
@@ -133,7 +139,9 @@ class _Reading(Generic[S]):
         if "--show-config" in words:
             raise PageAsked(pages.config_page(self._command, values, self._sources))
         warnings = [*self._unknown_variables()]
-        return Loaded(self._command, settings, values, self._sources, warnings, self._words, self._environ)
+        return Loaded(
+            self._command, settings, values, self._sources, file, warnings, self._words, self._environ
+        )
 
     def _renamed(self, word: str) -> str:
         """A word of the command line, with the flag's name of today."""

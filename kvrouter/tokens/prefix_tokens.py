@@ -20,11 +20,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import tokenizers
 import xxhash
 
+from kvrouter.settings.declare import MIB, Setting, Settings, mib, read_mib
 from kvrouter.tokens.splits import Splits
 
 # Memory of an entry besides its ids (key, array, dictionary), measured: 280 to 310 bytes.
@@ -139,14 +140,44 @@ class Encoded(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSettings:
+class CacheSettings(Settings):
     """The operator's settings of the cache."""
 
-    max_parts: int = 500_000
-    part_characters: int = 256
-    max_bytes: int = 512 * 1024 * 1024
-    # If at least this share of a prompt's characters is known, the rest is not tokenized but estimated.
-    enough: float | None = None
+    heading = "Tokens"
+
+    max_parts: Annotated[
+        int,
+        Setting(
+            "prefix cache of the tokenizer: most pieces of text whose tokens are kept; 0 switches it off",
+            name="prefix-store-blocks",
+            least=0,
+        ),
+    ] = 500_000
+    part_characters: Annotated[
+        int, Setting("characters of one piece of the prefix cache", name="prefix-store-block-chars", least=1)
+    ] = 256
+    max_bytes: Annotated[
+        int,
+        Setting(
+            "memory of the prefix cache, in MiB",
+            name="prefix-store-mib",
+            old=("--prefix-store-mb",),
+            metavar="MIB",
+            read=read_mib,
+            text=mib,
+        ),
+    ] = 512 * MIB
+    enough: Annotated[
+        float | None,
+        Setting(
+            "if this share of a prompt's characters is in the prefix cache, do not tokenize the rest "
+            "(Heimdall: 0.8); overlap is then found in the cached part only",
+            name="min-prefix-overlap-ratio",
+            metavar="SHARE",
+            above=0,
+            most=1,
+        ),
+    ] = None
 
 
 class PrefixTokens:

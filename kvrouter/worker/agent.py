@@ -136,16 +136,16 @@ class Agent:
         await self._save_state(file)  # not after an error: a successor may own the file by now
 
     async def _serve_out(self) -> str:
-        """Wait for SIGTERM, then drain until --drain-timeout. Returns the reason to leave."""
+        """Wait for SIGTERM, then drain until --drain-timeout-s. Returns the reason to leave."""
         await self._duty.retired.wait()
         if not self._options.drain_timeout_s:
-            return "--drain-timeout 0: leaving at once"
+            return "--drain-timeout-s 0: leaving at once"
         log.info("worker.draining", worker=self._options.worker_id, timeout_s=self._options.drain_timeout_s)
         try:
             async with asyncio.timeout(self._options.drain_timeout_s):
                 return await until_drained(self._engine, lambda: self._is_down)
         except TimeoutError:
-            return f"--drain-timeout {self._options.drain_timeout_s:g} has passed"
+            return f"--drain-timeout-s {self._options.drain_timeout_s:g} has passed"
 
     async def _announce(self) -> None:
         """Send heartbeats and answer replays, once the history is known: an earlier answer would be empty."""

@@ -3,7 +3,7 @@
     up ──SIGUSR1──> draining ──SIGUSR1──> up
      │ SIGTERM         │ SIGTERM
      └─────────────────┴──> draining, until nothing runs or waits on the engine ──> leave
-                                │ a second SIGTERM, --drain-timeout, the engine is gone
+                                │ a second SIGTERM, --drain-timeout-s, the engine is gone
                                 └──> leave at once
 
 Frontends send a draining worker no new requests and finish the running ones. The agent goes on publishing the

@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import RunningFrontend, running_frontend
+from kvrouter.frontend.settings import parse_options
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.mocker.server import Mocker, running_mocker
@@ -97,7 +97,7 @@ def frontend_flags(
     """The command line of a frontend."""
     flags = ["--host", "127.0.0.1", "--port", "0", "--nats", nats_url, "--namespace", namespace]
     model = ["--model-path", str(model_path)] if model_path else []
-    return [*flags, "--router-replica-sync", "--drain-grace", "0", "--drain-timeout", "5", *model, *more]
+    return [*flags, "--router-replica-sync", "--drain-grace-s", "0", "--drain-timeout-s", "5", *model, *more]
 
 
 @contextlib.asynccontextmanager

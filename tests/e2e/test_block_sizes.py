@@ -15,8 +15,8 @@ import aiohttp
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.wire.ids import WorkerId
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import RunningFrontend, running_frontend
+from kvrouter.frontend.settings import parse_options
 from kvrouter.worker.agent import serve as serve_agent
 from kvrouter.worker.options import AgentOptions
 from kvrouter.worker.zmq.sockets import EventEndpoints

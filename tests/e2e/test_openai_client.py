@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import openai
 import pytest
 
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import running_frontend
+from kvrouter.frontend.settings import parse_options
 from kvrouter.worker.options import worker_id_of
 from tests.e2e.fleet import Fleet, frontend_flags, running_fleet, until
 
@@ -259,7 +259,7 @@ async def test_body_above_the_limit(nats_url: str) -> None:
     """APIStatusError 413, and no broken connection; the client is served again."""
     async with (
         running_fleet(
-            nats_url, uuid.uuid4().hex, frontends=1, mockers=1, flags=["--max-body-mb", "1"]
+            nats_url, uuid.uuid4().hex, frontends=1, mockers=1, flags=["--max-body-mib", "1"]
         ) as fleet,
         _async_client(fleet) as client,
     ):

@@ -249,8 +249,8 @@ async def test_modes_without_tokens_spread_requests(nats_url: str, mode: str) ->
 
 
 async def test_without_events_the_approximate_index_is_shared(nats_url: str) -> None:
-    """With --no-kv-events replica B finds the worker that replica A has used for the same prompt."""
-    async with running_fleet(nats_url, uuid.uuid4().hex, mockers=3, flags=["--no-kv-events"]) as fleet:
+    """With --no-use-kv-events replica B finds the worker that replica A has used for the same prompt."""
+    async with running_fleet(nats_url, uuid.uuid4().hex, mockers=3, flags=["--no-use-kv-events"]) as fleet:
         clients = [
             openai.AsyncOpenAI(base_url=f"{frontend.url}/v1", api_key="none") for frontend in fleet.frontends
         ]

@@ -14,8 +14,8 @@ import openai
 
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.senders import KvSource
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import RunningFrontend, running_frontend
+from kvrouter.frontend.settings import parse_options
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineConfig
 from kvrouter.mocker.server import Mocker, running_mocker

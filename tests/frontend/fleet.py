@@ -18,8 +18,8 @@ from kvrouter.core.wire.heartbeats import Card, RankBeat, State, WorkerBeat
 from kvrouter.core.wire.heartbeats import encode as encode_beat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import RunningFrontend, running_frontend
+from kvrouter.frontend.settings import parse_options
 from tests.frontend.clients import Client, Response, ask, connected, get
 from tests.frontend.workers import OK, FakeWorker, Script, until
 
@@ -167,7 +167,7 @@ async def running_fleet(
     """A fleet with one known worker per script. Trouble inside fails the test."""
     namespace = uuid.uuid4().hex
     common = ["--host", "127.0.0.1", "--port", "0", "--nats", nats, "--namespace", namespace]
-    common += ["--lease-s", "60", "--drain-timeout", "5", "--router-mode", "round-robin", *flags]
+    common += ["--lease-s", "60", "--drain-timeout-s", "5", "--router-mode", "round-robin", *flags]
     async with contextlib.AsyncExitStack() as stack:
         trouble = stack.enter_context(no_trouble())
         bus = await stack.enter_async_context(Bus.open(NatsOptions((nats,)), name="test"))

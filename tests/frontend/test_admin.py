@@ -15,8 +15,8 @@ from kvrouter.core.wire.heartbeats import RankBeat, RouterBeat, WorkerBeat, enco
 from kvrouter.core.wire.ids import RouterId, WorkerId
 from kvrouter.core.wire.ops import VERSION
 from kvrouter.frontend import admin
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import running_frontend
+from kvrouter.frontend.settings import parse_options
 from kvrouter.version import __version__
 from tests.conftest import NatsServer
 from tests.frontend.clients import Response, get
@@ -69,8 +69,8 @@ async def test_not_ready_while_a_feed_recovers(fleet_of: FleetOf) -> None:
 
 
 async def test_ready_timeout(fleet_of: FleetOf) -> None:
-    """After --ready-timeout it is ready although a feed is missing, and reports that until it is not."""
-    async with fleet_of("--ready-timeout", "0", scripts=()) as fleet:
+    """After --ready-timeout-s it is ready although a feed is missing, and reports that until it is not."""
+    async with fleet_of("--ready-timeout-s", "0", scripts=()) as fleet:
         responses = [await fleet.get("/ready") for _ in range(2)]
         worker = FakeWorker("late", OK, "http://127.0.0.1:1")
         fleet.announce(worker)
@@ -78,7 +78,7 @@ async def test_ready_timeout(fleet_of: FleetOf) -> None:
         later = await fleet.get("/ready")
 
         assert [(200, "degraded")] * 2 == [(each.status, each.json["status"]) for each in responses]
-        assert all("--ready-timeout 0 s passed" in each.json["reasons"][0] for each in responses)
+        assert all("--ready-timeout-s 0 s passed" in each.json["reasons"][0] for each in responses)
         assert ("ready", []) == (later.json["status"], later.json["reasons"])
 
 
@@ -141,7 +141,7 @@ async def test_nats_goes_away(new_nats_server: Callable[[], NatsServer]) -> None
 
 async def test_ready_names_every_feed(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """State and lag of every feed; in a large fleet only feeds that are behind, unless `verbose`."""
-    async with fleet_of("--ready-timeout", "0", publishes_events=True, ranks=3) as fleet:
+    async with fleet_of("--ready-timeout-s", "0", publishes_events=True, ranks=3) as fleet:
         ranks = [RankBeat(0, 1, 0), RankBeat(1, 1, 7), RankBeat(2, 1, 0)]
         beat = WorkerBeat(VERSION, 1, "up", POOL, ranks, 1)
         fleet.bus.publish(fleet.subjects.live_worker(WorkerId("w0")), encode(beat))

@@ -196,7 +196,7 @@ async def test_bodies(fleet_of: FleetOf, is_admin: bool) -> None:
 async def test_refused(fleet_of: FleetOf, lines: str, status: int) -> None:
     """What the clients' port refuses is refused here too, and nothing is logged as an error."""
     async with (
-        fleet_of("--max-body-mb", "1") as fleet,
+        fleet_of("--max-body-mib", "1") as fleet,
         connected(fleet.frontend.admin_url) as client,
     ):
         client.writer.write(f"POST /v1/completions HTTP/1.1\r\n{lines}".encode())

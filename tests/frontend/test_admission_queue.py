@@ -154,9 +154,9 @@ async def test_no_request_starves(fleet_of: FleetOf) -> None:
 
 
 async def test_wait_is_bounded(fleet_of: FleetOf) -> None:
-    """After --router-queue-timeout the client gets a 503 with Retry-After; the next one still waits."""
+    """After --router-queue-timeout-s the client gets a 503 with Retry-After; the next one still waits."""
     gate = Gate()
-    flags = (*KV, "--router-queue-timeout", "0.2")
+    flags = (*KV, "--router-queue-timeout-s", "0.2")
     async with fleet_of(*flags, scripts=(gate.script,), **STEP) as fleet, one_at_work(fleet, gate) as crowd:
         await crowd.add(1)
         (refused,) = await asyncio.gather(*crowd.tasks)

@@ -302,8 +302,8 @@ async def test_all_workers_down(fleet_of: FleetOf) -> None:
 
 
 async def test_body_too_large(fleet_of: FleetOf) -> None:
-    """A body above --max-body-mb is a 413 in OpenAI's form."""
-    async with fleet_of("--max-body-mb", "1") as fleet:
+    """A body above --max-body-mib is a 413 in OpenAI's form."""
+    async with fleet_of("--max-body-mib", "1") as fleet:
         response = await fleet.ask(b" " * (1024 * 1024 + 1))
 
         assert (413, 413) == (response.status, response.json["error"]["code"])
@@ -436,7 +436,7 @@ async def test_unfinished_bodies_are_bounded_together(fleet_of: FleetOf, framing
     head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\n{framing}\r\n\r\n".encode()
     part = b" " * 990_000
     piece = head + (b"%x\r\n%s\r\n" % (len(part), part) if "chunked" in framing else part)
-    async with fleet_of("--max-body-mb", "1") as fleet:
+    async with fleet_of("--max-body-mib", "1") as fleet:
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(fleet.connected()) for _ in range(9)]
             answers = [asyncio.create_task(client.response()) for client in clients]

@@ -12,7 +12,7 @@ import pytest
 
 from kvrouter import Candidate, Choice, Policy, RouteRequest
 from kvrouter.frontend.__main__ import main
-from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.settings import parse_options
 from kvrouter.policies.guarded import GuardedPolicy
 from tests.frontend.clients import connected
 from tests.frontend.fleet import STREAM, Fleet, FleetOf
@@ -125,7 +125,7 @@ async def test_status(fleet_of: FleetOf, script: Any, status: int) -> None:
 
 async def test_status_of_silence(fleet_of: FleetOf) -> None:
     """A worker that sends nothing: 504."""
-    flags = ("--router-policy", f"{HERE}:Last", "--retries", "0", "--first-byte-timeout", "0.05")
+    flags = ("--router-policy", f"{HERE}:Last", "--retries", "0", "--first-byte-timeout-s", "0.05")
     async with fleet_of(*flags, scripts=(says_and_stalls(),)) as fleet:
         await fleet.ask(None, "x-request-id: r")
 

@@ -92,7 +92,7 @@ async def running(nats: str, port: int) -> AsyncIterator[int]:
         namespace,
         "--router-mode",
         "round-robin",
-        "--drain-grace",
+        "--drain-grace-s",
         "0",
     ]
     loop = asyncio.get_running_loop()

@@ -19,7 +19,7 @@ import pytest
 
 from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.settings import parse_options
 from kvrouter.verify import compare
 from scripts.kit.ports import free_ports
 from tests.frontend.clients import Client, Response, ask, connected, get
@@ -247,7 +247,7 @@ async def test_drain(nats_url: str) -> None:
         await go_on.wait()
         await wire.send(chunk(event("b")) + LAST_CHUNK)
 
-    async with running(nats_url, script, "--drain-grace", "0.5") as parent:
+    async with running(nats_url, script, "--drain-grace-s", "0.5") as parent:
         pids = parent.children()
         async with streaming(*parent.admin_urls) as clients:
             parent.process.send_signal(signal.SIGTERM)
@@ -281,7 +281,7 @@ async def until_refused(url: str) -> None:
 
 async def test_second_signal(nats_url: str) -> None:
     """A second signal ends the drain of all, also in the grace: streams end with an error event."""
-    async with running(nats_url, says_and_stalls(ONE), "--drain-grace", "60") as parent:
+    async with running(nats_url, says_and_stalls(ONE), "--drain-grace-s", "60") as parent:
         async with streaming(*parent.admin_urls) as clients:
             parent.process.send_signal(signal.SIGTERM)
             while (await get(parent.admin_urls[0], "/ready")).status == 200:
@@ -296,7 +296,7 @@ async def test_second_signal(nats_url: str) -> None:
 
 async def test_interrupt(nats_url: str) -> None:
     """Ctrl-C has no grace: with no request in flight all end at once."""
-    async with running(nats_url, OK, "--drain-grace", "60") as parent:
+    async with running(nats_url, OK, "--drain-grace-s", "60") as parent:
         parent.process.send_signal(signal.SIGINT)
         code, said = await parent.ended()
 
@@ -335,7 +335,7 @@ async def test_parent_killed(nats_url: str) -> None:
 
 async def test_cannot_start(nats_url: str, tmp_path: Path) -> None:
     """Flags that no process can start with end all, with a message and code 2."""
-    flags = ("--nats", nats_url, "--drain-grace", "60", "--model-path", str(tmp_path))
+    flags = ("--nats", nats_url, "--drain-grace-s", "60", "--model-path", str(tmp_path))
     port, admin_port, *_ = free_ports(4)
     process = await start(port, admin_port, *flags)
     async with asyncio.timeout(START_S):
@@ -343,7 +343,7 @@ async def test_cannot_start(nats_url: str, tmp_path: Path) -> None:
 
     assert 2 == process.returncode
     assert "tokenizer.json" in said.decode()
-    assert re.search(r"process-[12] \| kvrouter.frontend: ", said.decode())  # the first one ends all
+    assert re.search(r"process-[12] \| kvrouter frontend: ", said.decode())  # the first one ends all
 
 
 async def test_admin_port_taken(nats_url: str) -> None:
@@ -356,7 +356,7 @@ async def test_admin_port_taken(nats_url: str) -> None:
             _, said = await process.communicate()
 
     assert 2 == process.returncode
-    assert f"process-2 | kvrouter.frontend: cannot listen on 127.0.0.1:{admin_port + 2}" in said.decode()
+    assert f"process-2 | kvrouter frontend: cannot listen on 127.0.0.1:{admin_port + 2}" in said.decode()
 
 
 async def test_port_taken() -> None:
@@ -368,7 +368,7 @@ async def test_port_taken() -> None:
         _, said = await process.communicate()
 
     assert 2 == process.returncode
-    assert b"parent    | kvrouter.frontend: cannot listen on" in said
+    assert b"parent    | kvrouter frontend: cannot listen on" in said
     assert b"process-" not in said
 
 
@@ -409,5 +409,5 @@ def test_sync_comes_with_processes() -> None:
     assert not parse_options(["--processes", "1"]).replica.synced
     with pytest.raises(ConfigError, match="drop one of the two flags"):
         parse_options(["--processes", "2", "--no-router-replica-sync"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="from 1 to 256"):
         parse_options(["--processes", "0"])

@@ -148,8 +148,8 @@ async def tokens_view(fleet: Fleet) -> Any:
 
 
 async def test_room_is_shared_with_the_tokens(fleet_of: FleetOf, model: Path) -> None:
-    """--prefix-store-mb limits tokens and hashes together."""
-    flags = ("--model-path", str(model), "--router-mode", "kv", "--prefix-store-mb", "1")
+    """--prefix-store-mib limits tokens and hashes together."""
+    flags = ("--model-path", str(model), "--router-mode", "kv", "--prefix-store-mib", "1")
     async with fleet_of(*flags) as fleet:
         tokens = fleet.frontend.tokens
 

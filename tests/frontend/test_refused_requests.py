@@ -99,7 +99,7 @@ async def test_stalled_body(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) 
 async def test_too_large_is_not_read(fleet_of: FleetOf) -> None:
     """A body whose length is above the limit is rejected at once."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n"
-    async with fleet_of("--max-body-mb", "1") as fleet, fleet.connected() as client:
+    async with fleet_of("--max-body-mib", "1") as fleet, fleet.connected() as client:
         client.writer.write(head + b"content-length: %d\r\n\r\n" % 5_000_000_000)
         response = await client.response()
 
@@ -110,7 +110,7 @@ async def test_too_large_is_not_read(fleet_of: FleetOf) -> None:
 async def test_too_large_before_it_is_sent(fleet_of: FleetOf) -> None:
     """With `Expect: 100-continue` a body above the limit is rejected before it is sent."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\nexpect: 100-continue\r\nx-request-id: mine\r\n"
-    async with fleet_of("--max-body-mb", "1") as fleet, fleet.connected() as client:
+    async with fleet_of("--max-body-mib", "1") as fleet, fleet.connected() as client:
         client.writer.write(head + b"content-length: %d\r\n\r\n" % (1024 * 1024 + 1))
         response = await client.response()
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvrouter.core.routing.breaker import BreakerSettings
 from kvrouter.core.wire.ids import Target, WorkerId
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import RunningFrontend, running_frontend
+from kvrouter.frontend.settings import parse_options
 from tests.frontend.clients import ask
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.workers import OK, SSE_HEAD, answer, chunk, event, in_turn, says, says_and_stalls, until

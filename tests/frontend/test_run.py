@@ -19,8 +19,8 @@ import pytest
 from kvrouter.bus import Bus, NatsOptions, Subjects
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.__main__ import main
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import running_frontend
+from kvrouter.frontend.settings import parse_options
 from tests.certificates import Authority
 from tests.frontend.clients import Client, ask, connected, get
 from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf, Trouble, no_trouble
@@ -123,7 +123,7 @@ async def test_drain(nats_url: str, free_port: Callable[[], int]) -> None:
         await go_on.wait()
         await wire.send(chunk(event("b")) + LAST_CHUNK)
 
-    async with running(nats_url, free_port(), script, "--drain-grace", "0.3") as frontend:
+    async with running(nats_url, free_port(), script, "--drain-grace-s", "0.3") as frontend:
         async with streaming(frontend) as client:
             frontend.stop()
             while (ready := await get(frontend.url, "/ready")).status == 200:
@@ -162,7 +162,7 @@ async def test_drain_waits_for_readers(
     whole, go_on = answer(b"x" * 900_000), asyncio.Event()
     authority = Authority(tmp_path)
     files, tls = authority.sign(), authority.trusted() if is_tls else None
-    flags = ("--drain-grace=0", *((f"--tls-cert={files.cert}", f"--tls-key={files.key}") if is_tls else ()))
+    flags = ("--drain-grace-s=0", *((f"--tls-cert={files.cert}", f"--tls-key={files.key}") if is_tls else ()))
 
     async def script(_received: Received, wire: Wire) -> None:
         await go_on.wait()
@@ -209,7 +209,7 @@ async def until_refused(url: str, tls: ssl.SSLContext | None = None) -> None:
             return
 
 
-CUT_OFF_FLAGS = ("--drain-grace", "0", "--drain-timeout", "0.2")
+CUT_OFF_FLAGS = ("--drain-grace-s", "0", "--drain-timeout-s", "0.2")
 
 
 def streams_and_waits(*begun: bytes) -> Script:
@@ -218,7 +218,7 @@ def streams_and_waits(*begun: bytes) -> Script:
 
 
 async def test_drain_timeout(nats_url: str, free_port: Callable[[], int]) -> None:
-    """After --drain-timeout a stream ends with an error event, and other requests get a 503."""
+    """After --drain-timeout-s a stream ends with an error event, and other requests get a 503."""
     script = streams_and_waits(ONE)
     async with running(nats_url, free_port(), script, *CUT_OFF_FLAGS) as frontend:
         async with connected(frontend.url) as begun, connected(frontend.url) as uploading:
@@ -288,7 +288,7 @@ async def read_all(client: Client) -> tuple[bytes, bool]:
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 async def test_second_signal(nats_url: str, free_port: Callable[[], int], first: signal.Signals) -> None:
     """A second signal ends the drain at once."""
-    script, flags = says_and_stalls(ONE), ("--drain-grace", "60")
+    script, flags = says_and_stalls(ONE), ("--drain-grace-s", "60")
     async with running(nats_url, free_port(), script, *flags) as frontend, streaming(frontend) as client:
         frontend.process.send_signal(first)
         while await is_ready(frontend.url):
@@ -301,7 +301,7 @@ async def test_second_signal(nats_url: str, free_port: Callable[[], int], first:
 
 async def test_interrupt(nats_url: str, free_port: Callable[[], int]) -> None:
     """Ctrl-C has no grace: with no request in flight the process ends at once."""
-    script, flags = says_and_stalls(ONE), ("--drain-grace", "60")
+    script, flags = says_and_stalls(ONE), ("--drain-grace-s", "60")
     async with running(nats_url, free_port(), script, *flags) as frontend:
         frontend.process.send_signal(signal.SIGINT)
         code, said = await frontend.ended(30.0)
@@ -312,7 +312,7 @@ async def test_interrupt(nats_url: str, free_port: Callable[[], int]) -> None:
 
 async def test_silent_about_clients_that_leave(nats_url: str, free_port: Callable[[], int]) -> None:
     """Clients that disconnect, or do not speak HTTP, write nothing to stderr."""
-    flags = ("--drain-grace", "0", "--log-level", "warning")
+    flags = ("--drain-grace-s", "0", "--log-level", "warning")
     async with running(nats_url, free_port(), says_and_stalls(ONE), *flags) as frontend:
         async with streaming(frontend) as client:
             client.leave()
@@ -334,7 +334,7 @@ async def test_silent_about_clients_that_leave(nats_url: str, free_port: Callabl
 async def test_ends_without_nats(free_port: Callable[[], int]) -> None:
     """Without NATS a frontend starts and ends in order."""
     port = free_port()
-    flags = ("--port", str(port), "--nats", f"nats://127.0.0.1:{free_port()}", "--drain-grace", "0")
+    flags = ("--port", str(port), "--nats", f"nats://127.0.0.1:{free_port()}", "--drain-grace-s", "0")
     process = await start(*flags)
     frontend = Process(process, f"http://127.0.0.1:{port}", FakeWorker("none", says_and_stalls()))
     try:
@@ -361,7 +361,7 @@ async def test_wrong_flag() -> None:
     _, said = await process.communicate()
 
     assert 2 == process.returncode
-    assert b"argument --retries: 'many': must be a whole number" in said
+    assert b"kvrouter frontend: --retries 'many': must be a whole number of at least 0" in said
 
 
 def test_port_taken(capsys: pytest.CaptureFixture[str], quiet_logs: None) -> None:

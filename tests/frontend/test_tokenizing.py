@@ -96,7 +96,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_remote(fleet_of: FleetOf, model: Path) -> None:
     """With --tokenizer remote, blocks of texts and chats are hashed from a worker's token ids."""
-    flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-kv-events")
+    flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
         first = await fleet.ask(CHAT, path="/v1/chat/completions")
         again = await fleet.ask(CHAT, path="/v1/chat/completions")
@@ -217,7 +217,7 @@ async def test_guessed_ends(fleet_of: FleetOf, model: Path) -> None:
 async def test_computed_whole(fleet_of: FleetOf, fields: dict[str, Any], is_found: bool) -> None:
     """For requests for the prompt's logprobs vLLM does not use its cache, and 0 is right."""
     usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 0}}
-    flags = ("--router-mode", "kv", "--no-kv-events")
+    flags = ("--router-mode", "kv", "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(saying(**usage),)) as fleet:
         for _ in range(LEAST + 1):
             await fleet.ask({"model": "m", "prompt": [*range(100)], **fields})
@@ -229,7 +229,7 @@ async def test_beam_search_is_not_compared(fleet_of: FleetOf) -> None:
     """Answers of a beam search do not report cached tokens; that is not counted as 0."""
     usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 96}}
     script = in_turn(saying(**usage), saying(**usage), saying(prompt_tokens=100))
-    async with fleet_of("--router-mode", "kv", "--no-kv-events", scripts=(script,)) as fleet:
+    async with fleet_of("--router-mode", "kv", "--no-use-kv-events", scripts=(script,)) as fleet:
         body = {"model": "m", "prompt": [*range(100)]}
         await fleet.ask(body)
         await fleet.ask(body)

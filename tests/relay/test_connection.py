@@ -440,7 +440,7 @@ async def test_many_long_headers(fleet_of: FleetOf) -> None:
 async def test_too_large(fleet_of: FleetOf, sends_body: bool) -> None:
     """A body above the limit is a 413 in OpenAI's form."""
     size = 1024 * 1024 + 1
-    async with fleet_of("--max-body-mb", "1") as fleet, fleet.connected() as client:
+    async with fleet_of("--max-body-mib", "1") as fleet, fleet.connected() as client:
         client.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n" % size)
         client.writer.write(b"\r\n" + (b" " * size if sends_body else b"{" + b" " * (size - 2)) + b"}")
         response = await client.response()

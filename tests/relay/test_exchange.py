@@ -196,7 +196,7 @@ async def test_death_within_a_long_body(fleet_of: FleetOf) -> None:
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 O", SSE_HEAD, SSE_HEAD + b"6\r\ndata"])
 async def test_first_byte_timeout(fleet_of: FleetOf, said: bytes) -> None:
     """A worker that does not begin its answer in time: 504, its connection closed, no other worker tried."""
-    async with fleet_of("--first-byte-timeout", "0.05", scripts=(says_and_stalls(said),) * 2) as fleet:
+    async with fleet_of("--first-byte-timeout-s", "0.05", scripts=(says_and_stalls(said),) * 2) as fleet:
         response = await fleet.ask(STREAM)
 
         assert (504, "GatewayTimeoutError") == (response.status, response.json["error"]["type"])
@@ -209,7 +209,7 @@ async def test_first_byte_timeout(fleet_of: FleetOf, said: bytes) -> None:
 
 async def test_idle_timeout(fleet_of: FleetOf) -> None:
     """A worker that falls silent amid a stream: an error event after the idle timeout."""
-    flags = ("--idle-timeout", "0.05", "--first-byte-timeout", "600")
+    flags = ("--idle-timeout-s", "0.05", "--first-byte-timeout-s", "600")
     async with fleet_of(*flags, scripts=(says_and_stalls(ONE),)) as fleet:
         response = await fleet.ask(STREAM)
 
@@ -220,7 +220,7 @@ async def test_idle_timeout(fleet_of: FleetOf) -> None:
 
 async def test_idle_timeout_within_a_chunk(fleet_of: FleetOf) -> None:
     """After silence within a chunk the connection is reset."""
-    async with fleet_of("--idle-timeout", "0.05", scripts=(says_and_stalls(ONE + b"40\r\ndata"),)) as fleet:
+    async with fleet_of("--idle-timeout-s", "0.05", scripts=(says_and_stalls(ONE + b"40\r\ndata"),)) as fleet:
         assert not (await fleet.ask(STREAM)).is_whole
 
 
@@ -285,7 +285,7 @@ async def test_client_that_never_reads(fleet_of: FleetOf) -> None:
             wire.writer.write(chunk(event("x" * 65_000)))
             await wire.writer.drain()
 
-    async with fleet_of("--idle-timeout", "0.3", scripts=(script,)) as fleet, fleet.connected() as client:
+    async with fleet_of("--idle-timeout-s", "0.3", scripts=(script,)) as fleet, fleet.connected() as client:
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         client.send(STREAM)
         await until(lambda: fleet.bookings() > 0, "the request is booked")

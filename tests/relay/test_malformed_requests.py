@@ -260,7 +260,7 @@ async def test_any_cut(data: st.DataObject, name: str) -> None:
 async def test_no_worker_gets_one(fleet_of: FleetOf) -> None:
     """Through a frontend: each is refused, no worker gets a request, and the connection ends."""
     too_small = {"size above the limit", "length above the limit", "body above the limit, expected"}
-    async with fleet_of("--max-body-mb", "1") as fleet:
+    async with fleet_of("--max-body-mib", "1") as fleet:
         for name, (status, sent) in MALFORMED.items():
             if name in too_small:
                 continue  # for the limit of this frontend

@@ -57,7 +57,7 @@ async def test_worker_leaves(fleet_of: FleetOf) -> None:
 
 async def test_approximate_entries(fleet_of: FleetOf) -> None:
     """Without KV events every replica assumes the blocks of a request on its worker."""
-    flags = (*SYNCED, "--no-kv-events")
+    flags = (*SYNCED, "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(OK,), replicas=2) as fleet:
         first = await fleet.ask()
         pools = [frontend.replica.routers[POOL].pool for frontend in fleet.frontends]
@@ -69,7 +69,7 @@ async def test_approximate_entries(fleet_of: FleetOf) -> None:
 
 async def test_no_entry_of_a_failure(fleet_of: FleetOf) -> None:
     """A request that failed leaves no assumed blocks."""
-    flags = ("--router-mode", "kv", "--no-kv-events")
+    flags = ("--router-mode", "kv", "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(says_and_stalls(answer(b"{}", 500)),)) as fleet:
         await fleet.ask()
 

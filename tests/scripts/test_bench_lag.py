@@ -11,8 +11,8 @@ from kvrouter.core.wire.heartbeats import decode_worker_beat
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.ops import ReplayRequest, SnapshotChunk, decode_answer, encode
 from kvrouter.core.wire.senders import KvSource, WorkerSource
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import new_replica
+from kvrouter.frontend.settings import parse_options
 from scripts.kit.bench.lag import make_requests, quantile
 from scripts.kit.bench.mock_fleet import POOL, WINDOW, MockFleet, Worker
 

@@ -78,7 +78,7 @@ class Serving:
 async def serving(*flags: str) -> AsyncIterator[Serving]:
     """Run it while inside; it is killed if it does not end by itself."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvrouter", "serve", "--host=127.0.0.1", "--admin-port=0", "--drain-grace=0",
+        sys.executable, "-m", "kvrouter", "serve", "--host=127.0.0.1", "--admin-port=0", "--drain-grace-s=0",
         *flags,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip

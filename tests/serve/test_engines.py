@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrouter.errors import ConfigError
-from kvrouter.serve.engines import EngineSpec, read_engine, read_engines
+from kvrouter.serve.engines import EngineSpec, check_different, read_engine
 
 
 def test_url_alone() -> None:
@@ -70,14 +70,12 @@ def test_refused(text: str, said: str) -> None:
 def test_one_engine_twice(one: str, other: str) -> None:
     """The same engine under two names is rejected: its load and blocks would count twice."""
     with pytest.raises(ConfigError, match="are the same engine: remove one of them"):
-        read_engines([one, other])
+        check_different([read_engine(one), read_engine(other)])
 
 
 def test_two_engines_of_one_id() -> None:
     """Two engines with one id are rejected: each agent would take over the other's worker."""
     with pytest.raises(ConfigError, match="give one of them id=NAME"):
-        read_engines(["http://e:1/a", "http://e:1/b"])
+        check_different([read_engine(url) for url in ("http://e:1/a", "http://e:1/b")])
 
-    assert ("e-1", "other") == tuple(
-        spec.worker_id for spec in read_engines(["http://e:1/a", "http://e:1/b,id=other"])
-    )
+    check_different([read_engine(text) for text in ("http://e:1/a", "http://e:1/b,id=other")])

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvrouter.errors import ConfigError
-from kvrouter.serve.options import ServeOptions, parse_options
+from kvrouter.serve.__main__ import main
+from kvrouter.serve.settings import ServeOptions, parse_options
 from tests.certificates import Authority
 
 ENGINE = "--engine=http://127.0.0.1:25100"
@@ -24,7 +25,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
     options = parse()
 
-    assert ([(8000, 8100)], True, ()) == (options.ports(), options.nats.is_embedded, options.frontend_flags)
+    assert ([(8000, 8100)], True, ()) == (options.ports(), options.nats.is_embedded, options.agent_settings)
 
 
 def test_nats_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,10 +47,11 @@ def test_who_gets_which_flag(tmp_path: Path) -> None:
     assert [(9000, 9100), (9001, 9101), (9002, 9102)] == options.ports()
     assert ("n", tmp_path / "127-0-0-1-25100.state") == (agent.namespace, agent.state_file)
     assert {"preempted": "vllm:num_preemptions_total"} == agent.metrics
-    assert "--namespace=n" in options.common
-    assert (
-        "--port", "9000", "--router-mode", "random", "--kv-overlap-score-weight=2", "--no-use-kv-events",
-    ) == options.frontend_flags  # fmt: skip
+    assert ("--namespace=n",) == options.agent_settings
+    assert {
+        "--processes=1", "--port=9000", "--namespace=n", "--router-mode=random",
+        "--kv-overlap-score-weight=2", "--no-use-kv-events",
+    } == set(options.frontend_flags)  # fmt: skip
     assert ("n", 2.0) == (options.frontend.namespace, options.frontend.policy.overlap_weight)
     assert options.chooses_events()
 
@@ -58,8 +60,8 @@ def test_who_gets_which_flag(tmp_path: Path) -> None:
     ("flags", "why"),
     [
         ([], ""),
-        (["--no-kv-events"], "--no-kv-events"),
-        (["--no-use-kv-events"], "--no-kv-events"),
+        (["--no-kv-events"], "--no-use-kv-events"),
+        (["--no-use-kv-events"], "--no-use-kv-events"),
         (["--tokenizer=none"], "--tokenizer none"),
         (["--tokenizer=remote"], ""),
     ],
@@ -77,20 +79,38 @@ def test_any_port() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--router-mod", "kv"], "unrecognized arguments"),
-        (["--router-mode", "best"], "invalid choice"),
-        (["--replicas", "0"], "at least 1"),
-        (["stray"], "unrecognized arguments"),
+        (["--router-mod", "kv"], "--router-mod: no such setting; did you mean --router-mode?"),
+        (["--router-mode", "best"], "--router-mode 'best': must be "),
+        (["--replicas", "0"], "--replicas '0': must be a whole number of at least 1"),
+        (["--processes", "2"], "--processes: kvrouter serve starts several replicas with --replicas"),
+        (["stray"], "'stray': not a flag"),
     ],
 )
 def test_wrong_flags(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong flag of any part ends the process at once with usage and message."""
-    with pytest.raises(SystemExit):
-        parse(*flags)
+    """A wrong flag of any part ends the start with one line."""
+    assert 2 == main([ENGINE, *flags])
 
-    error = capsys.readouterr().err
-    assert said in error
-    assert "kvrouter serve: error" in error
+    assert capsys.readouterr().err.startswith(f"kvrouter serve: {said}")
+
+
+def test_settings_of_a_file_reach_the_children(tmp_path: Path) -> None:
+    """[serve] is passed on as flags, [frontend] is left to the frontends, and the agents get both."""
+    file = tmp_path / "kvrouter.toml"
+    file.write_text(
+        "[serve]\nreplicas = 2\nrouter-mode = 'random'\nlog-level = 'debug'\n"
+        "[frontend]\nnamespace = 'n'\nport = 9000\nprocesses = 4\nrouter-replica-sync = false\n"
+    )
+    options = parse(f"--config={file}")
+
+    assert [(9000, 9100), (9001, 9101)] == options.ports()
+    assert ("random", "n", "debug") == (
+        options.frontend.router_mode, options.frontend.namespace, options.frontend.log_level,
+    )  # fmt: skip
+    assert {
+        f"--config={file}", "--processes=1", "--router-mode=random", "--log-level=debug",
+        "--no-router-replica-sync",
+    } == set(options.frontend_flags)  # fmt: skip
+    assert {f"--config={file}", "--namespace=n", "--log-level=debug"} == set(options.agent_settings)
 
 
 def test_what_does_not_fit() -> None:

@@ -174,7 +174,7 @@ async def test_no_events(nats_url: str, http: aiohttp.ClientSession, free_port: 
 
             assert 0 == await served.end(signal.SIGINT)
 
-    assert "--no-kv-events" in frontend
+    assert "--no-use-kv-events" in frontend
     said = [json.loads(line) for line in served.said]
     events = {line["event"]: line for line in said if line["process"] == "serve"}
     assert ("warning", "info") == (events["serve.engine_lacks"]["level"], events["serve.ready"]["level"])
@@ -244,7 +244,7 @@ async def test_port_taken(nats_url: str, flag: str) -> None:
     [
         (["--engine", "127.0.0.1:1"], "begin with the engine's URL"),
         (["--engine", "http://e:1,foo=1"], "unknown key 'foo'"),
-        ([], "required: --engine"),
+        ([], "kvrouter serve: --engine: give URL"),
     ],
 )
 async def test_wrong_flags(flags: list[str], said: str) -> None:

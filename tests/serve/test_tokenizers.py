@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.frontend.flags.tokens import TokenOptions
+from kvrouter.frontend.settings import TokenOptions
 from kvrouter.serve.tokenizers import Tokenizers, tokenizer_of
 from kvrouter.worker.engines.facts import EngineFacts
 from kvrouter.worker.engines.http import Models
@@ -66,7 +66,7 @@ def test_named_even_if_alone(directories: dict[str, Path]) -> None:
 
 def test_some_named_by_hand(directories: dict[str, Path]) -> None:
     """A path given for one model does not change those of others."""
-    tokens = TokenOptions(model_paths={"one": "/by/hand"})
+    tokens = TokenOptions((("one", "/by/hand"),))
     one, two, far = engine("one", directories["one"]), engine("two", directories["two"]), engine("far", "O/R")
     tokenizers = learnt(tokens, one, two, far)
 
@@ -82,7 +82,7 @@ def test_some_named_by_hand(directories: dict[str, Path]) -> None:
 def test_default_by_hand(directories: dict[str, Path]) -> None:
     """A path given without a name is used for all models."""
     one = engine("one", directories["one"])
-    tokenizers = learnt(TokenOptions(model_path="/by/hand"), one)
+    tokenizers = learnt(TokenOptions((("", "/by/hand"),)), one)
 
     assert [] == tokenizers.flags()
     assert ("/by/hand", "") == (tokenizers.of(AGENT, one).text, tokenizers.of(AGENT, one).lack)

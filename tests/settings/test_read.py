@@ -121,7 +121,7 @@ def test_precedence(tmp_path: Path) -> None:
         "router-mode": f"{file} [nats]",
         "queue-size": f"{file} [shared]",
     } == loaded.sources
-    assert ["--port=1", "--router-mode=random"] == loaded.passed_on()
+    assert ["--port=1", "--router-mode=random"] == loaded.passed_on("worker", loaded.values)
 
 
 def test_variables() -> None:
@@ -241,7 +241,7 @@ def test_help_lists_what_matters_and_help_all_the_rest() -> None:
     assert ["--port N" in page for page in pages] == [True, True]
     assert ["--queue-size N" in page for page in pages] == [False, True]
     assert not any("--number" in page for page in pages)
-    assert "--no-use-events" in pages[1]
+    assert "--[no-]use-events" in pages[1]
 
 
 def test_reading_again(tmp_path: Path) -> None:

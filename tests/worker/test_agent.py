@@ -426,7 +426,7 @@ async def test_process(scene: Scene, nats_url: str) -> None:
         "--engine-url", scene.engine.url,
         "--kv-events", scene.events.events, "--kv-replay", scene.events.replay,
         "--nats", nats_url, "--namespace", scene.options.namespace, "--worker-id", "w",
-        "--drain-timeout", "0",
+        "--drain-timeout-s", "0",
         stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:

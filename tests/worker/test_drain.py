@@ -204,14 +204,14 @@ async def test_second_sigterm(nats_url: str, engine: EngineServer) -> None:
 
 @pytest.mark.parametrize(("limit_s", "reason"), [("0", "0: leaving at once"), ("0.5", "0.5 has passed")])
 async def test_drain_timeout(nats_url: str, engine: EngineServer, limit_s: str, reason: str) -> None:
-    """After --drain-timeout the agent leaves, although requests run."""
-    async with running_agent(nats_url, engine, "--drain-timeout", limit_s) as agent:
+    """After --drain-timeout-s the agent leaves, although requests run."""
+    async with running_agent(nats_url, engine, "--drain-timeout-s", limit_s) as agent:
         agent.process.send_signal(signal.SIGTERM)
         await agent.beat("leave")
         code, output = await agent.ended()
 
     assert 0 == code
-    assert f"--drain-timeout {reason}" in output
+    assert f"--drain-timeout-s {reason}" in output
 
 
 async def test_sigterm_while_the_engine_is_down(nats_url: str, engine: EngineServer) -> None:

@@ -180,7 +180,7 @@ async def test_process(scene: Scene, tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvrouter.worker", "--engines", str(file),
         "--kv-events", f"tcp://*:{scene.port}", "--kv-topic", "kv@",
-        "--nats", scene.nats_url, "--namespace", scene.namespace, "--drain-timeout", "0",
+        "--nats", scene.nats_url, "--namespace", scene.namespace, "--drain-timeout-s", "0",
         stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -21,7 +21,7 @@ from kvrouter.core.tables.predictions import Kind, KindEvidence, WorkerRecord
 _START_EVENTS = (
     'start vLLM with --enable-prefix-caching --kv-events-config \'{"enable_kv_cache_events": true, '
     '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}\', and its agent '
-    "with --kv-events and --kv-replay for these endpoints; or run the frontends with --no-kv-events"
+    "with --kv-events and --kv-replay for these endpoints; or run the frontends with --no-use-kv-events"
 )
 _TEMPLATE = (
     "the chat template differs: --model-path must hold the template that the engine uses "
@@ -172,7 +172,7 @@ def _why_uncached(has_events: bool) -> str:
         )
     return (
         "prefix caching is off (vLLM: --enable-prefix-caching), or its cache evicts blocks sooner than "
-        "--router-ttl-secs expects: lower that, or use KV events"
+        "--router-ttl-s expects: lower that, or use KV events"
     )
 
 

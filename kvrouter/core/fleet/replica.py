@@ -357,7 +357,7 @@ class Replica:
         return self._readiness.missing(bool(self._worker_pools), self.readers, now)
 
     def give_up_waiting(self) -> None:
-        """Be ready with what is known: `--ready-timeout` has passed."""
+        """Be ready with what is known: `--ready-timeout-s` has passed."""
         self._readiness.is_ready = True
 
     def degraded(self) -> list[str]:

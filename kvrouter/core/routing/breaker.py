@@ -14,17 +14,37 @@ a time. Defaults: SGLang's router.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from kvrouter.core.wire.ids import Target
+from kvrouter.settings.declare import Setting, Settings
 
 
 @dataclass(frozen=True, slots=True)
-class BreakerSettings:
+class BreakerSettings(Settings):
     """`failures` in a row open a circuit for `open_s`; then `successes` in a row close it."""
 
-    failures: int = 10
-    successes: int = 3
-    open_s: float = 60.0
+    heading = "Which workers may be chosen"
+
+    failures: Annotated[
+        int,
+        Setting(
+            "consecutive failed attempts after which a worker is skipped",
+            name="circuit-breaker-failures",
+            least=1,
+        ),
+    ] = 10
+    successes: Annotated[
+        int,
+        Setting(
+            "consecutive answered requests, sent one at a time, until it takes all requests again",
+            name="circuit-breaker-successes",
+            least=1,
+        ),
+    ] = 3
+    open_s: Annotated[
+        float, Setting("seconds that it is skipped", name="circuit-breaker-open-s", above=0)
+    ] = 60.0
 
 
 @dataclass(slots=True)

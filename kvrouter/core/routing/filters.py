@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from kvrouter.core.routing.breaker import CircuitBreakers
 from kvrouter.core.routing.builtin_policy import Moment
@@ -20,6 +20,7 @@ from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target
+from kvrouter.settings.declare import Setting, Settings
 
 
 class Filter(ABC):
@@ -179,16 +180,47 @@ class Locality(Filter):
 
 
 @dataclass(frozen=True, slots=True)
-class FilterSettings:
+class FilterSettings(Settings):
     """What an operator sets. The defaults need no filter."""
 
-    active_decode_blocks_threshold: float | None = None
-    active_prefill_tokens_threshold: int | None = None
-    max_ongoing_requests: int = 0
-    session_affinity: Literal["off", "soft", "hard"] = "off"
-    multiplex: bool = False
-    node: str = ""
-    zone: str = ""
+    heading = "Which workers may be chosen"
+
+    active_decode_blocks_threshold: Annotated[
+        float | None,
+        Setting(
+            "skip workers with more than this share of their KV blocks active; see POST /busy_threshold",
+            metavar="SHARE",
+            least=0,
+            most=1,
+            reloadable=True,
+        ),
+    ] = None
+    active_prefill_tokens_threshold: Annotated[
+        int | None,
+        Setting("skip workers with more prefill tokens charged", metavar="TOKENS", least=1, reloadable=True),
+    ] = None
+    max_ongoing_requests: Annotated[
+        int, Setting("skip targets with N requests in flight; 0: no limit", least=0, reloadable=True)
+    ] = 0
+    session_affinity: Annotated[
+        Literal["off", "soft", "hard"],
+        Setting(
+            "keep a session on one worker; soft: while the worker takes requests; hard: even if it is full"
+        ),
+    ] = "off"
+    multiplex: Annotated[
+        bool,
+        Setting(
+            "engines load adapters on demand: prefer workers that have it, else those with the fewest",
+            name="lora-multiplex",
+        ),
+    ] = False
+    node: Annotated[
+        str, Setting("node of this frontend: prefer its workers", name="locality-node", metavar="NODE")
+    ] = ""
+    zone: Annotated[
+        str, Setting("zone of this frontend: prefer its workers", name="locality-zone", metavar="ZONE")
+    ] = ""
 
 
 def new_filters(settings: FilterSettings, circuits: CircuitBreakers | None = None) -> tuple[Filter, ...]:

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Annotated, NamedTuple, cast
 
 from kvrouter.core.tables.table import Slots, SlotSet, bits, new_table
 from kvrouter.core.wire.hashes import Hashes, hashes_of
 from kvrouter.core.wire.ids import Target
 from kvrouter.core.wire.ops import TIERS
+from kvrouter.settings.declare import Setting, Settings
 
 _MAX_REFUSED = 64  # samples: each is looked up when room is checked
 
@@ -37,11 +38,20 @@ class Wider(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class IndexBounds:
+class IndexBounds(Settings):
     """Distinct blocks in one pool's index, and targets that are kept for one block; 0: no bound."""
 
-    max_blocks: int = 0
-    max_holders: int = 0
+    heading = "Block index"
+
+    max_blocks: Annotated[
+        int,
+        Setting(
+            "most distinct blocks in the index of a model; 0: no limit", name="index-max-blocks", least=0
+        ),
+    ] = 0
+    max_holders: Annotated[
+        int, Setting("most workers in the index per block; 0: no limit", name="index-max-holders", least=0)
+    ] = 0
 
 
 @dataclass(slots=True)

@@ -24,11 +24,13 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 from kvrouter.core.wire.ids import Target
 from kvrouter.core.wire.ops import MAX_SENT_CHARS, SentText
 from kvrouter.core.wire.values import valid_unicode
 from kvrouter.errors import ConfigError
+from kvrouter.settings.declare import Setting, Settings
 
 # An eviction of 500 nodes takes less than a millisecond; between two steps requests are routed.
 STEP_NODES = 500
@@ -42,14 +44,28 @@ KEPT_CHARS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class TextIndexSettings:
+class TextIndexSettings(Settings):
     """Names and defaults are those of Ray Serve."""
 
-    block_chars: int = 1
-    do_eviction: bool = False
-    eviction_threshold_chars: int = 400_000
-    eviction_target_chars: int = 360_000
-    eviction_interval_secs: float = 10.0
+    heading = "Mode prefix-affinity"
+
+    block_chars: Annotated[int, Setting("characters per block of text", name="text-block-chars", least=1)] = 1
+    do_eviction: Annotated[bool, Setting("evict old texts")] = False
+    eviction_threshold_chars: Annotated[
+        int, Setting("characters of a worker above which its oldest texts are evicted", least=1)
+    ] = 400_000
+    eviction_target_chars: Annotated[int, Setting("characters that remain after an eviction", least=1)] = (
+        360_000
+    )
+    eviction_interval_secs: Annotated[
+        float,
+        Setting(
+            "seconds between two evictions",
+            name="eviction-interval-s",
+            old=("--eviction-interval-secs",),
+            above=0,
+        ),
+    ] = 10.0
 
     def __post_init__(self) -> None:
         if self.block_chars < 1:

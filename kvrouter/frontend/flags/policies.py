@@ -8,11 +8,10 @@ from pathlib import Path
 from kvrouter.config import not_negative, positive, positive_int, share
 from kvrouter.core.tables.text_index import TextIndexSettings
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.flags.rules import header_name
 from kvrouter.policies import POLICIES, PolicySettings
 from kvrouter.policies.endpoint_picker import EndpointPicker, load_endpoint_picker
 from kvrouter.policies.importing import GuardedPolicies, load_custom_policy
-from kvrouter.policies.two_stage import TwoStage
+from kvrouter.policies.two_stage import TwoStage, read_header_name
 
 SERVED_MODES = sorted(POLICIES)
 """The choices of `--router-mode`."""
@@ -127,7 +126,7 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
             _TEXTS.eviction_target_chars,
             "characters that remain after an eviction",
         ),
-        "--eviction-interval-secs": (
+        "--eviction-interval-s": (
             positive,
             _TEXTS.eviction_interval_secs,
             "seconds between two evictions",
@@ -211,7 +210,7 @@ def _stage_one(text: str) -> str:
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if header:
-        header_name(header)
+        read_header_name(header)
     return text
 
 

@@ -25,9 +25,9 @@ from rich.table import Table
 
 import kvrouter
 from kvrouter.frontend.bodies.openai import error_answer
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.operators import open_gate
 from kvrouter.frontend.run import RunningFrontend, running_frontend
+from kvrouter.frontend.settings import parse_options
 from kvrouter.relay.connection import Connections
 from kvrouter.relay.framing import LAST_CHUNK, chunk
 from kvrouter.relay.request import ArrivingBytes

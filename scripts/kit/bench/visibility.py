@@ -36,8 +36,8 @@ from kvrouter.core.wire.hashes import pool_token
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat, encode
 from kvrouter.core.wire.ids import PoolId, SequenceHash, WorkerId
 from kvrouter.core.wire.ops import VERSION
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import new_replica
+from kvrouter.frontend.settings import parse_options
 from kvrouter.replica.loop import ReplicaLoop
 from kvrouter.replica.publishing import Publishing
 from scripts.kit.bench.meter import cpu_ns

@@ -44,8 +44,8 @@ from typing import Any, TypeVar
 
 import kvrouter
 from kvrouter.bus import Bus
-from kvrouter.frontend.flags.options import parse_options
 from kvrouter.frontend.run import RunningFrontend, running_frontend
+from kvrouter.frontend.settings import parse_options
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.server import Mocker, running_mocker
 from kvrouter.telemetry.logs import set_up_logs

@@ -109,7 +109,7 @@ def _plan(directory: Path) -> Plan:
         replicas=REPLICAS,
         num_blocks=NUM_BLOCKS,
         namespace=NAMESPACE,
-        frontend_flags=("--drain-grace=2",),
+        frontend_flags=("--drain-grace-s=2",),
         mocker_flags={
             KEPT: (f"--replay-buffer={KEPT_REPLAY_BUFFER}",),
             LATE: (f"--replay-buffer={SHORT_REPLAY_BUFFER}",),

@@ -98,5 +98,5 @@ def _serve_command(engines: Sequence[Vllm], test: EngineTest, port: int, admin_p
         sys.executable, "-m", "kvrouter", "serve",
         *(word for engine in named for word in ("--engine", engine)),
         f"--replicas={REPLICAS}", "--host=127.0.0.1", f"--port={port}", f"--admin-port={admin_port}",
-        f"--nats-port={free_ports(1)[0]}", f"--model-path={test.model_path}", "--drain-grace=0",
+        f"--nats-port={free_ports(1)[0]}", f"--model-path={test.model_path}", "--drain-grace-s=0",
     ]  # fmt: skip

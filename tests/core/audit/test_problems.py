@@ -202,7 +202,7 @@ def test_without_events() -> None:
 
     assert [] == found(pool, answers(Usage(100, 64), 0))
     assert [] == found(pool, answers(Usage(100, 48), 4))
-    assert "--router-ttl-secs" in found(pool, answers(Usage(100, 0), 4))[0].text
+    assert "--router-ttl-s" in found(pool, answers(Usage(100, 0), 4))[0].text
     assert "tokens" == found(pool, answers(Usage(90, 0), 0))[0].kind
 
 

@@ -234,7 +234,7 @@ def test_few_pools_are_named(replica: Replica) -> None:
 
 
 def test_not_connected_is_not_ready() -> None:
-    """Before a hello was published no reason is certain; --ready-timeout ends the waiting."""
+    """Before a hello was published no reason is certain; --ready-timeout-s ends the waiting."""
     replica = new_replica()
     replica._readiness._hello_at = None
 

@@ -17,7 +17,7 @@ from kvrouter.core.fleet.replica import ReplicaSettings
 from kvrouter.core.native import versions
 from kvrouter.core.tables.table import CountedSet, FlatTable
 from kvrouter.frontend import run as serve
-from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.settings import parse_options
 from kvrouter.policies.baseline import Random
 from tests.core.aimed import AT_ONE_END, SECRET, aimed, counted_together, native_table
 

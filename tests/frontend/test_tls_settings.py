@@ -8,7 +8,7 @@ import pytest
 
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.__main__ import main
-from kvrouter.frontend.flags.options import parse_options
+from kvrouter.frontend.settings import parse_options
 from kvrouter.tls import CertificateFiles
 from tests.certificates import Authority
 

@@ -1,0 +1,474 @@
+"""The settings of a frontend. Names are NVIDIA Dynamo's where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from kvrouter.config import CommonOptions, read_key
+from kvrouter.core.fleet.pool import PoolSettings
+from kvrouter.core.fleet.replica import ReplicaSettings
+from kvrouter.core.routing.admission import AdmissionSettings
+from kvrouter.core.routing.breaker import BreakerSettings
+from kvrouter.core.routing.filters import FilterSettings
+from kvrouter.core.tables.sessions import DEFAULT_TTL_S
+from kvrouter.core.tables.text_index import TextIndexSettings
+from kvrouter.errors import ConfigError
+from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
+from kvrouter.policies.files import PolicyFiles
+from kvrouter.policies.two_stage import read_header_name
+from kvrouter.relay.exchange import Limits
+from kvrouter.settings.declare import MIB, Command, Setting, Settings, mib, read_mib
+from kvrouter.settings.read import load
+from kvrouter.tls import CertificateFiles, server_context, trusting
+from kvrouter.tokens.prefix_tokens import CacheSettings
+
+Way = Literal["local", "remote", "none"]
+FIFO, PRIORITY = "fifo", "priority"
+MOST_PROCESSES = 256
+# The default of --admin-port is --port plus this.
+ADMIN_OFFSET = 100
+FROM_PORT = -1
+"""`admin_port` before it is worked out."""
+MOST_DECISIONS = 100_000
+_LIMITS = Limits()
+
+
+def _read_model_path(text: str) -> tuple[str, str]:
+    """`DIR` or `MODEL=DIR`. An existing directory may contain `=` in its name."""
+    name, equals, path = text.partition("=")
+    if not equals or Path(text).is_dir():
+        return "", text
+    if not name or not path:
+        raise ValueError("must be DIR or MODEL=DIR")
+    return name, path
+
+
+def _model_path_text(pair: tuple[str, str]) -> str:
+    return "=".join(filter(None, pair))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOptions(Settings):
+    heading = "Tokens"
+
+    paths: Annotated[
+        tuple[tuple[str, str], ...],
+        Setting(
+            "directory or hub id with tokenizer and chat template; once for each model",
+            name="model-path",
+            metavar="[MODEL=]DIR|ORG/NAME",
+            read=_read_model_path,
+            text=_model_path_text,
+            is_repeated=True,
+            is_top=True,
+        ),
+    ] = ()
+    """Names of models, or "" for all others; and a directory, or a repository of a hub."""
+    way: Annotated[
+        Way,
+        Setting(
+            "local: that of --model-path (without one, only prompts of token ids are routed by KV overlap); "
+            "remote: the engines' /tokenize; none: by text alone, which implies --no-use-kv-events",
+            name="tokenizer",
+            is_top=True,
+        ),
+    ] = "local"
+    cache_directory: Annotated[
+        Path | None,
+        Setting("directory for downloaded files of a hub", name="tokenizer-cache-dir", metavar="DIR"),
+    ] = None
+    chat_template: Annotated[
+        Path | None, Setting("replaces the model's chat template; give the engines the same")
+    ] = None
+    threads: Annotated[int, Setting("threads that tokenize", name="tokenizer-workers", least=1)] = 8
+    compare: Annotated[
+        bool,
+        Setting(
+            "compare token ids with an engine's /tokenize, at the start and for one prompt in a thousand",
+            name="token-comparison",
+        ),
+    ] = True
+    engine_api_key_file: Annotated[
+        Path | None, Setting("bearer token for the engines' /tokenize", reloadable=True)
+    ] = None
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    """One prefix cache for all models: its memory limit is for the process."""
+
+    def checked(self) -> Self:
+        if self.way != "local" and self.paths:
+            raise ConfigError(f"--model-path is for --tokenizer local, not {self.way}: drop one of them")
+        if self.chat_template is not None and self.model_path is None:
+            raise ConfigError(
+                "--chat-template needs a --model-path without MODEL=: it replaces that model's template"
+            )
+        read_key("--engine-api-key-file", self.engine_api_key_file)
+        return self
+
+    @property
+    def model_path(self) -> str | None:
+        """For models that are not in `model_paths`: the last path without a model's name."""
+        return next((path for name, path in reversed(self.paths) if not name), None)
+
+    @property
+    def model_paths(self) -> dict[str, str]:
+        return {name: path for name, path in self.paths if name}
+
+    @property
+    def prefix_cache(self) -> CacheSettings | None:
+        return self.cache if self.cache.max_parts else None
+
+    @property
+    def engine_api_key(self) -> str | None:
+        return read_key("--engine-api-key-file", self.engine_api_key_file)
+
+
+@dataclass(frozen=True, slots=True)
+class RuleOptions(Settings):
+    heading = "Which workers may be chosen"
+
+    filters: FilterSettings = field(default_factory=FilterSettings)
+    session_header: Annotated[
+        str, Setting("header that names the session", metavar="NAME", read=read_header_name)
+    ] = "x-session-id"
+    session_ttl_s: Annotated[
+        float, Setting("seconds without a request after which a session expires", above=0)
+    ] = DEFAULT_TTL_S
+    has_breaker: Annotated[
+        bool,
+        Setting("skip a worker that keeps failing, for --circuit-breaker-open-s", name="circuit-breaker"),
+    ] = False
+    circuit: BreakerSettings = field(default_factory=BreakerSettings)
+    decisions: Annotated[
+        int,
+        Setting(
+            "decisions kept for GET /decisions/REQUEST_ID, in at most 64 MiB; 0: none",
+            least=0,
+            most=MOST_DECISIONS,
+            heading="Operators",
+        ),
+    ] = 1000
+    log_decisions: Annotated[
+        bool, Setting("log each decision with the terms of every candidate", heading="Operators")
+    ] = False
+
+    @property
+    def breaker(self) -> BreakerSettings | None:
+        """None: no circuits."""
+        return self.circuit if self.has_breaker else None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions(Settings):
+    """The processes on one port, and the admin listener of each."""
+
+    heading = "Operators"
+
+    processes: Annotated[
+        int,
+        Setting(
+            "replicas on this one port, each a process; above 1 they share bookings (--router-replica-sync)",
+            least=1,
+            most=MOST_PROCESSES,
+            is_top=True,
+        ),
+    ] = 1
+    admin_port: Annotated[
+        int,
+        Setting(
+            "port of the admin listener, with all routes and those for operators (/workers, /decisions, "
+            "/busy_threshold, /v1/route, dry runs); process i of --processes listens on PORT+i; "
+            "0: a free port",
+            metavar="PORT",
+            least=0,
+            most=65535,
+            default_text=f"--port + {ADMIN_OFFSET}",
+            is_top=True,
+        ),
+    ] = FROM_PORT
+    """Process i listens on this plus i; 0: on a free port."""
+    admin_host: Annotated[
+        str, Setting("address of the admin listener; it requires no key", metavar="ADDRESS")
+    ] = "127.0.0.1"
+    admin_key_file: Annotated[
+        Path | None,
+        Setting(
+            "serve the operators' routes on the clients' port to requests with the bearer key in this file",
+            reloadable=True,
+        ),
+    ] = None
+    number: Annotated[int, Setting("", name="process-number", is_hidden=True)] = 0
+    """Of this process, from 1; 0: the only process."""
+    listen_fd: Annotated[int | None, Setting("", is_hidden=True)] = None
+    """The listening socket that the parent opened; None: this process opens its own."""
+    waits_until_ready: Annotated[bool, Setting("", is_hidden=True)] = False
+    """Whether other processes accept all connections until this one is ready."""
+
+    def checked(self) -> Self:
+        if self.admin_key_file is not None and self.admin_key is None:
+            raise ConfigError(
+                f"--admin-key-file {self.admin_key_file}: it is empty; write the operators' key into it"
+            )
+        return self
+
+    @property
+    def admin_key(self) -> str | None:
+        """Opens the operators' routes on the clients' port."""
+        return read_key("--admin-key-file", self.admin_key_file)
+
+    @property
+    def own_admin_port(self) -> int:
+        """The admin port of the process with this number; 0: a free one."""
+        return self.admin_port and self.admin_port + self.number
+
+    def with_admin_port(self, port: int) -> ProcessOptions:
+        """The admin port of process 0, if clients' is `port`. Raises ConfigError if the last has none."""
+        admin = self.admin_port
+        if admin == FROM_PORT:
+            admin = port and port + ADMIN_OFFSET
+        last = self.processes if self.processes > 1 else self.number
+        if admin and admin + last > 65535:
+            given = f"is --port + {ADMIN_OFFSET} by default" if self.admin_port == FROM_PORT else f"{admin}"
+            raise ConfigError(
+                f"--admin-port {given}: there is no port {admin + last}; give a lower one, or 0"
+            )
+        return replace(self, admin_port=admin)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions(Settings):
+    heading = "TLS"
+
+    cert: Annotated[
+        Path | None,
+        Setting(
+            "serve HTTPS with this certificate: PEM, followed by the intermediate certificates",
+            name="tls-cert",
+            old=("--tls-cert-path",),
+        ),
+    ] = None
+    key: Annotated[
+        Path | None,
+        Setting("key of --tls-cert: PEM, without a password", name="tls-key", old=("--tls-key-path",)),
+    ] = None
+    worker_ca: Annotated[
+        Path | None,
+        Setting(
+            "authorities of the workers' certificates (https:// URLs), in addition to the system's",
+            name="worker-tls-ca",
+        ),
+    ] = None
+
+    def checked(self) -> Self:
+        """Load the files once: a broken one ends the start, not the first handshake."""
+        if (self.cert is None) != (self.key is None):
+            given, missing = ("cert", "key") if self.key is None else ("key", "cert")
+            raise ConfigError(f"--tls-{given} without --tls-{missing}: give both, or none for plain HTTP")
+        if self.files is not None:
+            server_context(self.files)
+        trusting(self.worker_ca)
+        return self
+
+    @property
+    def files(self) -> CertificateFiles | None:
+        """None: plain HTTP."""
+        if self.cert is None or self.key is None:
+            return None
+        return CertificateFiles(self.cert, self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendOptions(CommonOptions):
+    """All settings of a frontend."""
+
+    heading = "Requests"
+
+    host: Annotated[
+        str,
+        Setting(
+            "address to listen on", metavar="ADDRESS", old=("--http-host",), heading="Listening", is_top=True
+        ),
+    ] = "0.0.0.0"
+    port: Annotated[
+        int,
+        Setting(
+            "port; 0 picks a free one",
+            metavar="PORT",
+            least=0,
+            most=65535,
+            old=("--http-port",),
+            heading="Listening",
+            is_top=True,
+        ),
+    ] = 8000
+    router_mode: Annotated[
+        str,
+        Setting(
+            f"how a worker is chosen: {', '.join(SERVED_MODES)}",
+            metavar="MODE",
+            choices=SERVED_MODES,
+            heading="Routing",
+            is_top=True,
+        ),
+    ] = "kv"
+    router_replica_sync: Annotated[
+        bool | None,
+        Setting(
+            "share bookings with the other replicas",
+            default_text="on if this command runs several, else off",
+            heading="Routing",
+            is_top=True,
+        ),
+    ] = None
+    pool: PoolSettings = field(default_factory=PoolSettings)
+    track_output_blocks: Annotated[
+        bool,
+        Setting("book the blocks that answers fill", name="router-track-output-blocks", heading="Routing"),
+    ] = True
+    lease_s: Annotated[
+        float,
+        Setting(
+            "seconds without a heartbeat before a worker or replica is considered lost; they are counted in "
+            "own heartbeats that come back through NATS, so a replica without NATS loses no worker",
+            above=0,
+            heading="Routing",
+        ),
+    ] = 5.0
+    policy: PolicySettings = field(default_factory=PolicySettings)
+    policy_files: PolicyFiles = field(default_factory=PolicyFiles)
+    policy_notes: tuple[str, ...] = ()
+    """Notes about parts of --router-config that have no effect."""
+    texts: TextIndexSettings = field(default_factory=TextIndexSettings)
+    tokens: TokenOptions = field(default_factory=TokenOptions)
+    index_metrics: Annotated[
+        bool,
+        Setting(
+            "metrics of the index: holders, bytes, stores, removes, rejected blocks, time of look-ups",
+            heading="Block index",
+        ),
+    ] = True
+    rules: RuleOptions = field(default_factory=RuleOptions)
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    queue_policy: Annotated[
+        str,
+        Setting(
+            "priority: by the header x-kvrouter-priority or `priority` in the body, lower first as in vLLM",
+            name="router-queue-policy",
+            choices=(FIFO, PRIORITY),
+            heading=AdmissionSettings.heading,
+        ),
+    ] = FIFO
+    retries: Annotated[
+        int, Setting("other workers to try before the first byte of an answer", least=0, reloadable=True)
+    ] = 2
+    first_byte_timeout_s: Annotated[
+        float,
+        Setting(
+            "seconds until a worker's first byte; then the client gets 504",
+            above=0,
+            old=("--first-byte-timeout",),
+            reloadable=True,
+        ),
+    ] = _LIMITS.first_byte_s
+    idle_timeout_s: Annotated[
+        float,
+        Setting(
+            "seconds without a byte of a running answer, or without its client reading; then it is aborted",
+            above=0,
+            old=("--idle-timeout",),
+            reloadable=True,
+        ),
+    ] = _LIMITS.idle_s
+    max_body_bytes: Annotated[
+        int,
+        Setting(
+            "largest request body, in MiB",
+            name="max-body-mib",
+            metavar="MIB",
+            old=("--max-body-mb",),
+            read=read_mib,
+            text=mib,
+        ),
+    ] = 64 * MIB
+    ready_timeout_s: Annotated[
+        float,
+        Setting(
+            "seconds after which /ready is 200 even if workers or feeds are missing; its body names them",
+            least=0,
+            old=("--ready-timeout",),
+        ),
+    ] = 60.0
+    drain_grace_s: Annotated[
+        float,
+        Setting(
+            "seconds after SIGTERM with new requests still accepted, while /ready is 503 for load balancers",
+            least=0,
+            old=("--drain-grace",),
+        ),
+    ] = 5.0
+    drain_timeout_s: Annotated[
+        float,
+        Setting(
+            "seconds that running requests get to finish after the grace; then they are aborted",
+            least=0,
+            old=("--drain-timeout",),
+        ),
+    ] = 300.0
+    process: ProcessOptions = field(default_factory=ProcessOptions)
+    tls: TlsOptions = field(default_factory=TlsOptions)
+
+    def checked(self) -> Self:
+        # One late heartbeat must not look like a lost worker.
+        if self.lease_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"--lease-s {self.lease_s:g} is less than two heartbeats of {self.heartbeat_s:g} s: "
+                f"give at least {2 * self.heartbeat_s:g}, or a shorter --heartbeat-s"
+            )
+        # Each process would count its own bookings only, and all of them would choose the same idle worker.
+        if self.process.processes > 1 and self.router_replica_sync is False:
+            raise ConfigError(
+                f"--processes {self.process.processes} with --no-router-replica-sync: processes on one port "
+                "must share their bookings, else they overload workers; drop one of the two flags"
+            )
+        policy, notes = self.policy_files.loaded(self.policy, self.router_mode)
+        # 0: all priorities are equal, so requests are served in the order of their arrival
+        ageing_s = self.admission.ageing_s if self.queue_policy == PRIORITY else 0.0
+        return replace(
+            self,
+            router_mode=self.router_mode if policy.custom is None else CUSTOM,
+            policy=policy,
+            policy_notes=notes,
+            pool=replace(
+                self.pool,
+                # Hashes of text match no engine's events.
+                use_kv_events=self.pool.use_kv_events and self.tokens.way != "none",
+                lora_multiplex=self.rules.filters.multiplex,
+                # The queue compares charged prompt tokens, so it needs tokens in every mode.
+                counts_tokens=self.admission.threshold > 0,
+            ),
+            admission=replace(self.admission, ageing_s=ageing_s),
+            process=self.process.with_admin_port(self.port),
+        )
+
+    @property
+    def replica(self) -> ReplicaSettings:
+        synced = bool(self.router_replica_sync) or self.process.processes > 1
+        return ReplicaSettings(self.pool, synced, round(self.lease_s / self.heartbeat_s), self.heartbeat_s)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.first_byte_timeout_s, self.idle_timeout_s)
+
+
+COMMAND = Command(
+    "frontend",
+    FrontendOptions,
+    "One replica, or several on one port: an OpenAI-compatible frontend with a KV-cache-aware router inside.",
+)
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> FrontendOptions:
+    """The settings of flags, environment and file. Raises ConfigError."""
+    return load(COMMAND, arguments).settings
