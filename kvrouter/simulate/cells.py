@@ -4,8 +4,7 @@
     working set ──> blocks of each engine ──────────┘
 
 Saturation is measured: all requests at once, placed by the oracle; half of them divided by the time until
-these have their first tokens, while the other half keeps all engines busy. That throughput is load 0.8, so
-that loads mean what they mean in the comparison that led to this simulator (docs/simulate.md).
+these have their first tokens, while the other half keeps all engines busy. That throughput is load 0.8.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ORACLE = "oracle"
 # Of the requests offered at once, those that measure saturation: later on, some engines have none left.
 _COUNTED = 0.5
 
-# The load at which the fleet is saturated so.
+# The load of that throughput: so the loads and their figures are those of an earlier, independent comparison.
 _SATURATED = 0.8
 
 
@@ -102,8 +101,8 @@ class Cell:
 
     def measure(self, mode: str, settings: PolicySettings, seed: int) -> Measures:
         """Run a mode, and measure."""
-        run = self.run(mode, settings, seed)
-        return measure(run, self.slo, achievable_tokens(run.arrivals))
+        run, warm_up = self.run(mode, settings, seed), self.workload.warm_up
+        return measure(run.after(warm_up), self.slo, achievable_tokens(run.arrivals, warm_up))
 
     def _placer(self, agenda: Agenda, mode: str, settings: PolicySettings, chance: random.Random) -> Placer:
         if mode == ORACLE:

@@ -42,6 +42,17 @@ class Run:
     deepest: Counter[WorkerId] = field(default_factory=Counter)
     """The largest number of requests in flight on each worker; 0 if it got none."""
 
+    def after(self, first: int) -> Run:
+        """The same without the first arrivals."""
+        return Run(
+            self.arrivals[first:],
+            self.targets[first:],
+            self.first_s[first:],
+            self.end_s[first:],
+            self.cached[first:],
+            self.deepest,
+        )
+
     def share(self, worker: str, last: int = 0) -> float:
         """The fraction of the requests (the last `last`) that went to a worker."""
         counted = self.targets[-last:]

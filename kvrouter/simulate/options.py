@@ -20,7 +20,7 @@ from kvrouter.simulate.traces import CONVERSATION_EXCERPT, SHORT_EXCERPT, TRACE_
 DEFAULT_MODES = ("round-robin", "kv")
 MOCKER = "mocker"
 TRACE = "trace"
-WORKLOADS = (TRACE, "docs", "hot", "hot-3", "hot-10", "hot-40", "zero", "siblings")
+WORKLOADS = (TRACE, "docs", "hot", "hot-3", "hot-10", "hot-40", "zero", "groups", "siblings")
 _UNSERVED = "direct"  # needs a header in each request, which a trace does not have
 
 

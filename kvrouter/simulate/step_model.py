@@ -41,5 +41,7 @@ class StepModel:
 
 REFERENCE = StepModel(6e-3, 50e-6, 20e-6, 40e-9, step_tokens=1024)
 LARGE_STEPS = StepModel(12e-3, 20e-6, 20e-6, 40e-9, step_tokens=8192)
+# The mocker's times: Llama-3-8B on an H100 (kvrouter/mocker/engine.py).
+H100 = StepModel(5e-3, 40e-6, 20e-6, 40e-9, step_tokens=8192, max_num_seqs=64)
 
-STEP_MODELS = {"reference": REFERENCE, "large-steps": LARGE_STEPS}
+STEP_MODELS = {"reference": REFERENCE, "large-steps": LARGE_STEPS, "h100": H100}

@@ -6,6 +6,7 @@
 | docs | questions about long shared documents |
 | hot, hot-3, hot-10, hot-40 | a few shared prefixes, each request with its own end |
 | zero | the lengths of the conversation trace, nothing shared |
+| groups | Heimdall's benchmark: 230 prefixes of 8,192 tokens with five prompts each |
 | siblings | bursts of eight requests with one new prefix, within 20 ms |
 
 Blocks have 512 tokens, the size of the trace's hash ids.
@@ -31,6 +32,9 @@ _DOCUMENT_ANSWER_TOKENS = (16, 160)
 _ZIPF = 0.8
 
 _HOT_PREFIX_TOKENS, _HOT_OWN_TOKENS, _HOT_ANSWER_TOKENS, _HOT_RATE = 4096, 600, 128, 60.0
+_GROUPS, _GROUP_PROMPTS, _WARM_UP_RATE = 230, 5, 46
+_GROUP_RATES, _STAGE = (3, 10, 15, 20, 25, 30, 35, 40, 46, 60, 80, 100), 150
+_GROUP_PREFIX_TOKENS, _GROUP_OWN_TOKENS, _GROUP_ANSWER_TOKENS = 8192, 808, 100
 _SIBLINGS, _BURST_S = 8, 0.020
 _SIBLING_PREFIX_TOKENS, _SIBLING_OWN_TOKENS, _SIBLING_ANSWER_TOKENS = 16 * BLOCK, 500, 200
 
@@ -41,6 +45,8 @@ class Workload:
 
     name: str
     draw: Callable[[int], list[Arrival]]
+    warm_up: int = 0
+    """The first requests, which are not measured."""
 
     def arrivals(self, seed: int, pace: float, leaving: float = 0.0) -> list[Arrival]:
         """The requests, `pace` times as fast. A share of them `leaving` is cancelled by its client."""
@@ -61,11 +67,11 @@ def largest_blocks(arrivals: Sequence[Arrival]) -> int:
     return max(-(-(one.prompt_tokens + one.output_tokens) // BLOCK) for one in arrivals)
 
 
-def achievable_tokens(arrivals: Sequence[Arrival]) -> int:
-    """The prompt tokens that one endless cache, shared by all engines, would have."""
-    seen: set[int] = set()
+def achievable_tokens(arrivals: Sequence[Arrival], warm_up: int = 0) -> int:
+    """The prompt tokens after the warm-up that one endless cache, shared by all engines, would have."""
+    seen = {hash_ for arrival in arrivals[:warm_up] for hash_ in arrival.hashes}
     found = 0
-    for arrival in arrivals:
+    for arrival in arrivals[warm_up:]:
         most = min(len(arrival.hashes), (arrival.prompt_tokens - 1) // BLOCK)
         depth = next((place for place in range(most) if arrival.hashes[place] not in seen), most)
         found += depth * BLOCK
@@ -132,6 +138,28 @@ def hot(prefixes: int = 1, count: int = 2000) -> Workload:
     return Workload("hot" if prefixes == 1 else f"hot-{prefixes}", draw)
 
 
+def groups() -> Workload:
+    """Heimdall's benchmark: every prompt once at 46 requests/s; then, measured, 150 at each rate from 3 to 100."""
+    prompts = [(group, prompt) for group in range(_GROUPS) for prompt in range(_GROUP_PROMPTS)]
+
+    def draw(seed: int) -> list[Arrival]:
+        chance = random.Random(f"groups {seed}")
+        rates = [(_WARM_UP_RATE, len(prompts)), *((rate, _STAGE) for rate in _GROUP_RATES)]
+        asked = chance.sample(prompts, len(prompts))
+        at = 0.0
+        arrivals: list[Arrival] = []
+        for rate, count in rates:
+            for _ in range(count):
+                at += chance.expovariate(rate)
+                group, prompt = asked[len(arrivals)] if len(arrivals) < len(asked) else chance.choice(prompts)
+                shared = (group, _GROUP_PREFIX_TOKENS)
+                own = (_GROUPS + group * _GROUP_PROMPTS + prompt, _GROUP_OWN_TOKENS)
+                arrivals.append(_request(at, [shared, own], _GROUP_ANSWER_TOKENS))
+        return arrivals
+
+    return Workload("groups", draw, warm_up=len(prompts))
+
+
 def siblings(bursts: int = 300) -> Workload:
     """Bursts of eight requests that share a new prefix of 8,192 tokens; two bursts a second at first."""
 
@@ -159,6 +187,7 @@ def named(name: str, requests: Sequence[TraceRequest]) -> Workload:
         "trace": lambda: trace(requests),
         "zero": lambda: zero(requests),
         "docs": docs,
+        "groups": groups,
         "siblings": siblings,
     }
     return made[kind]()

@@ -108,3 +108,84 @@ def test_named_blocks() -> None:
     assert (6, 8) == (len(one), len(other))
     assert one[:4] == other[:4]
     assert not set(one[4:]) & set(other[4:])
+
+
+# --- step models ---
+
+
+def test_compared_under_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every cell has a table with the oracle first; the file has all figures."""
+    file = tmp_path / "figures.json"
+    flags = [
+        "--timing",
+        "reference",
+        "--requests",
+        "150",
+        "--workers",
+        "2",
+        "--seeds",
+        "2",
+        "--replicas",
+        "2",
+    ]
+    flags += ["--load", "0.5,0.8", "--router-mode", "kv:8", "--router-mode", "least-loaded"]
+
+    assert 0 == main([*flags, "--json", str(file)])
+
+    cells = json.loads(file.read_text())["cells"]
+    shown = capsys.readouterr().out
+    assert [0.5, 0.8] == [cell["load"] for cell in cells]
+    assert ["oracle", "kv:8", "least-loaded"] == list(cells[0]["modes"])
+    kv = cells[1]["modes"]["kv:8"]
+    assert kv["mean"]["ttft_p50_s"] <= kv["mean"]["ttft_p90_s"] <= kv["mean"]["e2e_p99_s"]
+    assert "trace: cache 100%, load 0.8, " in shown
+    assert f"{kv['regret_ttft_p90']:+.1%}" in shown
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_named_weight(tmp_path: Path) -> None:
+    """`kv:8` is kv with that weight."""
+    file = tmp_path / "figures.json"
+    flags = [
+        "--timing",
+        "reference",
+        "--requests",
+        "150",
+        "--workers",
+        "4",
+        "--load",
+        "0.7",
+        "--json",
+        str(file),
+    ]
+    weight = ["--kv-overlap-score-weight", "8"]
+
+    assert 0 == main([*flags, "--router-mode", "kv:8"])
+    named = json.loads(file.read_text())["cells"][0]["modes"]["kv:8"]["mean"]
+    assert 0 == main([*flags, "--router-mode", "kv", *weight])
+    flagged = json.loads(file.read_text())["cells"][0]["modes"]["kv"]["mean"]
+
+    assert named["cached"] == pytest.approx(flagged["cached"], rel=0.1)
+    assert named["ttft_p90_s"] == pytest.approx(flagged["ttft_p90_s"], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--load", "0.5"], "--load needs --timing reference or large-steps or h100"),
+        (["--timing", "reference", "--load", "0.5", "--pace", "2"], "use one of them"),
+    ],
+)
+def test_flags_that_do_not_fit(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the flags."""
+    assert 2 == main(flags)
+
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    """The message lists the modes."""
+    with pytest.raises(SystemExit):
+        main(["--router-mode", "kw:8"])
+
+    assert "'kw' (choose from kv, kv-score, " in capsys.readouterr().err

@@ -27,7 +27,7 @@ from kvrouter.simulate.cells import Cell
 from kvrouter.simulate.compare import Compared, Row, compare
 from kvrouter.simulate.placement import Sync
 from kvrouter.simulate.report import as_json
-from kvrouter.simulate.step_model import LARGE_STEPS, SHORTEST
+from kvrouter.simulate.step_model import H100, LARGE_STEPS, SHORTEST
 from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_mooncake
 from scripts.kit.bench.meter import machine
 
@@ -68,6 +68,9 @@ def groups() -> dict[str, Group]:
             "second step model, 8 workers", KV, _with_replicas(_grid(large, CACHES, LOADS[:2]))
         ),
         "engines": Group("other engines and clients", KV, _odd(base)),
+        "groups": Group(
+            "Heimdall's benchmark, 8 workers", (*KV, "sticky", "prefix-affinity", "scored"), _groups(base)
+        ),
         "siblings": Group("bursts of siblings", (*KV, "least-loaded"), _siblings(base)),
     }
 
@@ -103,6 +106,11 @@ def _odd(base: Cell) -> list[Cell]:
         *(replace(cell, model=cell.model.served(cell.model.order, 4)) for cell in cells),
         *(replace(cell, leaving=0.1) for cell in cells),
     ]
+
+
+def _groups(base: Cell) -> list[Cell]:
+    cell = replace(base, workload=workloads.groups(), model=H100, workers=8, cache=1.4, load=None)
+    return _with_replicas([cell])
 
 
 def _siblings(base: Cell) -> list[Cell]:

@@ -1,0 +1,91 @@
+"""What a simulated fleet is asked."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from kvrouter.simulate import workloads
+from kvrouter.simulate.engines import Arrival
+from kvrouter.simulate.options import WORKLOADS
+from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_mooncake
+
+REQUESTS = read_mooncake(CONVERSATION_EXCERPT, 200)
+NAMES = [name for name in WORKLOADS if name != "groups"]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_same_seed_same_requests(name: str) -> None:
+    """A seed gives the same arrivals, in order; another seed gives others."""
+    workload = workloads.named(name, REQUESTS)
+
+    assert workload.draw(1) == workload.draw(1) != workload.draw(2)
+    assert all(one.at <= other.at for one, other in pairwise(workload.draw(1)))
+    assert all(len(one.hashes) == one.prompt_tokens // 512 for one in workload.draw(1))
+
+
+@pytest.mark.parametrize("name", ["trace", "docs", "zero"])
+def test_seeds_change_times_only(name: str) -> None:
+    """Seeds have the same prompts, so that their figures differ by chance alone."""
+    workload = workloads.named(name, REQUESTS)
+
+    assert [one.hashes for one in workload.draw(1)] == [one.hashes for one in workload.draw(2)]
+
+
+def test_moments_within_a_timestamp() -> None:
+    """The trace counts in steps of 3 s; requests come before the next timestamp, in their order."""
+    drawn = workloads.trace(REQUESTS).draw(3)
+
+    for request, arrival in zip(REQUESTS, drawn, strict=True):
+        assert request.arrival_s <= arrival.at < request.arrival_s + 3.0 or request.arrival_s == drawn[-1].at
+    assert len({one.at for one in drawn}) == len(drawn)
+
+
+def test_pace() -> None:
+    """Twice as fast: half the time."""
+    workload = workloads.trace(REQUESTS)
+
+    assert [one.at / 2 for one in workload.draw(1)] == [one.at for one in workload.arrivals(1, 2.0)]
+
+
+def test_leaving() -> None:
+    """A tenth of the clients leaves within 5 s; the others stay."""
+    drawn = workloads.hot().arrivals(1, 1.0, leaving=0.1)
+    patience = [one.leaves_after_s for one in drawn if one.leaves_after_s < math.inf]
+
+    assert 0.07 < len(patience) / len(drawn) < 0.13
+    assert max(patience) <= 5.0
+
+
+def test_achievable() -> None:
+    """What was asked before, without the last token; a warm-up fills the cache and is not counted."""
+    asked = [Arrival(0, [1, 2], 1024, 1), Arrival(1, [1, 2, 3], 1600, 1), Arrival(2, [1, 2], 1024, 1)]
+
+    assert 1024 + 512 == workloads.achievable_tokens(asked)
+    assert 512 == workloads.achievable_tokens(asked, warm_up=2)
+
+
+def test_sharing() -> None:
+    """Nothing of `zero` is shared; requests of `hot` share eight blocks, siblings of a burst sixteen."""
+    zero, hot = workloads.zero(REQUESTS).draw(0), workloads.hot().draw(0)
+    bursts = workloads.siblings().draw(0)
+
+    assert workloads.working_set_blocks(zero) == sum(len(one.hashes) for one in zero)
+    assert {tuple(hot[0].hashes[:8])} == {tuple(one.hashes[:8]) for one in hot}
+    assert len(hot) == len({one.hashes[8] for one in hot})
+    assert 300 == len({tuple(one.hashes[:16]) for one in bursts})
+
+
+def test_questions_about_documents() -> None:
+    """A document is asked about several times, and questions share its whole blocks."""
+    drawn = workloads.docs(count=500, documents=100).draw(0)
+
+    by_document: dict[int, list[Arrival]] = {}
+    for one in drawn:
+        by_document.setdefault(one.hashes[0], []).append(one)
+    most = max(by_document.values(), key=len)
+    shared = set(most[0].hashes).intersection(*(one.hashes for one in most[1:]))
+    assert len(most) > 10
+    assert min(len(one.hashes) for one in most) - 1 <= len(shared)
