@@ -139,7 +139,7 @@ def hot(prefixes: int = 1, count: int = 2000) -> Workload:
 
 
 def groups() -> Workload:
-    """Heimdall's benchmark: every prompt once at 46 requests/s; then, measured, 150 at each rate from 3 to 100."""
+    """Heimdall's benchmark: every prompt once at 46 requests/s; then, measured, 150 at each of its rates."""
     prompts = [(group, prompt) for group in range(_GROUPS) for prompt in range(_GROUP_PROMPTS)]
 
     def draw(seed: int) -> list[Arrival]:
