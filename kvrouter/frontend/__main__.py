@@ -5,12 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import uvloop
-
 from kvrouter.config import use_core
 from kvrouter.core.native import versions
-from kvrouter.frontend import processes
-from kvrouter.frontend.run import serve
 from kvrouter.frontend.settings import COMMAND, FrontendOptions
 from kvrouter.settings.read import Loaded, run
 from kvrouter.telemetry.logs import set_up_logs
@@ -22,6 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(loaded: Loaded[FrontendOptions]) -> int:
+    # only now: --help and wrong settings are answered without loading what serves
+    import uvloop
+
+    from kvrouter.frontend import processes
+    from kvrouter.frontend.run import serve
+
     options = loaded.settings
     versions.choose(options.core)
     if options.process.processes > 1:

@@ -462,10 +462,16 @@ class FrontendOptions(CommonOptions):
         return Limits(self.first_byte_timeout_s, self.idle_timeout_s)
 
 
+REMOVED = {
+    "circuit-breaker-successes": "removed; a worker takes all requests again after 3 successes",
+    "prefix-store-block-chars": "removed; a piece of the prefix cache has 256 characters",
+    "text-block-chars": "removed; texts are compared by characters",
+}
 COMMAND = Command(
     "frontend",
     FrontendOptions,
     "One replica, or several on one port: an OpenAI-compatible frontend with a KV-cache-aware router inside.",
+    removed=REMOVED,
 )
 
 

@@ -165,7 +165,7 @@ _SCORERS: dict[str, tuple[type[_Strict], _Made]] = {
 _PICKER = "max-score-picker"
 # Which flags take the place of the sections of `indexerConfig`.
 _INDEXER_FLAGS = {
-    "prefixStoreConfig": "use --prefix-store-blocks and --prefix-store-block-chars",
+    "prefixStoreConfig": "use --prefix-store-blocks",
     "tokenProcessorConfig": "the block size is the engines' own, or --kv-cache-block-size",
     "kvBlockIndexConfig": "use --index-max-blocks, --index-max-holders and --index-metrics",
     "tokenizersPoolConfig": "use --min-prefix-overlap-ratio, --tokenizer-cache-dir and $HF_TOKEN",

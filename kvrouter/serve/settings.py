@@ -11,7 +11,7 @@ from kvrouter.bus import NatsOptions
 from kvrouter.bus.options import EMBEDDED
 from kvrouter.config import CommonOptions
 from kvrouter.errors import ConfigError
-from kvrouter.frontend.settings import FrontendOptions
+from kvrouter.frontend.settings import REMOVED, FrontendOptions
 from kvrouter.serve.engines import EngineSpec, check_different, read_engine
 from kvrouter.settings.declare import Command, Setting, Settings, declared
 from kvrouter.settings.read import Loaded, load
@@ -114,6 +114,7 @@ COMMAND = Command(
         **dict.fromkeys(("process-number", "listen-fd", "waits-until-ready"), _REPLICAS),
     },
     defaults={"nats": (EMBEDDED,)},
+    removed=REMOVED,
 )
 
 

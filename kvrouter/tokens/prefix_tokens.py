@@ -153,9 +153,7 @@ class CacheSettings(Settings):
             least=0,
         ),
     ] = 500_000
-    part_characters: Annotated[
-        int, Setting("characters of one piece of the prefix cache", name="prefix-store-block-chars", least=1)
-    ] = 256
+    part_characters: int = 256
     max_bytes: Annotated[
         int,
         Setting(

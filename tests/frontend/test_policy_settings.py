@@ -105,7 +105,7 @@ def test_rule_flags() -> None:
     assert RuleOptions() == parse_options([]).rules
     flags = (
         "--session-affinity hard --session-header X-Chat --session-ttl-s 5 --circuit-breaker "
-        "--circuit-breaker-failures 2 --circuit-breaker-successes 1 --circuit-breaker-open-s 9 "
+        "--circuit-breaker-failures 2 --circuit-breaker-open-s 9 "
         "--active-decode-blocks-threshold 0.8 --active-prefill-tokens-threshold 100 --max-ongoing-requests 4 "
         "--lora-multiplex --locality-node n1 --locality-zone z1 --decisions 7 --log-decisions"
     )
@@ -113,7 +113,7 @@ def test_rule_flags() -> None:
     options = parse_options(flags.split())
 
     filters = FilterSettings(0.8, 100, 4, "hard", True, "n1", "z1")
-    assert RuleOptions(filters, "x-chat", 5.0, True, BreakerSettings(2, 1, 9.0), 7, True) == options.rules
+    assert RuleOptions(filters, "x-chat", 5.0, True, BreakerSettings(2, 3, 9.0), 7, True) == options.rules
     assert options.replica.pool.lora_multiplex
 
 

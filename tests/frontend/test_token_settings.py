@@ -24,10 +24,9 @@ def test_given(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret\n")
     flags = "--model-path org/m --model-path n=d --tokenizer-workers 3 --prefix-store-blocks 9"
-    flags += " --prefix-store-block-chars 64"
     flags += " --prefix-store-mib 2 --min-prefix-overlap-ratio 0.8 --no-token-comparison --chat-template t"
     flags += f" --tokenizer-cache-dir c --engine-api-key-file {key}"
-    cache = CacheSettings(9, 64, 2 * 1024 * 1024, 0.8)
+    cache = CacheSettings(9, 256, 2 * 1024 * 1024, 0.8)
 
     paths = (("", "org/m"), ("n", "d"))
     options = parse_options(flags.split()).tokens
@@ -74,7 +73,7 @@ def test_contradictions(flags: list[str], words: str) -> None:
         (["--min-prefix-overlap-ratio", "nan"], "must be a number above 0 and at most 1"),
         (["--min-prefix-overlap-ratio", "most"], "'most': must be a number above 0"),
         (["--prefix-store-blocks", "-1"], "must be a whole number of at least 0"),
-        (["--prefix-store-block-chars", "0"], "must be a whole number of at least 1"),
+        (["--prefix-store-block-chars", "0"], "removed; a piece of the prefix cache has 256 characters"),
     ],
 )
 def test_wrong_flags(flags: list[str], words: str) -> None:

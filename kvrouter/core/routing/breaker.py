@@ -34,14 +34,7 @@ class BreakerSettings(Settings):
             least=1,
         ),
     ] = 10
-    successes: Annotated[
-        int,
-        Setting(
-            "consecutive answered requests, sent one at a time, until it takes all requests again",
-            name="circuit-breaker-successes",
-            least=1,
-        ),
-    ] = 3
+    successes: int = 3
     open_s: Annotated[
         float, Setting("seconds that it is skipped", name="circuit-breaker-open-s", above=0)
     ] = 60.0

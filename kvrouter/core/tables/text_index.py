@@ -49,7 +49,7 @@ class TextIndexSettings(Settings):
 
     heading = "Mode prefix-affinity"
 
-    block_chars: Annotated[int, Setting("characters per block of text", name="text-block-chars", least=1)] = 1
+    block_chars: int = 1
     do_eviction: Annotated[bool, Setting("evict old texts")] = False
     eviction_threshold_chars: Annotated[
         int, Setting("characters of a worker above which its oldest texts are evicted", least=1)
