@@ -44,9 +44,11 @@ def _replay(options: Options, requests: Sequence[TraceRequest]) -> None:
     if not arrivals:
         raise ConfigError(f"every prompt is longer than --max-model-len {options.engine.max_model_len}")
     runs = {mode: simulate(mode, arrivals, options) for mode in options.modes}
-    show(runs, left_out=left_out)
+    found = workloads.achievable_tokens(arrivals, block_size=options.engine.block_size)
+    possible = found / sum(arrival.prompt_tokens for arrival in arrivals)
+    show(runs, possible, left_out=left_out)
     if options.json is not None:
-        write_json(options.json, runs, left_out=left_out)
+        write_json(options.json, runs, possible, left_out=left_out)
 
 
 def _compare(options: Options, engines: Engines, requests: Sequence[TraceRequest]) -> None:

@@ -28,9 +28,14 @@ _COLUMNS: dict[str, Callable[[Run], str]] = {
 # rich takes 80 columns for a pipe, and would cut off the figures.
 _PIPE_WIDTH = 120
 
+_DEFAULT_MODE = "kv"
 
-def show(runs: Mapping[str, Run], *, left_out: int) -> None:
-    """Print one row for each mode. Requests per worker: least–most; in flight: the most on one worker."""
+
+def show(runs: Mapping[str, Run], possible: float, *, left_out: int) -> None:
+    """Print one row for each mode. Requests per worker: least–most; in flight: the most on one worker.
+
+    `possible`: the share of the prompt tokens that one endless cache would have had.
+    """
     console = _console()
     table = Table()
     table.add_column("mode", no_wrap=True)
@@ -39,14 +44,17 @@ def show(runs: Mapping[str, Run], *, left_out: int) -> None:
     for mode, run in runs.items():
         table.add_row(mode, *(value(run) for value in _COLUMNS.values()))
     console.print(table)
+    console.print(_cached({mode: run.hit_rate for mode, run in runs.items()}, possible), highlight=False)
     if left_out:
         console.print(f"left out: {left_out} requests longer than --max-model-len")
 
 
-def write_json(path: Path, runs: Mapping[str, Run], *, left_out: int) -> None:
+def write_json(path: Path, runs: Mapping[str, Run], possible: float, *, left_out: int) -> None:
     """Write the figures, times in seconds."""
     figures = {mode: _figures(run) for mode, run in runs.items()}
-    path.write_text(json.dumps({"left_out": left_out, "modes": figures}, indent=2) + "\n")
+    path.write_text(
+        json.dumps({"left_out": left_out, "achievable_rate": possible, "modes": figures}, indent=2) + "\n"
+    )
 
 
 def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
@@ -61,6 +69,15 @@ def show_compared(compared: Sequence[Compared], *, seeds: int) -> None:
             table.add_row(row.mode, *(value(row) for value in _COMPARED.values()))
         console.print(_title(one, seeds), style="bold", highlight=False)
         console.print(table)
+        cached = {row.mode: row.mean.cached for row in one.rows}
+        console.print(_cached(cached, one.rows[0].mean.achievable), highlight=False)
+
+
+def _cached(shares: Mapping[str, float], possible: float) -> str:
+    """`cached: kv 14.8% of 18.3% possible; round-robin 8.3%`."""
+    first, *others = sorted(shares, key=lambda mode: mode.partition(":")[0] != _DEFAULT_MODE)
+    rest = "".join(f"; {mode} {shares[mode]:.1%}" for mode in others)
+    return f"cached: {first} {shares[first]:.1%} of {possible:.1%} possible{rest}"
 
 
 def write_compared(path: Path, compared: Sequence[Compared], *, seeds: int) -> None:

@@ -67,14 +67,14 @@ def largest_blocks(arrivals: Sequence[Arrival]) -> int:
     return max(-(-(one.prompt_tokens + one.output_tokens) // BLOCK) for one in arrivals)
 
 
-def achievable_tokens(arrivals: Sequence[Arrival], warm_up: int = 0) -> int:
+def achievable_tokens(arrivals: Sequence[Arrival], warm_up: int = 0, block_size: int = BLOCK) -> int:
     """The prompt tokens after the warm-up that one endless cache, shared by all engines, would have."""
     seen = {hash_ for arrival in arrivals[:warm_up] for hash_ in arrival.hashes}
     found = 0
     for arrival in arrivals[warm_up:]:
-        most = min(len(arrival.hashes), (arrival.prompt_tokens - 1) // BLOCK)
+        most = min(len(arrival.hashes), (arrival.prompt_tokens - 1) // block_size)
         depth = next((place for place in range(most) if arrival.hashes[place] not in seen), most)
-        found += depth * BLOCK
+        found += depth * block_size
         seen.update(arrival.hashes)
     return found
 
