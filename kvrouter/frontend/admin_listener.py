@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from aiohttp import web
-from aiohttp.http import HttpVersion10
+from aiohttp import HttpVersion10, web
 
 from kvrouter.errors import BadRequestError, KvRouterError
 from kvrouter.frontend.bodies.openai import error_answer
