@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     routing.add_argument(
         "--router-mode",
         action="append",
-        type=_mode,
+        type=mode_name,
         metavar="MODE[:WEIGHT]",
         help=f"{', '.join(_MODES)}; with :8 that overlap weight; repeatable;"
         f" default: {' and '.join(DEFAULT_MODES)}",
@@ -220,7 +220,7 @@ def _add_step_model_flags(parser: argparse.ArgumentParser) -> None:
 _MODES = sorted(set(SERVED_MODES) - {_UNSERVED})
 
 
-def _mode(text: str) -> str:
+def mode_name(text: str) -> str:
     """A mode, perhaps with an overlap weight: `kv:8`."""
     name, _, weight = text.partition(":")
     if name not in _MODES:

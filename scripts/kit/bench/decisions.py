@@ -25,6 +25,7 @@ from kvrouter.policies import PolicySettings
 from kvrouter.simulate import workloads
 from kvrouter.simulate.cells import Cell
 from kvrouter.simulate.compare import Compared, Row, compare
+from kvrouter.simulate.options import mode_name
 from kvrouter.simulate.placement import Sync
 from kvrouter.simulate.report import as_json
 from kvrouter.simulate.step_model import H100, LARGE_STEPS, SHORTEST
@@ -159,7 +160,7 @@ def markdown(title: str, compared: Sequence[Compared]) -> str:
         oracle, *rows = one.rows
         best = f"{oracle.mean.ttft_p90_s:.3f} s, {oracle.mean.goodput:.1%}"
         shown = " | ".join(_figure(row, oracle) for row in rows)
-        lines.append(f"| {_name(one.cell)} | {best} | {shown} |")
+        lines.append(f"| {cell_name(one.cell)} | {best} | {shown} |")
     return "\n".join([*lines, ""])
 
 
@@ -168,7 +169,7 @@ def _figure(row: Row, oracle: Row) -> str:
     return f"{100 * row.regret:+.1f} ±{100 * spread:.1f} %, {row.mean.goodput:.1%}, {row.mean.busiest:.2f} ×"
 
 
-def _name(cell: Cell) -> str:
+def cell_name(cell: Cell) -> str:
     load = f"load {cell.load:g}" if cell.load is not None else f"pace {cell.pace:g}"
     parts = [cell.workload.name, f"cache {cell.cache:.0%}", load]
     if cell.replicas > 1:
@@ -200,7 +201,13 @@ def _parser(known: dict[str, Group]) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--only", action="append", choices=sorted(known), help="a group; repeatable; default: all")
-    add("--modes", action="append", metavar="MODE[:WEIGHT]", help="instead of each group's; repeatable")
+    add(
+        "--modes",
+        action="append",
+        type=mode_name,
+        metavar="MODE[:WEIGHT]",
+        help="instead of each group's; repeatable",
+    )
     add("--seeds", type=positive_int, default=3, help="runs of each mode in each cell")
     add("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes")
     add("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
