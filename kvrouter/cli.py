@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import difflib
-import signal
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from kvrouter.settings.declare import did_you_mean
 from kvrouter.version import __version__
 
 _USAGE = """\
@@ -22,8 +20,21 @@ usage: kvrouter COMMAND [flags]
   nats       the embedded NATS server on 127.0.0.1, until stopped
   verify     compares the state of live replicas: whether they agree on blocks and bookings
 
-`kvrouter COMMAND --help` lists a command's flags. `kvrouter --version` prints the version.
+`kvrouter COMMAND --help` lists the settings that matter first, `--help-all` all of them.
+`kvrouter --version` prints the version.
 """
+
+
+# Imported when the command runs: `kvrouter nats` needs neither tokenizers nor aiohttp.
+_MODULES = {
+    "serve": "kvrouter.serve.__main__",
+    "frontend": "kvrouter.frontend.__main__",
+    "worker": "kvrouter.worker.__main__",
+    "mocker": "kvrouter.mocker.__main__",
+    "simulate": "kvrouter.simulate.__main__",
+    "nats": "kvrouter.bus.__main__",
+    "verify": "kvrouter.verify.command",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,90 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(__version__)  # noqa: T201
         return 0
-    command = _COMMANDS.get(words[0])
-    if command is None:
-        print(f"kvrouter: {_unknown(words[0])}", file=sys.stderr)  # noqa: T201
+    if words[0] not in _MODULES:
+        near = did_you_mean(words[0], _MODULES) or f"; commands: {', '.join(_MODULES)}"
+        print(f"kvrouter: no command {words[0]!r}{near}", file=sys.stderr)  # noqa: T201
         return 2
-    return command(words[1:])
-
-
-def _unknown(word: str) -> str:
-    near = difflib.get_close_matches(word, _COMMANDS, 1)
-    suggestion = f"did you mean {near[0]}?" if near else f"commands: {', '.join(_COMMANDS)}"
-    return f"no command {word!r}; {suggestion}"
-
-
-# Each command imports its modules when it runs: `kvrouter nats` needs neither tokenizers nor aiohttp.
-
-
-def _serve(arguments: Sequence[str]) -> int:
-    from kvrouter.serve.__main__ import main as run
-
-    return run(arguments)
-
-
-def _frontend(arguments: Sequence[str]) -> int:
-    from kvrouter.frontend.__main__ import main as run
-
-    return run(arguments)
-
-
-def _worker(arguments: Sequence[str]) -> int:
-    from kvrouter.worker.__main__ import main as run
-
-    return run(arguments)
-
-
-def _mocker(arguments: Sequence[str]) -> int:
-    from kvrouter.mocker.__main__ import main as run
-
-    return run(arguments)
-
-
-def _simulate(arguments: Sequence[str]) -> int:
-    from kvrouter.simulate.__main__ import main as run
-
-    return run(arguments)
-
-
-def _nats(arguments: Sequence[str]) -> int:
-    from kvrouter.bus.settings import COMMAND, EmbeddedOptions
-    from kvrouter.settings.read import Loaded, run
-    from kvrouter.telemetry.logs import set_up_logs
-
-    def main(loaded: Loaded[EmbeddedOptions]) -> int:
-        set_up_logs()
-        asyncio.run(_run_nats(loaded.settings.url))
-        return 0
-
-    return run(COMMAND, arguments, main)
-
-
-def _verify(arguments: Sequence[str]) -> int:
-    from kvrouter.telemetry.logs import set_up_logs
-    from kvrouter.verify import main as run
-
-    set_up_logs("error")  # the printed result already contains what warnings would report
-    return run(arguments)
-
-
-async def _run_nats(url: str) -> None:
-    from kvrouter.bus.embedded import embedded_server
-
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(embedded_server(url))
-        await stopped.wait()
-
-
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "serve": _serve,
-    "frontend": _frontend,
-    "worker": _worker,
-    "mocker": _mocker,
-    "simulate": _simulate,
-    "nats": _nats,
-    "verify": _verify,
-}
+    code: int = importlib.import_module(_MODULES[words[0]]).main(words[1:])
+    return code

@@ -39,7 +39,7 @@ _LIMITS = Limits()
 def _read_model_path(text: str) -> tuple[str, str]:
     """`DIR` or `MODEL=DIR`. An existing directory may contain `=` in its name."""
     name, equals, path = text.partition("=")
-    if not equals or Path(text).is_dir():
+    if text and (not equals or Path(text).is_dir()):
         return "", text
     if not name or not path:
         raise ValueError("must be DIR or MODEL=DIR")

@@ -26,5 +26,14 @@ def command_named(name: str) -> Command[Any]:
 
 def commands_with(flag: str) -> list[str]:
     """The commands that have this flag."""
-    converted = (name for name, module in MODULES.items() if importlib.util.find_spec(module))
-    return [name for name in converted if command_named(name).has(flag)]
+    return [name for name in _declaring() if command_named(name).has(flag)]
+
+
+def all_variables() -> set[str]:
+    """The environment variables of all commands."""
+    declared = (one for name in _declaring() for one in command_named(name).declared())
+    return {one.variable for one in declared if not one.setting.is_hidden}
+
+
+def _declaring() -> list[str]:
+    return [name for name, module in MODULES.items() if importlib.util.find_spec(module)]

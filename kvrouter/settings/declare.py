@@ -242,7 +242,9 @@ class Declared:
             f"at most {most}" if most else "",
         ]
         text = " and ".join(filter(None, parts))
-        return f" {text}" if above or not text else f" of {text}"
+        if not text:
+            return ""
+        return f" {text}" if above else f" of {text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,10 +332,11 @@ def mib(size_bytes: int) -> str:
     return str(size_bytes // MIB)
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The end of a message that names the nearest right one, if one is near."""
-    near = difflib.get_close_matches(given, [*known], 1)
-    return f"; did you mean {near[0]}?" if near else ""
+def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of a message that names the nearest right one, if one is near. `prefix`: what all have."""
+    names = {name.removeprefix(prefix).lower(): name for name in known}
+    near = difflib.get_close_matches(given.removeprefix(prefix).lower(), names, 1)
+    return f"; did you mean {names[near[0]]}?" if near else ""
 
 
 def without_password(text: str) -> str:

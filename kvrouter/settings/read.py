@@ -8,7 +8,9 @@ environment ─> variables, $NATS_URL ────┼─> values and sources ─
 from __future__ import annotations
 
 import contextlib
+import datetime
 import inspect
+import json
 import os
 import re
 import sys
@@ -24,7 +26,7 @@ from cyclopts.utils import UNSET
 
 from kvrouter.errors import ConfigError
 from kvrouter.settings import pages
-from kvrouter.settings.commands import MODULES, commands_with
+from kvrouter.settings.commands import MODULES, all_variables, commands_with
 from kvrouter.settings.declare import (
     PREFIX,
     Command,
@@ -97,17 +99,27 @@ def run(command: Command[S], arguments: Sequence[str] | None, main: Callable[[Lo
     try:
         loaded = load(command, arguments)
         for warning in loaded.warnings:
-            print(f"kvrouter {command.name}: {warning}", file=sys.stderr)  # noqa: T201
+            _warn(loaded, warning)
         return main(loaded)
     except PageAsked as asked:
         page = str(asked)
     except ConfigError as error:
-        print(f"kvrouter {command.name}: {error}", file=sys.stderr)  # noqa: T201
+        print(f"kvrouter {command.name}: {without_password(str(error))}", file=sys.stderr)  # noqa: T201
         return WRONG_SETTINGS
     with contextlib.suppress(BrokenPipeError):  # | head
         sys.stdout.write(f"{page}\n")
         sys.stdout.flush()
     return 0
+
+
+def _warn(loaded: Loaded[Any], warning: str) -> None:
+    """Logs are not set up yet: a line like theirs if they are JSON."""
+    text = f"kvrouter {loaded.command.name}: {warning}"
+    if loaded.values.get("log-format") == "json":
+        now = datetime.datetime.now(datetime.UTC).isoformat()
+        fact = {"event": "settings.ignored", "reason": warning, "level": "warning", "timestamp": now}
+        text = json.dumps(fact)
+    print(text, file=sys.stderr)  # noqa: T201
 
 
 def load(
@@ -131,10 +143,9 @@ class _Reading(Generic[S]):
         if {"--help", "-h", "--help-all"} & {*words}:
             raise PageAsked(pages.help_page(self._command, is_whole="--help-all" in words))
         given, words = _taken("--config", words)
-        file = given if given is not None else self._environ.get(_CONFIG, "")
-        values = self._values(
-            [word for word in words if word != "--show-config"], _read_file(file) if file else {}, file
-        )
+        file = given or self._environ.get(_CONFIG, "")
+        tables = _read_file(file, f"--config {file}" if given else f"{_CONFIG}={file}") if file else {}
+        values = self._values([word for word in words if word != "--show-config"], tables, file)
         settings = built(self._command.kind, self._declared.values(), values)
         if "--show-config" in words:
             raise PageAsked(pages.config_page(self._command, values, self._sources))
@@ -248,12 +259,16 @@ class _Reading(Generic[S]):
     def _unknown(self, given: str, dashes: str) -> str:
         """Why a name is not one of this command's settings. `dashes`: before the flags in the answer."""
         flag = f"--{given.removeprefix('--')}"
+        if flag in _OWN_FLAGS and dashes:
+            return "takes no value"
+        shown = [one for one in self._declared.values() if not one.setting.is_hidden]
+        if known := [one.name for one in shown if flag in one.spellings]:
+            return f"no such setting; did you mean {known[0]}?"  # a former name of a flag, in a file
         others = [other for other in commands_with(flag) if other != self._command.name]
         if others:
             return f"a setting of kvrouter {' and '.join(others)}, not of kvrouter {self._command.name}"
-        shown = [one for one in self._declared.values() if not one.setting.is_hidden]
         flags = {spelling for one in shown for spelling in one.spellings} | {*_OWN_FLAGS}
-        near = did_you_mean(flag, sorted(flags))
+        near = did_you_mean(flag, sorted(flags), "--")
         return (
             f"no such setting{near if dashes else near.replace('--', '')}"
             if near
@@ -267,8 +282,9 @@ class _Reading(Generic[S]):
                 continue
             if _OF_A_SERVICE.search(name) or _SERVICE_URL.match(self._environ[name]):
                 continue
-            if not commands_with("--" + name.removeprefix(PREFIX).lower().replace("_", "-")):
-                yield f"the variable {name} is ignored: no such setting{did_you_mean(name, known)}"
+            if name not in all_variables():
+                near = did_you_mean(name, known, PREFIX)
+                yield f"the variable {name} is ignored: no such setting{near}"
 
 
 def _read(one: Declared, text: str, where: str) -> Any:
@@ -293,18 +309,18 @@ def _taken(flag: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
     return value, rest
 
 
-def _read_file(file: str) -> dict[str, Any]:
-    """The tables of a config file. Raises ConfigError."""
+def _read_file(file: str, given: str) -> dict[str, Any]:
+    """The tables of a config file. Raises ConfigError. `given`: how the file was named."""
     try:
         with Path(file).open("rb") as opened:
             data = opened.read(_MOST_FILE_BYTES + 1)
         if len(data) > _MOST_FILE_BYTES:
-            raise ConfigError(f"--config {file}: it has more than {_MOST_FILE_BYTES} bytes")
+            raise ConfigError(f"{given}: it has more than {_MOST_FILE_BYTES} bytes")
         tables = tomllib.loads(data.decode())
     except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror}") from None
+        raise ConfigError(f"{given}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file}: it is not TOML: {error}") from None
+        raise ConfigError(f"{given}: it is not TOML: {error}") from None
     for name, table in tables.items():
         if name not in {*MODULES, SHARED}:
             near = did_you_mean(name, [*MODULES, SHARED])

@@ -1,0 +1,36 @@
+"""`kvrouter nats`: the embedded server, until stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+
+from kvrouter.bus.embedded import embedded_server
+from kvrouter.bus.settings import COMMAND, EmbeddedOptions
+from kvrouter.settings.read import Loaded, run
+from kvrouter.telemetry.logs import set_up_logs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server until SIGTERM or SIGINT; returns the exit code."""
+    return run(COMMAND, arguments, _main)
+
+
+def _main(loaded: Loaded[EmbeddedOptions]) -> int:
+    set_up_logs()
+    asyncio.run(_run(loaded.settings.url))
+    return 0
+
+
+async def _run(url: str) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with embedded_server(url):
+        await stopped.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
