@@ -17,7 +17,7 @@ from kvrouter.errors import HeadTooLargeError, KvRouterError
 from kvrouter.relay.request import MAX_LINE_BYTES
 from kvrouter.relay.request_parser import MAX_HEAD_BYTES, ChunkFraming, HeadReader
 from tests.frontend.fleet import BODY, FleetOf
-from tests.frontend.workers import until
+from tests.frontend.workers import turns, until
 from tests.relay.test_connection import PATH, Scene, pieces_of, plain
 
 HOST = b"host: t"
@@ -272,6 +272,52 @@ async def test_no_worker_gets_one(fleet_of: FleetOf) -> None:
                 assert await client.is_closed(), name
         assert not fleet.requests
         assert 200 == (await fleet.ask(BODY)).status
+
+
+FRAGMENTS = [
+    plain(b"good"),
+    head(HOST, start=b"GET /live HTTP/1.1"),
+    head(HOST, CHUNKED),
+    b"4\r\nbody\r\n",
+    b"0\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\n",
+    b"GET /nowhere HTTP/1.0\r\n",
+    b"host: t\r\n",
+    b"content-length: 4\r\n",
+    b"content-length: 1001\r\n",
+    b"transfer-encoding: chunked\r\n",
+    b"expect: 100-continue\r\n",
+    b"connection: close\r\n",
+    b"connection: upgrade\r\nupgrade: h2c\r\n",
+    b"x: " + b"y" * 4000 + b"\r\n",
+    b"\r\n",
+    b"\n",
+    b"body",
+    b"\x00",
+]
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=10))
+async def test_any_bytes(data: st.DataObject, fragments: list[bytes]) -> None:
+    """Any mixture of good and bad requests: what is served and written does not depend on the reads."""
+    sent = b"".join(fragments)
+
+    assert await _outcome([sent]) == await _outcome(data.draw(pieces_of(sent)))
+
+
+async def _outcome(reads: list[bytes]) -> tuple[list[tuple[str, bytes]], bytes, bool]:
+    """What was served and written, and whether the connection was ended."""
+    scene = Scene()
+    for read in reads:
+        scene.read(read)
+        await turns(60)
+    scene.end()
+    return (
+        scene.served,
+        _without_id(scene.transport.written),
+        scene.transport.said_eof or scene.transport.ended,
+    )
 
 
 # Against llhttp, which reads the same bytes in one piece
