@@ -26,7 +26,7 @@ usage: kvrouter COMMAND [flags]
 
 
 # Imported when the command runs: `kvrouter nats` needs neither tokenizers nor aiohttp.
-_MODULES = {
+MODULES = {
     "serve": "kvrouter.serve.__main__",
     "frontend": "kvrouter.frontend.__main__",
     "worker": "kvrouter.worker.__main__",
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(__version__)  # noqa: T201
         return 0
-    if words[0] not in _MODULES:
-        near = did_you_mean(words[0], _MODULES) or f"; commands: {', '.join(_MODULES)}"
+    if words[0] not in MODULES:
+        near = did_you_mean(words[0], MODULES) or f"; commands: {', '.join(MODULES)}"
         print(f"kvrouter: no command {words[0]!r}{near}", file=sys.stderr)  # noqa: T201
         return 2
-    code: int = importlib.import_module(_MODULES[words[0]]).main(words[1:])
+    code: int = importlib.import_module(MODULES[words[0]]).main(words[1:])
     return code

@@ -39,7 +39,7 @@ class ServeOptions(Settings):
             is_repeated=True,
             is_top=True,
         ),
-    ]
+    ] = ()
     replicas: Annotated[
         int, Setting("number of frontends, on --port, --port + 1, …", least=1, is_top=True)
     ] = 1
@@ -61,6 +61,10 @@ class ServeOptions(Settings):
     """The names of the settings that are not the default."""
 
     def checked(self) -> Self:
+        if not self.engines:
+            raise ConfigError(
+                "--engine is missing: give the URL of each engine, as in --engine http://127.0.0.1:9000"
+            )
         check_different(self.engines)
         for flag, port in zip(("--port", "--admin-port"), self.ports()[-1], strict=True):
             if port > 65535:

@@ -266,7 +266,7 @@ class _Reading(Generic[S]):
             return f"no such setting; did you mean {known[0]}?"  # a former name of a flag, in a file
         others = [other for other in commands_with(flag) if other != self._command.name]
         if others:
-            return f"a setting of kvrouter {' and '.join(others)}, not of kvrouter {self._command.name}"
+            return f"a setting of kvrouter {_joined(others)}, not of kvrouter {self._command.name}"
         flags = {spelling for one in shown for spelling in one.spellings} | {*_OWN_FLAGS}
         near = did_you_mean(flag, sorted(flags), "--")
         return (
@@ -348,6 +348,10 @@ def _quoted(one: Declared, token: Any) -> str:
     """A wrong value and where it stands."""
     value = "(secret)" if one.setting.is_secret else without_password(token.value)
     return f"{one.flag} {value!r}" if token.source == "cli" else str(token.keyword).format(value)
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _name(argument: Any) -> str:

@@ -11,29 +11,33 @@ from rich.progress import Progress
 
 from kvrouter.errors import ConfigError, KvRouterError
 from kvrouter.policies import CUSTOM
+from kvrouter.settings.read import Loaded, run
 from kvrouter.simulate import workloads
 from kvrouter.simulate.cells import Cell, policy_of
 from kvrouter.simulate.compare import compare
 from kvrouter.simulate.engines import Arrival
 from kvrouter.simulate.fleet import Fleet, Run, mocker_kind
-from kvrouter.simulate.options import Engines, Options, parse_options
 from kvrouter.simulate.placement import Replicas
 from kvrouter.simulate.report import show, show_compared, write_compared, write_json
+from kvrouter.simulate.settings import COMMAND, Engines, Options, SimulateSettings
 from kvrouter.simulate.traces import TraceRequest, named_blocks, read_mooncake, scaled, spread
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate each mode; returns the exit code."""
+    return run(COMMAND, arguments, _main)
+
+
+def _main(loaded: Loaded[SimulateSettings]) -> int:
     try:
-        options = parse_options(arguments)
+        options = loaded.settings.options()
         requests = read_mooncake(options.trace, options.requests)
         if options.compared is not None:
             _compare(options, options.compared, requests)
         else:
             _replay(options, requests)
     except KvRouterError as error:
-        print(f"kvrouter.simulate: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        raise ConfigError(str(error)) from None
     return 0
 
 

@@ -244,7 +244,7 @@ async def test_port_taken(nats_url: str, flag: str) -> None:
     [
         (["--engine", "127.0.0.1:1"], "begin with the engine's URL"),
         (["--engine", "http://e:1,foo=1"], "unknown key 'foo'"),
-        ([], "kvrouter serve: --engine: give URL"),
+        ([], "kvrouter serve: --engine is missing: give"),
     ],
 )
 async def test_wrong_flags(flags: list[str], said: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvrouter.simulate import workloads
 from kvrouter.simulate.engines import Arrival
-from kvrouter.simulate.options import WORKLOADS
+from kvrouter.simulate.settings import WORKLOADS
 from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_mooncake
 
 REQUESTS = read_mooncake(CONVERSATION_EXCERPT, 200)

@@ -20,14 +20,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvrouter.config import FlagHelp, positive_int
 from kvrouter.policies import PolicySettings
 from kvrouter.simulate import workloads
 from kvrouter.simulate.cells import Cell
 from kvrouter.simulate.compare import Compared, Row, compare
-from kvrouter.simulate.options import mode_name
 from kvrouter.simulate.placement import Sync
 from kvrouter.simulate.report import as_json
+from kvrouter.simulate.settings import mode_name
 from kvrouter.simulate.step_model import H100, LARGE_STEPS, SHORTEST
 from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_mooncake
 from scripts.kit.bench.meter import machine
@@ -197,7 +196,7 @@ def _parser(known: dict[str, Group]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/bench decisions",
         description=__doc__.split("\n", maxsplit=1)[0],
-        formatter_class=FlagHelp,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--only", action="append", choices=sorted(known), help="a group; repeatable; default: all")
@@ -208,8 +207,8 @@ def _parser(known: dict[str, Group]) -> argparse.ArgumentParser:
         metavar="MODE[:WEIGHT]",
         help="instead of each group's; repeatable",
     )
-    add("--seeds", type=positive_int, default=3, help="runs of each mode in each cell")
-    add("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes")
+    add("--seeds", type=int, default=3, help="runs of each mode in each cell")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     add("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
     return parser
 

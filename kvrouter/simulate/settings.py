@@ -1,0 +1,283 @@
+"""The settings of `python -m kvrouter.simulate`, and the options that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from kvrouter.errors import ConfigError
+from kvrouter.mocker.engine import EngineConfig, speed_up
+from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
+from kvrouter.policies.files import PolicyFiles
+from kvrouter.settings.declare import Command, Setting, Settings, did_you_mean, number
+from kvrouter.simulate.measures import Slo
+from kvrouter.simulate.placement import Sync
+from kvrouter.simulate.step_model import ORDERS, STEP_MODELS, StepModel
+from kvrouter.simulate.traces import CONVERSATION_EXCERPT, SHORT_EXCERPT, TRACE_ID_TOKENS, Scaling
+
+DEFAULT_MODES = ("round-robin", "kv")
+MOCKER = "mocker"
+TRACE = "trace"
+WORKLOADS = (TRACE, "docs", "hot", "hot-3", "hot-10", "hot-40", "zero", "groups", "siblings")
+_UNSERVED = "direct"  # needs a header in each request, which a trace does not have
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The step models' engines: how many, how fast, and what they are offered."""
+
+    model: StepModel
+    workers: int
+    speeds: tuple[float, ...]
+    workloads: tuple[str, ...]
+    caches: tuple[float, ...]
+    loads: tuple[float, ...]
+    """Shares of saturation; empty: `paces`."""
+    paces: tuple[float, ...]
+    replicas: int
+    sync: Sync | None
+    leaving: float
+    slo: Slo
+    seeds: int
+    jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line. `compared` None: the mocker's engines, at the trace's pace."""
+
+    trace: Path
+    requests: int | None
+    """Read only the first ones."""
+    workers: int
+    scaling: Scaling
+    engine: EngineConfig
+    compared: Engines | None
+    modes: tuple[str, ...]
+    policy: PolicySettings
+    seed: int
+    json: Path | None
+
+
+_MODES = sorted(set(SERVED_MODES) - {_UNSERVED})
+
+
+def mode_name(text: str) -> str:
+    """A mode, perhaps with an overlap weight: `kv:8`."""
+    name, _, weight = text.partition(":")
+    if name not in _MODES:
+        raise ValueError(f"must be one of {', '.join(_MODES)}{did_you_mean(name, _MODES)}")
+    if weight:
+        _above(weight, least=0)
+    return text
+
+
+def _above(text: str, *, least: float | None = None) -> float:
+    """A number above 0, or of at least `least`."""
+    value = number(text)
+    if value is None or (value <= 0 if least is None else value < least):
+        raise ValueError("must be a number above 0" if least is None else f"must be at least {least:g}")
+    return value
+
+
+def _list(text: str) -> tuple[float, ...]:
+    return tuple(_above(one) for one in text.split(","))
+
+
+def _list_text(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
+def _sync_ms(text: str) -> float | None:
+    return None if text == "off" else _above(text)
+
+
+def _numbers(help_: str, metavar: str, **more: Any) -> Setting:
+    """Numbers above 0, separated by commas."""
+    return Setting(help_, metavar=metavar, read=_list, text=_list_text, is_repeated=False, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class MockerEngines(Settings):
+    heading = "With --timing mocker"
+
+    duration: Annotated[
+        float | None, Setting("seconds from first to last request", above=0, default_text="as in the trace")
+    ] = None
+    tokens_per_id: Annotated[int, Setting("fewer: shorter prompts", least=1)] = TRACE_ID_TOKENS
+    output_divisor: Annotated[int, Setting("divide the output lengths by this", least=1)] = 1
+    seed: Annotated[int, Setting("seed of the random numbers")] = 1
+    num_blocks: Annotated[int, Setting("KV blocks of each engine", least=1)] = 27_000
+    block_size: Annotated[int, Setting("tokens of a block", least=1)] = 16
+    max_num_seqs: Annotated[int, Setting("requests in a batch", least=1)] = 64
+    max_model_len: Annotated[int, Setting("tokens", least=1)] = 131_072
+    speedup: Annotated[float, Setting("relative to Llama-3-8B on an H100", above=0)] = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepModelEngines(Settings):
+    heading = "With another --timing: cells with the oracle, over seeds"
+
+    workload: Annotated[
+        tuple[
+            Literal["trace", "docs", "hot", "hot-3", "hot-10", "hot-40", "zero", "groups", "siblings"], ...
+        ],
+        Setting("what is asked", default_text=TRACE, is_top=True),
+    ] = ()
+    load: Annotated[tuple[float, ...], _numbers("shares of the measured saturation", "L,L", is_top=True)] = ()
+    pace: Annotated[
+        tuple[float, ...], _numbers("instead of --load: times the workload's own pace", "P,P")
+    ] = ()
+    cache: Annotated[
+        tuple[float, ...],
+        _numbers("all engines' blocks / distinct blocks", "C,C", default_text="1", is_top=True),
+    ] = ()
+    speeds: Annotated[tuple[float, ...], _numbers("relative speeds of the engines, repeated", "S,S")] = ()
+    order: Annotated[str, Setting("which prompt an engine takes next", choices=tuple(ORDERS))] = ORDERS[0]
+    parallel_prefill: Annotated[int, Setting("prompts in prefill at a time in an engine", least=1)] = 1
+    cancel: Annotated[float, Setting("share of the clients that leave within 5 s", least=0, most=1)] = 0.0
+    replicas: Annotated[
+        int, Setting("routers; a request comes through one at random", least=1, is_top=True)
+    ] = 1
+    sync_ms: Annotated[
+        float | None,
+        Setting("until a booking reaches the others", metavar="MS|off", read=_sync_ms, is_top=True),
+    ] = 5.0
+    sync_loss: Annotated[
+        float, Setting("share of the sync frames that are lost, then repaired", least=0, most=1)
+    ] = 0.0
+    slo_ttft_s: Annotated[float, Setting("goodput: most seconds to the first token", above=0)] = Slo().ttft_s
+    slo_itl_ms: Annotated[float, Setting("goodput: most ms between tokens, mean", above=0)] = (
+        1000 * Slo().itl_s
+    )
+    seeds: Annotated[
+        int, Setting("runs with other arrivals; the mean and spread are shown", least=1, is_top=True)
+    ] = 1
+    jobs: Annotated[int, Setting("processes", least=1)] = 1
+
+    def given(self) -> list[str]:
+        """What only step models have, as flags."""
+        names = ("workload", "cache", "load", "pace", "speeds")
+        return [f"--{name}" for name in names if getattr(self, name)]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateSettings(Settings):
+    heading = "Simulation"
+
+    trace: Annotated[
+        Path,
+        Setting(
+            "requests in Mooncake's JSON lines, also .gz",
+            default_text="the excerpt that comes with kvrouter",
+            is_top=True,
+        ),
+    ] = CONVERSATION_EXCERPT
+    requests: Annotated[
+        int | None,
+        Setting("read only the first ones", least=1, default_text="700 for mocker, else all", is_top=True),
+    ] = None
+    json: Annotated[Path | None, Setting("also write the figures to this file", is_top=True)] = None
+    workers: Annotated[int, Setting("number of engines", least=1, is_top=True)] = 8
+    timing: Annotated[
+        str,
+        Setting(
+            "the engines' model: the mocker's, or a step model (docs/simulate.md)",
+            choices=(MOCKER, *STEP_MODELS),
+            is_top=True,
+        ),
+    ] = MOCKER
+    router_mode: Annotated[
+        tuple[str, ...],
+        Setting(
+            f"{', '.join(_MODES)}; with :8 that overlap weight",
+            metavar="MODE[:WEIGHT]",
+            read=mode_name,
+            is_repeated=True,
+            default_text=" and ".join(DEFAULT_MODES),
+            heading="Routing",
+            is_top=True,
+        ),
+    ] = ()
+    policy: PolicySettings = field(default_factory=PolicySettings)
+    files: PolicyFiles = field(default_factory=PolicyFiles)
+    mocker: MockerEngines = field(default_factory=MockerEngines)
+    step_model: StepModelEngines = field(default_factory=StepModelEngines)
+
+    def options(self) -> Options:
+        """Raises ConfigError."""
+        policy, _ = self.files.loaded(self.policy, "")
+        modes = self.router_mode or DEFAULT_MODES
+        if policy.custom is not None:
+            modes = (*modes, CUSTOM)
+        mocker = self.mocker
+        if mocker.tokens_per_id % mocker.block_size:
+            raise ConfigError(
+                f"--tokens-per-id {mocker.tokens_per_id} must be a multiple of "
+                f"--block-size {mocker.block_size}"
+            )
+        engine = EngineConfig(
+            num_blocks=mocker.num_blocks,
+            block_size=mocker.block_size,
+            max_num_seqs=mocker.max_num_seqs,
+            max_model_len=mocker.max_model_len,
+        )
+        return Options(
+            trace=self.trace,
+            requests=self.requests or self._few(),
+            workers=self.workers,
+            scaling=Scaling(mocker.tokens_per_id, mocker.output_divisor, mocker.duration),
+            engine=speed_up(engine, mocker.speedup),
+            compared=self._engines(),
+            modes=tuple(dict.fromkeys(modes)),
+            policy=policy,
+            seed=mocker.seed,
+            json=self.json,
+        )
+
+    def _few(self) -> int | None:
+        """The mocker's engines take a second for ten requests, so they get a part of the excerpt."""
+        return SHORT_EXCERPT if (self.trace, self.timing) == (CONVERSATION_EXCERPT, MOCKER) else None
+
+    def _engines(self) -> Engines | None:
+        given = self.step_model
+        if self.timing == MOCKER:
+            if given.given():
+                raise ConfigError(f"{given.given()[0]} needs --timing {' or '.join(STEP_MODELS)}")
+            return None
+        if given.load and given.pace:
+            raise ConfigError("--load and --pace both say how fast requests come: use one of them")
+        return Engines(
+            model=STEP_MODELS[self.timing].served(given.order, given.parallel_prefill),
+            workers=self.workers,
+            speeds=given.speeds or (1.0,),
+            workloads=given.workload or (TRACE,),
+            caches=given.cache or (1.0,),
+            loads=given.load,
+            paces=given.pace or (1.0,),
+            replicas=given.replicas,
+            sync=Sync(given.sync_ms / 1000, given.sync_loss) if given.sync_ms is not None else None,
+            leaving=given.cancel,
+            slo=Slo(given.slo_ttft_s, given.slo_itl_ms / 1000),
+            seeds=given.seeds,
+            jobs=given.jobs,
+        )
+
+
+COMMAND = Command(
+    "simulate",
+    SimulateSettings,
+    "Replay a trace in virtual time on simulated engines, once for each mode.",
+    removed=dict.fromkeys(
+        (
+            "text-block-chars",
+            "do-eviction",
+            "eviction-threshold-chars",
+            "eviction-target-chars",
+            "eviction-interval-secs",
+        ),
+        "it had no effect: the simulator keeps all texts; leave it out",
+    ),
+)

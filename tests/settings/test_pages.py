@@ -1,0 +1,53 @@
+"""The pages of help and of the docs that are made from the declarations."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvrouter.settings.commands import MODULES, command_named
+from kvrouter.settings.pages import WIDTH, help_page
+from kvrouter.settings.read import load
+from scripts.kit import settings_page
+
+NOTHING = re.compile(r"default: (None|\[\]|\(\))?\)")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_help_fits_one_screen(name: str) -> None:
+    """--help has at most 60 lines of 100 characters, and begins with what matters first."""
+    lines = help_page(command_named(name), is_whole=False).splitlines()
+
+    assert 60 >= len(lines)
+    assert [] == [line for line in lines if len(line) > WIDTH and " " in line.strip()]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_default_is_shown_once(name: str) -> None:
+    """Each setting shows one default at most, and never an empty one; none is left out of --help-all."""
+    page = help_page(command_named(name), is_whole=True)
+    entries = re.split(r"\n  (?=--)", page)
+
+    assert [] == [entry for entry in entries if entry.count("(default:") > 1 or NOTHING.search(entry)]
+    for one in command_named(name).declared():
+        assert one.setting.is_hidden != (one.name in page)
+
+
+@pytest.mark.parametrize("path", settings_page.pages())
+def test_pages_of_the_docs_are_current(path: object) -> None:
+    """`python -m scripts.kit.settings_page` would change nothing."""
+    pages = {str(page): text for page, text in settings_page.pages().items()}
+
+    with open(str(path), encoding="utf-8") as file:
+        assert pages[str(path)] == file.read()
+
+
+@pytest.mark.parametrize("name", ["frontend", "serve"])
+def test_the_example_file(name: str) -> None:
+    """docs/examples/kvrouter.toml can be used as it is."""
+    file = settings_page.FOLDER.parent / "examples/kvrouter.toml"
+    loaded = load(command_named(name), ["--config", str(file)], {})
+
+    assert ("production", 8000) == (loaded.values["namespace"], loaded.values["port"])
+    assert f"{file} [shared]" == loaded.sources["namespace"]
