@@ -11,6 +11,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from kvrouter.core.feeds.sinks import SyncSink
 from kvrouter.core.fleet.pool import Pool, PoolSettings
 from kvrouter.core.fleet.router import Router, RouterRules
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
@@ -64,6 +65,13 @@ class _Replica:
     router: Router
     heard_at: dict[int, float] = field(default_factory=dict)
     """By peer, when the last frame to it arrives there."""
+    _sinks: dict[RouterId, SyncSink] = field(default_factory=dict)
+
+    def sink_of(self, peer: RouterId) -> SyncSink:
+        """What writes a peer's bookings into the tables here."""
+        if peer not in self._sinks:
+            self._sinks[peer] = self.router.copy_sink(peer)
+        return self._sinks[peer]
 
 
 class Replicas:
@@ -167,7 +175,7 @@ class Replicas:
                 # in order: a reader holds the frames after a gap
                 at = max(now + self._sync.delay_s + late, sender.heard_at.get(number, 0.0))
                 sender.heard_at[number] = at
-                self._agenda.at(at, partial(_apply, peer.router, sender.router.router_id, ops))
+                self._agenda.at(at, partial(_apply, peer.sink_of(sender.router.router_id), ops))
 
 
 class Oracle:
@@ -197,8 +205,7 @@ class Oracle:
     def refresh(self) -> None: ...
 
 
-def _apply(router: Router, sender: RouterId, ops: Sequence[Op], now: float) -> None:
-    sink = router.copy_sink(sender)
+def _apply(sink: SyncSink, ops: Sequence[Op], now: float) -> None:
     for op in ops:
         sink.apply(op, now)
 
