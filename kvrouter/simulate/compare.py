@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvrouter.policies import PolicySettings
 from kvrouter.simulate.cells import ORACLE, Cell
@@ -43,7 +43,7 @@ class Compared:
 class _Task:
     cell: Cell
     mode: str
-    settings: PolicySettings
+    settings: PolicySettings = field(compare=False)  # the same for all; a custom policy has no hash
     seed: int
 
     def run(self) -> Measures:
@@ -67,18 +67,26 @@ def compare(
     names = list(dict.fromkeys([ORACLE, *modes]))
     for cell in cells:
         _ = cell.offered_pace  # measured once, before the processes begin
-    tasks = [
-        _Task(cell, mode, settings, number * _SEED_STEP)
+    wanted = {
+        (cell, mode): [_task(cell, mode, settings, number * _SEED_STEP) for number in range(seeds)]
         for cell in cells
         for mode in names
-        for number in range(seeds)
-    ]
-    measured = []
-    for done in _run(tasks, jobs):
-        measured.append(done)
+    }
+    tasks = list(dict.fromkeys(task for group in wanted.values() for task in group))
+    measured: dict[_Task, Measures] = {}
+    for task, figures in zip(tasks, _run(tasks, jobs), strict=True):
+        measured[task] = figures
         on_done(len(measured), len(tasks))
-    groups = iter([measured[at : at + seeds] for at in range(0, len(measured), seeds)])
-    return [_compared(cell, {mode: next(groups) for mode in names}) for cell in cells]
+    return [
+        _compared(cell, {mode: [measured[task] for task in wanted[cell, mode]] for mode in names})
+        for cell in cells
+    ]
+
+
+def _task(cell: Cell, mode: str, settings: PolicySettings, seed: int) -> _Task:
+    if mode == ORACLE:  # cells that differ in their routers alone share its runs
+        cell = replace(cell, replicas=1, sync=None)
+    return _Task(cell, mode, settings, seed)
 
 
 def _run(tasks: Sequence[_Task], jobs: int) -> Iterator[Measures]:
