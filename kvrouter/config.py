@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import structlog
 
@@ -17,7 +17,7 @@ from kvrouter.core.feeds.lease import MAX_INTERVAL_MS
 from kvrouter.core.native import versions
 from kvrouter.core.wire.ids import IDENTIFIER_RULE, is_identifier
 from kvrouter.errors import ConfigError
-from kvrouter.settings.declare import Setting, Settings
+from kvrouter.settings.declare import Settings, setting
 
 log = structlog.get_logger()
 
@@ -42,12 +42,13 @@ class NamespaceOptions(Settings):
     heading = "NATS"
 
     nats: NatsOptions = field(default_factory=NatsOptions)
-    namespace: Annotated[
-        str,
-        Setting(
-            "separates fleets that share a NATS server", metavar="NAME", read=read_identifier, is_top=True
-        ),
-    ] = "default"
+    namespace: str = setting(
+        "default",
+        "separates fleets that share a NATS server",
+        metavar="NAME",
+        read=read_identifier,
+        is_top=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +57,22 @@ class CommonOptions(NamespaceOptions):
 
     heading = "Logs and core"
 
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Setting("lowest level that is logged to stderr", is_top=True, reloadable=True),
-    ] = "info"
-    log_format: Annotated[Literal["console", "json"], Setting("json: one object per line")] = "console"
-    heartbeat_s: Annotated[
-        float,
-        Setting(
-            "seconds between heartbeats, which other processes are informed of",
-            least=MIN_HEARTBEAT_S,
-            most=MAX_HEARTBEAT_S,
-        ),
-    ] = 1.0
-    core: Annotated[
-        str | None,
-        Setting(
-            "version of the hot tables and hashes: python, or native (C)",
-            choices=versions.CORES,
-            default_text="native if it is built",
-        ),
-    ] = None
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "lowest level that is logged to stderr", is_top=True, reloadable=True
+    )
+    log_format: Literal["console", "json"] = setting("console", "json: one object per line")
+    heartbeat_s: float = setting(
+        1.0,
+        "seconds between heartbeats, which other processes are informed of",
+        least=MIN_HEARTBEAT_S,
+        most=MAX_HEARTBEAT_S,
+    )
+    core: str | None = setting(
+        None,
+        "version of the hot tables and hashes: python, or native (C)",
+        choices=versions.CORES,
+        default_text="native if it is built",
+    )
 
 
 def read_key(flag: str, path: Path | None) -> str | None:

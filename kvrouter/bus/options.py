@@ -8,13 +8,13 @@ import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 from urllib.parse import SplitResult, urlsplit
 
 import nkeys  # type: ignore[import-untyped]
 
 from kvrouter.errors import ConfigError
-from kvrouter.settings.declare import Setting, Settings, without_password
+from kvrouter.settings.declare import Settings, setting, without_password
 from kvrouter.tls import CertificateFiles
 
 _JWT = re.compile(rb"BEGIN NATS USER JWT-+\s+(\S+)")
@@ -92,32 +92,28 @@ class NatsOptions(Settings):
 
     heading = "NATS"
 
-    servers: Annotated[
-        tuple[str, ...],
-        Setting(
-            f"NATS servers, separated by commas; {EMBEDDED}: start one on this machine unless one runs there",
-            name="nats",
-            metavar=f"URL[,URL…]|{EMBEDDED}",
-            read=_read_servers,
-            text=",".join,
-            variable="NATS_URL",
-            is_top=True,
-        ),
-    ] = ("nats://127.0.0.1:4222",)
-    user: Annotated[
-        str | None, Setting("user name; needs --nats-password-file", name="nats-user", metavar="NAME")
-    ] = None
-    password_file: Annotated[
-        Path | None, Setting("the password of --nats-user", name="nats-password-file")
-    ] = None
-    token_file: Annotated[Path | None, Setting("a token", name="nats-token-file")] = None
-    creds_file: Annotated[Path | None, Setting("a .creds file (JWT and seed)", name="nats-creds")] = None
-    nkey_file: Annotated[Path | None, Setting("an nkey seed file", name="nats-nkey")] = None
-    tls_ca: Annotated[
-        Path | None, Setting("the authority that signed the servers' certificates", name="nats-tls-ca")
-    ] = None
-    tls_cert: Annotated[Path | None, Setting("this client's certificate", name="nats-tls-cert")] = None
-    tls_key: Annotated[Path | None, Setting("its key", name="nats-tls-key")] = None
+    servers: tuple[str, ...] = setting(
+        ("nats://127.0.0.1:4222",),
+        f"NATS servers, separated by commas; {EMBEDDED}: start one on this machine unless one runs there",
+        name="nats",
+        metavar=f"URL[,URL…]|{EMBEDDED}",
+        read=_read_servers,
+        text=",".join,
+        variable="NATS_URL",
+        is_top=True,
+    )
+    user: str | None = setting(
+        None, "user name; needs --nats-password-file", name="nats-user", metavar="NAME"
+    )
+    password_file: Path | None = setting(None, "the password of --nats-user", name="nats-password-file")
+    token_file: Path | None = setting(None, "a token", name="nats-token-file")
+    creds_file: Path | None = setting(None, "a .creds file (JWT and seed)", name="nats-creds")
+    nkey_file: Path | None = setting(None, "an nkey seed file", name="nats-nkey")
+    tls_ca: Path | None = setting(
+        None, "the authority that signed the servers' certificates", name="nats-tls-ca"
+    )
+    tls_cert: Path | None = setting(None, "this client's certificate", name="nats-tls-cert")
+    tls_key: Path | None = setting(None, "its key", name="nats-tls-key")
 
     def checked(self) -> Self:
         """Raise ConfigError for wrong values before any part of the process starts."""

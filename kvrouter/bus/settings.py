@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from kvrouter.bus.embedded import DEFAULT_URL
-from kvrouter.settings.declare import Command, Setting, Settings
+from kvrouter.settings.declare import Command, Settings, setting
 
 
 def _read_url(text: str) -> str:
@@ -17,10 +16,14 @@ def _read_url(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedOptions(Settings):
-    url: Annotated[
-        str,
-        Setting("where the server listens", metavar="URL", read=_read_url, is_top=True, is_positional=True),
-    ] = DEFAULT_URL
+    url: str = setting(
+        DEFAULT_URL,
+        "where the server listens",
+        metavar="URL",
+        read=_read_url,
+        is_top=True,
+        is_positional=True,
+    )
 
 
 COMMAND = Command("nats", EmbeddedOptions, "The embedded NATS server on this machine, until stopped.")

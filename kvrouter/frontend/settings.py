@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from kvrouter.config import CommonOptions, read_key
 from kvrouter.core.fleet.pool import PoolSettings
@@ -20,7 +20,7 @@ from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
 from kvrouter.policies.two_stage import read_header_name
 from kvrouter.relay.exchange import Limits
-from kvrouter.settings.declare import MIB, Command, Setting, Settings, mib, read_mib
+from kvrouter.settings.declare import MIB, Command, Settings, mib, read_mib, setting
 from kvrouter.settings.read import load
 from kvrouter.tls import CertificateFiles, server_context, trusting
 from kvrouter.tokens.prefix_tokens import CacheSettings
@@ -54,46 +54,39 @@ def _model_path_text(pair: tuple[str, str]) -> str:
 class TokenOptions(Settings):
     heading = "Tokens"
 
-    paths: Annotated[
-        tuple[tuple[str, str], ...],
-        Setting(
-            "directory or hub id with tokenizer and chat template; once for each model",
-            name="model-path",
-            metavar="[MODEL=]DIR|ORG/NAME",
-            read=_read_model_path,
-            text=_model_path_text,
-            is_repeated=True,
-            is_top=True,
-        ),
-    ] = ()
+    paths: tuple[tuple[str, str], ...] = setting(
+        (),
+        "directory or hub id with tokenizer and chat template; once for each model",
+        name="model-path",
+        metavar="[MODEL=]DIR|ORG/NAME",
+        read=_read_model_path,
+        text=_model_path_text,
+        is_repeated=True,
+        is_top=True,
+    )
     """Names of models, or "" for all others; and a directory, or a repository of a hub."""
-    way: Annotated[
-        Way,
-        Setting(
-            "local: that of --model-path (without one, only prompts of token ids are routed by KV overlap); "
-            "remote: the engines' /tokenize; none: by text alone, which implies --no-use-kv-events",
-            name="tokenizer",
-            is_top=True,
-        ),
-    ] = "local"
-    cache_directory: Annotated[
-        Path | None,
-        Setting("directory for downloaded files of a hub", name="tokenizer-cache-dir", metavar="DIR"),
-    ] = None
-    chat_template: Annotated[
-        Path | None, Setting("replaces the model's chat template; give the engines the same")
-    ] = None
-    threads: Annotated[int, Setting("threads that tokenize", name="tokenizer-workers", least=1)] = 8
-    compare: Annotated[
-        bool,
-        Setting(
-            "compare token ids with an engine's /tokenize, at the start and for one prompt in a thousand",
-            name="token-comparison",
-        ),
-    ] = True
-    engine_api_key_file: Annotated[
-        Path | None, Setting("bearer token for the engines' /tokenize", reloadable=True)
-    ] = None
+    way: Way = setting(
+        "local",
+        "local: that of --model-path (without one, only prompts of token ids are routed by KV overlap); "
+        "remote: the engines' /tokenize; none: by text alone, which implies --no-use-kv-events",
+        name="tokenizer",
+        is_top=True,
+    )
+    cache_directory: Path | None = setting(
+        None, "directory for downloaded files of a hub", name="tokenizer-cache-dir", metavar="DIR"
+    )
+    chat_template: Path | None = setting(
+        None, "replaces the model's chat template; give the engines the same"
+    )
+    threads: int = setting(8, "threads that tokenize", name="tokenizer-workers", least=1)
+    compare: bool = setting(
+        True,
+        "compare token ids with an engine's /tokenize, at the start and for one prompt in a thousand",
+        name="token-comparison",
+    )
+    engine_api_key_file: Path | None = setting(
+        None, "bearer token for the engines' /tokenize", reloadable=True
+    )
     cache: CacheSettings = field(default_factory=CacheSettings)
     """One prefix cache for all models: its memory limit is for the process."""
 
@@ -130,29 +123,26 @@ class RuleOptions(Settings):
     heading = "Which workers may be chosen"
 
     filters: FilterSettings = field(default_factory=FilterSettings)
-    session_header: Annotated[
-        str, Setting("header that names the session", metavar="NAME", read=read_header_name)
-    ] = "x-session-id"
-    session_ttl_s: Annotated[
-        float, Setting("seconds without a request after which a session expires", above=0)
-    ] = DEFAULT_TTL_S
-    has_breaker: Annotated[
-        bool,
-        Setting("skip a worker that keeps failing, for --circuit-breaker-open-s", name="circuit-breaker"),
-    ] = False
+    session_header: str = setting(
+        "x-session-id", "header that names the session", metavar="NAME", read=read_header_name
+    )
+    session_ttl_s: float = setting(
+        DEFAULT_TTL_S, "seconds without a request after which a session expires", above=0
+    )
+    has_breaker: bool = setting(
+        False, "skip a worker that keeps failing, for --circuit-breaker-open-s", name="circuit-breaker"
+    )
     circuit: BreakerSettings = field(default_factory=BreakerSettings)
-    decisions: Annotated[
-        int,
-        Setting(
-            "decisions kept for GET /decisions/REQUEST_ID, in at most 64 MiB; 0: none",
-            least=0,
-            most=MOST_DECISIONS,
-            heading="Operators",
-        ),
-    ] = 1000
-    log_decisions: Annotated[
-        bool, Setting("log each decision with the terms of every candidate", heading="Operators")
-    ] = False
+    decisions: int = setting(
+        1000,
+        "decisions kept for GET /decisions/REQUEST_ID, in at most 64 MiB; 0: none",
+        least=0,
+        most=MOST_DECISIONS,
+        heading="Operators",
+    )
+    log_decisions: bool = setting(
+        False, "log each decision with the terms of every candidate", heading="Operators"
+    )
 
     @property
     def breaker(self) -> BreakerSettings | None:
@@ -166,44 +156,38 @@ class ProcessOptions(Settings):
 
     heading = "Operators"
 
-    processes: Annotated[
-        int,
-        Setting(
-            "replicas on this one port, each a process; above 1 they share bookings (--router-replica-sync)",
-            least=1,
-            most=MOST_PROCESSES,
-            is_top=True,
-        ),
-    ] = 1
-    admin_port: Annotated[
-        int,
-        Setting(
-            "port of the admin listener, with all routes and those for operators (/workers, /decisions, "
-            "/busy_threshold, /v1/route, dry runs); process i of --processes listens on PORT+i; "
-            "0: a free port",
-            metavar="PORT",
-            least=0,
-            most=65535,
-            default_text=f"--port + {ADMIN_OFFSET}",
-            is_top=True,
-        ),
-    ] = FROM_PORT
+    processes: int = setting(
+        1,
+        "replicas on this one port, each a process; above 1 they share bookings (--router-replica-sync)",
+        least=1,
+        most=MOST_PROCESSES,
+        is_top=True,
+    )
+    admin_port: int = setting(
+        FROM_PORT,
+        "port of the admin listener, with all routes and those for operators (/workers, /decisions, "
+        "/busy_threshold, /v1/route, dry runs); process i of --processes listens on PORT+i; "
+        "0: a free port",
+        metavar="PORT",
+        least=0,
+        most=65535,
+        default_text=f"--port + {ADMIN_OFFSET}",
+        is_top=True,
+    )
     """Process i listens on this plus i; 0: on a free port."""
-    admin_host: Annotated[
-        str, Setting("address of the admin listener; it requires no key", metavar="ADDRESS")
-    ] = "127.0.0.1"
-    admin_key_file: Annotated[
-        Path | None,
-        Setting(
-            "serve the operators' routes on the clients' port to requests with the bearer key in this file",
-            reloadable=True,
-        ),
-    ] = None
-    number: Annotated[int, Setting("", name="process-number", is_hidden=True)] = 0
+    admin_host: str = setting(
+        "127.0.0.1", "address of the admin listener; it requires no key", metavar="ADDRESS"
+    )
+    admin_key_file: Path | None = setting(
+        None,
+        "serve the operators' routes on the clients' port to requests with the bearer key in this file",
+        reloadable=True,
+    )
+    number: int = setting(0, "", name="process-number", is_hidden=True)
     """Of this process, from 1; 0: the only process."""
-    listen_fd: Annotated[int | None, Setting("", is_hidden=True)] = None
+    listen_fd: int | None = setting(None, "", is_hidden=True)
     """The listening socket that the parent opened; None: this process opens its own."""
-    waits_until_ready: Annotated[bool, Setting("", is_hidden=True)] = False
+    waits_until_ready: bool = setting(False, "", is_hidden=True)
     """Whether other processes accept all connections until this one is ready."""
 
     def checked(self) -> Self:
@@ -241,25 +225,20 @@ class ProcessOptions(Settings):
 class TlsOptions(Settings):
     heading = "TLS"
 
-    cert: Annotated[
-        Path | None,
-        Setting(
-            "serve HTTPS with this certificate: PEM, followed by the intermediate certificates",
-            name="tls-cert",
-            old=("--tls-cert-path",),
-        ),
-    ] = None
-    key: Annotated[
-        Path | None,
-        Setting("key of --tls-cert: PEM, without a password", name="tls-key", old=("--tls-key-path",)),
-    ] = None
-    worker_ca: Annotated[
-        Path | None,
-        Setting(
-            "authorities of the workers' certificates (https:// URLs), in addition to the system's",
-            name="worker-tls-ca",
-        ),
-    ] = None
+    cert: Path | None = setting(
+        None,
+        "serve HTTPS with this certificate: PEM, followed by the intermediate certificates",
+        name="tls-cert",
+        old=("--tls-cert-path",),
+    )
+    key: Path | None = setting(
+        None, "key of --tls-cert: PEM, without a password", name="tls-key", old=("--tls-key-path",)
+    )
+    worker_ca: Path | None = setting(
+        None,
+        "authorities of the workers' certificates (https:// URLs), in addition to the system's",
+        name="worker-tls-ca",
+    )
 
     def checked(self) -> Self:
         """Load the files once: a broken one ends the start, not the first handshake."""
@@ -285,137 +264,114 @@ class FrontendOptions(CommonOptions):
 
     heading = "Requests"
 
-    host: Annotated[
-        str,
-        Setting(
-            "address to listen on", metavar="ADDRESS", old=("--http-host",), heading="Listening", is_top=True
-        ),
-    ] = "0.0.0.0"
-    port: Annotated[
-        int,
-        Setting(
-            "port; 0 picks a free one",
-            metavar="PORT",
-            least=0,
-            most=65535,
-            old=("--http-port",),
-            heading="Listening",
-            is_top=True,
-        ),
-    ] = 8000
-    router_mode: Annotated[
-        str,
-        Setting(
-            f"how a worker is chosen: {', '.join(SERVED_MODES)}",
-            metavar="MODE",
-            choices=SERVED_MODES,
-            heading="Routing",
-            is_top=True,
-        ),
-    ] = "kv"
-    router_replica_sync: Annotated[
-        bool | None,
-        Setting(
-            "share bookings with the other replicas",
-            default_text="on if this command runs several, else off",
-            heading="Routing",
-            is_top=True,
-        ),
-    ] = None
+    host: str = setting(
+        "0.0.0.0",
+        "address to listen on",
+        metavar="ADDRESS",
+        old=("--http-host",),
+        heading="Listening",
+        is_top=True,
+    )
+    port: int = setting(
+        8000,
+        "port; 0 picks a free one",
+        metavar="PORT",
+        least=0,
+        most=65535,
+        old=("--http-port",),
+        heading="Listening",
+        is_top=True,
+    )
+    router_mode: str = setting(
+        "kv",
+        f"how a worker is chosen: {', '.join(SERVED_MODES)}",
+        metavar="MODE",
+        choices=SERVED_MODES,
+        heading="Routing",
+        is_top=True,
+    )
+    router_replica_sync: bool | None = setting(
+        None,
+        "share bookings with the other replicas",
+        default_text="on if this command runs several, else off",
+        heading="Routing",
+        is_top=True,
+    )
     pool: PoolSettings = field(default_factory=PoolSettings)
-    track_output_blocks: Annotated[
-        bool,
-        Setting("book the blocks that answers fill", name="router-track-output-blocks", heading="Routing"),
-    ] = True
-    lease_s: Annotated[
-        float,
-        Setting(
-            "seconds without a heartbeat before a worker or replica is considered lost; they are counted in "
-            "own heartbeats that come back through NATS, so a replica without NATS loses no worker",
-            above=0,
-            heading="Routing",
-        ),
-    ] = 5.0
+    track_output_blocks: bool = setting(
+        True, "book the blocks that answers fill", name="router-track-output-blocks", heading="Routing"
+    )
+    lease_s: float = setting(
+        5.0,
+        "seconds without a heartbeat before a worker or replica is considered lost; they are counted in "
+        "own heartbeats that come back through NATS, so a replica without NATS loses no worker",
+        above=0,
+        heading="Routing",
+    )
     policy: PolicySettings = field(default_factory=PolicySettings)
     policy_files: PolicyFiles = field(default_factory=PolicyFiles)
     policy_notes: tuple[str, ...] = ()
     """Notes about parts of --router-config that have no effect."""
     texts: TextIndexSettings = field(default_factory=TextIndexSettings)
     tokens: TokenOptions = field(default_factory=TokenOptions)
-    index_metrics: Annotated[
-        bool,
-        Setting(
-            "metrics of the index: holders, bytes, stores, removes, rejected blocks, time of look-ups",
-            heading="Block index",
-        ),
-    ] = True
+    index_metrics: bool = setting(
+        True,
+        "metrics of the index: holders, bytes, stores, removes, rejected blocks, time of look-ups",
+        heading="Block index",
+    )
     rules: RuleOptions = field(default_factory=RuleOptions)
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
-    queue_policy: Annotated[
-        str,
-        Setting(
-            "priority: by the header x-kvrouter-priority or `priority` in the body, lower first as in vLLM",
-            name="router-queue-policy",
-            choices=(FIFO, PRIORITY),
-            heading=AdmissionSettings.heading,
-        ),
-    ] = FIFO
-    retries: Annotated[
-        int, Setting("other workers to try before the first byte of an answer", least=0, reloadable=True)
-    ] = 2
-    first_byte_timeout_s: Annotated[
-        float,
-        Setting(
-            "seconds until a worker's first byte; then the client gets 504",
-            above=0,
-            old=("--first-byte-timeout",),
-            reloadable=True,
-        ),
-    ] = _LIMITS.first_byte_s
-    idle_timeout_s: Annotated[
-        float,
-        Setting(
-            "seconds without a byte of a running answer, or without its client reading; then it is aborted",
-            above=0,
-            old=("--idle-timeout",),
-            reloadable=True,
-        ),
-    ] = _LIMITS.idle_s
-    max_body_bytes: Annotated[
-        int,
-        Setting(
-            "largest request body, in MiB",
-            name="max-body-mib",
-            metavar="MIB",
-            old=("--max-body-mb",),
-            read=read_mib,
-            text=mib,
-        ),
-    ] = 64 * MIB
-    ready_timeout_s: Annotated[
-        float,
-        Setting(
-            "seconds after which /ready is 200 even if workers or feeds are missing; its body names them",
-            least=0,
-            old=("--ready-timeout",),
-        ),
-    ] = 60.0
-    drain_grace_s: Annotated[
-        float,
-        Setting(
-            "seconds after SIGTERM with new requests still accepted, while /ready is 503 for load balancers",
-            least=0,
-            old=("--drain-grace",),
-        ),
-    ] = 5.0
-    drain_timeout_s: Annotated[
-        float,
-        Setting(
-            "seconds that running requests get to finish after the grace; then they are aborted",
-            least=0,
-            old=("--drain-timeout",),
-        ),
-    ] = 300.0
+    queue_policy: str = setting(
+        FIFO,
+        "priority: by the header x-kvrouter-priority or `priority` in the body, lower first as in vLLM",
+        name="router-queue-policy",
+        choices=(FIFO, PRIORITY),
+        heading=AdmissionSettings.heading,
+    )
+    retries: int = setting(
+        2, "other workers to try before the first byte of an answer", least=0, reloadable=True
+    )
+    first_byte_timeout_s: float = setting(
+        _LIMITS.first_byte_s,
+        "seconds until a worker's first byte; then the client gets 504",
+        above=0,
+        old=("--first-byte-timeout",),
+        reloadable=True,
+    )
+    idle_timeout_s: float = setting(
+        _LIMITS.idle_s,
+        "seconds without a byte of a running answer, or without its client reading; then it is aborted",
+        above=0,
+        old=("--idle-timeout",),
+        reloadable=True,
+    )
+    max_body_bytes: int = setting(
+        64 * MIB,
+        "largest request body, in MiB",
+        name="max-body-mib",
+        metavar="MIB",
+        old=("--max-body-mb",),
+        read=read_mib,
+        text=mib,
+    )
+    ready_timeout_s: float = setting(
+        60.0,
+        "seconds after which /ready is 200 even if workers or feeds are missing; its body names them",
+        least=0,
+        old=("--ready-timeout",),
+    )
+    drain_grace_s: float = setting(
+        5.0,
+        "seconds after SIGTERM with new requests still accepted, while /ready is 503 for load balancers",
+        least=0,
+        old=("--drain-grace",),
+    )
+    drain_timeout_s: float = setting(
+        300.0,
+        "seconds that running requests get to finish after the grace; then they are aborted",
+        least=0,
+        old=("--drain-timeout",),
+    )
     process: ProcessOptions = field(default_factory=ProcessOptions)
     tls: TlsOptions = field(default_factory=TlsOptions)
 

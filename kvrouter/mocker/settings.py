@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import EngineConfig
-from kvrouter.settings.declare import Command, Setting, Settings
+from kvrouter.settings.declare import Command, Settings, setting
 
 # 65,536 tokens at block size 16: small enough that blocks are evicted in a demo.
 DEFAULT_NUM_BLOCKS = 4096
@@ -21,24 +21,20 @@ _SERVER, _ENGINE = MockerConfig(), EngineConfig()
 class EngineSettings(Settings):
     heading = "Engine"
 
-    block_size: Annotated[int, Setting("tokens in a block", least=1, is_top=True)] = _ENGINE.block_size
-    num_blocks: Annotated[int, Setting("device blocks", least=1, is_top=True)] = DEFAULT_NUM_BLOCKS
-    host_blocks: Annotated[int, Setting("blocks of a host tier for evicted blocks", least=0)] = 0
-    eviction: Annotated[Literal["lru", "lfu"], Setting("order of eviction")] = "lru"
-    max_num_seqs: Annotated[int, Setting("requests in a step", least=1)] = _ENGINE.max_num_seqs
-    max_num_batched_tokens: Annotated[int, Setting("tokens in a step", least=1)] = (
-        _ENGINE.max_num_batched_tokens
+    block_size: int = setting(_ENGINE.block_size, "tokens in a block", least=1, is_top=True)
+    num_blocks: int = setting(DEFAULT_NUM_BLOCKS, "device blocks", least=1, is_top=True)
+    host_blocks: int = setting(0, "blocks of a host tier for evicted blocks", least=0)
+    eviction: Literal["lru", "lfu"] = setting("lru", "order of eviction")
+    max_num_seqs: int = setting(_ENGINE.max_num_seqs, "requests in a step", least=1)
+    max_num_batched_tokens: int = setting(_ENGINE.max_num_batched_tokens, "tokens in a step", least=1)
+    max_model_len: int | None = setting(
+        None,
+        "most tokens of a request",
+        least=1,
+        default_text=f"{LARGEST_DEFAULT_MODEL_LEN}, or the capacity of the blocks",
     )
-    max_model_len: Annotated[
-        int | None,
-        Setting(
-            "most tokens of a request",
-            least=1,
-            default_text=f"{LARGEST_DEFAULT_MODEL_LEN}, or the capacity of the blocks",
-        ),
-    ] = None
-    speedup: Annotated[float, Setting("speed relative to an H100 with an 8B model", above=0, is_top=True)] = (
-        _SERVER.speedup
+    speedup: float = setting(
+        _SERVER.speedup, "speed relative to an H100 with an 8B model", above=0, is_top=True
     )
 
 
@@ -46,48 +42,42 @@ class EngineSettings(Settings):
 class MockerSettings(Settings):
     heading = "Server"
 
-    host: Annotated[str, Setting("address to listen on", metavar="HOST")] = _SERVER.host
-    port: Annotated[
-        int,
-        Setting("0: a free port, which is logged", metavar="PORT", least=0, most=65535, is_top=True),
-    ] = _SERVER.port
-    kv_events: Annotated[
-        str,
-        Setting(
-            "ZMQ endpoint of the KV events, always bound; rank N binds port + N",
-            metavar="ENDPOINT",
-            is_top=True,
-        ),
-    ] = _SERVER.kv_events
-    kv_replay: Annotated[
-        str, Setting("ZMQ endpoint of replays, bound; none: no replays", metavar="ENDPOINT|none", is_top=True)
-    ] = _SERVER.kv_replay or "none"
-    replay_buffer: Annotated[
-        int | None, Setting("batches kept for replay", least=1, default_text="10000, as vLLM")
-    ] = _SERVER.replay_buffer
-    topic: Annotated[str, Setting("ZMQ topic of the events")] = _SERVER.topic
-    event_shape: Annotated[
-        Literal["map", "array"],
-        Setting("shape of the events: map as in vLLM 0.32, array as in vLLM up to 0.23"),
-    ] = "map"
-    served_model_name: Annotated[str, Setting("the model's name", metavar="NAME", is_top=True)] = (
-        _SERVER.model_name
+    host: str = setting(_SERVER.host, "address to listen on", metavar="HOST")
+    port: int = setting(
+        _SERVER.port, "0: a free port, which is logged", metavar="PORT", least=0, most=65535, is_top=True
     )
-    model_path: Annotated[
-        Path | None,
-        Setting(
-            "directory with tokenizer and chat template; without it: token ids only",
-            metavar="DIR",
-            is_top=True,
-        ),
-    ] = None
-    lora: Annotated[tuple[str, ...], Setting("also serve a LoRA adapter", metavar="NAME")] = ()
-    max_num_queued_reqs: Annotated[
-        int | None,
-        Setting("answer 503 beyond N unfinished requests", least=1, default_text="no limit"),
-    ] = None
-    data_parallel_size: Annotated[int, Setting("ranks, each with a separate cache", least=1)] = (
-        _SERVER.data_parallel_size
+    kv_events: str = setting(
+        _SERVER.kv_events,
+        "ZMQ endpoint of the KV events, always bound; rank N binds port + N",
+        metavar="ENDPOINT",
+        is_top=True,
+    )
+    kv_replay: str = setting(
+        _SERVER.kv_replay or "none",
+        "ZMQ endpoint of replays, bound; none: no replays",
+        metavar="ENDPOINT|none",
+        is_top=True,
+    )
+    replay_buffer: int | None = setting(
+        _SERVER.replay_buffer, "batches kept for replay", least=1, default_text="10000, as vLLM"
+    )
+    topic: str = setting(_SERVER.topic, "ZMQ topic of the events")
+    event_shape: Literal["map", "array"] = setting(
+        "map", "shape of the events: map as in vLLM 0.32, array as in vLLM up to 0.23"
+    )
+    served_model_name: str = setting(_SERVER.model_name, "the model's name", metavar="NAME", is_top=True)
+    model_path: Path | None = setting(
+        None,
+        "directory with tokenizer and chat template; without it: token ids only",
+        metavar="DIR",
+        is_top=True,
+    )
+    lora: tuple[str, ...] = setting((), "also serve a LoRA adapter", metavar="NAME")
+    max_num_queued_reqs: int | None = setting(
+        None, "answer 503 beyond N unfinished requests", least=1, default_text="no limit"
+    )
+    data_parallel_size: int = setting(
+        _SERVER.data_parallel_size, "ranks, each with a separate cache", least=1
     )
     engine: EngineSettings = field(default_factory=EngineSettings)
 

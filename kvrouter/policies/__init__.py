@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.errors import ConfigError
@@ -19,7 +18,7 @@ from kvrouter.policies.scored import Scored
 from kvrouter.policies.sticky import Sticky
 from kvrouter.policies.two_stage import ROUND_ROBIN, TwoStage, read_header_name
 from kvrouter.settings import declare
-from kvrouter.settings.declare import Setting, Settings
+from kvrouter.settings.declare import Settings, setting
 
 POLICIES: dict[str, type[BuiltInPolicy]] = {
     "kv": Kv,
@@ -64,86 +63,65 @@ class PolicySettings(Settings):
 
     heading = "Routing modes (each mode ignores the settings of the others)"
 
-    overlap_decay: Annotated[
-        float,
-        Setting(
-            "kv: how fast overlap loses credit on a worker with more prefill charged than the least",
-            name="router-kv-overlap-score-credit-decay",
-            least=0,
-        ),
-    ] = 0.0
-    active_request_weight: Annotated[
-        float,
-        Setting(
-            "kv: cost of each request in flight, in blocks", name="router-active-request-weight", least=0
-        ),
-    ] = 0.0
-    gpu_cache_usage_weight: Annotated[
-        float,
-        Setting("kv-score: weight of the engine's KV usage", name="kv-gpu-cache-usage-weight", least=0),
-    ] = 1.0
-    waiting_requests_weight: Annotated[
-        float, Setting("kv-score: weight of the engine's queue", name="kv-waiting-requests-weight", least=0)
-    ] = 1.0
-    imbalanced_threshold: Annotated[
-        float,
-        Setting(
-            "prefix-affinity: difference of requests between the most and the least loaded worker; or inf",
-            read=_read_imbalance,
-        ),
-    ] = 10.0
-    match_rate_threshold: Annotated[
-        float, Setting("prefix-affinity: share of the text that must match", least=0, most=1)
-    ] = 0.1
-    sticky_hit_rate: Annotated[
-        float, Setting("sticky: share of the prompt that must be cached", least=0, most=1)
-    ] = 0.8
-    sticky_penalty_s: Annotated[
-        float,
-        Setting("sticky: most seconds of additional waiting for a worker that has the prefix", least=0),
-    ] = 1.0
-    stage_one: Annotated[
-        str,
-        Setting(
-            "two-stage: how to choose the group",
-            metavar="round-robin|hash|header:NAME",
-            read=_read_stage_one,
-        ),
-    ] = ROUND_ROBIN
-    stage_one_blocks: Annotated[
-        int, Setting("two-stage: leading blocks that --stage-one hash uses", least=1)
-    ] = 4
-    group_label: Annotated[str, Setting("two-stage: the card label that names a group", metavar="LABEL")] = (
-        "group"
+    overlap_decay: float = setting(
+        0.0,
+        "kv: how fast overlap loses credit on a worker with more prefill charged than the least",
+        name="router-kv-overlap-score-credit-decay",
+        least=0,
     )
+    active_request_weight: float = setting(
+        0.0, "kv: cost of each request in flight, in blocks", name="router-active-request-weight", least=0
+    )
+    gpu_cache_usage_weight: float = setting(
+        1.0, "kv-score: weight of the engine's KV usage", name="kv-gpu-cache-usage-weight", least=0
+    )
+    waiting_requests_weight: float = setting(
+        1.0, "kv-score: weight of the engine's queue", name="kv-waiting-requests-weight", least=0
+    )
+    imbalanced_threshold: float = setting(
+        10.0,
+        "prefix-affinity: difference of requests between the most and the least loaded worker; or inf",
+        read=_read_imbalance,
+    )
+    match_rate_threshold: float = setting(
+        0.1, "prefix-affinity: share of the text that must match", least=0, most=1
+    )
+    sticky_hit_rate: float = setting(0.8, "sticky: share of the prompt that must be cached", least=0, most=1)
+    sticky_penalty_s: float = setting(
+        1.0, "sticky: most seconds of additional waiting for a worker that has the prefix", least=0
+    )
+    stage_one: str = setting(
+        ROUND_ROBIN,
+        "two-stage: how to choose the group",
+        metavar="round-robin|hash|header:NAME",
+        read=_read_stage_one,
+    )
+    stage_one_blocks: int = setting(4, "two-stage: leading blocks that --stage-one hash uses", least=1)
+    group_label: str = setting("group", "two-stage: the card label that names a group", metavar="LABEL")
     scored: Scored | None = None
     """What an EndpointPickerConfig asks for; None: Heimdall's published weights."""
     custom: GuardedPolicies | None = None
     """Makes the policies of `--router-policy`; the mode is `own` then."""
-    overlap_weight: Annotated[
-        float | None,
-        Setting(
-            "w in cost = w*prefill + decode",
-            name="kv-overlap-score-weight",
-            least=0,
-            default_text="1; for kv-score 2",
-            heading="Routing",
-            is_top=True,
-            reloadable=True,
-        ),
-    ] = None
+    overlap_weight: float | None = setting(
+        None,
+        "w in cost = w*prefill + decode",
+        name="kv-overlap-score-weight",
+        least=0,
+        default_text="1; for kv-score 2",
+        heading="Routing",
+        is_top=True,
+        reloadable=True,
+    )
     """None: the mode's own default."""
-    temperature: Annotated[
-        float,
-        Setting(
-            "0: lowest cost; above: softmax over costs",
-            name="router-temperature",
-            least=0,
-            heading="Routing",
-            is_top=True,
-            reloadable=True,
-        ),
-    ] = 0.0
+    temperature: float = setting(
+        0.0,
+        "0: lowest cost; above: softmax over costs",
+        name="router-temperature",
+        least=0,
+        heading="Routing",
+        is_top=True,
+        reloadable=True,
+    )
 
 
 def new_policy(mode: str, settings: PolicySettings, turn: int = 0) -> BuiltInPolicy:

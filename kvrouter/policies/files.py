@@ -4,43 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 from kvrouter.errors import ConfigError
 from kvrouter.policies import PolicySettings
 from kvrouter.policies.endpoint_picker import EndpointPicker, load_endpoint_picker
 from kvrouter.policies.importing import GuardedPolicies, load_custom_policy
-from kvrouter.settings.declare import Setting, Settings
+from kvrouter.settings.declare import Settings, setting
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyFiles(Settings):
     heading = PolicySettings.heading
 
-    config: Annotated[
-        Path | None,
-        Setting(
-            "scored: an EndpointPickerConfig (YAML)",
-            name="router-config",
-            default_text="queue 2, kv-cache-utilization 2, prefix 3",
-        ),
-    ] = None
-    policy: Annotated[
-        str | None,
-        Setting(
-            "a custom policy instead of a mode: its class or its entry point (docs/writing-a-policy.md)",
-            name="router-policy",
-            metavar="MODULE:CLASS",
-        ),
-    ] = None
-    policy_arguments: Annotated[
-        tuple[str, ...],
-        Setting(
-            "an argument of the custom policy's constructor",
-            name="router-policy-arg",
-            metavar="KEY=VALUE",
-        ),
-    ] = ()
+    config: Path | None = setting(
+        None,
+        "scored: an EndpointPickerConfig (YAML)",
+        name="router-config",
+        default_text="queue 2, kv-cache-utilization 2, prefix 3",
+    )
+    policy: str | None = setting(
+        None,
+        "a custom policy instead of a mode: its class or its entry point (docs/writing-a-policy.md)",
+        name="router-policy",
+        metavar="MODULE:CLASS",
+    )
+    policy_arguments: tuple[str, ...] = setting(
+        (), "an argument of the custom policy's constructor", name="router-policy-arg", metavar="KEY=VALUE"
+    )
 
     def loaded(self, settings: PolicySettings, mode: str) -> tuple[PolicySettings, tuple[str, ...]]:
         """The settings with what the files say, and notes about parts without effect. Raises ConfigError.

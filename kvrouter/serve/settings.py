@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
 from kvrouter.bus import NatsOptions
 from kvrouter.bus.options import EMBEDDED
@@ -13,7 +13,7 @@ from kvrouter.config import CommonOptions
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.settings import REMOVED, FrontendOptions
 from kvrouter.serve.engines import EngineSpec, check_different, read_engine
-from kvrouter.settings.declare import Command, Setting, Settings, declared
+from kvrouter.settings.declare import Command, Settings, declared, setting
 from kvrouter.settings.read import Loaded, load
 from kvrouter.worker import settings as worker
 from kvrouter.worker.options import AgentOptions
@@ -27,30 +27,23 @@ class ServeOptions(Settings):
 
     heading = "Deployment"
 
-    engines: Annotated[
-        tuple[EngineSpec, ...],
-        Setting(
-            "an engine. Keys: kv, replay (ZMQ endpoints), id, topic, model, label.NAME; "
-            "by default the engine is queried for them",
-            name="engine",
-            metavar="URL[,key=value…]",
-            read=read_engine,
-            text=lambda engine: engine.url,
-            is_repeated=True,
-            is_top=True,
-        ),
-    ] = ()
-    replicas: Annotated[
-        int, Setting("number of frontends, on --port, --port + 1, …", least=1, is_top=True)
-    ] = 1
-    nats_port: Annotated[
-        int, Setting("port of the embedded NATS server", metavar="PORT", least=1, most=65535)
-    ] = 4222
-    state_dir: Annotated[
-        Path | None,
-        Setting("directory in which agents save their tables for a restart", metavar="DIR", is_top=True),
-    ] = None
-    metrics: Annotated[tuple[str, ...], Setting("of the agents", name="metric", metavar="NAME=SERIES")] = ()
+    engines: tuple[EngineSpec, ...] = setting(
+        (),
+        "an engine. Keys: kv, replay (ZMQ endpoints), id, topic, model, label.NAME; "
+        "by default the engine is queried for them",
+        name="engine",
+        metavar="URL[,key=value…]",
+        read=read_engine,
+        text=lambda engine: engine.url,
+        is_repeated=True,
+        is_top=True,
+    )
+    replicas: int = setting(1, "number of frontends, on --port, --port + 1, …", least=1, is_top=True)
+    nats_port: int = setting(4222, "port of the embedded NATS server", metavar="PORT", least=1, most=65535)
+    state_dir: Path | None = setting(
+        None, "directory in which agents save their tables for a restart", metavar="DIR", is_top=True
+    )
+    metrics: tuple[str, ...] = setting((), "of the agents", name="metric", metavar="NAME=SERIES")
     frontend: FrontendOptions = field(default_factory=FrontendOptions)
     agent_settings: tuple[str, ...] = ()
     """The flags that all agents get."""

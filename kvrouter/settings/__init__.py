@@ -1,7 +1,7 @@
 """Settings of a command, declared once: flags, environment variables, one TOML file, help and docs follow.
 
     class FrontendOptions(Settings):                kvrouter frontend --port 9000
-        port: Annotated[int, Setting(…)] = 8000     KVROUTER_PORT=9000
+        port: int = setting(8000, "port", …)        KVROUTER_PORT=9000
                                                     [frontend]
                                                     port = 9000
 

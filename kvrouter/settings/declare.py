@@ -1,6 +1,6 @@
 """What a setting is: name, type, unit, default, help. Pure: no environment, no file, no flag parser.
 
-A dataclass of settings derives from `Settings`. Each field `name: Annotated[type, Setting(…)] = default` is a
+A dataclass of settings derives from `Settings`. Each field `name: type = setting(default, "help", …)` is a
 setting; a field whose type is another such dataclass holds the settings of that class; other fields are not
 settings. A type is str, int, float, bool, Path or a Literal, or a union of these, or None besides; or a tuple
 of one of these, for what may be given several times.
@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args, get_origin
 
 PREFIX = "KVROUTER_"
 MIB = 1024 * 1024
@@ -56,7 +56,7 @@ S = TypeVar("S", bound=Settings)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The metadata of a field. For numbers, the type, `least`, `most` and `above` say what they may be."""
+    """The metadata of a field, made by `setting`. Of numbers, type and bounds say what they may be."""
 
     help: str
     name: str = ""
@@ -92,6 +92,11 @@ class Setting:
     """Whether the value itself, not a file with it, must not be printed."""
     reloadable: bool = False
     """Whether it can change while the process runs."""
+
+
+def setting(default: Any, help: str, **options: Any) -> Any:  # noqa: A002  # as in argparse
+    """A field of a dataclass with the metadata of a `Setting`. `default` MISSING: it must be given."""
+    return field(default=default, metadata={Setting: Setting(help, **options)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +284,7 @@ class Command(Generic[S]):
 
 def declared(kind: type[Settings], path: tuple[str, ...] = (), heading: str = "") -> Iterator[Declared]:
     """The settings of a class and of the classes in it: its own before those that it inherits."""
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = typing.get_type_hints(kind)
     depth = {
         name: number
         for number, base in enumerate(reversed(kind.__mro__))
@@ -289,13 +294,12 @@ def declared(kind: type[Settings], path: tuple[str, ...] = (), heading: str = ""
         hint = hints[one.name]
         if isinstance(hint, type) and issubclass(hint, Settings):
             yield from declared(hint, (*path, one.name), heading)
-        elif get_origin(hint) is Annotated:
-            type_, setting = get_args(hint)[:2]
+        elif setting := one.metadata.get(Setting):
             default = one.default_factory() if callable(one.default_factory) else one.default
             owner = kind.__mro__[len(kind.__mro__) - 1 - depth[one.name]]
             group = setting.heading or vars(owner).get("heading", "") or heading or kind.heading
             name = setting.name or one.name.replace("_", "-")
-            yield Declared((*path, one.name), name, type_, default, group, setting)
+            yield Declared((*path, one.name), name, hint, default, group, setting)
 
 
 def built(kind: type[S], declarations: Iterable[Declared], values: Mapping[str, Any]) -> S:

@@ -11,7 +11,7 @@ from kvrouter.errors import ConfigError
 from kvrouter.mocker.engine import EngineConfig, speed_up
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
-from kvrouter.settings.declare import Command, Setting, Settings, did_you_mean, number
+from kvrouter.settings.declare import Command, Settings, did_you_mean, number, setting
 from kvrouter.simulate.measures import Slo
 from kvrouter.simulate.placement import Sync
 from kvrouter.simulate.step_model import ORDERS, STEP_MODELS, StepModel
@@ -103,29 +103,26 @@ def _numbers(help_: str, metavar: str, **more: Any) -> Setting:
 class MockerEngines(Settings):
     heading = "With --timing mocker"
 
-    duration: Annotated[
-        float | None, Setting("seconds from first to last request", above=0, default_text="as in the trace")
-    ] = None
-    tokens_per_id: Annotated[int, Setting("fewer: shorter prompts", least=1)] = TRACE_ID_TOKENS
-    output_divisor: Annotated[int, Setting("divide the output lengths by this", least=1)] = 1
-    seed: Annotated[int, Setting("seed of the random numbers")] = 1
-    num_blocks: Annotated[int, Setting("KV blocks of each engine", least=1)] = 27_000
-    block_size: Annotated[int, Setting("tokens of a block", least=1)] = 16
-    max_num_seqs: Annotated[int, Setting("requests in a batch", least=1)] = 64
-    max_model_len: Annotated[int, Setting("tokens", least=1)] = 131_072
-    speedup: Annotated[float, Setting("relative to Llama-3-8B on an H100", above=0)] = 1.0
+    duration: float | None = setting(
+        None, "seconds from first to last request", above=0, default_text="as in the trace"
+    )
+    tokens_per_id: int = setting(TRACE_ID_TOKENS, "fewer: shorter prompts", least=1)
+    output_divisor: int = setting(1, "divide the output lengths by this", least=1)
+    seed: int = setting(1, "seed of the random numbers")
+    num_blocks: int = setting(27_000, "KV blocks of each engine", least=1)
+    block_size: int = setting(16, "tokens of a block", least=1)
+    max_num_seqs: int = setting(64, "requests in a batch", least=1)
+    max_model_len: int = setting(131_072, "tokens", least=1)
+    speedup: float = setting(1.0, "relative to Llama-3-8B on an H100", above=0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepModelEngines(Settings):
     heading = "With another --timing: cells with the oracle, over seeds"
 
-    workload: Annotated[
-        tuple[
-            Literal["trace", "docs", "hot", "hot-3", "hot-10", "hot-40", "zero", "groups", "siblings"], ...
-        ],
-        Setting("what is asked", default_text=TRACE, is_top=True),
-    ] = ()
+    workload: tuple[
+        Literal["trace", "docs", "hot", "hot-3", "hot-10", "hot-40", "zero", "groups", "siblings"], ...
+    ] = setting((), "what is asked", default_text=TRACE, is_top=True)
     load: Annotated[tuple[float, ...], _numbers("shares of the measured saturation", "L,L", is_top=True)] = ()
     pace: Annotated[
         tuple[float, ...], _numbers("instead of --load: times the workload's own pace", "P,P")
@@ -135,27 +132,18 @@ class StepModelEngines(Settings):
         _numbers("all engines' blocks / distinct blocks", "C,C", default_text="1", is_top=True),
     ] = ()
     speeds: Annotated[tuple[float, ...], _numbers("relative speeds of the engines, repeated", "S,S")] = ()
-    order: Annotated[str, Setting("which prompt an engine takes next", choices=tuple(ORDERS))] = ORDERS[0]
-    parallel_prefill: Annotated[int, Setting("prompts in prefill at a time in an engine", least=1)] = 1
-    cancel: Annotated[float, Setting("share of the clients that leave within 5 s", least=0, most=1)] = 0.0
-    replicas: Annotated[
-        int, Setting("routers; a request comes through one at random", least=1, is_top=True)
-    ] = 1
-    sync_ms: Annotated[
-        float | None,
-        Setting("until a booking reaches the others", metavar="MS|off", read=_sync_ms, is_top=True),
-    ] = 5.0
-    sync_loss: Annotated[
-        float, Setting("share of the sync frames that are lost, then repaired", least=0, most=1)
-    ] = 0.0
-    slo_ttft_s: Annotated[float, Setting("goodput: most seconds to the first token", above=0)] = Slo().ttft_s
-    slo_itl_ms: Annotated[float, Setting("goodput: most ms between tokens, mean", above=0)] = (
-        1000 * Slo().itl_s
+    order: str = setting(ORDERS[0], "which prompt an engine takes next", choices=tuple(ORDERS))
+    parallel_prefill: int = setting(1, "prompts in prefill at a time in an engine", least=1)
+    cancel: float = setting(0.0, "share of the clients that leave within 5 s", least=0, most=1)
+    replicas: int = setting(1, "routers; a request comes through one at random", least=1, is_top=True)
+    sync_ms: float | None = setting(
+        5.0, "until a booking reaches the others", metavar="MS|off", read=_sync_ms, is_top=True
     )
-    seeds: Annotated[
-        int, Setting("runs with other arrivals; the mean and spread are shown", least=1, is_top=True)
-    ] = 1
-    jobs: Annotated[int, Setting("processes", least=1)] = 1
+    sync_loss: float = setting(0.0, "share of the sync frames that are lost, then repaired", least=0, most=1)
+    slo_ttft_s: float = setting(Slo().ttft_s, "goodput: most seconds to the first token", above=0)
+    slo_itl_ms: float = setting(1000 * Slo().itl_s, "goodput: most ms between tokens, mean", above=0)
+    seeds: int = setting(1, "runs with other arrivals; the mean and spread are shown", least=1, is_top=True)
+    jobs: int = setting(1, "processes", least=1)
 
     def given(self) -> list[str]:
         """What only step models have, as flags."""
@@ -167,40 +155,33 @@ class StepModelEngines(Settings):
 class SimulateSettings(Settings):
     heading = "Simulation"
 
-    trace: Annotated[
-        Path,
-        Setting(
-            "requests in Mooncake's JSON lines, also .gz",
-            default_text="the excerpt that comes with kvrouter",
-            is_top=True,
-        ),
-    ] = CONVERSATION_EXCERPT
-    requests: Annotated[
-        int | None,
-        Setting("read only the first ones", least=1, default_text="700 for mocker, else all", is_top=True),
-    ] = None
-    json: Annotated[Path | None, Setting("also write the figures to this file", is_top=True)] = None
-    workers: Annotated[int, Setting("number of engines", least=1, is_top=True)] = 8
-    timing: Annotated[
-        str,
-        Setting(
-            "the engines' model: the mocker's, or a step model (docs/simulate.md)",
-            choices=(MOCKER, *STEP_MODELS),
-            is_top=True,
-        ),
-    ] = MOCKER
-    router_mode: Annotated[
-        tuple[str, ...],
-        Setting(
-            f"{', '.join(_MODES)}; with :8 that overlap weight",
-            metavar="MODE[:WEIGHT]",
-            read=mode_name,
-            is_repeated=True,
-            default_text=" and ".join(DEFAULT_MODES),
-            heading="Routing",
-            is_top=True,
-        ),
-    ] = ()
+    trace: Path = setting(
+        CONVERSATION_EXCERPT,
+        "requests in Mooncake's JSON lines, also .gz",
+        default_text="the excerpt that comes with kvrouter",
+        is_top=True,
+    )
+    requests: int | None = setting(
+        None, "read only the first ones", least=1, default_text="700 for mocker, else all", is_top=True
+    )
+    json: Path | None = setting(None, "also write the figures to this file", is_top=True)
+    workers: int = setting(8, "number of engines", least=1, is_top=True)
+    timing: str = setting(
+        MOCKER,
+        "the engines' model: the mocker's, or a step model (docs/simulate.md)",
+        choices=(MOCKER, *STEP_MODELS),
+        is_top=True,
+    )
+    router_mode: tuple[str, ...] = setting(
+        (),
+        f"{', '.join(_MODES)}; with :8 that overlap weight",
+        metavar="MODE[:WEIGHT]",
+        read=mode_name,
+        is_repeated=True,
+        default_text=" and ".join(DEFAULT_MODES),
+        heading="Routing",
+        is_top=True,
+    )
     policy: PolicySettings = field(default_factory=PolicySettings)
     files: PolicyFiles = field(default_factory=PolicyFiles)
     mocker: MockerEngines = field(default_factory=MockerEngines)

@@ -20,12 +20,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import tokenizers
 import xxhash
 
-from kvrouter.settings.declare import MIB, Setting, Settings, mib, read_mib
+from kvrouter.settings.declare import MIB, Settings, mib, read_mib, setting
 from kvrouter.tokens.splits import Splits
 
 # Memory of an entry besides its ids (key, array, dictionary), measured: 280 to 310 bytes.
@@ -145,37 +145,31 @@ class CacheSettings(Settings):
 
     heading = "Tokens"
 
-    max_parts: Annotated[
-        int,
-        Setting(
-            "prefix cache of the tokenizer: most pieces of text whose tokens are kept; 0 switches it off",
-            name="prefix-store-blocks",
-            least=0,
-        ),
-    ] = 500_000
+    max_parts: int = setting(
+        500_000,
+        "prefix cache of the tokenizer: most pieces of text whose tokens are kept; 0 switches it off",
+        name="prefix-store-blocks",
+        least=0,
+    )
     part_characters: int = 256
-    max_bytes: Annotated[
-        int,
-        Setting(
-            "memory of the prefix cache, in MiB",
-            name="prefix-store-mib",
-            old=("--prefix-store-mb",),
-            metavar="MIB",
-            read=read_mib,
-            text=mib,
-        ),
-    ] = 512 * MIB
-    enough: Annotated[
-        float | None,
-        Setting(
-            "if this share of a prompt's characters is in the prefix cache, do not tokenize the rest "
-            "(Heimdall: 0.8); overlap is then found in the cached part only",
-            name="min-prefix-overlap-ratio",
-            metavar="SHARE",
-            above=0,
-            most=1,
-        ),
-    ] = None
+    max_bytes: int = setting(
+        512 * MIB,
+        "memory of the prefix cache, in MiB",
+        name="prefix-store-mib",
+        old=("--prefix-store-mb",),
+        metavar="MIB",
+        read=read_mib,
+        text=mib,
+    )
+    enough: float | None = setting(
+        None,
+        "if this share of a prompt's characters is in the prefix cache, do not tokenize the rest "
+        "(Heimdall: 0.8); overlap is then found in the cached part only",
+        name="min-prefix-overlap-ratio",
+        metavar="SHARE",
+        above=0,
+        most=1,
+    )
 
 
 class PrefixTokens:

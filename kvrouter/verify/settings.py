@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
 from kvrouter.config import DAY_S, NamespaceOptions
 from kvrouter.errors import ConfigError
-from kvrouter.settings.declare import Command, Setting, Settings
+from kvrouter.settings.declare import Command, Settings, setting
 
 
 def _url(text: str) -> str:
@@ -26,53 +26,45 @@ def _replay(text: str) -> tuple[str, list[str]]:
 class VerifySettings(Settings):
     heading = "Replicas"
 
-    replica: Annotated[
-        tuple[str, ...],
-        Setting(
-            "admin listener of a frontend: at least two, or one with --owners",
-            metavar="URL",
-            read=_url,
-            is_repeated=True,
-            is_top=True,
-        ),
-    ] = ()
-    admin_key_file: Annotated[
-        Path | None, Setting("operators' key, to use the clients' ports instead", is_top=True)
-    ] = None
-    timeout_s: Annotated[
-        float, Setting("seconds to compare", least=0, most=DAY_S, old=("--timeout",), is_top=True)
-    ] = 15.0
-    tls_ca: Annotated[
-        Path | None, Setting("trusted authorities for https://, added to the system's", is_top=True)
-    ] = None
-    tls_name: Annotated[
-        str | None, Setting("name in the certificates, if it differs from the URLs'", metavar="NAME")
-    ] = None
-    json: Annotated[Path | None, Setting("also write the result to this file", is_top=True)] = None
-    owners: Annotated[
-        bool,
-        Setting(
-            "also compare with the frames of the agents, and the agents with the events of their engines",
-            heading="Owners",
-            is_top=True,
-        ),
-    ] = False
-    kv_replay: Annotated[
-        tuple[tuple[str, list[str]], ...],
-        Setting(
-            "ZMQ endpoint of an engine's replay, one per rank, if the engine reports none",
-            metavar="WORKER=ENDPOINT[,…]",
-            read=_replay,
-            text=lambda pair: f"{pair[0]}={','.join(pair[1])}",
-            is_repeated=True,
-            heading="Owners",
-            is_top=True,
-        ),
-    ] = ()
-    engine_api_key_file: Annotated[Path | None, Setting("bearer token for engines", heading="Owners")] = None
-    worker_tls_ca: Annotated[
-        Path | None, Setting("authorities of the engines' certificates", heading="Owners")
-    ] = None
+    replica: tuple[str, ...] = setting(
+        (),
+        "admin listener of a frontend: at least two, or one with --owners",
+        metavar="URL",
+        read=_url,
+        is_repeated=True,
+        is_top=True,
+    )
+    admin_key_file: Path | None = setting(
+        None, "operators' key, to use the clients' ports instead", is_top=True
+    )
+    timeout_s: float = setting(
+        15.0, "seconds to compare", least=0, most=DAY_S, old=("--timeout",), is_top=True
+    )
+    tls_ca: Path | None = setting(
+        None, "trusted authorities for https://, added to the system's", is_top=True
+    )
+    tls_name: str | None = setting(
+        None, "name in the certificates, if it differs from the URLs'", metavar="NAME"
+    )
+    json: Path | None = setting(None, "also write the result to this file", is_top=True)
+    owners: bool = setting(
+        False,
+        "also compare with the frames of the agents, and the agents with the events of their engines",
+        heading="Owners",
+        is_top=True,
+    )
+    kv_replay: tuple[tuple[str, list[str]], ...] = setting(
+        (),
+        "ZMQ endpoint of an engine's replay, one per rank, if the engine reports none",
+        metavar="WORKER=ENDPOINT[,…]",
+        read=_replay,
+        text=lambda pair: f"{pair[0]}={','.join(pair[1])}",
+        is_repeated=True,
+        heading="Owners",
+        is_top=True,
+    )
+    engine_api_key_file: Path | None = setting(None, "bearer token for engines", heading="Owners")
+    worker_tls_ca: Path | None = setting(None, "authorities of the engines' certificates", heading="Owners")
     bus: NamespaceOptions = field(default_factory=NamespaceOptions)
 
     def checked(self) -> Self:

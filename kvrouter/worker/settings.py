@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
 from kvrouter.config import CommonOptions, read_identifier, read_key
 from kvrouter.errors import ConfigError
-from kvrouter.settings.declare import Command, Setting, Settings
+from kvrouter.settings.declare import Command, Settings, setting
 from kvrouter.settings.read import load
 from kvrouter.tls import trusting
 from kvrouter.worker.options import (
@@ -31,118 +30,87 @@ def _label(text: str) -> tuple[str, str]:
 class EngineSettings(Settings):
     heading = "Engine"
 
-    engine_url: Annotated[
-        str, Setting("the engine's HTTP server, as the agent reaches it", metavar="URL", is_top=True)
-    ] = ""
-    engines: Annotated[
-        Path | None,
-        Setting(
-            "run agents for several engines in this process, listed in a TOML or JSON file: [[engine]] "
-            'entries with these settings as keys (engine-url = "http://…"); --kv-topic then filters for all',
-            is_top=True,
-        ),
-    ] = None
-    advertise_url: Annotated[
-        str | None,
-        Setting("the engine as frontends reach it", metavar="URL", default_text="--engine-url", is_top=True),
-    ] = None
-    engine_api_key_file: Annotated[Path | None, Setting("bearer token for the engine", is_top=True)] = None
-    worker_tls_ca: Annotated[
-        Path | None,
-        Setting(
-            "authorities of the engine's certificate (https:// URL), trusted in addition to the system's"
-        ),
-    ] = None
+    engine_url: str = setting(
+        "", "the engine's HTTP server, as the agent reaches it", metavar="URL", is_top=True
+    )
+    engines: Path | None = setting(
+        None,
+        "run agents for several engines in this process, listed in a TOML or JSON file: [[engine]] "
+        'entries with these settings as keys (engine-url = "http://…"); --kv-topic then filters for all',
+        is_top=True,
+    )
+    advertise_url: str | None = setting(
+        None, "the engine as frontends reach it", metavar="URL", default_text="--engine-url", is_top=True
+    )
+    engine_api_key_file: Path | None = setting(None, "bearer token for the engine", is_top=True)
+    worker_tls_ca: Path | None = setting(
+        None, "authorities of the engine's certificate (https:// URL), trusted in addition to the system's"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class EventSettings(Settings):
     heading = "KV events"
 
-    kv_events: Annotated[
-        str | None,
-        Setting("ZMQ endpoint of the engine's KV events; one per rank", metavar="ENDPOINT[,…]", is_top=True),
-    ] = None
-    kv_replay: Annotated[
-        str | None, Setting("ZMQ endpoint of its replay; one per rank", metavar="ENDPOINT[,…]", is_top=True)
-    ] = None
-    kv_topic: Annotated[
-        str, Setting("subscribe only to topics with this prefix", metavar="PREFIX", default_text="all")
-    ] = ""
-    dp_size: Annotated[
-        int | None,
-        Setting(
-            "ranks, if the engine does not report them; with one endpoint, rank r's port is r higher", least=1
-        ),
-    ] = None
-    kv_flush_ms: Annotated[float, Setting("milliseconds between two frames of a rank", least=0)] = 10.0
-    kv_cache_block_size: Annotated[
-        int | None, Setting("block size in tokens, instead of the engine's metrics", least=1)
-    ] = None
+    kv_events: str | None = setting(
+        None, "ZMQ endpoint of the engine's KV events; one per rank", metavar="ENDPOINT[,…]", is_top=True
+    )
+    kv_replay: str | None = setting(
+        None, "ZMQ endpoint of its replay; one per rank", metavar="ENDPOINT[,…]", is_top=True
+    )
+    kv_topic: str = setting(
+        "", "subscribe only to topics with this prefix", metavar="PREFIX", default_text="all"
+    )
+    dp_size: int | None = setting(
+        None,
+        "ranks, if the engine does not report them; with one endpoint, rank r's port is r higher",
+        least=1,
+    )
+    kv_flush_ms: float = setting(10.0, "milliseconds between two frames of a rank", least=0)
+    kv_cache_block_size: int | None = setting(
+        None, "block size in tokens, instead of the engine's metrics", least=1
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class CardSettings(Settings):
     heading = "Worker"
 
-    worker_id: Annotated[
-        str | None,
-        Setting(
-            "keep it across restarts",
-            metavar="ID",
-            read=read_identifier,
-            default_text="host and port of the engine",
-            is_top=True,
-        ),
-    ] = None
-    model: Annotated[
-        str | None,
-        Setting(
-            "name of the base model, which names the pool",
-            metavar="NAME",
-            default_text="the engine's first model",
-        ),
-    ] = None
-    max_num_batched_tokens: Annotated[
-        int, Setting("the engine's setting, for the card; 0: unknown", least=0)
-    ] = 0
-    max_num_seqs: Annotated[int, Setting("the engine's setting, for the card; 0: unknown", least=0)] = 0
-    label: Annotated[
-        tuple[tuple[str, str], ...],
-        Setting(
-            "zone, node, group …",
-            metavar="KEY=VALUE",
-            read=_label,
-            text="=".join,
-            is_repeated=True,
-        ),
-    ] = ()
-    metric: Annotated[
-        tuple[str, ...],
-        Setting(
-            "report one more series of the engine's /metrics, for custom policies",
-            metavar="NAME=SERIES",
-        ),
-    ] = ()
-    state_file: Annotated[
-        Path | None, Setting("keep the table of blocks here across restarts", is_top=True)
-    ] = None
-    kv_repair: Annotated[
-        bool,
-        Setting(
-            "after lost history, requests ask the engine to announce the blocks that they reuse "
-            "(vLLM 0.24 and later)"
-        ),
-    ] = True
-    drain_timeout_s: Annotated[
-        float,
-        Setting(
-            "seconds after SIGTERM that the engine's requests get to finish; 0: leave at once",
-            least=0,
-            old=("--drain-timeout",),
-        ),
-    ] = 300.0
-    probe_s: Annotated[float, Setting("seconds between health probes; 3 misses mean down", above=0)] = 1.0
+    worker_id: str | None = setting(
+        None,
+        "keep it across restarts",
+        metavar="ID",
+        read=read_identifier,
+        default_text="host and port of the engine",
+        is_top=True,
+    )
+    model: str | None = setting(
+        None,
+        "name of the base model, which names the pool",
+        metavar="NAME",
+        default_text="the engine's first model",
+    )
+    max_num_batched_tokens: int = setting(0, "the engine's setting, for the card; 0: unknown", least=0)
+    max_num_seqs: int = setting(0, "the engine's setting, for the card; 0: unknown", least=0)
+    label: tuple[tuple[str, str], ...] = setting(
+        (), "zone, node, group …", metavar="KEY=VALUE", read=_label, text="=".join, is_repeated=True
+    )
+    metric: tuple[str, ...] = setting(
+        (), "report one more series of the engine's /metrics, for custom policies", metavar="NAME=SERIES"
+    )
+    state_file: Path | None = setting(None, "keep the table of blocks here across restarts", is_top=True)
+    kv_repair: bool = setting(
+        True,
+        "after lost history, requests ask the engine to announce the blocks that they reuse "
+        "(vLLM 0.24 and later)",
+    )
+    drain_timeout_s: float = setting(
+        300.0,
+        "seconds after SIGTERM that the engine's requests get to finish; 0: leave at once",
+        least=0,
+        old=("--drain-timeout",),
+    )
+    probe_s: float = setting(1.0, "seconds between health probes; 3 misses mean down", above=0)
 
 
 @dataclass(frozen=True, slots=True)

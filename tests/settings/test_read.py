@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import pytest
 
 from kvrouter.errors import ConfigError
-from kvrouter.settings.declare import Command, Setting, Settings
+from kvrouter.settings.declare import Command, Settings, setting
 from kvrouter.settings.read import PageAsked, load
 
 
@@ -17,33 +17,29 @@ from kvrouter.settings.read import PageAsked, load
 class Queue(Settings):
     heading = "Queue"
 
-    size: Annotated[int, Setting("most that wait", name="queue-size", least=1)] = 10
-    wait_s: Annotated[float, Setting("seconds", name="queue-wait-s", above=0, old=("--queue-wait-secs",))] = (
-        1.5
-    )
+    size: int = setting(10, "most that wait", name="queue-size", least=1)
+    wait_s: float = setting(1.5, "seconds", name="queue-wait-s", above=0, old=("--queue-wait-secs",))
 
 
 @dataclass(frozen=True, slots=True)
 class Options(Settings):
-    port: Annotated[int, Setting("port", least=0, most=65535, old=("--http-port",), is_top=True)] = 8000
-    mode: Annotated[Literal["kv", "random"], Setting("how to choose", name="router-mode", is_top=True)] = "kv"
-    weight: Annotated[float | Literal["auto"], Setting("of overlap", least=0, reloadable=True)] = 1.0
-    events: Annotated[bool, Setting("use events", name="use-events", old=("--no-kv-events",))] = True
-    synced: Annotated[bool | None, Setting("share bookings")] = None
-    model_path: Annotated[tuple[str, ...], Setting("directories")] = ()
-    servers: Annotated[
-        tuple[str, ...],
-        Setting(
-            "of NATS",
-            name="nats",
-            read=lambda text: tuple(text.split(",")),
-            text=",".join,
-            variable="NATS_URL",
-        ),
-    ] = ("nats://a",)
-    key: Annotated[str, Setting("of clients", is_secret=True)] = ""
-    file: Annotated[Path | None, Setting("to read")] = None
-    number: Annotated[int, Setting("of this process", is_hidden=True)] = 0
+    port: int = setting(8000, "port", least=0, most=65535, old=("--http-port",), is_top=True)
+    mode: Literal["kv", "random"] = setting("kv", "how to choose", name="router-mode", is_top=True)
+    weight: float | Literal["auto"] = setting(1.0, "of overlap", least=0, reloadable=True)
+    events: bool = setting(True, "use events", name="use-events", old=("--no-kv-events",))
+    synced: bool | None = setting(None, "share bookings")
+    model_path: tuple[str, ...] = setting((), "directories")
+    servers: tuple[str, ...] = setting(
+        ("nats://a",),
+        "of NATS",
+        name="nats",
+        read=lambda text: tuple(text.split(",")),
+        text=",".join,
+        variable="NATS_URL",
+    )
+    key: str = setting("", "of clients", is_secret=True)
+    file: Path | None = setting(None, "to read")
+    number: int = setting(0, "of this process", is_hidden=True)
     queue: Queue = field(default_factory=Queue)
 
     def checked(self) -> Self:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -25,7 +25,7 @@ from kvrouter.core.tables.block_index import BlockIndex, IndexBounds
 from kvrouter.core.tables.bookings import BookingTable
 from kvrouter.core.wire.heartbeats import WorkerBeat
 from kvrouter.core.wire.ids import PoolId, Target, WorkerId
-from kvrouter.settings.declare import Setting, Settings
+from kvrouter.settings.declare import Settings, setting
 
 # Workers, feeds or states listed in one sentence.
 NAMED_MOST = 5
@@ -39,44 +39,36 @@ class PoolSettings(Settings):
 
     heading = "Routing"
 
-    use_kv_events: Annotated[
-        bool,
-        Setting(
-            "index the engines' KV events; without: assume that prompts stay cached for --router-ttl-s",
-            old=("--no-kv-events",),
-            is_top=True,
-        ),
-    ] = True
-    ttl_s: Annotated[
-        float,
-        Setting(
-            "without KV events: seconds that a prompt is assumed to stay cached where it was sent; "
-            "0: until the worker's cache is full",
-            name="router-ttl-s",
-            old=("--router-ttl-secs",),
-            least=0,
-        ),
-    ] = DEFAULT_TTL_S
-    approx_capacity_blocks: Annotated[
-        int,
-        Setting(
-            "without KV events: most blocks that a worker is assumed to hold; 0: the capacity on its card",
-            name="router-approx-capacity-blocks",
-            least=0,
-        ),
-    ] = 0
-    inflight_overlap: Annotated[
-        bool, Setting("count blocks of requests in flight as cached", name="router-inflight-overlap")
-    ] = True
-    block_size: Annotated[
-        int | None,
-        Setting(
-            "tokens of one block in prompts' hashes",
-            name="kv-cache-block-size",
-            least=1,
-            default_text="the block size of most workers",
-        ),
-    ] = None
+    use_kv_events: bool = setting(
+        True,
+        "index the engines' KV events; without: assume that prompts stay cached for --router-ttl-s",
+        old=("--no-kv-events",),
+        is_top=True,
+    )
+    ttl_s: float = setting(
+        DEFAULT_TTL_S,
+        "without KV events: seconds that a prompt is assumed to stay cached where it was sent; "
+        "0: until the worker's cache is full",
+        name="router-ttl-s",
+        old=("--router-ttl-secs",),
+        least=0,
+    )
+    approx_capacity_blocks: int = setting(
+        0,
+        "without KV events: most blocks that a worker is assumed to hold; 0: the capacity on its card",
+        name="router-approx-capacity-blocks",
+        least=0,
+    )
+    inflight_overlap: bool = setting(
+        True, "count blocks of requests in flight as cached", name="router-inflight-overlap"
+    )
+    block_size: int | None = setting(
+        None,
+        "tokens of one block in prompts' hashes",
+        name="kv-cache-block-size",
+        least=1,
+        default_text="the block size of most workers",
+    )
     lora_multiplex: bool = False
     """Whether a request for an adapter may go where the adapter is not loaded (`Multiplex` in filters.py)."""
     counts_tokens: bool = False

@@ -27,11 +27,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import Annotated
 
 from kvrouter.core.routing.policy import Candidate
 from kvrouter.errors import QueueFullError
-from kvrouter.settings.declare import Setting, Settings
+from kvrouter.settings.declare import Settings, setting
 
 # One Free wakes the queues of all replicas. Each waits a random time, up to this many seconds per peer, so
 # that they do not all send to the same target.
@@ -47,36 +46,29 @@ class AdmissionSettings(Settings):
 
     heading = "Waiting for a worker"
 
-    threshold: Annotated[
-        float,
-        Setting(
-            "requests wait while every worker has more prefill tokens charged than this many times its "
-            "max_batched_tokens; 0: requests never wait",
-            name="router-queue-threshold",
-            least=0,
-        ),
-    ] = 0.0
-    max_waiting: Annotated[
-        int,
-        Setting("most requests that wait per model; one more gets a 503", name="router-queue-size", least=1),
-    ] = 1000
-    max_wait_s: Annotated[
-        float,
-        Setting(
-            "seconds that a request waits; then it gets a 503",
-            name="router-queue-timeout-s",
-            old=("--router-queue-timeout",),
-            above=0,
-        ),
-    ] = 30.0
-    ageing_s: Annotated[
-        float,
-        Setting(
-            "seconds of waiting that count as much as one step of priority",
-            name="router-queue-ageing-s",
-            above=0,
-        ),
-    ] = 1.0
+    threshold: float = setting(
+        0.0,
+        "requests wait while every worker has more prefill tokens charged than this many times its "
+        "max_batched_tokens; 0: requests never wait",
+        name="router-queue-threshold",
+        least=0,
+    )
+    max_waiting: int = setting(
+        1000, "most requests that wait per model; one more gets a 503", name="router-queue-size", least=1
+    )
+    max_wait_s: float = setting(
+        30.0,
+        "seconds that a request waits; then it gets a 503",
+        name="router-queue-timeout-s",
+        old=("--router-queue-timeout",),
+        above=0,
+    )
+    ageing_s: float = setting(
+        1.0,
+        "seconds of waiting that count as much as one step of priority",
+        name="router-queue-ageing-s",
+        above=0,
+    )
     """Seconds of waiting that one step of priority is worth; 0: first come, first served."""
 
     def delay_s(self, priority: int) -> float:

@@ -14,10 +14,9 @@ a time. Defaults: SGLang's router.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from kvrouter.core.wire.ids import Target
-from kvrouter.settings.declare import Setting, Settings
+from kvrouter.settings.declare import Settings, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +25,14 @@ class BreakerSettings(Settings):
 
     heading = "Which workers may be chosen"
 
-    failures: Annotated[
-        int,
-        Setting(
-            "consecutive failed attempts after which a worker is skipped",
-            name="circuit-breaker-failures",
-            least=1,
-        ),
-    ] = 10
+    failures: int = setting(
+        10,
+        "consecutive failed attempts after which a worker is skipped",
+        name="circuit-breaker-failures",
+        least=1,
+    )
     successes: int = 3
-    open_s: Annotated[
-        float, Setting("seconds that it is skipped", name="circuit-breaker-open-s", above=0)
-    ] = 60.0
+    open_s: float = setting(60.0, "seconds that it is skipped", name="circuit-breaker-open-s", above=0)
 
 
 @dataclass(slots=True)

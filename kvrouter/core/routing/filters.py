@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from kvrouter.core.routing.breaker import CircuitBreakers
 from kvrouter.core.routing.builtin_policy import Moment
@@ -20,7 +20,7 @@ from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target
-from kvrouter.settings.declare import Setting, Settings
+from kvrouter.settings.declare import Settings, setting
 
 
 class Filter(ABC):
@@ -185,42 +185,30 @@ class FilterSettings(Settings):
 
     heading = "Which workers may be chosen"
 
-    active_decode_blocks_threshold: Annotated[
-        float | None,
-        Setting(
-            "skip workers with more than this share of their KV blocks active; see POST /busy_threshold",
-            metavar="SHARE",
-            least=0,
-            most=1,
-            reloadable=True,
-        ),
-    ] = None
-    active_prefill_tokens_threshold: Annotated[
-        int | None,
-        Setting("skip workers with more prefill tokens charged", metavar="TOKENS", least=1, reloadable=True),
-    ] = None
-    max_ongoing_requests: Annotated[
-        int, Setting("skip targets with N requests in flight; 0: no limit", least=0, reloadable=True)
-    ] = 0
-    session_affinity: Annotated[
-        Literal["off", "soft", "hard"],
-        Setting(
-            "keep a session on one worker; soft: while the worker takes requests; hard: even if it is full"
-        ),
-    ] = "off"
-    multiplex: Annotated[
-        bool,
-        Setting(
-            "engines load adapters on demand: prefer workers that have it, else those with the fewest",
-            name="lora-multiplex",
-        ),
-    ] = False
-    node: Annotated[
-        str, Setting("node of this frontend: prefer its workers", name="locality-node", metavar="NODE")
-    ] = ""
-    zone: Annotated[
-        str, Setting("zone of this frontend: prefer its workers", name="locality-zone", metavar="ZONE")
-    ] = ""
+    active_decode_blocks_threshold: float | None = setting(
+        None,
+        "skip workers with more than this share of their KV blocks active; see POST /busy_threshold",
+        metavar="SHARE",
+        least=0,
+        most=1,
+        reloadable=True,
+    )
+    active_prefill_tokens_threshold: int | None = setting(
+        None, "skip workers with more prefill tokens charged", metavar="TOKENS", least=1, reloadable=True
+    )
+    max_ongoing_requests: int = setting(
+        0, "skip targets with N requests in flight; 0: no limit", least=0, reloadable=True
+    )
+    session_affinity: Literal["off", "soft", "hard"] = setting(
+        "off", "keep a session on one worker; soft: while the worker takes requests; hard: even if it is full"
+    )
+    multiplex: bool = setting(
+        False,
+        "engines load adapters on demand: prefer workers that have it, else those with the fewest",
+        name="lora-multiplex",
+    )
+    node: str = setting("", "node of this frontend: prefer its workers", name="locality-node", metavar="NODE")
+    zone: str = setting("", "zone of this frontend: prefer its workers", name="locality-zone", metavar="ZONE")
 
 
 def new_filters(settings: FilterSettings, circuits: CircuitBreakers | None = None) -> tuple[Filter, ...]:

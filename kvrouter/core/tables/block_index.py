@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from kvrouter.core.tables.table import Slots, SlotSet, bits, new_table
 from kvrouter.core.wire.hashes import Hashes, hashes_of
 from kvrouter.core.wire.ids import Target
 from kvrouter.core.wire.ops import TIERS
-from kvrouter.settings.declare import Setting, Settings
+from kvrouter.settings.declare import Settings, setting
 
 _MAX_REFUSED = 64  # samples: each is looked up when room is checked
 
@@ -43,15 +43,12 @@ class IndexBounds(Settings):
 
     heading = "Block index"
 
-    max_blocks: Annotated[
-        int,
-        Setting(
-            "most distinct blocks in the index of a model; 0: no limit", name="index-max-blocks", least=0
-        ),
-    ] = 0
-    max_holders: Annotated[
-        int, Setting("most workers in the index per block; 0: no limit", name="index-max-holders", least=0)
-    ] = 0
+    max_blocks: int = setting(
+        0, "most distinct blocks in the index of a model; 0: no limit", name="index-max-blocks", least=0
+    )
+    max_holders: int = setting(
+        0, "most workers in the index per block; 0: no limit", name="index-max-holders", least=0
+    )
 
 
 @dataclass(slots=True)

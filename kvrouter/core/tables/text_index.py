@@ -24,13 +24,12 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
 from kvrouter.core.wire.ids import Target
 from kvrouter.core.wire.ops import MAX_SENT_CHARS, SentText
 from kvrouter.core.wire.values import valid_unicode
 from kvrouter.errors import ConfigError
-from kvrouter.settings.declare import Setting, Settings
+from kvrouter.settings.declare import Settings, setting
 
 # An eviction of 500 nodes takes less than a millisecond; between two steps requests are routed.
 STEP_NODES = 500
@@ -50,22 +49,18 @@ class TextIndexSettings(Settings):
     heading = "Mode prefix-affinity"
 
     block_chars: int = 1
-    do_eviction: Annotated[bool, Setting("evict old texts")] = False
-    eviction_threshold_chars: Annotated[
-        int, Setting("characters of a worker above which its oldest texts are evicted", least=1)
-    ] = 400_000
-    eviction_target_chars: Annotated[int, Setting("characters that remain after an eviction", least=1)] = (
-        360_000
+    do_eviction: bool = setting(False, "evict old texts")
+    eviction_threshold_chars: int = setting(
+        400_000, "characters of a worker above which its oldest texts are evicted", least=1
     )
-    eviction_interval_secs: Annotated[
-        float,
-        Setting(
-            "seconds between two evictions",
-            name="eviction-interval-s",
-            old=("--eviction-interval-secs",),
-            above=0,
-        ),
-    ] = 10.0
+    eviction_target_chars: int = setting(360_000, "characters that remain after an eviction", least=1)
+    eviction_interval_secs: float = setting(
+        10.0,
+        "seconds between two evictions",
+        name="eviction-interval-s",
+        old=("--eviction-interval-secs",),
+        above=0,
+    )
 
     def __post_init__(self) -> None:
         if self.block_chars < 1:
