@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from kvrouter.errors import ConfigError
 from kvrouter.mocker.engine import EngineConfig, speed_up
@@ -94,9 +94,9 @@ def _sync_ms(text: str) -> float | None:
     return None if text == "off" else _above(text)
 
 
-def _numbers(help_: str, metavar: str, **more: Any) -> Setting:
+def _numbers(help_: str, metavar: str, **more: Any) -> Any:
     """Numbers above 0, separated by commas."""
-    return Setting(help_, metavar=metavar, read=_list, text=_list_text, is_repeated=False, **more)
+    return setting((), help_, metavar=metavar, read=_list, text=_list_text, is_repeated=False, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +123,12 @@ class StepModelEngines(Settings):
     workload: tuple[
         Literal["trace", "docs", "hot", "hot-3", "hot-10", "hot-40", "zero", "groups", "siblings"], ...
     ] = setting((), "what is asked", default_text=TRACE, is_top=True)
-    load: Annotated[tuple[float, ...], _numbers("shares of the measured saturation", "L,L", is_top=True)] = ()
-    pace: Annotated[
-        tuple[float, ...], _numbers("instead of --load: times the workload's own pace", "P,P")
-    ] = ()
-    cache: Annotated[
-        tuple[float, ...],
-        _numbers("all engines' blocks / distinct blocks", "C,C", default_text="1", is_top=True),
-    ] = ()
-    speeds: Annotated[tuple[float, ...], _numbers("relative speeds of the engines, repeated", "S,S")] = ()
+    load: tuple[float, ...] = _numbers("shares of the measured saturation", "L,L", is_top=True)
+    pace: tuple[float, ...] = _numbers("instead of --load: times the workload's own pace", "P,P")
+    cache: tuple[float, ...] = _numbers(
+        "all engines' blocks / distinct blocks", "C,C", default_text="1", is_top=True
+    )
+    speeds: tuple[float, ...] = _numbers("relative speeds of the engines, repeated", "S,S")
     order: str = setting(ORDERS[0], "which prompt an engine takes next", choices=tuple(ORDERS))
     parallel_prefill: int = setting(1, "prompts in prefill at a time in an engine", least=1)
     cancel: float = setting(0.0, "share of the clients that leave within 5 s", least=0, most=1)
