@@ -89,6 +89,7 @@ def cells_of(engines: Engines, requests: Sequence[TraceRequest]) -> Iterator[Cel
                     speeds=engines.speeds,
                     replicas=engines.replicas,
                     sync=engines.sync,
+                    kv_delay_s=engines.kv_delay_s,
                     leaving=engines.leaving,
                     slo=engines.slo,
                 )

@@ -12,6 +12,8 @@ class Agenda:
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, Callable[[float], None]]] = []
         self._made = 0
+        self.now = 0.0
+        """The time of the entry that is acted on."""
 
     def at(self, when: float, act: Callable[[float], None]) -> None:
         """Call `act(when)` at that time."""
@@ -23,5 +25,5 @@ class Agenda:
         """Until nothing is left."""
         entries = self._entries
         while entries:
-            now, _, act = heapq.heappop(entries)
-            act(now)
+            self.now, _, act = heapq.heappop(entries)
+            act(self.now)

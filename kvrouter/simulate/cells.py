@@ -47,6 +47,8 @@ class Cell:
     """Relative speeds of the engines; repeated."""
     replicas: int = 1
     sync: Sync | None = field(default_factory=Sync)
+    kv_delay_s: float = 0.0
+    """Until a KV event reaches the routers' index."""
     leaving: float = 0.0
     """The share of the requests whose clients leave within 5 s."""
     slo: Slo = field(default_factory=Slo)
@@ -74,6 +76,7 @@ class Cell:
                 model=self.model.served(FIRST_COME, 1),
                 replicas=1,
                 sync=None,
+                kv_delay_s=0.0,
                 leaving=0.0,
                 slo=Slo(),
             )
@@ -112,7 +115,7 @@ class Cell:
         # each replica begins its turns elsewhere, as in a frontend
         first = [0] + [chance.randrange(1 << 16) for _ in range(self.replicas - 1)]
         policies = [policy_of(mode, settings, turn) for turn in first]
-        return Replicas(agenda, policies, chance, self.sync)
+        return Replicas(agenda, policies, chance, self.sync, self.kv_delay_s)
 
     def _fleet(self, new_placer: NewPlacer) -> Fleet:
         speeds = [self.speeds[number % len(self.speeds)] for number in range(self.workers)]

@@ -85,7 +85,7 @@ def compare(
 
 def _task(cell: Cell, mode: str, settings: PolicySettings, seed: int) -> _Task:
     if mode == ORACLE:  # cells that differ in their routers alone share its runs
-        cell = replace(cell, replicas=1, sync=None)
+        cell = replace(cell, replicas=1, sync=None, kv_delay_s=0.0)
     return _Task(cell, mode, settings, seed)
 
 

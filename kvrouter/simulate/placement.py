@@ -87,8 +87,11 @@ class Replicas:
         policies: Sequence[BuiltInPolicy],
         chance: random.Random,
         sync: Sync | None = None,
+        kv_delay_s: float = 0.0,
     ) -> None:
+        """`kv_delay_s`: until a KV event reaches the index."""
         self._agenda = agenda
+        self._kv_delay_s = kv_delay_s
         self._chance = chance
         # of their own, so that a policy's draws do not change where requests come in, or what is lost
         self._entrance, self._losses = random.Random("entrance"), random.Random("losses")
@@ -135,10 +138,16 @@ class Replicas:
         self._publish(replica, now)
 
     def stored(self, target: Target, hashes: Sequence[int]) -> None:
-        self.index.store(target, hashes)
+        self._after_delay(lambda _now: self.index.store(target, hashes))
 
     def removed(self, target: Target, hashes: Sequence[int]) -> None:
-        self.index.remove(target, hashes)
+        self._after_delay(lambda _now: self.index.remove(target, hashes))
+
+    def _after_delay(self, act: Callable[[float], None]) -> None:
+        if self._kv_delay_s:
+            self._agenda.at(self._agenda.now + self._kv_delay_s, act)
+        else:
+            act(self._agenda.now)
 
     def report(self, engines: Mapping[Target, SimulatedEngine]) -> None:
         for target, engine in engines.items():

@@ -114,6 +114,7 @@ def _facts(compared: Compared) -> dict[str, Any]:
         "model": asdict(cell.model),
         "speeds": cell.speeds,
         "sync": asdict(cell.sync) if cell.sync else None,
+        "kv_delay_s": cell.kv_delay_s,
         "leaving": cell.leaving,
         "slo": asdict(cell.slo),
     }

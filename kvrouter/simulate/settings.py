@@ -38,6 +38,7 @@ class Engines:
     paces: tuple[float, ...]
     replicas: int
     sync: Sync | None
+    kv_delay_s: float
     leaving: float
     slo: Slo
     seeds: int
@@ -137,6 +138,7 @@ class StepModelEngines(Settings):
         5.0, "until a booking reaches the others", metavar="MS|off", read=_sync_ms, is_top=True
     )
     sync_loss: float = setting(0.0, "share of the sync frames that are lost, then repaired", least=0, most=1)
+    kv_delay_ms: float = setting(0.0, "until a KV event reaches the routers", least=0)
     slo_ttft_s: float = setting(Slo().ttft_s, "goodput: most seconds to the first token", above=0)
     slo_itl_ms: float = setting(1000 * Slo().itl_s, "goodput: most ms between tokens, mean", above=0)
     seeds: int = setting(1, "runs with other arrivals; the mean and spread are shown", least=1, is_top=True)
@@ -237,6 +239,7 @@ class SimulateSettings(Settings):
             paces=given.pace or (1.0,),
             replicas=given.replicas,
             sync=Sync(given.sync_ms / 1000, given.sync_loss) if given.sync_ms is not None else None,
+            kv_delay_s=given.kv_delay_ms / 1000,
             leaving=given.cancel,
             slo=Slo(given.slo_ttft_s, given.slo_itl_ms / 1000),
             seeds=given.seeds,

@@ -92,6 +92,21 @@ def test_clients_that_leave() -> None:
     assert figures.ttft_p90_s < measured(CELL, "kv").ttft_p90_s
 
 
+def test_late_kv_events() -> None:
+    """What an engine has stored is found when its event has come: here, after the next request."""
+    asked = [Arrival(number * 3.0, [1, 2], 1500, 1) for number in range(8)]
+    kind = reference_kind(REFERENCE, 100)
+
+    def cached(delay_s: float) -> int:
+        policies = [new_policy("kv", replace(DEFAULTS, overlap_weight=8.0))]
+        fleet = Fleet(
+            lambda agenda: Replicas(agenda, policies, random.Random(1), kv_delay_s=delay_s), kind, [1.0] * 4
+        )
+        return fleet.run(asked).cached_tokens
+
+    assert 7 * 1024 == cached(0.0) == cached(2.0) > cached(20.0)
+
+
 def test_warm_up_is_not_measured() -> None:
     """Only requests after it count."""
     run = Cell(workloads.groups(), 2.0, workers=8).run("round-robin", DEFAULTS, 0)

@@ -105,6 +105,7 @@ def _odd(base: Cell) -> list[Cell]:
         *(replace(cell, model=cell.model.served(SHORTEST, 1)) for cell in cells),
         *(replace(cell, model=cell.model.served(cell.model.order, 4)) for cell in cells),
         *(replace(cell, leaving=0.1) for cell in cells),
+        *(replace(cell, kv_delay_s=2.0) for cell in cells),
     ]
 
 
@@ -180,6 +181,8 @@ def cell_name(cell: Cell) -> str:
         parts.append("shortest first")
     if cell.model.parallel > 1:
         parts.append(f"{cell.model.parallel} prefills at a time")
+    if cell.kv_delay_s:
+        parts.append(f"KV events {cell.kv_delay_s:g} s late")
     if cell.leaving:
         parts.append(f"{cell.leaving:.0%} leave")
     return ", ".join(parts)
