@@ -33,7 +33,7 @@ MODULES = {
     "mocker": "kvrouter.mocker.__main__",
     "simulate": "kvrouter.simulate.__main__",
     "nats": "kvrouter.bus.__main__",
-    "verify": "kvrouter.verify.command",
+    "verify": "kvrouter.verify.__main__",
 }
 
 

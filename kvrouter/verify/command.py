@@ -20,7 +20,6 @@ from rich.table import Table
 from kvrouter.config import read_key
 from kvrouter.errors import KvRouterError
 from kvrouter.settings.read import Loaded, run
-from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.tls import trusting
 from kvrouter.verify.comparison import Comparison, Report, Row, VerifyError, View, read_view
 from kvrouter.verify.engines import EngineAccess
@@ -93,7 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(loaded: Loaded[VerifySettings]) -> int:
     settings = loaded.settings
-    set_up_logs("error")  # the printed result already contains what warnings would report
     try:
         report = asyncio.run(_compare(settings))
         if settings.json is not None:
