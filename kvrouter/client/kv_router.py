@@ -30,7 +30,7 @@ from kvrouter.core.fleet.replica import Replica, ReplicaSettings
 from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
 from kvrouter.core.routing.cost import Prompt
-from kvrouter.core.routing.policy import Candidate, RouteRequest, parse_wanted
+from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRequest, parse_wanted
 from kvrouter.core.routing.selection import Decision
 from kvrouter.core.tables.approx import DEFAULT_TTL_S
 from kvrouter.core.wire.hashes import Multimodal, block_hashes, sequence_hashes
@@ -58,7 +58,7 @@ class About(TypedDict, total=False):
     lora_name: str | None
     salt: str | None
     multimodal: Sequence[Multimodal]
-    overlap_weight: float
+    overlap_weight: OverlapWeight
     temperature: float
     session: str
     text: str
@@ -81,7 +81,7 @@ class KvRouter(HandFed):
         *,
         policy: NewPolicy = "kv",
         settings: PolicySettings | None = None,
-        overlap_weight: float | None = None,
+        overlap_weight: OverlapWeight | None = None,
         temperature: float = 0.0,
         use_kv_events: bool = True,
         ttl_s: float = DEFAULT_TTL_S,
@@ -103,7 +103,7 @@ class KvRouter(HandFed):
         *,
         policy: NewPolicy = "kv",
         settings: PolicySettings | None = None,
-        overlap_weight: float | None = None,
+        overlap_weight: OverlapWeight | None = None,
         temperature: float = 0.0,
         use_kv_events: bool = True,
         ttl_s: float = DEFAULT_TTL_S,
@@ -271,9 +271,11 @@ def _nothing() -> None:
     """A router that is not on NATS has no peers to publish its bookings to."""
 
 
-def _check_amounts(**amounts: float | None) -> None:
-    """Raise ConfigError for an amount that is given and is not a number of at least 0."""
+def _check_amounts(**amounts: OverlapWeight | None) -> None:
+    """Raise ConfigError for an amount that is given and is not a number of at least 0 (a weight: or AUTO)."""
     for name, amount in amounts.items():
+        if name == "overlap_weight" and amount == AUTO:
+            continue
         if amount is not None and not (isinstance(amount, int | float) and 0 <= amount < math.inf):
             raise ConfigError(f"{name} {amount!r}: use a number of at least 0")
 
@@ -345,7 +347,7 @@ class PlacedRequest:
 
     def free(self) -> None:
         """Call when the request has ended, in any way. A second call changes nothing."""
-        self._router.free(self._placement.key)
+        self._router.free(self._placement.key, self._clock())
         self._on_change()
 
     def __enter__(self) -> Self:
@@ -363,7 +365,10 @@ class PlacedRequest:
 
 
 def _maker(
-    policy: NewPolicy, settings: PolicySettings | None, overlap_weight: float | None, temperature: float
+    policy: NewPolicy,
+    settings: PolicySettings | None,
+    overlap_weight: OverlapWeight | None,
+    temperature: float,
 ) -> Callable[[], BuiltInPolicy]:
     if not isinstance(policy, str):
         if settings is not None:

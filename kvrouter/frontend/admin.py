@@ -160,6 +160,7 @@ class Admin:
                 "peers": self._peers(),
                 "pools": [
                     _pool(router.pool)
+                    | {"prefill": _prefill(router)}
                     | {"queue": self._queue(pool_id), "problems": self._problems(router.pool, "")}
                     for pool_id, router in self._replica.routers.items()
                 ],
@@ -226,6 +227,17 @@ def _pool(pool: Pool) -> dict[str, Any]:
         "block_size": pool.block_size,
         "names": sorted(pool.names),
         "distinct_blocks": len(pool.index),
+    }
+
+
+def _prefill(router: Router) -> dict[str, Any]:
+    """What was learnt of the speed of prefill, and why weight `auto` does not use it."""
+    speed = router.tables.speeds.speed
+    return {
+        "tokens_per_s": round(1 / speed.seconds_per_token),
+        "samples": speed.samples,
+        "error": round(speed.error, 3),
+        "doubt": router.doubt,
     }
 
 

@@ -212,7 +212,7 @@ class Completions:
             # Only a good answer proves that the target computed the prompt, and so may hold its blocks.
             if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
                 router.mark_prefill_completed(placement.key, self._now())
-        router.free(placement.key)
+        router.free(placement.key, self._now())
         self._publishing.flush_soon()
 
     async def _exchange(self, running: Running, *, fresh: bool = False) -> Outcome:

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from kvrouter.core.routing.decisions import Decided, DecisionRing
-from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.policy import Candidate, OverlapWeight, RouteRequest
 from kvrouter.core.routing.selection import Decision, Verdict
 from kvrouter.errors import BadRequestError, UnknownDecisionError
 from kvrouter.frontend.accept import Work
@@ -110,7 +110,7 @@ class DecisionViews:
         }
 
 
-def _given(own: float | None, general: float | None) -> float | None:
+def _given(own: OverlapWeight | None, general: OverlapWeight | None) -> OverlapWeight | None:
     """The request's setting, or the operator's; None: the default of the mode."""
     return general if own is None else own
 

@@ -1,7 +1,7 @@
 """Routing settings that one request brings: headers, and a `kvrouter` object in its JSON body.
 
     x-kvrouter-mode            {"mode": …}            one of the modes
-    x-kvrouter-overlap-weight  {"overlap_weight": …}  a number of at least 0
+    x-kvrouter-overlap-weight  {"overlap_weight": …}  a number of at least 0, or auto
     x-kvrouter-temperature     {"temperature": …}     a number of at least 0
     x-kvrouter-dry-run         {"dry_run": …}         true or false
     x-kvrouter-target          {"target": …}          worker_id or worker_id/rank (mode direct)
@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from kvrouter.core.fleet.pool import Pool
-from kvrouter.core.routing.policy import Wanted, parse_wanted
+from kvrouter.core.routing.policy import AUTO, OverlapWeight, Wanted, parse_wanted
 from kvrouter.core.wire.values import valid_unicode
 from kvrouter.errors import BadRequestError, UnknownTargetError
 
@@ -69,7 +69,7 @@ class Overrides:
     """A request's settings. None or empty: not given."""
 
     mode: str = ""
-    overlap_weight: float | None = None
+    overlap_weight: OverlapWeight | None = None
     temperature: float | None = None
     session: str = ""
     dry_run: bool = False
@@ -166,15 +166,19 @@ def _mode(given: _Given, dialect: Dialect) -> str:
     return given.value
 
 
-def _amount(given: _Given) -> float:
+def _amount(given: _Given, wrong: str = "is not a number of at least 0") -> float:
     try:
         # True and False are numbers in Python, but not in JSON.
         value = -1.0 if isinstance(given.value, bool) else float(given.value)
     except (TypeError, ValueError, OverflowError):
         value = -1.0
     if not (value >= 0 and math.isfinite(value)):
-        raise given.wrong("is not a number of at least 0")
+        raise given.wrong(wrong)
     return value
+
+
+def _weight(given: _Given) -> OverlapWeight:
+    return AUTO if given.value == AUTO else _amount(given, "is not a number of at least 0, nor auto")
 
 
 def _switch(given: _Given) -> bool:
@@ -222,7 +226,7 @@ def _priority(given: str | None) -> int | None:
 
 _Reader: TypeAlias = Callable[[_Given], Any]
 _READERS: dict[str, _Reader] = {
-    "overlap_weight": _amount,
+    "overlap_weight": _weight,
     "temperature": _amount,
     "session": _session,
     "dry_run": _switch,

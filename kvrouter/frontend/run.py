@@ -17,6 +17,7 @@ from kvrouter.config import open_bus
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.pool import NewIndex
 from kvrouter.core.fleet.replica import Replica
+from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
@@ -35,8 +36,9 @@ from kvrouter.frontend.sockets import Listeners, open_listeners, raise_limit, st
 from kvrouter.frontend.state_metrics import index_maker, index_samples
 from kvrouter.frontend.tokenizing import Tokens, open_tokens
 from kvrouter.frontend.views import View
-from kvrouter.policies import POLICIES, SERVED_MODES
+from kvrouter.policies import POLICIES, SERVED_MODES, new_policy
 from kvrouter.policies.guarded import GuardedPolicy
+from kvrouter.policies.kv import Kv
 from kvrouter.policies.two_stage import TwoStage
 from kvrouter.processes.signals import Signals
 from kvrouter.relay.upstream import Upstream
@@ -268,8 +270,24 @@ def _log_start(options: FrontendOptions, member: _Member) -> None:
     for note in options.policy_notes:
         log.info("frontend.router_config", note=note)
     mode = options.policy.custom.name if options.policy.custom is not None else options.router_mode
-    router_id = member.replica.router_id
-    log.info("frontend.listening", url=listeners.url, admin=listeners.admin_url, mode=mode, id=router_id)
+    facts = {"mode": mode, **_weight(options)}
+    log.info(
+        "frontend.listening",
+        url=listeners.url,
+        admin=listeners.admin_url,
+        id=member.replica.router_id,
+        **facts,
+    )
+
+
+def _weight(options: FrontendOptions) -> dict[str, str]:
+    """The weight of overlap that mode kv uses, and how to get the published one."""
+    policy = new_policy(options.router_mode, options.policy)
+    if options.policy.custom is not None or not isinstance(policy, Kv):
+        return {}
+    if policy.overlap_weight != AUTO:
+        return {"weight": f"{policy.overlap_weight:g}"}
+    return {"weight": "auto", "published_weight": "--kv-overlap-score-weight 1"}
 
 
 def new_rules(options: FrontendOptions) -> Rules:

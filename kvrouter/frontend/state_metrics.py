@@ -73,6 +73,7 @@ def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus)
     for router in list(replica.routers.values()):
         yield from _pool_samples(router.pool)
         yield from _booking_samples(router.pool, {replica.router_id, *replica.peers})
+        yield from _speed_samples(router)
         yield from _prediction_samples(router, audit)
     for source, reader in list(replica.readers.items()):
         yield from _feed_samples(source, reader)
@@ -97,6 +98,16 @@ def _pool_samples(pool: Pool) -> Iterator[Sample]:
                 own,
                 target in pool.targets,
             )
+
+
+def _speed_samples(router: Router) -> Iterator[Sample]:
+    labels, speed = {"pool": str(router.pool.id)}, router.tables.speeds.speed
+    text = "Prompt tokens that a target computes in a second, as learnt from first bytes"
+    yield "kvrouter_prefill_tokens_per_second", "gauge", text, labels, 1 / speed.seconds_per_token
+    text = "Mean error of predicted prefill times, as a share of the measured ones"
+    yield "kvrouter_prefill_error_ratio", "gauge", text, labels, speed.error
+    text = "1 if weight auto may compare seconds; 0 while it is 8"
+    yield "kvrouter_prefill_known", "gauge", text, labels, not router.doubt
 
 
 def _booking_samples(pool: Pool, known: set[RouterId]) -> Iterator[Sample]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
+from kvrouter.core.routing.policy import AUTO
 from kvrouter.errors import ConfigError
 from kvrouter.policies.baseline import Direct, LeastLoaded, PowerOfTwo, Random, RoundRobin
 from kvrouter.policies.importing import GuardedPolicies
@@ -102,9 +104,9 @@ class PolicySettings(Settings):
     """What an EndpointPickerConfig asks for; None: Heimdall's published weights."""
     custom: GuardedPolicies | None = None
     """Makes the policies of `--router-policy`; the mode is `own` then."""
-    overlap_weight: float | None = setting(
+    overlap_weight: float | Literal["auto"] | None = setting(
         None,
-        "w in cost = w*prefill + decode",
+        "w in cost = w*prefill + decode; auto compares seconds of prefill",
         name="kv-overlap-score-weight",
         least=0,
         default_text="1; for kv-score 2",
@@ -148,7 +150,7 @@ def _kv_score(settings: PolicySettings, _turn: int) -> KvScore:
     return KvScore(
         settings.gpu_cache_usage_weight,
         settings.waiting_requests_weight,
-        KV_SCORE_WEIGHT if weight is None else weight,
+        KV_SCORE_WEIGHT if weight is None or weight == AUTO else weight,
         settings.temperature,
     )
 

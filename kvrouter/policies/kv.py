@@ -1,4 +1,8 @@
-"""Mode `kv`: the lowest `overlap_weight * prefill_blocks + decode_blocks`."""
+"""Mode `kv`: the lowest `overlap_weight * prefill_blocks + decode_blocks`.
+
+A number as the weight is the published formula. With `auto` each target gets the weight at which the formula
+gives the seconds until its first byte (core/routing/prefill_times.py, docs/concepts/decide.md).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from dataclasses import dataclass
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.cost import cost, lowest, sample, spread
-from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRequest
+from kvrouter.core.routing.prefill_times import Costs
 
 # With fewer unseen bookings, one in twenty decisions, the lowest cost is taken: spreading would cost overlap.
 NEGLIGIBLE = 0.05
@@ -19,6 +24,8 @@ GOLDEN = 0.6180339887498949
 
 
 OVERLAP_WEIGHT = 1.0
+# For `auto` while seconds cannot be predicted: of the fixed weights the best under load (docs/policies.md).
+FALLBACK_WEIGHT = 8.0
 
 
 @dataclass(slots=True)
@@ -33,18 +40,24 @@ class Kv(BuiltInPolicy):
 
     overlap_decay: float = 0.0
     request_weight: float = 0.0
-    overlap_weight: float = OVERLAP_WEIGHT
+    overlap_weight: OverlapWeight = OVERLAP_WEIGHT
     temperature: float = 0.0
     turn: int = 0
 
     decisive = ("cost",)
 
+    @property
+    def compares_seconds(self) -> bool:
+        return self.overlap_weight == AUTO
+
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         """While other replicas choose too, the choice is spread: else all would take the same worker."""
         if not request.prompts:  # its blocks are not known, so only the requests in flight can decide
             return lowest(candidates.requests(), moment.random())
-        weight = self._weight(request)
+        weight = self._weight(request, moment)
         temperature = self.temperature if request.temperature is None else request.temperature
+        if weight == AUTO:
+            return self._earliest(request, candidates, moment, temperature)
         costs = self.costs(request, candidates, weight)
         if temperature > 0:
             return sample(costs, temperature, moment.random())
@@ -56,6 +69,44 @@ class Kv(BuiltInPolicy):
         own_prefill_blocks = best.prefill_blocks * best.own_prefill_tokens / max(1, best.prefill_tokens)
         own_cost = cost(weight, own_prefill_blocks, best.own_decode_blocks)
         return spread(costs, own_cost, moment.unseen, (self.turn + 1) * GOLDEN % 1.0)
+
+    def _earliest(
+        self, request: RouteRequest, candidates: Candidates, moment: Moment, temperature: float
+    ) -> int:
+        """The least seconds; or one more copy of a prefix that many requests share."""
+        costs = self._seconds(request, candidates, moment)
+        if temperature > 0:
+            return sample(costs.cost_s, temperature, moment.random())
+        if moment.unseen < NEGLIGIBLE:
+            best = lowest(costs.cost_s, moment.random())
+        else:
+            own_s = costs.own_s[costs.cost_s.index(min(costs.cost_s))]
+            best = spread(costs.cost_s, own_s, moment.unseen, (self.turn + 1) * GOLDEN % 1.0)
+        copy = self._next_copy(request, candidates, moment, costs) if candidates.holds_deepest(best) else None
+        return best if copy is None else copy
+
+    def _next_copy(
+        self, request: RouteRequest, candidates: Candidates, moment: Moment, costs: Costs
+    ) -> int | None:
+        """Where to compute a prefix once more, if fewer targets hold it than its share of the requests.
+
+        Without copies, all requests of a hot prefix queue at the targets that hold it: there each one is a
+        little cheaper, and no single request gains by a second copy.
+        """
+        block = candidates.deepest_block(request)
+        wanted = moment.tables.shares.share(block) * len(candidates) if block is not None else 0.0
+        if wanted <= 1:
+            return None
+        overlap = candidates.overlap_blocks()
+        deepest = max(overlap)
+        others = [i for i, blocks in enumerate(overlap) if blocks < deepest]
+        if not others or len(overlap) - len(others) >= wanted:
+            return None
+        # without gamma: the work delays others once, and is saved with every later request
+        return others[lowest([costs.wait_s[i] + costs.own_s[i] for i in others], moment.random())]
+
+    def _seconds(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Costs:
+        return candidates.costs_in_seconds(moment.now, moment.speed.seconds_per_token, moment.arrivals_per_s)
 
     def routed(self, _request: RouteRequest, _choice: Candidate, _moment: Moment) -> None:
         self.turn += 1
@@ -84,13 +135,15 @@ class Kv(BuiltInPolicy):
         self,
         request: RouteRequest,
         candidates: Candidates,
-        _moment: Moment,
+        moment: Moment,
         _chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
         """The formula's terms and their sum; requests alone where the tokens are not known."""
         if not request.prompts:
             return [{"requests": requests} for requests in candidates.requests()]
-        weight = self._weight(request)
+        weight = self._weight(request, moment)
+        if weight == AUTO:
+            return self._terms_in_time(request, candidates, moment)
         rows = zip(
             candidates, self._lost_blocks(request, candidates), self.costs(request, candidates, weight),
             strict=True,
@@ -107,5 +160,28 @@ class Kv(BuiltInPolicy):
             for one, lost, value in rows
         ]
 
-    def _weight(self, request: RouteRequest) -> float:
-        return self.overlap_weight if request.overlap_weight is None else request.overlap_weight
+    def _terms_in_time(
+        self, request: RouteRequest, candidates: Candidates, moment: Moment
+    ) -> list[dict[str, float]]:
+        """The formula's terms with each target's own weight, and the seconds that are compared."""
+        costs, token_s = self._seconds(request, candidates, moment), moment.speed.seconds_per_token
+        rows = []
+        for i, one in enumerate(candidates):
+            value = costs.cost_s[i] / (token_s * (one.block_size or one.card.block_size))
+            rows.append(
+                {
+                    "prefill_blocks": one.prefill_blocks,
+                    "overlap_weight": (value - one.decode_blocks) / (one.prefill_blocks or 1),
+                    "decode_blocks": one.decode_blocks,
+                    "requests": one.requests,
+                    "cost": value,
+                    "wait_s": costs.wait_s[i],
+                    "own_s": costs.own_s[i],
+                    "gamma": costs.gamma,
+                }
+            )
+        return rows
+
+    def _weight(self, request: RouteRequest, moment: Moment) -> OverlapWeight:
+        weight = self.overlap_weight if request.overlap_weight is None else request.overlap_weight
+        return FALLBACK_WEIGHT if weight == AUTO and moment.doubt else weight

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.cost import lowest, sample_scores
-from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.policy import AUTO, Candidate, RouteRequest
 from kvrouter.policies.scorers import kv_usages, waiting_requests
 
 OVERLAP_WEIGHT = 2.0
@@ -44,7 +44,8 @@ class KvScore(BuiltInPolicy):
         _chosen: Candidate | None = None,
     ) -> list[dict[str, float]]:
         """The published terms, weights not yet applied, and the score."""
-        weight = self.overlap_weight if request.overlap_weight is None else request.overlap_weight
+        given = request.overlap_weight
+        weight = self.overlap_weight if given is None or given == AUTO else given
         isl = max(1, request.isl)
         waiting = waiting_requests(candidates)
         longest = max(waiting) or 1.0  # no queue anywhere: the term is 0, not 0 / 0

@@ -52,6 +52,10 @@ class TwoStage(BuiltInPolicy):
             raise ConfigError(f"stage one over {self.blocks} blocks: use at least 1")
 
     @property
+    def compares_seconds(self) -> bool:
+        return self.within.compares_seconds
+
+    @property
     def header(self) -> str:
         """The request header that states the bucket; empty if stage one does not use one."""
         return self.stage_one.removeprefix(HEADER) if self.stage_one.startswith(HEADER) else ""

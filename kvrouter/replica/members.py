@@ -35,6 +35,7 @@ class Members:
         self._workers: dict[WorkerId, _Seen] = {}
         self._replicas: dict[RouterId, int] = {}  # rounds since the last heartbeat
         self._sizes: dict[PoolId, int] = {}
+        self._weights: dict[PoolId, bool] = {}  # whether `auto` is in use
         self._lines = 0
 
     def worker_heartbeat(self, worker_id: WorkerId) -> None:
@@ -80,6 +81,7 @@ class Members:
         for router_id in self._replicas:
             self._replicas[router_id] += 1
         self._check_sizes()
+        self._check_weights()
 
     def _check_sizes(self) -> None:
         sizes = {pool_id: router.pool.block_size for pool_id, router in self._replica.routers.items()}
@@ -88,6 +90,19 @@ class Members:
             if before and before != size:
                 self._log("pool.block_size", pool=pool_id, before=before, now=size)
         self._sizes = sizes
+
+    def _check_weights(self) -> None:
+        """Pools whose mode is kv with weight `auto`: whether it is in use, or why not."""
+        doubts = {
+            pool_id: router.doubt
+            for pool_id, router in self._replica.routers.items()
+            if router.selection.policy.compares_seconds and router.pool.workers
+        }
+        for pool_id, doubt in doubts.items():
+            if self._weights.get(pool_id) != (not doubt):
+                weight, reason = ("8", doubt) if doubt else ("auto", "prefill times are known")
+                self._log("pool.weight", pool=pool_id, weight=weight, reason=reason)
+        self._weights = {pool_id: not doubt for pool_id, doubt in doubts.items()}
 
     def _check_worker(self, worker_id: WorkerId, seen: _Seen) -> None:
         found = self._find(worker_id)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy
+from kvrouter.core.routing.policy import AUTO
 from kvrouter.policies import CUSTOM, PolicySettings, new_policy
 from kvrouter.simulate.agenda import Agenda
 from kvrouter.simulate.engines import Arrival
@@ -131,5 +132,5 @@ def policy_of(mode: str, settings: PolicySettings, turn: int = 0) -> BuiltInPoli
     """The policy of `mode`, or of `mode:weight` with that overlap weight."""
     name, _, weight = mode.partition(":")
     if weight:
-        settings = replace(settings, overlap_weight=float(weight))
+        settings = replace(settings, overlap_weight=AUTO if weight == AUTO else float(weight))
     return new_policy(name, settings, turn)

@@ -134,7 +134,7 @@ class Replicas:
 
     def ended(self, number: int, now: float) -> None:
         replica, key = self._bookings.pop(number)
-        replica.router.free(key)
+        replica.router.free(key, now)
         self._publish(replica, now)
 
     def stored(self, target: Target, hashes: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from kvrouter.core.routing.policy import AUTO
 from kvrouter.errors import ConfigError
 from kvrouter.mocker.engine import EngineConfig, speed_up
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
@@ -66,11 +67,11 @@ _MODES = sorted(set(SERVED_MODES) - {_UNSERVED})
 
 
 def mode_name(text: str) -> str:
-    """A mode, perhaps with an overlap weight: `kv:8`."""
+    """A mode, perhaps with an overlap weight: `kv:8`, `kv:auto`."""
     name, _, weight = text.partition(":")
     if name not in _MODES:
         raise ValueError(f"must be one of {', '.join(_MODES)}{did_you_mean(name, _MODES)}")
-    if weight:
+    if weight and weight != AUTO:
         _above(weight, least=0)
     return text
 

@@ -84,7 +84,11 @@ def columns(candidates: Sequence[Candidate]) -> Candidates:
             column(lambda one: one.charged_tokens),
             column(lambda one: one.active_blocks),
             column(lambda one: one.requests),
+            column(lambda one: one.charged_tokens),  # one prefill that has just begun
+            column(lambda _: 0),
+            array("d", bytes(8 * len(candidates))),
             beats,
+            max((one.overlap_blocks for one in candidates), default=0),
         ),
         {},
         BLOCK,

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvrouter.core.tables.block_index import BlockIndex, Holding
 from kvrouter.core.tables.bookings import Booking, BookingTable
+from kvrouter.core.tables.prefill_speeds import PrefillSpeeds
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.wire.hashes import hash_array
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
@@ -17,9 +18,11 @@ from kvrouter.core.wire.ops import (
     Bind,
     Check,
     Cleared,
+    FirstByte,
     Free,
     MarkPrefillCompleted,
     Op,
+    PrefillSpeed,
     Progress,
     Removed,
     SentText,
@@ -178,6 +181,7 @@ class SyncSink:
         assume: Callable[[ApproxEntry, float], None],
         sessions: SessionTable | None = None,
         learn: Callable[[SentText, float], None] | None = None,
+        speeds: PrefillSpeeds | None = None,
     ) -> None:
         self._active = active
         self._router_id = router_id
@@ -186,22 +190,28 @@ class SyncSink:
         self._assume = assume
         self._sessions = sessions
         self._learn = learn
+        self._speeds = speeds
         self._named: set[int] = set()
 
     def apply(self, op: Op, now: float) -> str:
         """Apply a moment of a booking, a session or a text. None can contradict: returns an empty text."""
         match op:
             case AddRequest():
-                self._active.book(_booking(self._router_id, op))
+                self._active.book(_booking(self._router_id, op, now))
                 self._booked(now)
+            case FirstByte() if self._speeds is not None:
+                key = BookingKey(self._router_id, op.number)
+                service = self._active.service(key, now, op.ttft_us / 1e6)
+                if service is not None:
+                    self._speeds.learn(service)
             case MarkPrefillCompleted():
-                booking = self._active.mark_prefill_completed(BookingKey(self._router_id, op.number))
+                booking = self._active.mark_prefill_completed(BookingKey(self._router_id, op.number), now)
                 if booking is not None:
                     self._prefill_completed(booking, now)
             case Progress():
                 self._active.progress(BookingKey(self._router_id, op.number), op.output_blocks)
             case Free():
-                self._active.free(BookingKey(self._router_id, op.number))
+                self._active.free(BookingKey(self._router_id, op.number), now)
             case SentText() if self._learn is not None:
                 self._learn(op, now)
             case Bind() if self._sessions is not None:
@@ -226,9 +236,11 @@ class SyncSink:
         match op:
             case AddRequest():
                 self._named.add(op.number)
-                self._active.book(_booking(self._router_id, op))
+                self._active.book(_booking(self._router_id, op, now))
             case MarkPrefillCompleted():
-                self._active.mark_prefill_completed(BookingKey(self._router_id, op.number))
+                self._active.mark_prefill_completed(BookingKey(self._router_id, op.number), now)
+            case PrefillSpeed() if self._speeds is not None:
+                self._speeds.adopt(op)
             case ApproxEntry():
                 self._assume(op, now)
             case Bind() if self._sessions is not None:
@@ -248,7 +260,7 @@ class SyncSink:
         """Keep what was loaded: bookings do not depend on each other, and the next snapshot has the rest."""
 
 
-def _booking(router_id: RouterId, op: AddRequest) -> Booking:
+def _booking(router_id: RouterId, op: AddRequest, now: float) -> Booking:
     return Booking(
         BookingKey(router_id, op.number),
         op.request_id,
@@ -258,4 +270,5 @@ def _booking(router_id: RouterId, op: AddRequest) -> Booking:
         overlap_blocks=op.overlap_blocks,
         prefill_tokens=op.prefill_tokens,
         anonymous_blocks=op.anonymous_blocks,
+        sent_at=now,
     )

@@ -53,6 +53,7 @@ SWEPT_SHARE = 4
 WORKERS_MOST = 16_384
 TARGETS_MOST = 65_536
 PEERS_MOST = 1024
+UNHEARD = "other replicas' bookings are not known: --router-replica-sync is off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ class Replica:
             self.counters.members_refused += 1
             return
         self.peers[router_id] = beat
+        self._note_unheard()
         self._leases.renew(RouterSource(router_id), beat.interval_ms)
         self._wait_for_workers(beat, router_id)
         for pool_id, seq in beat.feeds.items() if self.settings.synced else ():
@@ -311,7 +313,7 @@ class Replica:
         return self.pools.router_for(model)
 
     def _new_router(self, pool_id: PoolId, seq: int) -> Router:
-        return Router(
+        router = Router(
             Pool(pool_id, self.settings.pool),
             self._new_rules(pool_id),
             router_id=self.router_id,
@@ -319,6 +321,16 @@ class Replica:
             synced=self.settings.synced,
             seq=seq,
         )
+        router.unheard = self._unheard()
+        return router
+
+    def _note_unheard(self) -> None:
+        """Without sync, the queues at workers are longer than this replica knows."""
+        for router in self.routers.values():
+            router.unheard = self._unheard()
+
+    def _unheard(self) -> str:
+        return UNHEARD if self.peers and not self.settings.synced else ""
 
     def _may_begin(self, pool_id: PoolId, *, served: bool) -> bool:
         if pool_id in self.routers:
@@ -472,6 +484,7 @@ class Replica:
 
     def _remove_router(self, router_id: RouterId) -> None:
         self.peers.pop(router_id, None)
+        self._note_unheard()
         self._leases.forget(RouterSource(router_id))
         self.feeds.end_router(router_id)
         for router in self.routers.values():

@@ -42,6 +42,7 @@ from kvrouter.core.wire.ops import (
     ApproxEntry,
     Bind,
     Check,
+    FirstByte,
     Free,
     MarkPrefillCompleted,
     Op,
@@ -139,6 +140,8 @@ class Router:
         self.modes = Modes(self.selection, rules.mode, rules.new_policy)
         self.circuits = rules.circuits
         self.decisions = rules.decisions
+        self.unheard = ""
+        """Why the bookings of other replicas are not known here; empty if they are, or if there are none."""
         self._random = rules.random
         # the pool's targets when it was filled, and the reasons: `decisions` needs them for every request
         self._refusals: tuple[dict[Target, Worker], dict[Target, str]] = ({}, {})
@@ -160,6 +163,11 @@ class Router:
     def needs_tokens(self) -> bool:
         """Whether every prompt has to be tokenized, in all modes."""
         return self.pool.settings.counts_tokens or self.selection.needs_tokens
+
+    @property
+    def doubt(self) -> str:
+        """Why predicted seconds of prefill are not used; empty if they may be."""
+        return self.unheard or self.tables.speeds.speed.doubt
 
     @property
     def is_idle(self) -> bool:
@@ -216,7 +224,9 @@ class Router:
                 )
             )
         choice = best[0]
-        booking = self._book(request, choice)
+        if selection.policy.compares_seconds:
+            self.tables.shares.count(candidates.deepest_block(request))
+        booking = self._book(request, choice, now)
         own = _OwnBooking(
             booking=booking,
             request=request,
@@ -300,7 +310,8 @@ class Router:
         return self.modes.of(request.mode) if request.mode else self.selection
 
     def _moment(self, now: float) -> Moment:
-        return Moment(now, self._random, self.tables, self.unseen.expected)
+        speed, arrivals, doubt = self.tables.speeds.speed, self.tables.arrivals, self.doubt
+        return Moment(now, self._random, self.tables, self.unseen.expected, speed, arrivals.per_s(now), doubt)
 
     def _refused(self, request: RouteRequest, exclude: frozenset[Target]) -> dict[Target, str]:
         """Why each target of the pool that is not a candidate is not one."""
@@ -323,7 +334,7 @@ class Router:
         known = ", ".join(self.pool.workers) or "none"
         return f"no live worker for model {self.pool.model!r}; known: {known}"
 
-    def _book(self, request: RouteRequest, choice: Candidate) -> Booking:
+    def _book(self, request: RouteRequest, choice: Candidate, now: float) -> Booking:
         """Book the request here, and publish its AddRequest."""
         self._last_number += 1
         named, anonymous_blocks = self._blocks(request) if request.prompts else ((), 0)
@@ -336,6 +347,7 @@ class Router:
             overlap_blocks=choice.overlap_blocks,
             prefill_tokens=choice.own_prefill_tokens,
             anonymous_blocks=anonymous_blocks,
+            sent_at=now,
         )
         self.pool.active.book(booking)
         # unsynced, no peer follows the feed
@@ -356,6 +368,7 @@ class Router:
         self._own[number] = own
         if self._synced:  # else no bookings of peers arrive to be counted
             self.unseen.booked_here(now)
+        self.tables.arrivals.count(now)
         selection.policy.routed(request, choice, moment)
         if self.circuits is not None:
             self.circuits.sent(target, now)
@@ -394,7 +407,15 @@ class Router:
         # unstreamed, the time includes decoding; without a length, the share of the charge is unknown
         if own.streamed and own.booking.isl:
             self.tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
+            self._learn(key, now, now - own.sent_at)
         self.mark_prefill_completed(key, now)
+
+    def _learn(self, key: BookingKey, now: float, ttft_s: float) -> None:
+        """Learn from a first byte, and pass it on: every replica learns from all of them."""
+        self._publish(FirstByte(key.number, max(0, round(ttft_s * 1e6))))
+        service = self.pool.active.service(key, now, ttft_s)
+        if service is not None:
+            self.tables.speeds.learn(service)
 
     def answered(self, key: BookingKey, status: int) -> None:
         """The worker's response has begun with this status; only the first call counts."""
@@ -405,7 +426,7 @@ class Router:
 
     def mark_prefill_completed(self, key: BookingKey, now: float) -> None:
         """Stop charging the booking's prefill tokens; a second call changes nothing."""
-        booking = self.pool.active.mark_prefill_completed(key)
+        booking = self.pool.active.mark_prefill_completed(key, now)
         if booking is None:
             return
         if self._synced:
@@ -430,12 +451,12 @@ class Router:
             self.pool.active.progress(key, output_blocks)
             self._publish(Progress(key.number, output_blocks))
 
-    def free(self, key: BookingKey) -> None:
+    def free(self, key: BookingKey, now: float = 0.0) -> None:
         """The request has ended; a second call changes nothing."""
         own = self._own.pop(key.number, None)
         if own is not None and not own.is_answered:
             own.policy.on_request_routed(own.request, own.booking.target, GIVEN_UP)
-        if self.pool.active.free(key) is not None and self._synced:
+        if self.pool.active.free(key, now) is not None and self._synced:
             self._outbox.append(Free(key.number))
 
     def assume(self, booking: Booking, now: float, *, own: bool) -> None:
@@ -474,12 +495,17 @@ class Router:
         return SyncSink(
             self.pool.active,
             router_id,
-            booked=self.unseen.booked_elsewhere,
+            booked=self._booked_elsewhere,
             prefill_completed=lambda booking, now: self.assume(booking, now, own=False),
             assume=self._take_assumption,
             sessions=self.tables.sessions,
             learn=self._learn_text,
+            speeds=self.tables.speeds,
         )
+
+    def _booked_elsewhere(self, now: float) -> None:
+        self.unseen.booked_elsewhere(now)
+        self.tables.arrivals.count(now)
 
     def _take_assumption(self, entry: ApproxEntry, now: float) -> None:
         target = Target(WorkerId(entry.worker_id), entry.rank)
@@ -503,6 +529,8 @@ class Router:
             yield from booking_ops(booking, pack_hashes(booking.hashes))
         for target, hashes, seconds in self.pool.approx.own_entries(now):
             yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), math.ceil(seconds * 1000))
+        if (speed := self.tables.speeds.op()) is not None:
+            yield speed
         yield from self._sent_texts
         # sessions come last, because losing them costs least: the next request binds a session again
         for session, target, seconds in self.tables.sessions.newest(now, SNAPSHOT_SESSIONS_MOST):

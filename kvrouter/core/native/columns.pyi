@@ -12,7 +12,7 @@ def reckon_overlap(
     overlap: array[int],
     widest: array[int],
     indexed: array[int],
-) -> None: ...
+) -> int: ...
 def costs(
     overlap_weight: float,
     block_size: float,
@@ -21,3 +21,16 @@ def costs(
     active_blocks: array[int],
     own_blocks: array[int],
 ) -> list[float]: ...
+def cost_s(
+    now: float,
+    seconds_per_token: float,
+    arrivals_per_s: float,
+    context_slope: float,
+    least_left: float,
+    most_gamma: float,
+    charged_tokens: array[int],
+    head_tokens: array[int],
+    context_tokens: array[int],
+    began_at: array[float],
+    own_tokens: array[int],
+) -> tuple[list[float], array[float], array[float], float]: ...

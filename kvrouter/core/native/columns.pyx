@@ -6,7 +6,10 @@ from cpython.float cimport PyFloat_FromDouble
 from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
+from libc.math cimport fabs
 from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
 
 import array
 
@@ -46,7 +49,8 @@ def reckon_overlap(
     array.array widest,
     array.array indexed,
 ):
-    """See `_reckon_device` of core/routing/candidates.py."""
+    """See `_reckon_device` of core/routing/candidates.py. Returns the most blocks that any target reuses."""
+    cdef int64_t deepest = 0
     cdef Py_ssize_t count = len(own_tokens), i, at = 0
     cdef int64_t *tokens = column(own_tokens, count)
     cdef int64_t *columns[3]
@@ -66,7 +70,7 @@ def reckon_overlap(
         if known != NULL:
             held = max(held, <int64_t> <object> known)
         held = min(held, most_blocks)
-        reuse(tokens, columns, i, held, min(blocks, held), block_size)
+        deepest = max(deepest, reuse(tokens, columns, i, held, min(blocks, held), block_size))
     at = 0
     while PyDict_Next(in_flight, &at, &borrowed, &depth):
         target, own_depth = <object> borrowed, <object> depth
@@ -75,7 +79,8 @@ def reckon_overlap(
         i = place_of(places, target, count)
         if i >= 0:
             held = own_depth
-            reuse(tokens, columns, i, min(held, most_blocks), 0, block_size)
+            deepest = max(deepest, reuse(tokens, columns, i, min(held, most_blocks), 0, block_size))
+    return deepest
 
 
 cdef inline Py_ssize_t place_of(dict places, object target, Py_ssize_t count) except -2:
@@ -90,10 +95,10 @@ cdef inline Py_ssize_t place_of(dict places, object target, Py_ssize_t count) ex
     return i
 
 
-cdef inline int reuse(
+cdef inline int64_t reuse(
     int64_t *tokens, int64_t **columns, Py_ssize_t i, int64_t own, int64_t indexed, int64_t block_size
 ) except -1:
-    """The target reuses `own` blocks of the prompt."""
+    """The target reuses `own` blocks of the prompt; returns how many it reuses of all prompts so far."""
     if (
         overflows(&tokens[i], own, -block_size)
         or overflows(&columns[0][i], own, 1)
@@ -101,7 +106,14 @@ cdef inline int reuse(
         or overflows(&columns[2][i], indexed, 1)
     ):
         raise OverflowError("a number of tokens or blocks beyond 64 bits")
-    return 0
+    return columns[0][i]
+
+
+cdef double *seconds_column(array.array one, Py_ssize_t count) except? NULL:
+    """The seconds of a column, of which there must be `count`."""
+    if type(one) is not array.array or one.typecode != "d" or len(one) != count:
+        raise ValueError(f"a column must be an array('d') of {count} numbers")
+    return one.data.as_doubles
 
 
 cdef int64_t *column(array.array one, Py_ssize_t count) except? NULL:
@@ -133,3 +145,81 @@ def costs(
         Py_INCREF(value)
         PyList_SET_ITEM(found, i, value)
     return found
+
+
+cdef double median_low(const double *values, Py_ssize_t count) except? -1:
+    """The lower median, by quickselect (Hoare): sorting 512 values costs more than all else in `cost_s`."""
+    cdef Py_ssize_t low = 0, high = count - 1, wanted = (count - 1) // 2, i, j
+    cdef double pivot, swap
+    cdef double *rest = <double *> malloc(count * sizeof(double))
+    if rest == NULL:
+        raise MemoryError()
+    memcpy(rest, values, count * sizeof(double))
+    while low < high:
+        pivot = rest[(low + high) // 2]
+        i, j = low, high
+        while i <= j:
+            while rest[i] < pivot:
+                i += 1
+            while pivot < rest[j]:
+                j -= 1
+            if i <= j:
+                swap = rest[i]
+                rest[i] = rest[j]
+                rest[j] = swap
+                i += 1
+                j -= 1
+        if wanted <= j:
+            high = j
+        elif wanted >= i:
+            low = i
+        else:
+            break
+    pivot = rest[wanted]
+    free(rest)
+    return pivot
+
+
+def cost_s(
+    double now,
+    double seconds_per_token,
+    double arrivals_per_s,
+    double context_slope,
+    double least_left,
+    double most_gamma,
+    array.array charged_tokens,
+    array.array head_tokens,
+    array.array context_tokens,
+    array.array began_at,
+    array.array own_tokens,
+):
+    """See core/routing/prefill_times.py. Returns `(cost_s, wait_s, own_s, gamma)`."""
+    cdef Py_ssize_t i, count = len(charged_tokens)
+    cdef int64_t *charged = column(charged_tokens, count)
+    cdef int64_t *heads = column(head_tokens, count)
+    cdef int64_t *context = column(context_tokens, count)
+    cdef int64_t *own = column(own_tokens, count)
+    cdef double *began = seconds_column(began_at, count)
+    cdef array.array wait_s = array.clone(began_at, count, zero=False)
+    cdef array.array own_s = array.clone(began_at, count, zero=False)
+    cdef double *waits = wait_s.data.as_doubles
+    cdef double *owns = own_s.data.as_doubles
+    cdef double per_token, expected, left, gamma
+    cdef list found = PyList_New(count)
+    if not count:
+        raise ValueError("no target")
+    for i in range(count):
+        per_token = seconds_per_token * (1 + context_slope * context[i])
+        owns[i] = own[i] * per_token
+        if charged[i] <= 0:
+            waits[i] = 0
+            continue
+        expected = heads[i] * per_token
+        left = fabs(expected - (now - began[i]))
+        waits[i] = max(left, least_left * expected) + (charged[i] - heads[i]) * per_token
+    gamma = min(most_gamma, arrivals_per_s / count * median_low(waits, count))
+    for i in range(count):
+        value = PyFloat_FromDouble(waits[i] + owns[i] * (1 + gamma))
+        Py_INCREF(value)
+        PyList_SET_ITEM(found, i, value)
+    return found, wait_s, own_s, gamma

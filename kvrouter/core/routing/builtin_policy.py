@@ -16,7 +16,9 @@ from msgspec import Struct
 
 from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.policy import Candidate, PolicyHooks, RouteRequest
+from kvrouter.core.tables.arrivals import Arrivals, PrefixShares
 from kvrouter.core.tables.no_hit_lru import NoHitLru
+from kvrouter.core.tables.prefill_speeds import PrefillSpeeds, Speed
 from kvrouter.core.tables.rates import PrefillRates
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.tables.text_index import TextIndex
@@ -31,6 +33,9 @@ class RoutingTables:
     texts: TextIndex = field(default_factory=TextIndex)
     no_hit: NoHitLru = field(default_factory=NoHitLru)
     sessions: SessionTable = field(default_factory=SessionTable)
+    speeds: PrefillSpeeds = field(default_factory=PrefillSpeeds)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    shares: PrefixShares = field(default_factory=PrefixShares)
 
     def forget(self, target: Target) -> None:
         """Remove a target that is gone from every table."""
@@ -53,6 +58,12 @@ class Moment(Struct, frozen=True):
     random: Callable[[], float]
     tables: RoutingTables
     unseen: float = 0.0
+    speed: Speed = Speed()
+    """What is known of the speed of prefill, as of this decision."""
+    arrivals_per_s: float = 0.0
+    """Requests per second, over all replicas."""
+    doubt: str = ""
+    """Why seconds of prefill are not compared; empty if they may be."""
 
 
 class BuiltInPolicy(PolicyHooks, ABC):
@@ -69,6 +80,11 @@ class BuiltInPolicy(PolicyHooks, ABC):
     """Whether its terms come from tables, too, and so change with time."""
     decisive: tuple[str, ...] = ()
     """The terms that decide: candidates equal in these are ties. Empty: all terms decide."""
+
+    @property
+    def compares_seconds(self) -> bool:
+        """Whether it predicts seconds of prefill (weight `auto`), unless a moment has doubts."""
+        return False
 
     @abstractmethod
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:

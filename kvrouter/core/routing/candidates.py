@@ -21,6 +21,7 @@ from msgspec import Struct
 from kvrouter.core.native import versions
 from kvrouter.core.routing.cost import Prompt, find_overlap, uncached_tokens
 from kvrouter.core.routing.policy import Candidate, RouteRequest
+from kvrouter.core.routing.prefill_times import Costs, cost_s
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.tables.bookings import BookingTable
@@ -33,6 +34,7 @@ Found: TypeAlias = tuple[Prompt, Cached, dict[Target, int]]
 """What one prompt finds, per target: the index's depths, and the depth held in flight."""
 Column: TypeAlias = "array[int]"
 Item = TypeVar("Item")
+Number = TypeVar("Number", int, float)
 
 _NOWHERE: tuple[int, ...] = ()
 _NO_BEAT = RankBeat(0, 0, 0)
@@ -88,7 +90,8 @@ class Roster:
 class _Columns(Struct):
     """Amounts by place of the roster, named as in `Candidate`.
 
-    `charged_tokens`, `active_blocks` and `requests` do not include the request itself.
+    `charged_tokens`, `active_blocks` and `requests` do not include the request itself. `head_tokens`,
+    `began`: of the first unfinished prefill; `context_tokens`: of decoding sequences.
     """
 
     own_prefill_tokens: Column
@@ -99,7 +102,12 @@ class _Columns(Struct):
     charged_tokens: Column
     active_blocks: Column
     requests: Column
+    head_tokens: Column
+    context_tokens: Column
+    began: array[float]
     beats: Sequence[RankBeat]
+    deepest: int = 0
+    """The most of `overlap_blocks`."""
 
 
 class Candidates(Sequence[Candidate]):
@@ -211,6 +219,34 @@ class Candidates(Sequence[Candidate]):
         # computed for all places, then picked: that keeps it one call in C
         return costs if self._has_all_places() else [costs[place] for place in self._places]
 
+    def costs_in_seconds(self, now: float, seconds_per_token: float, arrivals_per_s: float) -> Costs:
+        """The seconds until each would send the request's first byte (core/routing/prefill_times.py)."""
+        columns = self._columns
+        charged, own = columns.charged_tokens, columns.own_prefill_tokens
+        heads, context, began = columns.head_tokens, columns.context_tokens, columns.began
+        if not self._has_all_places():
+            # picked first: the price of congestion is that of the targets that may be chosen
+            charged, own, heads = self._picked(charged), self._picked(own), self._picked(heads)
+            context, began = self._picked(context), self._picked(began)
+        return cost_s(now, seconds_per_token, arrivals_per_s, charged, heads, context, began, own)
+
+    def _picked(self, column: array[Number]) -> array[Number]:
+        return array(column.typecode, [column[place] for place in self._places])
+
+    def deepest_block(self, request: RouteRequest) -> int | None:
+        """The last block of the prompt that any target of the pool holds.
+
+        None if no target holds any, or if there are several prompts: their overlaps are added up.
+        """
+        deepest, prompts = self._columns.deepest, request.prompts
+        if not deepest or len(prompts) != 1 or deepest > len(prompts[0].hashes):
+            return None
+        return prompts[0].hashes[deepest - 1]
+
+    def holds_deepest(self, index: int) -> bool:
+        """Whether no target of the pool holds more of the prompt than this one."""
+        return self._columns.overlap_blocks[self._places[index]] >= self._columns.deepest
+
     def _has_all_places(self) -> bool:
         # by identity, not by length: `at` may give all places in another order
         return self._places is self._roster.every_place
@@ -277,22 +313,25 @@ def form_candidates(
     """A candidate for each target of the roster, in its order."""
     # copies, in the order of the roster: bookings that follow do not change this decision's columns
     charged, blocks, requests = active.lined_up()
+    heads, context, began = active.prefills_lined_up()
     if not request.prompts:  # no block is known, so no target differs
         none = roster.nothing
-        columns = _Columns(none, none, none, none, none, charged, blocks, requests, roster.beats())
+        columns = _Columns(
+            none, none, none, none, none, charged, blocks, requests, heads, context, began, roster.beats(),
+        )  # fmt: skip
         return Candidates(roster, columns, {}, block_size)
     found = [_find(prompt, index, active) for prompt in request.prompts]
     nothing, count = roster.nothing, len(roster.targets)
     own_blocks = _all_blocks(request, block_size) if count else 0
     columns = _Columns(
         array("q", [request.isl]) * count, array("q", [own_blocks]) * count,
-        nothing[:], nothing[:], nothing[:], charged, blocks, requests, roster.beats(),
+        nothing[:], nothing[:], nothing[:], charged, blocks, requests, heads, context, began, roster.beats(),
     )  # fmt: skip
     # most fleets have one tier: the general way costs a call per target
     reckon = _reckon_tiers if index.has_wider_tiers else _reckon_device
     for prompt, cached, in_flight in found:
         reused = _reused(in_flight, roster, block_size) if in_flight and inflight_overlap else {}
-        reckon(columns, roster, prompt.isl, block_size, cached, reused)
+        columns.deepest = reckon(columns, roster, prompt.isl, block_size, cached, reused)
     for target, held in _held_in_flight(found).items():  # these blocks are active there already: no new load
         place = roster.places.get(target)
         if place is not None:
@@ -326,9 +365,10 @@ def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost
     block_size: int,
     cached: Cached,
     reused: dict[Target, int],
-) -> None:
+) -> int:
     """Correct the columns for each target that holds the start of the prompt, or reuses one in flight.
 
+    Returns the most blocks that any of them reuses.
     `find_overlap` and `uncached_tokens` for a single tier, written out: a call for each target costs more.
     """
     most, places = max(0, isl - 1) // block_size, roster.places
@@ -336,8 +376,10 @@ def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost
     widest, indexed = columns.widest_blocks, columns.indexed_blocks
     native = versions.chosen.columns
     if native is not None:
-        native.reckon_overlap(places, cached, reused, most, block_size, own_tokens, overlap, widest, indexed)
-        return
+        return native.reckon_overlap(  # type: ignore[no-any-return]
+            places, cached, reused, most, block_size, own_tokens, overlap, widest, indexed
+        )
+    deepest = 0
     for target in {**cached, **reused} if reused else cached:
         place = places.get(target)
         if place is None:
@@ -348,6 +390,8 @@ def _reckon_device(  # noqa: PLR0917  # on the hot path: keywords cost
         overlap[place] += own
         widest[place] += own
         indexed[place] += min(depth, own)
+        deepest = max(deepest, overlap[place])
+    return deepest
 
 
 def _reckon_tiers(  # noqa: PLR0917
@@ -357,8 +401,9 @@ def _reckon_tiers(  # noqa: PLR0917
     block_size: int,
     cached: Cached,
     reused: dict[Target, int],
-) -> None:
+) -> int:
     """The same where targets also hold blocks in host memory or on disk."""
+    deepest = 0
     for target in {**cached, **reused}:
         place = roster.places.get(target)
         if place is None:
@@ -369,6 +414,8 @@ def _reckon_tiers(  # noqa: PLR0917
         columns.overlap_blocks[place] += overlap.overlap_blocks
         columns.widest_blocks[place] += overlap.widest_blocks
         columns.indexed_blocks[place] += min(depths[-1] if depths else 0, overlap.widest_blocks)
+        deepest = max(deepest, columns.overlap_blocks[place])
+    return deepest
 
 
 def _all_blocks(request: RouteRequest, block_size: int) -> int:

@@ -8,7 +8,7 @@ The router asks built-in policies differently: see core/routing/builtin_policy.p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
@@ -16,6 +16,10 @@ from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.errors import BadRequestError
+
+AUTO: Final = "auto"
+OverlapWeight: TypeAlias = "float | Literal['auto']"
+"""The weight of overlap: a number, or `auto` (docs/concepts/decide.md)."""
 
 
 class Wanted(NamedTuple):
@@ -35,7 +39,7 @@ class RouteRequest(Struct, frozen=True):
     request_id: str
     prompts: tuple[Prompt, ...] = ()
     lora_name: str | None = None
-    overlap_weight: float | None = None
+    overlap_weight: OverlapWeight | None = None
     temperature: float | None = None
     text: str = ""
     session: str = ""

@@ -10,6 +10,13 @@ Bookings on unknown targets are kept, because only their owner ends them.
 A replica may end with thousands of bookings. They leave their owner at once; the blocks that they hold are
 released in slices (`sweep`), deepest blocks first, so that each set stays prefix-closed.
 
+Per target the table also knows the prefill that is left (core/routing/prefill_times.py reads it): bookings
+without a first byte, in the order in which this replica learnt of them; when the first of them began; the
+tokens that decoding sequences hold. Times are dated here, never taken from a peer. No digest covers them.
+
+    sent_at ──> unfinished: head, next, next …       first byte ──> out; the next one begins now
+                            └─ began: the later of its sending and the previous first byte
+
 Invariants: a hash's reference count on a target is the number of bookings there that name it, including
 dropped ones that are not yet swept; charged tokens are the sum over bookings whose prefill is not completed.
 """
@@ -17,11 +24,12 @@ dropped ones that are not yet swept; charged tokens are the sum over bookings wh
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
 from kvrouter.core.tables.table import CountedSet, Slots, new_table
@@ -57,6 +65,8 @@ class Booking:
     anonymous_blocks: int = 0
     output_blocks: int = 0
     prefill_completed: bool = False
+    sent_at: float = field(default=0.0, compare=False, repr=False)
+    """When this replica sent it, or learnt of it from its owner; in no digest."""
 
     def digest(self) -> int:
         """The booking's part of the digest in a Check: a hash over all that a copy holds.
@@ -80,14 +90,33 @@ class Booking:
         return xxh3_64_intdigest(_encode(facts))
 
 
+class Service(Struct, frozen=True):
+    """A measured prefill: the target computed `tokens` in `seconds`, next to `context_tokens` of decoding."""
+
+    target: Target
+    tokens: int
+    seconds: float
+    context_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class _Load:
-    """The sums over the bookings on one target."""
+    """The sums over the bookings on one target.
+
+    `prompt_tokens`, `output_blocks`: of the bookings whose prefill is completed, the context of decoding.
+    """
 
     held: CountedSet
     nameless_blocks: int = 0
     charged_tokens: int = 0
     requests: int = 0
+    prompt_tokens: int = 0
+    output_blocks: int = 0
+    # by identity: a dropped booking may have a successor with its key before it is swept
+    unfinished: OrderedDict[int, Booking] = field(default_factory=OrderedDict)
+    began: float = 0.0  # when the first of `unfinished` began
+    first_byte_at: float = 0.0  # the last one that was observed
+    unobserved_at: float = 0.0  # the last end of a prefill that nobody observed: a guess, or an abort
     place: int | None = None  # in the columns; None: the target is not in the roster
 
     @property
@@ -142,6 +171,10 @@ class BookingTable:
         # Charged tokens, active blocks and requests of the roster's targets: candidates are made of copies of
         # these arrays. Written when they are next read, since a load changes several times between decisions.
         self._columns = (array("q"), array("q"), array("q"))
+        # Tokens of the first unfinished prefill, tokens of decoding sequences; when that prefill began.
+        self._prefills = (array("q"), array("q"), array("d"))
+        self.block_size = 0
+        """The pool's, in which output blocks count."""
         self._outdated: set[_Load] = set()  # loads that have changed since
         self._dropped: deque[Booking] = deque()
         # of the first dropped booking: how many of its hashes are not released yet; None: it was not begun
@@ -158,15 +191,39 @@ class BookingTable:
         if booking.hashes:  # first, because it may raise: then nothing is booked
             load.held.add(booking.hashes)
         load.nameless_blocks += booking.anonymous_blocks + booking.output_blocks
-        load.charged_tokens += 0 if booking.prefill_completed else booking.prefill_tokens
         load.requests += 1
+        if booking.prefill_completed:
+            load.prompt_tokens += booking.isl
+            load.output_blocks += booking.output_blocks
+        else:
+            load.charged_tokens += booking.prefill_tokens
+            if not load.unfinished:
+                load.began = max(load.began, booking.sent_at)
+            load.unfinished[id(booking)] = booking
         self._outdated.add(load)
         if owner is None:
             owner = self._owners[router_id] = _Owner()
         owner.bookings[number] = booking
         owner.changed.add(number)
 
-    def mark_prefill_completed(self, key: BookingKey) -> Booking | None:
+    def service(self, key: BookingKey, now: float, ttft_s: float) -> Service | None:
+        """What a first byte shows of its target's speed: call before `mark_prefill_completed`.
+
+        None if it shows nothing: since this prefill began, another one has ended that was not observed.
+        """
+        booking = self.booking(key)
+        if booking is None or booking.prefill_completed:
+            return None
+        load = self._loads[booking.target]
+        # The difference travels and not the two times: replicas' clocks are not compared.
+        began = max(now - ttft_s, load.first_byte_at)
+        load.first_byte_at = now
+        if load.unobserved_at > began or not booking.prefill_tokens:
+            return None
+        context_tokens = load.prompt_tokens + load.output_blocks * self.block_size
+        return Service(booking.target, booking.prefill_tokens, now - began, context_tokens)
+
+    def mark_prefill_completed(self, key: BookingKey, now: float = 0.0) -> Booking | None:
         """End the booking's charge. Returns the booking if it was charged until now."""
         booking = self.booking(key)
         if booking is None or booking.prefill_completed:
@@ -174,6 +231,13 @@ class BookingTable:
         booking.prefill_completed = True
         load = self._loads[booking.target]
         load.charged_tokens -= booking.prefill_tokens
+        load.prompt_tokens += booking.isl
+        load.output_blocks += booking.output_blocks
+        del load.unfinished[id(booking)]
+        # Whichever it was, the engine turns to another prompt now: also where it finishes in another order.
+        load.began = max(load.began, now)
+        if load.first_byte_at != now:
+            load.unobserved_at = now
         self._outdated.add(load)
         self._owners[key.router_id].changed.add(key.number)
         return booking
@@ -184,17 +248,19 @@ class BookingTable:
         if booking is None or output_blocks <= booking.output_blocks:
             return
         load = self._loads[booking.target]
-        load.nameless_blocks += output_blocks - booking.output_blocks
+        more = output_blocks - booking.output_blocks
+        load.nameless_blocks += more
+        load.output_blocks += more if booking.prefill_completed else 0
         self._outdated.add(load)
         booking.output_blocks = output_blocks
         # hashed at once: the next Check would otherwise hash all long answers in one call
         self._owners[key.router_id].count(key.number)
 
-    def free(self, key: BookingKey) -> Booking | None:
+    def free(self, key: BookingKey, now: float = 0.0) -> Booking | None:
         """The request ends. Returns its booking; None if it has ended before."""
         booking = self._disown(key)
         if booking is not None:
-            self._uncharge(booking)
+            self._uncharge(booking, now)
             self._release(booking, booking.hashes)
         return booking
 
@@ -257,6 +323,7 @@ class BookingTable:
         """Keep the loads of these targets in columns, in this order."""
         self._places = {target: place for place, target in enumerate(targets)}
         self._columns = (nothing := array("q", bytes(8 * len(targets))), nothing[:], nothing[:])
+        self._prefills = (nothing[:], nothing[:], array("d", bytes(8 * len(targets))))
         for target, load in list(self._loads.items()):
             load.place = self._places.get(target)
             if load.place is None and load.is_empty:
@@ -268,6 +335,21 @@ class BookingTable:
         self._update_columns()
         charged, blocks, requests = self._columns
         return charged[:], blocks[:], requests[:]
+
+    def prefills_lined_up(self) -> tuple[array[int], array[int], array[float]]:
+        """Copies of: tokens of the first unfinished prefill, tokens of decoding sequences, when it began."""
+        self._update_columns()
+        heads, context, began = self._prefills
+        return heads[:], context[:], began[:]
+
+    def prefills(self, target: Target) -> tuple[int, int, float]:
+        """What `prefills_lined_up` has of one target."""
+        load = self._loads.get(target)
+        return self._prefills_of(load) if load else (0, 0, 0.0)
+
+    def _prefills_of(self, load: _Load) -> tuple[int, int, float]:
+        head = next(iter(load.unfinished.values())).prefill_tokens if load.unfinished else 0
+        return head, load.prompt_tokens + load.output_blocks * self.block_size, load.began
 
     def load(self, target: Target) -> tuple[int, int, int]:
         """`(charged tokens, active blocks, requests)` of the target."""
@@ -313,6 +395,9 @@ class BookingTable:
         lined_up = [self.load(target) for target in self._places]
         if lined_up != list(zip(*self._columns, strict=True)):
             raise AssertionError(f"the columns are off: {self._columns} != {lined_up}")
+        prefills = [self.prefills(target) for target in self._places]
+        if prefills != list(zip(*self._prefills, strict=True)):
+            raise AssertionError(f"the columns are off: {self._prefills} != {prefills}")
         for router_id, owner in self._owners.items():
             if owner.digest() != sum(booking.digest() for booking in owner.bookings.values()) & _MASK64:
                 raise AssertionError(f"the digest of {router_id} is off")
@@ -327,6 +412,11 @@ class BookingTable:
         held = load.held.counts()
         if expected != (held, load.charged_tokens, load.nameless_blocks, load.requests):
             raise AssertionError(f"{target} does not add up: {expected} != {held}, {load}")
+        unfinished = {id(one) for one in bookings if not one.prefill_completed}
+        decoding = [one for one in bookings if one.prefill_completed]
+        context = (sum(one.isl for one in decoding), sum(one.output_blocks for one in decoding))
+        if unfinished != load.unfinished.keys() or context != (load.prompt_tokens, load.output_blocks):
+            raise AssertionError(f"{target} does not add up: {unfinished}, {context} != {load}")
         if load.held.count != len(held) or any(not self._table.holds(load.held.slot, one) for one in held):
             raise AssertionError(f"{target}: a referenced hash is not in the table")
 
@@ -338,11 +428,14 @@ class BookingTable:
 
     def _update_columns(self) -> None:
         charged, blocks, requests = self._columns
+        heads, context, began = self._prefills
         for load in self._outdated:
-            if load.place is not None:
-                charged[load.place] = load.charged_tokens
-                blocks[load.place] = load.held.count + load.nameless_blocks
-                requests[load.place] = load.requests
+            place = load.place
+            if place is not None:
+                charged[place] = load.charged_tokens
+                blocks[place] = load.held.count + load.nameless_blocks
+                requests[place] = load.requests
+                heads[place], context[place], began[place] = self._prefills_of(load)
         self._outdated.clear()
 
     def _disown(self, key: BookingKey) -> Booking | None:
@@ -355,12 +448,20 @@ class BookingTable:
             del self._owners[key.router_id]
         return booking
 
-    def _uncharge(self, booking: Booking) -> None:
+    def _uncharge(self, booking: Booking, now: float = 0.0) -> None:
         """Take the booking out of its target's load, except for its hashes."""
         load = self._loads[booking.target]
         load.nameless_blocks -= booking.anonymous_blocks + booking.output_blocks
-        load.charged_tokens -= 0 if booking.prefill_completed else booking.prefill_tokens
         load.requests -= 1
+        if booking.prefill_completed:
+            load.prompt_tokens -= booking.isl
+            load.output_blocks -= booking.output_blocks
+        else:
+            load.charged_tokens -= booking.prefill_tokens
+            if next(iter(load.unfinished)) == id(booking):  # aborted: the next one begins
+                load.began = max(load.began, now)
+            del load.unfinished[id(booking)]
+            load.unobserved_at = max(load.unobserved_at, now)
         self._outdated.add(load)
 
     def _release(self, booking: Booking, hashes: Sequence[int]) -> None:

@@ -129,6 +129,28 @@ class SentText(Struct, frozen=True, array_like=True, tag=22):
     text: Annotated[str, Meta(max_length=MAX_SENT_CHARS)]
 
 
+class FirstByte(Struct, frozen=True, array_like=True, tag=23):
+    """The first byte of a streamed answer came this long after its request was sent.
+
+    Before the booking's MarkPrefillCompleted. A difference, since replicas' clocks are not compared.
+    """
+
+    number: Number
+    ttft_us: Amount
+
+
+class PrefillSpeed(Struct, frozen=True, array_like=True, tag=24):
+    """What the source has learnt: `tokens` were computed in `us`, both faded sums. In snapshots only.
+
+    `off_us`: the faded sum of the errors of its predictions.
+    """
+
+    us: Amount
+    tokens: Amount
+    off_us: Amount
+    samples: Amount
+
+
 Op: TypeAlias = (
     Stored
     | Removed
@@ -141,6 +163,8 @@ Op: TypeAlias = (
     | Bind
     | ApproxEntry
     | SentText
+    | FirstByte
+    | PrefillSpeed
 )
 
 
@@ -218,7 +242,7 @@ _decode_raw_ops = msgspec.msgpack.Decoder(list[Raw]).decode
 _decode_code = msgspec.msgpack.Decoder(list[object]).decode
 _decode_request = msgspec.msgpack.Decoder(ReplayRequest).decode
 _decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_KNOWN_CODES = frozenset({1, 2, 3, 4, 16, 17, 18, 19, 20, 21, 22})  # the tags of Op
+_KNOWN_CODES = frozenset({1, 2, 3, 4, 16, 17, 18, 19, 20, 21, 22, 23, 24})  # the tags of Op
 _WITH_HASHES = (Stored, Removed, AddRequest, ApproxEntry)
 # What msgspec raises for malformed bytes: besides its own error, for deep nesting and for text not in UTF-8.
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)

@@ -28,10 +28,12 @@ from kvrouter.core.routing.filters import FilterSettings, new_filters
 from kvrouter.core.routing.policy import RouteRequest, Wanted
 from kvrouter.core.routing.selection import Selection
 from kvrouter.core.tables.bookings import Booking
+from kvrouter.core.tables.prefill_speeds import Speed
 from kvrouter.core.wire.heartbeats import Card, RankBeat, WorkerBeat
 from kvrouter.core.wire.ids import BookingKey, PoolId, RouterId, Target, WorkerId
 from kvrouter.core.wire.ops import VERSION
-from kvrouter.policies import POLICIES, PolicySettings, new_policy
+from kvrouter.policies import POLICIES, PolicySettings
+from kvrouter.simulate.cells import policy_of
 from scripts.kit.bench.meter import machine
 
 # 9,000 tokens: Heimdall's published prompt.
@@ -40,6 +42,9 @@ CHARACTERS = 36_000
 POOL = PoolId("bench")
 ACTIVE_REQUESTS = 4
 GROUPS = 4
+# `kv` with both kinds of weight.
+MODES = ["kv:1", "kv:auto", *(mode for mode in POLICIES if mode != "kv")]
+KNOWN = Speed(samples=100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ def measure(count: int, options: Options) -> list[Figure]:
     asked = new_request(pool, chain)
     figures = [figure("candidates", count, lambda: pool.candidates(asked), options)]
     for mode in options.modes:
-        selection = Selection(new_policy(mode, PolicySettings()), new_filters(FilterSettings()))
+        selection = Selection(policy_of(mode, PolicySettings()), new_filters(FilterSettings()))
         tables = new_tables(pool, asked, rng)
         act = partial(decide, selection, pool, shown(asked, selection), tables, rng)
         figures.append(figure(mode, count, act, options))
@@ -113,7 +118,7 @@ def decide(
     selection: Selection, pool: Pool, asked: RouteRequest, tables: RoutingTables, rng: random.Random
 ) -> Target:
     """One decision, made like the router's."""
-    moment = Moment(0.0, rng.random, tables)
+    moment = Moment(0.0, rng.random, tables, speed=KNOWN, arrivals_per_s=10.0)
     eligible = selection.eligible(asked, pool.candidates(asked), moment)
     choice = selection.choose(asked, eligible, moment)[0]
     selection.policy.routed(asked, choice, moment)
@@ -204,8 +209,8 @@ def _options(arguments: Sequence[str] | None) -> Options:
     add(
         "--modes",
         nargs="+",
-        default=list(POLICIES),
-        choices=list(POLICIES),
+        default=MODES,
+        choices=MODES,
         metavar="MODE",
         help="router modes (all)",
     )

@@ -373,3 +373,35 @@ def test_text_with_half_a_surrogate_pair() -> None:
     carry(first, second)
 
     assert 6 == chars(second, target)
+
+
+def test_peers_learn_from_each_others_first_bytes() -> None:
+    """Also a joiner, which gets what was learnt with the snapshot. Clocks are not compared."""
+    first, second = pair()
+    for number in range(10):
+        placed = place(first, 1000 * number)
+        first.router(POOL).first_byte(placed.key, 0.5)
+        first.router(POOL).free(placed.key, 0.5)
+        carry(first, second)
+
+    learnt = [one.router(POOL).tables.speeds.speed for one in (first, second)]
+    assert 10 == learnt[0].samples
+    assert 10 == learnt[1].samples
+    joiner = new_replica(RouterId("joiner"))
+    receive_worker(joiner, card("w1"))
+    rounds(joiner, 1, first)
+    recover(joiner, first)
+    assert learnt[0].samples == joiner.router(POOL).tables.speeds.speed.samples
+
+
+def test_unsynced_replicas_doubt_each_other() -> None:
+    """As long as there is another one."""
+    replica = new_replica(ME, synced=False)
+    receive_worker(replica, card("w1"))
+    assert not replica.router(POOL).unheard
+
+    rounds(replica, 1, new_replica(PEER))
+    assert "--router-replica-sync is off" in replica.router(POOL).unheard
+
+    rounds(replica, ROUNDS + 1)
+    assert not replica.router(POOL).unheard

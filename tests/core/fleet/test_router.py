@@ -18,6 +18,7 @@ from kvrouter.core.wire.ops import (
     AddRequest,
     ApproxEntry,
     Check,
+    FirstByte,
     Free,
     MarkPrefillCompleted,
     Op,
@@ -148,7 +149,8 @@ def test_first_byte_completes_prefill_and_is_a_sample(router: Router, pool: Pool
     router.first_byte(placed.key, 12.0)
     router.first_byte(placed.key, 99.0)
 
-    assert [[MarkPrefillCompleted(placed.key.number)]] == published(router)
+    number = placed.key.number
+    assert [[FirstByte(number, 2_000_000), MarkPrefillCompleted(number)]] == published(router)
     assert 0 == pool.active.charged_tokens(placed.target)
     assert 1.0 == router.tables.rates.seconds(placed.target, 80)
 

@@ -20,10 +20,12 @@ from kvrouter.core.wire.ops import (
     Bind,
     Check,
     Cleared,
+    FirstByte,
     Frame,
     Free,
     MarkPrefillCompleted,
     Op,
+    PrefillSpeed,
     Progress,
     Removed,
     ReplayFrames,
@@ -52,6 +54,8 @@ OPS: list[Op] = [
     Bind("session", "w1", 0, 60_000),
     ApproxEntry("w1", 0, HASHES, 119_000),
     SentText("w1", 0, "héllo"),
+    FirstByte(7, 312_000),
+    PrefillSpeed(300_000, 6_000, 20_000, 200),
 ]
 REAL = [
     encode(Frame(VERSION, 1_700_000_000_000_000, 5, OPS)),
@@ -77,6 +81,8 @@ ops = st.one_of(
     st.builds(Bind, names, names, tiers, amounts),
     st.builds(ApproxEntry, names, tiers, packed, amounts),
     st.builds(SentText, names, tiers, names),
+    st.builds(FirstByte, amounts, amounts),
+    st.builds(PrefillSpeed, amounts, amounts, amounts, amounts),
 )
 
 
@@ -102,7 +108,7 @@ def test_the_wire_is_that_of_the_design() -> None:
     version, incarnation, seq, raw = msgpack.unpackb(REAL[0])
 
     assert (1, 1_700_000_000_000_000, 5) == (version, incarnation, seq)
-    assert [1, 1, 2, 3, 4, 16, 17, 19, 18, 20, 21, 22] == [op[0] for op in raw]
+    assert [1, 1, 2, 3, 4, 16, 17, 19, 18, 20, 21, 22, 23, 24] == [op[0] for op in raw]
     assert [1, 1, 2**64 - 1, b"\x01" + bytes(7) + b"\xff" * 8] == raw[0]
     assert [16, 7, "chatcmpl-é", "w1", 3, HASHES, 40, 1, 24, 5] == raw[5]
 

@@ -1,0 +1,53 @@
+"""How many requests arrive, and which share of them begins with the same blocks."""
+
+from __future__ import annotations
+
+import math
+
+# An arrival fades to a third in this time.
+FADES_S = 30.0
+# A share is taken of at least this many requests: the first ones say little.
+FEWEST = 32
+
+
+class Arrivals:
+    """Requests per second over all replicas: a decayed count."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._at = 0.0
+
+    def count(self, now: float) -> None:
+        """A request was placed, here or at a peer."""
+        self._rate = self.per_s(now) + 1 / FADES_S
+        self._at = now
+
+    def per_s(self, now: float) -> float:
+        """Requests per second, as of now."""
+        return self._rate * math.exp(min(0.0, self._at - now) / FADES_S)
+
+
+class PrefixShares:
+    """Counts requests by the deepest block of theirs that any target holds. Counts halve, so all is bounded.
+
+    Invariant: at most `most` counts, of at least 1 each.
+    """
+
+    def __init__(self, most: int = 1024) -> None:
+        self._most = most
+        self._counts: dict[int, float] = {}
+        self._total = 0.0
+
+    def count(self, block: int | None) -> None:
+        """A request was placed whose deepest cached block is this one; None: nothing of it is cached."""
+        self._total += 1
+        if block is not None:
+            self._counts[block] = self._counts.get(block, 0.0) + 1
+        if self._total > self._most:
+            self._total /= 2
+            self._counts = {block: count / 2 for block, count in self._counts.items() if count >= 2}
+
+    def share(self, block: int) -> float:
+        """The share of recent requests that would reuse this block; 0 after less than two of them."""
+        count = self._counts.get(block, 0.0)
+        return count / max(self._total, FEWEST) if count >= 2 else 0.0

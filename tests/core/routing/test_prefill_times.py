@@ -1,0 +1,102 @@
+"""The seconds that weight `auto` compares: examples by hand, and the C version against the Python one."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.core.native import versions
+from kvrouter.core.routing.prefill_times import MOST_GAMMA, Costs, cost_s, left_s
+
+amounts = st.integers(0, 2**40)
+moments = st.floats(0, 1e6)
+rows = st.tuples(amounts, amounts, amounts, moments, amounts)
+
+
+def costs_of(
+    *targets: tuple[int, int, int, float, int], now: float = 10.0, speed: float = 1e-4, arrivals: float = 0.0
+) -> Costs:
+    """Each target: charged, head, context, began, own."""
+    charged, heads, context, began, own = zip(*targets, strict=True)
+    columns = (
+        array("q", charged),
+        array("q", heads),
+        array("q", context),
+        array("d", began),
+        array("q", own),
+    )
+    return cost_s(now, speed, arrivals, *columns)
+
+
+@pytest.mark.usefixtures("core")
+def test_progress_is_taken_off() -> None:
+    """Of a head of 1,000 tokens 60 ms are done; 500 tokens wait behind it; 200 are the request's own."""
+    found = costs_of((1500, 1000, 0, 9.94, 200), (0, 0, 0, 0.0, 900))
+
+    assert [pytest.approx(0.09), 0.0] == list(found.wait_s)
+    assert [pytest.approx(0.02), pytest.approx(0.09)] == list(found.own_s)
+    assert [pytest.approx(0.11), pytest.approx(0.09)] == found.cost_s
+
+
+@pytest.mark.usefixtures("core")
+def test_context_slows_what_is_left() -> None:
+    """A held block adds nothing to an idle target's wait, and makes each token slower."""
+    idle, busy = costs_of((0, 0, 0, 0.0, 1000), (0, 0, 1_000_000, 0.0, 1000)).cost_s
+
+    assert busy == pytest.approx(1.78 * idle)
+
+
+@pytest.mark.usefixtures("core")
+def test_congestion_has_a_price() -> None:
+    """Requests that arrive, per target, during the median wait; it weighs only on the request's own work."""
+    quiet, busy = (1000, 1000, 0, 10.0, 100), (3000, 3000, 0, 10.0, 100)
+
+    found = costs_of(quiet, busy, busy, arrivals=15.0)
+
+    assert 15 / 3 * 0.3 == pytest.approx(found.gamma)
+    assert 0.1 + 0.01 * (1 + found.gamma) == pytest.approx(found.cost_s[0])
+    assert MOST_GAMMA == costs_of(busy, arrivals=1e6).gamma
+
+
+def test_an_overdue_head_is_not_nearly_done() -> None:
+    """It never costs less than its last step, and more with every second that it is overdue."""
+    assert 0.2 == pytest.approx(left_s(1.0, 0.8))
+    assert 0.02 == left_s(1.0, 1.0)
+    assert 0.5 == left_s(1.0, 1.5)
+    assert 9.0 == left_s(1.0, 10.0)
+
+
+@given(st.lists(rows, min_size=1, max_size=40), moments, st.floats(1e-6, 1e-2), st.floats(0, 1e4))
+def test_both_versions_agree(
+    targets: list[tuple[int, int, int, float, int]], now: float, speed: float, arrivals: float
+) -> None:
+    """In every number."""
+    before, found = versions.in_use(), []
+    for core in versions.CORES:
+        try:
+            versions.choose(core)
+            found.append(costs_of(*targets, now=now, speed=speed, arrivals=arrivals))
+        finally:
+            versions.choose(before)
+
+    assert found[0] == found[1]
+
+
+def test_native_columns_are_checked() -> None:
+    """A column of another length or kind raises, and no target at all."""
+    whole, seconds = array("q", [1]), array("d", [0.0])
+    native = pytest.importorskip("kvrouter.core.native.columns")
+
+    def call(*columns: array[int] | array[float]) -> None:
+        native.cost_s(0.0, 1e-4, 0.0, 0.0, 0.02, 8.0, *columns)
+
+    call(whole, whole, whole, seconds, whole)
+    for wrong in ((whole, whole, whole, whole, whole), (whole, array("q"), whole, seconds, whole)):
+        with pytest.raises(ValueError, match="a column must be"):
+            call(*wrong)
+    nothing, none = array("q"), array("d")
+    with pytest.raises(ValueError, match="no target"):
+        call(nothing, nothing, nothing, none, nothing)

@@ -1,0 +1,46 @@
+"""How many requests arrive, and how many of them share a prefix."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.core.tables.arrivals import Arrivals, PrefixShares
+
+
+def test_the_rate_follows_arrivals() -> None:
+    """Ten a second, then none."""
+    arrivals = Arrivals()
+    for step in range(2000):
+        arrivals.count(step / 10)
+
+    assert 10 == pytest.approx(arrivals.per_s(200.0), rel=0.02)
+    assert 10 / 2.718 == pytest.approx(arrivals.per_s(230.0), rel=0.02)
+    assert arrivals.per_s(100.0) == arrivals.per_s(199.9)  # a clock that goes back adds nothing
+
+
+def test_a_share_is_of_recent_requests() -> None:
+    """A third of a hundred requests; nothing before the second one."""
+    shares = PrefixShares()
+    shares.count(7)
+    assert 0.0 == shares.share(7)
+
+    for number in range(99):
+        shares.count(7 if number % 3 == 0 else 1000 + number)
+
+    assert 0.34 == pytest.approx(shares.share(7))
+    assert 0.0 == shares.share(1001)
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 40)), max_size=400))
+def test_counts_are_bounded(blocks: list[int | None]) -> None:
+    """At most as many as requests are remembered, each at least 1, and no share above 1."""
+    shares = PrefixShares(most=32)
+
+    for block in blocks:
+        shares.count(block)
+
+        assert len(shares._counts) <= 33
+        assert all(count >= 1 for count in shares._counts.values())
+        assert sum(shares._counts.values()) <= shares._total + 1e-9

@@ -1,0 +1,152 @@
+"""The prefill that is left on a target: first come first served, dated here, and what it teaches."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.core.tables.bookings import Booking, BookingTable, Service
+from kvrouter.core.tables.prefill_speeds import CONTEXT_SLOPE, FEW, MOST_ERROR, PrefillSpeeds
+from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
+
+pytestmark = pytest.mark.usefixtures("core")
+
+R1, R2 = RouterId("r1"), RouterId("r2")
+T1 = Target(WorkerId("w1"))
+A, B, C = BookingKey(R1, 1), BookingKey(R2, 1), BookingKey(R1, 2)
+
+
+def sent(key: BookingKey, tokens: int, at: float) -> Booking:
+    """A prompt of which nothing is cached."""
+    return Booking(key, "req", T1, [], tokens, 0, tokens, sent_at=at)
+
+
+@pytest.fixture
+def active() -> BookingTable:
+    """A table in which w1 got A (1,000 tokens) at 10.0, B (300, of a peer) at 10.1 and C (20) at 10.2."""
+    table = BookingTable()
+    table.block_size = 16
+    table.line_up([T1])
+    for key, tokens, at in ((A, 1000, 10.0), (B, 300, 10.1), (C, 20, 10.2)):
+        table.book(sent(key, tokens, at))
+    table.check()
+    return table
+
+
+def prefills(active: BookingTable) -> tuple[int, int, float]:
+    """Head, context and beginning, from the columns."""
+    active.check()
+    heads, context, began = active.prefills_lined_up()
+    return heads[0], context[0], began[0]
+
+
+def test_the_first_prefill_began_when_it_was_sent(active: BookingTable) -> None:
+    """Nothing was before it."""
+    assert (1000, 0, 10.0) == prefills(active)
+
+
+def test_the_next_prefill_begins_at_a_first_byte(active: BookingTable) -> None:
+    """And the finished prompt is context now, with the blocks that its answer fills."""
+    active.mark_prefill_completed(A, 10.5)
+    active.progress(A, 2)
+
+    assert (300, 1000 + 32, 10.5) == prefills(active)
+
+    active.free(A, 11.0)
+
+    assert (300, 0, 10.5) == prefills(active)
+
+
+def test_an_aborted_head_makes_way(active: BookingTable) -> None:
+    """The next one begins; an abort further back changes nothing."""
+    active.free(B, 10.3)
+    assert (1000, 0, 10.0) == prefills(active)
+
+    active.free(A, 10.4)
+
+    assert (20, 0, 10.4) == prefills(active)
+
+
+def test_a_prompt_may_overtake(active: BookingTable) -> None:
+    """The engine then turns to the head only now."""
+    active.mark_prefill_completed(C, 10.3)
+
+    assert (1000, 20, 10.3) == prefills(active)
+
+
+def test_an_idle_target_begins_again(active: BookingTable) -> None:
+    """Not at its last first byte, but when the next request is sent."""
+    for key, at in ((A, 10.5), (B, 10.6), (C, 10.7)):
+        active.mark_prefill_completed(key, at)
+
+    active.book(sent(BookingKey(R1, 3), 7, 20.0))
+
+    assert (7, 1320, 20.0) == prefills(active)
+
+
+def test_service_is_without_the_wait(active: BookingTable) -> None:
+    """From the later of sending and the previous first byte; the context is what decodes meanwhile."""
+    assert Service(T1, 1000, 0.5, 0) == active.service(A, 10.5, 0.5)
+    active.mark_prefill_completed(A, 10.5)
+
+    # a peer's first byte, 0.6 s after the peer sent it, heard now
+    assert Service(T1, 300, 0.25, 1000) == active.service(B, 10.75, 0.6)
+
+
+def test_an_unobserved_end_teaches_nothing(active: BookingTable) -> None:
+    """After an abort, or an end that was only predicted, it is not known when the next prefill began."""
+    active.service(A, 10.5, 0.5)
+    active.mark_prefill_completed(A, 10.5)
+    active.free(B, 10.6)
+
+    assert active.service(C, 10.7, 0.5) is None
+    assert active.service(B, 10.7, 0.5) is None  # not booked any more
+
+
+def speeds_after(*services: tuple[int, float, int]) -> PrefillSpeeds:
+    """What was learnt from these tokens, seconds and contexts."""
+    speeds = PrefillSpeeds()
+    for tokens, seconds, context in services:
+        speeds.learn(Service(T1, tokens, seconds, context))
+    return speeds
+
+
+def test_the_speed_is_learnt() -> None:
+    """100 µs a token instead of the prior's 50, next to a million tokens of context."""
+    speeds = speeds_after(*[(5000, 0.5 * (1 + CONTEXT_SLOPE * 1_000_000), 1_000_000)] * 400)
+
+    assert 1e-4 == pytest.approx(speeds.speed.seconds_per_token, rel=0.01)
+    assert speeds.speed.error < 0.01
+    assert not speeds.speed.doubt
+
+
+def test_sums_are_right_where_parts_are_not() -> None:
+    """Two prompts that end in one engine step: the first gets all the seconds, the second none."""
+    speeds = speeds_after(*[(5000, 1.0, 0), (5000, 0.0, 0)] * 400)
+
+    assert 1e-4 == pytest.approx(speeds.speed.seconds_per_token, rel=0.01)
+
+
+def test_it_is_doubted() -> None:
+    """After few samples, and while predictions are off by more than what is measured."""
+    assert "0 of 8" in PrefillSpeeds().speed.doubt
+    assert f"{FEW - 1} of 8" in speeds_after(*[(5000, 0.25, 0)] * (FEW - 1)).speed.doubt
+    wild = speeds_after(*[(5000, 0.0, 0), (100, 0.6, 0)] * 400)
+    assert wild.speed.error > MOST_ERROR
+    assert "off by" in wild.speed.doubt
+
+
+def test_a_joiner_begins_with_what_a_peer_learnt() -> None:
+    """Unless it knows more itself."""
+    taught, joiner = speeds_after(*[(5000, 0.5, 0)] * 300), PrefillSpeeds()
+    op = taught.op()
+    assert op is not None
+
+    joiner.adopt(op)
+
+    assert joiner.speed.samples == taught.speed.samples
+    assert joiner.speed.seconds_per_token == pytest.approx(taught.speed.seconds_per_token, rel=1e-6)
+    longer = speeds_after(*[(5000, 0.25, 0)] * 301)
+    before = longer.speed
+    longer.adopt(op)
+    assert before == longer.speed
+    assert PrefillSpeeds().op() is None

@@ -1,0 +1,155 @@
+"""Mode kv with weight auto: seconds are compared, and shown as the published formula."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from kvrouter.core.fleet.router import Router, RouterRules
+from kvrouter.core.routing.builtin_policy import Moment
+from kvrouter.core.routing.cost import cost
+from kvrouter.core.routing.policy import AUTO
+from kvrouter.core.tables.arrivals import PrefixShares
+from kvrouter.core.tables.prefill_speeds import FEW, Speed
+from kvrouter.core.wire.ids import RouterId, Target
+from kvrouter.policies.kv import FALLBACK_WEIGHT, Kv
+from tests.core.worlds import T1, T2, card, chain_from, fixed, new_pool, prompt, request
+from tests.policies.tables import REQUEST, candidate, columns, moment, picked
+
+pytestmark = pytest.mark.usefixtures("core")
+
+KNOWN = Speed(1e-4, 100, 0.05)
+
+
+def at(now: float = 0.0, chance: float = 0.0, *, speed: Speed = KNOWN, rate: float = 0.0) -> Moment:
+    """A moment in which the speed of prefill is known."""
+    return replace(moment(chance, now=now), speed=speed, arrivals_per_s=rate, doubt=speed.doubt)
+
+
+def test_a_held_block_adds_nothing() -> None:
+    """A thousand of them cost the published formula more than a whole prompt to compute."""
+    eligible = columns([candidate("w1", overlap=10, active=1000), candidate("w2")])
+
+    assert 0 == Kv(overlap_weight=AUTO).pick(REQUEST, eligible, at())
+    assert 1 == Kv().pick(REQUEST, eligible, at())
+
+
+def test_progress_counts() -> None:
+    """A target whose head is 95 % through beats one that has less charged and has just begun."""
+    policy = Kv(overlap_weight=AUTO)
+    eligible = columns([candidate("w1", charged=1000), candidate("w2", charged=400)])
+    eligible._columns.began[1] = 0.095
+
+    assert 0 == policy.pick(REQUEST, eligible, at(0.095))
+
+
+def test_terms_are_the_formula() -> None:
+    """Each target's own weight gives its cost; costs are in the order of the seconds."""
+    eligible = columns(
+        [candidate("w1", overlap=4, charged=300, active=7), candidate("w2", active=90), candidate("w3")]
+    )
+
+    rows = Kv(overlap_weight=AUTO).terms(REQUEST, eligible, at(rate=30.0))
+
+    for row in rows:
+        weight, prefill, decode = (row[k] for k in ("overlap_weight", "prefill_blocks", "decode_blocks"))
+        assert row["cost"] == pytest.approx(cost(weight, prefill, decode))
+        seconds = row["wait_s"] + row["own_s"] * (1 + row["gamma"])
+        assert row["cost"] == pytest.approx(seconds / 1e-4 / 16)
+
+
+def test_a_temperature_draws_from_the_seconds() -> None:
+    """The slower target is drawn, too, and less often."""
+    policy = Kv(overlap_weight=AUTO, temperature=1.0)
+    eligible = columns([candidate("w1", overlap=5), candidate("w2")])
+
+    drawn = [policy.pick(REQUEST, eligible, at(chance=step / 100)) for step in range(100)]
+
+    assert 60 < drawn.count(0) < 90
+
+
+def test_unknown_speeds_fall_back() -> None:
+    """To the fixed weight that is best under load; a request may still name its own."""
+    policy, cold = Kv(overlap_weight=AUTO), at(speed=Speed())
+    eligible = columns([candidate("w1"), candidate("w2")])
+
+    assert FALLBACK_WEIGHT == policy.terms(REQUEST, eligible, cold)[0]["overlap_weight"]
+    own = replace(REQUEST, overlap_weight=3.0)
+    assert 3.0 == policy.terms(own, eligible, at())[0]["overlap_weight"]
+    named = replace(REQUEST, overlap_weight=AUTO)
+    assert "own_s" in Kv().terms(named, eligible, at())[0]
+
+
+def test_a_hot_prefix_is_copied() -> None:
+    """Two of four targets should hold what half of the requests share; then no third one does."""
+    shares = PrefixShares()
+    hashes = REQUEST.prompts[0].hashes
+    for number in range(100):
+        shares.count(hashes[4] if number % 2 else None)
+    policy = Kv(overlap_weight=AUTO)
+    one, two = candidate("w1", overlap=5), candidate("w2", overlap=5)
+    others = [candidate("w3", charged=100), candidate("w4")]
+    hot = replace(at(), tables=moment(shares=shares).tables)
+
+    assert 2 == policy.pick(REQUEST, columns([one, *others]), hot)
+    assert 0 == policy.pick(REQUEST, columns([one, two, *others]), hot)
+    assert 0 == policy.pick(REQUEST, columns([one, *others]), at())
+
+
+def test_without_tokens_the_fewest_requests() -> None:
+    """No seconds can be predicted for a prompt that is not known."""
+    few = [candidate("w1", requests=3), candidate("w2", requests=1)]
+
+    assert ["w2"] == picked(Kv(overlap_weight=AUTO), few, request())
+
+
+def new_router() -> Router:
+    """A router with weight auto and two workers."""
+    pool = new_pool(card("w1"), card("w2"))
+    rules = RouterRules(Kv(overlap_weight=AUTO), fixed(0.0))
+    return Router(pool, rules, router_id=RouterId("r"), incarnation=1, synced=False)
+
+
+def serve(router: Router, start: int, now: float, seconds: float) -> Target:
+    """A request of 160 tokens whose first byte comes after `seconds`."""
+    placed = router.route(request(prompt(chain_from(start, 10))), now)
+    router.first_byte(placed.key, now + seconds)
+    router.free(placed.key, now + seconds)
+    return placed.target
+
+
+def test_it_begins_with_known_speeds() -> None:
+    """The router doubts until enough prefills were measured, and says why."""
+    router = new_router()
+    assert "0 of 8" in router.doubt
+
+    for number in range(FEW):
+        serve(router, 1000 * number, float(number), 0.016)
+
+    assert not router.doubt
+    row = router.decide(request(prompt(chain_from(1, 10))), 20.0).verdicts[0].terms
+    assert 160 * router.tables.speeds.speed.seconds_per_token == pytest.approx(row["own_s"])
+
+
+def test_unheard_replicas_are_a_doubt() -> None:
+    """However well the speeds are known."""
+    router = new_router()
+    for number in range(FEW):
+        serve(router, 1000 * number, float(number), 0.016)
+
+    router.unheard = "sync is off"
+
+    assert "sync is off" == router.doubt
+    row = router.decide(request(prompt(chain_from(1, 10))), 20.0).verdicts[0].terms
+    assert FALLBACK_WEIGHT == row["overlap_weight"]
+
+
+def test_an_unstreamed_answer_teaches_nothing() -> None:
+    """Its first byte comes after decoding."""
+    router = new_router()
+    placed = router.route(request(prompt(chain_from(1, 10))), 0.0, streamed=False)
+
+    router.first_byte(placed.key, 9.0)
+
+    assert 0 == router.tables.speeds.speed.samples
+    assert placed.target in {T1, T2}
