@@ -31,7 +31,7 @@ from kvrouter.simulate.step_model import H100, LARGE_STEPS, SHORTEST
 from kvrouter.simulate.traces import CONVERSATION_EXCERPT, read_mooncake
 from scripts.kit.bench.meter import machine
 
-KV = ("kv", "kv:1", "kv:8")
+KV = ("kv:auto", "kv:1", "kv:8")
 CACHES = (0.25, 0.5, 1.0, 3.0)
 LOADS = (0.5, 0.7, 0.8)
 
