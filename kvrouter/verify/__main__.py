@@ -5,14 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from kvrouter.settings.read import Loaded, run
 from kvrouter.telemetry.logs import set_up_logs
-from kvrouter.verify.command import main as compare
+from kvrouter.verify.command import compare_and_print
+from kvrouter.verify.settings import COMMAND, VerifySettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print; returns the exit code."""
+    return run(COMMAND, arguments, _main)
+
+
+def _main(loaded: Loaded[VerifySettings]) -> int:
     set_up_logs("error")  # the printed result already contains what warnings would report
-    return compare(arguments)
+    return compare_and_print(loaded)
 
 
 if __name__ == "__main__":

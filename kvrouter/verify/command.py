@@ -87,10 +87,11 @@ async def _look(http: aiohttp.ClientSession, url: str, tls_name: str | None) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print; returns the exit code."""
-    return run(COMMAND, arguments, _main)
+    return run(COMMAND, arguments, compare_and_print)
 
 
-def _main(loaded: Loaded[VerifySettings]) -> int:
+def compare_and_print(loaded: Loaded[VerifySettings]) -> int:
+    """Return the exit code."""
     settings = loaded.settings
     try:
         report = asyncio.run(_compare(settings))
