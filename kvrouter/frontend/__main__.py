@@ -27,10 +27,10 @@ def _run(loaded: Loaded[FrontendOptions]) -> int:
     options = loaded.settings
     versions.choose(options.core)
     if options.process.processes > 1:
-        return processes.run(options, loaded.words)
+        return processes.run(loaded)
     set_up_logs(options.log_level, options.log_format)
     use_core(options.core)
-    uvloop.run(serve(options))
+    uvloop.run(serve(loaded))
     return 0
 
 

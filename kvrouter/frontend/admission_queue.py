@@ -56,6 +56,13 @@ class WaitingRoom:
         self._chance = chance
         self._lines: dict[PoolId, _Line] = {}
 
+    def change(self, settings: AdmissionSettings) -> None:
+        """Use these settings. A queue that is on stays on, one that is off stays off."""
+        self._settings = settings
+        for line in self._lines.values():
+            line.queue.settings = settings
+            self._look_soon(line)  # a higher threshold may admit the first one now
+
     async def admitted(self, router: Router, request: RouteRequest) -> None:
         """Return when the request may be routed; the caller routes before it awaits anything else.
 

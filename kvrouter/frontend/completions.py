@@ -99,6 +99,10 @@ class Completions:
         self._limits = limits
         self._retries = retries
 
+    def change(self, limits: Limits, retries: int) -> None:
+        """Use these for requests that begin from now on."""
+        self._limits, self._retries = limits, retries
+
     def add_routes(self, routes: Routes, gate: Gate) -> None:
         """Add what is served here. `gate` decides who may ask for a dry run."""
         routes.add("POST", "/v1/chat/completions", partial(self.serve, openai.parse_chat, gate))

@@ -40,7 +40,7 @@ class DecisionViews:
     ) -> None:
         self._kept = kept
         self._default_mode = default_mode
-        self._settings = settings
+        self.settings = settings
         self.logs = logs and kept is not None
 
     def preview(self, work: Work) -> Answer:
@@ -105,8 +105,8 @@ class DecisionViews:
             "isl": request.isl,
             "prompt_blocks": sum(len(prompt.hashes) for prompt in request.prompts),
             "session": request.session,
-            "overlap_weight": _given(request.overlap_weight, self._settings.overlap_weight),
-            "temperature": _given(request.temperature, self._settings.temperature),
+            "overlap_weight": _given(request.overlap_weight, self.settings.overlap_weight),
+            "temperature": _given(request.temperature, self.settings.temperature),
         }
 
 

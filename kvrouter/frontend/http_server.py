@@ -26,7 +26,7 @@ from kvrouter.frontend.admin import MODEL_PATH, Admin
 from kvrouter.frontend.admin_listener import application
 from kvrouter.frontend.bodies.openai import error_answer
 from kvrouter.frontend.completions import Completions
-from kvrouter.frontend.operators import Gate, gate_of, open_gate
+from kvrouter.frontend.operators import Gate, open_gate
 from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.sockets import BACKLOG, Listeners
 from kvrouter.frontend.views import View, answering
@@ -154,11 +154,14 @@ async def _listen(
 
 @contextlib.asynccontextmanager
 async def http_server(
-    site: Site, listeners: Listeners, *, hurried: asyncio.Event | None, options: FrontendOptions
+    site: Site, listeners: Listeners, gate: Gate, *, hurried: asyncio.Event | None, options: FrontendOptions
 ) -> AsyncIterator[None]:
-    """Serve on the listeners. On exit stop accepting, let running requests finish, cut off the rest."""
+    """Serve on the listeners. On exit stop accepting, let running requests finish, cut off the rest.
+
+    `gate`: that of the clients' port.
+    """
     logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
-    gate, admin = gate_of(options.process.admin_key), site.admin
+    admin = site.admin
     tls = listeners.certificate.context if listeners.certificate is not None else None
     async with (
         _admin_listener(site, listeners.admin, tls) as admin_server,

@@ -22,27 +22,29 @@ def open_gate(_requested: str, _headers: Mapping[str, str]) -> None:
     """The gate of the admin listener: it lets every client in."""
 
 
-def gate_of(key: str | None) -> Gate:
+class KeyGate:
     """The gate of the clients' port. Without a key it rejects every client."""
-    if key is None:
-        return _closed_gate
-    expected = key.encode()
 
-    def keyed_gate(requested: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, key: str | None) -> None:
+        self._key = key
+
+    def change(self, key: str | None) -> bool:
+        """Use this key from now on; returns whether it is another one."""
+        changed, self._key = key != self._key, key
+        return changed
+
+    def __call__(self, requested: str, headers: Mapping[str, str]) -> None:
+        if self._key is None:
+            raise OperatorsOnlyError(
+                f"{requested} is for operators and not served on this port: use the replica's admin "
+                "listener (--admin-port, by default --port + 100 on 127.0.0.1; logged at start as "
+                "frontend.listening)"
+            )
         scheme, _, given = headers.get("authorization", "").partition(" ")
         # compare_digest: the time it takes does not reveal how much of the key is right
-        is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), expected)
+        is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key.encode())
         if scheme.lower() != "bearer" or not is_right:
             raise WrongAdminKeyError(
                 f"{requested} is for operators: send `Authorization: Bearer KEY` with the key of "
                 "--admin-key-file, or use the admin listener (--admin-port)"
             )
-
-    return keyed_gate
-
-
-def _closed_gate(requested: str, _headers: Mapping[str, str]) -> None:
-    raise OperatorsOnlyError(
-        f"{requested} is for operators and not served on this port: use the replica's admin listener "
-        "(--admin-port, by default --port + 100 on 127.0.0.1; logged at start as frontend.listening)"
-    )

@@ -27,7 +27,9 @@ from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.sockets import listen, url
 from kvrouter.processes.children import Child, first_of
 from kvrouter.processes.output import LabelledText, Output
+from kvrouter.processes.reloading import reload_forever
 from kvrouter.processes.signals import Signals
+from kvrouter.settings.read import Loaded
 from kvrouter.telemetry.logs import set_up_logs
 
 log = structlog.get_logger()
@@ -57,12 +59,14 @@ class Processes:
             for number in range(1, options.process.processes + 1)
         ]
 
-    async def run(self, signals: Signals) -> int:
+    async def run(self, signals: Signals, loaded: Loaded[FrontendOptions]) -> int:
         """Serve until a signal, then drain; the second signal ends the draining. Returns the exit code."""
         async with asyncio.TaskGroup() as tasks:
             for number, child in enumerate(self._children, 1):
                 tasks.create_task(self._keep(child, number), name=child.name)
+            reloading = tasks.create_task(reload_forever(signals.reloads, loaded, lambda: self._children))
             await first_of(signals.stopped, self._failed)
+            reloading.cancel()
             hurrying = tasks.create_task(self._hurry(signals.hurried), name="hurry")
             await self._drain(signals)
             hurrying.cancel()
@@ -118,8 +122,9 @@ class Processes:
             child.send_signal(signal.SIGINT)
 
 
-def run(options: FrontendOptions, arguments: Sequence[str]) -> int:
+def run(loaded: Loaded[FrontendOptions]) -> int:
     """Run the parent until SIGTERM or SIGINT; returns the exit code."""
+    options = loaded.settings
     is_json = options.log_format == "json"
     width = len(f"process-{options.process.processes}")
     output = Output(sys.stdout.buffer, sys.stderr.buffer, width=width, is_json=is_json)
@@ -128,7 +133,7 @@ def run(options: FrontendOptions, arguments: Sequence[str]) -> int:
         failures: Sequence[BaseException] = ()
         code = WRONG_FLAGS
         try:
-            code = uvloop.run(_run(options, arguments, output))
+            code = uvloop.run(_run(loaded, output))
         except* KvRouterError as group:
             failures = leaves(group)
         for failure in failures:
@@ -136,9 +141,8 @@ def run(options: FrontendOptions, arguments: Sequence[str]) -> int:
         return code
 
 
-async def _run(options: FrontendOptions, arguments: Sequence[str], output: Output) -> int:
-    signals = Signals()
-    signals.on_reload(signals.stop)
+async def _run(loaded: Loaded[FrontendOptions], output: Output) -> int:
+    signals, options = Signals(), loaded.settings
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(listen(options.host, options.port))
         nats = []
@@ -151,8 +155,8 @@ async def _run(options: FrontendOptions, arguments: Sequence[str], output: Outpu
             admin_ports=_admin_ports(options),
             replica_sync="on: processes that share a port share their bookings",
         )
-        command = [sys.executable, "-m", "kvrouter.frontend", *arguments, *_own_flags(options), *nats]
-        return await Processes(options, command, listener, output).run(signals)
+        command = [sys.executable, "-m", "kvrouter.frontend", *loaded.words, *_own_flags(options), *nats]
+        return await Processes(options, command, listener, output).run(signals, loaded)
 
 
 def _own_flags(options: FrontendOptions) -> list[str]:

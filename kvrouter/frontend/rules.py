@@ -20,11 +20,12 @@ from kvrouter.core.routing.breaker import CircuitBreakers
 from kvrouter.core.routing.builtin_policy import RoutingTables
 from kvrouter.core.routing.decisions import DecisionRing
 from kvrouter.core.routing.filters import FilterSettings, new_filters
+from kvrouter.core.routing.selection import Modes
 from kvrouter.core.tables.sessions import SessionTable
 from kvrouter.core.tables.text_index import TextIndex, TextIndexSettings
 from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.frontend.settings import RuleOptions
-from kvrouter.policies import PolicySettings, new_policy
+from kvrouter.policies import CUSTOM, PolicySettings, new_policy
 from kvrouter.relay.exchange import Done, Lost, Outcome, Rejected, Retried, TimedOut
 from kvrouter.replica.loop import first_turn
 from kvrouter.telemetry.metrics import Sample
@@ -78,6 +79,28 @@ class Rules:
             active_prefill_tokens_threshold=tokens,
         )
         router.selection.filters = new_filters(self.filters(pool_id), router.circuits)
+
+    def change(self, options: RuleOptions, policy: PolicySettings, routers: Mapping[PoolId, Router]) -> None:
+        """Use these thresholds and weights from the next request on.
+
+        Thresholds that differ from those of before replace what was set at run time.
+        """
+        if options.filters != self.options.filters:
+            self._filters.clear()
+        is_other_policy = policy != self._policy
+        self.options, self._policy = options, policy
+        for pool_id, router in routers.items():
+            if router.circuits is not None and options.breaker is not None:
+                router.circuits.settings = options.breaker
+            router.selection.filters = new_filters(self.filters(pool_id), router.circuits)
+            if is_other_policy:
+                self._change_policies(router)
+
+    def _change_policies(self, router: Router) -> None:
+        make_policy = partial(new_policy, settings=self._policy, turn=first_turn())
+        if self._mode != CUSTOM:  # a custom policy has none of these settings
+            router.selection.policy = make_policy(self._mode)
+        router.modes = Modes(router.selection, self._mode, make_policy)
 
     def samples(self, routers: Mapping[PoolId, Router]) -> Iterator[Sample]:
         kept = len(self.decisions) if self.decisions is not None else 0

@@ -19,6 +19,7 @@ from kvrouter.core.fleet.pool import NewIndex
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.block_index import BlockIndex
+from kvrouter.errors import ConfigError
 from kvrouter.frontend.accept import Accept
 from kvrouter.frontend.admin import Admin
 from kvrouter.frontend.admission_queue import WaitingRoom
@@ -29,7 +30,9 @@ from kvrouter.frontend.decision_views import DECISION_PATH, DecisionViews
 from kvrouter.frontend.dry_route import DryRoute
 from kvrouter.frontend.http_server import Site, http_server, wait_for_any
 from kvrouter.frontend.hung_engines import probing
+from kvrouter.frontend.operators import KeyGate
 from kvrouter.frontend.overrides import Dialect
+from kvrouter.frontend.reload import Reload, Running
 from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.sockets import Listeners, open_listeners, raise_limit, streams_within
@@ -44,6 +47,7 @@ from kvrouter.processes.signals import Signals
 from kvrouter.relay.upstream import Upstream
 from kvrouter.replica.loop import ReplicaLoop, empty_replica
 from kvrouter.replica.policy_upkeep import PolicyUpkeep
+from kvrouter.settings.read import Loaded
 from kvrouter.telemetry.exposition import Registry
 from kvrouter.telemetry.garbage import Pauses, collect_and_freeze, thresholds_raised
 from kvrouter.telemetry.loop_lag import LoopLag
@@ -67,6 +71,7 @@ class RunningFrontend:
     completions: Completions
     waiting_room: WaitingRoom
     tokens: Tokens
+    reload: Reload | None
 
     def drain(self) -> None:
         """Report it in /ready and to the peers, and close each connection after its next answer."""
@@ -75,12 +80,15 @@ class RunningFrontend:
         self.completions.drain()
 
 
-async def serve(options: FrontendOptions) -> None:
+async def serve(loaded: Loaded[FrontendOptions]) -> None:
     """Serve until SIGTERM or SIGINT, then drain and leave. A second signal ends the draining."""
-    signals = Signals()
+    signals, options = Signals(), loaded.settings
     descriptors = raise_limit()
     log.info("frontend.descriptors", limit=descriptors, streams=streams_within(descriptors))
-    async with running_frontend(options, signals.hurried) as frontend:
+    async with (
+        running_frontend(options, signals.hurried, loaded) as frontend,
+        running({"reload": _reload_on_signals(signals, frontend)}),
+    ):
         # One of --processes: the parent sends SIGUSR1 to all of them before it ends the first.
         if options.process.listen_fd is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, frontend.drain)
@@ -90,6 +98,14 @@ async def serve(options: FrontendOptions) -> None:
         log.info("frontend.draining", grace_s=grace_s)
         await wait_for_any(signals.hurried.wait(), timeout_s=grace_s)
     log.info("frontend.stopped")
+
+
+async def _reload_on_signals(signals: Signals, frontend: RunningFrontend) -> None:
+    while True:
+        await signals.reloads.next()
+        with contextlib.suppress(ConfigError):  # logged
+            assert frontend.reload is not None
+            await frontend.reload.reload()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +133,13 @@ class _RequestPath:
 
 @contextlib.asynccontextmanager
 async def running_frontend(
-    options: FrontendOptions, hurried: asyncio.Event | None = None
+    options: FrontendOptions,
+    hurried: asyncio.Event | None = None,
+    loaded: Loaded[FrontendOptions] | None = None,
 ) -> AsyncIterator[RunningFrontend]:
     """A frontend that serves while inside. Leaving it drains, then leaves the namespace.
 
-    `hurried` ends the draining early.
+    `hurried` ends the draining early. `loaded`: where the options come from, if they can be read again.
     """
     registry = Registry()
     tls = trusting(options.tls.worker_ca)
@@ -132,8 +150,10 @@ async def running_frontend(
         _left_at_the_end(member.replica_loop),  # entered last: it needs the tasks and the bus
     ):
         admin = _new_admin(options, registry, member)
-        site = Site(path.completions, admin, _operators_routes(member, path, admin), options)
-        async with http_server(site, member.listeners, hurried=hurried, options=options):
+        gate = KeyGate(options.process.admin_key)
+        reload = Reload(loaded, _changeable(member, path, gate)) if loaded is not None else None
+        site = Site(path.completions, admin, _operators_routes(member, path, admin, reload), options)
+        async with http_server(site, member.listeners, gate, hurried=hurried, options=options):
             _log_start(options, member)
             frontend = RunningFrontend(
                 member.listeners.url,
@@ -145,6 +165,7 @@ async def running_frontend(
                 path.completions,
                 member.waiting_room,
                 member.tokens,
+                reload,
             )
             try:
                 yield frontend
@@ -290,6 +311,19 @@ def _weight(options: FrontendOptions) -> dict[str, str]:
     return {"weight": "auto", "published_weight": "--kv-overlap-score-weight 1"}
 
 
+def _changeable(member: _Member, path: _RequestPath, gate: KeyGate) -> Running:
+    return Running(
+        member.replica,
+        member.rules,
+        path.views,
+        path.completions,
+        member.waiting_room,
+        gate,
+        member.tokens.engines,
+        member.listeners.certificate,
+    )
+
+
 def new_rules(options: FrontendOptions) -> Rules:
     return Rules(options.rules, options.router_mode, options.policy, options.texts)
 
@@ -313,7 +347,9 @@ def _dialect(options: FrontendOptions) -> Dialect:
     return Dialect(SERVED_MODES, options.router_mode, header, bucket.lower())
 
 
-def _operators_routes(member: _Member, path: _RequestPath, admin: Admin) -> list[tuple[str, str, View]]:
+def _operators_routes(
+    member: _Member, path: _RequestPath, admin: Admin, reload: Reload | None
+) -> list[tuple[str, str, View]]:
     """Method, path and view of each."""
     thresholds, views = BusyThresholds(member.replica, member.rules), path.views
     return [
@@ -323,6 +359,7 @@ def _operators_routes(member: _Member, path: _RequestPath, admin: Admin) -> list
         ("GET", DECISION_PATH, views.one),
         ("GET", "/busy_threshold", thresholds.show),
         ("POST", "/busy_threshold", thresholds.change),
+        *([("POST", "/config/reload", reload.view)] if reload is not None else []),
     ]
 
 

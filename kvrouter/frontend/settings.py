@@ -230,9 +230,14 @@ class TlsOptions(Settings):
         "serve HTTPS with this certificate: PEM, followed by the intermediate certificates",
         name="tls-cert",
         old=("--tls-cert-path",),
+        reloadable=True,
     )
     key: Path | None = setting(
-        None, "key of --tls-cert: PEM, without a password", name="tls-key", old=("--tls-key-path",)
+        None,
+        "key of --tls-cert: PEM, without a password",
+        name="tls-key",
+        old=("--tls-key-path",),
+        reloadable=True,
     )
     worker_ca: Path | None = setting(
         None,

@@ -40,6 +40,7 @@ class Tokens:
     hashes: PrefixHashes
     blocks: PromptBlocks
     checks: TokenChecks | None
+    engines: EngineTokenizer
 
     async def run(self) -> None:
         """Run the comparisons with engines, if they are on."""
@@ -122,7 +123,7 @@ async def open_tokens(
                     effect="no KV events: workers are assumed to hold sent text for --router-ttl-s",
                 )
                 blocks = TextBlocks(encoders.default)
-        tokens = Tokens(options.way, encoders, store, hashes, blocks, checks)
+        tokens = Tokens(options.way, encoders, store, hashes, blocks, checks, engines)
         tokens.log_what_is_off()
         yield tokens
 

@@ -70,27 +70,46 @@ class PolicySettings(Settings):
         "kv: how fast overlap loses credit on a worker with more prefill charged than the least",
         name="router-kv-overlap-score-credit-decay",
         least=0,
+        reloadable=True,
     )
     active_request_weight: float = setting(
-        0.0, "kv: cost of each request in flight, in blocks", name="router-active-request-weight", least=0
+        0.0,
+        "kv: cost of each request in flight, in blocks",
+        name="router-active-request-weight",
+        least=0,
+        reloadable=True,
     )
     gpu_cache_usage_weight: float = setting(
-        1.0, "kv-score: weight of the engine's KV usage", name="kv-gpu-cache-usage-weight", least=0
+        1.0,
+        "kv-score: weight of the engine's KV usage",
+        name="kv-gpu-cache-usage-weight",
+        least=0,
+        reloadable=True,
     )
     waiting_requests_weight: float = setting(
-        1.0, "kv-score: weight of the engine's queue", name="kv-waiting-requests-weight", least=0
+        1.0,
+        "kv-score: weight of the engine's queue",
+        name="kv-waiting-requests-weight",
+        least=0,
+        reloadable=True,
     )
     imbalanced_threshold: float = setting(
         10.0,
         "prefix-affinity: difference of requests between the most and the least loaded worker; or inf",
         read=_read_imbalance,
+        reloadable=True,
     )
     match_rate_threshold: float = setting(
-        0.1, "prefix-affinity: share of the text that must match", least=0, most=1
+        0.1, "prefix-affinity: share of the text that must match", least=0, most=1, reloadable=True
     )
-    sticky_hit_rate: float = setting(0.8, "sticky: share of the prompt that must be cached", least=0, most=1)
+    sticky_hit_rate: float = setting(
+        0.8, "sticky: share of the prompt that must be cached", least=0, most=1, reloadable=True
+    )
     sticky_penalty_s: float = setting(
-        1.0, "sticky: most seconds of additional waiting for a worker that has the prefix", least=0
+        1.0,
+        "sticky: most seconds of additional waiting for a worker that has the prefix",
+        least=0,
+        reloadable=True,
     )
     stage_one: str = setting(
         ROUND_ROBIN,

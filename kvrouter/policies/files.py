@@ -21,6 +21,7 @@ class PolicyFiles(Settings):
         "scored: an EndpointPickerConfig (YAML)",
         name="router-config",
         default_text="queue 2, kv-cache-utilization 2, prefix 3",
+        reloadable=True,
     )
     policy: str | None = setting(
         None,

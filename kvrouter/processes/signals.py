@@ -13,6 +13,28 @@ import signal
 from collections.abc import Callable
 
 
+class Reloads:
+    """The SIGHUPs of this process. `on_closed` is called instead if its terminal was closed."""
+
+    def __init__(self, on_closed: Callable[[], None]) -> None:
+        # nohup has set SIG_IGN: the closed terminal must not end what it protects
+        self._has_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
+        self._on_closed = on_closed
+        self._came = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._hung_up)
+
+    async def next(self) -> None:
+        """Return after the next SIGHUP; at once if one came since the last call."""
+        await self._came.wait()
+        self._came.clear()
+
+    def _hung_up(self) -> None:
+        if self._has_terminal and not _has_terminal():
+            self._on_closed()
+        else:
+            self._came.set()
+
+
 class Signals:
     """The signals of this process, as events. Create it where the event loop runs."""
 
@@ -20,22 +42,10 @@ class Signals:
         self.stopped, self.hurried = asyncio.Event(), asyncio.Event()
         self.is_interrupt = False
         """Whether it was asked to end by Ctrl-C, so that nobody waits for a load balancer."""
+        self.reloads = Reloads(self.interrupt)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self.interrupt)
-
-    def on_reload(self, reload: Callable[[], None]) -> None:
-        """Call `reload` at each SIGHUP, except at that of a terminal that was closed."""
-        # nohup has set SIG_IGN: the closed terminal must not end what it protects
-        has_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
-
-        def hung_up() -> None:
-            if has_terminal and not _has_terminal():
-                self.interrupt()
-            else:
-                reload()
-
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)
 
     def stop(self) -> None:
         (self.hurried if self.stopped.is_set() else self.stopped).set()

@@ -44,11 +44,16 @@ class ServerCertificate:
             await asyncio.sleep(LOOK_EVERY_S)
             self.renew()
 
-    def renew(self) -> None:
-        """Read the files if they have changed. If they cannot be used, the previous certificate stays."""
+    def renew(self, files: CertificateFiles | None = None) -> bool:
+        """Read the files, or from now on these, if they have changed; returns whether it is another one.
+
+        If they cannot be used, the previous certificate stays.
+        """
+        if files is not None and files != self._files:
+            self._files, self._marks = files, ()
         marks = self._look_at_files()
         if marks == self._marks:
-            return
+            return False
         try:
             self._newest = server_context(self._files)
         except ConfigError as error:
@@ -58,9 +63,10 @@ class ServerCertificate:
                 )
                 log.warning("frontend.certificate_not_renewed", error=str(error), effect=effect)
             self._last_error = str(error)
-            return
+            return False
         self._marks, self._last_error = marks, ""
         log.info("frontend.certificate_renewed", cert=str(self._files.cert))
+        return True
 
     def _show_newest(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         handshake.context = self._newest

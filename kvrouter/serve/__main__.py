@@ -34,14 +34,14 @@ def _main(loaded: Loaded[ServeOptions]) -> int:
     voice.speak_to(output)
     with contextlib.closing(output), contextlib.redirect_stderr(LabelledText(output, NAME)):
         set_up_logs(options.frontend.log_level, options.frontend.log_format)
-        return _serve(options, output, voice)
+        return _serve(loaded, options, output, voice)
 
 
-def _serve(options: ServeOptions, output: Output, voice: Voice) -> int:
+def _serve(loaded: Loaded[ServeOptions], options: ServeOptions, output: Output, voice: Voice) -> int:
     failures: Sequence[BaseException] = ()
     code = 2
     try:
-        code = uvloop.run(_run(options, output, voice))
+        code = uvloop.run(_run(loaded, options, output, voice))
     except* KvRouterError as group:  # task groups raise groups
         failures = leaves(group)
     for failure in failures:
@@ -49,15 +49,14 @@ def _serve(options: ServeOptions, output: Output, voice: Voice) -> int:
     return code
 
 
-async def _run(options: ServeOptions, output: Output, voice: Voice) -> int:
+async def _run(loaded: Loaded[ServeOptions], options: ServeOptions, output: Output, voice: Voice) -> int:
     ports = _free_ports(options)
     signals = Signals()  # the first one drains, the second one kills
-    signals.on_reload(signals.stop)
     async with contextlib.AsyncExitStack() as stack:
         nats = ",".join(options.nats.servers)
         if options.nats.is_embedded:
             nats = await stack.enter_async_context(embedded_server(f"nats://127.0.0.1:{options.nats_port}"))
-        return await Deployment(options, ports, nats, output, voice).run(signals)
+        return await Deployment(options, ports, nats, output, voice).run(signals, loaded)
 
 
 def _free_ports(options: ServeOptions) -> list[tuple[int, int]]:

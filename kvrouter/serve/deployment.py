@@ -20,11 +20,13 @@ import structlog
 from kvrouter.policies import POLICIES
 from kvrouter.processes.children import Child, first_of
 from kvrouter.processes.output import Output
+from kvrouter.processes.reloading import reload_forever
 from kvrouter.processes.signals import Signals
 from kvrouter.serve.engines import EngineSpec
 from kvrouter.serve.report import EngineReport, Ready, Voice, curl, report
 from kvrouter.serve.settings import ServeOptions
 from kvrouter.serve.tokenizers import Tokenizers, model_of, tokenizer_of
+from kvrouter.settings.read import Loaded
 from kvrouter.worker.engines.discovery import learn_patiently
 from kvrouter.worker.engines.facts import EngineFacts, with_discovered
 from kvrouter.worker.engines.http import EngineHttp
@@ -82,14 +84,18 @@ class Deployment:
         self._nats = nats
         self._frontends: list[Child] = []
 
-    async def run(self, signals: Signals) -> int:
+    async def run(self, signals: Signals, loaded: Loaded[ServeOptions]) -> int:
         """Serve until a signal, then end in order; the second one kills all. Returns the exit code."""
         async with asyncio.TaskGroup() as tasks:
             for engine in self._options.engines:
                 tasks.create_task(self._attend(engine), name=engine.worker_id)
             serving = tasks.create_task(self._serve(), name="frontends")
             killer = tasks.create_task(self._kill_on(signals.hurried), name="killer")
+            reloading = tasks.create_task(
+                reload_forever(signals.reloads, loaded, self._children, fixed="serve"), name="reload"
+            )
             await first_of(signals.stopped, self._failed)
+            reloading.cancel()
             if not self._frontends:
                 serving.cancel()  # it still waits for engines
             await self._wind_down(signals)
@@ -97,6 +103,9 @@ class Deployment:
         if self._failed.is_set():
             return _WRONG_FLAGS
         return 1 if signals.hurried.is_set() else 0
+
+    def _children(self) -> list[Child]:
+        return [*self._frontends, *self._agents.values()]
 
     async def _attend(self, engine: EngineSpec) -> None:
         """Query the engine, report it, run its agent; again each time the agent ends."""
@@ -209,7 +218,7 @@ class Deployment:
     async def _kill_on(self, hurried: asyncio.Event) -> None:
         await hurried.wait()
         log.warning("serve.killing")
-        for child in (*self._frontends, *self._agents.values()):
+        for child in self._children():
             child.kill()
 
     async def _announce_ready(self) -> None:

@@ -20,6 +20,8 @@ from typing import TextIO, cast
 
 import structlog
 
+LEVELS = ("debug", "info", "warning", "error")
+
 # Beyond this, lines are lost: a pipe that is not read must not fill the memory.
 MAX_LINES = 10_000
 # The process must end even if its logs cannot be written: Python's streams hung at exit on a stalled reader.
@@ -42,12 +44,20 @@ def set_up_logs(level: str = "info", form: str = "console") -> None:
             structlog.processors.TimeStamper(fmt="iso"),
             *renderers,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.WriteLoggerFactory(stream),
-        cache_logger_on_first_use=True,
+        cache_logger_on_first_use=False,  # a cached logger would keep its level
     )
+    set_log_level(level)
     logging.basicConfig(level=logging.WARNING, stream=stream, format="%(name)s: %(message)s")
     logging.getLogger("nats").setLevel(logging.CRITICAL)  # the bus logs the same events, once and shorter
+
+
+def set_log_level(level: str) -> None:
+    """Log from this level on."""
+    structlog.configure(
+        **structlog.get_config()
+        | {"wrapper_class": structlog.make_filtering_bound_logger(getattr(logging, level.upper()))}
+    )
 
 
 def _stream_to(stderr: TextIO) -> TextIO:

@@ -46,8 +46,9 @@ class BusyError(EngineTokenizerError):
 class EngineTokenizer:
     """Requests the token ids of prompts from engines. Open it with `async with`."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, api_key: str | None = None) -> None:
         self._session = session
+        self._api_key = api_key
         self._calls = 0
 
     @classmethod
@@ -57,13 +58,17 @@ class EngineTokenizer:
 
         `tls`: the certificate authorities to trust for https:// URLs; None: the system's.
         """
-        headers = {**UNPACKED, "authorization": f"Bearer {api_key}"} if api_key else UNPACKED
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         connector = engine_connector(tls or trusting(None), limit=MOST_CALLS)
         async with aiohttp.ClientSession(
-            headers=headers, timeout=timeout, connector=connector, auto_decompress=False
+            headers=UNPACKED, timeout=timeout, connector=connector, auto_decompress=False
         ) as session:
-            yield cls(session)
+            yield cls(session, api_key)
+
+    def use_key(self, api_key: str | None) -> bool:
+        """Send this key from now on; returns whether it is another one."""
+        changed, self._api_key = api_key != self._api_key, api_key
+        return changed
 
     async def tokenize(self, url: str, model: str | None, prompt: ChatPrompt | TextPrompt) -> list[TokenIds]:
         """The ids of each prompt as computed by the engine at `url`. Raises EngineTokenizerError."""
@@ -84,6 +89,8 @@ class EngineTokenizer:
 
     async def _call(self, url: str, body: bytes) -> TokenIds:
         headers = {"content-type": "application/json"}
+        if self._api_key:
+            headers["authorization"] = f"Bearer {self._api_key}"
         try:
             async with self._session.post(
                 f"{url.rstrip('/')}/tokenize", data=body, headers=headers

@@ -1,7 +1,7 @@
 """`python -m kvrouter.worker`: the agent of an engine.
 
 SIGTERM or SIGINT: take no new requests and leave when the running ones have ended; the second signal: leave
-now. SIGUSR1: take no new requests until the next SIGUSR1.
+now. SIGUSR1: take no new requests until the next SIGUSR1. SIGHUP: read the log level again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import uvloop
 
 from kvrouter.config import use_core
 from kvrouter.errors import ConfigError, KvRouterError, leaves
+from kvrouter.processes.reloading import reload_forever
+from kvrouter.processes.signals import Reloads
 from kvrouter.settings.read import Loaded, run
 from kvrouter.telemetry.logs import set_up_logs
 from kvrouter.worker.agent import serve
@@ -41,7 +43,7 @@ def _main(loaded: Loaded[WorkerSettings]) -> int:
     status = 0
     try:
         use_core(settings.core)
-        uvloop.run(_run(agents))
+        uvloop.run(_run(agents, loaded))
     except* KvRouterError as group:  # a TaskGroup raises groups, a failed start a plain error
         for error in leaves(group):
             log.error("worker.failed", error=str(error), kind=type(error).__name__)
@@ -59,7 +61,7 @@ def _service(agents: AgentOptions | EngineList) -> tuple[Sequence[Duty], Awaitab
     return [duty], serve(agents, leave, duty)
 
 
-async def _run(agents: AgentOptions | EngineList) -> None:
+async def _run(agents: AgentOptions | EngineList, loaded: Loaded[WorkerSettings]) -> None:
     duties, service = _service(agents)
 
     def retire() -> None:
@@ -74,7 +76,10 @@ async def _run(agents: AgentOptions | EngineList) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, retire)
     loop.add_signal_handler(signal.SIGUSR1, pause)
-    await service
+    async with asyncio.TaskGroup() as tasks:
+        reloading = tasks.create_task(reload_forever(Reloads(retire), loaded))
+        await service
+        reloading.cancel()
 
 
 if __name__ == "__main__":

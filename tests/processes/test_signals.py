@@ -18,9 +18,14 @@ PROGRAM = """
 import asyncio, signal, sys
 from kvrouter.processes.signals import Signals
 
+async def print_reloads(reloads):
+    while True:
+        await reloads.next()
+        print("reload", flush=True)
+
 async def main():
     signals = Signals()
-    signals.on_reload(lambda: print("reload", flush=True))
+    printing = asyncio.create_task(print_reloads(signals.reloads))
     print("up", flush=True)
     await signals.stopped.wait()
     print("stopped", signals.grace_s(5.0), flush=True)

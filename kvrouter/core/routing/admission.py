@@ -52,9 +52,14 @@ class AdmissionSettings(Settings):
         "max_batched_tokens; 0: requests never wait",
         name="router-queue-threshold",
         least=0,
+        reloadable=True,
     )
     max_waiting: int = setting(
-        1000, "most requests that wait per model; one more gets a 503", name="router-queue-size", least=1
+        1000,
+        "most requests that wait per model; one more gets a 503",
+        name="router-queue-size",
+        least=1,
+        reloadable=True,
     )
     max_wait_s: float = setting(
         30.0,
@@ -62,6 +67,7 @@ class AdmissionSettings(Settings):
         name="router-queue-timeout-s",
         old=("--router-queue-timeout",),
         above=0,
+        reloadable=True,
     )
     ageing_s: float = setting(
         1.0,

@@ -30,9 +30,12 @@ class BreakerSettings(Settings):
         "consecutive failed attempts after which a worker is skipped",
         name="circuit-breaker-failures",
         least=1,
+        reloadable=True,
     )
     successes: int = 3
-    open_s: float = setting(60.0, "seconds that it is skipped", name="circuit-breaker-open-s", above=0)
+    open_s: float = setting(
+        60.0, "seconds that it is skipped", name="circuit-breaker-open-s", above=0, reloadable=True
+    )
 
 
 @dataclass(slots=True)

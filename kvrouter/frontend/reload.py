@@ -1,0 +1,116 @@
+"""Changes settings of a running frontend: SIGHUP, or POST /config/reload on the admin listener.
+
+flags, environment, file ──read again, in a thread──> all checked ──> Running.apply, in one step
+                                    └── wrong: nothing changes ──> the reason
+
+No await comes between two changes, so each request is served with the old settings or with the new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from kvrouter.core.fleet.replica import Replica
+from kvrouter.errors import BadRequestError, ConfigError
+from kvrouter.frontend.admission_queue import WaitingRoom
+from kvrouter.frontend.completions import Completions
+from kvrouter.frontend.decision_views import DecisionViews
+from kvrouter.frontend.operators import KeyGate
+from kvrouter.frontend.rules import Rules
+from kvrouter.frontend.settings import FrontendOptions
+from kvrouter.frontend.views import json_answer
+from kvrouter.relay.answer import Answer
+from kvrouter.relay.certificate import ServerCertificate
+from kvrouter.relay.request import Request
+from kvrouter.settings.read import Loaded
+from kvrouter.settings.reload import CHANGED, Changes, log_failure, read_again
+from kvrouter.tokens.remote_tokenizer import EngineTokenizer
+
+# Their value may change, but what they switch on or off is decided at the start.
+_SWITCHES = {"router-queue-threshold", "tls-cert", "tls-key"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Settings that were read again and can be applied, with the keys from their files."""
+
+    loaded: Loaded[FrontendOptions]
+    admin_key: str | None
+    engine_api_key: str | None
+    changes: Changes
+
+
+def read_fresh(current: Loaded[FrontendOptions]) -> Fresh:
+    """What is applied, if the settings are read again now. Changes nothing. Raises ConfigError."""
+    loaded, changes = read_again(current, _SWITCHES)
+    settings = loaded.settings
+    # a policy that was made keeps what it has learnt
+    policy = replace(settings.policy, custom=current.settings.policy.custom)
+    loaded = replace(loaded, settings=replace(settings, policy=policy))
+    return Fresh(loaded, settings.process.admin_key, settings.tokens.engine_api_key, changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The parts of a frontend whose settings can change."""
+
+    replica: Replica
+    rules: Rules
+    views: DecisionViews
+    completions: Completions
+    waiting_room: WaitingRoom
+    gate: KeyGate
+    engines: EngineTokenizer
+    certificate: ServerCertificate | None
+
+    def apply(self, old: FrontendOptions, fresh: Fresh) -> None:
+        """Use these settings from now on, and add to the changes the files whose contents are others."""
+        new, applied = fresh.loaded.settings, fresh.changes.applied
+        self.rules.change(new.rules, new.policy, self.replica.routers)
+        self.views.settings = new.policy
+        self.completions.change(new.limits, new.retries)
+        self.waiting_room.change(new.admission)
+        if new.policy.scored != old.policy.scored:
+            applied.setdefault("router-config", CHANGED)
+        if self.gate.change(fresh.admin_key):
+            applied.setdefault("admin-key-file", CHANGED)
+        if self.engines.use_key(fresh.engine_api_key):
+            applied.setdefault("engine-api-key-file", CHANGED)
+        if (
+            self.certificate is not None
+            and new.tls.files is not None
+            and self.certificate.renew(new.tls.files)
+        ):
+            applied.setdefault("tls-cert", CHANGED)
+
+
+class Reload:
+    """The settings of a running frontend, and their change."""
+
+    def __init__(self, loaded: Loaded[FrontendOptions], running: Running) -> None:
+        self._loaded = loaded
+        self._running = running
+        self._lock = asyncio.Lock()
+
+    async def reload(self) -> Changes:
+        """Read the settings again and apply what can change. Raises ConfigError; then all stays as it was."""
+        async with self._lock:
+            try:
+                fresh = await asyncio.to_thread(read_fresh, self._loaded)
+            except ConfigError as error:
+                log_failure(error)
+                raise
+            old, new = self._loaded.settings, fresh.loaded.settings
+            self._running.apply(old, fresh)
+            self._loaded = fresh.loaded
+            fresh.changes.log(old.log_level, new.log_level)
+        return fresh.changes
+
+    async def view(self, _request: Request) -> Answer:
+        """POST /config/reload. Raises BadRequestError."""
+        try:
+            changes = await self.reload()
+        except ConfigError as error:
+            raise BadRequestError(f"nothing was changed: {error}") from None
+        return json_answer({"changed": changes.applied, "needs_restart": changes.needs_restart})
