@@ -20,6 +20,7 @@ from kvrouter.frontend.operators import KeyGate
 from kvrouter.frontend.rules import Rules
 from kvrouter.frontend.settings import FrontendOptions
 from kvrouter.frontend.views import json_answer
+from kvrouter.processes.reloading import log_changes
 from kvrouter.relay.answer import Answer
 from kvrouter.relay.certificate import ServerCertificate
 from kvrouter.relay.request import Request
@@ -104,7 +105,7 @@ class Reload:
             old, new = self._loaded.settings, fresh.loaded.settings
             self._running.apply(old, fresh)
             self._loaded = fresh.loaded
-            fresh.changes.log(old.log_level, new.log_level)
+            log_changes(fresh.changes, old.log_level, new.log_level)
         return fresh.changes
 
     async def view(self, _request: Request) -> Answer:

@@ -12,9 +12,17 @@ from kvrouter.processes.children import Child
 from kvrouter.processes.signals import Reloads
 from kvrouter.settings.declare import Settings
 from kvrouter.settings.read import Loaded
-from kvrouter.settings.reload import log_failure, read_again
+from kvrouter.settings.reload import Changes, log_failure, read_again
+from kvrouter.telemetry.logs import LEVELS, set_log_level
 
 S = TypeVar("S", bound=Settings)
+
+
+def log_changes(changes: Changes, old_level: str, new_level: str) -> None:
+    """Log the changes at the more verbose of both levels, then use the new one."""
+    set_log_level(min(old_level, new_level, key=LEVELS.index))
+    changes.log()
+    set_log_level(new_level)
 
 
 def _no_children() -> Iterable[Child]:
@@ -46,7 +54,7 @@ async def reload_forever(
                 changes.needs_restart[name] = changes.applied.pop(name)
         level = "log-level"
         is_fixed = level in changes.needs_restart
-        changes.log(loaded.values[level], loaded.values[level] if is_fixed else later.values[level])
+        log_changes(changes, loaded.values[level], (loaded if is_fixed else later).values[level])
         loaded = later
         for child in children():
             child.send_signal(signal.SIGHUP)

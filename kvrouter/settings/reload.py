@@ -14,7 +14,6 @@ import structlog
 
 from kvrouter.settings.declare import Declared, Settings, built
 from kvrouter.settings.read import Loaded
-from kvrouter.telemetry.logs import LEVELS, set_log_level
 
 log = structlog.get_logger()
 
@@ -31,14 +30,11 @@ class Changes:
     applied: dict[str, str] = field(default_factory=dict)
     needs_restart: dict[str, str] = field(default_factory=dict)
 
-    def log(self, old_level: str, new_level: str) -> None:
-        """Log them at the more verbose of both levels, then use the new one."""
-        set_log_level(min(old_level, new_level, key=LEVELS.index))
+    def log(self) -> None:
         log.info("settings.reloaded", changed=_texts(self.applied))
         if self.needs_restart:
             effect = "these settings stay as they were until a restart"
             log.warning("settings.needs_restart", settings=_texts(self.needs_restart), effect=effect)
-        set_log_level(new_level)
 
 
 def read_again(current: Loaded[S], switches: Container[str] = ()) -> tuple[Loaded[S], Changes]:
