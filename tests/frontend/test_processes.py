@@ -305,6 +305,34 @@ async def test_interrupt(nats_url: str) -> None:
     assert 3 == said.count("frontend.stopped")
 
 
+async def test_reload(nats_url: str, tmp_path: Path) -> None:
+    """SIGHUP to the parent reaches all processes; with a wrong file it reaches none."""
+    file = tmp_path / "kvrouter.toml"
+    file.write_text("[frontend]\nretries = 1\n")
+    async with running(nats_url, OK, f"--config={file}") as parent:
+        file.write_text("[frontend]\nretries = many\n")
+        parent.process.send_signal(signal.SIGHUP)
+        assert parent.process.stderr is not None
+        said = await read_until(parent.process.stderr, ["settings.not_reloaded"])
+        file.write_text('[frontend]\nretries = 3\nlog-level = "debug"\n')
+        parent.process.send_signal(signal.SIGHUP)
+        each = ["parent ", "process-1 ", "process-2 "]
+        said += await read_until(parent.process.stderr, [f"{name}.*retries: 1 → 3" for name in each])
+        served = (await ask(parent.url, BODY)).status
+
+    assert 1 == sum("not_reloaded" in line for line in said)
+    assert 200 == served
+
+
+async def read_until(stream: asyncio.StreamReader, patterns: list[str]) -> list[str]:
+    """The lines until each pattern was found."""
+    lines: list[str] = []
+    async with asyncio.timeout(START_S):
+        while not all(any(re.search(pattern, line) for line in lines) for pattern in patterns):
+            lines.append((await stream.readline()).decode())
+    return lines
+
+
 async def test_one_is_restarted(nats_url: str) -> None:
     """A process that gets SIGTERM finishes its requests, accepts no more, and is replaced."""
     async with running(nats_url, says_and_stalls(ONE)) as parent:

@@ -185,6 +185,28 @@ async def test_no_events(nats_url: str, http: aiohttp.ClientSession, free_port: 
     assert {0.0} == {line["grace_s"] for line in said if line["event"] == "frontend.draining"}
 
 
+async def test_reload(
+    nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    """SIGHUP reaches frontends and agents; what they got as flags needs a restart."""
+    port, file = free_port(), tmp_path / "kvrouter.toml"
+    file.write_text("[serve]\nretries = 1\n")
+    async with running_mocker(FAST) as mocker:
+        flags = [f"--engine={mocker.url}", f"--port={port}", f"--nats={nats_url}", f"--config={file}"]
+        async with serving(*flags, f"--namespace=reload-{port}") as served:
+            await until_ready(served, http, [f"http://127.0.0.1:{port}"])
+            await served.until_said(r"^serve .*ready: ")
+            file.write_text('[serve]\nretries = 4\n[shared]\nlog-level = "debug"\n')
+            served.process.send_signal(signal.SIGHUP)
+            for name in ("serve", "agent-1", "frontend-1"):
+                await served.until_said(rf"^{name} .*settings\.reloaded .*log-level: info → debug")
+            await served.until_said(r"^serve .*settings\.needs_restart .*retries: 1 → 4")
+
+            assert 0 == await served.end(signal.SIGINT)
+
+    assert 0 == sum("child.ended" in line for line in served.said)
+
+
 async def test_second_signal(
     nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]
 ) -> None:
