@@ -18,6 +18,7 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.native import versions
 from kvrouter.core.routing.worker import Worker
+from kvrouter.core.tables.ghosts import Reuse
 from kvrouter.core.wire.ids import PoolId, Target
 from kvrouter.core.wire.ops import TIERS
 from kvrouter.core.wire.senders import Feed, KvSource, SyncSource, name
@@ -160,7 +161,7 @@ class Admin:
                 "peers": self._peers(),
                 "pools": [
                     _pool(router.pool)
-                    | {"prefill": _prefill(router)}
+                    | {"prefill": _prefill(router), "cached": _cached(router.reuse)}
                     | {"queue": self._queue(pool_id), "problems": self._problems(router.pool, "")}
                     for pool_id, router in self._replica.routers.items()
                 ],
@@ -239,6 +240,13 @@ def _prefill(router: Router) -> dict[str, Any]:
         "error": round(speed.error, 3),
         "doubt": router.doubt,
     }
+
+
+def _cached(reuse: Reuse) -> dict[str, Any]:
+    """The share of the prompt tokens that was cached, and what other caches would have had."""
+    total = max(1, reuse.prompt_tokens)
+    shares = {name: round(1 - tokens / total, 4) for name, tokens in reuse.uncached().items()}
+    return {"prompt_tokens": reuse.prompt_tokens} | (shares if reuse.prompt_tokens else {})
 
 
 def _target(pool: Pool, worker: Worker, target: Target, reader: FeedReader | None) -> dict[str, Any]:

@@ -74,6 +74,7 @@ def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus)
         yield from _pool_samples(router.pool)
         yield from _booking_samples(router.pool, {replica.router_id, *replica.peers})
         yield from _speed_samples(router)
+        yield from _reuse_samples(router)
         yield from _prediction_samples(router, audit)
     for source, reader in list(replica.readers.items()):
         yield from _feed_samples(source, reader)
@@ -108,6 +109,15 @@ def _speed_samples(router: Router) -> Iterator[Sample]:
     yield "kvrouter_prefill_error_ratio", "gauge", text, labels, speed.error
     text = "1 if weight auto may compare seconds; 0 while it is 8"
     yield "kvrouter_prefill_known", "gauge", text, labels, not router.doubt
+
+
+def _reuse_samples(router: Router) -> Iterator[Sample]:
+    labels, reuse = {"pool": str(router.pool.id)}, router.reuse
+    text = "Prompt tokens of the requests routed here, each once"
+    yield "kvrouter_reusable_tokens", "counter", text, labels, reuse.prompt_tokens
+    text = "Of these, the ones that each cache did not have: chosen, best, pooled, endless"
+    for cache, tokens in reuse.uncached().items():
+        yield "kvrouter_uncached_tokens", "counter", text, {**labels, "cache": cache}, tokens
 
 
 def _booking_samples(pool: Pool, known: set[RouterId]) -> Iterator[Sample]:

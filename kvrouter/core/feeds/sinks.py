@@ -176,7 +176,7 @@ class SyncSink:
         active: BookingTable,
         router_id: RouterId,
         *,
-        booked: Callable[[float], None],
+        booked: Callable[[Booking, float], None],
         prefill_completed: Callable[[Booking, float], None],
         assume: Callable[[ApproxEntry, float], None],
         sessions: SessionTable | None = None,
@@ -197,17 +197,18 @@ class SyncSink:
         """Apply a moment of a booking, a session or a text. None can contradict: returns an empty text."""
         match op:
             case AddRequest():
-                self._active.book(_booking(self._router_id, op, now))
-                self._booked(now)
+                booking = _booking(self._router_id, op, now)
+                self._active.book(booking)
+                self._booked(booking, now)
             case FirstByte() if self._speeds is not None:
                 key = BookingKey(self._router_id, op.number)
                 service = self._active.service(key, now, op.ttft_us / 1e6)
                 if service is not None:
                     self._speeds.learn(service)
             case MarkPrefillCompleted():
-                booking = self._active.mark_prefill_completed(BookingKey(self._router_id, op.number), now)
-                if booking is not None:
-                    self._prefill_completed(booking, now)
+                completed = self._active.mark_prefill_completed(BookingKey(self._router_id, op.number), now)
+                if completed is not None:
+                    self._prefill_completed(completed, now)
             case Progress():
                 self._active.progress(BookingKey(self._router_id, op.number), op.output_blocks)
             case Free():

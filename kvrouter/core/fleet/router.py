@@ -32,6 +32,7 @@ from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Modes, Selection
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import Booking, UnseenBookings, add_request, booking_ops
+from kvrouter.core.tables.ghosts import Ghosts, Reuse
 from kvrouter.core.tables.predictions import PredictionTable
 from kvrouter.core.tables.text_index import SentTexts
 from kvrouter.core.wire.hashes import hashes_of, pack_hashes
@@ -147,6 +148,11 @@ class Router:
         self._refusals: tuple[dict[Target, Worker], dict[Target, str]] = ({}, {})
         self.source.seq = seq
         self.unseen = UnseenBookings()
+        self.reuse = Reuse()
+        # an eighth of the blocks at first: all of them would cost as much as a decision
+        self._ghosts = Ghosts(halvings=3)
+        # the blocks that all targets have room for, as of a number of changes of the pool
+        self._room: tuple[int, int] = (-1, 0)
         self._sent_texts = SentTexts()
         self._synced = synced
         self._own: dict[int, _OwnBooking] = {}
@@ -227,6 +233,8 @@ class Router:
         if selection.policy.compares_seconds:
             self.tables.shares.count(candidates.deepest_block(request))
         booking = self._book(request, choice, now)
+        if not (exclude or prefer):  # a retry is the same request
+            self._count_reuse(request, choice, candidates)
         own = _OwnBooking(
             booking=booking,
             request=request,
@@ -354,6 +362,30 @@ class Router:
         if self._synced:
             self._outbox.append(add_request(booking, pack_hashes(named)))
         return booking
+
+    def _count_reuse(self, request: RouteRequest, choice: Candidate, candidates: Candidates) -> None:
+        """Count what was cached of the prompt, and what could have been."""
+        reuse, size = self.reuse, self.pool.block_size
+        reuse.prompt_tokens += request.isl
+        reuse.chosen += choice.own_prefill_tokens
+        # the chosen one may hold more with the wider view of several prompts
+        reuse.best += request.isl - max(candidates.deepest_blocks(), choice.overlap_blocks) * size
+        misses = self._ghosts.endless_misses, self._ghosts.pooled_misses
+        named = 0
+        for prompt in request.prompts:
+            most = min(len(prompt.hashes), max(0, prompt.isl - 1) // size)
+            self._ghosts.use(prompt.hashes, most, self._room_blocks())
+            named += most
+        never = request.isl - named * size
+        reuse.endless += never + (self._ghosts.endless_misses - misses[0]) * size
+        reuse.pooled += never + (self._ghosts.pooled_misses - misses[1]) * size
+
+    def _room_blocks(self) -> int:
+        """The blocks that the pool's targets have room for, together."""
+        if self._room[0] != self.pool.changes:
+            blocks = sum(self.pool.capacity_blocks(target) for target in self.pool.targets)
+            self._room = (self.pool.changes, blocks)
+        return self._room[1]
 
     def _blocks(self, request: RouteRequest) -> tuple[Sequence[int], int]:
         """The named blocks of a request, at most MAX_BOOKING_HASHES, and the number of its other blocks."""
@@ -503,7 +535,9 @@ class Router:
             speeds=self.tables.speeds,
         )
 
-    def _booked_elsewhere(self, now: float) -> None:
+    def _booked_elsewhere(self, booking: Booking, now: float) -> None:
+        # its owner counts the request; the caches that all replicas' requests share hold it
+        self._ghosts.insert(booking.hashes, self._room_blocks())
         self.unseen.booked_elsewhere(now)
         self.tables.arrivals.count(now)
 

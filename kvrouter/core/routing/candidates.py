@@ -243,6 +243,10 @@ class Candidates(Sequence[Candidate]):
             return None
         return prompts[0].hashes[deepest - 1]
 
+    def deepest_blocks(self) -> int:
+        """The most blocks of the prompt that any target of the pool holds."""
+        return self._columns.deepest
+
     def holds_deepest(self, index: int) -> bool:
         """Whether no target of the pool holds more of the prompt than this one."""
         return self._columns.overlap_blocks[self._places[index]] >= self._columns.deepest

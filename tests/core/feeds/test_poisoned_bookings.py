@@ -33,7 +33,7 @@ FORGED = AddRequest(2**40, "forged", "w1", 0, pack_hashes([1, 2]), 32, 0, 32)
 def sink_of(table: BookingTable) -> SyncSink:
     """A sink that writes the peer's feed to the table."""
     return SyncSink(
-        table, PEER, booked=lambda _: None, prefill_completed=lambda *_: None, assume=lambda *_: None
+        table, PEER, booked=lambda *_: None, prefill_completed=lambda *_: None, assume=lambda *_: None
     )
 
 

@@ -57,7 +57,7 @@ def sync(active: BookingTable, prefilled: list[Booking]) -> SyncSink:
     return SyncSink(
         active,
         OTHER,
-        booked=lambda now: None,
+        booked=lambda *_: None,
         prefill_completed=lambda booking, now: prefilled.append(booking),
         assume=lambda entry, now: None,
     )
@@ -186,7 +186,7 @@ def test_snapshot_passes_assumptions_on(active: BookingTable) -> None:
     sync = SyncSink(
         active,
         OTHER,
-        booked=lambda now: None,
+        booked=lambda *_: None,
         prefill_completed=lambda one, now: prefilled.append(one),
         assume=lambda one, now: entries.append(one),
     )

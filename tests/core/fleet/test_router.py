@@ -354,3 +354,37 @@ def test_no_assumptions_about_engines_without_a_cache(caches: bool | None, found
 
     assert (found, found) == (pool.index.overlap(CHAIN), peer.index.overlap(CHAIN))
     assert (0 if caches is False else 9) == again.choice.overlap_blocks, "nor do requests in flight help it"
+
+
+def test_reuse_is_counted_once_for_each_request(pool: Pool, router: Router) -> None:
+    """Prompt tokens count at the first attempt, next to what the chosen and the best target did not hold."""
+    chain = chain_from(100, 10)
+    pool.index.store(T1, chain)
+
+    router.route(request(prompt(chain)), 0.0, exclude=frozenset({T2}))
+    assert 0 == router.reuse.prompt_tokens  # a retry
+    round_robin = Router(
+        pool, RouterRules(RoundRobin(turn=1), random.random), router_id=ME, incarnation=1, synced=False
+    )
+    for _ in range(2):
+        round_robin.route(request(prompt(chain)), 0.0)
+
+    reuse = round_robin.reuse
+    # w2 first, which holds nothing; w1 computes the last block only
+    assert (320, 176, 32) == (reuse.prompt_tokens, reuse.chosen, reuse.best)
+
+
+def test_ghost_caches_contain_the_prompts_of_peers() -> None:
+    """A prompt that a peer has routed is cached in one endless cache: only its last block is computed."""
+    chain = list(range(8, 8 * 401, 8))
+    sender, pool = new_router(new_pool(card("w1"))), new_pool(card("w1"))
+    here = new_router(pool, router_id=RouterId("peer"))
+    sender.route(request(prompt(chain)), 0.0)
+    reader = FeedReader(POOL, here.copy_sink(ME), lambda: 0.5)
+    for frame in sender.frames():
+        reader.frame(frame, 0.0)
+
+    here.route(request(prompt(chain)), 0.0)
+
+    assert sender.reuse.endless > 0
+    assert 16 == here.reuse.endless

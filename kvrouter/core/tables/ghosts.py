@@ -1,0 +1,140 @@
+"""What caches that do not exist would have had: one endless cache, and one of the whole fleet's size.
+
+    a prompt's blocks ──sampled by hash──> pooled:  the last used, as many as the fleet holds × rate
+                                       └─> endless: all of them, until the sample is full
+
+Spatial sampling as SHARDS does (Waldspurger et al., FAST '15): a block is in the sample if its hash is, so
+the sample contains all uses of the blocks it contains, and a cache of `rate` times the size behaves as the
+whole one. When the sample is full, the rate halves, which bounds the memory.
+
+A block counts only if all before it are cached. Of the sampled blocks of a prompt, those from the first
+missing one on are misses, each for 1 / rate blocks; all other blocks are hits. Misses are counted, because
+hits of a few popular blocks depend on whether these are in the sample (the paper's SHARDS-adj).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrouter.core.wire.hashes import pack_hashes
+
+# Blocks in the sample: about 5 MiB, and a standard error of about half a point.
+MOST_SAMPLED = 1 << 15
+# At a rate of 1/4096 the sample stands for 134 million blocks. The endless cache, too, then drops the oldest.
+MOST_HALVINGS = 12
+_HASH_BYTES = 8
+
+
+@dataclass(slots=True)
+class Reuse:
+    """Prompt tokens routed here, and those of them that had to be computed, by the cache that is asked."""
+
+    prompt_tokens: int = 0
+    chosen: int = 0
+    """Not cached on the chosen target."""
+    best: int = 0
+    """Not cached on the target that holds most of the prompt."""
+    pooled: int = 0
+    """Not cached in one cache of the fleet's size, shared by all targets."""
+    endless: int = 0
+    """Not cached in one endless cache."""
+
+    def uncached(self) -> dict[str, int]:
+        """The tokens by cache, the largest first."""
+        return {
+            "chosen": self.chosen, "best": self.best, "pooled": self.pooled, "endless": self.endless
+        }  # fmt: skip
+
+
+class Ghosts:
+    """The two caches. Invariants: both hold sampled blocks only, at most `most_sampled`."""
+
+    def __init__(self, most_sampled: int = MOST_SAMPLED, halvings: int = 0) -> None:
+        """`halvings`: of the rate, to begin with."""
+        self.endless_misses = 0
+        """Blocks that an endless cache would not have had, estimated."""
+        self.pooled_misses = 0
+        self._most = most_sampled
+        self._halvings = halvings
+        self._in_sample = _low_bytes(halvings)
+        # ordered by last use; a parent was used after its children, so that a child is dropped first
+        self._endless: OrderedDict[int, None] = OrderedDict()
+        self._pooled: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def rate(self) -> float:
+        """The share of the blocks that is in the sample."""
+        return float(0.5**self._halvings)
+
+    def use(self, hashes: Sequence[int], most: int, capacity_blocks: int) -> None:
+        """Count a prompt, and cache it. `most`: the leading blocks that an engine would have reused."""
+        places = self._places(hashes)
+        blocks = [hashes[place] for place in places if place < most]
+        self.endless_misses += _misses(blocks, self._endless) << self._halvings
+        self.pooled_misses += _misses(blocks, self._pooled) << self._halvings
+        self._insert([hashes[place] for place in places], capacity_blocks)
+
+    def insert(self, hashes: Sequence[int], capacity_blocks: int) -> None:
+        """Cache a prompt that another replica counts."""
+        self._insert([hashes[place] for place in self._places(hashes)], capacity_blocks)
+
+    def check(self) -> None:
+        """Raise if an invariant is broken."""
+        for cache in (self._endless, self._pooled):
+            assert len(cache) <= self._most
+            assert not any(block & ((1 << self._halvings) - 1) for block in cache)
+
+    def _places(self, hashes: Sequence[int]) -> list[int]:
+        """Where in the prompt its sampled blocks are. A pattern finds them in C: a loop is slower."""
+        places = [found.start() for found in self._in_sample.finditer(pack_hashes(hashes)[::_HASH_BYTES])]
+        if self._halvings > 8:  # the lowest byte alone cannot say
+            mask = (1 << self._halvings) - 1
+            places = [place for place in places if not hashes[place] & mask]
+        return places
+
+    def _insert(self, blocks: list[int], capacity_blocks: int) -> None:
+        blocks.reverse()
+        _touch(self._endless, blocks)
+        _touch(self._pooled, blocks)
+        if len(self._endless) > self._most:
+            if self._halvings < MOST_HALVINGS:
+                self._halve()
+            _evict(self._endless, self._most)
+        _evict(self._pooled, min(capacity_blocks >> self._halvings, self._most))
+
+    def _halve(self) -> None:
+        self._halvings += 1
+        self._in_sample = _low_bytes(self._halvings)
+        mask = (1 << self._halvings) - 1
+        self._endless = OrderedDict((block, None) for block in self._endless if not block & mask)
+        self._pooled = OrderedDict((block, None) for block in self._pooled if not block & mask)
+
+
+def _low_bytes(halvings: int) -> re.Pattern[bytes]:
+    """Matches the lowest byte of a sampled hash: its last `halvings` bits are 0."""
+    step = 1 << min(halvings, 8)
+    return re.compile(
+        b"[" + b"".join(re.escape(bytes([low])) for low in range(0, 256, step)) + b"]", re.DOTALL
+    )
+
+
+def _misses(blocks: Sequence[int], cache: OrderedDict[int, None]) -> int:
+    """The blocks from the first missing one on."""
+    for place, block in enumerate(blocks):
+        if block not in cache:
+            return len(blocks) - place
+    return 0
+
+
+def _touch(cache: OrderedDict[int, None], blocks: Sequence[int]) -> None:
+    for block in blocks:
+        cache[block] = None
+        cache.move_to_end(block)
+
+
+def _evict(cache: OrderedDict[int, None], most: int) -> None:
+    while len(cache) > most:
+        cache.popitem(last=False)

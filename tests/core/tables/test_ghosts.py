@@ -1,0 +1,116 @@
+"""The sampled caches against whole ones."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from kvrouter.core.tables.ghosts import MOST_SAMPLED, Ghosts
+from kvrouter.core.wire.hashes import sequence_hashes
+from kvrouter.core.wire.ids import BlockHash
+from kvrouter.simulate import traces, workloads
+
+
+def _chain(blocks: Iterable[int]) -> list[int]:
+    """Sequence hashes of blocks that are named by a number."""
+    return list(sequence_hashes([BlockHash(block) for block in blocks]))
+
+
+class _Whole:
+    """A whole LRU cache of blocks."""
+
+    def __init__(self, capacity: int) -> None:
+        self.misses = 0
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def use(self, hashes: Sequence[int], most: int) -> None:
+        missing = [place for place in range(most) if hashes[place] not in self._blocks]
+        self.misses += most - missing[0] if missing else 0
+        for hash_ in reversed(hashes):
+            self._blocks[hash_] = None
+            self._blocks.move_to_end(hash_)
+        while len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
+
+
+_EXCERPT = traces.read_mooncake(traces.CONVERSATION_EXCERPT)
+_STREAMS = {
+    "conversation": workloads.trace(_EXCERPT),
+    "docs": workloads.docs(),
+    "zero": workloads.zero(_EXCERPT),
+}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("name", _STREAMS)
+def test_within_a_point(name: str, share: float) -> None:
+    """A sample of half of the blocks or less gives the cached share within 1 point."""
+    prompts = [_chain(one.hashes) for one in _STREAMS[name].draw(0)]
+    distinct = len({hash_ for hashes in prompts for hash_ in hashes})
+    capacity = int(distinct * share)
+    ghosts, endless, pooled = Ghosts(min(MOST_SAMPLED, distinct // 2)), _Whole(distinct), _Whole(capacity)
+
+    for hashes in prompts:
+        ghosts.use(hashes, len(hashes), capacity)
+        endless.use(hashes, len(hashes))
+        pooled.use(hashes, len(hashes))
+
+    ghosts.check()
+    blocks = sum(map(len, prompts))
+    assert ghosts.rate <= 0.5
+    assert ghosts.endless_misses / blocks == pytest.approx(endless.misses / blocks, abs=0.01)
+    assert ghosts.pooled_misses / blocks == pytest.approx(pooled.misses / blocks, abs=0.01)
+
+
+def test_exact_while_small() -> None:
+    """While the sample has room for all blocks, nothing is estimated."""
+    ghosts, chance = Ghosts(), random.Random(1)
+    whole = _Whole(40)
+    for _ in range(200):
+        length = chance.randint(1, 20)
+        hashes = _chain([chance.randrange(3) for _ in range(length)])
+        ghosts.use(hashes, length, 40)
+        whole.use(hashes, length)
+
+    assert 1.0 == ghosts.rate
+    assert whole.misses == ghosts.pooled_misses
+
+
+def test_bounded() -> None:
+    """Below a rate of 1/256 the sample stays bounded and estimates still hold."""
+    ghosts, blocks = Ghosts(16), 0
+    for number in range(300):
+        hashes = _chain([number] * 64)
+        ghosts.use(hashes, 64, 1000)
+        blocks += 64
+        ghosts.check()
+
+    assert ghosts.rate < 1 / 256
+    assert ghosts.endless_misses == pytest.approx(blocks, rel=0.5)
+
+
+def test_a_prompt_of_a_peer() -> None:
+    """A prompt that a peer counts is cached here, and not counted."""
+    ghosts = Ghosts()
+    hashes = _chain([1, 2, 3])
+
+    ghosts.insert(hashes, 10)
+
+    assert 0 == ghosts.endless_misses
+    ghosts.use(hashes, 3, 10)
+    assert (0, 0) == (ghosts.endless_misses, ghosts.pooled_misses)
+
+
+def test_starts_sampled() -> None:
+    """A sample may begin below the rate of 1, so that the first prompts are as cheap as later ones."""
+    ghosts = Ghosts(halvings=3)
+
+    ghosts.use(_chain(list(range(4000))), 4000, 4000)
+
+    ghosts.check()
+    assert 1 / 8 == ghosts.rate
+    assert ghosts.endless_misses == pytest.approx(4000, rel=0.2)
