@@ -11,7 +11,6 @@ from kvrouter.core.routing.policy import AUTO
 from kvrouter.errors import ConfigError
 from kvrouter.policies.baseline import Direct, LeastLoaded, PowerOfTwo, Random, RoundRobin
 from kvrouter.policies.importing import GuardedPolicies
-from kvrouter.policies.kv import OVERLAP_WEIGHT as KV_WEIGHT
 from kvrouter.policies.kv import Kv
 from kvrouter.policies.kv_score import OVERLAP_WEIGHT as KV_SCORE_WEIGHT
 from kvrouter.policies.kv_score import KvScore
@@ -125,10 +124,10 @@ class PolicySettings(Settings):
     """Makes the policies of `--router-policy`; the mode is `own` then."""
     overlap_weight: float | Literal["auto"] | None = setting(
         None,
-        "w in cost = w*prefill + decode; auto compares seconds of prefill",
+        "w in cost = w*prefill + decode; auto compares seconds of prefill, 1 is the published default",
         name="kv-overlap-score-weight",
         least=0,
-        default_text="1; for kv-score 2",
+        default_text="auto; for kv-score 2",
         heading="Routing",
         is_top=True,
         reloadable=True,
@@ -158,7 +157,7 @@ def _kv(settings: PolicySettings, turn: int) -> Kv:
     return Kv(
         settings.overlap_decay,
         settings.active_request_weight,
-        KV_WEIGHT if weight is None else weight,
+        AUTO if weight is None else weight,
         settings.temperature,
         turn,
     )

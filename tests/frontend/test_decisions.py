@@ -11,7 +11,7 @@ from tests.frontend.fleet import BODY, STREAM, Fleet, FleetOf
 from tests.frontend.workers import OK, SSE_HEAD, answer, chunk, event, in_turn, says, says_and_stalls
 
 THREE = (OK, OK, OK)
-KV = ("--router-mode", "kv")
+KV = ("--router-mode", "kv", "--kv-overlap-score-weight", "1")
 
 
 async def test_route_explains_and_sends_nothing(fleet_of: FleetOf) -> None:

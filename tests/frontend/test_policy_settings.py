@@ -8,6 +8,7 @@ import pytest
 
 from kvrouter.core.routing.breaker import BreakerSettings
 from kvrouter.core.routing.filters import FilterSettings
+from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.text_index import TextIndexSettings
 from kvrouter.errors import ConfigError
 from kvrouter.frontend.settings import RuleOptions, parse_options
@@ -33,9 +34,9 @@ def test_each_flag_reaches_its_mode() -> None:
     }  # fmt: skip
     said = parse_options([word for pair in numbers.items() for word in pair]).policy
 
-    assert Kv(0.5, 2.0) == new_policy("kv", said)
+    assert Kv(0.5, 2.0, AUTO) == new_policy("kv", said)
     assert KvScore(3.0, 0.0) == new_policy("kv-score", said)
-    assert TwoStage("hash", 7, "pod", Kv(0.5, 2.0)) == new_policy("two-stage", said)
+    assert TwoStage("hash", 7, "pod", Kv(0.5, 2.0, AUTO)) == new_policy("two-stage", said)
 
 
 def test_overlap_weight_defaults_to_that_of_the_mode() -> None:

@@ -94,7 +94,7 @@ def test_max_body_in_mib() -> None:
         (["--namespace", "a.b"], "use 1 to 64 of A-Z a-z 0-9 _ -"),
         (["--router-mode", "best"], "must be direct, kv, "),
         (["--router-temperature", "-1"], "must be a number of at least 0"),
-        (["--kv-overlap-score-weight", "nan"], "must be a number of at least 0"),
+        (["--kv-overlap-score-weight", "nan"], "must be auto or a number of at least 0"),
         (["--heartbeat-s", "1e-9"], "must be a number from 0.05 to 10"),
         (["--heartbeat-s", "61"], "must be a number from 0.05 to 10"),
         (["--retries", "-1"], "must be a whole number of at least 0"),

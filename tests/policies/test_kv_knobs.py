@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.policies import PolicySettings, new_policy
@@ -69,12 +70,13 @@ def test_request_weight_is_blocks_per_request() -> None:
 
 
 def test_weight_comes_from_request_then_settings_then_mode() -> None:
-    """The mode's default is 1.0."""
+    """The mode's default is auto, which is 8 as long as nothing is known of prefill times."""
     candidates = [candidate("w1")]
+    cold = replace(moment(), doubt="nothing measured")
 
     def weight(request: RouteRequest, setting: float | None) -> float:
         policy = new_policy("kv", PolicySettings(overlap_weight=setting))
-        return policy.terms(request, columns(candidates), moment())[0]["overlap_weight"]
+        return policy.terms(request, columns(candidates), cold)[0]["overlap_weight"]
 
     own = RouteRequest("req", REQUEST.prompts, overlap_weight=0.0)
-    assert (1.0, 3.0, 0.0) == (weight(REQUEST, None), weight(REQUEST, 3.0), weight(own, 3.0))
+    assert (8.0, 3.0, 0.0) == (weight(REQUEST, None), weight(REQUEST, 3.0), weight(own, 3.0))

@@ -117,11 +117,11 @@ def test_newcomer_is_starved(mode: str) -> None:
     assert run.share("w5", last=300) < 0.02
 
 
-def test_kv_leaves_a_newcomer_alone_while_it_is_not_needed() -> None:
-    """At a tenth of that load the workers with the cached prefix are faster for every request."""
+def test_kv_gives_a_newcomer_a_copy_of_what_all_requests_share() -> None:
+    """Also at a tenth of that load: it takes its part of the requests, and none of them waits."""
     run = served("kv", newcomer(rate=10), {"w5": 2.0})
 
-    assert run.share("w5", last=300) < 0.05
+    assert 0.14 < run.share("w5", last=300) < 0.26
     assert run.ttft.p90 < 0.05
 
 
