@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from kvrouter.core.routing.builtin_policy import BuiltInPolicy, Moment
 from kvrouter.core.routing.candidates import Candidates
 from kvrouter.core.routing.policy import Candidate, Policy, RouteRequest
@@ -64,7 +66,8 @@ class GuardedPolicy(BuiltInPolicy):
         """Its ranks, the fewest requests first in each; all candidates so ordered if it fails."""
         try:
             # a list of its own: a policy may sort or empty it, and the candidates are kept for /decisions
-            ranks = places_of(self.policy.choose(request, list(candidates)), candidates)
+            shown = _with_seconds(candidates, moment)
+            ranks = places_of(self.policy.choose(replace(request, now=moment.now), shown), candidates)
         except UnusableChoiceError as error:
             self.note(ANSWER, str(error))
             ranks = [list(range(len(candidates)))]
@@ -138,6 +141,14 @@ class GuardedPolicy(BuiltInPolicy):
         """The errors that occurred for the first time since the last call."""
         news, self._news = self._news, []
         return news
+
+
+def _with_seconds(candidates: Candidates, moment: Moment) -> list[Candidate]:
+    """The candidates, with the seconds that weight `auto` compares."""
+    speed = moment.speed.seconds_per_token
+    costs = candidates.costs_in_seconds(moment.now, speed, moment.arrivals_per_s)
+    rows = zip(candidates, costs.wait_s, costs.own_s, strict=True)
+    return [replace(one, wait_s=wait_s, own_s=own_s) for one, wait_s, own_s in rows]
 
 
 def places_of(answer: object, candidates: Sequence[Candidate]) -> list[list[int]]:

@@ -48,6 +48,8 @@ class RouteRequest(Struct, frozen=True):
     priority: int = 0
     mode: str = ""
     """The mode that the client names; empty: the router's own."""
+    now: float = 0.0
+    """Seconds on the router's monotonic clock, for custom policies: when the choice is made."""
 
     @property
     def isl(self) -> int:
@@ -92,6 +94,10 @@ class Candidate(Struct, frozen=True, gc=False):
     """Statistics that the operator chose, by name (`--metric` of the agent); absent if not reported."""
     block_size: int = 0
     """The pool's block size, in which these blocks count (the card may have another). 0: the card's."""
+    wait_s: float = 0.0
+    """For custom policies: predicted seconds of the prefill that is left on the target (weight `auto`)."""
+    own_s: float = 0.0
+    """For custom policies: predicted seconds of the request's own prefill there."""
 
     @property
     def charged_tokens(self) -> int:
