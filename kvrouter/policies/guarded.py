@@ -103,6 +103,11 @@ class GuardedPolicy(BuiltInPolicy):
     def on_request_routed(self, request: RouteRequest, target: Target, status: int) -> None:
         self._call("on_request_routed", request, target, status)
 
+    def on_request_end(
+        self, request: RouteRequest, target: Target, ttft_s: float | None, seconds: float
+    ) -> None:
+        self._call("on_request_end", request, target, ttft_s, seconds)
+
     def on_worker_removed(self, worker_id: WorkerId) -> None:
         self._call("on_worker_removed", worker_id)
 

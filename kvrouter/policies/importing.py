@@ -29,6 +29,7 @@ _ARGUMENTS = {
     "choose": 2,
     "on_workers": 1,
     "on_request_routed": 3,
+    "on_request_end": 4,
     "on_worker_removed": 1,
     "refresh": 0,
     "close": 0,

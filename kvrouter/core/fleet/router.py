@@ -96,6 +96,8 @@ class _OwnBooking(Struct):
     """The pool's block size when it was booked: the booking counts in these blocks until it ends."""
     is_answered: bool = False
     """Whether the policy knows the status of the worker's response."""
+    ttft_s: float | None = None
+    """From the decision to the first byte; None before it, and where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +439,8 @@ class Router:
         if own is None or own.booking.prefill_completed:
             return
         # unstreamed, the time includes decoding; without a length, the share of the charge is unknown
+        if own.streamed:
+            own.ttft_s = now - own.sent_at
         if own.streamed and own.booking.isl:
             self.tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
             self._learn(key, now, now - own.sent_at)
@@ -488,6 +492,9 @@ class Router:
         own = self._own.pop(key.number, None)
         if own is not None and not own.is_answered:
             own.policy.on_request_routed(own.request, own.booking.target, GIVEN_UP)
+        if own is not None:
+            seconds = max(0.0, now - own.sent_at)
+            own.policy.on_request_end(own.request, own.booking.target, own.ttft_s, seconds)
         if self.pool.active.free(key, now) is not None and self._synced:
             self._outbox.append(Free(key.number))
 

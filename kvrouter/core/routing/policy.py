@@ -153,6 +153,14 @@ class PolicyHooks:
         502: the connection was lost; 504: the worker timed out; 499: the client disconnected.
         """
 
+    def on_request_end(
+        self, request: RouteRequest, target: Target, ttft_s: float | None, seconds: float
+    ) -> None:
+        """The attempt has ended, in any way, `seconds` after it was sent.
+
+        `ttft_s`: until its first byte; None if there was none, or if the answer is not streamed.
+        """
+
     def on_worker_removed(self, worker_id: WorkerId) -> None:
         """The worker has left or is lost, and with it all it held."""
 
