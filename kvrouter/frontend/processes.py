@@ -160,7 +160,7 @@ async def _run(loaded: Loaded[FrontendOptions], output: Output) -> int:
 
 
 def _own_flags(options: FrontendOptions) -> list[str]:
-    """Flags that override the parent's: argparse takes the last of several."""
+    """Flags that override the parent's: of several the last one counts."""
     return [
         "--processes=1",
         "--router-replica-sync",

@@ -38,6 +38,18 @@ class EngineSpec:
             *(f"--label={key}={value}" for key, value in self.labels.items()),
         ]
 
+    def text(self) -> str:
+        """As --engine has it: the inverse of `read_engine`."""
+        keys = {flag: key for key, flag in _FLAGS.items()}
+        return ",".join(
+            [
+                self.url,
+                *([] if self.worker_id == _worker_id_of(self.url) else [f"id={self.worker_id}"]),
+                *(f"{keys[flag]}={value}" for flag, value in self.values.items()),
+                *(f"{_LABEL}{key}={value}" for key, value in self.labels.items()),
+            ]
+        )
+
 
 def read_engine(text: str) -> EngineSpec:
     """Read one --engine. Raises ConfigError."""

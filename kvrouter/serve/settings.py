@@ -34,7 +34,7 @@ class ServeOptions(Settings):
         name="engine",
         metavar="URL[,key=value…]",
         read=read_engine,
-        text=lambda engine: engine.url,
+        text=EngineSpec.text,
         is_repeated=True,
         is_top=True,
     )

@@ -26,6 +26,9 @@ file:
 [An example of a file](../examples/kvrouter.toml). `--show-config` prints the value of each setting and where
 it came from. Passwords are not printed.
 
+The key of the file is the flag without its dashes. A name that ends with `-s`, `-ms` or `-mib` is in seconds,
+milliseconds or MiB.
+
 In the tables, *on/off* is a switch: `--name` switches it on, `--no-name` off; in the environment and in files
 it is `true` or `false`. A setting that can change *at run time* does so on SIGHUP or `POST /config/reload`
 ([operations.md](../operations.md)). *Since* is the version that
@@ -47,7 +50,7 @@ def _tables(command: Command[Any]) -> Iterator[str]:
         if not one.setting.is_hidden:
             groups.setdefault(one.heading, []).append(one)
     for heading, members in groups.items():
-        head = "| setting | type | default | meaning | at run time | since |\n|---|---|---|---|---|---|"
+        head = "| setting | variable | type | default | meaning | at run time | since |\n" + "|---" * 7 + "|"
         yield "\n".join([f"### {heading} ({command.name})\n", head, *map(_row, members)])
     if command.left_out:
         yield "\n".join(
@@ -64,6 +67,7 @@ def _row(one: Declared) -> str:
     repeated = " May be repeated." if one.is_list else ""
     cells = (
         f"`{one.flag}`",
+        f"`{one.variable}`",
         f"`{kind}`" if not one.is_switch else kind,
         default or "–",
         f"{setting.help.rstrip('.')}.{repeated}{old}{also}",

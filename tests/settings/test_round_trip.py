@@ -1,0 +1,127 @@
+"""Settings written as flags, or as a config file, are read back as the same settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from kvrouter.settings import read
+from kvrouter.settings.commands import MODULES, command_named
+from kvrouter.settings.declare import Declared
+
+# No newline and no surrogate: neither is in a flag that a person writes, nor in a text of TOML.
+TEXTS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FFF, exclude_characters="\x7f"), max_size=12)
+SAMPLES = {
+    "cache": ["0.5", "0.25,2"],
+    "engine": ["http://a:1", "http://a:1,kv=tcp://a:2,replay=tcp://a:3,id=w,label.zone=b"],
+    "imbalanced-threshold": ["10", "2.5", "inf"],
+    "kv-replay": ["w=tcp://a:1", "w=tcp://a:1,tcp://a:2"],
+    "label": ["zone=a", "zone=a=b"],
+    "load": ["0.5", "0.5,1.5"],
+    "max-body-mib": ["1", "65"],
+    "model-path": ["/m", "name=/m"],
+    "namespace": ["a", "A_b-9"],
+    "nats": ["nats://a:1", "nats://a:1,nats://b:2", "tls://a:1", "embedded"],
+    "pace": ["1", "0.5,2"],
+    "prefix-store-mib": ["1", "513"],
+    "replica": ["http://a:1", "http://b:2"],
+    "router-mode": ["kv", "kv:2"],
+    "session-header": ["x-a"],
+    "speeds": ["1", "1,0.5"],
+    "stage-one": ["hash", "round-robin", "header:x-a"],
+    "sync-ms": ["0", "2.5"],
+    "url": ["nats://127.0.0.1:1", "nats://127.0.0.1:65535"],
+    "worker-id": ["w", "w-1_2"],
+}
+"""Texts for settings with readers of their own."""
+
+
+def values_of(one: Declared) -> st.SearchStrategy[Any]:
+    """Any value that the type of a setting and its bounds allow."""
+    setting = one.setting
+    if setting.read is not None:
+        value = st.sampled_from(SAMPLES[one.name]).map(one.read)
+        return st.lists(value, min_size=1, max_size=3).map(tuple) if one.is_list else value
+    if one.is_switch:
+        return st.booleans()
+    kinds = str(one.type)
+    choices: list[st.SearchStrategy[Any]] = [st.sampled_from(one.choices)] if one.choices else []
+    if "int" in kinds:
+        least = max(setting.least or 0, math.floor(setting.above) + 1 if setting.above is not None else 0)
+        choices.append(st.integers(int(least), int(setting.most or 2**53)))
+    elif "float" in kinds:
+        # Flags have 15 digits: whole hundredths are what people write.
+        low = setting.above if setting.above is not None else setting.least or 0
+        whole = st.integers(math.floor(low * 100) + 1, int(100 * (setting.most or 10**9)))
+        choices.append(whole.map(lambda number: number / 100))
+    elif "Path" in kinds:
+        choices.append(TEXTS.filter(lambda text: text.strip() != "").map(Path))
+    elif not choices:
+        choices.append(TEXTS)
+    value = st.one_of(choices)
+    return st.lists(value, min_size=1, max_size=3).map(tuple) if one.is_list else value
+
+
+def settable(name: str) -> dict[str, Declared]:
+    return {one.name: one for one in command_named(name).declared() if not one.setting.is_hidden}
+
+
+@st.composite
+def some_values(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    """Values for a few settings of a command, and for all that must be given."""
+    all_of = settable(name)
+    few = draw(st.lists(st.sampled_from(sorted(all_of)), max_size=6, unique=True))
+    must = [key for key, one in all_of.items() if one.is_required and key not in few]
+    return {key: draw(values_of(all_of[key])) for key in [*few, *must]}
+
+
+def reread(name: str, words: list[str]) -> dict[str, Any]:
+    """The values read, without the checks of settings against each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "built", lambda _kind, _declared, _values: None)
+        return dict(read.load(command_named(name), words, {}).values)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_flags(name: str, data: st.DataObject) -> None:
+    """Settings -> flags -> settings: the same, and the rest keeps its default."""
+    values = data.draw(some_values(name))
+    declared = settable(name)
+    words = []
+    for key, value in values.items():
+        one = declared[key]
+        words += [one.text(value)] if one.setting.is_positional else one.flags(value)
+
+    again = reread(name, words)
+
+    defaults = {key: one.default for key, one in declared.items()}
+    assert defaults | values == {key: again[key] for key in declared}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_file(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Settings -> config file -> settings."""
+    values = {key: value for key, value in data.draw(some_values(name)).items() if value is not None}
+    declared = settable(name)
+    lines = [f"[{name}]"]
+    for key, value in values.items():
+        one = declared[key]
+        items = [one.text(item) for item in (value if one.is_list else (value,))]
+        texts = json.dumps(items if one.is_list else items[0])
+        lines.append(f"{key} = {texts if not one.is_switch else str(value).lower()}")
+    file = tmp_path_factory.mktemp("config") / "kvrouter.toml"
+    file.write_text("\n".join(lines))
+
+    again = reread(name, [f"--config={file}"])
+
+    assert values == {key: again[key] for key in values}
