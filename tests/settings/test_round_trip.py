@@ -35,7 +35,7 @@ SAMPLES = {
     "session-header": ["x-a"],
     "speeds": ["1", "1,0.5"],
     "stage-one": ["hash", "round-robin", "header:x-a"],
-    "sync-ms": ["0", "2.5"],
+    "sync-ms": ["0.5", "2.5"],
     "url": ["nats://127.0.0.1:1", "nats://127.0.0.1:65535"],
     "worker-id": ["w", "w-1_2"],
 }
@@ -125,3 +125,13 @@ def test_file(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathF
     again = reread(name, [f"--config={file}"])
 
     assert values == {key: again[key] for key in values}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_samples(name: str) -> None:
+    """Each sample is taken, and the text of its value gives the same value; no chance is involved."""
+    own = [one for one in settable(name).values() if one.setting.read is not None]
+
+    for one in own:
+        values = [one.read(text) for text in SAMPLES[one.name]]
+        assert values == [one.read(one.text(value)) for value in values]
