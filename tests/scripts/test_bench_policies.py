@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.policies import POLICIES
 from scripts.kit.bench.__main__ import main
+from scripts.kit.bench.policies import MODES
 
 
 def test_every_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,9 +19,9 @@ def test_every_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     assert 0 == code
     said = capsys.readouterr().out
-    assert all(mode in said for mode in POLICIES)
+    assert all(mode in said for mode in MODES)
     figures = json.loads(told.read_text())["figures"]
-    assert {(mode, count) for mode in [*POLICIES, "candidates"] for count in (2, 5)} == {
+    assert {(mode, count) for mode in [*MODES, "candidates"] for count in (2, 5)} == {
         (one["mode"], one["targets"]) for one in figures
     }
     assert all(one["least"] <= one["us"] <= one["most"] for one in figures)

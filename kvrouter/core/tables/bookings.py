@@ -90,6 +90,11 @@ class Booking:
         return xxh3_64_intdigest(_encode(facts))
 
 
+# Limits of a measured prefill: longer ones are stalls, and no engine holds more tokens.
+MOST_SERVICE_S = 600.0
+MOST_TOKENS = 1 << 27
+
+
 class Service(Struct, frozen=True):
     """A measured prefill: the target computed `tokens` in `seconds`, next to `context_tokens` of decoding."""
 
@@ -218,10 +223,14 @@ class BookingTable:
         # The difference travels and not the two times: replicas' clocks are not compared.
         began = max(now - ttft_s, load.first_byte_at)
         load.first_byte_at = now
-        if load.unobserved_at > began or not booking.prefill_tokens:
+        if load.unobserved_at > began:
+            return None
+        # A clock that went back, or amounts that no engine has: one of them would spoil what is learnt.
+        seconds, tokens = now - began, booking.prefill_tokens
+        if not (0 < seconds <= MOST_SERVICE_S and 0 < tokens <= MOST_TOKENS):
             return None
         context_tokens = load.prompt_tokens + load.output_blocks * self.block_size
-        return Service(booking.target, booking.prefill_tokens, now - began, context_tokens)
+        return Service(booking.target, tokens, seconds, min(context_tokens, MOST_TOKENS))
 
     def mark_prefill_completed(self, key: BookingKey, now: float = 0.0) -> Booking | None:
         """End the booking's charge. Returns the booking if it was charged until now."""

@@ -24,8 +24,12 @@ CONTEXT_SLOPE = 7.8e-7
 DECAY = 0.995
 # Before any sample: 20,000 tokens/s, worth one prompt of 6,000 tokens.
 PRIOR_S, PRIOR_TOKENS = 0.3, 6000.0
+# Counted no further: the number travels.
+MOST_SAMPLES = 1 << 40
 # Samples until predictions are trusted.
 FEW = 8
+# What a peer may have learnt: a second or 0.1 µs for a token. Beyond these it is not from an engine.
+SLOWEST_S, FASTEST_S = 1.0, 1e-7
 # Predictions that are off by more than the measured seconds are not used. In the simulator `auto` was still
 # ahead of every fixed weight at 0.88 (engines that prefill four prompts at a time, at saturation).
 MOST_ERROR = 1.0
@@ -76,11 +80,13 @@ class PrefillSpeeds:
 
     def adopt(self, op: PrefillSpeed) -> None:
         """Begin with what a peer has learnt, unless more is known here."""
-        if op.samples > self.speed.samples and op.us and op.tokens:
+        if op.samples <= self.speed.samples or not op.tokens:
+            return
+        if FASTEST_S <= op.us / 1e6 / op.tokens <= SLOWEST_S:
             self._seconds, self._tokens, self._off_s = op.us / 1e6, float(op.tokens), op.off_us / 1e6
             self._measured_s = self._seconds
             self._settle(op.samples)
 
     def _settle(self, samples: int) -> None:
         error = self._off_s / self._measured_s if self._measured_s else 0.0
-        self.speed = Speed(self._seconds / self._tokens, samples, error)
+        self.speed = Speed(self._seconds / self._tokens, min(samples, MOST_SAMPLES), error)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvrouter.core.tables.bookings import Booking, BookingTable, Service
-from kvrouter.core.tables.prefill_speeds import CONTEXT_SLOPE, FEW, MOST_ERROR, PrefillSpeeds
+from kvrouter.core.tables.prefill_speeds import CONTEXT_SLOPE, FEW, MOST_ERROR, PrefillSpeeds, Speed
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
+from kvrouter.core.wire.ops import PrefillSpeed
 
 pytestmark = pytest.mark.usefixtures("core")
 
@@ -102,6 +103,15 @@ def test_an_unobserved_end_teaches_nothing(active: BookingTable) -> None:
     assert active.service(B, 10.7, 0.5) is None  # not booked any more
 
 
+@pytest.mark.parametrize("now", [9.0, 10.0, 1e6])
+def test_times_that_no_engine_takes_teach_nothing(active: BookingTable, now: float) -> None:
+    """After a first byte at 10: a clock that went back, one that stands still, and a week."""
+    active.service(A, 10.0, 0.5)
+    active.mark_prefill_completed(A, 10.0)
+
+    assert active.service(B, now, 1e12) is None
+
+
 def speeds_after(*services: tuple[int, float, int]) -> PrefillSpeeds:
     """What was learnt from these tokens, seconds and contexts."""
     speeds = PrefillSpeeds()
@@ -150,3 +160,13 @@ def test_a_joiner_begins_with_what_a_peer_learnt() -> None:
     longer.adopt(op)
     assert before == longer.speed
     assert PrefillSpeeds().op() is None
+
+
+@pytest.mark.parametrize("us", [0, 1, 1 << 48])
+def test_a_speed_that_no_engine_has_is_not_adopted(us: int) -> None:
+    """Less than 0.1 µs for a token, or more than a second."""
+    joiner = PrefillSpeeds()
+
+    joiner.adopt(PrefillSpeed(us, 1_000_000, 0, 500))
+
+    assert Speed() == joiner.speed
