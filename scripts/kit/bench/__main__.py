@@ -24,6 +24,7 @@ usage: scripts/bench SUBCOMMAND [flags]
   request    cost of a short request and of a streamed event in kvrouter's code, without sockets; can profile
   relay      cost of a request and of a streamed event at one frontend
   overload   goodput and rejections at twice the load that the engines can serve
+  live       weight `auto`, fixed weights and least-loaded over real frontends, at 70 % of saturation
   walks      how many files a chat, a KV event and a booking run through: pictures in docs/concepts
   peers      comparison with nginx, vllm-router, sglang-router and Dynamo's frontend
 
@@ -32,7 +33,7 @@ usage: scripts/bench SUBCOMMAND [flags]
 
 _COMMANDS = (
     "policies", "decisions", "sync", "herding", "lag", "tokens", "hashes", "index", "churn", "growth", "long",
-    "request", "relay", "overload", "walks", "peers",
+    "request", "relay", "overload", "live", "walks", "peers",
 )  # fmt: skip
 
 
