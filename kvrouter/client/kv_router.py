@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -34,8 +35,9 @@ from kvrouter.core.routing.policy import AUTO, Candidate, OverlapWeight, RouteRe
 from kvrouter.core.routing.selection import Decision
 from kvrouter.core.tables.approx import DEFAULT_TTL_S
 from kvrouter.core.wire.hashes import Multimodal, block_hashes, sequence_hashes
-from kvrouter.core.wire.heartbeats import Card
-from kvrouter.core.wire.ids import PoolId, Target, WorkerId
+from kvrouter.core.wire.heartbeats import Card, RankBeat
+from kvrouter.core.wire.ids import PoolId, RouterId, Target, WorkerId, check_identifier
+from kvrouter.core.wire.senders import SyncSource
 from kvrouter.core.wire.values import MOST_ID_CHARACTERS, MOST_RANKS
 from kvrouter.errors import ConfigError
 from kvrouter.policies import POLICIES, PolicySettings, new_policy
@@ -86,11 +88,21 @@ class KvRouter(HandFed):
         use_kv_events: bool = True,
         ttl_s: float = DEFAULT_TTL_S,
         clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+        replica_id: str = "",
     ) -> None:
+        """Raises ConfigError.
+
+        `chance()` returns a number in [0, 1), for ties. `replica_id`: the name under which this router shares
+        its bookings with its peers (`frames`, `receive`); empty: it has none.
+        """
         _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
+        if replica_id:
+            check_identifier("replica_id", replica_id)
         pool = PoolSettings(use_kv_events, ttl_s, block_size=check_block_size(block_size))
-        replica = replica_with(_maker(policy, settings, overlap_weight, temperature), ReplicaSettings(pool))
-        super().__init__(replica, clock)
+        maker = _maker(policy, settings, overlap_weight, temperature, chance)
+        member = ReplicaSettings(pool, synced=bool(replica_id))
+        super().__init__(replica_with(maker, member, replica_id=replica_id, chance=chance), clock)
         self._pool = BY_HAND
         self._on_change = _nothing
 
@@ -119,7 +131,7 @@ class KvRouter(HandFed):
         """
         _check_amounts(overlap_weight=overlap_weight, temperature=temperature, ttl_s=ttl_s)
         member = ReplicaSettings(PoolSettings(use_kv_events, ttl_s), replica_sync, heartbeat_s=heartbeat_s)
-        replica = replica_with(_maker(policy, settings, overlap_weight, temperature), member)
+        replica = replica_with(_maker(policy, settings, overlap_weight, temperature, random.random), member)
         async with joined(replica, nats, namespace, heartbeat_s=heartbeat_s) as replica_loop:
             pool = await until_serving(replica, model, ready_timeout_s)
             yield _ConnectedRouter(replica, pool, replica_loop.publishing.flush_soon)
@@ -170,6 +182,53 @@ class KvRouter(HandFed):
         """Apply a frame of this worker's KvPublisher, in order; ignored if the worker is not added."""
         self._by_hand()
         super().apply(frame, worker_id, rank)
+
+    def load(
+        self,
+        worker_id: str,
+        rank: int = 0,
+        *,
+        running: int | None = None,
+        waiting: int | None = None,
+        kv_usage: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Replace what is known of a rank's load, as a heartbeat of its worker does. Raises ConfigError.
+
+        Requests running and waiting, and the fraction 0..1 of its blocks in use; None: not reported.
+        `metrics` are additional statistics, for custom policies.
+        """
+        _check_amounts(running=running, waiting=waiting, kv_usage=kv_usage)
+        if kv_usage is not None and kv_usage > 1:
+            raise ConfigError(f"kv_usage {kv_usage!r}: use a fraction of the blocks, at most 1")
+        worker = self._by_hand().pool.workers.get(WorkerId(worker_id))
+        if worker is None or not 0 <= rank < worker.card.ranks:
+            raise ConfigError(f"load of {worker_id}/{rank}: add a worker with this rank first")
+        load = RankBeat(
+            rank, 0, 0, running=running, waiting=waiting, kv_usage=kv_usage, metrics=dict(metrics or {})
+        )
+        self._take_load(WorkerId(worker_id), [*({**worker.ranks, rank: load}).values()])
+
+    # Peers, by hand
+
+    def frames(self) -> list[bytes]:
+        """What has happened to the bookings made here since the last call, for `receive` of every peer.
+
+        In order; empty without a `replica_id`.
+        """
+        return self._by_hand().frames()
+
+    def receive(self, frame: bytes, replica_id: str) -> None:
+        """Apply a frame of this peer, as of now. Raises ConfigError without a `replica_id` of this router.
+
+        Deliver every frame from the first one on, in order: later frames wait for a missing one. A repeated
+        frame changes nothing.
+        """
+        self._by_hand()
+        if not self._replica.settings.synced:
+            raise ConfigError("this KvRouter has no `replica_id`: give it one to have peers")
+        check_identifier("replica_id", replica_id)
+        self._replica.sync_frame(SyncSource(BY_HAND, RouterId(replica_id)), frame, self._clock())
 
     def _by_hand(self) -> Router:
         """The router. Raises ConfigError if workers come over NATS."""
@@ -369,6 +428,7 @@ def _maker(
     settings: PolicySettings | None,
     overlap_weight: OverlapWeight | None,
     temperature: float,
+    chance: Callable[[], float],
 ) -> Callable[[], BuiltInPolicy]:
     if not isinstance(policy, str):
         if settings is not None:
@@ -386,4 +446,4 @@ def _maker(
         overlap_weight=given.overlap_weight if overlap_weight is None else overlap_weight,
         temperature=temperature or given.temperature,
     )
-    return lambda: new_policy(policy, wanted, first_turn())
+    return lambda: new_policy(policy, wanted, first_turn(chance))

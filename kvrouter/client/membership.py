@@ -36,9 +36,15 @@ READY_TIMEOUT_S = 60.0
 _LOOK_S = 0.01
 
 
-def replica_with(new_policy: Callable[[], BuiltInPolicy], settings: ReplicaSettings) -> Replica:
+def replica_with(
+    new_policy: Callable[[], BuiltInPolicy],
+    settings: ReplicaSettings,
+    *,
+    replica_id: str = "",
+    chance: Callable[[], float] = random.random,
+) -> Replica:
     """A replica without any state whose pools use these policies."""
-    return empty_replica(settings, lambda _pool: RouterRules(new_policy(), random.random))
+    return empty_replica(settings, lambda _pool: RouterRules(new_policy(), chance), replica_id)
 
 
 @contextlib.asynccontextmanager
@@ -140,6 +146,10 @@ class HandFed:
         ranks = [RankBeat(rank, 0, 0) for rank in range(card.ranks)]
         beat = WorkerBeat(VERSION, 0, "up", BY_HAND, ranks, 1, card)
         self._replica.take_worker_beat(WorkerId(card.worker_id), beat, self._clock())
+
+    def _take_load(self, worker_id: WorkerId, ranks: list[RankBeat]) -> None:
+        beat = WorkerBeat(VERSION, 0, "up", BY_HAND, ranks, 1)
+        self._replica.take_worker_beat(worker_id, beat, self._clock())
 
     def _take_leave(self, worker_id: str) -> None:
         beat = WorkerBeat(VERSION, 0, "leave", BY_HAND, [], 1)

@@ -31,21 +31,25 @@ TICK_S = 0.1
 def empty_replica(
     settings: ReplicaSettings,
     new_rules: Callable[[PoolId], RouterRules],
+    replica_id: str = "",
 ) -> Replica:
-    """A replica without any state: a random id, an incarnation from the clock, a random placement secret."""
+    """A replica without any state: a random id, an incarnation from the clock, a random placement secret.
+
+    `replica_id`: use this id instead of a random one.
+    """
     settings = replace(settings, pool=replace(settings.pool, placement_secret=secrets.randbits(64)))
     return Replica(
         settings,
-        RouterId(uuid.uuid4().hex[:12]),
+        RouterId(replica_id or uuid.uuid4().hex[:12]),
         time.time_ns() // 1000,
         new_rules,
         chance=random.random,
     )
 
 
-def first_turn() -> int:
+def first_turn(chance: Callable[[], float] = random.random) -> int:
     """Where a policy that takes targets in turn begins: not all replicas should begin with the same one."""
-    return random.randrange(1_000_000)
+    return int(chance() * 1_000_000)
 
 
 class ReplicaLoop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvrouter.worker.options import worker_id_of
-from tests.client.examples import block, blocks, output_of
+from tests.client.examples import DOCS, block, blocks, output_of
 from tests.e2e.fleet import Fleet, running_fleet
 
 
@@ -36,7 +37,7 @@ async def place(nats_url: str) -> AsyncIterator[Place]:
 
 def test_all_are_tried() -> None:
     """Each example has a test below."""
-    assert 7 == len(blocks("library.md"))
+    assert 8 == len(blocks("library.md"))
 
 
 async def test_hashes() -> None:
@@ -83,12 +84,29 @@ async def test_router_on_nats(place: Place) -> None:
 
 async def test_router_by_hand() -> None:
     """Load spreads requests, overlap attracts them, and `explain` lists every term."""
-    spread, drawn, *terms = await output_of(block("library.md", "router.add_worker"))
+    spread, drawn, *terms = await output_of(block("library.md", "router.explain"))
 
     assert "True" == spread
     assert "True 10" == drawn
     assert ["w1/0", "w2/0"] == [line.split()[0] for line in terms]
     assert all("'cost'" in line for line in terms)
+
+
+async def test_simulator() -> None:
+    """A replica learns of its peer's booking from the frame it receives."""
+    assert ["True"] == await output_of(block("library.md", "b.receive"))
+
+
+async def test_outside_simulator() -> None:
+    """docs/examples/outside_simulator.py: auto has better times, more is cached, and runs repeat."""
+    example = (DOCS / "examples/outside_simulator.py").read_text()
+    first, second = await output_of(example), await output_of(example)
+
+    auto, one = ([float(number) for number in re.findall(r"(?<= )[\d.]+(?=[ %])", line)] for line in first)
+    assert first == second
+    assert auto[0] < one[0]
+    assert auto[1] < one[1]
+    assert auto[2] > one[2]
 
 
 async def test_client(place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import uuid
 from typing import Any
 
@@ -213,6 +214,106 @@ def test_exclude_is_a_list() -> None:
         KvRouter(16).route([1, 2, 3], exclude="w1")
 
 
+def test_load_by_hand() -> None:
+    """A report replaces the rank's last one, leaves other ranks, and later frames are still applied."""
+    router = by_hand()
+    router.add_worker("w1", ranks=2)
+    hand = Hand("w1")
+    for frame in hand.stores(1, PROMPT[:20]):
+        router.apply(frame, "w1")
+    router.load("w1", 1, running=9)
+    router.load("w1", waiting=5)
+    router.load("w1", running=3, kv_usage=0.5, metrics={"heat": 2.0})
+    for frame in hand.stores(6, PROMPT[20:36], parent=5):
+        router.apply(frame, "w1")
+
+    with router.route(PROMPT) as placed:
+        first, second = placed.candidates
+    assert (3, None, 0.5, {"heat": 2.0}) == (first.running, first.waiting, first.kv_usage, first.metrics)
+    assert (9, None) == (second.running, second.waiting)
+    assert 9 == first.overlap_blocks
+    assert [] == router.missing()
+
+
+def test_first_bytes_teach() -> None:
+    """Streamed first bytes teach weight auto how fast prefill is, here and at a peer; others do not."""
+    clock = Clock()
+    streamed, whole = by_hand("w1", clock=clock, replica_id="a"), by_hand("w1", clock=clock)
+    peer = by_hand("w1", clock=clock, replica_id="b")
+    for number in range(8):
+        placed = [streamed.route([number] * 40), whole.route([number] * 40, streamed=False)]
+        exchange(streamed, "a", peer)
+        clock.now += 0.5
+        for one in placed:
+            one.mark_prefill_completed()
+            one.free()
+        exchange(streamed, "a", peer)
+
+    here, there, nowhere = (router.explain(PROMPT).verdicts[0].terms for router in (streamed, peer, whole))
+    assert 0.02 < here["own_s"] == pytest.approx(there["own_s"]), "it begins with 0.002"
+    assert "own_s" not in nowhere
+
+
+def exchange(sender: KvRouter, name: str, peer: KvRouter) -> None:
+    """Deliver what the sender has to publish."""
+    for frame in sender.frames():
+        peer.receive(frame, name)
+
+
+def test_peers_by_hand() -> None:
+    """A booking counts at a peer from the moment its frame is received until that of its end is."""
+    a, b = by_hand("w1", replica_id="a"), by_hand("w1", replica_id="b")
+    placed = a.route(PROMPT)
+    (frame,) = a.frames()
+    assert [] == a.frames()
+    assert {"w1": (1.0, 1.0)} == charged(b, [1, 2, 3, 4])
+    b.receive(frame, "a")
+    b.receive(frame, "a")
+    a.receive(frame, "a")
+    assert {"w1": (11.0, 11.0)} == charged(b, [1, 2, 3, 4]) == charged(a, [1, 2, 3, 4])
+
+    placed.mark_prefill_completed()
+    exchange(a, "a", b)
+    assert {"w1": (1.0, 11.0)} == charged(b, [1, 2, 3, 4])
+    placed.free()
+    exchange(a, "a", b)
+    assert {"w1": (1.0, 1.0)} == charged(b, [1, 2, 3, 4])
+
+
+def test_without_a_replica_id() -> None:
+    """A router without peers collects no frames, and takes none."""
+    router = by_hand("w1")
+    router.route(PROMPT)
+
+    assert [] == router.frames()
+    with pytest.raises(ConfigError, match="has no `replica_id`"):
+        router.receive(b"", "a")
+
+
+def test_chance_is_passed() -> None:
+    """Decisions repeat with the same chance, also where all workers are equal."""
+
+    def chosen(seed: int) -> list[str]:
+        router = by_hand("w1", "w2", "w3", policy="random", chance=random.Random(seed).random)
+        return [router.route(PROMPT).worker_id for _ in range(20)]
+
+    assert chosen(1) == chosen(1) != chosen(2)
+
+
+def test_wrong_loads() -> None:
+    """Each error states what is wrong."""
+    router = by_hand("w1")
+    for wrong, said in (
+        ({"waiting": -1}, "waiting -1"),
+        ({"kv_usage": 50}, "kv_usage 50"),
+        ({"rank": 1}, "w1/1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            router.load("w1", **wrong)  # type: ignore[arg-type]  # load's own
+    with pytest.raises(ConfigError, match="load of w2/0"):
+        router.load("w2")
+
+
 def test_wrong_arguments() -> None:
     """Each error states what to use."""
     with pytest.raises(ConfigError, match="block_size 0"):
@@ -221,6 +322,8 @@ def test_wrong_arguments() -> None:
         by_hand().add_worker("w1", ranks=0)
     with pytest.raises(ConfigError, match=r"worker_id 'a\.b'"):
         by_hand().add_worker("a.b")
+    with pytest.raises(ConfigError, match=r"replica_id 'a\.b'"):
+        by_hand(replica_id="a.b")
 
 
 def bookings(fleet: Fleet) -> int:
