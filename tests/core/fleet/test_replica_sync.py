@@ -31,17 +31,17 @@ def pair() -> tuple[Replica, Replica]:
     return first, second
 
 
-def place(replica: Replica, start: int = 1000) -> Placement:
+def place(replica: Replica, start: int = 1000, now: float = 0.0) -> Placement:
     """A request arrives at this replica."""
-    return replica.router(POOL).route(request(prompt(chain_from(start, 10))), 0.0)
+    return replica.router(POOL).route(request(prompt(chain_from(start, 10))), now)
 
 
-def carry(sender: Replica, *receivers: Replica, lost: bool = False) -> None:
+def carry(sender: Replica, *receivers: Replica, lost: bool = False, now: float = 0.0) -> None:
     """The sender's frames arrive at all replicas, also at the sender."""
     frames = sender.router(POOL).frames()
     for receiver in () if lost else (sender, *receivers):
         for frame in frames:
-            receiver.sync_frame(SyncSource(POOL, sender.router_id), frame, 0.0)
+            receiver.sync_frame(SyncSource(POOL, sender.router_id), frame, now)
 
 
 def recover(asking: Replica, owner: Replica) -> int:
@@ -379,10 +379,10 @@ def test_peers_learn_from_each_others_first_bytes() -> None:
     """Also a joiner, which gets what was learnt with the snapshot. Clocks are not compared."""
     first, second = pair()
     for number in range(10):
-        placed = place(first, 1000 * number)
-        first.router(POOL).first_byte(placed.key, 0.5)
-        first.router(POOL).free(placed.key, 0.5)
-        carry(first, second)
+        placed = place(first, 1000 * number, now=number)
+        first.router(POOL).first_byte(placed.key, number + 0.5)
+        first.router(POOL).free(placed.key, number + 0.5)
+        carry(first, second, now=100.0 + number)
 
     learnt = [one.router(POOL).tables.speeds.speed for one in (first, second)]
     assert 10 == learnt[0].samples
