@@ -176,7 +176,7 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a body, of the next head, or of requests that wait for their turn."""
-        if self._is_lingering:
+        if self._is_lingering or self._transport is None or self._transport.is_closing():
             return
         if self._body is not None:
             self._active_at = self._loop.time()

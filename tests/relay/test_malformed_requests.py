@@ -306,6 +306,18 @@ async def test_any_bytes(data: st.DataObject, fragments: list[bytes]) -> None:
     assert await _outcome([sent]) == await _outcome(data.draw(pieces_of(sent)))
 
 
+async def test_nothing_is_served_after_a_close() -> None:
+    """Bytes that arrive once the connection closes: TLS hands some over while it ends."""
+    scene = Scene()
+    scene.read(b"GET /live HTTP/1.0\r\n\r\n")
+    await scene.settled()
+    assert scene.transport.ended
+    scene.read(plain(b"late"))
+    await turns(10)
+    assert [("/live", b"")] == scene.served
+    scene.end()
+
+
 async def _outcome(reads: list[bytes]) -> tuple[list[tuple[str, bytes]], bytes, bool]:
     """What was served and written, and whether the connection was ended."""
     scene = Scene()

@@ -206,7 +206,7 @@ class Pool:
     def _use_size(self) -> None:
         # Assumed blocks have the pool's former size. Blocks from KV events have the sizes of their engines.
         former, self.block_size = self.block_size, self._size.size
-        self.active.block_size = self.block_size
+        self.active.use_block_size(self.block_size)
         if former not in {0, self.block_size} and not self.settings.use_kv_events:
             for worker in self.workers.values():
                 self._forget_blocks(worker)

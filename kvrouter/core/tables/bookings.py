@@ -328,6 +328,12 @@ class BookingTable:
         owner = self._owners.get(router_id)
         return (len(owner.bookings), owner.digest()) if owner else (0, 0)
 
+    def use_block_size(self, block_size: int) -> None:
+        """Count output blocks in the pool's blocks from now on."""
+        if block_size != self.block_size:
+            self.block_size = block_size
+            self._outdated.update(self._loads.values())
+
     def line_up(self, targets: Sequence[Target]) -> None:
         """Keep the loads of these targets in columns, in this order."""
         self._places = {target: place for place, target in enumerate(targets)}

@@ -351,6 +351,11 @@ class ActiveHistory(RuleBasedStateMachine):
         """Workers come and go."""
         self.active.line_up(those)
 
+    @rule(block_size=st.sampled_from([16, 32]))
+    def use_block_size(self, block_size: int) -> None:
+        """The pool's block size changes: no target is lined up again."""
+        self.active.use_block_size(block_size)
+
     @invariant()
     def agrees(self) -> None:
         """Sums, depths and digests are those of the bookings."""

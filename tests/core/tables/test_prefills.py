@@ -25,7 +25,7 @@ def sent(key: BookingKey, tokens: int, at: float) -> Booking:
 def active() -> BookingTable:
     """A table in which w1 got A (1,000 tokens) at 10.0, B (300, of a peer) at 10.1 and C (20) at 10.2."""
     table = BookingTable()
-    table.block_size = 16
+    table.use_block_size(16)
     table.line_up([T1])
     for key, tokens, at in ((A, 1000, 10.0), (B, 300, 10.1), (C, 20, 10.2)):
         table.book(sent(key, tokens, at))
@@ -82,6 +82,15 @@ def test_an_idle_target_begins_again(active: BookingTable) -> None:
     active.book(sent(BookingKey(R1, 3), 7, 20.0))
 
     assert (7, 1320, 20.0) == prefills(active)
+
+
+def test_output_blocks_count_in_the_pools_blocks(active: BookingTable) -> None:
+    """Also of loads that do not change after the pool's block size did."""
+    active.mark_prefill_completed(A, 10.2)
+    active.progress(A, 2)
+    assert 1000 + 2 * 16 == prefills(active)[1]
+    active.use_block_size(32)
+    assert 1000 + 2 * 32 == prefills(active)[1]
 
 
 def test_service_is_without_the_wait(active: BookingTable) -> None:
