@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.tables.block_index import BlockIndex, IndexBounds, Wider
 from kvrouter.core.tables.predictions import ERROR_BLOCKS, WorkerRecord
+from kvrouter.core.tables.prefill_speeds import CLASSES_S
 from kvrouter.core.wire.hashes import Hashes
 from kvrouter.core.wire.ids import PoolId, RouterId, Target
 from kvrouter.core.wire.senders import Feed, name
@@ -75,6 +77,7 @@ def samples(replica: Replica, replica_loop: ReplicaLoop, audit: Audit, bus: Bus)
         yield from _booking_samples(router.pool, {replica.router_id, *replica.peers})
         yield from _speed_samples(router)
         yield from _reuse_samples(router)
+        yield from _ttft_samples(router)
         yield from _prediction_samples(router, audit)
     for source, reader in list(replica.readers.items()):
         yield from _feed_samples(source, reader)
@@ -118,6 +121,26 @@ def _reuse_samples(router: Router) -> Iterator[Sample]:
     text = "Of these, the ones that each cache did not have: chosen, best, pooled, endless"
     for cache, tokens in reuse.uncached().items():
         yield "kvrouter_uncached_tokens", "counter", text, {**labels, "cache": cache}, tokens
+
+
+def _ttft_samples(router: Router) -> Iterator[Sample]:
+    labels, counted = {"pool": str(router.pool.id)}, router.calibration
+    text = "Decisions that compared predicted times to first token (weight auto)"
+    yield "kvrouter_ttft_decisions", "counter", text, labels, counted.decisions
+    text = "Of these, the ones for a target that was not predicted to be the earliest"
+    yield "kvrouter_ttft_later_decisions", "counter", text, labels, counted.later
+    text = "Seconds that the chosen targets were predicted to be later than the earliest ones"
+    yield "kvrouter_ttft_later_seconds", "counter", text, labels, counted.later_s
+    for bound, one in zip(CLASSES_S, counted.classes, strict=True):
+        if not one.requests:
+            continue
+        own = {**labels, "up_to_s": f"{bound:g}" if bound < math.inf else "+Inf"}
+        text = "Measured first bytes, by predicted time to first token; not cumulative"
+        yield "kvrouter_ttft_predictions", "counter", text, own, one.requests
+        text = "Their predicted times to first token"
+        yield "kvrouter_ttft_predicted_seconds", "counter", text, own, one.predicted_s
+        text = "Their measured times to first token"
+        yield "kvrouter_ttft_measured_seconds", "counter", text, own, one.measured_s
 
 
 def _booking_samples(pool: Pool, known: set[RouterId]) -> Iterator[Sample]:

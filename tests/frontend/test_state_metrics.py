@@ -71,3 +71,25 @@ async def test_truncated_target(fleet_of: FleetOf) -> None:
         (target,) = (await fleet.get("/workers")).json["targets"]
 
         assert not target["truncated"]
+
+
+async def test_predicted_times_to_first_token(fleet_of: FleetOf) -> None:
+    """Sums by class of the prediction, of the classes in use; and by how much the choices were later."""
+    async with fleet_of(*KV) as fleet:
+        await fleet.ask()
+        (router,) = fleet.frontends[0].replica.routers.values()
+        router.calibration.decided(0.5, 0.25)
+        router.calibration.measured(0.5, 0.75)
+        router.calibration.measured(60.0, 90.0)
+        lines = (await fleet.get("/metrics")).body.decode().splitlines()
+
+    for line in (
+        f'kvrouter_ttft_decisions_total{{pool="{POOL}"}} 1.0',
+        f'kvrouter_ttft_later_decisions_total{{pool="{POOL}"}} 1.0',
+        f'kvrouter_ttft_later_seconds_total{{pool="{POOL}"}} 0.25',
+        f'kvrouter_ttft_predictions_total{{pool="{POOL}",up_to_s="0.5"}} 1.0',
+        f'kvrouter_ttft_predicted_seconds_total{{pool="{POOL}",up_to_s="0.5"}} 0.5',
+        f'kvrouter_ttft_measured_seconds_total{{pool="{POOL}",up_to_s="+Inf"}} 90.0',
+    ):
+        assert line in lines
+    assert 2 == sum(line.startswith("kvrouter_ttft_measured_seconds_total") for line in lines)

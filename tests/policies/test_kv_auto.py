@@ -10,7 +10,7 @@ from kvrouter.core.routing.builtin_policy import Moment
 from kvrouter.core.routing.cost import cost
 from kvrouter.core.routing.policy import AUTO
 from kvrouter.core.tables.arrivals import PrefixShares
-from kvrouter.core.tables.prefill_speeds import FEW, Speed
+from kvrouter.core.tables.prefill_speeds import CLASSES_S, FEW, Calibration, Speed, TtftClass
 from kvrouter.core.wire.ids import RouterId, Target
 from kvrouter.policies.kv import FALLBACK_WEIGHT, Kv
 from tests.core.worlds import T1, T2, card, chain_from, fixed, new_pool, prompt, request
@@ -153,3 +153,54 @@ def test_an_unstreamed_answer_teaches_nothing() -> None:
 
     assert 0 == router.tables.speeds.speed.samples
     assert placed.target in {T1, T2}
+
+
+def test_predicted_first_bytes_are_measured() -> None:
+    """In the class of what was predicted; not while the speed is unknown, and not if nothing is streamed."""
+    router = new_router()
+    for number in range(FEW):
+        serve(router, 1000 * number, float(number), 0.016)
+    assert Calibration() == router.calibration
+    predicted_s = 160 * router.tables.speeds.speed.seconds_per_token
+
+    serve(router, 50_000, 20.0, 0.5)
+    placed = router.route(request(prompt(chain_from(60_000, 10))), 30.0, streamed=False)
+    router.first_byte(placed.key, 31.0)
+    router.free(router.route(request(prompt(chain_from(70_000, 10))), 40.0).key, 41.0)
+
+    counted = router.calibration
+    first, *others = counted.classes
+    assert predicted_s < CLASSES_S[0]
+    assert 1 == first.requests
+    assert (first.predicted_s, first.measured_s) == pytest.approx((predicted_s, 0.5))
+    assert [TtftClass()] * 9 == others
+    assert (3, 0, 0.0) == (counted.decisions, counted.later, counted.later_s)
+
+
+def test_a_copy_is_counted_as_later() -> None:
+    """By the seconds in which the new target computes what the other one holds."""
+    router = new_router()
+    for number in range(FEW):
+        serve(router, 1000 * number, float(number), 0.016)
+    chain = chain_from(50_000, 10)
+    router.pool.index.store(T1, chain)
+    for _ in range(1000):
+        router.tables.shares.count(chain[8])
+
+    placed = router.route(request(prompt(chain)), 20.0)
+
+    counted = router.calibration
+    assert T2 == placed.target
+    assert (1, 1) == (counted.decisions, counted.later)
+    assert counted.later_s == pytest.approx(144 * router.tables.speeds.speed.seconds_per_token)
+
+
+def test_the_least_is_that_of_the_eligible() -> None:
+    """A target that a filter removed is no candidate."""
+    eligible = columns([candidate("w1"), candidate("w2", charged=300), candidate("w3", charged=100)])
+    fewer = eligible.at([2, 1])
+    assert fewer.predicted_ttft_s(T2) is None
+
+    costs = fewer.costs_in_seconds(0.0, 1e-4, 0.0)
+
+    assert fewer.predicted_ttft_s(T2) == (costs.wait_s[1] + costs.own_s[1], costs.wait_s[0] + costs.own_s[0])

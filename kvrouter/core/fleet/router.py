@@ -34,6 +34,7 @@ from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import Booking, UnseenBookings, add_request, booking_ops
 from kvrouter.core.tables.ghosts import Ghosts, Reuse
 from kvrouter.core.tables.predictions import PredictionTable
+from kvrouter.core.tables.prefill_speeds import Calibration
 from kvrouter.core.tables.text_index import SentTexts
 from kvrouter.core.wire.hashes import hashes_of, pack_hashes
 from kvrouter.core.wire.heartbeats import Card
@@ -98,6 +99,8 @@ class _OwnBooking(Struct):
     """Whether the policy knows the status of the worker's response."""
     ttft_s: float | None = None
     """From the decision to the first byte; None before it, and where it is not known."""
+    predicted_ttft_s: float | None = None
+    """What `ttft_s` was predicted to be; None if no seconds were compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,7 @@ class Router:
         self.source.seq = seq
         self.unseen = UnseenBookings()
         self.reuse = Reuse()
+        self.calibration = Calibration()
         # an eighth of the blocks at first: all of them would cost as much as a decision
         self._ghosts = Ghosts(halvings=3)
         # the blocks that all targets have room for, as of a number of changes of the pool
@@ -245,6 +249,7 @@ class Router:
             sent_at=now,
             streamed=streamed,
             block_size=self.pool.block_size,
+            predicted_ttft_s=None if moment.doubt else self._count_decision(eligible, choice.target),
         )
         self._remember(own, choice, selection, moment)
         return self._placement(booking, choice, order[1:]), candidates
@@ -382,6 +387,14 @@ class Router:
         reuse.endless += never + (self._ghosts.endless_misses - misses[0]) * size
         reuse.pooled += never + (self._ghosts.pooled_misses - misses[1]) * size
 
+    def _count_decision(self, eligible: Candidates, target: Target) -> float | None:
+        """The predicted TTFT of the chosen target, counted against the least; None without a prediction."""
+        predicted = eligible.predicted_ttft_s(target)
+        if predicted is None:
+            return None
+        self.calibration.decided(*predicted)
+        return predicted[0]
+
     def _room_blocks(self) -> int:
         """The blocks that the pool's targets have room for, together."""
         if self._room[0] != self.pool.changes:
@@ -441,6 +454,8 @@ class Router:
         # unstreamed, the time includes decoding; without a length, the share of the charge is unknown
         if own.streamed:
             own.ttft_s = now - own.sent_at
+            if own.predicted_ttft_s is not None:
+                self.calibration.measured(own.predicted_ttft_s, own.ttft_s)
         if own.streamed and own.booking.isl:
             self.tables.rates.observe(own.booking.target, own.charged_tokens, now - own.sent_at)
             self._learn(key, now, now - own.sent_at)

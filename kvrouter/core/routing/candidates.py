@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from operator import add
 from typing import Any, TypeAlias, TypeVar, overload
 
 from msgspec import Struct
@@ -113,7 +114,7 @@ class _Columns(Struct):
 class Candidates(Sequence[Candidate]):
     """The candidates of one decision, as of its moment. Equal to any sequence of equal candidates."""
 
-    __slots__ = ("_all", "_block_size", "_cached", "_columns", "_places", "_roster")
+    __slots__ = ("_all", "_block_size", "_cached", "_columns", "_compared", "_places", "_roster")
     __hash__ = None  # type: ignore[assignment]  # compared by its items, as a list is
 
     def __init__(self, roster: Roster, columns: _Columns, cached: Cached, block_size: int) -> None:
@@ -123,6 +124,7 @@ class Candidates(Sequence[Candidate]):
         self._block_size = block_size
         self._places: Sequence[int] = roster.every_place
         self._all: list[Candidate] | None = None
+        self._compared: Costs | None = None
 
     def __len__(self) -> int:
         return len(self._places)
@@ -228,7 +230,20 @@ class Candidates(Sequence[Candidate]):
             # picked first: the price of congestion is that of the targets that may be chosen
             charged, own, heads = self._picked(charged), self._picked(own), self._picked(heads)
             context, began = self._picked(context), self._picked(began)
-        return cost_s(now, seconds_per_token, arrivals_per_s, charged, heads, context, began, own)
+        self._compared = cost_s(now, seconds_per_token, arrivals_per_s, charged, heads, context, began, own)
+        return self._compared
+
+    def predicted_ttft_s(self, target: Target) -> tuple[float, float] | None:
+        """Seconds until the target would send the first byte, and the least of any candidate.
+
+        As `costs_in_seconds` predicted them last, without the price of congestion; None if it was not asked.
+        """
+        costs = self._compared
+        if costs is None:
+            return None
+        place = self._roster.places[target]
+        index = place if self._has_all_places() else list(self._places).index(place)
+        return costs.wait_s[index] + costs.own_s[index], min(map(add, costs.wait_s, costs.own_s))
 
     def _picked(self, column: array[Number]) -> array[Number]:
         return array(column.typecode, [column[place] for place in self._places])

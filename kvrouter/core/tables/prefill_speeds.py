@@ -8,9 +8,14 @@ Sums, and not a mean of ratios: two first bytes in one engine step share their s
 is still right. All replicas learn from all first bytes, since a booking's first byte travels (op FirstByte).
 
 The error is kept, too: a rule that compares seconds is worth as much as its predictions of them.
+`Calibration` counts how these decisions did, for operators.
 """
 
 from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -33,6 +38,11 @@ SLOWEST_S, FASTEST_S = 1.0, 1e-7
 # Predictions that are off by more than the measured seconds are not used. In the simulator `auto` was still
 # ahead of every fixed weight at 0.88 (engines that prefill four prompts at a time, at saturation).
 MOST_ERROR = 1.0
+# Upper bounds of predicted TTFT: ten classes, as deciles are. Fixed, so that the counts of replicas and of
+# days can be added, as those of real deciles could not.
+CLASSES_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, math.inf)
+# Seconds that differ by less are equal: sums in another order.
+EQUAL_S = 1e-9
 
 
 class Speed(Struct, frozen=True):
@@ -90,3 +100,39 @@ class PrefillSpeeds:
     def _settle(self, samples: int) -> None:
         error = self._off_s / self._measured_s if self._measured_s else 0.0
         self.speed = Speed(self._seconds / self._tokens, min(samples, MOST_SAMPLES), error)
+
+
+@dataclass(slots=True)
+class TtftClass:
+    """The measured requests whose TTFT was predicted within the bounds of a class."""
+
+    requests: int = 0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Decisions that compared seconds: against the earliest candidate, and against measured first bytes."""
+
+    decisions: int = 0
+    later: int = 0
+    """Decisions for another target than the one with the least predicted TTFT."""
+    later_s: float = 0.0
+    """By how much, over all decisions."""
+    classes: tuple[TtftClass, ...] = field(default_factory=lambda: tuple(TtftClass() for _ in CLASSES_S))
+    """One for each bound of CLASSES_S."""
+
+    def decided(self, chosen_s: float, least_s: float) -> None:
+        """Count a decision: the predicted TTFT of the chosen target, and the least of any candidate."""
+        self.decisions += 1
+        if chosen_s - least_s > EQUAL_S:
+            self.later += 1
+            self.later_s += chosen_s - least_s
+
+    def measured(self, predicted_s: float, measured_s: float) -> None:
+        """Count a first byte."""
+        one = self.classes[bisect_left(CLASSES_S, predicted_s)]
+        one.requests += 1
+        one.predicted_s += predicted_s
+        one.measured_s += measured_s
