@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.convergence.plans import OUTAGES, histories, plans, setups
 from tests.convergence.world import PINGS_S, Setup, Step, World, live_through
 
-HISTORIES = 2000 if os.environ.get("KVROUTER_TEST_LONG") else 200
+HISTORIES = 2000 if os.environ.get("KVROUTER_TEST_LONG") else 120
 
 
 @pytest.mark.timeout(1200)  # 2,000 histories, or a failing one that is cut down

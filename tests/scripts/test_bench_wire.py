@@ -18,10 +18,11 @@ from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from kvrouter.core.fleet import router
+from scripts.kit.bench import peers
 from scripts.kit.bench.__main__ import main
 from scripts.kit.bench.meter import group_cpu_ns, resident_bytes
 from scripts.kit.bench.request import shares
-from scripts.kit.bench.wire import growth, installs, tables, targets
+from scripts.kit.bench.wire import growth, installs, tables, targets, works
 from scripts.kit.bench.wire.growth import Growth
 from scripts.kit.bench.wire.load import Report
 from scripts.kit.bench.wire.rounds import Contender, Results, measure
@@ -37,6 +38,17 @@ REPORT = Report(
     gap_p90_us=5100, gap_p99_us=5200, gap_max_us=9000, stalls=0, events=50_000, streams_open=64,
     bytes=1_000_000, cpu_s=0.5,
 )  # fmt: skip
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real runs with short streams, and without a second of rest around each."""
+    monkeypatch.setattr(works, "STREAM_EVENTS", 20)
+    monkeypatch.setattr(works, "RAMP_MS", 50.0)
+    monkeypatch.setattr(growth, "_LEAST_RAMP_S", 0.05)
+    monkeypatch.setattr(growth, "_SETTLE_S", 0.1)
+    monkeypatch.setattr(growth, "_TAIL_S", 0.3)
+    monkeypatch.setattr(peers, "WARM_CHATS", 8)
 
 
 def a_run(**figures: float) -> Run:
@@ -201,10 +213,10 @@ def test_growth_medians(tmp_path: Path) -> None:
     assert 2 == growth.growth_table(rows).row_count
 
 
+@pytest.mark.usefixtures("quick")
 async def test_streams_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that does not hold all streams at once gets a slower try, then an error with numbers."""
     monkeypatch.setattr(growth, "_TRIES", 2)
-    monkeypatch.setattr(growth, "_LEAST_RAMP_S", 0.05)
 
     async def refuse(_: web.Request) -> web.Response:
         return web.json_response({}, status=503)
@@ -212,7 +224,7 @@ async def test_streams_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest
     app = web.Application()
     app.router.add_post("/v1/completions", refuse)
     async with TestServer(app) as server:
-        contender = Contender("full", server.port or 0, os.getpgrp())
+        contender = Contender("full", server.port or 0, group=-1)  # of no process: others end meanwhile
         with pytest.raises(FleetError, match=r"full: of 3 streams \d were open at once and 3 failed: .*503"):
             await growth.grow(contender, 3, window_s=0.05, directory=tmp_path)
 
@@ -246,6 +258,7 @@ def test_half_installed(tmp_path: Path) -> None:
     assert "1.2" == peer.version
 
 
+@pytest.mark.usefixtures("quick")
 def test_relay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A small real run: every work in both modes and without a router, and four open streams."""
     out, plots = tmp_path / "relay.json", tmp_path / "plots"
@@ -294,6 +307,7 @@ def test_shares() -> None:
     assert {"core": 5 / 8, "other": 3 / 8} == shares(profile)
 
 
+@pytest.mark.usefixtures("quick")
 def test_peers_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

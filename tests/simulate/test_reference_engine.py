@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -91,7 +92,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     return made
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=1000 if os.environ.get("KVROUTER_TEST_LONG") else 100, deadline=None)
 @given(
     arrivals(),
     st.sampled_from([12, 16, 40]),

@@ -7,6 +7,7 @@ if nothing was lost the published blocks are the cache.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections import deque
 from itertools import count
@@ -31,6 +32,7 @@ from kvrouter.worker.zmq.ordering import Continued, EngineStream, Numbered, Step
 from tests.worker.closed_sets import ClosedSets
 from tests.worker.fakes import FakeBus
 
+EXAMPLES = 300 if os.environ.get("KVROUTER_TEST_LONG") else 40
 SIZE = 2
 NUM_BLOCKS = 9
 CONFIG = EngineConfig(num_blocks=NUM_BLOCKS, block_size=SIZE, max_num_seqs=3, max_model_len=16)
@@ -230,7 +232,7 @@ def histories(draw: st.DrawFn, away: list[str], ends: list[str]) -> list[tuple[s
     return [*history, ("start", []), *draw(ops(["serve", "missed"], 8))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * EXAMPLES, deadline=None)
 @given(
     histories(["serve"] * 6 + ["reset", "restart engine"], ["kill", "stop", "stop", "forget"]),
     st.sampled_from([1, 3, 8, 1000]),
@@ -244,7 +246,7 @@ def test_never_overcounts(history: list[tuple[str, list[int]]], buffer_batches: 
         world.step(*step)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(histories(["serve", "serve", "reset"], ["kill", "stop"]))
 def test_exact_where_continuity_is_proven(history: list[tuple[str, list[int]]]) -> None:
     """With a saved state and a buffer that reaches back to it, the next agent holds exactly the cache."""

@@ -32,7 +32,7 @@ WORKERS = 40
 STREAMS = (10, 100, 1000, 3000, 9000)
 _RAMP_S_PER_STREAM, _LEAST_RAMP_S = 1 / 400, 0.5
 _TRIES = 3
-_TAIL_S = 1.0
+_SETTLE_S, _TAIL_S = 1.0, 1.0
 _DESCRIPTORS_A_STREAM, _OTHER_DESCRIPTORS = 2, 200
 
 
@@ -85,7 +85,7 @@ async def grow(contender: Contender, streams: int, *, window_s: float, directory
 async def _look(
     contender: Contender, streams: int, ramp_s: float, window_s: float, directory: Path, *, before: int
 ) -> tuple[Growth, Report]:
-    settle_s = 1 + 2 * pace_ms(streams) / 1000
+    settle_s = _SETTLE_S + 2 * pace_ms(streams) / 1000
     lasts_s = ramp_s + settle_s + window_s + _TAIL_S
     sending = asyncio.create_task(run_load(_load(contender.port, streams, ramp_s, lasts_s), directory))
     try:

@@ -33,7 +33,6 @@ def long_prompt(size: int) -> str:
 _HELLO = "Say hello to the world."
 SHORT_BODIES = _bodies(_HELLO)
 LONG_BODIES = _bodies(long_prompt(LONG_BYTES))
-STREAM_BODIES = _bodies(_HELLO, stream=True, max_tokens=STREAM_EVENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,11 @@ def standard_works(share: float = 1.0) -> list[Work]:
     def count(requests: int) -> int:
         return max(8, round(requests * share))
 
+    streams = _bodies(_HELLO, stream=True, max_tokens=STREAM_EVENTS)
     return [
         Work("short", "short requests, 32 at a time", SHORT_BODIES, 32, count(12_000)),
         Work("long", "the same with 36 KB prompts", LONG_BODIES, 32, count(6_000)),
-        Work("paced", "64 streams, an event each 5 ms", STREAM_BODIES, 64, count(256), True, RAMP_MS),
+        Work("paced", "64 streams, an event each 5 ms", streams, 64, count(256), True, RAMP_MS),
         Work("alone", "short requests, one at a time", SHORT_BODIES, 1, count(2_000)),
     ]
 
