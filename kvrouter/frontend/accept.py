@@ -6,8 +6,6 @@ body ──> parsed fields ──> pool ──> overrides ──> tokens, hashes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TypeAlias
 
 from msgspec import UNSET, Struct
 
@@ -16,8 +14,10 @@ from kvrouter.core.fleet.pools import Pools
 from kvrouter.core.fleet.router import Router
 from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
+from kvrouter.errors import BadRequestError
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.bodies import openai
+from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.bodies.edits import apply, edits_of
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
 from kvrouter.frontend.overrides import NO_OVERRIDES, Dialect, Overrides, find_wanted, read_overrides
@@ -45,15 +45,11 @@ class Work(Struct, frozen=True):
     received_at: float
     traits: Traits | None
     """None if its tokens are not known: then nothing is predicted."""
-    is_completion: bool
-    """Whether it is a chat or a completion. The tokens of other routes (passthrough.py) are not known."""
+    api: Api
     has_engine_arguments: bool
     """Whether its body contains `vllm_xargs`."""
     is_dry_run: bool
     """Whether to reply with the decision only, without sending the request."""
-
-
-Parse: TypeAlias = Callable[[bytes], openai.CompletionRequest]
 
 
 class Accept:
@@ -63,13 +59,11 @@ class Accept:
         self._metrics = metrics
         self._dialect = dialect
 
-    async def work(self, request: Request, parse: Parse | None, request_id: str, received_at: float) -> Work:
-        """Read what routing needs from a request. Raises KvRouterError.
-
-        Routes of passthrough.py have no `parse`.
-        """
+    async def work(self, request: Request, api: Api, request_id: str, received_at: float) -> Work:
+        """Read what routing needs from a request. Raises KvRouterError."""
+        parse = api.parse
         body = await request.read() if request.body is None else request.body
-        # Only of chats and completions: of other routes no values are decoded (passthrough.py).
+        # Of routes without `parse` no values are decoded (passthrough.py).
         large = await LargeBody.read(body) if parse is not None and len(body) > LARGE_BYTES else None
         readable = body if large is None else large.rest
         asked = passthrough.parse(request, readable) if parse is None else parse(readable)
@@ -85,7 +79,11 @@ class Accept:
         # A request in a mode without tokens is tokenized, too, if other requests of the pool are placed by
         # the tokens and blocks that its booking holds.
         if asked.prompt is not None and (router.needs_tokens or policy.needs_tokens):
-            prompts = await self._prompts(router, asked, asked.prompt)
+            try:
+                prompts = await self._prompts(router, asked, asked.prompt)
+            except BadRequestError:
+                if api.is_native:
+                    raise
         route = RouteRequest(
             request_id,
             prompts,
@@ -99,7 +97,7 @@ class Accept:
             priority=asked.priority if overrides.priority is None else overrides.priority,
             mode=overrides.mode,
         )
-        traits = Traits.of(asked, lora_name, len(prompts)) if prompts else None
+        traits = Traits.of(asked, lora_name, len(prompts), api.converted) if prompts else None
         return Work(
             request_id,
             request,
@@ -109,7 +107,7 @@ class Accept:
             router,
             received_at,
             traits,
-            is_completion=parse is not None,
+            api=api,
             has_engine_arguments=asked.engine_arguments is not UNSET,
             is_dry_run=overrides.dry_run,
         )

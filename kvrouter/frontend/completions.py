@@ -27,9 +27,10 @@ from kvrouter.errors import (
     WorkerSilentError,
 )
 from kvrouter.frontend import passthrough
-from kvrouter.frontend.accept import Accept, Parse, Work
+from kvrouter.frontend.accept import Accept, Work
 from kvrouter.frontend.admission_queue import WaitingRoom
-from kvrouter.frontend.bodies import openai
+from kvrouter.frontend.bodies import apis
+from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.bodies.edits import with_report_mode
 from kvrouter.frontend.decision_views import DecisionViews
 from kvrouter.frontend.hung_engines import HungEngines, Probe, Running
@@ -64,7 +65,7 @@ PROGRESS_SLICE = 500
 
 
 class Completions:
-    """Serves chats and completions, and passes on the routes of passthrough.py."""
+    """Serves the APIs of bodies/apis.py, and passes on the routes of passthrough.py."""
 
     def __init__(
         self,
@@ -105,25 +106,24 @@ class Completions:
 
     def add_routes(self, routes: Routes, gate: Gate) -> None:
         """Add what is served here. `gate` decides who may ask for a dry run."""
-        routes.add("POST", "/v1/chat/completions", partial(self.serve, openai.parse_chat, gate))
-        routes.add("POST", "/v1/completions", partial(self.serve, openai.parse_completion, gate))
+        for path, api in apis.BY_PATH.items():
+            routes.add("POST", path, partial(self.serve, api, gate))
         for path in passthrough.POST_ROUTES:
-            routes.add("POST", path, partial(self.serve, None, gate))
+            routes.add("POST", path, partial(self.serve, apis.PASSED_ON, gate))
         # Without HEAD: a worker's answer to it has a length and no body, and would never end.
         for path in passthrough.GET_ROUTES:
-            routes.add("GET", path, partial(self.serve, None, gate))
+            routes.add("GET", path, partial(self.serve, apis.PASSED_ON, gate))
 
-    async def serve(self, parse: Parse | None, gate: Gate, request: Request) -> Served:
-        """Serve one request to its end. Every error becomes an OpenAI body.
+    async def serve(self, api: Api, gate: Gate, request: Request) -> Served:
+        """Serve one request to its end. Every error becomes a body of the API.
 
-        Routes of passthrough.py have no `parse`: their tokens are not known, so they are placed by
-        load. If the client disconnects, the task is cancelled, and the booking is freed on the way out.
+        If the client disconnects, the task is cancelled, and the booking is freed on the way out.
         """
         received_at = self._now()
         request_id = request_id_of(request.headers)
         try:
             self._in_flight.begin(request)
-            work = await self._accept.work(request, parse, request_id, received_at)
+            work = await self._accept.work(request, api, request_id, received_at)
             if work.is_dry_run:
                 gate("a dry run", request.headers)
                 served = self._reply(request, self._decisions.preview(work))
@@ -131,16 +131,16 @@ class Completions:
                 served = self._finish(work, await self._try_workers(work))
                 self._in_flight.answered(request)
         except KvRouterError as error:
-            served = self._reply(request, openai.error_answer(error, request_id), closes=error.is_body_left)
+            served = self._reply(request, api.error_answer(error, request_id), closes=error.is_body_left)
         except asyncio.CancelledError:
             rejection = self._in_flight.take_rejection(request)
             if rejection is None:  # the client left; else cut_off cancelled the request
                 self._metrics.cancelled.inc()
                 raise
-            served = self._reply(request, openai.error_answer(rejection, request_id))
+            served = self._reply(request, api.error_answer(rejection, request_id))
         except Exception:
             log.exception("request.failed", path=request.head.path)
-            served = self._fail(request, request_id)
+            served = self._fail(api, request, request_id)
         finally:
             self._in_flight.end(request)
         self._metrics.requests.inc(str(served.status))
@@ -151,11 +151,11 @@ class Completions:
         """Write an answer that no worker made."""
         return request.reply(answer, closes=closes or self._is_draining)
 
-    def _fail(self, request: Request, request_id: str) -> Served:
+    def _fail(self, api: Api, request: Request, request_id: str) -> Served:
         """Reply to a request that raised an unexpected error. The log has its traceback."""
         if request.client.has_begun:
             return Served(KvRouterError.status, keeps_alive=False, needs_reset=True)
-        return self._reply(request, openai.error_answer(internal_error(), request_id))
+        return self._reply(request, api.error_answer(internal_error(), request_id))
 
     async def _try_workers(self, work: Work) -> Outcome | None:
         """Route and relay. If a worker fails before the first byte, try another, `retries` times at most."""
@@ -163,7 +163,7 @@ class Completions:
         fallbacks: tuple[Target, ...] = ()
         outcome: Outcome | None = None
         # Once, not before each retry: a retry replaces a booking of this request that has just been freed.
-        if work.is_completion and self._waiting_room.is_on:
+        if work.api.parse is not None and self._waiting_room.is_on:
             await self._waiting_room.admitted(work.router, work.route)
         for tries in range(self._retries + 1):
             if tries > 1:
@@ -234,11 +234,11 @@ class Completions:
             request.client,
             connection,
             self._limits,
-            openai.error_event,
+            work.api.error_event,
             _response_headers(work, placement, self._replica.router_id),
             partial(self._first_data, work, placement),
             request.head.wants_keep_alive and not self._is_draining,
-            work.is_completion,  # of other routes a 404 may mean that the engine does not have the route
+            work.api.is_native,
         )
         self._running[attempt] = running
         try:
@@ -256,7 +256,8 @@ class Completions:
     def _compare(self, work: Work, placement: Placement, tail: bytes) -> None:
         """Compare the prediction with the usage in the answer, and expect the events of its blocks."""
         if work.traits is not None:
-            compare(work.router, work.route, placement, work.traits, audit=self._audit, tail=tail)
+            usage = work.api.find_usage(tail)
+            compare(work.router, work.route, placement, work.traits, audit=self._audit, usage=usage)
             expect_events(work.router, work.route, placement, work.traits, now=self._now())
 
     def _first_data(self, work: Work, placement: Placement) -> None:
@@ -322,7 +323,7 @@ class Completions:
 def _bytes_for(work: Work, placement: Placement) -> bytes:
     """The request as its worker gets it, head and body."""
     body = work.body
-    if placement.wants_report and work.is_completion:
+    if placement.wants_report and work.api.parse is not None:
         body = with_report_mode(body, has_arguments=work.has_engine_arguments)
     head = work.request.head.for_worker(
         placement.url,

@@ -7,9 +7,8 @@ from msgspec import Struct
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.router import Placement, Router
 from kvrouter.core.routing.policy import RouteRequest
-from kvrouter.core.tables.predictions import Kind, Prediction
+from kvrouter.core.tables.predictions import Kind, Prediction, Usage
 from kvrouter.frontend.bodies.openai import CompletionRequest
-from kvrouter.relay.engine_answers import find_usage
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, has_media
 
 
@@ -22,9 +21,11 @@ class Traits(Struct, frozen=True):
     """False if the engine computes the whole prompt, cached or not: 0 cached tokens are right then."""
 
     @classmethod
-    def of(cls, request: CompletionRequest, lora_name: str | None, prompts: int) -> Traits:
-        """`prompts`: the number of prompts whose tokens are known."""
-        kind = _kind(request.prompt, lora_name, request.cache_salt)
+    def of(
+        cls, request: CompletionRequest, lora_name: str | None, prompts: int, converted: str | None
+    ) -> Traits:
+        """`prompts`: those whose tokens are known. `converted`: the API that a chat was converted from."""
+        kind = _kind(request.prompt, lora_name, request.cache_salt, converted)
         # Engines report the cached tokens of one prompt and one answer only.
         is_single = prompts == 1 and request.n == 1 and not request.is_beam_search
         return cls(kind, is_single, request.reads_cache)
@@ -33,18 +34,20 @@ class Traits(Struct, frozen=True):
 _WORDS: dict[type, str] = {ChatPrompt: "chat", TextPrompt: "text"}
 
 
-def _kind(prompt: Prompt | None, lora_name: str | None, salt: str | None) -> Kind | None:
+def _kind(
+    prompt: Prompt | None, lora_name: str | None, salt: str | None, converted: str | None
+) -> Kind | None:
     """None if the tokens are not known. Media are placeholders: only the engine knows their tokens."""
     if prompt is None or has_media(prompt):
         return None
-    name = _WORDS.get(type(prompt), "tokens")
-    return Kind(name, bool(lora_name), bool(salt))  # type: ignore[arg-type]  # one of Kind's three names
+    name = converted or _WORDS.get(type(prompt), "tokens")
+    return Kind(name, bool(lora_name), bool(salt))  # type: ignore[arg-type]  # one of Kind's names
 
 
 def compare(
-    router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, audit: Audit, tail: bytes
+    router: Router, route: RouteRequest, placement: Placement, traits: Traits, *, audit: Audit, usage: Usage
 ) -> None:
-    """Compare the prediction made at the booking with the usage in the answer's last bytes (`tail`)."""
+    """Compare the prediction made at the booking with the usage in the answer."""
     pool, choice = router.pool, placement.choice
     # A prediction that may fail for a known reason is counted, and raises no alarm.
     is_firm = audit.is_firm(pool.id, choice.target) and traits.reads_cache
@@ -63,7 +66,7 @@ def compare(
         is_firm=is_firm,
         is_estimate=any(prompt.is_estimate for prompt in route.prompts),
     )
-    router.predictions.observe(prediction, find_usage(tail))
+    router.predictions.observe(prediction, usage)
 
 
 def expect_events(

@@ -23,7 +23,7 @@ from kvrouter.core.routing.cost import Prompt as HashedPrompt
 from kvrouter.core.wire.hashes import block_seed, seeded_prompt_hashes
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Encoded
-from kvrouter.tokens.prompt import Prompt, PromptEncoder, TokenPrompt
+from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TokenPrompt
 from kvrouter.tokens.remote_tokenizer import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
 from kvrouter.tokens.template_limits import TemplateLimitError
 from kvrouter.tokens.text_blocks import text_blocks
@@ -97,8 +97,11 @@ class LocalBlocks:
         self._has_warned = False
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
+        encoder = self._encoders.of(naming.pool)
+        if isinstance(prompt, ChatPrompt):
+            prompt = encoder.settled(prompt)
         try:
-            encoded = await self._encoders.of(naming.pool).encode_known(prompt)
+            encoded = await encoder.encode_known(prompt)
         except TemplateLimitError as error:
             self._warn_once(naming, error)
             return ()

@@ -59,10 +59,11 @@ def error_status_in(event: bytes) -> int:
 
 def find_usage(tail: bytes) -> Usage:
     """The numbers of the last usage in these bytes; None where one is missing or cut off."""
-    return Usage(_last_number(tail, b'"prompt_tokens":'), _last_number(tail, b'"cached_tokens":'))
+    return Usage(last_number(tail, b'"prompt_tokens":'), last_number(tail, b'"cached_tokens":'))
 
 
-def _last_number(tail: bytes, name: bytes) -> int | None:
+def last_number(tail: bytes, name: bytes) -> int | None:
+    """The whole number behind the last `name`, which ends in a colon; None if it is missing or cut off."""
     at = tail.rfind(name)
     found = _NUMBER.match(tail, at + len(name)) if at >= 0 else None
     return int(found[1]) if found else None

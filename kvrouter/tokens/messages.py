@@ -32,7 +32,7 @@ _TEXT_FIELDS = {
 
 # Starts a line of Claude Code's system prompt that differs in every request. vLLM drops the line, as
 # otherwise no two requests would share a prefix.
-_BILLING_HEADER = "x-anthropic-billing-header"
+BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def as_string(parts: list[Part]) -> str:
@@ -182,7 +182,7 @@ def _without_billing_header(parts: list[Part]) -> list[Part]:
     kept = []
     for part in parts:
         text = part["text"]
-        rest = text.partition("\n")[2] if text.startswith(_BILLING_HEADER) else text
+        rest = text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text
         if rest or rest is text:
             kept.append(_text_part(rest))
     return kept

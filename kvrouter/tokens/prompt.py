@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from kvrouter.tokens.messages import Message, is_text
 from kvrouter.tokens.prefix_tokens import CacheSettings, Encoded, PrefixStore
@@ -38,6 +39,10 @@ class ChatPrompt(Struct, frozen=True):
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
     kept_tokens: slice | None = None
+    system_first: Sequence[Message] | None = None
+    """`messages` for a template that allows a system message only in the first place; None: the same."""
+    least_effort_kwargs: Mapping[str, Any] | None = None
+    """`chat_template_kwargs` for a template that ignores or rejects the effort "none"; None: the same."""
 
 
 class TextPrompt(Struct, frozen=True):
@@ -102,6 +107,16 @@ class PromptEncoder:
         """The prefix-token cache, which may be off; None without a tokenizer."""
         return self._tokenizer.cache if self._tokenizer is not None else None
 
+    def settled(self, prompt: ChatPrompt) -> ChatPrompt:
+        """The chat in the variant that suits the template, as vLLM chooses it."""
+        if self._template is None:
+            return prompt
+        if prompt.system_first is not None and self._template.wants_system_first:
+            prompt = replace(prompt, messages=prompt.system_first)
+        if prompt.least_effort_kwargs is not None and not self._template.can_skip_thinking:
+            prompt = replace(prompt, chat_template_kwargs=prompt.least_effort_kwargs)
+        return replace(prompt, system_first=None, least_effort_kwargs=None)
+
     async def encode(self, prompt: Prompt | None) -> list[TokenIds] | None:
         """The token ids of each prompt (a chat is one prompt); None if they cannot be computed here.
 
@@ -119,6 +134,8 @@ class PromptEncoder:
             return None
         if self._template is None and isinstance(prompt, ChatPrompt):
             return None
+        if isinstance(prompt, ChatPrompt):
+            prompt = self.settled(prompt)
         job = partial(self._encode_now, self._tokenizer, prompt, may_estimate)
         if _is_short(prompt):
             return job()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MOST_TEMPLATE_BYTES)]
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
+# `output_config.effort` of /v1/messages.
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+
+
 class _Named(msgspec.Struct):
     """One of several templates in a JSON file."""
 
@@ -56,6 +61,7 @@ class ChatTemplate:
         self._default = _Compiled.compile(environment, text)
         self._tool_use = _Compiled.compile(environment, tool_use) if tool_use is not None else self._default
         self._special_tokens = dict(special_tokens or {})
+        self._texts = (text,) if tool_use is None else (text, tool_use)
 
     @classmethod
     def load(cls, model_path: Path, file: Path | None = None) -> Self | None:
@@ -76,6 +82,27 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template of {file or model_path} does not compile: {error}"
             ) from error
+
+    @functools.cached_property
+    def wants_system_first(self) -> bool:
+        """Whether system messages between others are to be merged into the first, as vLLM decides it.
+
+        Only /v1/messages asks. vLLM tries each template in a plain sandbox, without `raise_exception`.
+        """
+        return any(map(_rejects_later_system, self._texts))
+
+    @functools.cached_property
+    def can_skip_thinking(self) -> bool:
+        """Whether the effort "none" renders, and other than every effort: else vLLM asks for "low"."""
+        none = self._rendered_with("none")
+        return none is not None and all(self._rendered_with(effort) != none for effort in EFFORTS)
+
+    def _rendered_with(self, effort: str) -> str | None:
+        variables = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        try:
+            return self.render([{"role": "user", "content": "Hi"}], chat_template_kwargs=variables)
+        except (BadRequestError, TemplateLimitError):
+            return None
 
     def render(
         self,
@@ -132,6 +159,21 @@ class _Compiled:
         except Exception as error:  # raise_exception(), and TypeError or any other error in the template
             reason = f"the chat template rejects this request: {error}"
             raise BadRequestError(reason, param="messages") from error
+
+
+def _rejects_later_system(text: str) -> bool:
+    environment = LimitedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.begin()
+    turns = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    try:
+        environment.limited(text).render(messages=turns, add_generation_prompt=False)
+    except (jinja2.TemplateError, TemplateLimitError):
+        return True
+    except Exception:
+        return False  # with this template vLLM itself does not start
+    return False
 
 
 class _GenerationBlock(jinja2.ext.Extension):

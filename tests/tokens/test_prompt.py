@@ -19,6 +19,7 @@ from kvrouter.tokens.prompt import (
     plain_text,
     text_characters,
 )
+from kvrouter.tokens.template import ChatTemplate
 from kvrouter.tokens.tokenizer import Tokenizer
 
 LONG = "It was the best of times, it was the worst of times. " * 50
@@ -155,3 +156,29 @@ def test_plain_text_of_other_prompts() -> None:
     """The plain text of a text is itself; token ids and unknown prompts have none."""
     assert "xy" == plain_text(TextPrompt(["x", "y"]))
     assert "" == plain_text(TokenPrompt([[1, 2]])) == plain_text(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        ("{{ messages[-1].content }} {{ reasoning_effort }}", "between none"),
+        ("{{ strftime_now('') }}{{ messages[-1].content }} {{ reasoning_effort }}", "first none"),
+        ("{{ messages[-1].content }} {{ 'low' if 1 }}", "between low"),
+    ],
+)
+def test_settled(tokenizer: Tokenizer, text: str, chosen: str) -> None:
+    """The template decides between the variants of a chat that came as /v1/messages."""
+    prompt = chat(
+        "between",
+        chat_template_kwargs={"reasoning_effort": "none"},
+        system_first=[{"role": "user", "content": "first"}],
+        least_effort_kwargs={"reasoning_effort": "low"},
+    )
+    encoder = PromptEncoder(tokenizer, ChatTemplate(text))
+
+    settled = encoder.settled(prompt)
+
+    assert (None, None) == (settled.system_first, settled.least_effort_kwargs)
+    effort = settled.chat_template_kwargs["reasoning_effort"]
+    assert chosen == f"{settled.messages[0]['content']} {effort}"
+    assert prompt == PromptEncoder(tokenizer, None).settled(prompt)

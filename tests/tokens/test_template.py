@@ -252,3 +252,40 @@ def test_broken_config(tmp_path: Path, content: str) -> None:
 
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         ChatTemplate.load(tmp_path)
+
+
+STRICT = """{% for m in messages %}
+{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        (STRICT + "{{ m.content }}{% endfor %}", True),
+        (
+            "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            True,
+        ),  # not in vLLM's probe
+        ("{% generation %}{% endgeneration %}", True),
+        ("{{ messages[0].content + 1 }}", False),
+    ],
+)
+def test_system_first(text: str, expected: bool) -> None:
+    """Templates that reject a later system message are found by trying, in vLLM's plain sandbox."""
+    assert expected is ChatTemplate(text).wants_system_first
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{{ messages[0].content }}", False),
+        ("{{ messages[0].content }}{{ enable_thinking }}", True),
+        ("{{ reasoning_effort }}", True),
+        ("{% if reasoning_effort == 'none' %}{{ raise_exception('no') }}{% endif %}", False),
+        ("{{ 'max' if reasoning_effort not in ['low', 'high'] else reasoning_effort }}", False),
+    ],
+)
+def test_skip_thinking(text: str, expected: bool) -> None:
+    """A template can skip thinking if the effort "none" renders differently from every other."""
+    assert expected is ChatTemplate(text).can_skip_thinking

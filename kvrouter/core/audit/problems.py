@@ -27,6 +27,9 @@ _TEMPLATE = (
     "the chat template differs: --model-path must hold the template that the engine uses "
     "(vLLM: --chat-template)"
 )
+# APIs whose requests engines convert to chats, and what they are called.
+_CONVERTED = {"messages": "/v1/messages", "responses": "/v1/responses"}
+_CONVERSION = "the engine converts them to chats in another way than vLLM 0.32, as this frontend does it"
 _TOKENIZER = (
     "the tokenizer differs: --model-path must be the directory of the very model that the engine serves"
 )
@@ -126,14 +129,14 @@ def _of_tokens(record: WorkerRecord) -> Iterator[Problem]:
         yield Problem(
             "tokens",
             f"counts other prompt tokens than this frontend {_of_kinds(bad)} (last {theirs}, here {ours}): "
-            + (_TEMPLATE if _are_all(bad, lambda kind: kind.prompt == "chat") and good else _tokenizer(bad)),
+            + (_template(bad, good) if _are_all(bad, _is_chat) and good else _tokenizer(bad)),
         )
 
 
 def _tokenizer(bad: list[Kind]) -> str:
     if _are_all(bad, lambda kind: kind.prompt == "tokens"):  # the frontend did not tokenize these
         return "the engine changes prompts that are sent as token ids"
-    return f"{_TOKENIZER}, and its chat template too" if any(k.prompt == "chat" for k in bad) else _TOKENIZER
+    return f"{_TOKENIZER}, and its chat template too" if any(map(_is_chat, bad)) else _TOKENIZER
 
 
 def _of_events(
@@ -230,8 +233,8 @@ def _why_hashes_differ(pool: Pool, bad: list[Kind], good: list[Kind], compared: 
         )
     if compared.difference:
         return compared.difference
-    if _are_all(bad, lambda kind: kind.prompt == "chat"):
-        return _TEMPLATE if good else f"{_TEMPLATE}; or {_TOKENIZER}"
+    if _are_all(bad, _is_chat):
+        return _template(bad, good) if good else f"{_TEMPLATE}; or {_TOKENIZER}"
     return f"{_TOKENIZER}; or the block size does (here {pool.block_size}; --kv-cache-block-size)"
 
 
@@ -251,6 +254,16 @@ def _kinds(
     return bad, good
 
 
+def _is_chat(kind: Kind) -> bool:
+    return kind.prompt in {"chat", *_CONVERTED}
+
+
+def _template(bad: list[Kind], good: list[Kind]) -> str:
+    """Why the chats of `bad` differ while `good` do not."""
+    is_converted = all(kind.prompt in _CONVERTED for kind in bad)
+    return _CONVERSION if is_converted and any(kind.prompt == "chat" for kind in good) else _TEMPLATE
+
+
 def _are_all(kinds: list[Kind], test: Callable[[Kind], bool]) -> bool:
     """`all`, but False for an empty list."""
     return bool(kinds) and all(test(kind) for kind in kinds)
@@ -262,5 +275,6 @@ def _of_kinds(kinds: list[Kind]) -> str:
 
 
 def _named(kind: Kind) -> str:
-    name = {"chat": "chats", "text": "texts", "tokens": "token ids"}[kind.prompt]
+    names = {"chat": "chats", "text": "texts", "tokens": "token ids", **_CONVERTED}
+    name = names[kind.prompt]
     return name + (" to LoRA adapters" if kind.lora else "") + (" with cache_salt" if kind.salt else "")

@@ -10,7 +10,7 @@ That needs answers that carry usage. Do the blocks of served requests appear in 
 needs nothing from the answer, so it finds a worker whose hashes differ even if no client asks for usage.
 
 A request that may differ for a good reason (see `Prediction.is_firm`) is counted and raises no alarm.
-Everything is bounded: windows of 16 outcomes, and 12 kinds of request for each worker.
+Everything is bounded: windows of 16 outcomes, and 20 kinds of request for each worker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ERROR_BLOCKS = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
 class Kind(NamedTuple):
     """Requests that fail together: their token ids are made the same way, with the same kind of seed."""
 
-    prompt: Literal["chat", "text", "tokens"]
+    prompt: Literal["chat", "messages", "responses", "text", "tokens"]
     lora: bool = False
     salt: bool = False
 

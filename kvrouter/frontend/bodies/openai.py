@@ -89,7 +89,7 @@ _COMPLETION = msgspec.json.Decoder(_CompletionBody)
 
 def parse_chat(body: bytes) -> CompletionRequest:
     """Parse a /v1/chat/completions body. Any bytes that are not one raise BadRequestError."""
-    chat = _decode(_CHAT, body)
+    chat = decode(_CHAT, body)
     if not chat.messages:
         raise BadRequestError("`messages` must be a list with at least one message", param="messages")
     return _request(chat, _chat_prompt(chat, chat.messages))
@@ -97,7 +97,7 @@ def parse_chat(body: bytes) -> CompletionRequest:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Parse a /v1/completions body. Any bytes that are not one raise BadRequestError."""
-    completion = _decode(_COMPLETION, body)
+    completion = decode(_COMPLETION, body)
     if not completion.prompt and completion.prompt_embeds is not msgspec.UNSET:
         return _request(completion, None)
     return _request(completion, _completion_prompt(completion))
@@ -124,7 +124,8 @@ def error_event(error: KvRouterError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
 
-def _decode(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
+def decode(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
+    """Decode a JSON body. Raises BadRequestError for anything else."""
     if not body.strip():
         raise BadRequestError("the request has no body: send a JSON object")
     try:
@@ -182,12 +183,18 @@ def _chat_prompt(chat: _ChatBody, messages: list[dict[str, Any]]) -> ChatPrompt 
 
 def _template_variables(chat: _ChatBody) -> dict[str, Any]:
     """`chat_template_kwargs` and the fields of the body that vLLM, too, hands to the template."""
-    variables = dict(chat.chat_template_kwargs or {})
+    variables = template_variables(chat.chat_template_kwargs, chat.reasoning_effort)
     if chat.documents is not None:
         variables["documents"] = chat.documents
-    if chat.reasoning_effort is not None:
-        variables.setdefault("enable_thinking", chat.reasoning_effort != "none")
-        variables["reasoning_effort"] = chat.reasoning_effort
+    return variables
+
+
+def template_variables(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """The template's variables with the reasoning effort, in the names that vLLM uses."""
+    variables = dict(given or {})
+    if effort is not None:
+        variables.setdefault("enable_thinking", effort != "none")
+        variables["reasoning_effort"] = effort
     return variables
 
 
