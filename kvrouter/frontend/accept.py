@@ -22,7 +22,7 @@ from kvrouter.frontend.bodies.edits import apply, edits_of
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
 from kvrouter.frontend.overrides import NO_OVERRIDES, Dialect, Overrides, find_wanted, read_overrides
 from kvrouter.frontend.prediction_checks import Traits
-from kvrouter.frontend.prompt_blocks import Naming, PromptBlocks
+from kvrouter.frontend.prompt_blocks import Naming, PromptWays
 from kvrouter.relay.request import Request
 from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.tokens import prompt as texts
@@ -53,7 +53,7 @@ class Work(Struct, frozen=True):
 
 
 class Accept:
-    def __init__(self, pools: Pools, blocks: PromptBlocks, metrics: RequestMetrics, dialect: Dialect) -> None:
+    def __init__(self, pools: Pools, blocks: PromptWays, metrics: RequestMetrics, dialect: Dialect) -> None:
         self._pools = pools
         self._blocks = blocks
         self._metrics = metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -55,6 +55,7 @@ class Admin:
         registry: Registry,
         *,
         tokens: Callable[[], dict[str, Any]],
+        untokenized: Callable[[], Iterable[str]],
         queue: Callable[[PoolId], dict[str, Any]],
         listeners: Listeners,
         ready_timeout_s: float,
@@ -66,6 +67,7 @@ class Admin:
         self._bus = bus
         self._registry = registry
         self._tokens = tokens
+        self._untokenized = untokenized
         self._queue = queue
         self._listeners = listeners
         self._ready_timeout_s = ready_timeout_s
@@ -199,7 +201,7 @@ class Admin:
         return model_entries([router.pool for router in self._replica.routers.values()])
 
     def _degraded(self) -> list[str]:
-        reasons = [*self._nats_away(), *self._replica.degraded()]
+        reasons = [*self._nats_away(), *self._replica.degraded(), *self._untokenized()]
         more = len(reasons) - MOST_FEEDS
         return reasons if more <= 0 else [*reasons[:MOST_FEEDS], f"{more} more: see /workers"]
 

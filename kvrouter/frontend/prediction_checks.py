@@ -80,10 +80,12 @@ def expect_events(
 
 
 def _names_blocks_of_engine(router: Router, route: RouteRequest, placement: Placement) -> bool:
-    """Whether the request was hashed and booked in the block size of its engine.
+    """Whether the request was hashed as its engine does, and booked in the block size of its engine.
 
     If not, nothing was predicted, and no event contains its blocks.
     """
+    if router.pool.settings.use_kv_events and any(prompt.is_text for prompt in route.prompts):
+        return False
     worker = router.pool.workers.get(placement.target.worker_id)
     if worker is None or placement.block_size != worker.card.block_size:
         return False

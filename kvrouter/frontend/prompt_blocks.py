@@ -1,38 +1,39 @@
-"""From a client's prompt to the hashes that routing needs, in the three ways of `--tokenizer`.
+"""From a client's prompt to the hashes that routing needs: by the best way that is possible now.
 
-    local    chat template and tokenizer of --model-path
-    remote   the tokenizer of a live worker, over HTTP
-    none     hashes of the text: they match assumed blocks only, so this mode has no KV events
+    model path   chat template and tokenizer of --model-path
+    engines      /tokenize of a live worker (engine_blocks.py)
+    text         hashes of the text: they match assumed blocks only
+    load         none: an empty tuple
 
-Prompts of token ids need no tokenizer. Without hashes (an empty tuple) a request is placed by load alone.
+Prompts of token ids need none of these. `PromptWays` is the one place that knows which way serves.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
 
 import structlog
 
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.routing.cost import Prompt as HashedPrompt
 from kvrouter.core.wire.hashes import block_seed, seeded_prompt_hashes
+from kvrouter.core.wire.ids import PoolId
+from kvrouter.errors import BadRequestError
 from kvrouter.tokens.prefix_hashes import PrefixHashes
 from kvrouter.tokens.prefix_tokens import Encoded
-from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TokenPrompt
-from kvrouter.tokens.remote_tokenizer import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
+from kvrouter.tokens.prompt import ChatPrompt, Prompt, PromptEncoder, TextPrompt, TokenPrompt
 from kvrouter.tokens.template_limits import TemplateLimitError
 from kvrouter.tokens.text_blocks import text_blocks
 
 log = structlog.get_logger()
 
-# After FAILURES_IN_A_ROW, skip the engines for REST_S: each attempt delays its request until the time-out.
-FAILURES_IN_A_ROW = 3
-REST_S = 5.0
+LOAD = "load"
+Kind: TypeAlias = Literal["chat", "text"]
+KINDS: tuple[Kind, ...] = ("chat", "text")
 
 Hashes = tuple[HashedPrompt, ...]
 
@@ -77,9 +78,17 @@ class Encoders:
         return {"": self.default, **self.by_name}
 
 
-class PromptBlocks(Protocol):
-    async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
-        """Hashes and length of each prompt; empty if its tokens are not known. Raises BadRequestError."""
+class Way(Protocol):
+    """One way from texts and chats to hashes."""
+
+    name: str
+
+    def why_not(self, pool: Pool, kind: Kind) -> str:
+        """Why it does not serve such prompts of the pool now; empty if it does."""
+        ...
+
+    async def hashes(self, prompt: ChatPrompt | TextPrompt, naming: Naming) -> Hashes | None:
+        """Hashes and length of each prompt; None if this way has none for it after all."""
         ...
 
 
@@ -88,7 +97,9 @@ Seen = Callable[[Prompt, list[Encoded], Naming], None]
 
 
 class LocalBlocks:
-    """With the tokenizer of a model directory. Without one, only prompts of token ids have hashes."""
+    """With the tokenizer of a model directory."""
+
+    name = "model path"
 
     def __init__(self, encoders: Encoders, seen: Seen | None, known: PrefixHashes) -> None:
         self._encoders = encoders
@@ -96,7 +107,16 @@ class LocalBlocks:
         self._known = known
         self._has_warned = False
 
-    async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
+    def why_not(self, pool: Pool, kind: Kind) -> str:
+        encoder = self._encoders.of(pool)
+        if not encoder.can_encode_text:
+            return "no --model-path for this model"
+        if kind == "chat" and not encoder.can_encode_chats:
+            return "the directory of --model-path has no chat template, and --chat-template is not given"
+        return ""
+
+    async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes | None:
+        """Raises BadRequestError if the chat template rejects the prompt."""
         encoder = self._encoders.of(naming.pool)
         if isinstance(prompt, ChatPrompt):
             prompt = encoder.settled(prompt)
@@ -104,102 +124,91 @@ class LocalBlocks:
             encoded = await encoder.encode_known(prompt)
         except TemplateLimitError as error:
             self._warn_once(naming, error)
-            return ()
+            return None
         if encoded is None:
-            return ()
+            return None
         if self._seen is not None and not isinstance(prompt, TokenPrompt):
             self._seen(prompt, encoded, naming)
-        return _named(encoded, naming, self._known)
+        return named(encoded, naming, self._known)
 
     def _warn_once(self, naming: Naming, error: TemplateLimitError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            effect = "chats with this template are placed by load; correct it, or give --chat-template"
+            effect = "these chats are routed without this template; correct it, or give --chat-template"
             log.warning("template.limit", model=naming.model, reason=str(error), effect=effect)
 
 
-@dataclass(slots=True)
-class RemoteCounters:
-    """Requests to engines' tokenizers, by result."""
-
-    answered: int = 0
-    refused: int = 0
-    failed: int = 0
-    not_asked: int = 0
-
-
-class RemoteBlocks:
-    """With the tokenizer of a live worker of the pool."""
-
-    def __init__(self, engines: EngineTokenizer, encoder: PromptEncoder) -> None:
-        self.counters = RemoteCounters()
-        self._engines = engines
-        self._encoder = encoder
-        self._failures = 0
-        self._rests_until = 0.0
-
-    async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
-        """After any failure the request is placed by load, and its engine accepts or rejects it."""
-        if isinstance(prompt, TokenPrompt):
-            return _named(await self._encoder.encode_known(prompt) or [], naming)
-        url = engine_url(naming.pool, naming.model)
-        if url is None or asyncio.get_running_loop().time() < self._rests_until:
-            self.counters.not_asked += 1
-            return ()
-        try:
-            token_ids = await self._engines.tokenize(url, naming.model, prompt)
-        except BusyError:  # not a failure: too many calls of this replica are in flight
-            self.counters.not_asked += 1
-            return ()
-        except RefusedError:  # not a failure: the engine works, and will reject the request with its reason
-            self.counters.refused += 1
-            return ()
-        except EngineTokenizerError as error:
-            self._failed(error)
-            return ()
-        self._answered()
-        return _named([Encoded(ids, len(ids)) for ids in token_ids], naming)
-
-    def _failed(self, error: EngineTokenizerError) -> None:
-        self.counters.failed += 1
-        self._failures += 1
-        if self._failures == FAILURES_IN_A_ROW:  # logged once, until an engine answers again
-            effect = f"texts and chats are placed by load; the next attempt is in {REST_S:g} s"
-            log.warning("tokenizer.engines_fail", reason=str(error), effect=effect)
-        if self._failures >= FAILURES_IN_A_ROW:
-            self._rests_until = asyncio.get_running_loop().time() + REST_S
-
-    def _answered(self) -> None:
-        self.counters.answered += 1
-        if self._failures >= FAILURES_IN_A_ROW:
-            log.info("tokenizer.engines_answer")
-        self._failures = 0
-
-
 class TextBlocks:
-    """With hashes of the text. Token ids have their usual hashes."""
+    """With hashes of the text."""
 
-    def __init__(self, encoder: PromptEncoder) -> None:
-        self._encoder = encoder
+    name = "text"
+
+    def why_not(self, pool: Pool, _kind: Kind) -> str:
+        return "" if pool.block_size else "the block size is not known yet"
+
+    async def hashes(self, prompt: ChatPrompt | TextPrompt, naming: Naming) -> Hashes | None:
+        try:
+            found = text_blocks(prompt, naming.pool.block_size, lora_name=naming.lora_name, salt=naming.salt)
+        except BadRequestError:
+            return None  # malformed messages: the engine replies with the reason
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The way that serves one kind of prompt in a pool, and why each better one does not."""
+
+    way: str
+    why_not: Mapping[str, str] = field(default_factory=dict)
+
+
+class PromptWays:
+    """The ways that the operator allows, best first."""
+
+    def __init__(self, ways: Sequence[Way]) -> None:
+        self.ways = ways
+        self.without_tokens: Counter[tuple[PoolId, Kind]] = Counter()
+        """Texts and chats that were placed without their token ids."""
+        self._ids = PromptEncoder.load(None)
 
     async def hashes(self, prompt: Prompt, naming: Naming) -> Hashes:
+        """Hashes and length of each prompt; empty if it is placed by load.
+
+        Raises BadRequestError if the template of --model-path rejects a chat.
+        """
         if isinstance(prompt, TokenPrompt):
-            return _named(await self._encoder.encode_known(prompt) or [], naming)
-        size = naming.pool.block_size
-        if not size:
-            return ()
-        return tuple(text_blocks(prompt, size, lora_name=naming.lora_name, salt=naming.salt))
+            return named(await self._ids.encode_known(prompt) or [], naming)
+        kind = kind_of(prompt)
+        for way in self.ways:
+            if way.why_not(naming.pool, kind):
+                continue
+            found = await way.hashes(prompt, naming)
+            if found is not None:
+                self._count(found, naming.pool, kind)
+                return found
+        self._count((), naming.pool, kind)
+        return ()
+
+    def serving(self, pool: Pool, kind: Kind) -> Serving:
+        """What `hashes` uses now."""
+        reasons: dict[str, str] = {}
+        for way in self.ways:
+            reason = way.why_not(pool, kind)
+            if not reason:
+                return Serving(way.name, reasons)
+            reasons[way.name] = reason
+        return Serving(LOAD, reasons)
+
+    def _count(self, found: Hashes, pool: Pool, kind: Kind) -> None:
+        if not found or found[0].is_text:
+            self.without_tokens[pool.id, kind] += 1
 
 
-def engine_url(pool: Pool, model: str | None) -> str | None:
-    """A random worker of the pool that serves the model (None: any model); None without a live one."""
-    # At random: else one worker would tokenize for all requests of its pool.
-    cards = {worker.card.url: worker.card for worker in pool.targets.values()}
-    urls = [url for url, card in cards.items() if model is None or model in card.names()]
-    return random.choice(urls) if urls else None
+def kind_of(prompt: ChatPrompt | TextPrompt) -> Kind:
+    return "chat" if isinstance(prompt, ChatPrompt) else "text"
 
 
-def _named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None = None) -> Hashes:
+def named(encoded: Iterable[Encoded], naming: Naming, known: PrefixHashes | None = None) -> Hashes:
     size = naming.pool.block_size
     if not size:
         return ()

@@ -276,6 +276,7 @@ def _new_admin(options: FrontendOptions, registry: Registry, member: _Member) ->
         member.bus,
         registry,
         tokens=member.tokens.view,
+        untokenized=member.tokens.reports.degraded,
         queue=member.waiting_room.view,
         listeners=member.listeners,
         ready_timeout_s=options.ready_timeout_s,
@@ -291,7 +292,7 @@ def _log_start(options: FrontendOptions, member: _Member) -> None:
     for note in options.policy_notes:
         log.info("frontend.router_config", note=note)
     mode = options.policy.custom.name if options.policy.custom is not None else options.router_mode
-    facts = {"mode": mode, **_weight(options)}
+    facts = {"mode": mode, **_weight(options), "tokenizer": options.tokens.way}
     log.info(
         "frontend.listening",
         url=listeners.url,
@@ -370,7 +371,7 @@ def _warn_of_missing_tokenizer(options: FrontendOptions, encoder: PromptEncoder,
         log.warning(
             "frontend.no_tokenizer",
             effect="texts and chats are placed by load; prompts of token ids by KV overlap",
-            remedy="give --model-path DIR, or --tokenizer remote",
+            remedy="leave out --tokenizer local, or give --model-path DIR",
         )
     elif not encoder.can_encode_chats:
         log.warning(

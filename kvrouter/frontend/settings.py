@@ -25,7 +25,7 @@ from kvrouter.settings.read import load
 from kvrouter.tls import CertificateFiles, server_context, trusting
 from kvrouter.tokens.prefix_tokens import CacheSettings
 
-Way = Literal["local", "remote", "none"]
+Tokenizer = Literal["auto", "local", "remote", "none"]
 FIFO, PRIORITY = "fifo", "priority"
 MOST_PROCESSES = 256
 # The default of --admin-port is --port plus this.
@@ -65,10 +65,10 @@ class TokenOptions(Settings):
         is_top=True,
     )
     """Names of models, or "" for all others; and a directory, or a repository of a hub."""
-    way: Way = setting(
-        "local",
-        "local: that of --model-path (without one, only prompts of token ids are routed by KV overlap); "
-        "remote: the engines' /tokenize; none: by text alone, which implies --no-use-kv-events",
+    way: Tokenizer = setting(
+        "auto",
+        "auto: --model-path if given, else the engines' /tokenize, else the text; local: --model-path only; "
+        "remote: not --model-path; none: by text alone, which implies --no-use-kv-events",
         name="tokenizer",
         is_top=True,
     )
@@ -91,8 +91,8 @@ class TokenOptions(Settings):
     """One prefix cache for all models: its memory limit is for the process."""
 
     def checked(self) -> Self:
-        if self.way != "local" and self.paths:
-            raise ConfigError(f"--model-path is for --tokenizer local, not {self.way}: drop one of them")
+        if self.way in {"remote", "none"} and self.paths:
+            raise ConfigError(f"--model-path is not used with --tokenizer {self.way}: drop one of them")
         if self.chat_template is not None and self.model_path is None:
             raise ConfigError(
                 "--chat-template needs a --model-path without MODEL=: it replaces that model's template"

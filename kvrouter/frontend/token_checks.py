@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,9 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.prompt_blocks import Encoders, Naming, engine_url
+from kvrouter.frontend.prompt_blocks import Encoders, Naming, kind_of
 from kvrouter.telemetry.metrics import Sample
-from kvrouter.tokens.id_comparison import Difference, find_difference
+from kvrouter.tokens.id_comparison import PROBES, Difference, find_difference
 from kvrouter.tokens.prefix_tokens import Encoded
 from kvrouter.tokens.prompt import ChatPrompt, Prompt, TextPrompt, TokenPrompt, has_media
 from kvrouter.tokens.remote_tokenizer import EngineTokenizer, EngineTokenizerError
@@ -36,18 +37,6 @@ MOST_TOKENS = 20_000
 LOOK_EVERY_S = 0.5
 # After a probe that no engine answered.
 PROBE_AGAIN_S = 30.0
-
-# Double spaces, line breaks, an accent, Chinese, an emoji and a tag: tokenizers differ in these.
-_PROBE_TEXT = "Hello, world! It's  1234 tokens,\n\n\tcaf\u00e9 \u4f60\u597d \U0001f642 <b>x</b> done. "
-_TEXT_PROBE = TextPrompt([_PROBE_TEXT])
-_CHAT_PROBE = ChatPrompt(
-    [
-        {"role": "user", "content": _PROBE_TEXT},
-        {"role": "assistant", "content": "Yes."},
-        {"role": "user", "content": "Go on"},
-    ]
-)
-_PROBES: tuple[ChatPrompt | TextPrompt, ...] = (_TEXT_PROBE, _CHAT_PROBE)
 
 
 @dataclass(slots=True)
@@ -131,7 +120,9 @@ class TokenChecks:
 
     async def _probe(self, pool: Pool, check: PoolCheck) -> None:
         encoder = self._encoders.of(pool)
-        for probe in _PROBES if encoder.can_encode_chats else _PROBES[:1]:
+        for kind, probe in PROBES.items():
+            if kind == "chat" and not encoder.can_encode_chats:
+                continue
             try:
                 encoded = await encoder.encode(probe)
             except BadRequestError:
@@ -143,7 +134,7 @@ class TokenChecks:
         self, pool: Pool, check: PoolCheck, prompt: ChatPrompt | TextPrompt, ids: list[int], model: str | None
     ) -> bool:
         """Compare with a random engine of the pool; returns whether its ids are the same."""
-        url = engine_url(pool, model)
+        url = _engine_url(pool, model)
         try:
             if url is None:
                 raise EngineTokenizerError(f"no live worker for {model}")
@@ -156,10 +147,10 @@ class TokenChecks:
                 effect = "token ids may differ from the engine's; then the overlap is always zero"
                 log.warning("tokens.not_compared", pool=pool.id, reason=check.reason, effect=effect)
             return False
-        is_chat = isinstance(prompt, ChatPrompt)
-        found = find_difference(ids, engine_ids, self._encoders.of(pool).decode, is_chat=is_chat)
+        kind = kind_of(prompt)
+        found = find_difference(ids, engine_ids, self._encoders.of(pool).decode, is_chat=kind == "chat")
         check.engine = url
-        return self._note(pool, check, found, "chat" if is_chat else "text")
+        return self._note(pool, check, found, kind)
 
     def _note(self, pool: Pool, check: PoolCheck, found: Difference | None, prompt: str) -> bool:
         if found is None:
@@ -197,6 +188,13 @@ class TokenChecks:
                 own = {**labels, "result": result}
                 text = "Prompts whose token ids were compared with an engine's, by result"
                 yield "kvrouter_token_comparisons", "counter", text, own, getattr(check, result)
+
+
+def _engine_url(pool: Pool, model: str | None) -> str | None:
+    """A random worker of the pool that serves the model (None: any model); None without a live one."""
+    cards = {worker.card.url: worker.card for worker in pool.targets.values()}
+    urls = [url for url, card in cards.items() if model is None or model in card.names()]
+    return random.choice(urls) if urls else None
 
 
 def _log_difference(pool: Pool, check: PoolCheck, found: Difference) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -13,9 +14,11 @@ import structlog
 from kvrouter.core.audit.problems import NOT_COMPARED, TokenComparison
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
-from kvrouter.frontend.prompt_blocks import Encoders, LocalBlocks, PromptBlocks, RemoteBlocks, TextBlocks
-from kvrouter.frontend.settings import TokenOptions, Way
+from kvrouter.frontend.engine_blocks import EngineBlocks
+from kvrouter.frontend.prompt_blocks import Encoders, LocalBlocks, PromptWays, TextBlocks, Way
+from kvrouter.frontend.settings import TokenOptions
 from kvrouter.frontend.token_checks import TokenChecks
+from kvrouter.frontend.way_reports import WayReports
 from kvrouter.telemetry.metrics import Sample
 from kvrouter.tokens.hub import model_directory
 from kvrouter.tokens.prefix_hashes import PrefixHashes
@@ -34,18 +37,23 @@ _HASHES_SHARE = 8
 class Tokens:
     """`store` and `hashes` are shared by all models."""
 
-    way: Way
+    setting: str
+    """Of `--tokenizer`."""
     encoders: Encoders
     store: PrefixStore
     hashes: PrefixHashes
-    blocks: PromptBlocks
+    blocks: PromptWays
+    reports: WayReports
+    by_engines: EngineBlocks | None
     checks: TokenChecks | None
     engines: EngineTokenizer
 
     async def run(self) -> None:
-        """Run the comparisons with engines, if they are on."""
-        if self.checks is not None:
-            await self.checks.run()
+        """Look for better ways, and run the comparisons with engines, if they are on."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.reports.run(), name="ways")
+            if self.checks is not None:
+                tasks.create_task(self.checks.run(), name="comparisons")
 
     def compared(self, pool_id: PoolId) -> TokenComparison:
         check = self.checks.pools.get(pool_id) if self.checks is not None else None
@@ -55,7 +63,8 @@ class Tokens:
         """For /workers. The model of `--model-path DIR` is named `default`."""
         caches = {name or "default": _cache_view(cache) for name, cache in self._caches().items()}
         return {
-            "tokenizer": self.way if self.way != "local" or caches else "ids only",
+            "tokenizer": self.setting if self.setting != "local" or caches else "ids only",
+            "ways": self.reports.view(),
             "prefix_caches": caches,
             "prefix_store": {
                 "blocks": len(self.store),
@@ -78,8 +87,9 @@ class Tokens:
         yield from _hash_samples(self.hashes)
         if self.checks is not None:
             yield from self.checks.samples()
-        if isinstance(self.blocks, RemoteBlocks):
-            for result, count in asdict(self.blocks.counters).items():
+        yield from self.reports.samples()
+        if self.by_engines is not None:
+            for result, count in asdict(self.by_engines.counters).items():
                 text = "Prompts tokenized by engines, by result"
                 yield "kvrouter_remote_tokenizations", "counter", text, {"result": result}, count
 
@@ -108,22 +118,26 @@ async def open_tokens(
         encoders = stack.enter_context(_load(options, store))
         engines = await stack.enter_async_context(EngineTokenizer.open(options.engine_api_key, tls))
         checks = None
-        blocks: PromptBlocks
-        match options.way:
-            case "local":
-                # Without a tokenizer there is nothing to compare: prompts of token ids are the client's.
-                if options.compare and any(each.can_encode_text for each in encoders.all().values()):
-                    checks = TokenChecks(replica, encoders, engines)
-                blocks = LocalBlocks(encoders, checks.seen if checks else None, hashes)
-            case "remote":
-                blocks = RemoteBlocks(engines, encoders.default)
-            case "none":
-                log.warning(
-                    "tokens.none",
-                    effect="no KV events: workers are assumed to hold sent text for --router-ttl-s",
-                )
-                blocks = TextBlocks(encoders.default)
-        tokens = Tokens(options.way, encoders, store, hashes, blocks, checks, engines)
+        # Without a tokenizer there is nothing to compare: prompts of token ids are the client's.
+        if options.compare and any(each.can_encode_text for each in encoders.all().values()):
+            checks = TokenChecks(replica, encoders, engines)
+        local = LocalBlocks(encoders, checks.seen if checks else None, hashes)
+        by_engines = EngineBlocks(engines, asyncio.get_running_loop().time)
+        ways: dict[str, list[Way]] = {
+            "auto": [local, by_engines, TextBlocks()],
+            "local": [local],
+            "remote": [by_engines, TextBlocks()],
+            "none": [TextBlocks()],
+        }
+        if options.way == "none":
+            log.warning(
+                "tokens.none",
+                effect="no KV events: workers are assumed to hold sent text for --router-ttl-s",
+            )
+        blocks = PromptWays(ways[options.way])
+        asks = by_engines if by_engines in blocks.ways else None
+        reports = WayReports(replica, blocks, asks, is_auto=asks is not None)
+        tokens = Tokens(options.way, encoders, store, hashes, blocks, reports, asks, checks, engines)
         tokens.log_what_is_off()
         yield tokens
 

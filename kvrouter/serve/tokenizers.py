@@ -22,6 +22,7 @@ NOT_IN_USE = (
     "or give --model-path {model}={path}"
 )
 _ELSEWHERE = {
+    "auto": "the engine's own /tokenize",
     "remote": "the engine's own /tokenize (--tokenizer remote)",
     "none": "none: routed by text (--tokenizer none)",
 }
@@ -51,7 +52,7 @@ class Tokenizers:
 
     def flags(self) -> list[str]:
         """Flags of the frontends in addition to those of the command line."""
-        takes_more = self._options.way == "local" and self._options.model_path is None
+        takes_more = self._options.way in {"auto", "local"} and self._options.model_path is None
         named = self._options.model_paths
         more = {model: path for model, path in self._found.items() if takes_more and model not in named}
         self._given = more
@@ -61,12 +62,14 @@ class Tokenizers:
 
     def of(self, agent: AgentOptions, facts: EngineFacts) -> TokenizerReport:
         """The tokenizer that the frontends use, or will use, for an engine's model."""
-        if self._options.way != "local":
+        if self._options.way in {"remote", "none"}:
             return TokenizerReport(_ELSEWHERE[self._options.way])
         model = model_of(agent, facts)
         path = self._path(model, facts.models.served_names)
         if path is not None:
             return TokenizerReport(str(path))
+        if self._options.way == "auto":
+            return TokenizerReport(_ELSEWHERE["auto"])
         if model in self._found:
             return TokenizerReport("none", NOT_IN_USE.format(model=model, path=self._found[model]))
         return TokenizerReport("none", NO_TOKENIZER.format(where=_where(facts), model=model))

@@ -1,9 +1,28 @@
-"""Compares token ids computed here with those of the engine, and suggests what to change."""
+"""Compares token ids computed here with those of the engine, and suggests what to change.
+
+`PROBES` are compared first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
+
+# Double spaces, line breaks, an accent, Chinese, an emoji and a tag: tokenizers differ in these.
+_TEXT = "Hello, world! It's  1234 tokens,\n\n\tcaf\u00e9 \u4f60\u597d \U0001f642 <b>x</b> done. "
+PROBES: dict[Literal["chat", "text"], ChatPrompt | TextPrompt] = {
+    "text": TextPrompt([_TEXT]),
+    "chat": ChatPrompt(
+        [
+            {"role": "user", "content": _TEXT},
+            {"role": "assistant", "content": "Yes."},
+            {"role": "user", "content": "Go on"},
+        ]
+    ),
+}
 
 AROUND_TOKENS = 5
 AROUND_CHARACTERS = 20

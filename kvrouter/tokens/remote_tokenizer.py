@@ -1,4 +1,4 @@
-"""Token ids computed by an engine, over HTTP: vLLM's `/tokenize`."""
+"""Token ids computed by an engine, over HTTP: `/tokenize` of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from kvrouter.bounded_answers import UNPACKED, engine_connector, read_answer
+from kvrouter.bounded_answers import MOST_BYTES, UNPACKED, engine_connector, read_answer
 from kvrouter.core.wire.ops import UNREADABLE
 from kvrouter.core.wire.values import TokenId
 from kvrouter.errors import KvRouterError
 from kvrouter.tls import tls_trouble, trusting
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt, TokenIds
 
-# Then the request is routed without tokens: a wrong placement costs less than a longer wait.
+# Then a request is routed without tokens: a wrong placement costs less than a longer wait.
+REQUEST_TIMEOUT_S = 0.5
+# Of probes and comparisons, which no client waits for.
 TIMEOUT_S = 2.0
+# A byte of a prompt is at most about one token, of 8 digits and a comma; a template adds its own text.
+_ANSWER_BYTES_PER_BYTE = 16
+_ANSWER_BYTES = 64 * 1024
 # Concurrent calls, to all engines together. Another one raises BusyError instead of waiting.
 MOST_CALLS = 64
 
@@ -29,7 +34,15 @@ class EngineTokenizerError(KvRouterError):
 
 
 class RefusedError(EngineTokenizerError):
-    """The engine rejects this prompt (400), so it will reject the request as well."""
+    """The engine rejects this prompt or model (400), so it should reject the request as well."""
+
+
+class NoRouteError(EngineTokenizerError):
+    """The engine has no `/tokenize`, or hides it."""
+
+
+class SlowError(EngineTokenizerError):
+    """The engine did not answer in time."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -58,7 +71,7 @@ class EngineTokenizer:
 
         `tls`: the certificate authorities to trust for https:// URLs; None: the system's.
         """
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=None)  # `answers` has one
         connector = engine_connector(tls or trusting(None), limit=MOST_CALLS)
         async with aiohttp.ClientSession(
             headers=UNPACKED, timeout=timeout, connector=connector, auto_decompress=False
@@ -70,22 +83,33 @@ class EngineTokenizer:
         changed, self._api_key = api_key != self._api_key, api_key
         return changed
 
-    async def tokenize(self, url: str, model: str | None, prompt: ChatPrompt | TextPrompt) -> list[TokenIds]:
+    async def tokenize(
+        self, url: str, model: str | None, prompt: ChatPrompt | TextPrompt, timeout_s: float = TIMEOUT_S
+    ) -> list[TokenIds]:
         """The ids of each prompt as computed by the engine at `url`. Raises EngineTokenizerError."""
-        bodies = _bodies(model, prompt)
+        found = await self.answers(url, tokenize_bodies(model, prompt), timeout_s)
+        kept = prompt.kept_tokens
+        return found if kept is None else [ids[kept] for ids in found]
+
+    async def answers(self, url: str, bodies: list[bytes], timeout_s: float) -> list[TokenIds]:
+        """The ids of each body of `tokenize_bodies`. Raises EngineTokenizerError."""
         if self._calls + len(bodies) > MOST_CALLS:
             raise BusyError(f"{MOST_CALLS} calls to /tokenize are in flight")
         self._calls += len(bodies)
         try:
-            async with asyncio.TaskGroup() as calls:
-                tasks = [calls.create_task(self._call(url, body)) for body in bodies]
+            async with asyncio.timeout(timeout_s):
+                if len(bodies) == 1:
+                    return [await self._call(url, bodies[0])]
+                async with asyncio.TaskGroup() as calls:
+                    tasks = [calls.create_task(self._call(url, body)) for body in bodies]
         except ExceptionGroup as errors:
             # not except*: before Python 3.11.4 it wraps the exception raised inside in another group
             raise errors.exceptions[0] from None
+        except TimeoutError:
+            raise SlowError(f"{url}/tokenize: no answer within {timeout_s:g} s") from None
         finally:
             self._calls -= len(bodies)
-        kept = prompt.kept_tokens
-        return [task.result() if kept is None else task.result()[kept] for task in tasks]
+        return [task.result() for task in tasks]
 
     async def _call(self, url: str, body: bytes) -> TokenIds:
         headers = {"content-type": "application/json"}
@@ -95,22 +119,33 @@ class EngineTokenizer:
             async with self._session.post(
                 f"{url.rstrip('/')}/tokenize", data=body, headers=headers
             ) as response:
-                answer = await read_answer(response)
+                most = min(MOST_BYTES, _ANSWER_BYTES + _ANSWER_BYTES_PER_BYTE * len(body))
+                answer = await read_answer(response, most)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             reason = tls_trouble(error.__cause__) or str(error) or type(error).__name__
             raise EngineTokenizerError(f"{url}/tokenize: {reason}") from None
         if response.status != 200:
             text = answer[:200].decode("utf-8", "replace")
-            kind = RefusedError if response.status == 400 else EngineTokenizerError
-            raise kind(f"{url}/tokenize answered {response.status}: {text}")
+            raise _error_of(response.status, answer)(f"{url}/tokenize answered {response.status}: {text}")
         try:
-            return _decode(answer).tokens
+            tokens = _decode(answer).tokens
         except UNREADABLE as error:
             raise EngineTokenizerError(f"{url}/tokenize answered without tokens: {error}") from None
+        if not tokens:
+            raise RefusedError(f"{url}/tokenize answered no token")
+        return tokens
 
 
-def _bodies(model: str | None, prompt: ChatPrompt | TextPrompt) -> list[bytes]:
-    """One request body for each prompt, with vLLM's field names."""
+def _error_of(status: int, answer: bytes) -> type[EngineTokenizerError]:
+    # vLLM answers 404 both to a model that it does not serve and, like every FastAPI, to unknown routes;
+    # from 0.30 on it hides some routes behind a flag, with 403
+    if status in {400, 422} or (status == 404 and b"does not exist" in answer):
+        return RefusedError
+    return NoRouteError if status in {403, 404, 405, 501} else EngineTokenizerError
+
+
+def tokenize_bodies(model: str | None, prompt: ChatPrompt | TextPrompt) -> list[bytes]:
+    """One request body for each prompt, with vLLM's field names. Raises RefusedError."""
     fields: dict[str, Any] = {"model": model, "add_special_tokens": prompt.add_special_tokens}
     if isinstance(prompt, TextPrompt):
         return [_encode({**fields, "prompt": text}) for text in prompt.texts]

@@ -43,7 +43,7 @@ def _hashed(text: str, block_size: int, seed: int) -> HashedPrompt:
     blocks = [text[start : start + step] for start in range(0, len(text) - step + 1, step)]
     hashes = [BlockHash(xxh3_64_intdigest(block.encode("utf-8", "surrogatepass"), seed)) for block in blocks]
     isl = max(1, len(text) // CHARACTERS_PER_TOKEN)
-    return HashedPrompt(sequence_hashes(hashes), isl, is_estimate=True, block_size=block_size)
+    return HashedPrompt(sequence_hashes(hashes), isl, True, block_size, is_text=True)
 
 
 def _chat_text(prompt: ChatPrompt) -> str:

@@ -61,18 +61,22 @@ async def running_fleet(
     frontends: int = 2,
     mockers: int = 4,
     model_path: Path | None = None,
+    engine_model: Path | None = None,
     flags: Sequence[str] = (),
     engine: EngineConfig | None = None,
     host_blocks: int = 0,
     max_num_queued_reqs: int | None = None,
 ) -> AsyncIterator[Fleet]:
-    """Start everything; yields when every frontend is ready and sees every worker and every peer."""
+    """Start everything; yields when every frontend is ready and sees every worker and every peer.
+
+    `model_path`: given to engines and frontends; `engine_model`: to the engines only.
+    """
     async with contextlib.AsyncExitStack() as stack:
         engine = engine or EngineConfig(num_blocks=2048 + 1, host_blocks=host_blocks)
         config = MockerConfig(
             engine=engine,
             model_name="tiny",
-            model_path=model_path,
+            model_path=model_path or engine_model,
             speedup=20.0,
             max_num_queued_reqs=max_num_queued_reqs,
         )

@@ -16,7 +16,7 @@ def test_defaults() -> None:
     expected = TokenOptions(cache=CacheSettings(500_000, 256, 512 * 1024 * 1024, None))
 
     assert expected == parse_options([]).tokens
-    assert ("local", 8, None) == (expected.way, expected.threads, expected.model_path)
+    assert ("auto", 8, None) == (expected.way, expected.threads, expected.model_path)
 
 
 def test_given(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_given(tmp_path: Path) -> None:
     paths = (("", "org/m"), ("n", "d"))
     options = parse_options(flags.split()).tokens
 
-    assert TokenOptions(paths, "local", Path("c"), Path("t"), 3, False, key, cache) == options
+    assert TokenOptions(paths, "auto", Path("c"), Path("t"), 3, False, key, cache) == options
     assert ("org/m", {"n": "d"}, "secret") == (
         options.model_path,
         options.model_paths,
@@ -53,7 +53,7 @@ def test_none_implies_no_kv_events() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--tokenizer", "remote", "--model-path", "d"], "--model-path is for --tokenizer local, not remote"),
+        (["--tokenizer", "remote", "--model-path", "d"], "--model-path is not used with --tokenizer remote"),
         (["--chat-template", "f"], "--chat-template needs a --model-path without MODEL="),
         (["--engine-api-key-file", "/no/such"], "--engine-api-key-file /no/such: No such file"),
     ],
@@ -68,7 +68,7 @@ def test_contradictions(flags: list[str], words: str) -> None:
     ("flags", "words"),
     [
         (["--model-path", "=d"], "must be DIR or MODEL=DIR"),
-        (["--tokenizer", "best"], "must be local, remote or none"),
+        (["--tokenizer", "best"], "must be auto, local, remote or none"),
         (["--min-prefix-overlap-ratio", "1.5"], "must be a number above 0 and at most 1"),
         (["--min-prefix-overlap-ratio", "nan"], "must be a number above 0 and at most 1"),
         (["--min-prefix-overlap-ratio", "most"], "'most': must be a number above 0"),

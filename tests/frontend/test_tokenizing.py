@@ -1,25 +1,30 @@
-"""--tokenizer local, remote and none, and the comparison with the engines' ids, on whole frontends."""
+"""--tokenizer auto, remote, local and none, and the comparison with the engines' ids, on whole frontends."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from kvrouter.core.tables.predictions import LEAST, WorkerRecord
 from kvrouter.core.wire.hashes import block_hashes, sequence_hashes
-from kvrouter.frontend import prompt_blocks, token_checks
+from kvrouter.frontend import engine_blocks, token_checks, way_reports
+from kvrouter.frontend.engine_blocks import EngineBlocks
 from kvrouter.frontend.token_checks import PoolCheck
 from kvrouter.tokens.prompt import ChatPrompt, PromptEncoder, TextPrompt
 from kvrouter.tokens.tiny import build_tiny_model
+from tests.frontend.clients import Response, ask
 from tests.frontend.fleet import POOL, Fleet, FleetOf
 from tests.frontend.workers import Received, Script, Wire, answer, in_turn, says, until
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
 CHAT = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
+OTHER_CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": TEXT}
 Change = Callable[[list[int]], list[int]]
 
@@ -91,57 +96,211 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_checks, "LOOK_EVERY_S", 0.01)
 
 
-# remote
+# the engines' /tokenize
 
 
-async def test_remote(fleet_of: FleetOf, model: Path) -> None:
-    """With --tokenizer remote, blocks of texts and chats are hashed from a worker's token ids."""
-    flags = ("--tokenizer", "remote", "--router-mode", "kv", "--no-use-kv-events")
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are probed at once, and again after a short rest."""
+    monkeypatch.setattr(way_reports, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(engine_blocks, "FIRST_REST_S", 0.02)
+
+
+def overlap(response: Response) -> int:
+    return int(response.header("x-kvrouter-overlap-blocks") or 0)
+
+
+async def ways(fleet: Fleet) -> dict[str, str]:
+    """The way that serves each kind of prompt."""
+    (pool,) = (await view(fleet))["ways"].values()
+    return {kind: found["way"] for kind, found in pool.items()}
+
+
+async def readiness(fleet: Fleet) -> Any:
+    """The answer of /ready, once the start is over."""
+    while (found := (await fleet.get("/ready")).json)["status"] == "starting":
+        pass
+    return found
+
+
+def by_engines(fleet: Fleet) -> EngineBlocks:
+    found = fleet.frontend.tokens.by_engines
+    assert found is not None
+    return found
+
+
+def probed(fleet: Fleet) -> Callable[[], bool]:
+    """Whether both kinds of prompt were tried with an engine."""
+    return lambda: (
+        [one.is_proven or one.rests for one in by_engines(fleet)._known.get(POOL, {}).values()]
+        == [
+            True,
+            True,
+        ]
+    )
+
+
+@pytest.mark.parametrize("tokenizer", ["auto", "remote"])
+async def test_engines(fleet_of: FleetOf, model: Path, tokenizer: str) -> None:
+    """Without a model path, blocks of texts and chats are hashed from a worker's token ids."""
+    flags = ("--tokenizer", tokenizer, "--router-mode", "kv", "--no-use-kv-events")
     async with fleet_of(*flags, scripts=(engine(model),)) as fleet:
+        await until(probed(fleet), "the engine is probed")
+        before = len(asked(fleet, b"/tokenize"))
         first = await fleet.ask(CHAT, path="/v1/chat/completions")
         again = await fleet.ask(CHAT, path="/v1/chat/completions")
         await fleet.ask(COMPLETION)
 
         with PromptEncoder.load(model) as encoder:
             (ids,) = await encoder.encode(ChatPrompt(CHAT["messages"])) or [[]]  # type: ignore[arg-type]
-        assert ["0", str((len(ids) - 1) // 16)] == [
-            response.header("x-kvrouter-overlap-blocks") for response in (first, again)
-        ]
+        assert [0, (len(ids) - 1) // 16] == [overlap(response) for response in (first, again)]
         index = next(iter(fleet.frontend.replica.routers.values())).pool.index
         assert index.overlap(sequence_hashes(block_hashes(ids, 16)))
-        assert 3 == len(asked(fleet, b"/tokenize"))
+        assert 2 == len(asked(fleet, b"/tokenize")) - before, "the equal chat was remembered"
         metrics = (await fleet.get("/metrics")).body.decode()
-        assert 'kvrouter_remote_tokenizations_total{result="answered"} 3.0' in metrics
+        assert 'kvrouter_remote_tokenizations_total{result="answered"} 2.0' in metrics
+        assert 'kvrouter_remote_tokenizations_total{result="remembered"} 1.0' in metrics
+        assert 'kvrouter_tokenizer{pool="m-12345678",prompt="chat",way="engines"} 1.0' in metrics
+        assert {"chat": "engines", "text": "engines"} == await ways(fleet)
+        ready = await readiness(fleet)
+        assert ("ready", []) == (ready["status"], ready["reasons"])
 
 
-async def test_remote_that_fails(fleet_of: FleetOf, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If engines fail to tokenize, requests are placed by load, one line is logged, and attempts pause."""
+def answers_tokenize(*, status: int = 200, body: bytes = b"{}", gate: asyncio.Event | None = None) -> Script:
+    """Answers /tokenize with this, and everything else with OK."""
+
+    async def script(received: Received, wire: Wire) -> None:
+        if received.head.startswith(b"POST /tokenize "):
+            if gate is not None:
+                await gate.wait()
+            await wire.send(answer(body, status))
+        else:
+            await wire.send(answer())
+
+    return script
+
+
+HOSTILE = {
+    "no route": answers_tokenize(status=404, body=b'{"detail":"Not Found"}'),
+    "hidden": answers_tokenize(status=403),
+    "broken": answers_tokenize(status=500),
+    "words": answers_tokenize(body=b'{"tokens": ["a", "b"]}'),
+    "no list": answers_tokenize(body=b'{"tokens": {"a": 1}}'),
+    "out of range": answers_tokenize(body=b'{"tokens": [-1, 99999999999999999999]}'),
+    "huge": answers_tokenize(body=json.dumps({"tokens": [7] * 100_000}).encode()),
+    "html": answers_tokenize(body=b"<html>"),
+}
+
+
+@pytest.mark.parametrize("use_events", ["--use-kv-events", "--no-use-kv-events"])
+@pytest.mark.parametrize("script", HOSTILE.values(), ids=HOSTILE.keys())
+async def test_engines_that_fail(fleet_of: FleetOf, script: Script, use_events: str, soon: None) -> None:
+    """If engines do not tokenize, texts and chats follow what was sent where, and /ready has the reason."""
+    flags = ("--tokenizer", "auto", "--router-mode", "kv", use_events)
+    async with fleet_of(*flags, scripts=(script, script)) as fleet:
+        answers = [await fleet.ask(CHAT, path="/v1/chat/completions") for _ in range(4)]
+
+        assert {200} == {one.status for one in answers}
+        while (await ways(fleet)) != {"chat": "text", "text": "text"}:
+            await fleet.ask(CHAT, path="/v1/chat/completions")
+            await fleet.ask(COMPLETION)
+        first, second = [await fleet.ask(CHAT, path="/v1/chat/completions") for _ in range(2)]
+        assert len(TEXT) // 4 // 16 - 1 <= overlap(second)
+        assert first.header("x-kvrouter-worker") == second.header("x-kvrouter-worker")
+        ready = await readiness(fleet)
+        assert "degraded" == ready["status"]
+        assert "chats are routed by what was sent where" in ready["reasons"][0]
+        assert "/tokenize" in ready["reasons"][0]
+
+
+async def test_engine_that_returns(fleet_of: FleetOf, model: Path, soon: None) -> None:
+    """An engine is asked again as soon as a probe of it is answered; requests do not wait for that."""
     status = [404]
-    flags = ("--tokenizer", "remote", "--router-mode", "kv")
+    flags = ("--tokenizer", "auto", "--router-mode", "kv")
     async with fleet_of(*flags, scripts=(engine(model, status=status),)) as fleet:
-        for _ in range(6):
+        await until(lambda: len(fleet.logged("tokenizer.way")) == 2, "it has no /tokenize")
+        for _ in range(3):
             assert 200 == (await fleet.ask(COMPLETION)).status
+        counters = by_engines(fleet).counters
+        assert (0, 0) == (counters.answered, counters.failed)
 
-        assert 3 == len(asked(fleet, b"/tokenize"))
-        assert 1 == len(fleet.logged("tokenizer.engines_fail"))
         status[0] = 200
-        monkeypatch.setattr(fleet.frontend.tokens.blocks, "_rests_until", 0.0)
+        await until(lambda: len(fleet.logged("tokenizer.way")) == 4, "both kinds are served again")
+        assert {"chat": "engines", "text": "engines"} == await ways(fleet)
+        await fleet.ask(COMPLETION)
+        assert 1 == counters.answered
+
+
+async def test_engine_that_refuses_all(fleet_of: FleetOf, soon: None) -> None:
+    """An engine without a tokenizer takes ids only: nothing lacks, until texts are served all the same."""
+    flags = ("--tokenizer", "auto", "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(answers_tokenize(status=400),)) as fleet:
+        await until(lambda: len(fleet.logged("tokenizer.way")) == 2, "it was probed")
+        assert "ready" == (await readiness(fleet))["status"]
+
         await fleet.ask(COMPLETION)
 
-        assert 1 == len(fleet.logged("tokenizer.engines_answer"))
-        counters = fleet.frontend.tokens.blocks.counters  # type: ignore[attr-defined]
-        assert (1, 0, 3, 3) == (counters.answered, counters.refused, counters.failed, counters.not_asked)
+        (reason,) = (await readiness(fleet))["reasons"]
+        assert "texts are routed by what was sent where" in reason
 
 
-async def test_remote_refusal(fleet_of: FleetOf, model: Path) -> None:
-    """A prompt that the engine refuses to tokenize is relayed: the engine replies with the reason."""
+async def test_one_refused_prompt(fleet_of: FleetOf, model: Path) -> None:
+    """A prompt that an engine refuses to tokenize is relayed, and the next prompt is tokenized."""
+    refuses = [False]
+    tokenize = engine(model)
+
+    async def script(received: Received, wire: Wire) -> None:
+        if received.head.startswith(b"POST /tokenize ") and refuses[0]:
+            await wire.send(answer(b'{"error": "no such role"}', 400))
+        else:
+            await tokenize(received, wire)
+
+    flags = ("--tokenizer", "auto", "--router-mode", "kv")
+    async with fleet_of(*flags, scripts=(script,)) as fleet:
+        await until(probed(fleet), "the engine is probed")
+        refuses[0] = True
+        for number in range(engine_blocks.FAILURES + 1):
+            assert 200 == (await fleet.ask({**COMPLETION, "prompt": f"{number}"})).status
+        refuses[0] = False
+        await fleet.ask(COMPLETION)
+
+        counters = by_engines(fleet).counters
+        assert (1, 4, 0) == (counters.answered, counters.refused, counters.failed)
+
+
+async def test_slow_engine(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request waits a bounded time for its tokens; after three times none waits."""
+    monkeypatch.setattr(engine_blocks, "REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(EngineBlocks, "look", AsyncMock())
     flags = ("--tokenizer", "remote", "--router-mode", "kv")
-    async with fleet_of(*flags, scripts=(engine(model, status=[400]),)) as fleet:
-        for _ in range(prompt_blocks.FAILURES_IN_A_ROW + 1):
+    gate = asyncio.Event()
+    async with fleet_of(*flags, scripts=(answers_tokenize(gate=gate),)) as fleet:
+        for _ in range(5):
             assert 200 == (await fleet.ask(COMPLETION)).status
 
-        assert 4 == len(asked(fleet, b"/tokenize"))
-        assert not fleet.logged("tokenizer.engines_fail")
+        counters = by_engines(fleet).counters
+        assert (3, 3) == (counters.failed, len(asked(fleet, b"/tokenize")))
+        assert "text" == (await ways(fleet))["text"]
+        gate.set()
+
+
+async def test_peers_learn_texts(fleet_of: FleetOf, soon: None) -> None:
+    """What one replica sent where counts at the other one, next to an index of KV events."""
+    flags = ("--tokenizer", "auto", "--router-mode", "kv", "--router-replica-sync")
+    script = HOSTILE["no route"]
+    async with fleet_of(*flags, scripts=(script, script), replicas=2) as fleet:
+        await until(lambda: len(fleet.logged("tokenizer.way")) == 4, "both replicas have probed")
+        while (await ways(fleet))["chat"] != "text":
+            await fleet.ask(OTHER_CHAT, path="/v1/chat/completions")
+        first = await fleet.ask(CHAT, path="/v1/chat/completions")
+        there = fleet.frontends[1]
+        pool = there.replica.routers[POOL].pool
+        await until(lambda: len(pool.assumed), "the other replica learnt of it")
+        second = await ask(there.url, CHAT, path="/v1/chat/completions")
+
+        assert overlap(second)
+        assert first.header("x-kvrouter-worker") == second.header("x-kvrouter-worker")
+        assert not len(pool.index)
 
 
 # none

@@ -135,13 +135,13 @@ async def test_engine_that_comes_later(
 
             assert 0 == await served.end(signal.SIGINT)
 
-    assert "! no tokenizer:" in served.text()
+    assert "tokenizer   the engine's own /tokenize" in served.text()
 
 
 async def test_engine_with_another_model(
     nats_url: str, model_path: Path, http: aiohttp.ClientSession, free_port: Callable[[], int]
 ) -> None:
-    """An engine returns with another model: a line reports that its tokenizer is not in use."""
+    """An engine returns with another model: it tokenizes its prompts itself."""
     port, engine_port = free_port(), free_port()
     flags = [f"--engine=http://127.0.0.1:{engine_port}", f"--port={port}", f"--nats={nats_url}"]
     config = MockerConfig(engine=FAST.engine, model_name="tiny", model_path=model_path, port=engine_port)
@@ -151,7 +151,8 @@ async def test_engine_with_another_model(
             (frontend,) = [command for command in served.children().values() if "frontend" in command]
         await served.until_said(r"engine\.down")
         async with running_mocker(replace(config, model_name="other")):
-            await served.until_said(r"! tokenizer of other is not in use.* --model-path other=")
+            await served.until_said(r"model       other")
+            await served.until_said(r"tokenizer   the engine's own /tokenize")
 
             assert 0 == await served.end()
 
@@ -181,7 +182,7 @@ async def test_no_events(nats_url: str, http: aiohttp.ClientSession, free_port: 
     assert all("timestamp" in line for line in events.values())
     assert any("events off: start vLLM with" in warning for warning in events["serve.ready"]["warnings"])
     assert "no engine publishes KV events" in events["serve.approximate"]["text"]
-    assert "kv by past requests, texts by load: no tokenizer" == events["serve.ready"]["routing"]
+    assert "kv by past requests" == events["serve.ready"]["routing"]
     assert {0.0} == {line["grace_s"] for line in said if line["event"] == "frontend.draining"}
 
 

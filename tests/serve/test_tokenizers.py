@@ -52,7 +52,7 @@ def test_directory(tmp_path: Path) -> None:
 def test_named_even_if_alone(directories: dict[str, Path]) -> None:
     """A directory found for a model is used for this model only, not for a later one."""
     one, two = engine("one", directories["one"]), engine("two", directories["two"])
-    tokenizers = learnt(TokenOptions(), one)
+    tokenizers = learnt(TokenOptions(way="local"), one)
 
     assert [f"--model-path=one={directories['one']}"] == tokenizers.flags()
 
@@ -66,7 +66,7 @@ def test_named_even_if_alone(directories: dict[str, Path]) -> None:
 
 def test_some_named_by_hand(directories: dict[str, Path]) -> None:
     """A path given for one model does not change those of others."""
-    tokens = TokenOptions((("one", "/by/hand"),))
+    tokens = TokenOptions((("one", "/by/hand"),), way="local")
     one, two, far = engine("one", directories["one"]), engine("two", directories["two"]), engine("far", "O/R")
     tokenizers = learnt(tokens, one, two, far)
 
@@ -105,6 +105,17 @@ def test_pool_named_by_hand(directories: dict[str, Path]) -> None:
     tokenizers.learn(agent, engine("one", directories["one"]))
 
     assert [f"--model-path=pool={directories['one']}"] == tokenizers.flags()
+
+
+def test_the_engine_itself(directories: dict[str, Path]) -> None:
+    """Without a directory the engine tokenizes, so nothing is missing."""
+    tokenizers = learnt(TokenOptions(), engine("one", directories["one"]))
+    tokenizers.flags()
+
+    for facts in (engine("far", "O/R"), engine("late", directories["two"])):
+        tokenizers.learn(AGENT, facts)
+        found = tokenizers.of(AGENT, facts)
+        assert ("the engine's own /tokenize", "") == (found.text, found.lack)
 
 
 @pytest.mark.parametrize(("way", "shown"), [("remote", "/tokenize"), ("none", "routed by text")])

@@ -16,7 +16,14 @@ from aiohttp.test_utils import TestServer
 from kvrouter.tls import trusting
 from kvrouter.tokens import remote_tokenizer
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
-from kvrouter.tokens.remote_tokenizer import BusyError, EngineTokenizer, EngineTokenizerError, RefusedError
+from kvrouter.tokens.remote_tokenizer import (
+    BusyError,
+    EngineTokenizer,
+    EngineTokenizerError,
+    NoRouteError,
+    RefusedError,
+    SlowError,
+)
 from tests.certificates import Authority
 
 Reply = Callable[[dict[str, Any]], web.StreamResponse]
@@ -102,11 +109,22 @@ async def test_chat(server: Engine) -> None:
     ("reply", "kind", "words"),
     [
         (web.Response(status=400, text="no such role"), RefusedError, "answered 400: no such role"),
-        (web.Response(status=404), EngineTokenizerError, "answered 404"),
+        (web.Response(status=422, text="prompt: field required"), RefusedError, "answered 422: prompt"),
+        (web.Response(status=404, text="The model `m` does not exist"), RefusedError, "answered 404: The"),
+        (web.Response(status=404), NoRouteError, "answered 404"),
+        (web.Response(status=403), NoRouteError, "answered 403"),
+        (web.Response(status=500), EngineTokenizerError, "answered 500"),
+        (web.Response(text='{"tokens": [-1]}'), EngineTokenizerError, "answered without tokens"),
+        (web.Response(text='{"tokens": [4294967296]}'), EngineTokenizerError, "answered without tokens"),
+        (web.Response(text='{"tokens": ["a"]}'), EngineTokenizerError, "answered without tokens"),
+        (web.Response(text='{"tokens": []}'), RefusedError, "answered no token"),
         (web.Response(text="<html>"), EngineTokenizerError, "answered without tokens"),
         (web.Response(text='{"tokens": "x"}'), EngineTokenizerError, "answered without tokens"),
     ],
-    ids=["400", "404", "html", "schema"],
+    ids=[
+        *["400", "422", "model", "404", "403", "500", "negative", "large", "words", "empty"],
+        *["html", "schema"],
+    ],
 )
 async def test_failures(server: Engine, reply: web.Response, kind: type[Exception], words: str) -> None:
     """Any answer without tokens is one error that quotes the answer."""
@@ -123,12 +141,20 @@ async def test_no_engine_listens(free_port: Callable[[], int]) -> None:
             await engines.tokenize(f"http://127.0.0.1:{free_port()}", "m", TextPrompt(["a"]))
 
 
-async def test_too_slow(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request waits for its tokens no longer than TIMEOUT_S."""
-    monkeypatch.setattr(remote_tokenizer, "TIMEOUT_S", 0.05)
+@pytest.mark.parametrize("texts", [["a"], ["a", "b"]], ids=len)
+async def test_too_slow(server: Engine, texts: list[str]) -> None:
+    """A request waits for its tokens no longer than it says, with one text or several."""
     server.gate.clear()
     async with EngineTokenizer.open() as engines:
-        with pytest.raises(EngineTokenizerError, match="TimeoutError"):
+        with pytest.raises(SlowError, match=r"no answer within 0\.05 s"):
+            await engines.tokenize(server.url, "m", TextPrompt(texts), 0.05)
+
+
+async def test_answer_without_end(server: Engine) -> None:
+    """An answer that is too long for its prompt is not read to its end."""
+    server.reply = lambda _: web.json_response({"tokens": [7] * 100_000})
+    async with EngineTokenizer.open() as engines:
+        with pytest.raises(EngineTokenizerError, match=r"answers more than \d+ bytes"):
             await engines.tokenize(server.url, "m", TextPrompt(["a"]))
 
 

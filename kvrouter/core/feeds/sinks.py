@@ -272,4 +272,5 @@ def _booking(router_id: RouterId, op: AddRequest, now: float) -> Booking:
         prefill_tokens=op.prefill_tokens,
         anonymous_blocks=op.anonymous_blocks,
         sent_at=now,
+        is_text=op.is_text,
     )

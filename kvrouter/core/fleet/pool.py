@@ -2,7 +2,8 @@
 
     heartbeats ──> workers ──> targets (what may be chosen)
     KV feeds   ──> index   ─┐
-    bookings   ──> active  ─┴─> candidates
+    bookings   ──> active  ─┼─> candidates
+    texts sent ──> assumed ─┘   of prompts without token ids
 
 Invariant: `targets` holds the ranks of exactly those workers that take requests, ordered by name.
 """
@@ -105,7 +106,10 @@ class Pool:
         self.max_model_len = 0
         """The longest prompt that any worker takes, in tokens; 0 if not known."""
         self.index = settings.new_index(settings.index_bounds, settings.placement_secret)
-        self.approx = ApproxIndex(self.index, settings.ttl_s)
+        # Texts are assumed next to an index of KV events, never in it: an engine's digest would not match.
+        secret = settings.placement_secret
+        self.assumed = BlockIndex(IndexBounds(), secret) if settings.use_kv_events else self.index
+        self.approx = ApproxIndex(self.assumed, settings.ttl_s)
         self.active = BookingTable(settings.placement_secret)
         self._roster = Roster()  # `targets` in columns
 
@@ -190,13 +194,18 @@ class Pool:
         worker = self.workers.get(target.worker_id)
         return self.settings.approx_capacity_blocks or (worker.capacity_blocks if worker else 0)
 
-    def may_assume(self, target: Target) -> bool:
-        """Whether the target is assumed to hold what was prefilled there: only without KV events."""
+    def may_assume(self, target: Target, *, is_text: bool = False) -> bool:
+        """Whether the target is assumed to hold what was prefilled there.
+
+        Texts always, as no event names their blocks; token ids only without KV events.
+        """
+        if self.settings.use_kv_events and not is_text:
+            return False
         worker = self.workers.get(target.worker_id)
         if worker is None:
-            return not self.settings.use_kv_events
+            return True
         fits = not self.block_size or worker.card.block_size == self.block_size
-        return not self.settings.use_kv_events and fits and worker.card.prefix_caching is not False
+        return fits and worker.card.prefix_caching is not False
 
     def next_round(self, lease_rounds: int, elder_size: int = 0) -> None:
         """A round of the leases has passed; see PoolBlockSize."""
@@ -207,20 +216,22 @@ class Pool:
         # Assumed blocks have the pool's former size. Blocks from KV events have the sizes of their engines.
         former, self.block_size = self.block_size, self._size.size
         self.active.use_block_size(self.block_size)
-        if former not in {0, self.block_size} and not self.settings.use_kv_events:
+        if former not in {0, self.block_size}:
             for worker in self.workers.values():
-                self._forget_blocks(worker)
+                for target in worker.targets():
+                    self.approx.drop(target)
 
     def _forget_assumed(self, before: list[Target], now: list[Target]) -> None:
         # A new card may have fewer ranks than before, or another block size.
         gone = set(before).difference(now)
-        if not self.settings.use_kv_events:
-            gone.update(target for target in now if not self.may_assume(target))
         for target in gone:
+            self.index.drop(target)
+        for target in gone.union(target for target in now if not self.may_assume(target, is_text=True)):
             self.approx.drop(target)
 
     def _forget_blocks(self, worker: Worker) -> None:
         for target in worker.targets():
+            self.index.drop(target)
             self.approx.drop(target)
 
     def _choose_targets(self) -> None:
@@ -242,12 +253,12 @@ class Pool:
 
     def sweep(self, hashes: int) -> bool:
         """Sweep a few slots of dropped workers and bookings; returns whether there is more to do."""
-        return self.active.sweep(hashes) or self.index.sweep()
+        return self.active.sweep(hashes) or self.index.sweep() or self.assumed.sweep()
 
     @property
     def is_empty(self) -> bool:
         """Whether the pool has no worker, no booking and no block."""
-        return not self.workers and self.active.is_empty and not len(self.index)
+        return not (self.workers or len(self.index) or len(self.assumed)) and self.active.is_empty
 
     @property
     def has_live_target(self) -> bool:
@@ -291,7 +302,7 @@ class Pool:
         formed = form_candidates(
             request,
             self._roster,
-            self.index,
+            self.assumed if any(prompt.is_text for prompt in request.prompts) else self.index,
             self.active,
             block_size=self.block_size,
             inflight_overlap=self.settings.inflight_overlap,

@@ -473,7 +473,7 @@ class Replica:
         self.feeds.end(source)
         router = self.routers.get(source.pool)
         if router is not None:
-            router.pool.approx.drop(source.target)
+            router.pool.index.drop(source.target)
 
     def _unfollow_bookings(self, source: SyncSource) -> None:
         """End a peer's feed whose heartbeats have ceased; the next one begins it again."""

@@ -363,6 +363,7 @@ class Router:
             prefill_tokens=choice.own_prefill_tokens,
             anonymous_blocks=anonymous_blocks,
             sent_at=now,
+            is_text=any(prompt.is_text for prompt in request.prompts),
         )
         self.pool.active.book(booking)
         # unsynced, no peer follows the feed
@@ -514,8 +515,8 @@ class Router:
             self._outbox.append(Free(key.number))
 
     def assume(self, booking: Booking, now: float, *, own: bool) -> None:
-        """Without KV events, assume that the target holds the blocks it has prefilled."""
-        if not self.pool.settings.use_kv_events and self.pool.may_assume(booking.target):
+        """Of texts, and without KV events of all prompts: assume that the target holds what it prefilled."""
+        if self.pool.may_assume(booking.target, is_text=booking.is_text):
             room = self.pool.capacity_blocks(booking.target)
             self.pool.approx.insert(booking.target, booking.hashes, now, own=own, capacity=room)
 
@@ -565,7 +566,7 @@ class Router:
 
     def _take_assumption(self, entry: ApproxEntry, now: float) -> None:
         target = Target(WorkerId(entry.worker_id), entry.rank)
-        if self.pool.may_assume(target):
+        if self.pool.may_assume(target, is_text=entry.is_text):
             hashes, room = hashes_of(entry.hashes), self.pool.capacity_blocks(target)
             self.pool.approx.insert(target, hashes, now, ttl_s=entry.ttl_ms / 1000, capacity=room)
 
@@ -584,7 +585,14 @@ class Router:
         for booking in self.pool.active.bookings(self.router_id):
             yield from booking_ops(booking, pack_hashes(booking.hashes))
         for target, hashes, seconds in self.pool.approx.own_entries(now):
-            yield ApproxEntry(target.worker_id, target.rank, pack_hashes(hashes), math.ceil(seconds * 1000))
+            yield ApproxEntry(
+                target.worker_id,
+                target.rank,
+                pack_hashes(hashes),
+                math.ceil(seconds * 1000),
+                # with KV events nothing else is assumed
+                is_text=self.pool.settings.use_kv_events,
+            )
         if (speed := self.tables.speeds.op()) is not None:
             yield speed
         yield from self._sent_texts

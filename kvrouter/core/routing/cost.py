@@ -24,12 +24,14 @@ class Prompt(Struct, frozen=True):
 
     `is_estimate`: only its beginning was tokenized, or nothing; the length is an estimate.
     `block_size`: what the hashes were made with; the pool's may have changed since. 0: the pool's.
+    `is_text`: the hashes are of text, which no engine's event names: only assumed blocks match.
     """
 
     hashes: Sequence[int]
     isl: int
     is_estimate: bool = False
     block_size: int = 0
+    is_text: bool = False
 
 
 class Overlap(Struct, frozen=True, gc=False):

@@ -52,7 +52,7 @@ class Booking:
     """One request placed on one target by one replica.
 
     `hashes`: distinct, parent first. `anonymous_blocks`: prompt blocks whose hashes are not known.
-    `output_blocks`: blocks that the answer has filled so far.
+    `output_blocks`: blocks that the answer has filled so far. `is_text`: the hashes are of text.
     """
 
     key: BookingKey
@@ -67,6 +67,7 @@ class Booking:
     prefill_completed: bool = False
     sent_at: float = field(default=0.0, compare=False, repr=False)
     """When this replica sent it, or learnt of it from its owner; in no digest."""
+    is_text: bool = False
 
     def digest(self) -> int:
         """The booking's part of the digest in a Check: a hash over all that a copy holds.
@@ -508,6 +509,7 @@ def add_request(booking: Booking, hashes: bytes) -> AddRequest:
         overlap_blocks=booking.overlap_blocks,
         prefill_tokens=booking.prefill_tokens,
         anonymous_blocks=booking.anonymous_blocks,
+        is_text=booking.is_text,
     )
 
 

@@ -82,6 +82,7 @@ class AddRequest(Struct, frozen=True, array_like=True, tag=16):
     overlap_blocks: Amount
     prefill_tokens: Amount
     anonymous_blocks: Amount = 0
+    is_text: bool = False  # the hashes are of text: what is assumed of them counts with KV events, too
 
 
 class MarkPrefillCompleted(Struct, frozen=True, array_like=True, tag=17):
@@ -119,6 +120,7 @@ class ApproxEntry(Struct, frozen=True, array_like=True, tag=21):
     rank: Rank
     hashes: bytes
     ttl_ms: Amount
+    is_text: bool = False
 
 
 class SentText(Struct, frozen=True, array_like=True, tag=22):

@@ -1,0 +1,276 @@
+"""The way `engines`: the token ids of prompts from `/tokenize` of a live worker.
+
+    request ──> an engine that answers ──> ids, within REQUEST_TIMEOUT_S
+                    │ no route, or FAILURES failures in a row
+                    v
+                rests ──> probed after 5, 10, 20, … 300 s ──> answers again
+
+Only probes ask an engine that rests, so no request waits for it.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_128_digest
+
+from kvrouter.core.fleet.pool import NAMED_MOST, Pool
+from kvrouter.core.wire.heartbeats import Card
+from kvrouter.core.wire.ids import PoolId
+from kvrouter.frontend.prompt_blocks import KINDS, Hashes, Kind, Naming, kind_of, named
+from kvrouter.tokens.id_comparison import PROBES
+from kvrouter.tokens.prefix_tokens import Encoded
+from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
+from kvrouter.tokens.remote_tokenizer import (
+    REQUEST_TIMEOUT_S,
+    BusyError,
+    EngineTokenizer,
+    EngineTokenizerError,
+    NoRouteError,
+    RefusedError,
+    SlowError,
+    tokenize_bodies,
+)
+
+FAILURES = 3
+FIRST_REST_S = 5.0
+LONGEST_REST_S = 300.0
+# A longer body may take an engine more than REQUEST_TIMEOUT_S: that it was slow says nothing of the engine.
+LONG_BODY_BYTES = 64 * 1024
+PROBES_A_LOOK = 4
+
+# Answers are kept for a minute (a template may print the time), and until the workers of the pool change.
+KEPT_S = 60.0
+KEPT_BYTES = 32 * 1024 * 1024
+# The key, the entry, and the array of the ids.
+_ENTRY_BYTES = 250
+
+
+@dataclass(slots=True)
+class Answering:
+    """What is known of one engine's `/tokenize` for one kind of prompt."""
+
+    is_proven: bool = False
+    """It has answered once, so what it refuses later is the request's fault."""
+    failures: int = 0
+    rests: bool = False
+    """Only probes ask it."""
+    probe_at: float = 0.0
+    rest_s: float = 0.0
+    reason: str = ""
+    is_refusal: bool = False
+    """It refuses such prompts, as an engine without a tokenizer or a chat template does."""
+
+    def answered(self, *, by_probe: bool = False) -> None:
+        self.is_proven, self.rests, self.is_refusal = True, False, False
+        self.failures, self.reason = 0, ""
+        # a probe may take longer than a request: an engine too slow for requests must rest longer each time
+        if not by_probe:
+            self.rest_s = 0.0
+
+    def failed(self, error: EngineTokenizerError, now: float) -> None:
+        self.failures += 1
+        self.reason = str(error)
+        if isinstance(error, NoRouteError) or self.failures >= FAILURES:
+            self.rest(error, now)
+
+    def refused(self, error: RefusedError, now: float) -> None:
+        """A request was refused. Before any answer, a probe tells whether the engine refuses all."""
+        self.reason = str(error)
+        if not self.is_proven:
+            self.probe_at = now
+
+    def rest(self, error: EngineTokenizerError, now: float) -> None:
+        self.rests, self.is_refusal, self.reason = True, isinstance(error, RefusedError), str(error)
+        self.rest_s = min(2 * self.rest_s, LONGEST_REST_S) or FIRST_REST_S
+        self.probe_at = now + self.rest_s
+
+    def is_due(self, now: float) -> bool:
+        return (self.rests or not self.is_proven) and now >= self.probe_at
+
+
+@dataclass(slots=True)
+class RemoteCounters:
+    """Prompts for engines' tokenizers, by result."""
+
+    answered: int = 0
+    remembered: int = 0
+    refused: int = 0
+    failed: int = 0
+    not_asked: int = 0
+
+
+class RecentAnswers:
+    """The ids of whole prompts that engines answered a moment ago.
+
+    Only of whole prompts: without the tokenizer nothing proves that a text that begins with another begins
+    with its ids.
+    """
+
+    def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
+        self.held_bytes = 0
+        self._most_bytes = most_bytes
+        self._held: OrderedDict[bytes, tuple[float, array[int]]] = OrderedDict()
+
+    def get(self, key: bytes, now: float) -> array[int] | None:
+        kept_until, ids = self._held.get(key, (0.0, None))
+        if ids is None or now >= kept_until:
+            return None
+        self._held.move_to_end(key)
+        return ids
+
+    def put(self, key: bytes, ids: array[int], now: float) -> None:
+        self._drop(key)
+        self._held[key] = (now + KEPT_S, ids)
+        self.held_bytes += _bytes(ids)
+        while self.held_bytes > self._most_bytes:
+            self._drop(next(iter(self._held)))
+
+    def _drop(self, key: bytes) -> None:
+        _, ids = self._held.pop(key, (0.0, None))
+        if ids is not None:
+            self.held_bytes -= _bytes(ids)
+
+
+def _bytes(ids: array[int]) -> int:
+    return len(ids) * ids.itemsize + _ENTRY_BYTES
+
+
+class EngineBlocks:
+    """`now()`: seconds on the monotonic clock."""
+
+    name = "engines"
+
+    def __init__(self, engines: EngineTokenizer, now: Callable[[], float]) -> None:
+        self.counters = RemoteCounters()
+        self.recent = RecentAnswers()
+        self._engines = engines
+        self._now = now
+        self._known: dict[PoolId, dict[tuple[str, Kind], Answering]] = {}
+        self._cards: dict[PoolId, tuple[int, list[Card]]] = {}
+
+    def why_not(self, pool: Pool, kind: Kind) -> str:
+        cards, known = self._live(pool), self._known.get(pool.id, {})
+        if not cards:
+            return "no live worker"
+        reasons: dict[str, None] = {}
+        for card in cards:
+            one = known.get((card.url, kind))
+            if one is None or not one.rests:
+                return ""
+            reasons[one.reason] = None
+        return "; ".join([*reasons][:NAMED_MOST])
+
+    def refuses(self, pool: Pool, kind: Kind) -> bool:
+        """Whether all engines refuse such prompts, in which case they should refuse the requests as well."""
+        known = self._known.get(pool.id, {})
+        return all(
+            (one := known.get((card.url, kind))) is not None and one.rests and one.is_refusal
+            for card in self._live(pool)
+        )
+
+    async def hashes(self, prompt: ChatPrompt | TextPrompt, naming: Naming) -> Hashes | None:
+        """After any failure the request is placed in another way, and its engine accepts or rejects it."""
+        pool, kind = naming.pool, kind_of(prompt)
+        card = self._choose(pool, kind, naming.model)
+        if card is None:
+            self.counters.not_asked += 1
+            return None
+        one = self._of(pool, card.url, kind)
+        bodies: list[bytes] = []
+        try:
+            bodies = tokenize_bodies(naming.model, prompt)
+            found = await self._ids(card.url, bodies, pool)
+        except BusyError:  # not a failure: too many calls of this replica are in flight
+            self.counters.not_asked += 1
+            return None
+        except RefusedError as error:
+            self.counters.refused += 1
+            one.refused(error, self._now())
+            return None
+        except EngineTokenizerError as error:
+            self.counters.failed += 1
+            if not (isinstance(error, SlowError) and sum(map(len, bodies)) > LONG_BODY_BYTES):
+                one.failed(error, self._now())
+            return None
+        one.answered()
+        kept = prompt.kept_tokens
+        parts = found if kept is None else [ids[kept] for ids in found]
+        return named([Encoded(ids, len(ids)) for ids in parts], naming)
+
+    async def _ids(self, url: str, bodies: list[bytes], pool: Pool) -> list[Sequence[int]]:
+        """Raises EngineTokenizerError."""
+        scope = f"{pool.id} {pool.changes} ".encode()
+        keys = [xxh3_128_digest(scope + body) for body in bodies]
+        now = self._now()
+        found: list[Sequence[int] | None] = [self.recent.get(key, now) for key in keys]
+        missing = [place for place, ids in enumerate(found) if ids is None]
+        self.counters.remembered += len(bodies) - len(missing)
+        if missing:
+            answers = await self._engines.answers(url, [bodies[one] for one in missing], REQUEST_TIMEOUT_S)
+            for place, ids in zip(missing, answers, strict=True):
+                found[place] = kept = array("I", ids)
+                self.recent.put(keys[place], kept, self._now())
+            self.counters.answered += len(missing)
+        return [ids for ids in found if ids is not None]
+
+    async def look(self, pool: Pool) -> None:
+        """Probe an engine of a new pool, and those whose rest is over."""
+        cards = self._live(pool)
+        known = self._known.setdefault(pool.id, {})
+        urls = {card.url for card in cards}
+        for gone in [key for key in known if key[0] not in urls]:
+            del known[gone]
+        if cards and not known:
+            known.update({(random.choice(cards).url, kind): Answering() for kind in KINDS})
+        due = [key for key, one in known.items() if one.is_due(self._now())]
+        for url, kind in due[:PROBES_A_LOOK]:
+            await self._probe(url, kind, known[url, kind])
+
+    def has_looked_at(self, pool: Pool) -> bool:
+        """Whether an engine of the pool has been probed or asked."""
+        known = self._known.get(pool.id, {})
+        return any(one.is_proven or one.rests for one in known.values())
+
+    def keep(self, pools: Iterable[PoolId]) -> None:
+        """Forget pools that are gone."""
+        for gone in self._known.keys() - set(pools):
+            del self._known[gone]
+            self._cards.pop(gone, None)
+
+    async def _probe(self, url: str, kind: Kind, one: Answering) -> None:
+        try:
+            await self._engines.tokenize(url, None, PROBES[kind])
+        except BusyError:
+            return
+        except EngineTokenizerError as error:
+            one.rest(error, self._now())
+        else:
+            one.answered(by_probe=True)
+
+    def _choose(self, pool: Pool, kind: Kind, model: str | None) -> Card | None:
+        """An engine that serves the model (None: any) and does not rest."""
+        # Beginning at random: else one worker would tokenize for all requests of its pool.
+        cards, known = self._live(pool), self._known.get(pool.id, {})
+        start = random.randrange(len(cards)) if cards else 0
+        for place in range(len(cards)):
+            card = cards[(start + place) % len(cards)]
+            one = known.get((card.url, kind))
+            if (one is None or not one.rests) and (model is None or model in card.names()):
+                return card
+        return None
+
+    def _live(self, pool: Pool) -> list[Card]:
+        """The cards of the pool's targets, one for each address."""
+        changes, cards = self._cards.get(pool.id, (-1, []))
+        if changes != pool.changes:
+            cards = list({worker.card.url: worker.card for worker in pool.targets.values()}.values())
+            self._cards[pool.id] = (pool.changes, cards)
+        return cards
+
+    def _of(self, pool: Pool, url: str, kind: Kind) -> Answering:
+        return self._known.setdefault(pool.id, {}).setdefault((url, kind), Answering())
