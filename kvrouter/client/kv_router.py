@@ -404,9 +404,12 @@ class PlacedRequest:
         """Pass the status of the worker's answer to a custom policy."""
         self._router.answered(self._placement.key, status)
 
-    def free(self) -> None:
-        """Call when the request has ended, in any way. A second call changes nothing."""
-        self._router.free(self._placement.key, self._clock())
+    def free(self, output_tokens: int | None = None) -> None:
+        """Call when the request has ended, in any way. A second call changes nothing.
+
+        `output_tokens`: the length of the answer, for a custom policy; None: as of the last `progress`.
+        """
+        self._router.free(self._placement.key, self._clock(), output_tokens)
         self._on_change()
 
     def __enter__(self) -> Self:

@@ -38,7 +38,7 @@ from kvrouter.frontend.operators import Gate
 from kvrouter.frontend.prediction_checks import compare, expect_events
 from kvrouter.frontend.rules import record_outcome
 from kvrouter.relay.answer import Answer, Served, internal_error, rejected_answer
-from kvrouter.relay.engine_answers import UNKNOWN_MODEL
+from kvrouter.relay.engine_answers import UNKNOWN_MODEL, find_output_tokens
 from kvrouter.relay.exchange import (
     Attempt,
     Done,
@@ -175,8 +175,8 @@ class Completions:
                     raise
                 break  # no worker is left: the client gets the answer of the last one
             outcome = None  # stays None if this attempt is cancelled: `_end` then knows that the client left
+            running = Running(work, placement, failed if tries < self._retries else None)
             try:
-                running = Running(work, placement, failed if tries < self._retries else None)
                 outcome = await self._exchange(running)
                 if isinstance(outcome, Lost) and outcome.was_idle:
                     # The worker closed an idle connection while the request went out. HTTP/1.1 allows it at
@@ -184,7 +184,7 @@ class Completions:
                     outcome = None
                     outcome = await self._exchange(running, fresh=True)
             finally:
-                self._end(work, placement, outcome)
+                self._end(running, outcome)
             if isinstance(outcome, (Done, TimedOut)):
                 break
             # Exclude all ranks of the worker: they share its HTTP server.
@@ -205,9 +205,9 @@ class Completions:
             self._metrics.overlap_tokens.inc(placement.choice.overlap_blocks * router.pool.block_size)
         return placement
 
-    def _end(self, work: Work, placement: Placement, outcome: Outcome | None) -> None:
+    def _end(self, running: Running, outcome: Outcome | None) -> None:
         """Free the booking of an attempt. It has no outcome if the client left or an error was raised."""
-        router = work.router
+        router, placement = running.work.router, running.placement
         if router.circuits is not None:
             record_outcome(router.circuits, placement.target, outcome)
         if outcome is not None:
@@ -216,7 +216,7 @@ class Completions:
             # Only a good answer proves that the target computed the prompt, and so may hold its blocks.
             if isinstance(outcome, Done) and outcome.status < 300 and not outcome.failure:
                 router.mark_prefill_completed(placement.key, self._now())
-        router.free(placement.key, self._now())
+        router.free(placement.key, self._now(), running.output_tokens)
         self._publishing.flush_soon()
 
     async def _exchange(self, running: Running, *, fresh: bool = False) -> Outcome:
@@ -252,6 +252,7 @@ class Completions:
             raise
         finally:
             del self._running[attempt]
+            running.output_tokens = _output_tokens(attempt)
 
     def _compare(self, work: Work, placement: Placement, tail: bytes) -> None:
         """Compare the prediction with the usage in the answer, and expect the events of its blocks."""
@@ -334,6 +335,15 @@ def _bytes_for(work: Work, placement: Placement) -> bytes:
         keeps_rank=work.route.wanted is not None,
     )
     return head + body
+
+
+def _output_tokens(attempt: Attempt) -> int | None:
+    """From the usage of the answer, else one for each event of a stream; None if there is neither."""
+    tail = attempt.tail
+    found = find_output_tokens(tail)
+    if found is not None:
+        return found
+    return (attempt.events - (b"data: [DONE]" in tail)) or None
 
 
 def _status_of(outcome: Outcome) -> int:

@@ -61,6 +61,8 @@ class Running(Struct):
     placement: Placement
     # The targets that it must not move to; None: no retry is left, so it stays.
     excluded: frozenset[Target] | None
+    # The length of the answer, once it has ended; None: not known.
+    output_tokens: int | None = None
 
 
 # Whether the engine at a URL answers.

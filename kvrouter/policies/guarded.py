@@ -9,6 +9,7 @@ in; the first of each kind waits in `take_news` for the shell to log it.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ from kvrouter.core.wire.ids import Target, WorkerId
 
 # `Trouble.where` if `choose` returned something unusable.
 ANSWER = "answer"
+
+# Of `on_request_end`. Before it was passed the output tokens, it took one fewer.
+END_ARGUMENTS = 5
 
 _SHOWN_CHARACTERS = 200
 
@@ -55,6 +59,7 @@ class GuardedPolicy(BuiltInPolicy):
         self.needs_tokens = bool(getattr(policy, "needs_tokens", True))
         self.needs_text = bool(getattr(policy, "needs_text", False))
         self.refresh_s = float(getattr(policy, "refresh_s", 0.0))
+        self._hears_output = takes(getattr(policy, "on_request_end", None), END_ARGUMENTS)
         self.troubles: Counter[str] = Counter()
         """Errors by where: a method of the policy, or `answer`."""
         self._news: list[Trouble] = []
@@ -66,8 +71,8 @@ class GuardedPolicy(BuiltInPolicy):
         """Its ranks, the fewest requests first in each; all candidates so ordered if it fails."""
         try:
             # a list of its own: a policy may sort or empty it, and the candidates are kept for /decisions
-            shown = _with_seconds(candidates, moment)
-            ranks = places_of(self.policy.choose(replace(request, now=moment.now), shown), candidates)
+            shown = candidates.in_time(moment.now, moment.speed)
+            ranks = places_of(self.policy.choose(_in_time(request, moment), shown), candidates)
         except UnusableChoiceError as error:
             self.note(ANSWER, str(error))
             ranks = [list(range(len(candidates)))]
@@ -104,9 +109,15 @@ class GuardedPolicy(BuiltInPolicy):
         self._call("on_request_routed", request, target, status)
 
     def on_request_end(
-        self, request: RouteRequest, target: Target, ttft_s: float | None, seconds: float
+        self,
+        request: RouteRequest,
+        target: Target,
+        ttft_s: float | None,
+        seconds: float,
+        output_tokens: int | None,
     ) -> None:
-        self._call("on_request_end", request, target, ttft_s, seconds)
+        more = (output_tokens,) if self._hears_output else ()
+        self._call("on_request_end", request, target, ttft_s, seconds, *more)
 
     def on_worker_removed(self, worker_id: WorkerId) -> None:
         self._call("on_worker_removed", worker_id)
@@ -148,12 +159,28 @@ class GuardedPolicy(BuiltInPolicy):
         return news
 
 
-def _with_seconds(candidates: Candidates, moment: Moment) -> list[Candidate]:
-    """The candidates, with the seconds that weight `auto` compares."""
-    speed = moment.speed.seconds_per_token
-    costs = candidates.costs_in_seconds(moment.now, speed, moment.arrivals_per_s)
-    rows = zip(candidates, costs.wait_s, costs.own_s, strict=True)
-    return [replace(one, wait_s=wait_s, own_s=own_s) for one, wait_s, own_s in rows]
+def _in_time(request: RouteRequest, moment: Moment) -> RouteRequest:
+    """The request with what is known as of the moment of the choice."""
+    return replace(
+        request,
+        now=moment.now,
+        speed=moment.speed,
+        arrivals_per_s=moment.arrivals_per_s,
+        doubt=moment.doubt,
+    )
+
+
+def takes(method: object, count: int) -> bool:
+    """Whether a bound method can be called with this number of arguments."""
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # written in C
+        return True
+    return True
 
 
 def places_of(answer: object, candidates: Sequence[Candidate]) -> list[list[int]]:

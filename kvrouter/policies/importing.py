@@ -20,7 +20,7 @@ import msgspec
 
 from kvrouter.core.routing.policy import Policy
 from kvrouter.errors import ConfigError
-from kvrouter.policies.guarded import GuardedPolicy
+from kvrouter.policies.guarded import END_ARGUMENTS, GuardedPolicy, takes
 
 GROUP = "kvrouter.policies"
 
@@ -29,7 +29,7 @@ _ARGUMENTS = {
     "choose": 2,
     "on_workers": 1,
     "on_request_routed": 3,
-    "on_request_end": 4,
+    "on_request_end": END_ARGUMENTS,
     "on_worker_removed": 1,
     "refresh": 0,
     "close": 0,
@@ -161,11 +161,10 @@ def _check_method(owner: type, method: str, count: int, name: str) -> None:
         remedy = "async def" if method == "refresh" else "a plain def; what waits belongs in refresh"
         raise ConfigError(f"policy {name}: {method} has to be {remedy}")
     is_static = isinstance(inspect.getattr_static(owner, method), staticmethod | classmethod)
-    try:
-        inspect.signature(function).bind(*[None] * (count if is_static else count + 1))
-    except TypeError:
+    counts = [count, count - 1] if method == "on_request_end" else [count]
+    if not any(takes(function, each if is_static else each + 1) for each in counts):
         shown = str(inspect.signature(getattr(Policy, method))).partition(" ->")[0].replace("'", "")
-        raise ConfigError(f"policy {name}: write {method}{shown}") from None
+        raise ConfigError(f"policy {name}: write {method}{shown}")
 
 
 def _constructor_arguments(made: type, name: str, arguments: Sequence[str]) -> dict[str, Any]:

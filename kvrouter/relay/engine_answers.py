@@ -62,6 +62,12 @@ def find_usage(tail: bytes) -> Usage:
     return Usage(last_number(tail, b'"prompt_tokens":'), last_number(tail, b'"cached_tokens":'))
 
 
+def find_output_tokens(tail: bytes) -> int | None:
+    """The length of the answer in the last usage in these bytes; None where it is missing or cut off."""
+    found = last_number(tail, b'"completion_tokens":')
+    return found if found is not None else last_number(tail, b'"output_tokens":')  # of Anthropic's API
+
+
 def last_number(tail: bytes, name: bytes) -> int | None:
     """The whole number behind the last `name`, which ends in a colon; None if it is missing or cut off."""
     at = tail.rfind(name)

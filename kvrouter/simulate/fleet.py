@@ -219,11 +219,11 @@ class Fleet:
         """The last token of a request."""
         if number in self._flights:
             self.record.end_s[number] = now
-            self._leave(number, now)
+            self._leave(number, now, self.record.arrivals[number].output_tokens)
 
-    def _leave(self, number: int, now: float) -> None:
+    def _leave(self, number: int, now: float, output_tokens: int | None) -> None:
         self._depths[self._flights.pop(number)] -= 1
-        self.placer.ended(number, now)
+        self.placer.ended(number, now, output_tokens)
         self._done += 1
         if self._on_done is not None:
             self._on_done(self._done)
@@ -256,7 +256,7 @@ class Fleet:
         engine = self.engines[target]
         before = engine.due
         self.record.first_s[number] = math.nan
-        self._leave(number, now)
+        self._leave(number, now, None)
         engine.abort(number, now)
         self._await(engine, before)
 

@@ -13,7 +13,7 @@ from kvrouter import KvRouter, PolicySettings
 from kvrouter.errors import BadRequestError, ConfigError, NoWorkersError
 from tests.client.hands import Clock, Hand
 from tests.e2e.fleet import Fleet, running_fleet, until
-from tests.policies.guarded_classes import Fails, Last, NoChoose
+from tests.policies.guarded_classes import Ends, Fails, Last, NoChoose
 
 PROMPT = list(range(40))
 
@@ -158,6 +158,19 @@ def test_custom_policy() -> None:
     assert ("routed", "r", "w2/0", 200) == own.policy.calls[-1]  # type: ignore[attr-defined]
 
     assert by_hand("w1", policy=Fails).route(PROMPT).worker_id
+
+
+@pytest.mark.parametrize(("last", "tokens"), [(None, 40), (45, 45)])
+def test_output_tokens(last: int | None, tokens: int) -> None:
+    """The end hook of a custom policy gets what `free` was called with, else the last progress."""
+    policy = Ends()
+    placed = by_hand("w1", policy=lambda: policy).route(PROMPT, request_id="a")
+
+    placed.mark_prefill_completed()
+    placed.progress(40)
+    placed.free(last)
+
+    assert [("a", True, tokens)] == policy.ends
 
 
 @pytest.mark.parametrize(

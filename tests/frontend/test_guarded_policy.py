@@ -17,6 +17,7 @@ from kvrouter.policies.guarded import GuardedPolicy
 from tests.frontend.clients import connected
 from tests.frontend.fleet import STREAM, Fleet, FleetOf
 from tests.frontend.workers import (
+    LAST_CHUNK,
     OK,
     SSE_HEAD,
     answer,
@@ -29,6 +30,7 @@ from tests.frontend.workers import (
     until,
 )
 
+USAGE_EVENT = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}\n\n'
 HERE = "tests.policies.guarded_classes"
 
 
@@ -121,6 +123,31 @@ async def test_status(fleet_of: FleetOf, script: Any, status: int) -> None:
         await fleet.ask(STREAM, "x-request-id: r")
 
         assert [("routed", "r", "w0/0", status)] == told(fleet)[1:]
+
+
+@pytest.mark.parametrize(
+    ("script", "tokens"),
+    [
+        (says(stream("a", "b")), 2),
+        (
+            says(SSE_HEAD + chunk(event("a")) + chunk(USAGE_EVENT) + chunk(b"data: [DONE]\n\n") + LAST_CHUNK),
+            7,
+        ),
+        (says(answer(b'{"usage": {"completion_tokens": 9}}')), 9),
+        (says(answer(b"{}")), None),
+        (says(answer(b"{}", 503)), None),
+    ],
+    ids=["events", "usage event", "usage", "no usage", "rejected"],
+)
+async def test_output_tokens(fleet_of: FleetOf, script: Any, tokens: int | None) -> None:
+    """The end hook gets them from the usage, else from the events; None where neither is known."""
+    flags = ("--router-policy", f"{HERE}:Ends", "--retries", "0")
+    async with fleet_of(*flags, scripts=(script,)) as fleet:
+        await fleet.ask(STREAM, "x-request-id: r")
+        policy: Any = own(fleet).policy
+
+        ((name, _, found),) = policy.ends
+        assert ("r", tokens) == (name, found)
 
 
 async def test_status_of_silence(fleet_of: FleetOf) -> None:

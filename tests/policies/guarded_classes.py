@@ -120,3 +120,24 @@ class NoInterval(Alone):
 
 
 NO_CLASS = Alone()
+
+
+class Ends(Policy):
+    """Records how attempts end."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[str, bool, int | None]] = []
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Choice:
+        return candidates[0]
+
+    def on_request_end(
+        self,
+        request: RouteRequest,
+        target: Target,
+        ttft_s: float | None,
+        seconds: float,
+        output_tokens: int | None,
+    ) -> None:
+        assert seconds >= (ttft_s or 0.0)
+        self.ends.append((request.request_id, ttft_s is not None, output_tokens))

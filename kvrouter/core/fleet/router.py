@@ -99,6 +99,8 @@ class _OwnBooking(Struct):
     """Whether the policy knows the status of the worker's response."""
     ttft_s: float | None = None
     """From the decision to the first byte; None before it, and where it is not known."""
+    output_tokens: int | None = None
+    """The length of the answer so far; None: not known."""
     predicted_ttft_s: float | None = None
     """What `ttft_s` was predicted to be; None if no seconds were compared."""
 
@@ -494,7 +496,10 @@ class Router:
     def progress(self, key: BookingKey, output_tokens: int) -> None:
         """Book the output blocks that the response has filled. `output_tokens`: an estimate of its length."""
         own = self._own.get(key.number)
-        if own is None or not own.booking.isl:
+        if own is None:
+            return
+        own.output_tokens = output_tokens
+        if not own.booking.isl:
             return
         size, isl, booked_blocks = own.block_size, own.booking.isl, own.booking.output_blocks
         # the rest of the prompt's last block fills first
@@ -503,14 +508,18 @@ class Router:
             self.pool.active.progress(key, output_blocks)
             self._publish(Progress(key.number, output_blocks))
 
-    def free(self, key: BookingKey, now: float = 0.0) -> None:
-        """The request has ended; a second call changes nothing."""
+    def free(self, key: BookingKey, now: float = 0.0, output_tokens: int | None = None) -> None:
+        """The request has ended; a second call changes nothing.
+
+        `output_tokens`: the length of the answer; None: as `progress` was last called with.
+        """
         own = self._own.pop(key.number, None)
         if own is not None and not own.is_answered:
             own.policy.on_request_routed(own.request, own.booking.target, GIVEN_UP)
         if own is not None:
             seconds = max(0.0, now - own.sent_at)
-            own.policy.on_request_end(own.request, own.booking.target, own.ttft_s, seconds)
+            produced = own.output_tokens if output_tokens is None else output_tokens
+            own.policy.on_request_end(own.request, own.booking.target, own.ttft_s, seconds, produced)
         if self.pool.active.free(key, now) is not None and self._synced:
             self._outbox.append(Free(key.number))
 

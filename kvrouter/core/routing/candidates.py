@@ -18,14 +18,16 @@ from operator import add
 from typing import Any, TypeAlias, TypeVar, overload
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvrouter.core.native import versions
 from kvrouter.core.routing.cost import Prompt, find_overlap, uncached_tokens
 from kvrouter.core.routing.policy import Candidate, RouteRequest
-from kvrouter.core.routing.prefill_times import Costs, cost_s
+from kvrouter.core.routing.prefill_times import Costs, cost_s, per_token_s
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.tables.bookings import BookingTable
+from kvrouter.core.tables.prefill_speeds import Speed
 from kvrouter.core.wire.heartbeats import Card, RankBeat
 from kvrouter.core.wire.ids import Target, WorkerId
 
@@ -244,6 +246,23 @@ class Candidates(Sequence[Candidate]):
         place = self._roster.places[target]
         index = place if self._has_all_places() else list(self._places).index(place)
         return costs.wait_s[index] + costs.own_s[index], min(map(add, costs.wait_s, costs.own_s))
+
+    def in_time(self, now: float, speed: Speed) -> list[Candidate]:
+        """The candidates with the prefill that is left on each, for custom policies."""
+        costs, columns = self.costs_in_seconds(now, speed.seconds_per_token, 0.0), self._columns
+        rows = zip(self._made(), self._places, costs.wait_s, costs.own_s, strict=True)
+        return [
+            replace(
+                one,
+                wait_s=wait_s,
+                own_s=own_s,
+                left_tokens=wait_s / per_token_s(speed.seconds_per_token, columns.context_tokens[place]),
+                head_tokens=columns.head_tokens[place],
+                head_s=now - columns.began[place] if columns.head_tokens[place] else 0.0,
+                context_tokens=columns.context_tokens[place],
+            )
+            for one, place, wait_s, own_s in rows
+        ]
 
     def _picked(self, column: array[Number]) -> array[Number]:
         return array(column.typecode, [column[place] for place in self._places])

@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from msgspec import Struct
 
 from kvrouter.core.routing.cost import Prompt
+from kvrouter.core.tables.prefill_speeds import Speed
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.errors import BadRequestError
@@ -50,6 +51,12 @@ class RouteRequest(Struct, frozen=True):
     """The mode that the client names; empty: the router's own."""
     now: float = 0.0
     """Seconds on the router's monotonic clock, for custom policies: when the choice is made."""
+    speed: Speed = Speed()
+    """For custom policies: how fast targets compute prompts, as learnt from first bytes."""
+    arrivals_per_s: float = 0.0
+    """For custom policies: requests per second, over all replicas."""
+    doubt: str = ""
+    """For custom policies: why predicted seconds should not be compared; empty if they may be."""
 
     @property
     def isl(self) -> int:
@@ -98,6 +105,14 @@ class Candidate(Struct, frozen=True, gc=False):
     """For custom policies: predicted seconds of the prefill that is left on the target (weight `auto`)."""
     own_s: float = 0.0
     """For custom policies: predicted seconds of the request's own prefill there."""
+    left_tokens: float = 0.0
+    """For custom policies: `charged_tokens` less the progress of the running prefill; `wait_s` in tokens."""
+    head_tokens: int = 0
+    """For custom policies: the tokens of the running prefill; 0 if there is none."""
+    head_s: float = 0.0
+    """For custom policies: seconds since the running prefill began; 0 if there is none."""
+    context_tokens: int = 0
+    """For custom policies: the tokens of decoding sequences; they make prefill slower."""
 
     @property
     def charged_tokens(self) -> int:
@@ -154,11 +169,18 @@ class PolicyHooks:
         """
 
     def on_request_end(
-        self, request: RouteRequest, target: Target, ttft_s: float | None, seconds: float
+        self,
+        request: RouteRequest,
+        target: Target,
+        ttft_s: float | None,
+        seconds: float,
+        output_tokens: int | None,
     ) -> None:
         """The attempt has ended, in any way, `seconds` after it was sent.
 
         `ttft_s`: until its first byte; None if there was none, or if the answer is not streamed.
+        `output_tokens`: from the answer's usage, else counted events of its stream; None if not known. A
+        method that takes four arguments is called without them.
         """
 
     def on_worker_removed(self, worker_id: WorkerId) -> None:

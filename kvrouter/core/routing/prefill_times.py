@@ -34,6 +34,11 @@ class Costs(Struct, frozen=True):
     gamma: float
 
 
+def per_token_s(seconds_per_token: float, context_tokens: int) -> float:
+    """Seconds for a token of prefill on a target where sequences of so much context decode."""
+    return seconds_per_token * (1 + CONTEXT_SLOPE * context_tokens)
+
+
 def left_s(expected_s: float, elapsed_s: float) -> float:
     """Seconds that the running prefill still takes.
 
@@ -64,7 +69,7 @@ def cost_s(  # noqa: PLR0917  # on the hot path: keywords cost
         )
     waits, owns = array("d"), array("d")
     for i, charged_tokens in enumerate(charged):
-        per_token = seconds_per_token * (1 + CONTEXT_SLOPE * context[i])
+        per_token = per_token_s(seconds_per_token, context[i])
         wait = 0.0
         if charged_tokens > 0:
             wait = left_s(heads[i] * per_token, now - began[i]) + (charged_tokens - heads[i]) * per_token
