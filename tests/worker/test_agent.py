@@ -103,6 +103,7 @@ async def test_announces(scene: Scene) -> None:
             engine_version="0.32.0",
             started_at_us=beat.incarnation,
             repairs_by_report=True,
+            engine_started_at_us=10_000_000,
         )
         == beat.card
     )

@@ -58,7 +58,12 @@ class FeedSource:
         *,
         ring_frames: int = RING_FRAMES,
         ring_bytes: int = RING_BYTES,
+        shared_s: float = SNAPSHOT_KEPT_S,
     ) -> None:
+        """`shared_s`: how long a snapshot is used for further readers.
+
+        Keep it short if `state_ops` has more than the frames show: such changes are in no frame after it.
+        """
         self.incarnation = incarnation
         self.seq = 0
         self._state_ops = state_ops
@@ -67,6 +72,7 @@ class FeedSource:
         self._ring_room = ring_bytes
         self._snapshots: dict[int, _Snapshot] = {}
         self._last_snapshot_id = 0
+        self._shared_s = shared_s
 
     def append(self, ops: Sequence[Op]) -> list[bytes]:
         """Number the ops as a frame, or several if they exceed a frame's size; returns what to publish."""
@@ -80,6 +86,10 @@ class FeedSource:
         for data in frames:
             self._remember(data)
         return frames
+
+    def skip_first(self) -> None:
+        """Count a first frame that is never sent: the state is not empty, so readers need a snapshot."""
+        self.seq = max(self.seq, 1)
 
     def _frame(self, number: int, ops: Sequence[Op]) -> bytes:
         """The `number`th frame after the last one."""
@@ -123,7 +133,8 @@ class FeedSource:
     def _shared_snapshot(self, room: int, now: float) -> _Snapshot:
         """A kept snapshot whose next frame is still in the ring, else a new one."""
         for kept in self._snapshots.values():
-            if kept.as_of_seq >= self.seq - len(self._ring):
+            is_recent = now - kept.taken_at <= self._shared_s
+            if is_recent and kept.as_of_seq >= self.seq - len(self._ring):
                 return kept
         self._last_snapshot_id += 1
         snapshot = self._take_snapshot(self._last_snapshot_id, min(room, MAX_FRAME_BYTES), now)

@@ -194,18 +194,26 @@ class Pool:
         worker = self.workers.get(target.worker_id)
         return self.settings.approx_capacity_blocks or (worker.capacity_blocks if worker else 0)
 
-    def may_assume(self, target: Target, *, is_text: bool = False) -> bool:
-        """Whether the target is assumed to hold what was prefilled there.
-
-        Texts always, as no event names their blocks; token ids only without KV events.
-        """
-        if self.settings.use_kv_events and not is_text:
-            return False
+    def may_hold(self, target: Target) -> bool:
+        """Whether the target can hold anything: a rank of a known worker whose engine is not down."""
         worker = self.workers.get(target.worker_id)
-        if worker is None:
-            return True
-        fits = not self.block_size or worker.card.block_size == self.block_size
-        return fits and worker.card.prefix_caching is not False
+        return worker is not None and worker.state != "down" and target.rank < worker.card.ranks
+
+    def assumes(self, *, is_text: bool) -> bool:
+        """Whether assumptions are made: without KV events, and of texts always, as no event names them."""
+        return is_text or not self.settings.use_kv_events
+
+    def may_assume(self, target: Target, *, is_text: bool = False) -> bool:
+        """Whether the target is assumed to hold what was prefilled there."""
+        if not self.assumes(is_text=is_text) or not self.may_hold(target):
+            return False
+        card = self.workers[target.worker_id].card
+        return card.prefix_caching is not False and self.block_size in {0, card.block_size}
+
+    def forget_assumed(self, worker_id: WorkerId) -> None:
+        """The worker's engine is gone: drop what it is assumed to hold. KV events report the rest."""
+        for target in self.targets_of(worker_id):
+            self.approx.drop(target)
 
     def next_round(self, lease_rounds: int, elder_size: int = 0) -> None:
         """A round of the leases has passed; see PoolBlockSize."""

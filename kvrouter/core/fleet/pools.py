@@ -76,7 +76,7 @@ class Pools:
     def feed_seqs(self) -> dict[str, int]:
         """The last seq of each own feed that peers need to know."""
         return {
-            str(pool_id): router.source.seq
+            str(pool_id): router.feed_seq()
             for pool_id, router in self.routers.items()
             if not (router.source.seq and self._is_over(pool_id))
         }

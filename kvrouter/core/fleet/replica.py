@@ -53,6 +53,9 @@ SWEPT_SHARE = 4
 WORKERS_MOST = 16_384
 TARGETS_MOST = 65_536
 PEERS_MOST = 1024
+# The snapshots of so many of the eldest replicas contain what was learnt from others. One may be gone without
+# its peers knowing it yet, and another may be the one whose entries are asked for.
+ELDERS = 3
 UNHEARD = "other replicas' bookings are not known: --router-replica-sync is off"
 
 
@@ -156,9 +159,16 @@ class Replica:
             return  # without a card neither its URL nor its block size is known
         if not self._may_begin(pool_id, served=True) or not self._may_add(worker_id, beat):
             return
-        if not self.router(pool_id).pool.update(worker_id, beat, settles=settles):
+        known = self._worker(worker_id)
+        has_lost_cache = known is not None and known.has_lost_cache(beat)
+        router = self.router(pool_id)
+        if not router.pool.update(worker_id, beat, settles=settles):
             return
         self._worker_pools[worker_id] = pool_id
+        if has_lost_cache:
+            router.engine_lost(worker_id)
+        if known is None:
+            router.card_arrived(worker_id, now)
         if settles:
             self.routers[pool_id].report_workers()
         self._meet_awaited(worker_id)
@@ -210,6 +220,7 @@ class Replica:
         sizes = sizes_of_elders(self.peers, self.incarnation, self.router_id)
         for pool_id, router in self.routers.items():
             router.pool.next_round(self.settings.lease_rounds, sizes.get(pool_id, 0))
+            router.early.next_round(self.settings.lease_rounds)
         self._served_elsewhere.next_round(self._serves().keys(), self._recent_peers())
 
     def _follow_bookings(self, source: SyncSource, beat: RouterBeat, seq: int, now: float) -> None:
@@ -320,9 +331,15 @@ class Replica:
             incarnation=self.incarnation,
             synced=self.settings.synced,
             seq=seq,
+            is_elder=self._is_elder,
         )
         router.unheard = self._unheard()
         return router
+
+    def _is_elder(self) -> bool:
+        """Whether this replica is among the ELDERS that started first, as far as it knows."""
+        mine = self.incarnation, self.router_id
+        return sum((beat.incarnation, one) < mine for one, beat in self.peers.items()) < ELDERS
 
     def _note_unheard(self) -> None:
         """Without sync, the queues at workers are longer than this replica knows."""

@@ -32,10 +32,11 @@ from kvrouter.core.routing.policy import Candidate, RouteRequest
 from kvrouter.core.routing.selection import Decision, Modes, Selection
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.bookings import Booking, UnseenBookings, add_request, booking_ops
+from kvrouter.core.tables.early_ops import EarlyOps
 from kvrouter.core.tables.ghosts import Ghosts, Reuse
 from kvrouter.core.tables.predictions import PredictionTable
 from kvrouter.core.tables.prefill_speeds import Calibration
-from kvrouter.core.tables.text_index import SentTexts
+from kvrouter.core.tables.text_index import KeptTexts, sent_text
 from kvrouter.core.wire.hashes import hashes_of, pack_hashes
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ids import BookingKey, RouterId, Target, WorkerId
@@ -55,6 +56,10 @@ from kvrouter.errors import NoWorkersError
 
 # A snapshot contains at most this many sessions, the last used ones: encoding them takes about 15 ms.
 SNAPSHOT_SESSIONS_MOST = 5_000
+
+# Readers that join together share a snapshot for this long. What was learnt from peers is in none of this
+# router's own frames, so an older one may lack it.
+SNAPSHOT_SHARED_S = 1.0
 
 # Seconds between two Checks of a quiet feed, so that a peer with a wrong copy notices it.
 QUIET_CHECK_S = 10.0
@@ -134,13 +139,23 @@ class Router:
         incarnation: int,
         synced: bool,
         seq: int = 0,
+        is_elder: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`seq`: the last number of this pool's feed, if the pool was dropped before and begins again."""
+        """`seq`: the last number of this pool's feed, if the pool was dropped before and begins again.
+
+        `is_elder()`: whether this router's snapshots also contain what it has learnt from other replicas.
+        """
         self.pool = pool
         self.router_id = router_id
         # Weak: in a reference cycle, a router outlived its pool by up to an hour (full collections are rare).
         state_ops = weakref.WeakMethod(self._state_ops)
-        self.source = FeedSource(incarnation, lambda now: ops(now) if (ops := state_ops()) else ())
+        self.source = FeedSource(
+            incarnation,
+            lambda now: ops(now) if (ops := state_ops()) else (),
+            shared_s=SNAPSHOT_SHARED_S,
+        )
+        self.early = EarlyOps()
+        self._is_elder = is_elder
         self.predictions = PredictionTable()
         self.tables = rules.tables
         self.selection = Selection(rules.policy, rules.filters)
@@ -161,7 +176,8 @@ class Router:
         self._ghosts = Ghosts(halvings=3)
         # the blocks that all targets have room for, as of a number of changes of the pool
         self._room: tuple[int, int] = (-1, 0)
-        self._sent_texts = SentTexts()
+        self._has_learned = False  # whether its state has something that is in no frame of its own
+        self._own_texts, self._learned_texts = KeptTexts(), KeptTexts()
         self._synced = synced
         self._own: dict[int, _OwnBooking] = {}
         # a heap of (time, booking number): when unstreamed prefills should have ended
@@ -304,10 +320,34 @@ class Router:
         """Remove targets that are gone from every table."""
         for target in targets:
             self.tables.forget(target)
+            self._forget_texts(target)
             if self.circuits is not None:
                 self.circuits.forget(target)
         for worker_id in dict.fromkeys(target.worker_id for target in targets):
+            self.early.left(worker_id)
             self.selection.policy.on_worker_removed(worker_id)
+
+    def engine_lost(self, worker_id: WorkerId) -> None:
+        """The worker's engine is gone, or another process has taken its place: what it held is gone, too."""
+        for target in self.pool.targets_of(worker_id):
+            self._forget_texts(target)
+        self.pool.forget_assumed(worker_id)
+        self.selection.policy.on_worker_removed(worker_id)
+        # it may take requests all the same: then the policy needs its card again
+        self._reported_changes, self._reported_cards = -1, []
+
+    def _forget_texts(self, target: Target) -> None:
+        for texts in (self._own_texts, self._learned_texts):
+            texts.forget(target)
+        self.tables.texts.remove(target)
+
+    def card_arrived(self, worker_id: WorkerId, now: float) -> None:
+        """What peers have said of the worker before its card counts from now on."""
+        for op in self.early.take(worker_id, now):
+            if isinstance(op, SentText):
+                self._learn_text(op, now)
+            else:
+                self._take_assumption(op, now)
 
     def report_workers(self) -> None:
         """Call the policy's `on_workers` if the workers that take requests have changed."""
@@ -489,9 +529,12 @@ class Router:
         # hashes of another block size would be found by no prompt
         if own is not None and own.block_size == self.pool.block_size:
             self.assume(booking, now, own=True)
-        if own is not None and own.request.text and own.policy.remembers_text:
+        is_known = self.pool.may_hold(booking.target)
+        if own is not None and own.request.text and own.policy.remembers_text and is_known:
             self.tables.texts.insert(booking.target, own.request.text, now)
-            self._publish(self._sent_texts.add(booking.target, own.request.text))
+            sent = sent_text(booking.target, own.request.text)
+            self._own_texts.add(sent)
+            self._publish(sent)
 
     def progress(self, key: BookingKey, output_tokens: int) -> None:
         """Book the output blocks that the response has filled. `output_tokens`: an estimate of its length."""
@@ -525,9 +568,15 @@ class Router:
 
     def assume(self, booking: Booking, now: float, *, own: bool) -> None:
         """Of texts, and without KV events of all prompts: assume that the target holds what it prefilled."""
-        if self.pool.may_assume(booking.target, is_text=booking.is_text):
-            room = self.pool.capacity_blocks(booking.target)
-            self.pool.approx.insert(booking.target, booking.hashes, now, own=own, capacity=room)
+        target, pool = booking.target, self.pool
+        if pool.may_assume(target, is_text=booking.is_text):
+            room = pool.capacity_blocks(target)
+            pool.approx.insert(target, booking.hashes, now, own=own, capacity=room)
+            self._has_learned = self._has_learned or not own
+        elif not own and target.worker_id not in pool.workers and pool.assumes(is_text=booking.is_text):
+            ttl_ms, packed = round(pool.settings.ttl_s * 1000), pack_hashes(booking.hashes)
+            entry = ApproxEntry(target.worker_id, target.rank, packed, ttl_ms, is_text=booking.is_text)
+            self.early.hold(entry, now)
 
     # The sync feed, which peers follow
 
@@ -535,6 +584,7 @@ class Router:
         """The frames that the peers have not received yet, in order."""
         if not self._outbox:
             return []
+        self.feed_seq()
         ops, self._outbox = self._outbox, []
         return self.source.append(ops)
 
@@ -553,6 +603,12 @@ class Router:
         frames = self.frames()
         self._checked_seq = self.source.seq
         return frames
+
+    def feed_seq(self) -> int:
+        """The last number of the feed; 0 if a reader needs neither frames nor a snapshot."""
+        if self._synced and (self._has_learned or self.tables.sessions.has_received):
+            self.source.skip_first()
+        return self.source.seq
 
     def copy_sink(self, router_id: RouterId) -> SyncSink:
         """The sink that writes a peer's bookings into this pool's tables."""
@@ -575,25 +631,38 @@ class Router:
 
     def _take_assumption(self, entry: ApproxEntry, now: float) -> None:
         target = Target(WorkerId(entry.worker_id), entry.rank)
-        if self.pool.may_assume(target, is_text=entry.is_text):
+        if target.worker_id not in self.pool.workers:
+            if self.pool.assumes(is_text=entry.is_text):
+                self.early.hold(entry, now)
+        elif self.pool.may_assume(target, is_text=entry.is_text):
             hashes, room = hashes_of(entry.hashes), self.pool.capacity_blocks(target)
             self.pool.approx.insert(target, hashes, now, ttl_s=entry.ttl_ms / 1000, capacity=room)
+            self._has_learned = True
 
     def _learn_text(self, sent: SentText, now: float) -> None:
         target = Target(WorkerId(sent.worker_id), sent.rank)
         # a peer may still publish a target that has left: `forget` would not be called for it again
-        if target in self.pool.targets:
+        if target.worker_id not in self.pool.workers:
+            self.early.hold(sent, now)
+        elif self.pool.may_hold(target):
             self.tables.texts.insert(target, sent.text, now)
+            self._learned_texts.add(sent)
+            self._has_learned = True
 
     def _publish(self, op: Op) -> None:
         if self._synced:
             self._outbox.append(op)
 
     def _state_ops(self, now: float) -> Iterator[Op]:
-        """A snapshot: the bookings, assumptions, texts and sessions of this router."""
+        """A snapshot: the bookings, assumptions, texts and sessions of this router.
+
+        An elder adds what it has learnt from other replicas: a replica that starts again, with a new id, gets
+        from peers what it sent before.
+        """
+        is_elder = self._is_elder()
         for booking in self.pool.active.bookings(self.router_id):
             yield from booking_ops(booking, pack_hashes(booking.hashes))
-        for target, hashes, seconds in self.pool.approx.own_entries(now):
+        for target, hashes, seconds in self.pool.approx.entries(now, learned=is_elder):
             yield ApproxEntry(
                 target.worker_id,
                 target.rank,
@@ -604,7 +673,9 @@ class Router:
             )
         if (speed := self.tables.speeds.op()) is not None:
             yield speed
-        yield from self._sent_texts
+        if is_elder:
+            yield from self._learned_texts
+        yield from self._own_texts
         # sessions come last, because losing them costs least: the next request binds a session again
         for session, target, seconds in self.tables.sessions.newest(now, SNAPSHOT_SESSIONS_MOST):
             yield Bind(session, target.worker_id, target.rank, int(seconds * 1000))

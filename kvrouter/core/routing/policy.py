@@ -184,7 +184,10 @@ class PolicyHooks:
         """
 
     def on_worker_removed(self, worker_id: WorkerId) -> None:
-        """The worker has left or is lost, and with it all it held."""
+        """All that the worker held is gone: it has left or is lost, or its engine died or was started again.
+
+        If it still takes requests, `on_workers` is called again.
+        """
 
     async def refresh(self) -> None:
         """Fetch what the next choices depend on. Runs every `refresh_s`, never twice at once."""

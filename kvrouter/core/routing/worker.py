@@ -36,6 +36,19 @@ class Worker:
         """Whether this is the card that the heartbeat refers to."""
         return self.card_seen == (beat.incarnation, beat.card_version)
 
+    def has_lost_cache(self, beat: WorkerBeat) -> bool:
+        """Whether the heartbeat says that the engine is gone, or is another process than so far.
+
+        If an agent starts again and its engine does not report its start, that is assumed: an undercount is
+        allowed, an overcount never.
+        """
+        if beat.state == "down":
+            return self.state != "down"
+        if beat.card is None:
+            return False
+        before, now = self.card.engine_started_at_us, beat.card.engine_started_at_us
+        return before != now if before and now else self.card_seen[0] != beat.incarnation
+
     def tier_sets(self) -> int:
         """The number of nested tier sets that it publishes."""
         return 1 + max((TIERS.index(tier) for tier in self.card.tiers if tier in TIERS), default=0)

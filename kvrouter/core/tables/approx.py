@@ -50,6 +50,8 @@ from kvrouter.core.wire.ids import Target
 
 DEFAULT_TTL_S = 120.0
 DEFAULT_CAPACITY_BLOCKS = 1_000_000  # of a target whose card has no capacity
+# 8 MiB of a snapshot. Beyond it the entries that expire first are left out.
+SNAPSHOT_BLOCKS_MOST = 1 << 20
 
 
 class _Stamp(NamedTuple):
@@ -288,23 +290,33 @@ class ApproxIndex:
         self._targets.pop(target, None)
         self._index.drop(target)
 
-    def own_entries(self, now: float) -> Iterator[tuple[Target, Sequence[int], float]]:
-        """`(target, chain, seconds left)` of this replica's own entries, each target's in order of expiry.
+    def entries(
+        self, now: float, *, learned: bool, most: int = SNAPSHOT_BLOCKS_MOST
+    ) -> Iterator[tuple[Target, Sequence[int], float]]:
+        """`(target, chain, seconds left)` in order of expiry, the last ones, with at most `most` blocks.
 
-        0 seconds: the entry does not expire here, and a peer keeps it for its own time to live.
+        `learned` False: only of this replica's own bookings. 0 seconds: the entry does not expire here, and a
+        peer keeps it for its own time to live.
         """
+        found: list[tuple[_Stamp, Target, list[_Run]]] = []
         for target, assumed in self._targets.items():
             covered: set[int] = set()
-            live = [run for run in assumed.all_runs() if run.own and run.stamp.expires > now]
+            live = [run for run in assumed.all_runs() if (run.own or learned) and run.stamp.expires > now]
             for run in sorted(live, key=_turn):
                 if run.hashes[-1] in covered:
                     continue  # a deeper run's chain contains it, with the same time
                 path = list(assumed.path(run))
                 covered.update(one.hashes[-1] for one in path if one.stamp == run.stamp)
-                chain = array("Q")
-                for one in reversed(path):
-                    chain.extend(one.hashes)
-                yield target, chain, run.stamp.expires - now if run.stamp.expires < math.inf else 0.0
+                found.append((run.stamp, target, path))
+        found.sort(key=_stamp)
+        first = len(found)
+        while first and (most := most - sum(len(run.hashes) for run in found[first - 1][2])) >= 0:
+            first -= 1
+        for stamp, target, path in found[first:]:
+            chain = array("Q")
+            for run in reversed(path):
+                chain.extend(run.hashes)
+            yield target, chain, stamp.expires - now if stamp.expires < math.inf else 0.0
 
     def check(self) -> None:
         """Raise if an invariant is broken. Tests call this after every step."""
@@ -326,6 +338,10 @@ class ApproxIndex:
 
 def _turn(run: _Run) -> _Turn:
     return run.turn
+
+
+def _stamp(found: tuple[_Stamp, Target, list[_Run]]) -> _Stamp:
+    return found[0]
 
 
 def _are_one(before: _Run, run: _Run) -> bool:

@@ -38,6 +38,8 @@ class SessionTable:
     def __init__(self, ttl_s: float = DEFAULT_TTL_S, max_sessions: int = DEFAULT_MAX_SESSIONS) -> None:
         self.ttl_s = ttl_s
         self.max_sessions = max_sessions
+        self.has_received = False
+        """Whether another replica has bound a session."""
         self._bindings: OrderedDict[str, Binding] = OrderedDict()
 
     def __len__(self) -> int:
@@ -49,6 +51,7 @@ class SessionTable:
 
     def receive(self, session: str, target: Target, now: float, ttl_s: float, router_id: str) -> None:
         """Another replica has bound the session just now."""
+        self.has_received = True
         known = self._bindings.get(session)
         if known is not None and known.router_id != router_id and now - known.bound_at < SETTLE_S:
             target = min(target, known.target)
@@ -56,6 +59,7 @@ class SessionTable:
 
     def restore(self, session: str, target: Target, now: float, ttl_s: float, router_id: str) -> None:
         """A replica's snapshot has this binding. It counts only if it lasts longer than ours."""
+        self.has_received = True
         known = self._bindings.get(session)
         if known is None or known.expires < now + ttl_s:
             # bound long before `now`: it must not take part in the settlement of a simultaneous binding

@@ -21,7 +21,6 @@ the root has text and a holder; a target's characters are the sum over the nodes
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -286,21 +285,38 @@ def _shared_chars(edge: str, text: str, start: int) -> int:
     return low
 
 
-class SentTexts:
-    """The texts that this replica's requests sent last, for peers that join. Holds at most KEPT_CHARS."""
+def sent_text(target: Target, text: str) -> SentText:
+    """The op that publishes that the target has computed this text."""
+    return SentText(target.worker_id, target.rank, valid_unicode(text[:MAX_SENT_CHARS]))
+
+
+class KeptTexts:
+    """The texts that targets have computed last, for replicas that join. Holds at most KEPT_CHARS."""
 
     def __init__(self) -> None:
-        self._kept: deque[SentText] = deque()
+        self._kept: dict[SentText, None] = {}  # each once, in the order of last use
         self._chars = 0
 
-    def add(self, target: Target, text: str) -> SentText:
-        """The target has computed this text; returns the op to publish."""
-        op = SentText(target.worker_id, target.rank, valid_unicode(text[:MAX_SENT_CHARS]))
-        self._kept.append(op)
-        self._chars += len(op.text)
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, sent: SentText) -> None:
+        """A target has computed this text."""
+        self._remove(sent)
+        self._kept[sent] = None
+        self._chars += len(sent.text)
         while self._chars > KEPT_CHARS:
-            self._chars -= len(self._kept.popleft().text)
-        return op
+            self._remove(next(iter(self._kept)))
+
+    def forget(self, target: Target) -> None:
+        """The target has lost what it held."""
+        for sent in [sent for sent in self._kept if (sent.worker_id, sent.rank) == target]:
+            self._remove(sent)
+
+    def _remove(self, sent: SentText) -> None:
+        if sent in self._kept:
+            del self._kept[sent]
+            self._chars -= len(sent.text)
 
     def __iter__(self) -> Iterator[SentText]:
         """Oldest first."""

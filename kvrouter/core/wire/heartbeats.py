@@ -69,6 +69,8 @@ class Card(Struct, frozen=True, kw_only=True):
     notes: _Texts = ()
     # whether the engine reuses computed blocks; None: not reported
     prefix_caching: bool | None = None
+    # start of the engine's process; 0: not reported. Another start is another, empty cache
+    engine_started_at_us: Number = 0
 
     def names(self) -> tuple[str, ...]:
         """Every model name that a client may use for this worker."""

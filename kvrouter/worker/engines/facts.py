@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvrouter.core.wire.heartbeats import Card
 from kvrouter.core.wire.ops import TIERS
-from kvrouter.core.wire.values import MOST_NAMES, MOST_TEXT_CHARACTERS
+from kvrouter.core.wire.values import MOST_NAMES, MOST_NUMBER, MOST_TEXT_CHARACTERS
 from kvrouter.worker.engines.endpoints import settled_endpoints
 from kvrouter.worker.engines.http import Models
 from kvrouter.worker.engines.metrics import Scrape
@@ -87,6 +87,7 @@ def build_card(
         repairs_by_report=repairs_by_report,
         notes=tuple(note[:MOST_TEXT_CHARACTERS] for note in notes)[:MOST_NAMES],
         prefix_caching=scrape.has_prefix_caching,
+        engine_started_at_us=min(round(scrape.started_s * 1e6), MOST_NUMBER),
     )
 
 

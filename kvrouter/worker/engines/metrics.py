@@ -120,6 +120,8 @@ class Scrape:
                 known.has_prefix_caching if self.has_prefix_caching is None else self.has_prefix_caching
             ),
             max_loras=self.max_loras or known.max_loras,
+            # several processes may answer in turn, each with its own start: the latest one stays
+            started_s=max(self.started_s, known.started_s),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def state() -> State:
 def new_source(state: State) -> Callable[..., FeedSource]:
     """Makes sources with that state."""
 
-    def make(**limits: int) -> FeedSource:
+    def make(**limits: Any) -> FeedSource:  # FeedSource's own arguments
         return FeedSource(1000, lambda _now: list(state), **limits)
 
     return make
@@ -207,3 +208,16 @@ def test_chunk_of_a_forgotten_snapshot(source: FeedSource) -> None:
     for snapshot_id, chunk in ((99, 3), (1, 7), (1, -1)):
         found = chunk_of(source.answer(ask(0, snapshot_id=snapshot_id, chunk=chunk), MAX_BYTES, 0.0))
         assert 0 == found.chunk
+
+
+def test_snapshots_are_shared_for_a_time(new_source: Callable[..., FeedSource], state: State) -> None:
+    """`shared_s` after it was taken a snapshot is for its own readers only, who ask for further chunks."""
+    source = new_source(shared_s=1.0)
+    first = chunk_of(source.answer(ask(0), MAX_BYTES, 10.0))
+    state.append(Free(2))
+
+    again = [chunk_of(source.answer(ask(0), MAX_BYTES, now)) for now in (11.0, 11.1)]
+    asked = source.answer(ask(0, snapshot_id=first.snapshot_id), MAX_BYTES, 12.0)
+
+    assert [1, 2] == [len(chunk.ops) for chunk in again]
+    assert first == chunk_of(asked)

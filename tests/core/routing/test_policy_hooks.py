@@ -99,3 +99,13 @@ def test_a_removed_worker_is_reported_once(router: Router, policy: Recorder) -> 
     router.forget([T1, Target(W1, 1), T2])
 
     assert ["w1", "w2"] == policy.removed
+
+
+def test_an_engine_that_is_lost_is_reported(router: Router, policy: Recorder) -> None:
+    """A policy forgets what the worker held, and is told again which workers take requests."""
+    router.report_workers()
+    router.engine_lost(W1)
+    router.report_workers()
+
+    assert ["w1"] == policy.removed
+    assert [["w1", "w2"]] * 2 == policy.workers

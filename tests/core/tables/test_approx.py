@@ -24,7 +24,7 @@ CHAIN = [11, 22, 33, 44]
 
 def own_entries(approx: ApproxIndex, now: float) -> list[tuple[Target, list[int], float]]:
     """The entries of a snapshot for a joining replica."""
-    return [(target, list(chain), seconds) for target, chain, seconds in approx.own_entries(now)]
+    return [(target, list(chain), seconds) for target, chain, seconds in approx.entries(now, learned=False)]
 
 
 @pytest.fixture
@@ -115,6 +115,26 @@ def test_dropped_target_is_forgotten(approx: ApproxIndex, index: BlockIndex) -> 
     approx.expire(10.0)
 
     assert {T1: 4} == index.overlap(CHAIN)
+
+
+def test_snapshot_of_an_elder(approx: ApproxIndex) -> None:
+    """It also has what other replicas have sent."""
+    approx.insert(T1, CHAIN, now=0.0, own=True)
+    approx.insert(T2, CHAIN[:1], now=1.0, own=False)
+
+    entries = [(target, list(chain)) for target, chain, _ in approx.entries(2.0, learned=True)]
+
+    assert [(T1, CHAIN), (T2, CHAIN[:1])] == entries
+
+
+def test_snapshot_is_bounded(approx: ApproxIndex) -> None:
+    """Entries that expire first are left out; each has its whole chain."""
+    for number in range(10):
+        approx.insert(T1, [1, 2, 100 + number], now=float(number))
+
+    entries = [list(chain) for _, chain, _ in approx.entries(9.0, learned=True, most=10)]
+
+    assert [[1, 2, 107], [1, 2, 108], [1, 2, 109]] == entries
 
 
 def test_snapshot_has_own_entries_only(approx: ApproxIndex) -> None:
@@ -297,7 +317,7 @@ def test_by_capacity_alone(index: BlockIndex) -> None:
 
     assert {T1: 1} == index.overlap(CHAIN), "the chain that was used again stays"
     assert {T1: 2} == index.overlap(other)
-    assert [0.0, 0.0] == [seconds for _, _, seconds in approx.own_entries(2e12)]
+    assert [0.0, 0.0] == [seconds for _, _, seconds in approx.entries(2e12, learned=False)]
 
 
 def test_entry_without_an_end_takes_the_readers_ttl(approx: ApproxIndex, index: BlockIndex) -> None:
@@ -367,7 +387,7 @@ def test_any_history_is_as_specified(
         blocks, runs = approx.listed()
         assert len(held) == blocks >= runs
         approx.check()
-        for _, entry, seconds_left in approx.own_entries(now):
+        for _, entry, seconds_left in approx.entries(now, learned=False):
             assert set(entry) <= held
             assert all(naive.stamps[hash_][0] >= now + (seconds_left or math.inf) - 1e-9 for hash_ in entry)
 
@@ -393,5 +413,5 @@ def test_odd_chains_do_no_harm(history: list[tuple[list[int], float, float | Non
         naive.insert(chain, now, left_s, 6)
 
         assert set(naive.stamps) == {hash_ for hash_ in range(10) if index.holds(T1, hash_)}
-        assert all(entry for _, entry, _ in approx.own_entries(now))
+        assert all(entry for _, entry, _ in approx.entries(now, learned=False))
         approx.check()

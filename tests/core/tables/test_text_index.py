@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.tables import text_index
-from kvrouter.core.tables.text_index import SentTexts, TextIndex, TextIndexSettings
+from kvrouter.core.tables.text_index import KeptTexts, TextIndex, TextIndexSettings, sent_text
 from kvrouter.core.wire.ids import Target, WorkerId
 from kvrouter.core.wire.ops import MAX_SENT_CHARS
 from kvrouter.errors import ConfigError
@@ -333,10 +333,22 @@ def test_random_histories(history: list[tuple[str, Target, str]]) -> None:
             assert (longest, {one for one in ALL if best[one] == longest}) == index.match(asked, ALL)
 
 
-def test_published_texts_are_bounded() -> None:
-    """The oldest are dropped."""
-    texts = SentTexts()
-    for letter in "abcdefghijkl":
-        texts.add(A, letter * MAX_SENT_CHARS)
+def test_texts_for_joiners_are_bounded() -> None:
+    """The oldest are dropped. A text counts once, at its last use."""
+    texts = KeptTexts()
+    for letter in "abcdefghijklc":
+        texts.add(sent_text(A, letter * MAX_SENT_CHARS))
 
-    assert "cdefghijkl" == "".join(sent.text[0] for sent in texts)
+    assert "cdefghijkl"[1:] + "c" == "".join(sent.text[0] for sent in texts)
+
+
+def test_texts_for_joiners_forget_a_target() -> None:
+    """Its texts make room for others."""
+    texts = KeptTexts()
+    for target in (A, B) * 5:
+        texts.add(sent_text(target, f"{target.worker_id}{len(texts)}" * 10_000))
+
+    texts.forget(A)
+
+    assert {str(B.worker_id)} == {sent.worker_id for sent in texts}
+    assert len(texts) == 5
