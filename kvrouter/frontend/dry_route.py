@@ -1,7 +1,7 @@
 """POST /v1/route: where a request would go, and why. The body is the request itself.
 
 A body with `messages` is a chat, any other a completion. The field `path` (`/v1/messages`) or `kind`
-(`chat`, `completion`, `messages`, `other`) overrides this.
+(`chat`, `completion`, `messages`, `responses`, `other`) overrides this.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _KINDS: dict[str, Api] = {
     "chat": apis.CHAT,
     "completion": apis.COMPLETION,
     "messages": apis.MESSAGES,
+    "responses": apis.RESPONSES,
     "other": apis.PASSED_ON,
 }
 
@@ -32,7 +33,7 @@ _KINDS: dict[str, Api] = {
 class _Kind(Struct):
     messages: Raw | UnsetType = UNSET
     path: str | None = None
-    kind: Literal["chat", "completion", "messages", "other"] | None = None
+    kind: Literal["chat", "completion", "messages", "responses", "other"] | None = None
 
 
 class DryRoute:

@@ -18,7 +18,6 @@ from kvrouter.relay.request import Request
 
 POST_ROUTES = (
     "/v1/embeddings",
-    "/v1/responses",
     "/v1/messages/count_tokens",
     "/v1/score",
     "/score",

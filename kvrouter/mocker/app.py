@@ -5,17 +5,22 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from kvrouter.errors import BadRequestError, KvRouterError, UnknownModelError
+from kvrouter.frontend.bodies import messages, responses
+from kvrouter.frontend.bodies.openai import CompletionRequest
 from kvrouter.mocker.bodies import (
+    Body,
     BodyT,
     ChatBody,
     CompletionBody,
     EngineBusyError,
+    MessagesBody,
+    ResponsesBody,
     SchemaError,
     StreamOptions,
     TokenizeBody,
@@ -26,11 +31,13 @@ from kvrouter.mocker.bodies import (
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import Engine, EngineRequest
 from kvrouter.mocker.hashing import TokenIds
+from kvrouter.mocker.messages_reply import MessagesReply
 from kvrouter.mocker.publisher import PUB_HIGH_WATER_MARK
 from kvrouter.mocker.rank import Rank
 from kvrouter.mocker.replies import (
     DONE,
     ChatReply,
+    Choice,
     CompletionReply,
     Json,
     Reply,
@@ -39,7 +46,9 @@ from kvrouter.mocker.replies import (
     error_body,
     sse,
 )
+from kvrouter.mocker.responses_reply import ResponsesReply
 from kvrouter.mocker.text import Text
+from kvrouter.tokens.messages import Message
 from kvrouter.tokens.prompt import ChatPrompt, TextPrompt
 
 # A prompt of a million token ids is 7 MB of JSON.
@@ -48,7 +57,23 @@ MAX_BODY_BYTES = 64 << 20
 # The vLLM whose interface this is.
 VERSION = "0.32.0"
 
+# Its errors have another form.
+_ANTHROPIC = "/v1/messages"
+
+# Responses that `previous_response_id` may name; the oldest are dropped.
+MOST_RESPONSES = 1000
+
 _SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
+
+
+class UnknownResponseError(BadRequestError):
+    """`previous_response_id` names no response that is kept here."""
+
+    status = 404
+    type = "invalid_request_error"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"Response with id '{response_id}' not found.", param="previous_response_id")
 
 
 class Service:
@@ -61,6 +86,7 @@ class Service:
         self.started_at_s = time.time()
         self.rejections = 0
         self._numbers = itertools.count()
+        self._responses: dict[str, list[Message]] = {}
 
     # --- completions ---
 
@@ -71,39 +97,93 @@ class Service:
         if prompts is None:
             texts = text_prompts(body.prompt)
             prompts = await self.text.encode(TextPrompt(texts, add_special_tokens=body.add_special_tokens))
-        return await self._answer(http, body, prompts, CompletionReply, "cmpl")
+        return await self._answer(http, body, prompts, CompletionReply, "cmpl-")
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         body = await self._read(http, ChatBody)
         prompts = await self.text.encode(_chat_prompt(body))
-        return await self._answer(http, body, prompts, ChatReply, "chatcmpl")
+        return await self._answer(http, body, prompts, ChatReply, "chatcmpl-")
+
+    async def messages(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/messages."""
+        body = await self._read(http, MessagesBody)
+        prompts = await self._converted(messages.parse(await http.read()))
+        return await self._answer(http, body, prompts, MessagesReply, "chatcmpl-")
+
+    async def count_tokens(self, http: web.Request) -> web.Response:
+        """POST /v1/messages/count_tokens."""
+        (tokens,) = await self._converted(messages.parse(await http.read()))
+        return _json({"input_tokens": len(tokens)})
+
+    async def responses(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/responses."""
+        body = await self._read(http, ResponsesBody)
+        history = None
+        if body.previous_response_id is not None:
+            history = self._responses.get(body.previous_response_id)
+            if history is None:
+                raise UnknownResponseError(body.previous_response_id)
+        asked = responses.parse(await http.read(), history)
+        prompts = await self._converted(asked)
+        number = body.request_id or f"resp_{secrets.token_hex(16)}"
+
+        def keep(choice: Choice) -> None:
+            assert isinstance(asked.prompt, ChatPrompt)
+            said = {"role": "assistant", "content": "".join(choice.texts)}
+            # a call is not part of the history, as in vLLM
+            self._responses[number] = [*asked.prompt.messages, *([] if body.demanded_tool else [said])]
+            if len(self._responses) > MOST_RESPONSES:
+                del self._responses[next(iter(self._responses))]
+
+        kept = keep if body.store is not False else None
+        return await self._answer(http, body, prompts, ResponsesReply, "", answer_id=number, keep=kept)
+
+    async def _converted(self, asked: CompletionRequest) -> list[TokenIds]:
+        """The tokens of a body that was converted to a chat."""
+        if asked.prompt is None:
+            raise SchemaError("1 validation error:\n  the body cannot be converted to a chat")
+        return await self.text.encode(asked.prompt)
 
     async def _answer(
         self,
         http: web.Request,
-        body: CompletionBody | ChatBody,
+        body: Body,
         prompts: list[TokenIds],
         shape: type[Reply],
         prefix: str,
+        *,
+        answer_id: str = "",
+        keep: Callable[[Choice], None] | None = None,
     ) -> web.StreamResponse:
-        """Run the prompts on one rank and write the answer, streamed or whole."""
+        """Run the prompts on one rank and write the answer, streamed or whole.
+
+        `answer_id`; empty: made of `prefix` and the request's. `keep` gets the answer in the end.
+        """
         self._check_lengths(prompts, body.answer_tokens)
         rank = self._rank(http)
         reply = shape(
-            id=f"{prefix}-{http.headers.get('X-Request-Id') or secrets.token_hex(8)}",
+            id=answer_id or f"{prefix}{http.headers.get('X-Request-Id') or secrets.token_hex(8)}",
             model=body.model or self.config.model_name,
             created=int(time.time()),
             shows_token_ids=bool(body.return_token_ids),
+            options=body.stream_options or StreamOptions(),
+            tool=body.demanded_tool,
+            shows_logprobs=body.shows_logprobs,
+            answers=body.answers,
         )
-        if self._is_busy(len(prompts)):
+        if self._is_busy(len(prompts) * body.answers):
             return await self._answer_busy(http, streams=bool(body.stream))
-        requests = [self._request(body, prompt) for prompt in prompts]
+        requests = [self._request(body, prompt) for prompt in prompts for _ in range(body.answers)]
         with rank.serving(requests) as mailbox:
             run = Run(requests, mailbox, reply, self.text)
             if body.stream:
-                return await _write_stream(http, run.stream(body.stream_options or StreamOptions()))
-            return _json(await run.whole())
+                answer = await _write_stream(http, run.stream())
+            else:
+                answer = _json(await run.whole())
+            if keep is not None:
+                keep(run.choices[0])
+            return answer
 
     async def _read(self, http: web.Request, kind: type[BodyT]) -> BodyT:
         if http.content_type != "application/json":
@@ -124,7 +204,7 @@ class Service:
         for prompt in prompts:
             _check_prompt(len(prompt), limit)
 
-    def _request(self, body: CompletionBody | ChatBody, prompt: TokenIds) -> EngineRequest:
+    def _request(self, body: Body, prompt: TokenIds) -> EngineRequest:
         return EngineRequest(
             id=str(next(self._numbers)),  # clients may use the same X-Request-Id twice at once
             prompt=prompt,
@@ -158,7 +238,10 @@ class Service:
             raise EngineBusyError
         response = web.StreamResponse(headers=_SSE_HEADERS)
         await response.prepare(http)
-        await response.write_eof(sse(error_body(EngineBusyError())) + DONE)
+        if http.path.startswith(_ANTHROPIC):
+            await response.write_eof(messages.error_event(EngineBusyError()))
+        else:
+            await response.write_eof(sse(error_body(EngineBusyError())) + DONE)
         return response
 
     # --- the rest ---
@@ -226,6 +309,9 @@ class Service:
             [
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat_completions),
+                web.post("/v1/messages", self.messages),
+                web.post("/v1/messages/count_tokens", self.count_tokens),
+                web.post("/v1/responses", self.responses),
                 web.post("/tokenize", self.tokenize),
                 web.post("/reset_prefix_cache", self.reset_prefix_cache),
                 web.get("/v1/models", self.models),
@@ -245,6 +331,9 @@ async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except KvRouterError as error:
+        if request.path.startswith(_ANTHROPIC):
+            body = messages.error_body(error)
+            return web.Response(body=body, status=error.status, content_type="application/json")
         return _json(error_body(error), status=error.status)
     except web.HTTPException as error:
         return _json({"detail": error.reason}, status=error.status)

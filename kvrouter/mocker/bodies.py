@@ -1,7 +1,8 @@
 """Request bodies as vLLM reads them, and its errors for invalid ones.
 
 Unknown fields are ignored; a missing `model` means the base model. Sampling is not simulated, so temperature,
-logprobs, stop strings and the like are accepted and have no effect.
+stop strings and the like are accepted and have no effect, all answers to a prompt (`n`) are the same, and
+every logprob is 0. Tools are called if `tool_choice` demands it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from kvrouter.mocker.hashing import TokenIds, token_ids
 
 # `max_tokens` of /v1/completions in OpenAI's and vLLM's API.
 DEFAULT_COMPLETION_TOKENS = 16
+# `n` of one request.
+MOST_ANSWERS = 128
 
 
 class SchemaError(BadRequestError):
@@ -56,6 +59,30 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    logprobs: Any = None
+
+    @property
+    def answers(self) -> int:
+        """Choices for each prompt."""
+        return self.n or 1
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether the answer has the logprobs of its tokens. They are all 0: nothing is sampled."""
+        return self.logprobs not in (None, False)
+
+    @property
+    def demanded_tool(self) -> str | None:
+        """The name of the function that must be called: of `tool_choice`, or the first one."""
+        choice, tools = self.tool_choice, self.tools or [{}]
+        if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "any"):
+            choice = tools[0]
+        if not isinstance(choice, dict) or choice.get("type") in {"auto", "none"}:
+            return None
+        name = (choice.get("function") or choice).get("name")
+        return name if isinstance(name, str) else None
 
     @property
     def answer_tokens(self) -> int | None:
@@ -81,7 +108,6 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -91,6 +117,30 @@ class ChatBody(Body, frozen=True, kw_only=True):
     def answer_tokens(self) -> int | None:
         """The client's limit for the answer. The newer name has priority, as in vLLM."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class MessagesBody(Body, frozen=True, kw_only=True):
+    """/v1/messages. What its prompt is made of, kvrouter.frontend.bodies.messages reads."""
+
+    max_tokens: int
+
+
+class ResponsesBody(Body, frozen=True, kw_only=True):
+    """/v1/responses. What its prompt is made of, kvrouter.frontend.bodies.responses reads."""
+
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    request_id: str | None = None
+    store: bool | None = True
+    include: list[str] | None = None
+
+    @property
+    def answer_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +156,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-BodyT = TypeVar("BodyT", CompletionBody, ChatBody, TokenizeBody)
+BodyT = TypeVar("BodyT", CompletionBody, ChatBody, MessagesBody, ResponsesBody, TokenizeBody)
 
 
 def parse(kind: type[BodyT], raw: bytes) -> BodyT:
@@ -122,13 +172,13 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
     return body
 
 
-def _check(body: CompletionBody | ChatBody) -> None:
+def _check(body: Body) -> None:
     if body.stream_options is not None and not body.stream:
         raise SchemaError("Stream options can only be defined when `stream=True`.", param="stream_options")
     if body.cache_salt == "":
         raise SchemaError("cache_salt must be a non-empty string if provided", param="cache_salt")
-    if (body.n or 1) != 1:  # vLLM allows it; several answers would not change what is cached of the prompt
-        raise BadRequestError(f"n={body.n}: the mocker gives one answer to a prompt", param="n")
+    if not 1 <= body.answers <= MOST_ANSWERS:
+        raise BadRequestError(f"n must be between 1 and {MOST_ANSWERS}, got {body.n}.", param="n")
     limit = body.answer_tokens
     if limit is not None and limit < 1:
         raise BadRequestError(f"max_tokens must be at least 1, got {limit}.", param="max_tokens")

@@ -25,6 +25,9 @@ encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
 
+# Of every token: the mocker computes no probabilities.
+LOGPROB = 0.0
+
 
 def sse(data: Json) -> bytes:
     """One server-sent event."""
@@ -50,35 +53,76 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Reply(ABC):
-    """The fields that all parts of one answer share."""
+    """One answer in the shape of its API. The fields are those that all its parts share."""
 
     id: str
     model: str
     created: int
-    shows_token_ids: bool  # the client set `return_token_ids`
+    shows_token_ids: bool = False  # the client set `return_token_ids`
+    options: StreamOptions = StreamOptions()  # noqa: RUF009  it is frozen
+    tool: str | None = None
+    """The function that the client demands (`tool_choice`): it is called without arguments."""
+    shows_logprobs: bool = False
+    answers: int = 1
+    """Choices for each prompt (`n`)."""
 
     @abstractmethod
-    def opening(self, choice: Choice) -> Json | None:
-        """The chunk before the first token; completions have none."""
+    def start(self, choices: Sequence[Choice]) -> bytes:
+        """The events before the first token."""
 
     @abstractmethod
-    def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
-        """One token of a stream, already part of `choice`."""
+    def piece(self, index: int, choice: Choice, text: str, token: int | None) -> bytes:
+        """The events of one token of a stream, already part of `choice`."""
+
+    @abstractmethod
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        """The events after the last token."""
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice]) -> Json:
         """The answer to a request without `stream`."""
 
-    @abstractmethod
-    def usage_chunk(self, choices: Sequence[Choice]) -> Json:
-        """The chunk after the last token, if `stream_options.include_usage` is set."""
-
     def ids(self, tokens: Sequence[int]) -> list[int] | None:
         """Token ids, if the client asked for them."""
         return list(tokens) if self.shows_token_ids else None
 
+    def reason(self, choice: Choice) -> str | None:
+        """Why the choice ended: for a demanded call its end, unless it was cut off."""
+        return "tool_calls" if self.tool and choice.finish_reason == "stop" else choice.finish_reason
 
-class ChatReply(Reply):
+
+class ChunkReply(Reply):
+    """An answer whose events are chunks: usage comes on demand, and `[DONE]` last."""
+
+    @abstractmethod
+    def opening(self, index: int, choice: Choice) -> Json | None:
+        """The chunk before the first token; completions have none."""
+
+    @abstractmethod
+    def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
+        """The chunk of one token."""
+
+    @abstractmethod
+    def usage_chunk(self, choices: Sequence[Choice]) -> Json:
+        """The chunk after the last token, if `stream_options.include_usage` is set."""
+
+    def start(self, choices: Sequence[Choice]) -> bytes:
+        chunks = [(self.opening(index, choice), choice) for index, choice in enumerate(choices)]
+        return b"".join(sse(self._with_usage(chunk, one)) for chunk, one in chunks if chunk is not None)
+
+    def piece(self, index: int, choice: Choice, text: str, token: int | None) -> bytes:
+        return sse(self._with_usage(self.chunk(index, choice, text, token), choice))
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        return (sse(self.usage_chunk(choices)) if self.options.include_usage else b"") + DONE
+
+    def _with_usage(self, chunk: Json, choice: Choice) -> Json:
+        if self.options.continuous_usage_stats and self.options.include_usage:
+            chunk["usage"] = usage([choice])
+        return chunk
+
+
+class ChatReply(ChunkReply):
     """/v1/chat/completions."""
 
     def _chunk(self, choices: list[Json], **more: object) -> Json:
@@ -91,11 +135,16 @@ class ChatReply(Reply):
             **more,
         }
 
-    def opening(self, choice: Choice) -> Json:
-        """The role, with empty content."""
-        delta = {"role": "assistant", "content": ""}
+    def opening(self, index: int, choice: Choice) -> Json:
+        """The role, with empty content or the name of the function."""
+        delta: Json = {"role": "assistant", "content": ""}
+        if self.tool is not None:
+            called = {"name": self.tool, "arguments": ""}
+            delta["tool_calls"] = [
+                {"index": 0, "id": f"call_{self.id}", "type": "function", "function": called}
+            ]
         return self._chunk(
-            [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}],
+            [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
             prompt_token_ids=self.ids(choice.prompt),
         )
 
@@ -103,9 +152,9 @@ class ChatReply(Reply):
         """A content delta."""
         data: Json = {
             "index": index,
-            "delta": {"content": text},
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
+            "delta": {"content": text} if self.tool is None else self._call_delta(choice),
+            "logprobs": self._logprobs([text]),
+            "finish_reason": self.reason(choice),
         }
         if choice.finish_reason is not None:
             data["stop_reason"] = None
@@ -114,46 +163,60 @@ class ChatReply(Reply):
 
     def usage_chunk(self, choices: Sequence[Choice]) -> Json:
         """Usage and no choices."""
-        return self._chunk([], usage=usage(choices, cached_tokens=choices[0].cached_tokens))
+        cached = choices[0].cached_tokens
+        return self._chunk([], usage=usage(choices, cached_tokens=cached, answers=self.answers))
+
+    def _call_delta(self, choice: Choice) -> Json:
+        """The arguments come with the end of the answer."""
+        if choice.finish_reason is None:
+            return {}
+        return {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}
+
+    def _logprobs(self, texts: Sequence[str]) -> Json | None:
+        if not self.shows_logprobs:
+            return None
+        return {"content": [token_logprob(text) for text in texts]}
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """One message."""
-        (choice,) = choices
         return {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
             "model": self.model,
-            "choices": [self._whole_choice(choice)],
+            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
             "service_tier": None,
             "system_fingerprint": None,
-            "usage": full_usage(choices),
+            "usage": full_usage(choices, self.answers),
             "prompt_logprobs": None,
-            "prompt_token_ids": self.ids(choice.prompt),
+            "prompt_token_ids": self.ids(choices[0].prompt),
             "prompt_text": None,
             "kv_transfer_params": None,
         }
 
-    def _whole_choice(self, choice: Choice) -> Json:
+    def _whole_choice(self, index: int, choice: Choice) -> Json:
+        called = {"id": f"call_{self.id}", "type": "function"}
+        calls = [{**called, "function": {"name": self.tool, "arguments": "{}"}}] if self.tool else []
         return {
-            "index": 0,
+            "index": index,
             "message": {
                 "role": "assistant",
-                "content": "".join(choice.texts),
+                "content": None if calls else "".join(choice.texts),
+                **({"tool_calls": calls} if calls else {}),
                 "refusal": None,
                 "annotations": None,
                 "audio": None,
                 "function_call": None,
                 "reasoning": None,
             },
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
+            "logprobs": self._logprobs(choice.texts),
+            "finish_reason": self.reason(choice),
             "stop_reason": None,
             "token_ids": self.ids(choice.tokens),
         }
 
 
-class CompletionReply(Reply):
+class CompletionReply(ChunkReply):
     """/v1/completions."""
 
     def _head(self) -> Json:
@@ -164,7 +227,7 @@ class CompletionReply(Reply):
             "model": self.model,
         }
 
-    def opening(self, choice: Choice) -> None:
+    def opening(self, index: int, choice: Choice) -> None:
         return
 
     def chunk(self, index: int, choice: Choice, text: str, token: int | None) -> Json:
@@ -173,7 +236,7 @@ class CompletionReply(Reply):
         data = {
             "index": index,
             "text": text,
-            "logprobs": None,
+            "logprobs": self._logprobs([text]),
             "finish_reason": choice.finish_reason,
             "stop_reason": None,
             "prompt_token_ids": self.ids(choice.prompt) if is_first else None,
@@ -186,7 +249,17 @@ class CompletionReply(Reply):
         return {
             **self._head(),
             "choices": [],
-            "usage": usage(choices, cached_tokens=choices[0].cached_tokens),
+            "usage": usage(choices, cached_tokens=choices[0].cached_tokens, answers=self.answers),
+        }
+
+    def _logprobs(self, texts: Sequence[str]) -> Json | None:
+        if not self.shows_logprobs:
+            return None
+        return {
+            "text_offset": [sum(map(len, texts[:number])) for number in range(len(texts))],
+            "token_logprobs": [LOGPROB] * len(texts),
+            "tokens": list(texts),
+            "top_logprobs": [{text: LOGPROB} for text in texts],
         }
 
     def whole(self, choices: Sequence[Choice]) -> Json:
@@ -196,7 +269,7 @@ class CompletionReply(Reply):
             "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
             "service_tier": None,
             "system_fingerprint": None,
-            "usage": full_usage(choices),
+            "usage": full_usage(choices, self.answers),
             "kv_transfer_params": None,
         }
 
@@ -204,7 +277,7 @@ class CompletionReply(Reply):
         return {
             "index": index,
             "text": "".join(choice.texts),
-            "logprobs": None,
+            "logprobs": self._logprobs(choice.texts),
             "finish_reason": choice.finish_reason,
             "stop_reason": None,
             "token_ids": self.ids(choice.tokens),
@@ -213,9 +286,14 @@ class CompletionReply(Reply):
         }
 
 
-def usage(choices: Sequence[Choice], *, cached_tokens: int | None = None) -> Json:
-    """The UsageInfo of vLLM without null fields, over all prompts."""
-    prompt_tokens = sum(len(choice.prompt) for choice in choices)
+def token_logprob(text: str) -> Json:
+    """One token of an answer in a chat: the only one that was possible."""
+    return {"token": text, "logprob": LOGPROB, "bytes": list(text.encode()), "top_logprobs": []}
+
+
+def usage(choices: Sequence[Choice], *, cached_tokens: int | None = None, answers: int = 1) -> Json:
+    """The UsageInfo of vLLM without null fields, over all prompts. `answers`: choices for each prompt."""
+    prompt_tokens = sum(len(choice.prompt) for choice in choices[::answers])
     completion_tokens = sum(len(choice.tokens) for choice in choices)
     counts: Json = {
         "prompt_tokens": prompt_tokens,
@@ -227,9 +305,9 @@ def usage(choices: Sequence[Choice], *, cached_tokens: int | None = None) -> Jso
     return counts
 
 
-def full_usage(choices: Sequence[Choice]) -> Json:
+def full_usage(choices: Sequence[Choice], answers: int) -> Json:
     """The same in a whole answer; cached tokens are those of the last prompt, as in vLLM."""
-    counts = usage(choices, cached_tokens=choices[-1].cached_tokens)
+    counts = usage(choices, cached_tokens=choices[-1].cached_tokens, answers=answers)
     counts["prompt_tokens_details"] |= {"created_cache_tokens": None, "multimodal_tokens": None}
     return {**counts, "completion_tokens_details": None}
 
@@ -238,7 +316,7 @@ class Run:
     """One request at work: turns outputs of the engine into pieces of the answer."""
 
     def __init__(self, requests: Sequence[EngineRequest], mailbox: Mailbox, reply: Reply, text: Text) -> None:
-        self._choices = [Choice(request.prompt) for request in requests]
+        self.choices = [Choice(request.prompt) for request in requests]
         self._index = {request.id: index for index, request in enumerate(requests)}
         self._mailbox = mailbox
         self._reply = reply
@@ -249,20 +327,20 @@ class Run:
         async for outputs in self._outputs():
             for output in outputs:
                 self._add(output)
-        return self._reply.whole(self._choices)
+        return self._reply.whole(self.choices)
 
-    async def stream(self, options: StreamOptions) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events. Outputs of one engine step are one piece."""
         is_open = False
         async for outputs in self._outputs():
-            opening = b"" if is_open else self._opening(options)
+            opening = b"" if is_open else self._reply.start(self.choices)
             is_open = True
-            yield opening + b"".join([sse(self._chunk(output, options)) for output in outputs])
-        yield self._ending(options)
+            yield opening + b"".join([self._piece(output) for output in outputs])
+        yield self._reply.end(self.choices)
 
     async def _outputs(self) -> AsyncIterator[list[Output]]:
         """The outputs of each step, until every choice has ended."""
-        unfinished = len(self._choices)
+        unfinished = len(self.choices)
         while unfinished:
             outputs = await self._mailbox.take()
             unfinished -= sum(output.finish_reason is not None for output in outputs)
@@ -271,7 +349,7 @@ class Run:
     def _add(self, output: Output) -> tuple[int, str]:
         """Add an output to its choice; returns the choice's index and the text."""
         index = self._index[output.id]
-        choice = self._choices[index]
+        choice = self.choices[index]
         choice.finish_reason = output.finish_reason
         if output.token is None:
             return index, ""
@@ -280,23 +358,6 @@ class Run:
         choice.texts.append(self._text.of_token(output.token))
         return index, choice.texts[-1]
 
-    def _opening(self, options: StreamOptions) -> bytes:
-        chunk = self._reply.opening(self._choices[0])
-        if chunk is None:
-            return b""
-        return sse(self._with_usage(chunk, self._choices[0], options))
-
-    def _chunk(self, output: Output, options: StreamOptions) -> Json:
+    def _piece(self, output: Output) -> bytes:
         index, text = self._add(output)
-        choice = self._choices[index]
-        return self._with_usage(self._reply.chunk(index, choice, text, output.token), choice, options)
-
-    def _with_usage(self, chunk: Json, choice: Choice, options: StreamOptions) -> Json:
-        if options.continuous_usage_stats and options.include_usage:
-            chunk["usage"] = usage([choice])
-        return chunk
-
-    def _ending(self, options: StreamOptions) -> bytes:
-        if not options.include_usage:
-            return DONE
-        return sse(self._reply.usage_chunk(self._choices)) + DONE
+        return self._reply.piece(index, self.choices[index], text, output.token)

@@ -111,7 +111,7 @@ async def test_least_load(fleet_of: FleetOf) -> None:
     async with fleet_of("--router-mode", "kv", scripts=(OK, OK)) as fleet, fleet.connected() as client:
         for worker in fleet.workers:
             worker.script = busy
-        client.send({**EMBED, "stream": True}, path="/v1/responses")
+        client.send({**EMBED, "stream": True}, path="/v1/embeddings")
         await client.read_until(b"delta")
         (first,) = fleet.requests
         assert 1 == fleet.bookings()
@@ -232,7 +232,7 @@ async def test_named_error_event_first(fleet_of: FleetOf, case: str) -> None:
     good = says(SSE_HEAD, chunk(CREATED), chunk(DELTA) + LAST_CHUNK)
     scripts = in_turn(says(*REFUSALS[case]), good)
     async with fleet_of(scripts=(scripts, scripts)) as fleet:
-        response = await fleet.ask({**EMBED, "stream": True}, path="/v1/responses")
+        response = await fleet.ask({**EMBED, "stream": True}, path="/v1/embeddings")
 
         assert CREATED + DELTA == response.body
         assert 2 == len(fleet.requests)
@@ -248,7 +248,7 @@ async def test_named_events_come_at_once(fleet_of: FleetOf) -> None:
         await wire.send(chunk(DELTA) + LAST_CHUNK)
 
     async with fleet_of(scripts=(script,)) as fleet, fleet.connected() as client:
-        client.send({**EMBED, "stream": True}, path="/v1/responses")
+        client.send({**EMBED, "stream": True}, path="/v1/embeddings")
         await client.read_until(CREATED)
         asked.set()
         await client.read_until(LAST_CHUNK)
@@ -287,7 +287,7 @@ async def test_report_mode(fleet_of: FleetOf) -> None:
     asks = {"model": "m", "vllm_xargs": {"kv_cache_report_mode": "full", "a": 1}}
     body, content_type = form(model="m", file=json.dumps(asks).encode())
     async with fleet_of() as fleet:
-        await fleet.ask(asks, path="/v1/responses")
+        await fleet.ask(asks, path="/v1/embeddings")
         await fleet.ask(body, content_type, path="/v1/audio/transcriptions")
 
         assert {"a": 1} == fleet.workers[0].requests[0].json["vllm_xargs"]

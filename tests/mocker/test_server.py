@@ -143,7 +143,7 @@ async def test_text_needs_a_tokenizer(client: aiohttp.ClientSession) -> None:
             "BadRequestError",
             "cannot be greater than max_model_len=1024",
         ),
-        ({"prompt": PROMPT, "n": 2}, 400, "BadRequestError", "n=2"),
+        ({"prompt": PROMPT, "n": 129}, 400, "BadRequestError", "n must be between 1 and 128"),
         ({"prompt": []}, 400, "Bad Request", "prompt"),
         ({}, 400, "Bad Request", "prompt"),
         ({"prompt": PROMPT, "stream_options": {}}, 400, "Bad Request", "Stream options"),

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from kvrouter.core.tables.predictions import Usage
 from kvrouter.errors import KvRouterError
-from kvrouter.frontend.bodies import messages, openai
+from kvrouter.frontend.bodies import messages, openai, responses
 from kvrouter.relay.answer import Answer, error_headers
 from kvrouter.relay.engine_answers import find_usage
 
@@ -38,10 +38,12 @@ class Api(Struct, frozen=True):
 CHAT = Api(openai.parse_chat, is_native=True)
 COMPLETION = Api(openai.parse_completion, is_native=True)
 MESSAGES = Api(messages.parse, messages.error_body, messages.error_event, messages.find_usage, "messages")
+RESPONSES = Api(responses.parse, openai.error_body, responses.error_event, responses.find_usage, "responses")
 PASSED_ON = Api(None)
 
 BY_PATH = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
 }
