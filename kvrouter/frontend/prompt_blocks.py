@@ -1,6 +1,7 @@
 """From a client's prompt to the hashes that routing needs: by the best way that is possible now.
 
     model path   chat template and tokenizer of --model-path
+    card         the same, of the directory that workers' cards name (card_blocks.py)
     engines      /tokenize of a live worker (engine_blocks.py)
     text         hashes of the text: they match assumed blocks only
     load         none: an empty tuple
@@ -96,12 +97,18 @@ Seen = Callable[[Prompt, list[Encoded], Naming], None]
 """Called with every prompt that this process tokenized."""
 
 
+class EncoderOf(Protocol):
+    def of(self, pool: Pool) -> PromptEncoder:
+        """The encoder of a pool."""
+        ...
+
+
 class LocalBlocks:
     """With the tokenizer of a model directory."""
 
     name = "model path"
 
-    def __init__(self, encoders: Encoders, seen: Seen | None, known: PrefixHashes) -> None:
+    def __init__(self, encoders: EncoderOf, seen: Seen | None, known: PrefixHashes) -> None:
         self._encoders = encoders
         self._seen = seen
         self._known = known

@@ -75,6 +75,13 @@ class TokenOptions(Settings):
     cache_directory: Path | None = setting(
         None, "directory for downloaded files of a hub", name="tokenizer-cache-dir", metavar="DIR"
     )
+    root: Path | None = setting(
+        None,
+        "use the model directory or cached hub id that workers' cards name, if it is below this directory "
+        "and has the ids of an engine's /tokenize",
+        name="tokenizer-root",
+        metavar="DIR",
+    )
     chat_template: Path | None = setting(
         None, "replaces the model's chat template; give the engines the same"
     )

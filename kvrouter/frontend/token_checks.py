@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
 from kvrouter.errors import BadRequestError
-from kvrouter.frontend.prompt_blocks import Encoders, Naming, kind_of
+from kvrouter.frontend.prompt_blocks import EncoderOf, Naming, kind_of
 from kvrouter.telemetry.metrics import Sample
 from kvrouter.tokens.id_comparison import PROBES, Difference, find_difference
 from kvrouter.tokens.prefix_tokens import Encoded
@@ -78,11 +78,19 @@ class PoolCheck:
 class TokenChecks:
     """Compares, one pool after the other, in the task `run`."""
 
-    def __init__(self, replica: Replica, encoders: Encoders, engines: EngineTokenizer) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        encoders: EncoderOf,
+        engines: EngineTokenizer,
+        dropped: Callable[[Pool, str], bool] = lambda *_: False,
+    ) -> None:
+        """`dropped` is called with each difference; returns whether the tokenizer is not used any more."""
         self.pools: dict[PoolId, PoolCheck] = {}
         self._replica = replica
         self._encoders = encoders
         self._engines = engines
+        self._dropped = dropped
 
     def seen(self, prompt: Prompt, encoded: list[Encoded], naming: Naming) -> None:
         """Called for every prompt that was tokenized here. Keeps one in a thousand for `run`."""
@@ -168,6 +176,8 @@ class TokenChecks:
         check.state, check.prompt, check.difference = "differs", prompt, found
         if is_news:
             _log_difference(pool, check, found)
+        if self._dropped(pool, check.compared().difference):
+            del self.pools[pool.id]
         return False
 
     def view(self) -> dict[str, Any]:

@@ -7,13 +7,17 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
 
 from kvrouter.core.audit.problems import NOT_COMPARED, TokenComparison
+from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
+from kvrouter.frontend.card_blocks import CardBlocks, CardTokenizers
 from kvrouter.frontend.engine_blocks import EngineBlocks
 from kvrouter.frontend.prompt_blocks import Encoders, LocalBlocks, PromptWays, TextBlocks, Way
 from kvrouter.frontend.settings import TokenOptions
@@ -111,20 +115,28 @@ async def open_tokens(
 ) -> AsyncIterator[Tokens]:
     """Read the models, if any are given. `tls`: which engines are trusted. Raises ConfigError."""
     async with contextlib.AsyncExitStack() as stack:
+        now = asyncio.get_running_loop().time
         cache = options.prefix_cache or CacheSettings()
         hashes_bytes = cache.max_bytes // _HASHES_SHARE
         store = PrefixStore(max_parts=cache.max_parts, max_bytes=cache.max_bytes - hashes_bytes)
         hashes = PrefixHashes(most=cache.max_parts // _HASHES_SHARE, max_bytes=hashes_bytes)
         encoders = stack.enter_context(_load(options, store))
         engines = await stack.enter_async_context(EngineTokenizer.open(options.engine_api_key, tls))
+        root = options.root if options.way == "auto" else None
+        cards = CardTokenizers(
+            root, partial(_read, options, store), engines, now, hub_cache=options.cache_directory
+        )
+        stack.callback(cards.close)
         checks = None
         # Without a tokenizer there is nothing to compare: prompts of token ids are the client's.
-        if options.compare and any(each.can_encode_text for each in encoders.all().values()):
-            checks = TokenChecks(replica, encoders, engines)
-        local = LocalBlocks(encoders, checks.seen if checks else None, hashes)
-        by_engines = EngineBlocks(engines, asyncio.get_running_loop().time)
+        has_own = any(each.can_encode_text for each in encoders.all().values())
+        if options.compare and (has_own or root is not None):
+            checks = TokenChecks(replica, _Local(encoders, cards), engines, cards.differs)
+        seen = checks.seen if checks else None
+        by_engines = EngineBlocks(engines, now)
+        local, by_card = LocalBlocks(encoders, seen, hashes), CardBlocks(cards, seen, hashes)
         ways: dict[str, list[Way]] = {
-            "auto": [local, by_engines, TextBlocks()],
+            "auto": [local, by_card, by_engines, TextBlocks()],
             "local": [local],
             "remote": [by_engines, TextBlocks()],
             "none": [TextBlocks()],
@@ -136,23 +148,43 @@ async def open_tokens(
             )
         blocks = PromptWays(ways[options.way])
         asks = by_engines if by_engines in blocks.ways else None
-        reports = WayReports(replica, blocks, asks, is_auto=asks is not None)
+        reports = WayReports(replica, blocks, asks, cards, is_auto=asks is not None)
         tokens = Tokens(options.way, encoders, store, hashes, blocks, reports, asks, checks, engines)
         tokens.log_what_is_off()
         yield tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """The encoder that serves a pool in this process."""
+
+    given: Encoders
+    cards: CardTokenizers
+
+    def of(self, pool: Pool) -> PromptEncoder:
+        given = self.given.of(pool)
+        return given if given.can_encode_text else self.cards.of(pool)
+
+
+def _read(
+    options: TokenOptions, store: PrefixStore, directory: Path, chat_template: Path | None = None
+) -> PromptEncoder:
+    """Raises ConfigError."""
+    return PromptEncoder.load(
+        directory,
+        threads=options.threads,
+        cache=options.prefix_cache,
+        store=store,
+        chat_template=chat_template,
+    )
 
 
 def _load(options: TokenOptions, store: PrefixStore) -> contextlib.AbstractContextManager[Encoders]:
     def read(path: str | None) -> PromptEncoder:
         if path is None:
             return PromptEncoder.load(None)
-        return PromptEncoder.load(
-            model_directory(path, options.cache_directory),
-            threads=options.threads,
-            cache=options.prefix_cache,
-            store=store,
-            chat_template=options.chat_template if path == options.model_path else None,
-        )
+        chat_template = options.chat_template if path == options.model_path else None
+        return _read(options, store, model_directory(path, options.cache_directory), chat_template)
 
     return Encoders.load(read, options.model_path, options.model_paths)
 

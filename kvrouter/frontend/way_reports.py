@@ -2,7 +2,8 @@
 
 PromptWays.serving ──> the log when it changes, /ready, /workers, one metric
 
-The task `run` also has engines probed that rest, so a better way is used as soon as it is possible.
+The task `run` also has engines probed that rest, and tokenizers loaded that cards name, so a better way is
+used as soon as it is possible.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import structlog
 from kvrouter.core.fleet.pool import Pool
 from kvrouter.core.fleet.replica import Replica
 from kvrouter.core.wire.ids import PoolId
+from kvrouter.frontend.card_blocks import CardTokenizers
 from kvrouter.frontend.engine_blocks import EngineBlocks
-from kvrouter.frontend.prompt_blocks import KINDS, LOAD, Kind, PromptWays, Serving, TextBlocks
+from kvrouter.frontend.prompt_blocks import KINDS, LOAD, Kind, LocalBlocks, PromptWays, Serving, TextBlocks
 from kvrouter.telemetry.metrics import Sample
 
 log = structlog.get_logger()
@@ -32,12 +34,19 @@ _EFFECTS = {
 
 class WayReports:
     def __init__(
-        self, replica: Replica, ways: PromptWays, engines: EngineBlocks | None, *, is_auto: bool
+        self,
+        replica: Replica,
+        ways: PromptWays,
+        engines: EngineBlocks | None,
+        cards: CardTokenizers,
+        *,
+        is_auto: bool,
     ) -> None:
         """`is_auto`: whether ways without tokens are a fallback, and not what the operator asked for."""
         self._replica = replica
         self._ways = ways
         self._engines = engines
+        self._cards = cards
         self._is_auto = is_auto
         self._logged: dict[tuple[PoolId, Kind], str] = {}
 
@@ -49,6 +58,11 @@ class WayReports:
                 self._engines.keep([pool.id for pool in pools])
                 for pool in pools:
                     await self._engines.look(pool)
+            self._cards.keep([pool.id for pool in pools])
+            for pool in pools:
+                # one that was given serves before the card's: nothing to load
+                if self._ways.serving(pool, "text").way != LocalBlocks.name:
+                    await self._cards.look(pool)
             self._log_changes()
             await asyncio.sleep(LOOK_EVERY_S)
 

@@ -1,6 +1,7 @@
 """The tokenizer of each model: from the command line, else the directory that an engine reports.
 
-engines report ──> learn ──> flags, when the frontends start ──> later directories are not used, but reported
+--tokenizer auto    the frontends find the directory on the card, and compare its ids with the engine's
+--tokenizer local   engines report ──> learn ──> flags, when the frontends start; later ones are reported
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class Tokenizers:
 
     def flags(self) -> list[str]:
         """Flags of the frontends in addition to those of the command line."""
-        takes_more = self._options.way in {"auto", "local"} and self._options.model_path is None
+        if self._options.way == "auto":
+            # the engines are those of the command line, so a directory that they name may be read
+            return [] if self._options.root is not None else [f"--tokenizer-root={Path('/')}"]
+        takes_more = self._options.way == "local" and self._options.model_path is None
         named = self._options.model_paths
         more = {model: path for model, path in self._found.items() if takes_more and model not in named}
         self._given = more
@@ -69,7 +73,7 @@ class Tokenizers:
         if path is not None:
             return TokenizerReport(str(path))
         if self._options.way == "auto":
-            return TokenizerReport(_ELSEWHERE["auto"])
+            return TokenizerReport(str(tokenizer_of(facts) or _ELSEWHERE["auto"]))
         if model in self._found:
             return TokenizerReport("none", NOT_IN_USE.format(model=model, path=self._found[model]))
         return TokenizerReport("none", NO_TOKENIZER.format(where=_where(facts), model=model))
@@ -77,6 +81,8 @@ class Tokenizers:
     def _path(self, model: str, names: Sequence[str]) -> Path | str | None:
         """The path for any of the model's names, else the default, as the frontends look it up."""
         known: Mapping[str, Path | str] = self._found if self._given is None else self._given
+        if self._options.way == "auto":
+            known = {}
         for name, path in (*self._options.model_paths.items(), *known.items()):
             if name == model or name in names:
                 return path

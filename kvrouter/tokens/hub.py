@@ -20,6 +20,21 @@ _FILES = [
 ]
 
 
+def cached_directory(name: str, cache_directory: Path | None = None) -> Path | None:
+    """The directory of a repository that was downloaded before; None without one. Uses no network."""
+    if not _REPOSITORY.fullmatch(name):
+        return None
+    try:
+        import huggingface_hub
+
+        found = huggingface_hub.snapshot_download(
+            name, allow_patterns=_FILES, cache_dir=cache_directory, local_files_only=True
+        )
+    except Exception:  # ImportError, the library's own errors, and OSError: it is not there
+        return None
+    return Path(found)
+
+
 def model_directory(model_path: str, cache_directory: Path | None = None) -> Path:
     """The directory; a repository (`org/name`) is downloaded first.
 

@@ -169,6 +169,11 @@ class PromptEncoder:
             chat_template_kwargs=prompt.chat_template_kwargs,
         )
 
+    def retire(self) -> None:
+        """Take no new prompts (RuntimeError); those that were taken are encoded."""
+        if self._tokenizer is not None:
+            self._tokenizer.retire()
+
     def __enter__(self) -> Self:
         return self
 

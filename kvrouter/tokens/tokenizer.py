@@ -160,6 +160,10 @@ class Tokenizer:
         """Number of token ids, the special ones included."""
         return self._tokenizer.get_vocab_size()
 
+    def retire(self) -> None:
+        """Take no new jobs; queued ones end, since a cancelled one would look like a client that left."""
+        self._threads.shutdown(wait=False)
+
     def __enter__(self) -> Self:
         return self
 

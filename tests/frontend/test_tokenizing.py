@@ -284,6 +284,68 @@ async def test_slow_engine(fleet_of: FleetOf, monkeypatch: pytest.MonkeyPatch) -
         gate.set()
 
 
+def with_root(root: Path) -> tuple[str, ...]:
+    return ("--tokenizer", "auto", "--router-mode", "kv", "--tokenizer-root", str(root))
+
+
+async def test_card(fleet_of: FleetOf, model: Path, soon: None) -> None:
+    """A directory that a card names serves once its ids are found to be the engine's."""
+    script = engine(model)
+    async with fleet_of(*with_root(model.parent), scripts=(script,), tokenizer=str(model)) as fleet:
+        await until(lambda: logged_ways(fleet)[-2:] == ["card", "card"], "the card's tokenizer serves")
+        before = len(asked(fleet, b"/tokenize"))
+        first, again = [await fleet.ask(CHAT, path="/v1/chat/completions") for _ in range(2)]
+
+        assert {200} == {first.status, again.status}
+        assert before == len(asked(fleet, b"/tokenize"))
+        assert {"chat": "card", "text": "card"} == await ways(fleet)
+
+
+async def test_card_outside_the_root(fleet_of: FleetOf, model: Path, tmp_path: Path, soon: None) -> None:
+    """A directory elsewhere is not read, also behind a link below the root."""
+    (tmp_path / "link").symlink_to(model)
+    link = str(tmp_path / "link")
+    async with fleet_of(*with_root(tmp_path), scripts=(engine(model),), tokenizer=link) as fleet:
+        await until(lambda: "card" in str(fleet.logged("tokenizer.way")), "it was tried")
+        found = (await view(fleet))["ways"][POOL]["chat"]
+
+        assert "engines" == found["way"]
+        assert "is not below --tokenizer-root" in found["why_not"]["card"]
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+async def test_card_with_other_ids(fleet_of: FleetOf, model: Path, soon: None, kind: str) -> None:
+    """A tokenizer with other ids than the engine's is not used for such prompts, and no alarm is raised."""
+    script = engine(model, change=lambda ids: [9, *ids] if (ids[0] == 1) == (kind == "chat") else ids)
+    async with fleet_of(*with_root(model.parent), scripts=(script,), tokenizer=str(model)) as fleet:
+        while f"the ids of a probe {kind} are not" not in str(
+            (found := (await view(fleet))["ways"][POOL])["chat"]["why_not"]
+        ):
+            pass
+
+        assert "engines" == found["chat"]["way"]
+        assert ("card" if kind == "chat" else "engines") == found["text"]["way"]
+        assert not fleet.logged("tokens.differ")
+
+
+async def test_card_that_differs_later(fleet_of: FleetOf, model: Path, soon: None, often: None) -> None:
+    """If a later comparison finds other ids, the engine tokenizes from then on."""
+    script = engine(model, change=lambda ids: [9, *ids] if len(ids) > 100 else ids)
+    async with fleet_of(*with_root(model.parent), scripts=(script,), tokenizer=str(model)) as fleet:
+        await until(lambda: logged_ways(fleet)[-2:] == ["card", "card"], "the card's tokenizer serves")
+        while logged_ways(fleet)[-1] == "card":
+            assert 200 == (await fleet.ask(COMPLETION)).status
+
+        found = (await view(fleet))["ways"][POOL]["text"]
+        assert "engines" == found["way"]
+        assert "token ids of texts differ" in found["why_not"]["card"]
+        assert 1 == len(fleet.logged("tokens.differ"))
+
+
+def logged_ways(fleet: Fleet) -> list[str]:
+    return [line["way"] for line in fleet.logged("tokenizer.way")]
+
+
 async def test_peers_learn_texts(fleet_of: FleetOf, soon: None) -> None:
     """What one replica sent where counts at the other one, next to an index of KV events."""
     flags = ("--tokenizer", "auto", "--router-mode", "kv", "--router-replica-sync")

@@ -141,7 +141,7 @@ async def test_engine_that_comes_later(
 async def test_engine_with_another_model(
     nats_url: str, model_path: Path, http: aiohttp.ClientSession, free_port: Callable[[], int]
 ) -> None:
-    """An engine returns with another model: it tokenizes its prompts itself."""
+    """An engine returns with another model: the frontends use the tokenizer on its card."""
     port, engine_port = free_port(), free_port()
     flags = [f"--engine=http://127.0.0.1:{engine_port}", f"--port={port}", f"--nats={nats_url}"]
     config = MockerConfig(engine=FAST.engine, model_name="tiny", model_path=model_path, port=engine_port)
@@ -152,12 +152,12 @@ async def test_engine_with_another_model(
         await served.until_said(r"engine\.down")
         async with running_mocker(replace(config, model_name="other")):
             await served.until_said(r"model       other")
-            await served.until_said(r"tokenizer   the engine's own /tokenize")
+            await served.until_said(r"tokenizer\.way .*pool=other-\S+ prompt=text way=card")
 
             assert 0 == await served.end()
 
-    assert f"--model-path=tiny={model_path}" in frontend
-    assert served.text().count(f"tokenizer   {model_path}") == 1
+    assert "--tokenizer-root=/" in frontend
+    assert served.text().count(f"tokenizer   {model_path}") == 2
 
 
 async def test_no_events(nats_url: str, http: aiohttp.ClientSession, free_port: Callable[[], int]) -> None:

@@ -82,7 +82,7 @@ def test_some_named_by_hand(directories: dict[str, Path]) -> None:
 def test_default_by_hand(directories: dict[str, Path]) -> None:
     """A path given without a name is used for all models."""
     one = engine("one", directories["one"])
-    tokenizers = learnt(TokenOptions((("", "/by/hand"),)), one)
+    tokenizers = learnt(TokenOptions((("", "/by/hand"),), way="local"), one)
 
     assert [] == tokenizers.flags()
     assert ("/by/hand", "") == (tokenizers.of(AGENT, one).text, tokenizers.of(AGENT, one).lack)
@@ -91,7 +91,7 @@ def test_default_by_hand(directories: dict[str, Path]) -> None:
 def test_two_engines_of_a_model(directories: dict[str, Path]) -> None:
     """The first directory stays, also if a later engine reports a missing or another one."""
     here, far = engine("one", directories["one"]), engine("one", "/not/here")
-    tokenizers = learnt(TokenOptions(), here, far, engine("one", directories["three"]))
+    tokenizers = learnt(TokenOptions(way="local"), here, far, engine("one", directories["three"]))
 
     assert [f"--model-path=one={directories['one']}"] == tokenizers.flags()
     assert (str(directories["one"]), "") == (
@@ -101,21 +101,22 @@ def test_two_engines_of_a_model(directories: dict[str, Path]) -> None:
 
 def test_pool_named_by_hand(directories: dict[str, Path]) -> None:
     """`model=` replaces the engine's model name."""
-    agent, tokenizers = replace(AGENT, model="pool"), Tokenizers(TokenOptions())
+    agent, tokenizers = replace(AGENT, model="pool"), Tokenizers(TokenOptions(way="local"))
     tokenizers.learn(agent, engine("one", directories["one"]))
 
     assert [f"--model-path=pool={directories['one']}"] == tokenizers.flags()
 
 
-def test_the_engine_itself(directories: dict[str, Path]) -> None:
-    """Without a directory the engine tokenizes, so nothing is missing."""
+def test_found_by_the_frontends(directories: dict[str, Path]) -> None:
+    """The frontends may read what cards name, also later; without a directory the engine tokenizes."""
     tokenizers = learnt(TokenOptions(), engine("one", directories["one"]))
-    tokenizers.flags()
 
-    for facts in (engine("far", "O/R"), engine("late", directories["two"])):
-        tokenizers.learn(AGENT, facts)
-        found = tokenizers.of(AGENT, facts)
-        assert ("the engine's own /tokenize", "") == (found.text, found.lack)
+    assert ["--tokenizer-root=/"] == tokenizers.flags()
+    late = tokenizers.of(AGENT, engine("late", directories["two"]))
+    assert (str(directories["two"]), "") == (late.text, late.lack)
+    far = tokenizers.of(AGENT, engine("far", "O/R"))
+    assert ("the engine's own /tokenize", "") == (far.text, far.lack)
+    assert [] == learnt(TokenOptions(root=directories["one"])).flags()
 
 
 @pytest.mark.parametrize(("way", "shown"), [("remote", "/tokenize"), ("none", "routed by text")])

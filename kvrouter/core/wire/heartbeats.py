@@ -71,6 +71,8 @@ class Card(Struct, frozen=True, kw_only=True):
     prefix_caching: bool | None = None
     # start of the engine's process; 0: not reported. Another start is another, empty cache
     engine_started_at_us: Number = 0
+    # the directory or hub id of the engine's model, as the engine names it
+    tokenizer: Line = ""
 
     def names(self) -> tuple[str, ...]:
         """Every model name that a client may use for this worker."""
