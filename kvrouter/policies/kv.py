@@ -97,13 +97,8 @@ class Kv(BuiltInPolicy):
         wanted = moment.tables.shares.share(block) * len(candidates) if block is not None else 0.0
         if wanted <= 1:
             return None
-        overlap = candidates.overlap_blocks()
-        deepest = max(overlap)
-        others = [i for i, blocks in enumerate(overlap) if blocks < deepest]
-        if not others or len(overlap) - len(others) >= wanted:
-            return None
-        # without gamma: the work delays others once, and is saved with every later request
-        return others[lowest([costs.wait_s[i] + costs.own_s[i] for i in others], moment.random())]
+        ties = candidates.next_copies(costs, wanted)
+        return ties[int(moment.random() * len(ties))] if ties else None
 
     def _seconds(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Costs:
         return candidates.costs_in_seconds(moment.now, moment.speed.seconds_per_token, moment.arrivals_per_s)

@@ -34,3 +34,10 @@ def cost_s(
     began_at: array[float],
     own_tokens: array[int],
 ) -> tuple[list[float], array[float], array[float], float]: ...
+def next_copies(
+    overlap_blocks: array[int],
+    wait_s: array[float],
+    own_s: array[float],
+    most_holders: float,
+    equal_within: float,
+) -> list[int]: ...

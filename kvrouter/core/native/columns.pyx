@@ -223,3 +223,34 @@ def cost_s(
         Py_INCREF(value)
         PyList_SET_ITEM(found, i, value)
     return found, wait_s, own_s, gamma
+
+
+def next_copies(
+    array.array overlap_blocks, array.array wait_s, array.array own_s, double most_holders, double equal_within
+):
+    """See core/routing/prefill_times.py."""
+    cdef Py_ssize_t i, count = len(overlap_blocks), holders = 0
+    cdef int64_t *overlap = column(overlap_blocks, count)
+    cdef double *waits = seconds_column(wait_s, count)
+    cdef double *owns = seconds_column(own_s, count)
+    cdef int64_t deepest = 0
+    cdef double least = 0, seconds
+    cdef bint has_any = False
+    cdef list ties = []
+    for i in range(count):
+        deepest = max(deepest, overlap[i])
+    for i in range(count):
+        if overlap[i] == deepest:
+            holders += 1
+            continue
+        seconds = waits[i] + owns[i]
+        if not has_any or seconds < least:
+            least = seconds
+            has_any = True
+    if not has_any or holders >= most_holders:
+        return ties
+    for i in range(count):
+        seconds = waits[i] + owns[i]
+        if overlap[i] < deepest and seconds - least <= equal_within * max(fabs(seconds), fabs(least)):
+            ties.append(i)
+    return ties

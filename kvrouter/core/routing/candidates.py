@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from kvrouter.core.native import versions
 from kvrouter.core.routing.cost import Prompt, find_overlap, uncached_tokens
 from kvrouter.core.routing.policy import Candidate, RouteRequest
-from kvrouter.core.routing.prefill_times import Costs, cost_s, per_token_s
+from kvrouter.core.routing.prefill_times import Costs, cost_s, next_copies, per_token_s
 from kvrouter.core.routing.worker import Worker
 from kvrouter.core.tables.block_index import BlockIndex
 from kvrouter.core.tables.bookings import BookingTable
@@ -246,6 +246,13 @@ class Candidates(Sequence[Candidate]):
         place = self._roster.places[target]
         index = place if self._has_all_places() else list(self._places).index(place)
         return costs.wait_s[index] + costs.own_s[index], min(map(add, costs.wait_s, costs.own_s))
+
+    def next_copies(self, costs: Costs, most_holders: float) -> list[int]:
+        """Where one more copy of the deepest cached block is worth most (core/routing/prefill_times.py)."""
+        overlap = self._columns.overlap_blocks
+        if not self._has_all_places():
+            overlap = self._picked(overlap)
+        return next_copies(overlap, costs.wait_s, costs.own_s, most_holders)
 
     def in_time(self, now: float, speed: Speed) -> list[Candidate]:
         """The candidates with the prefill that is left on each, for custom policies."""

@@ -5,18 +5,19 @@
 
     cost_s = wait_s + own_s * (1 + gamma)
 
-The derivation is in docs/concepts/decide.md. The C version is `cost_s` of core/native/columns.pyx.
+The derivation is in docs/concepts/decide.md. The C versions are in core/native/columns.pyx.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Sequence
 from statistics import median_low
 
 from msgspec import Struct
 
 from kvrouter.core.native import versions
+from kvrouter.core.routing.cost import EQUAL_WITHIN
 from kvrouter.core.tables.prefill_speeds import CONTEXT_SLOPE
 
 # A head that should have ended just now still takes its last step.
@@ -29,8 +30,8 @@ class Costs(Struct, frozen=True):
     """What a request would take on each target, in seconds. `gamma`: the price of congestion."""
 
     cost_s: list[float]
-    wait_s: Sequence[float]
-    own_s: Sequence[float]
+    wait_s: array[float]
+    own_s: array[float]
     gamma: float
 
 
@@ -61,12 +62,11 @@ def cost_s(  # noqa: PLR0917  # on the hot path: keywords cost
     """The columns are those of `Candidates`; there is at least one target."""
     native = versions.chosen.columns
     if native is not None:
-        limits = CONTEXT_SLOPE, LEAST_LEFT, MOST_GAMMA
-        return Costs(
-            *native.cost_s(
-                now, seconds_per_token, arrivals_per_s, *limits, charged, heads, context, began, own
-            )
-        )
+        found = native.cost_s(
+            now, seconds_per_token, arrivals_per_s, CONTEXT_SLOPE, LEAST_LEFT, MOST_GAMMA,
+            charged, heads, context, began, own,
+        )  # fmt: skip
+        return Costs(*found)
     waits, owns = array("d"), array("d")
     for i, charged_tokens in enumerate(charged):
         per_token = per_token_s(seconds_per_token, context[i])
@@ -80,3 +80,23 @@ def cost_s(  # noqa: PLR0917  # on the hot path: keywords cost
     gamma = min(MOST_GAMMA, arrivals_per_s / len(waits) * median_low(waits))
     costs = [wait + seconds * (1 + gamma) for wait, seconds in zip(waits, owns, strict=True)]
     return Costs(costs, waits, owns, gamma)
+
+
+def next_copies(
+    overlap: array[int], wait_s: array[float], own_s: array[float], most_holders: float
+) -> list[int]:
+    """Of the targets that hold less than the deepest: those where `wait_s + own_s` is least.
+
+    None if `most_holders` targets or more hold the deepest. Without gamma: the work delays others once, and
+    is saved with every later request.
+    """
+    native = versions.chosen.columns
+    if native is not None:
+        found: list[int] = native.next_copies(overlap, wait_s, own_s, most_holders, EQUAL_WITHIN)
+        return found
+    deepest = max(overlap)
+    seconds = {i: wait_s[i] + own_s[i] for i, blocks in enumerate(overlap) if blocks < deepest}
+    if not seconds or len(overlap) - len(seconds) >= most_holders:
+        return []
+    least = min(seconds.values())
+    return [i for i, value in seconds.items() if math.isclose(value, least, rel_tol=EQUAL_WITHIN)]

@@ -348,13 +348,15 @@ class BookingTable:
 
     def lined_up(self) -> tuple[array[int], array[int], array[int]]:
         """Charged tokens, active blocks and requests of the targets of `line_up`, as copies."""
-        self._update_columns()
+        if self._outdated:
+            self._update_columns()
         charged, blocks, requests = self._columns
         return charged[:], blocks[:], requests[:]
 
     def prefills_lined_up(self) -> tuple[array[int], array[int], array[float]]:
         """Copies of: tokens of the first unfinished prefill, tokens of decoding sequences, when it began."""
-        self._update_columns()
+        if self._outdated:
+            self._update_columns()
         heads, context, began = self._prefills
         return heads[:], context[:], began[:]
 

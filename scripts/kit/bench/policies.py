@@ -1,8 +1,10 @@
-"""CPU microseconds of a decision: each mode, 8 to 512 targets, a 562-block prompt.
+"""CPU microseconds of a decision: each mode, 8 to 512 targets, a 562-block prompt (--blocks).
 
 In this process: the pool's tables, the candidates, the filters and the policy, as called by the request
 path, without booking. `candidates` is the part shared by all modes; a mode's own part is the difference.
-`text` is the prompt's 36,000 characters, for the mode that uses them.
+`text` is the prompt's 36,000 characters, for the mode that uses them. `kv:auto, hot` is the
+longest way through `kv:auto`: the prompt's deepest cached block is that of many requests, and one target
+has it, so a place for a copy is searched each time.
 """
 
 from __future__ import annotations
@@ -42,8 +44,10 @@ CHARACTERS = 36_000
 POOL = PoolId("bench")
 ACTIVE_REQUESTS = 4
 GROUPS = 4
+HOT_REQUESTS = 200
+HOT = "kv:auto, hot"
 # `kv` with both kinds of weight.
-MODES = ["kv:1", "kv:auto", *(mode for mode in POLICIES if mode != "kv")]
+MODES = ["kv:1", "kv:auto", HOT, *(mode for mode in POLICIES if mode != "kv")]
 KNOWN = Speed(samples=100)
 
 
@@ -52,6 +56,7 @@ class Options:
     """The command line."""
 
     targets: Sequence[int]
+    blocks: int
     modes: Sequence[str]
     runs: int
     seconds: float
@@ -74,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     figures = [figure for count in options.targets for figure in measure(count, options)]
     console = Console()
-    console.print(table(figures, options.targets))
-    about = machine() | {"blocks": BLOCKS, "runs": options.runs, "seconds": options.seconds}
+    console.print(table(figures, options))
+    about = machine() | {"blocks": options.blocks, "runs": options.runs, "seconds": options.seconds}
     console.print(json.dumps(about), soft_wrap=True, highlight=False)
     if options.json is not None:
         rows = [
@@ -95,13 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(count: int, options: Options) -> list[Figure]:
     """Every mode with this number of targets, the shared part first."""
     rng = random.Random(count)
-    chain = [rng.getrandbits(64) for _ in range(BLOCKS)]
+    chain = [rng.getrandbits(64) for _ in range(options.blocks)]
     pool = new_pool(count, chain, rng)
     asked = new_request(pool, chain)
     figures = [figure("candidates", count, lambda: pool.candidates(asked), options)]
     for mode in options.modes:
-        selection = Selection(policy_of(mode, PolicySettings()), new_filters(FilterSettings()))
+        policy = policy_of("kv:auto" if mode == HOT else mode, PolicySettings())
+        selection = Selection(policy, new_filters(FilterSettings()))
         tables = new_tables(pool, asked, rng)
+        for _ in range(HOT_REQUESTS if mode == HOT else 0):
+            tables.shares.count(pool.candidates(asked).deepest_block(asked))
         act = partial(decide, selection, pool, shown(asked, selection), tables, rng)
         figures.append(figure(mode, count, act, options))
     return figures
@@ -141,7 +149,7 @@ def new_pool(count: int, chain: Sequence[int], rng: random.Random) -> Pool:
         load = RankBeat(0, 1, 0, running=rng.randrange(8), waiting=rng.randrange(8), kv_usage=rng.random())
         pool.update(worker_id, WorkerBeat(VERSION, 1, "up", str(POOL), [load], 1, card))
         target = Target(worker_id)
-        pool.index.store(target, chain[: rng.randrange(BLOCKS)])
+        pool.index.store(target, chain[: rng.randrange(len(chain))])
         for place in range(rng.randrange(1, ACTIVE_REQUESTS)):
             hashes = [rng.getrandbits(64) for _ in range(20)]
             key = BookingKey(RouterId("peer"), number * ACTIVE_REQUESTS + place)
@@ -153,7 +161,7 @@ def new_request(pool: Pool, chain: list[int]) -> RouteRequest:
     """The whole chain, its text, and the last target by name."""
     return RouteRequest(
         "bench",
-        (Prompt(chain, BLOCKS * BLOCK_SIZE + 8),),
+        (Prompt(chain, len(chain) * BLOCK_SIZE + 8),),
         text=_text(0),
         wanted=Wanted(list(pool.targets)[-1].worker_id),
     )
@@ -184,11 +192,11 @@ def _microseconds(act: Callable[[], object], seconds: float) -> float:
     return (now - began) / calls * 1e6
 
 
-def table(figures: Sequence[Figure], targets: Sequence[int]) -> Table:
+def table(figures: Sequence[Figure], options: Options) -> Table:
     """One row a mode, one column a size."""
-    made = Table(title=f"CPU µs per decision, {BLOCKS} blocks")
+    made = Table(title=f"CPU µs per decision, {options.blocks} blocks")
     made.add_column("mode")
-    for count in targets:
+    for count in options.targets:
         made.add_column(f"{count} targets", justify="right")
     for mode in dict.fromkeys(one.mode for one in figures):
         row = [one.microseconds for one in figures if one.mode == mode]
@@ -206,6 +214,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
     )
     add = parser.add_argument
     add("--targets", type=int, nargs="+", default=[8, 64, 512], metavar="N", help="targets (8 64 512)")
+    add("--blocks", type=int, default=BLOCKS, metavar="N", help="blocks of the prompt (%(default)s)")
     add(
         "--modes",
         nargs="+",
@@ -218,4 +227,4 @@ def _options(arguments: Sequence[str] | None) -> Options:
     add("--seconds", type=float, default=0.2, metavar="S", help="seconds of one run (%(default)g)")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     flags = parser.parse_args(arguments)
-    return Options(flags.targets, flags.modes, flags.runs, flags.seconds, flags.json)
+    return Options(flags.targets, flags.blocks, flags.modes, flags.runs, flags.seconds, flags.json)

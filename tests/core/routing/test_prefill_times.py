@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.native import versions
-from kvrouter.core.routing.prefill_times import MOST_GAMMA, Costs, cost_s, left_s
+from kvrouter.core.routing.prefill_times import MOST_GAMMA, Costs, cost_s, left_s, next_copies
 
 amounts = st.integers(0, 2**40)
 moments = st.floats(0, 1e6)
@@ -69,16 +69,39 @@ def test_an_overdue_head_is_not_nearly_done() -> None:
     assert 9.0 == left_s(1.0, 10.0)
 
 
-@given(st.lists(rows, min_size=1, max_size=40), moments, st.floats(1e-6, 1e-2), st.floats(0, 1e4))
+@pytest.mark.usefixtures("core")
+def test_next_copies() -> None:
+    """Of the targets that hold less, those that would begin first; none if enough targets hold it."""
+    overlap, own = array("q", [9, 4, 9, 0, 0]), array("d", [0.1, 0.5, 0.1, 0.9, 0.9])
+    wait = array("d", [0.0, 0.6, 0.0, 0.2, 0.2])
+
+    assert [1, 3, 4] == next_copies(overlap, wait, own, 2.1)
+    assert [] == next_copies(overlap, wait, own, 2.0)
+    assert [] == next_copies(array("q", [3, 3]), wait[:2], own[:2], 9.0)
+
+
+@given(
+    st.lists(rows, min_size=1, max_size=40),
+    moments,
+    st.floats(1e-6, 1e-2),
+    st.floats(0, 1e4),
+    st.lists(st.integers(0, 3), min_size=40, max_size=40),
+)
 def test_both_versions_agree(
-    targets: list[tuple[int, int, int, float, int]], now: float, speed: float, arrivals: float
+    targets: list[tuple[int, int, int, float, int]],
+    now: float,
+    speed: float,
+    arrivals: float,
+    overlap: list[int],
 ) -> None:
     """In every number."""
     before, found = versions.in_use(), []
     for core in versions.CORES:
         try:
             versions.choose(core)
-            found.append(costs_of(*targets, now=now, speed=speed, arrivals=arrivals))
+            costs = costs_of(*targets, now=now, speed=speed, arrivals=arrivals)
+            blocks = array("q", overlap[: len(targets)])
+            found.append((costs, next_copies(blocks, costs.wait_s, costs.own_s, 3.5)))
         finally:
             versions.choose(before)
 
@@ -98,5 +121,7 @@ def test_native_columns_are_checked() -> None:
         with pytest.raises(ValueError, match="a column must be"):
             call(*wrong)
     nothing, none = array("q"), array("d")
+    with pytest.raises(ValueError, match="a column must be"):
+        native.next_copies(whole, seconds, array("d"), 1.0, 0.0)
     with pytest.raises(ValueError, match="no target"):
         call(nothing, nothing, nothing, none, nothing)
