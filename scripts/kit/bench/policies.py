@@ -149,7 +149,7 @@ def new_pool(count: int, chain: Sequence[int], rng: random.Random) -> Pool:
         load = RankBeat(0, 1, 0, running=rng.randrange(8), waiting=rng.randrange(8), kv_usage=rng.random())
         pool.update(worker_id, WorkerBeat(VERSION, 1, "up", str(POOL), [load], 1, card))
         target = Target(worker_id)
-        pool.index.store(target, chain[: rng.randrange(len(chain))])
+        pool.index.store(target, chain[: rng.randrange(len(chain) or 1)])
         for place in range(rng.randrange(1, ACTIVE_REQUESTS)):
             hashes = [rng.getrandbits(64) for _ in range(20)]
             key = BookingKey(RouterId("peer"), number * ACTIVE_REQUESTS + place)
