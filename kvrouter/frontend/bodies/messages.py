@@ -293,7 +293,10 @@ def _tools_in_effect(body: _Body) -> list[_Tool]:
     removed: set[str] = set()
     for block in changes:
         name = _change(tools, block)
-        removed = removed | {name} if block.type == "tool_removal" else removed - {name}
+        if block.type == "tool_removal":
+            removed.add(name)
+        else:
+            removed.discard(name)
     return [tool for name, tool in tools.items() if name not in removed]
 
 
