@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from kvrouter.settings.declare import did_you_mean
+from kvrouter.settings.declare import INTERRUPTED, did_you_mean
 from kvrouter.version import __version__
 
 _USAGE = """\
@@ -50,5 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = did_you_mean(words[0], MODULES) or f"; commands: {', '.join(MODULES)}"
         print(f"kvrouter: no command {words[0]!r}{near}", file=sys.stderr)  # noqa: T201
         return 2
-    code: int = importlib.import_module(MODULES[words[0]]).main(words[1:])
+    try:
+        code: int = importlib.import_module(MODULES[words[0]]).main(words[1:])
+    except KeyboardInterrupt:  # while the modules are loaded
+        return INTERRUPTED
     return code

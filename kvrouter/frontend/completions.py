@@ -267,6 +267,10 @@ class Completions:
         self._metrics.first_byte.observe(now - work.received_at)
         self._publishing.flush_soon()
 
+    @property
+    def requests_in_flight(self) -> int:
+        return self._in_flight.count
+
     def drain(self) -> None:
         """Let answers close their connections, so that clients reconnect to another replica."""
         self._is_draining = True
@@ -282,7 +286,7 @@ class Completions:
             await asyncio.sleep(0)
 
     def samples(self) -> Iterator[Sample]:
-        in_flight = self._in_flight.count
+        in_flight = self.requests_in_flight
         yield "kvrouter_requests_in_flight", "gauge", "Requests being served here", {}, in_flight
 
     def cut_off(self) -> None:

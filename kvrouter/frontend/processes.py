@@ -29,6 +29,7 @@ from kvrouter.processes.children import Child, first_of
 from kvrouter.processes.output import LabelledText, Output
 from kvrouter.processes.reloading import reload_forever
 from kvrouter.processes.signals import Signals
+from kvrouter.settings.declare import INTERRUPTED
 from kvrouter.settings.read import Loaded
 from kvrouter.telemetry.logs import set_up_logs
 
@@ -40,7 +41,7 @@ WRONG_FLAGS = 2
 # What a process gets on top of --drain-timeout-s before it is killed: it cuts its requests off by itself.
 _CUT_OFF_S = 10.0
 # Exit codes of a process that is signalled before it has installed its signal handlers.
-_NOT_UP_YET = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
+_NOT_UP_YET = (INTERRUPTED, -signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
 
 
 class Processes:

@@ -97,6 +97,10 @@ async def serve(loaded: Loaded[FrontendOptions]) -> None:
         grace_s = signals.grace_s(options.drain_grace_s)
         log.info("frontend.draining", grace_s=grace_s)
         await wait_for_any(signals.hurried.wait(), timeout_s=grace_s)
+        requests = frontend.completions.requests_in_flight
+        if requests and not signals.hurried.is_set():
+            timeout_s, remedy = options.drain_timeout_s, "a second signal ends them now"
+            log.info("frontend.waiting", requests=requests, timeout_s=timeout_s, remedy=remedy)
     log.info("frontend.stopped")
 
 

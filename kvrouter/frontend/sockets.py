@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -68,6 +69,8 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            flag = flag.replace("port", "host")
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} ({flag})") from error
     return listener
 

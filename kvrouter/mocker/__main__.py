@@ -31,9 +31,8 @@ def _main(loaded: Loaded[MockerSettings]) -> int:
     set_up_logs()
     try:
         uvloop.run(_serve(config))
-    except (ConfigError, OSError, zmq.ZMQError) as error:  # a port or a file that cannot be used
-        print(f"kvrouter mocker: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+    except (OSError, zmq.ZMQError) as error:  # a port or a file that cannot be used
+        raise ConfigError(str(error)) from None
     return 0
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from aiohttp import web
 
+from kvrouter.errors import ConfigError
 from kvrouter.mocker.app import Service
 from kvrouter.mocker.config import MockerConfig
 from kvrouter.mocker.engine import Engine
@@ -77,7 +81,13 @@ async def _listening(config: MockerConfig, service: Service) -> AsyncIterator[st
     await runner.setup()
     try:
         site = web.TCPSite(runner, config.host, config.port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            is_unknown = isinstance(error, socket.gaierror)
+            reason = error.strerror if is_unknown else os.strerror(error.errno or 0)
+            flag = "--host" if is_unknown or error.errno == errno.EADDRNOTAVAIL else "--port"
+            raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason} ({flag})") from None
         host, port = runner.addresses[0][:2]
         yield f"http://{host}:{port}"
     finally:

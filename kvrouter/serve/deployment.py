@@ -302,4 +302,4 @@ async def _with_cached_tokens(http: EngineHttp, facts: EngineFacts) -> EngineFac
 
 
 def _python(part: str) -> list[str]:
-    return [sys.executable, "-m", f"kvrouter.{part}"]
+    return [sys.executable, "-m", "kvrouter", part]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvrouter.core.wire.ids import check_identifier
+from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
 from kvrouter.worker.options import worker_id_of
 
@@ -59,6 +60,8 @@ def read_engine(text: str) -> EngineSpec:
     if url.rstrip("/").endswith("/v1"):  # the base URL of an OpenAI client: agents append /v1 themselves
         raise ConfigError(f"--engine {text!r}: give the server's URL without /v1")
     worker_id, values, labels = _worker_id_of(url), dict[str, str](), dict[str, str]()
+    if problem := url_error(url):
+        raise ConfigError(f"--engine: {problem}")
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not value:

@@ -25,7 +25,11 @@ NAME = "serve"
 
 # At most this many warnings are repeated before the line at the end of the start.
 MOST_WARNINGS = 10
-_WARNING = re.compile(rb'\[(?:warning|error|critical) *\] *(.*)|"level": ?"(?:warning|error|critical)"')
+_WARNING = re.compile(
+    rb"\[(?:warning|error|critical) *\] *(.*)|^kvrouter \w+: (the variable .*)"
+    rb'|"level": ?"(?:warning|error|critical)"'
+)
+_NO_FACTS = {"event", "level", "timestamp", "process"}
 _COLOURS = re.compile(rb"\033\[[\d;]*m")
 # The report of the engine says it already.
 _REPORTED = b"frontend.no_tokenizer"
@@ -119,6 +123,16 @@ def curl(url: str, model: str, prompt: str | Sequence[int]) -> str:
     return f"curl {insecure}{url}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
 
 
+def _fact(line: str) -> str:
+    """An event in JSON as the console has it, without its time; the line itself if it is none."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return line
+    values = (f"{name}={value}" for name, value in fields.items() if name not in _NO_FACTS)
+    return " ".join([str(fields.get("event", "")), *values])
+
+
 class Voice:
     """Prints or logs, and keeps the warnings until the start is over, so that they can be repeated then.
 
@@ -141,7 +155,8 @@ class Voice:
         found = _WARNING.search(line := _COLOURS.sub(b"", line))
         if found is None or _REPORTED in line:
             return
-        self._keep(" ".join((found[1] or line).decode(errors="replace").split()))
+        text = (found[1] or found[2] or line).decode(errors="replace")
+        self._keep(" ".join((_fact(text) if line.startswith(b"{") else text).split()))
 
     def engine(self, report: EngineReport) -> None:
         for lack in report.lacks:

@@ -21,6 +21,8 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args, get
 
 PREFIX = "KVROUTER_"
 MIB = 1024 * 1024
+INTERRUPTED = 130
+"""The exit status after Ctrl-C while a command is not yet ready for signals, as in a shell."""
 SWITCHES = {
     "true": True,
     "false": False,
@@ -31,8 +33,9 @@ SWITCHES = {
     "1": True,
     "0": False,
 }
-# From :// to the last @ before the next ://, as a password may contain any of / @ and a comma.
-_PASSWORD = re.compile(r"(?<=://)(?:(?!://)\S)*@")
+# From :// to the last @ before the next ://, as a password may contain any of / @ and a comma. Or before @
+# in a URL whose :// was forgotten.
+_PASSWORD = re.compile(r"""(?<=://)(?:(?!://)\S)*@|(?<![^\s'"=,])[^\s'"=,:@/]+:(?!//)(?:(?!://)\S)*@""")
 
 
 class Settings:

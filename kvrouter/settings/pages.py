@@ -46,7 +46,7 @@ def config_page(command: Command[Any], values: Mapping[str, Any], sources: Mappi
     rows = [
         (
             one.name,
-            one.shown(values[one.name]) or one.setting.default_text or "-",
+            _text(one, values[one.name], is_default=one.name not in sources),
             sources.get(one.name, "default"),
         )
         for one in command.declared()
@@ -54,6 +54,11 @@ def config_page(command: Command[Any], values: Mapping[str, Any], sources: Mappi
     ]
     names, texts = max(len(row[0]) for row in rows), min(40, max(len(row[1]) for row in rows))
     return "\n".join(f"{name:<{names}}  {text:<{texts}}  {source}" for name, text, source in rows)
+
+
+def _text(one: Declared, value: Any, *, is_default: bool) -> str:
+    described = one.setting.default_text
+    return (described if is_default else "") or one.shown(value) or described or "-"
 
 
 def usage(one: Declared) -> str:

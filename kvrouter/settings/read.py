@@ -28,6 +28,7 @@ from kvrouter.errors import ConfigError
 from kvrouter.settings import pages
 from kvrouter.settings.commands import MODULES, all_variables, commands_with
 from kvrouter.settings.declare import (
+    INTERRUPTED,
     PREFIX,
     Command,
     Declared,
@@ -51,10 +52,19 @@ _OWN_FLAGS = ("--help", "--help-all", "--show-config", "--config")
 _OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 _TESTS = PREFIX + "TEST_"
+_FLAGS = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 
 class PageAsked(Exception):  # noqa: N818  # an answer, not an error
-    """--help, --help-all or --show-config: the command prints this text and does not run."""
+    """--help, --help-all or --show-config: the command prints this text and does not run.
+
+    `problem`: why it would not run with these settings; empty: it would.
+    """
+
+    def __init__(self, page: str, warnings: Sequence[str] = (), problem: str = "") -> None:
+        super().__init__(page)
+        self.warnings = warnings
+        self.problem = problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,27 +105,39 @@ class Loaded(Generic[S]):
 
 def run(command: Command[S], arguments: Sequence[str] | None, main: Callable[[Loaded[S]], int]) -> int:
     """Read the settings and run `main`; returns the exit status. A wrong setting is one line on stderr."""
-    page = ""
     try:
         loaded = load(command, arguments)
+        is_json = loaded.values.get("log-format") == "json"
         for warning in loaded.warnings:
-            _warn(loaded, warning)
+            _warn(command, warning, is_json=is_json)
         return main(loaded)
     except PageAsked as asked:
-        page = str(asked)
+        return _print_page(command, asked)
     except ConfigError as error:
-        print(f"kvrouter {command.name}: {without_password(str(error))}", file=sys.stderr)  # noqa: T201
-        return WRONG_SETTINGS
+        return _print_problem(command, str(error))
+    except KeyboardInterrupt:  # while its modules are loaded: where it serves, it catches signals
+        return INTERRUPTED
+
+
+def _print_page(command: Command[Any], asked: PageAsked) -> int:
     with contextlib.suppress(BrokenPipeError):  # | head
-        sys.stdout.write(f"{page}\n")
+        sys.stdout.write(f"{asked}\n")
         sys.stdout.flush()
-    return 0
+    for warning in asked.warnings:
+        _warn(command, warning, is_json=False)
+    return _print_problem(command, asked.problem) if asked.problem else 0
 
 
-def _warn(loaded: Loaded[Any], warning: str) -> None:
+def _print_problem(command: Command[Any], problem: str) -> int:
+    line = " ".join(part.strip() for part in without_password(problem).splitlines())
+    print(f"kvrouter {command.name}: {line}", file=sys.stderr)  # noqa: T201
+    return WRONG_SETTINGS
+
+
+def _warn(command: Command[Any], warning: str, *, is_json: bool) -> None:
     """Logs are not set up yet: a line like theirs if they are JSON."""
-    text = f"kvrouter {loaded.command.name}: {warning}"
-    if loaded.values.get("log-format") == "json":
+    text = f"kvrouter {command.name}: {warning}"
+    if is_json:
         now = datetime.datetime.now(datetime.UTC).isoformat()
         fact = {"event": "settings.ignored", "reason": warning, "level": "warning", "timestamp": now}
         text = json.dumps(fact)
@@ -146,13 +168,25 @@ class _Reading(Generic[S]):
         file = given or self._environ.get(_CONFIG, "")
         tables = _read_file(file, f"--config {file}" if given else f"{_CONFIG}={file}") if file else {}
         values = self._values([word for word in words if word != "--show-config"], tables, file)
-        settings = built(self._command.kind, self._declared.values(), values)
+        warnings, problem = [*self._unknown_variables()], ""
+        try:
+            settings = built(self._command.kind, self._declared.values(), values)
+        except ConfigError as error:
+            problem = f"{error}{self._origins(str(error))}"
+            if "--show-config" not in words:
+                raise ConfigError(problem) from None
         if "--show-config" in words:
-            raise PageAsked(pages.config_page(self._command, values, self._sources))
-        warnings = [*self._unknown_variables()]
+            page = pages.config_page(self._command, values, self._sources)
+            raise PageAsked(page, warnings, problem)
         return Loaded(
             self._command, settings, values, self._sources, file, warnings, self._words, self._environ
         )
+
+    def _origins(self, problem: str) -> str:
+        """Where the settings that a message names as flags were given, if not as flags."""
+        sources = {name: self._sources.get(name, FLAG) for name in _FLAGS.findall(problem)}
+        given = [f"--{name} comes from {source}" for name, source in sources.items() if source != FLAG]
+        return f" ({_joined(given)})" if given else ""
 
     def _renamed(self, word: str) -> str:
         """A word of the command line, with the flag's name of today."""
@@ -209,8 +243,11 @@ class _Reading(Generic[S]):
         """Give each argument without a value that of its key in the file."""
         by_name = {_name(argument): argument for argument in arguments}
         for table in (self._command.name, *self._command.tables, SHARED):
+            keys: dict[str, str] = {}
             for key, value in tables.get(table, {}).items():
                 where, name = f"{file}: [{table}] {key}", key.replace("_", "-")
+                if keys.setdefault(name, key) != key:
+                    raise ConfigError(f"{where}: the same setting as {keys[name]}: give one of them")
                 one = self._declared.get(name)
                 if one is None or one.setting.is_hidden:
                     self._refuse_key(table, name, where)
@@ -230,6 +267,8 @@ class _Reading(Generic[S]):
 
     def _refuse_key(self, table: str, name: str, where: str) -> None:
         """Raise ConfigError for a key that no reader of this table knows."""
+        if instead := self._command.removed.get(name):
+            raise ConfigError(f"{where}: {instead}")
         if table == self._command.name:
             raise ConfigError(f"{where}: {self._unknown(name, '')}")
         known = commands_with(f"--{name}")
@@ -259,15 +298,16 @@ class _Reading(Generic[S]):
     def _unknown(self, given: str, dashes: str) -> str:
         """Why a name is not one of this command's settings. `dashes`: before the flags in the answer."""
         flag = f"--{given.removeprefix('--')}"
-        if flag in _OWN_FLAGS and dashes:
-            return "takes no value"
+        if flag in _OWN_FLAGS:
+            return "takes no value" if dashes else "this can only be given as a flag"
         shown = [one for one in self._declared.values() if not one.setting.is_hidden]
         if known := [one.name for one in shown if flag in one.spellings]:
             return f"no such setting; did you mean {known[0]}?"  # a former name of a flag, in a file
         others = [other for other in commands_with(flag) if other != self._command.name]
         if others:
             return f"a setting of kvrouter {_joined(others)}, not of kvrouter {self._command.name}"
-        flags = {spelling for one in shown for spelling in one.spellings} | {*_OWN_FLAGS}
+        flags = {spelling for one in shown for spelling in one.spellings}
+        flags |= {*_OWN_FLAGS} if dashes else set()
         near = did_you_mean(flag, sorted(flags), "--")
         return (
             f"no such setting{near if dashes else near.replace('--', '')}"
@@ -316,10 +356,12 @@ def _read_file(file: str, given: str) -> dict[str, Any]:
             data = opened.read(_MOST_FILE_BYTES + 1)
         if len(data) > _MOST_FILE_BYTES:
             raise ConfigError(f"{given}: it has more than {_MOST_FILE_BYTES} bytes")
-        tables = tomllib.loads(data.decode())
+        tables = tomllib.loads(data.decode("utf-8-sig"))  # Windows editors begin files with a mark
     except OSError as error:
         raise ConfigError(f"{given}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{given}: it is not TOML: brackets are nested too deeply") from None
+    except ValueError as error:  # also of a number with thousands of digits
         raise ConfigError(f"{given}: it is not TOML: {error}") from None
     for name, table in tables.items():
         if name not in {*MODULES, SHARED}:
@@ -341,7 +383,10 @@ def _texts(one: Declared, value: Any, where: str) -> list[str]:
     items = value if isinstance(value, list) else [value]
     if (isinstance(value, list) and not one.is_list) or any(isinstance(item, list | dict) for item in items):
         raise ConfigError(f"{where}: must be {'a list of texts' if one.is_list else 'one value'}")
-    return [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
+    try:
+        return [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
+    except ValueError:  # a hexadecimal number with thousands of digits
+        raise ConfigError(f"{where}: the number has too many digits") from None
 
 
 def _quoted(one: Declared, token: Any) -> str:

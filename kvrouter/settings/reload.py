@@ -67,4 +67,5 @@ def _difference(one: Declared, old: object, new: object) -> str:
     if one.setting.is_secret:
         return CHANGED
     none = one.setting.default_text or "none"
-    return f"{one.shown(old) or none} → {one.shown(new) or none}"
+    before, after = one.shown(old) or none, one.shown(new) or none
+    return f"{before} → {after}" if before != after else CHANGED  # they differ in a password

@@ -15,10 +15,13 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import structlog
+
+from kvrouter.settings.declare import without_password
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -42,6 +45,7 @@ def set_up_logs(level: str = "info", form: str = "console") -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
+            _without_passwords,
             *renderers,
         ],
         logger_factory=structlog.WriteLoggerFactory(stream),
@@ -58,6 +62,14 @@ def set_log_level(level: str) -> None:
         **structlog.get_config()
         | {"wrapper_class": structlog.make_filtering_bound_logger(getattr(logging, level.upper()))}
     )
+
+
+def _without_passwords(_logger: object, _level: str, fields: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """The fields, without the user and password of URLs: of engines, NATS servers, in errors of either."""
+    return {
+        name: without_password(value) if isinstance(value, str) and "@" in value else value
+        for name, value in fields.items()
+    }
 
 
 def _stream_to(stderr: TextIO) -> TextIO:

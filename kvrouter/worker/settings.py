@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrouter.config import CommonOptions, read_identifier, read_key
+from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
 from kvrouter.settings.declare import Command, Settings, setting
 from kvrouter.settings.read import load
@@ -129,6 +130,9 @@ class WorkerSettings(CommonOptions):
         topic = events.kv_topic if topic is None else topic
         endpoints = read_endpoints(events.kv_events, events.kv_replay, topic, events.dp_size)
         default_id = worker_id_of(engine.engine_url)
+        if problem := url_error(engine.advertise_url or engine.engine_url):
+            flag = "--advertise-url" if engine.advertise_url else "--engine-url"
+            raise ConfigError(f"{flag}: {problem}")
         if engine.worker_tls_ca is not None:
             trusting(engine.worker_tls_ca)
         return AgentOptions(

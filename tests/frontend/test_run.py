@@ -299,6 +299,22 @@ async def test_second_signal(nats_url: str, free_port: Callable[[], int], first:
         assert b"ServiceUnavailableError" in await client.reader.read()
 
 
+async def test_waits_for_requests(nats_url: str, free_port: Callable[[], int]) -> None:
+    """At its end it says how many requests it waits for, how long, and how not to wait."""
+    script = says_and_stalls(ONE)
+    async with running(nats_url, free_port(), script) as frontend, streaming(frontend):
+        frontend.process.send_signal(signal.SIGINT)
+        assert frontend.process.stderr is not None
+        async with asyncio.timeout(SOON_S):
+            said = await frontend.process.stderr.readuntil(b"a second signal")
+        frontend.stop()
+        code, rest = await frontend.ended()
+
+    assert 0 == code
+    assert re.search(rb"frontend\.waiting +requests=1 timeout_s=[\d.]+ remedy=", said)
+    assert "frontend.waiting" not in rest
+
+
 async def test_interrupt(nats_url: str, free_port: Callable[[], int]) -> None:
     """Ctrl-C has no grace: with no request in flight the process ends at once."""
     script, flags = says_and_stalls(ONE), ("--drain-grace-s", "60")

@@ -81,9 +81,21 @@ def test_port_in_use(flags: list[str]) -> None:
         command = [sys.executable, "-m", "kvrouter.mocker", *flags, value]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
-    assert 1 == ended.returncode
-    assert "mocker: " in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert (2, 1) == (ended.returncode, ended.stderr.count("\n"))
+    assert ended.stderr.startswith("kvrouter mocker: ")
+    assert (
+        flags != ["--port"]
+        or f"cannot listen on 127.0.0.1:{port}: Address already in use (--port)" in ended.stderr
+    )
+
+
+def test_address_of_another_host() -> None:
+    """The message names the flag that is wrong."""
+    command = [sys.executable, "-m", "kvrouter.mocker", "--host", "203.0.113.1", "--port", "9000"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    reason = "cannot listen on 203.0.113.1:9000: Cannot assign requested address (--host)"
+    assert (2, f"kvrouter mocker: {reason}\n") == (ended.returncode, ended.stderr)
 
 
 def test_no_blocks() -> None:

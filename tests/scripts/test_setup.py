@@ -156,6 +156,17 @@ def test_done_once(checkout: Checkout) -> None:
     assert "making .venv" not in says
 
 
+def test_another_python(checkout: Checkout) -> None:
+    """PYTHON= does not change a .venv that works: a line says so, and what to do."""
+    fake_python(checkout, 'case "$*" in *base_prefix*) echo /first;; esac')
+    checkout.set_up()
+    checkout.program("bin/mine", 'case "$*" in *base_prefix*) echo /second;; esac')
+
+    assert (0, "") == checkout.set_up(PYTHON="python3")
+    says = "setup: .venv stays on the Python of /first; for PYTHON=mine remove .venv first\n"
+    assert (0, says) == checkout.set_up(PYTHON="mine")
+
+
 def test_moved_checkout(checkout: Checkout) -> None:
     """Scripts in a .venv contain its path: after a move it is created again."""
     fake_python(checkout)

@@ -65,7 +65,7 @@ class Serving:
 
     def agents(self) -> list[int]:
         """The process ids of its agents."""
-        return [pid for pid, command in self.children().items() if "kvrouter.worker" in command]
+        return [pid for pid, command in self.children().items() if "kvrouter worker" in command]
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal it and wait; returns the exit code."""

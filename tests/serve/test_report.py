@@ -102,6 +102,22 @@ def test_warnings_are_repeated() -> None:
     assert ["serve | ! nats.error error=x", "serve | ! worker.failed error=y"] == said[:-1]
 
 
+def test_warnings_of_json_logs() -> None:
+    """They read as on a console: neither JSON in a text nor a time, by which equal ones would differ."""
+    line = (
+        b'{"process": "child", "error": "x y", "event": "nats.error", "level": "warning", "timestamp": "%d"}'
+    )
+
+    assert ["serve | ! nats.error error=x y"] == said_by(line % 1, line % 2)[:-1]
+
+
+def test_ignored_variables_are_repeated() -> None:
+    """They come before the logs are set up."""
+    said = said_by(b"kvrouter worker: the variable KVROUTER_PROT is ignored: no such setting")
+
+    assert ["serve | ! the variable KVROUTER_PROT is ignored: no such setting"] == said[:-1]
+
+
 def test_warnings_are_bounded() -> None:
     """Many different warnings do not push the last line away."""
     assert MOST_WARNINGS + 1 == len(said_by(*(b"[warning  ] number=%d" % number for number in range(100))))

@@ -214,6 +214,30 @@ def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
     assert refusal("--config", str(file)).startswith(message.format(file=file))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"a = {'[' * 5000}{']' * 5000}", "it is not TOML: brackets are nested too deeply"),
+        (f"[nats]\nport = {'9' * 5000}", "it is not TOML: Exceeds the limit"),
+        (f"[nats]\nport = 0x{'9' * 5000}", "[nats] port: the number has too many digits"),
+    ],
+)
+def test_files_of_no_sense(tmp_path: Path, text: str, message: str) -> None:
+    """What the TOML reader itself cannot hold is one line, too."""
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+
+    assert message in refusal("--config", str(file))
+
+
+def test_a_file_of_windows(tmp_path: Path) -> None:
+    """A byte-order mark and its line ends are no part of the text."""
+    file = tmp_path / "c.toml"
+    file.write_bytes(b"\xef\xbb\xbf[nats]\r\nport = 3\r\n")
+
+    assert 3 == read("--config", str(file)).port
+
+
 def test_a_wrong_variable() -> None:
     """A refusal names the variable."""
     assert "KVROUTER_PORT=x: must be a whole number from 0 to 65535" == refusal(KVROUTER_PORT="x")
@@ -230,6 +254,17 @@ def test_show_config_prints_no_secret() -> None:
     assert ["nats://h,nats://i", "NATS_URL"] == rows["nats"]
     assert ["-", "default"] == rows["file"]
     assert "number" not in rows
+
+
+def test_show_config_of_settings_that_do_not_fit() -> None:
+    """The page comes all the same, with the problem and what is ignored: it is to find such mistakes."""
+    with pytest.raises(PageAsked) as raised:
+        read("--show-config", "--queue-size=11", KVROUTER_PORT="1", KVROUTER_PROT="3")
+
+    assert ["port", "1", "KVROUTER_PORT"] in [line.split() for line in str(raised.value).splitlines()]
+    problem = "--port 1 needs a --queue-size of at most 10 (--port comes from KVROUTER_PORT)"
+    assert problem == raised.value.problem
+    assert ["KVROUTER_PROT is ignored" in line for line in raised.value.warnings] == [True]
 
 
 def test_help_lists_what_matters_and_help_all_the_rest() -> None:

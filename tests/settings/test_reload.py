@@ -21,6 +21,7 @@ class Options(Settings):
     weight: float = setting(1.0, "of overlap", least=0, reloadable=True)
     queue: float = setting(0.0, "of the queue; 0: none", reloadable=True)
     key: str = setting("", "of clients", is_secret=True, reloadable=True)
+    url: str = setting("", "of a server")
 
     def checked(self) -> Self:
         if self.weight > self.port:
@@ -53,6 +54,15 @@ def test_what_can_change(file: Path) -> None:
     assert (2.5, 8000, "secret") == (after.settings.weight, after.settings.port, after.settings.key)
     assert {"weight": "1 → 2.5", "key": "changed"} == changes.applied
     assert {"port": "8000 → 9000"} == changes.needs_restart
+
+
+def test_a_change_that_is_not_printed(file: Path) -> None:
+    """Another password of a URL is a change, and neither of them is in the text."""
+    file.write_text('[nats]\nurl = "nats://u:old@h"\n')
+    before = loaded(file)
+    file.write_text('[nats]\nurl = "nats://u:new@h"\n')
+
+    assert {"url": "changed"} == read_again(before)[1].needs_restart
 
 
 def test_compared_with_what_is_in_use(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from kvrouter import cli
 from kvrouter.settings.commands import MODULES, command_named
 
 REQUIRED = {
-    "serve": ["--engine=http://u:secret@127.0.0.1:9000"],
+    "serve": ["--engine=http://127.0.0.1:9000"],
     "worker": ["--engine-url=http://127.0.0.1:9000"],
     "verify": ["--replica=http://a:1", "--replica=http://b:1"],
 }
@@ -35,6 +36,29 @@ def test_lists_every_setting(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert {key: "flag" if f"--{key}" in given else "default" for key in found} == {
         key: row[-1].split()[-1] for key, row in found.items()
     }
+
+
+@pytest.mark.parametrize("name", ["serve", "verify"])
+def test_without_what_must_be_given(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page, then what is missing, and exit status 2."""
+    assert 2 == cli.main([name, "--show-config"])
+    printed = capsys.readouterr()
+
+    assert len(printed.out.splitlines()) > 10
+    assert printed.err.startswith(f"kvrouter {name}: ")
+    assert 1 == printed.err.count("\n")
+
+
+def test_defaults_are_described(capsys: pytest.CaptureFixture[str]) -> None:
+    """A default that is worked out later reads as in --help."""
+    assert ["--port + 100", "default"] == [part.strip() for part in rows_of("frontend", "admin-port", capsys)]
+
+
+def rows_of(name: str, setting: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Value and source of one setting, without flags."""
+    assert 0 == cli.main([name, "--show-config"])
+    lines = capsys.readouterr().out.splitlines()
+    return next(re.split(r"  +", line)[1:] for line in lines if line.startswith(f"{setting} "))
 
 
 @pytest.mark.parametrize("name", ["serve", "frontend", "worker", "verify"])

@@ -46,6 +46,18 @@ def test_json() -> None:
     assert lost["timestamp"].endswith("Z")
 
 
+def test_no_password() -> None:
+    """Users and passwords of URLs are not logged, whatever field has them."""
+    code = (
+        "import structlog\nfrom kvrouter.telemetry.logs import set_up_logs\nset_up_logs()\n"
+        "structlog.get_logger().info('engine.awaited', url='http://u:secret@h:1', error='at http://u:secret@h')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "url=http://h:1 error='at http://h'" in done.stderr
+    assert "secret" not in done.stderr
+
+
 def test_json_has_tracebacks() -> None:
     """An exception is one object, with its traceback."""
     failure = next(json.loads(line) for line in logged("error", "json") if line.startswith("{"))

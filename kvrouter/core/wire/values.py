@@ -74,6 +74,8 @@ def url_error(url: str) -> str:
         port = parts.port
     except ValueError as error:
         return f"url {url!r}: {error}"
+    if "@" in parts.netloc:  # not quoted: it may be a password
+        return f"the url of {parts.hostname}: without a user and password"
     host = parts.netloc if port is None else parts.netloc.rpartition(":")[0]
     if parts.scheme not in {"http", "https"} or not _HOST.fullmatch(host) or port == 0:
         return f"url {url!r}: use http://HOST:PORT or https://HOST:PORT"
