@@ -30,6 +30,8 @@ class Plan:
     speedup: float = 1.0
     namespace: str = "demo"
     frontend_flags: tuple[str, ...] = ()
+    gives_model: bool = True
+    """Whether the frontends get --model-path."""
     # Additional flags of single mockers, by number.
     mocker_flags: Mapping[int, Sequence[str]] = field(default_factory=dict)
     # Additional flags of their agents, by number.
@@ -89,7 +91,7 @@ async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> 
     mocker = await fleet.start(
         f"mocker-{number}",
         [
-            *_python("kvrouter.mocker"), f"--port={port}", *wires,
+            *python("kvrouter.mocker"), f"--port={port}", *wires,
             f"--block-size={plan.block_size}", f"--num-blocks={plan.num_blocks}",
             f"--speedup={plan.speedup}", f"--model-path={plan.model_path}",
             *plan.mocker_flags.get(number, ()),
@@ -98,7 +100,7 @@ async def start_engine(fleet: Fleet, plan: Plan, nats_url: str, number: int) -> 
     bus = [f"--nats={nats_url}", f"--namespace={plan.namespace}"]
     more = plan.agent_flags.get(number, ())
     agent = await fleet.start(
-        f"agent-{number}", [*_python("kvrouter.worker"), f"--engine-url={url}", *wires, *bus, *more]
+        f"agent-{number}", [*python("kvrouter.worker"), f"--engine-url={url}", *wires, *bus, *more]
     )
     return Engine(url, f"tcp://127.0.0.1:{events}", mocker, agent)
 
@@ -111,9 +113,10 @@ async def start_frontend(
     process = await fleet.start(
         f"frontend-{number}",
         [
-            *_python("kvrouter.frontend"), "--host=127.0.0.1", f"--port={port}", f"--admin-port={admin_port}",
+            *python("kvrouter.frontend"), "--host=127.0.0.1", f"--port={port}", f"--admin-port={admin_port}",
             f"--router-mode={plan.router_mode}", "--router-replica-sync",
-            f"--nats={nats_url}", f"--namespace={plan.namespace}", f"--model-path={plan.model_path}",
+            f"--nats={nats_url}", f"--namespace={plan.namespace}",
+            *([f"--model-path={plan.model_path}"] if plan.gives_model else []),
             "--drain-grace=0", *plan.frontend_flags,
         ],
     )  # fmt: skip
@@ -149,5 +152,6 @@ async def _see_all(fleet: Fleet, plan: Plan, replicas: list[Replica]) -> None:
         ) from None
 
 
-def _python(module: str) -> list[str]:
+def python(module: str) -> list[str]:
+    """The command of a part of kvrouter."""
     return [sys.executable, "-m", module]

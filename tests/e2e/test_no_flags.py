@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvrouter.tokens.tiny import build_tiny_model
+from scripts.kit.no_flags import APIS, SAID, Conversation
 from tests.e2e.fleet import Fleet, running_fleet, until
 
-TURN = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 8
 TURNS = 12
 
 
@@ -24,48 +24,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-async def ask(fleet: Fleet, number: int, path: str, body: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
-    """The worker, its predicted cached tokens, and the answer. The replicas are asked in turn."""
-    url = fleet.frontends[number % len(fleet.frontends)].url
-    async with fleet.http.post(f"{url}{path}", json={"model": "tiny", "max_tokens": 8, **body}) as response:
-        assert 200 == response.status
-        headers, answer = response.headers, await response.json()
-    size = fleet.frontends[0].replica.router_for("tiny").pool.block_size
-    return headers["x-kvrouter-worker"], int(headers["x-kvrouter-overlap-blocks"]) * size, answer
-
-
-def cached_tokens(answer: dict[str, Any]) -> int:
-    details = answer["usage"]["prompt_tokens_details"] or {}
-    return int(details.get("cached_tokens", 0))
-
-
-def knows(fleet: Fleet, usage: dict[str, Any]) -> bool:
+def knows(fleet: Fleet, tokens: int) -> bool:
     """Whether every replica has the events of the only conversation so far."""
     pools = [frontend.replica.router_for("tiny").pool for frontend in fleet.frontends]
-    written = usage["prompt_tokens"] + usage["completion_tokens"] - 1  # the last token is not computed
-    return all(len(pool.index) >= written // pool.block_size for pool in pools)
+    return all(len(pool.index) >= tokens // pool.block_size for pool in pools)
 
 
-@pytest.mark.parametrize("kind", ["chat", "text"])
-async def test_a_growing_conversation(nats_url: str, model: Path, kind: str) -> None:
+def written(usage: dict[str, Any]) -> int:
+    """The tokens in the cache: all but the last one of the answer."""
+    read = usage.get("prompt_tokens", usage.get("input_tokens", 0)) + usage.get("cache_read_input_tokens", 0)
+    return int(read + usage.get("completion_tokens", usage.get("output_tokens", 0)) - 1)
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_a_growing_conversation(nats_url: str, model: Path, api: str) -> None:
     """12 turns through two replicas: all on one worker, each predicted exactly."""
     async with running_fleet(nats_url, uuid.uuid4().hex, mockers=2, engine_model=model) as fleet:
-        messages: list[dict[str, str]] = []
-        text, workers, predicted, actual = "", [], [], []
+        conversation = Conversation(api)
+        workers, predicted, cached = set(), [], []
         for number in range(TURNS):
-            messages.append({"role": "user", "content": f"{number}: {TURN}"})
-            text += f"{number}: {TURN}"
-            body: dict[str, Any] = {"messages": messages} if kind == "chat" else {"prompt": text}
-            path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
-            worker, overlap, answer = await ask(fleet, number, path, body)
-            choice = answer["choices"][0]
-            text += choice.get("text", "")
-            messages.append({"role": "assistant", "content": choice.get("message", {}).get("content", "")})
-            await until(partial(knows, fleet, answer["usage"]))
-            workers.append(worker)
-            predicted.append(overlap)
-            actual.append(cached_tokens(answer))
+            conversation.said.append(("user", f"{number}: {SAID}"))
+            path, body = conversation.request()
+            url = fleet.frontends[number % len(fleet.frontends)].url
+            async with fleet.http.post(url + path, json={"model": "tiny", **body}) as response:
+                answer = await response.json()
+            conversation.said.append(("assistant", conversation.answered(answer)))
+            await until(partial(knows, fleet, written(answer["usage"])))
+            workers.add(response.headers["x-kvrouter-worker"])
+            predicted.append(int(response.headers["x-kvrouter-overlap-blocks"]) * 16)
+            cached.append(conversation.cached_tokens(answer))
 
-        assert predicted == actual
+        assert predicted == cached
         assert all(predicted[1:])
-        assert 1 == len(set(workers))
+        assert 1 == len(workers)

@@ -1,4 +1,6 @@
-"""Cost of tokenizing a prompt whose beginning is known, compared with `encode_batch_fast` on the whole.
+"""Cost of tokenizing a prompt whose beginning is known, and of asking an engine for the ids.
+
+The first is compared with `encode_batch_fast` on the whole; the second (token_ways.py) with this process.
 
 In one process, in turn: the whole prompt with `encode_batch_fast`, with an empty cache, and with a cache
 that has its beginning. Every prompt ends differently. The ids are compared.
@@ -27,11 +29,14 @@ from kvrouter.tokens.prefix_tokens import PrefixStore, PrefixTokens
 from kvrouter.tokens.splits import find_splits
 from kvrouter.tokens.tiny import build_tiny_model
 from scripts.kit.bench.meter import machine
+from scripts.kit.bench.token_ways import measure_ways, table_of
 from scripts.kit.script import log_directory, new_console
 
 # Limit of the cost of a prompt with 8,000 of 9,000 tokens known, as a share of the whole.
 MOST = 1 / 5
 TURNS = 16
+# Of each chat that this process or an engine tokenizes.
+WAY_TOKENS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +137,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"bench: the cache is off for {directory}: {bench.splits.reason}", file=sys.stderr)
             return 1
         results = list(measure_all(bench, flags.runs))
+        texts = [bench.text(WAY_TOKENS) for _ in range(32)]
+        ways = measure_ways(directory, texts, max(8, flags.runs * 4))
     new_console().print(_table(results))
+    new_console().print(table_of(ways, WAY_TOKENS))
     about = machine() | {"runs": flags.runs, "tokenizers": tokenizers.__version__}
     print(json.dumps(about | {"system": platform.system()}))
     if flags.json is not None:
         rows = [{**asdict(result), "ratio": result.ratio} for result in results]
-        flags.json.write_text(json.dumps({**about, "results": rows}, indent=2) + "\n")
+        found = {**about, "results": rows, "ways": [asdict(way) for way in ways]}
+        flags.json.write_text(json.dumps(found, indent=2) + "\n")
     slow = [result.prompt for result in results if result.ratio > MOST]
     if slow:
         print(f"bench: more than {MOST:g} of the whole: {', '.join(slow)}", file=sys.stderr)
