@@ -6,6 +6,7 @@ body ──> parsed fields ──> pool ──> overrides ──> tokens, hashes
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from msgspec import UNSET, Struct
 
@@ -16,16 +17,24 @@ from kvrouter.core.routing.cost import Prompt
 from kvrouter.core.routing.policy import RouteRequest
 from kvrouter.errors import BadRequestError
 from kvrouter.frontend import passthrough
-from kvrouter.frontend.bodies import openai
+from kvrouter.frontend.bodies import openai, responses
 from kvrouter.frontend.bodies.apis import Api
-from kvrouter.frontend.bodies.edits import apply, edits_of
+from kvrouter.frontend.bodies.edits import apply, edits_of, with_request_id
 from kvrouter.frontend.bodies.large import LARGE_BYTES, LargeBody
+from kvrouter.frontend.kept_responses import (
+    MOST_ID_CHARACTERS,
+    KeptResponse,
+    KeptResponses,
+    NewResponse,
+    new_response_id,
+)
 from kvrouter.frontend.overrides import NO_OVERRIDES, Dialect, Overrides, find_wanted, read_overrides
 from kvrouter.frontend.prediction_checks import Traits
 from kvrouter.frontend.prompt_blocks import Naming, PromptWays
 from kvrouter.relay.request import Request
 from kvrouter.telemetry.metrics import RequestMetrics
 from kvrouter.tokens import prompt as texts
+from kvrouter.tokens.prompt import ChatPrompt
 
 # A text with more characters than this for each token of the model's length is not tokenized: its engine will
 # reject it, and tokenizing 30 MB of text would take 40 s.
@@ -46,6 +55,8 @@ class Work(Struct, frozen=True):
     traits: Traits | None
     """None if its tokens are not known: then nothing is predicted."""
     api: Api
+    response: NewResponse | None
+    """What `previous_response_id` may name later."""
     has_engine_arguments: bool
     """Whether its body contains `vllm_xargs`."""
     is_dry_run: bool
@@ -58,6 +69,7 @@ class Accept:
         self._blocks = blocks
         self._metrics = metrics
         self._dialect = dialect
+        self.kept = KeptResponses()
 
     async def work(self, request: Request, api: Api, request_id: str, received_at: float) -> Work:
         """Read what routing needs from a request. Raises KvRouterError."""
@@ -68,10 +80,16 @@ class Accept:
         readable = body if large is None else large.rest
         asked = passthrough.parse(request, readable) if parse is None else parse(readable)
         router = self._pools.router_for(asked.model)
+        before = self._response_before(asked, router)
+        if before is not None:
+            parse = partial(responses.parse, history=before.chat)
+            asked = parse(readable)
         if large is not None and large.runs and parse is not None:
             asked = await large.with_ids(asked, parse, _longest_context(router.pool))
         overrides = self._overrides(request, asked)
-        wanted = find_wanted(overrides.target, request.headers, router.pool) if overrides.target else None
+        wanted = before.wanted if before is not None else None
+        if overrides.target:
+            wanted = find_wanted(overrides.target, request.headers, router.pool)
         selection = router.modes.of(overrides.mode) if overrides.mode else router.selection
         policy = selection.policy
         lora_name = _lora_name(router, asked)
@@ -97,20 +115,31 @@ class Accept:
             priority=asked.priority if overrides.priority is None else overrides.priority,
             mode=overrides.mode,
         )
+        sent, response = _edited(body, large, asked), None
+        if isinstance(asked, responses.ResponseRequest):
+            sent, response = _with_id(sent, asked, before)
         traits = Traits.of(asked, lora_name, len(prompts), api.converted) if prompts else None
         return Work(
             request_id,
             request,
-            _edited(body, large, asked),
+            sent,
             asked.stream,
             route,
             router,
             received_at,
             traits,
             api=api,
+            response=response,
             has_engine_arguments=asked.engine_arguments is not UNSET,
             is_dry_run=overrides.dry_run,
         )
+
+    def _response_before(self, asked: openai.CompletionRequest, router: Router) -> KeptResponse | None:
+        """The response that a request continues, if it is known here and its target is live."""
+        if not isinstance(asked, responses.ResponseRequest) or asked.previous_id is None:
+            return None
+        found = self.kept.find(asked.previous_id)
+        return found if found is not None and found.target in router.pool.targets else None
 
     def _overrides(self, request: Request, asked: openai.CompletionRequest) -> Overrides:
         names_none = self._dialect.headers.isdisjoint(request.headers)
@@ -131,6 +160,18 @@ class Accept:
             return await self._blocks.hashes(prompt, naming)
         finally:
             self._metrics.tokenize.observe(time.perf_counter() - began)
+
+
+def _with_id(
+    body: bytes, asked: responses.ResponseRequest, before: KeptResponse | None
+) -> tuple[bytes, NewResponse | None]:
+    """The body with an id for its response, which is remembered if the engine may keep it."""
+    if not asked.is_kept or len(asked.own_id or "") > MOST_ID_CHARACTERS:
+        return body, None
+    response_id = asked.own_id or new_response_id()
+    chat = asked.prompt.messages if isinstance(asked.prompt, ChatPrompt) else None
+    new = NewResponse(response_id, chat, len(body) + (before.size_bytes if before is not None else 0))
+    return body if asked.own_id is not None else with_request_id(body, response_id), new
 
 
 def _edited(body: bytes, large: LargeBody | None, asked: openai.CompletionRequest) -> bytes:

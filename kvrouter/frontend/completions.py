@@ -29,7 +29,7 @@ from kvrouter.errors import (
 from kvrouter.frontend import passthrough
 from kvrouter.frontend.accept import Accept, Work
 from kvrouter.frontend.admission_queue import WaitingRoom
-from kvrouter.frontend.bodies import apis
+from kvrouter.frontend.bodies import apis, responses
 from kvrouter.frontend.bodies.apis import Api
 from kvrouter.frontend.bodies.edits import with_report_mode
 from kvrouter.frontend.decision_views import DecisionViews
@@ -239,12 +239,16 @@ class Completions:
             partial(self._first_data, work, placement),
             request.head.wants_keep_alive and not self._is_draining,
             work.api.is_native,
+            work.response is not None,
         )
         self._running[attempt] = running
         try:
             attempt.send(_bytes_for(work, placement))
             outcome = await attempt.outcome
             if isinstance(outcome, Done) and outcome.status == 200 and not outcome.failure:
+                if work.response is not None:
+                    said = responses.find_answer(attempt.tail)
+                    self._accept.kept.keep(work.response, placement.target, said)
                 self._compare(work, placement, attempt.tail)
             return outcome
         except asyncio.CancelledError:

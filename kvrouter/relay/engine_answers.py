@@ -19,6 +19,9 @@ UNKNOWN_MODEL = 404
 TAIL_BYTES = 1024
 # The usage event, `[DONE]` and the end of the body may each come in a read of its own.
 TAIL_READS = 4
+# As much is kept of an answer whose text is read later (/v1/responses, for `previous_response_id`).
+ANSWER_BYTES = 256 * 1024
+ANSWER_READS = 64
 # A whole number: the delimiter shows that no chunk boundary cuts it.
 _NUMBER = re.compile(rb" ?(\d{1,12})[,} \n]")
 

@@ -25,7 +25,15 @@ from typing import Protocol, TypeAlias
 from msgspec import Struct
 
 from kvrouter.errors import KvRouterError, WorkerDiedError, WorkerSilentError
-from kvrouter.relay.engine_answers import TAIL_BYTES, TAIL_READS, error_status_in, first_line, is_rejection
+from kvrouter.relay.engine_answers import (
+    ANSWER_BYTES,
+    ANSWER_READS,
+    TAIL_BYTES,
+    TAIL_READS,
+    error_status_in,
+    first_line,
+    is_rejection,
+)
 from kvrouter.relay.framing import LAST_CHUNK, Body, ChunkContent, ResponseHead, chunk, content_of
 from kvrouter.relay.upstream import WorkerConnection
 
@@ -125,7 +133,7 @@ class Attempt:
     __slots__ = (
         "_active_at", "_added_headers", "_body", "_client", "_connection", "_content", "_error_event",
         "_head", "_held", "_is_flowing", "_is_holding", "_is_paused", "_keeps_alive", "_last_bytes",
-        "_last_reads", "_limits", "_looks", "_loop", "_on_first_data", "_serves_model",
+        "_last_reads", "_limits", "_looks", "_loop", "_most_tail_bytes", "_on_first_data", "_serves_model",
         "_was_at_boundary", "events", "outcome",
     )  # fmt: skip
 
@@ -139,11 +147,13 @@ class Attempt:
         on_first_data: Callable[[], None],
         may_stay: bool,
         serves_model: bool,
+        keeps_answer: bool = False,
     ) -> None:
         """`error_event` encodes an error as the last event of a stream that has begun.
 
         `added_headers` go to the client after the worker's. `may_stay`: the client's connection may serve
-        another request. `serves_model`: see is_rejection.
+        another request. `serves_model`: see is_rejection. `keeps_answer`: `tail` is all of a
+        short answer, and of a stream its last event.
         """
         self.outcome: asyncio.Future[Outcome] = connection.loop.create_future()
         self.events = 0  # server-sent events relayed so far: an estimate of the tokens produced
@@ -169,12 +179,14 @@ class Attempt:
         self._looks = 0
         self._active_at = 0.0
         self._is_paused = False
-        self._last_reads: deque[bytes] = deque((), TAIL_READS)  # noqa: RUF037  (by keyword it takes twice as long)
+        self._most_tail_bytes = ANSWER_BYTES if keeps_answer else TAIL_BYTES
+        reads = ANSWER_READS if keeps_answer else TAIL_READS
+        self._last_reads: deque[bytes] = deque((), reads)  # noqa: RUF037  (by keyword it takes twice as long)
 
     @property
     def tail(self) -> bytes:
         """The last bytes that were relayed, framing included: the engine's usage is there."""
-        return b"".join(self._last_reads)[-TAIL_BYTES:]
+        return b"".join(self._last_reads)[-self._most_tail_bytes :]
 
     def send(self, request: bytes) -> None:
         """Send the request. All later calls come from the connection (Receiver, below)."""
@@ -331,7 +343,7 @@ class Attempt:
     def _pass_on(self, data: bytes, head: bytes = b"") -> None:
         client, body = self._client, self._body
         client.write(head + (data if self._content is None else self._content.feed(data)))
-        self._last_reads.append(data[-TAIL_BYTES:])
+        self._last_reads.append(data[-self._most_tail_bytes :])
         self.events += data.count(_EVENT_END)
         if self._last_bytes is not None:
             self._look_for_data(self._last_bytes + data)

@@ -143,6 +143,30 @@ async def _until_indexed(fleet: Fleet) -> None:
     )
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_previous_response(fleet: Fleet, streams: bool) -> None:
+    """A chat that names the response before goes on where it is kept, at the replica that saw it."""
+    turns: list[Turn] = []
+    asked: Any = {"model": "tiny", "max_output_tokens": 8, "stream": streams}
+    async with openai_at(fleet.frontends[0].url) as client:
+        for number in range(TURNS):
+            asked["input"] = f"{QUESTION} {number}?"
+            raw = await client.responses.with_raw_response.create(**asked)
+            response: Any = raw.parse()
+            if streams:
+                response = [event async for event in response][-1].response
+            asked["previous_response_id"] = response.id
+            turns.append(_turn(response, raw.headers))
+            await _until_indexed(fleet)
+
+    assert 1 == len({turn.headers["x-kvrouter-worker"] for turn in turns})
+    assert [turn.cached_tokens for turn in turns] == [turn.overlap_tokens for turn in turns]
+    assert turns[-1].cached_tokens > 80
+    async with openai_at(fleet.frontends[1].url) as client:
+        with pytest.raises(openai.NotFoundError, match="resp_unknown"):
+            await client.responses.create(model="tiny", input="hi", previous_response_id="resp_unknown")
+
+
 async def test_anthropic_tools(fleet: Fleet) -> None:
     """A demanded tool is called, whole and streamed, and its result continues the chat."""
     tools: Any = [{"name": "get_weather", "description": "Now.", "input_schema": TOOL}]

@@ -3,6 +3,7 @@
     `kvrouter`                                the client's overrides: removed
     `vllm_xargs.kv_cache_report_mode`         removed from what clients send
                                               set to "full" for a partial rank
+    `request_id` of /v1/responses             added, so that the response's id is known
 
 With this mode vLLM announces blocks that a request reuses as if it stored them again. Agents count stores, so
 a client that sets it would let their counts grow without end. A partial rank is asked with it on purpose: its
@@ -76,6 +77,14 @@ def with_report_mode(body: bytes, *, has_arguments: bool) -> bytes:
     except msgspec.ValidationError:
         return body
     return msgspec.json.encode(fields | {_ARGUMENTS: (arguments or {}) | {_MODE: _FULL}})
+
+
+def with_request_id(body: bytes, request_id: str) -> bytes:
+    """The body of a /v1/responses request, which has no `request_id`: vLLM gives the response this id."""
+    rest = body.lstrip()[1:].lstrip()
+    return b"".join(
+        (b'{"request_id":"%b"' % request_id.encode(), b"" if rest.startswith(b"}") else b",", rest)
+    )
 
 
 def _names_mode(arguments: Raw | UnsetType) -> bool:

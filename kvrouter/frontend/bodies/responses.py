@@ -35,6 +35,15 @@ _CUSTOM_PARAMETERS = {
 }
 
 
+class ResponseRequest(CompletionRequest, frozen=True):
+    previous_id: str | None = None
+    """The response that this one continues."""
+    own_id: str | None = None
+    """The id that the client chose for the response (vLLM's `request_id`)."""
+    is_kept: bool = True
+    """Whether the engine may keep the response (`store`)."""
+
+
 class _Reasoning(msgspec.Struct):
     effort: str | None = None
 
@@ -48,6 +57,9 @@ class _Fields(msgspec.Struct):
     cache_salt: str | None = None
     kvrouter: dict[str, Any] | None = None
     priority: int | None = None
+    previous_response_id: str | None = None
+    request_id: str | None = None
+    store: bool | None = None
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -56,17 +68,36 @@ class _Body(_Fields):
     instructions: str | None = None
     tools: list[Item] | None = None
     reasoning: _Reasoning | None = None
-    previous_response_id: str | None = None
     previous_input_messages: list[Any] | None = None
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class _Part(msgspec.Struct):
+    text: str
+
+
+class _Output(msgspec.Struct):
+    type: str
+    content: list[_Part] | None = None
+
+
+class _Answer(msgspec.Struct):
+    output: list[_Output]
+
+
+class _LastEvent(msgspec.Struct):
+    response: _Answer
+
+
+_LAST_EVENT = b"\ndata: "
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_last_event = msgspec.json.Decoder(_LastEvent).decode
 _FIELDS = msgspec.json.Decoder(_Fields)
 _BODY = msgspec.json.Decoder(_Body)
 
 
-def parse(body: bytes, history: Sequence[Message] | None = None) -> CompletionRequest:
+def parse(body: bytes, history: Sequence[Message] | None = None) -> ResponseRequest:
     """Parse a /v1/responses body. Raises BadRequestError for bytes that are not a JSON object.
 
     `history`: the chat up to the response that the body names as `previous_response_id`; None if not known.
@@ -97,8 +128,26 @@ def find_usage(tail: bytes) -> Usage:
     return Usage(last_number(usage, b'"input_tokens":'), last_number(usage, b'"cached_tokens":'))
 
 
-def _request(fields: _Fields, prompt: ChatPrompt | None) -> CompletionRequest:
-    return CompletionRequest(
+def find_answer(tail: bytes) -> list[Message] | None:
+    """The messages that vLLM puts into the history for an answer, whose last bytes these are: its texts.
+
+    None if the answer is not all there.
+    """
+    end = tail.rfind(_LAST_EVENT)
+    try:
+        if end >= 0:
+            line = tail[end + len(_LAST_EVENT) :].partition(b"\n")[0]
+            output = _decode_last_event(line).response.output
+        else:
+            output = _decode_answer(tail.strip()).output
+    except (ValueError, RecursionError):
+        return None
+    texts = [part.text for item in output if item.type == "message" for part in item.content or ()]
+    return [{"role": "assistant", "content": text} for text in texts]
+
+
+def _request(fields: _Fields, prompt: ChatPrompt | None) -> ResponseRequest:
+    return ResponseRequest(
         model=fields.model,
         stream=bool(fields.stream),
         prompt=prompt,
@@ -108,6 +157,9 @@ def _request(fields: _Fields, prompt: ChatPrompt | None) -> CompletionRequest:
         kvrouter=fields.kvrouter,
         priority=max(-(2**31), min(2**31 - 1, fields.priority or 0)),
         engine_arguments=fields.vllm_xargs,
+        previous_id=fields.previous_response_id,
+        own_id=fields.request_id,
+        is_kept=fields.store is not False,
     )
 
 

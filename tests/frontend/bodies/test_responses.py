@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.tables.predictions import Usage
 from kvrouter.errors import BadRequestError, NoWorkersError
-from kvrouter.frontend.bodies.responses import error_event, find_usage, parse
+from kvrouter.frontend.bodies.responses import error_event, find_answer, find_usage, parse
 from kvrouter.tokens.prompt import ChatPrompt
 from tests.frontend.bodies.test_openai_fuzz import mutated
 
@@ -183,3 +183,26 @@ def test_usage() -> None:
 
     assert Usage(41, 32) == find_usage(b'"cached_tokens":7}' + tail)
     assert Usage() == find_usage(b'"usage":null}')
+
+
+ITEM = {"type": "message", "content": [{"type": "output_text", "text": text} for text in "ab"]}
+ANSWERED = {"id": "resp_1", "output": [{"type": "reasoning", "content": []}, ITEM, CALL], "usage": None}
+
+
+@pytest.mark.parametrize(
+    ("tail", "texts"),
+    [
+        (json.dumps(ANSWERED), ["a", "b"]),
+        (f'"}}\n\nevent: x\ndata: {json.dumps({"response": ANSWERED})}\n\n\r\n0\r\n\r\n', ["a", "b"]),
+        (json.dumps({"output": []}), []),
+        (json.dumps(ANSWERED)[9:], None),
+        ('\ndata: {"response": {"outp', None),
+        ("\ndata: [DONE]", None),
+        ("", None),
+    ],
+)
+def test_answer(tail: str, texts: list[str] | None) -> None:
+    """The texts of an answer, if all of it is there; calls and reasoning are not part of the history."""
+    expected = None if texts is None else [said(content=text) for text in texts]
+
+    assert expected == find_answer(tail.encode())
