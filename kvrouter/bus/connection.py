@@ -26,6 +26,7 @@ import structlog
 from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 
+from kvrouter.bus.addresses import host_of
 from kvrouter.bus.options import NatsOptions
 from kvrouter.bus.outage import Outage
 from kvrouter.errors import KvRouterError
@@ -113,6 +114,11 @@ class Bus:
     def outage_reason(self) -> str:
         """Why the bus is not connected; empty if it is, or if the reason is not known."""
         return "" if self.connected else self._outage.reason
+
+    @property
+    def local_host(self) -> str:
+        """The address of this host on the way to NATS, as other hosts reach it; empty if it is not known."""
+        return self._client.local_host if self._client is not None else ""
 
     @property
     def max_payload(self) -> int:
@@ -330,6 +336,10 @@ class BusPart:
         self._bus = bus
 
     @property
+    def local_host(self) -> str:
+        return self._bus.local_host
+
+    @property
     def max_payload(self) -> int:
         return self._bus.max_payload
 
@@ -377,6 +387,12 @@ class NatsClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self._plain: dict[object, OnMessage] = {}
+
+    @property
+    def local_host(self) -> str:
+        """The connection's own address; empty without one, or over a WebSocket."""
+        writer = getattr(self._transport, "_io_writer", None)
+        return host_of(writer.get_extra_info("sockname")) if writer is not None else ""
 
     async def subscribe_plain(
         self, subject: str, on_message: OnMessage, *, pending_msgs_limit: int, pending_bytes_limit: int

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from kvrouter.bus import Bus, Subjects
+from kvrouter.bus.addresses import with_host
 from kvrouter.config import open_bus
 from kvrouter.core.audit.findings import Audit
 from kvrouter.core.fleet.pool import NewIndex
@@ -201,7 +202,7 @@ async def _open_member(
             bus,
             Subjects(options.namespace),
             heartbeat_s=options.heartbeat_s,
-            address=listeners.admin_url,
+            address=_address(options, listeners),
             on_change=waiting_room.wake if waiting_room.is_on else None,
         )
         audit = Audit(replica, tokens.compared)
@@ -285,6 +286,12 @@ def _new_admin(options: FrontendOptions, registry: Registry, member: _Member) ->
         listeners=member.listeners,
         ready_timeout_s=options.ready_timeout_s,
     )
+
+
+def _address(options: FrontendOptions, listeners: Listeners) -> str:
+    """The admin listener's URL, as peers show it."""
+    host = options.process.advertise
+    return with_host(listeners.admin_url, host) if host else listeners.admin_url
 
 
 def _log_start(options: FrontendOptions, member: _Member) -> None:

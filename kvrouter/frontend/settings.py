@@ -15,6 +15,7 @@ from kvrouter.core.routing.breaker import BreakerSettings
 from kvrouter.core.routing.filters import FilterSettings
 from kvrouter.core.tables.sessions import DEFAULT_TTL_S
 from kvrouter.core.tables.text_index import TextIndexSettings
+from kvrouter.core.wire.values import url_error
 from kvrouter.errors import ConfigError
 from kvrouter.policies import CUSTOM, SERVED_MODES, PolicySettings
 from kvrouter.policies.files import PolicyFiles
@@ -44,6 +45,13 @@ def _read_model_path(text: str) -> tuple[str, str]:
     if not name or not path:
         raise ValueError("must be DIR or MODEL=DIR")
     return name, path
+
+
+def _read_host(text: str) -> str:
+    host = text.removeprefix("[").removesuffix("]")
+    if url_error(f"http://[{host}]:1" if ":" in host else f"http://{host}:1"):
+        raise ValueError("must be a host name or an address")
+    return host
 
 
 def _model_path_text(pair: tuple[str, str]) -> str:
@@ -184,6 +192,13 @@ class ProcessOptions(Settings):
     """Process i listens on this plus i; 0: on a free port."""
     admin_host: str = setting(
         "127.0.0.1", "address of the admin listener; it requires no key", metavar="ADDRESS"
+    )
+    advertise: str | None = setting(
+        None,
+        "host name or address by which others reach the admin listener; peers show it in /workers",
+        metavar="HOST",
+        default_text="--admin-host, or this host's address on the way to NATS if that is 0.0.0.0 or ::",
+        read=_read_host,
     )
     admin_key_file: Path | None = setting(
         None,

@@ -89,7 +89,7 @@ async def _listening(config: MockerConfig, service: Service) -> AsyncIterator[st
             flag = "--host" if is_unknown or error.errno == errno.EADDRNOTAVAIL else "--port"
             raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason} ({flag})") from None
         host, port = runner.addresses[0][:2]
-        yield f"http://{host}:{port}"
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
         for rank in service.ranks:
             rank.shut_down()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from kvrouter.bus import Bus, Subjects
+from kvrouter.bus.addresses import reachable
 from kvrouter.core.feeds.trust import ANSWERS_A_SECOND, PerSecond
 from kvrouter.core.fleet.pools import POOLS_MOST
 from kvrouter.core.fleet.replica import Replica
@@ -127,5 +128,6 @@ class Publishing:
         self._publish_heartbeat(names_workers=True)
 
     def _publish_heartbeat(self, *, names_workers: bool = False) -> None:
-        beat = self._replica.heartbeat(self.state, self._address, names_workers=names_workers)
+        address = reachable(self._address, self._bus.local_host)
+        beat = self._replica.heartbeat(self.state, address, names_workers=names_workers)
         self._bus.publish(self._subjects.live_router(self._replica.router_id), encode(beat))

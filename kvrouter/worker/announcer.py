@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import structlog
+from msgspec.structs import replace
 
+from kvrouter.bus.addresses import reachable
 from kvrouter.bus.subjects import Subjects
 from kvrouter.core.wire.hashes import pool_token
 from kvrouter.core.wire.heartbeats import (
@@ -48,6 +50,10 @@ class BusLike(Protocol):
 
     async def subscribe(self, subject: str, on_message: Callable[[str, bytes, str], None]) -> None:
         """Call `on_message` for each message."""
+
+    @property
+    def local_host(self) -> str:
+        """The address of this host on the way to NATS; empty if it is not known."""
 
     def on_connect(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every (re)connection, and now if connected."""
@@ -161,6 +167,8 @@ class Announcer:
     def _heartbeat(self, state: State, card: Card | None, ranks: list[RankBeat]) -> bytes:
         """An encoded heartbeat. Raises the errors of a heartbeat that frontends could not decode."""
         pool = pool_token(self.card.model)
+        if card is not None:
+            card = replace(card, url=reachable(card.url, self._bus.local_host))
         beat = WorkerBeat(
             VERSION, self.incarnation, state, pool, ranks, self.card_version, card, self._interval_ms
         )

@@ -41,7 +41,11 @@ class EngineSettings(Settings):
         is_top=True,
     )
     advertise_url: str | None = setting(
-        None, "the engine as frontends reach it", metavar="URL", default_text="--engine-url", is_top=True
+        None,
+        "the engine as frontends reach it",
+        metavar="URL",
+        default_text="--engine-url, with this host's address on the way to NATS for 0.0.0.0 or ::",
+        is_top=True,
     )
     engine_api_key_file: Path | None = setting(None, "bearer token for the engine", is_top=True)
     worker_tls_ca: Path | None = setting(

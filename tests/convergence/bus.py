@@ -177,6 +177,8 @@ class Net:
 class Line:
     """One process's connection. `is_mute`: its messages are lost; `is_deaf`: messages to it are."""
 
+    local_host = ""
+
     def __init__(self, net: Net, process: Process, number: int) -> None:
         self.process = process
         self.number = number

@@ -326,3 +326,14 @@ async def test_host_tier_attracts_requests(nats_url: str) -> None:
     assert again.headers["x-kvrouter-worker"] == home.worker_id
     assert usage.prompt_tokens_details.cached_tokens == 1584
     assert "0" == again.headers["x-kvrouter-overlap-blocks"]
+
+
+@pytest.mark.parametrize(("flags", "host"), [([], "127.0.0.1"), (["--advertise", "router-0"], "router-0")])
+async def test_address_that_peers_show(nats_url: str, flags: list[str], host: str) -> None:
+    """An admin listener on every interface: the address from which NATS is reached, or --advertise."""
+    more = ["--admin-host", "0.0.0.0", *flags]
+    async with running_fleet(nats_url, uuid.uuid4().hex, mockers=1, flags=more) as fleet:
+        ports = [frontend.admin_url.rpartition(":")[2] for frontend in fleet.frontends]
+        shown = [peer.address for one in fleet.frontends for peer in one.replica.peers.values()]
+
+    assert [f"http://{host}:{port}" for port in reversed(ports)] == shown

@@ -13,6 +13,7 @@ class FakeBus:
 
     def __init__(self) -> None:
         self.connected = True
+        self.local_host = ""
         self.max_payload = 1024 * 1024
         self.sent: list[tuple[str, bytes]] = []
         self.callbacks: dict[str, OnMessage] = {}

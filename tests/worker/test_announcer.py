@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from kvrouter.bus.subjects import Subjects
@@ -47,6 +48,19 @@ def test_beat(bus: FakeBus, announcer: Announcer) -> None:
     sent = beats(bus)
     assert WorkerBeat(VERSION, 7, "up", pool_token("m"), RANKS, 1, CARD) == sent[0]
     assert [CARD, None, None, CARD] == [beat.card for beat in sent]
+
+
+def test_card_of_an_engine_on_every_interface(bus: FakeBus) -> None:
+    """Its URL has the address from which NATS is reached, as of each heartbeat."""
+    card = replace(CARD, url="http://0.0.0.0:8000")
+    announcer = Announcer(bus, SUBJECTS, card, 7, lambda: RANKS)
+
+    announcer.beat(0.0)
+    bus.local_host = "10.0.0.5"
+    announcer.beat(10.0)
+
+    urls = [beat.card.url for beat in beats(bus) if beat.card is not None]
+    assert ["http://0.0.0.0:8000", "http://10.0.0.5:8000"] == urls
 
 
 def test_card_while_away(bus: FakeBus, announcer: Announcer) -> None:
