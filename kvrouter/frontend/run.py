@@ -302,8 +302,15 @@ def _log_start(options: FrontendOptions, member: _Member) -> None:
         _warn_of_missing_tokenizer(options, encoder, path)
     for note in options.policy_notes:
         log.info("frontend.router_config", note=note)
+    # a custom policy is not made here: its constructor runs once for each pool
+    is_custom = options.policy.custom is not None
+    policy = None if is_custom else new_policy(options.router_mode, options.policy)
+    kv = policy.within if isinstance(policy, TwoStage) else policy
+    if isinstance(kv, Kv) and (flags := kv.flags_without_effect()):
+        remedy = "weight auto does not use them; give --kv-overlap-score-weight a number"
+        log.warning("frontend.flags_without_effect", flags=flags, remedy=remedy)
     mode = options.policy.custom.name if options.policy.custom is not None else options.router_mode
-    facts = {"mode": mode, **_weight(options), "tokenizer": options.tokens.way}
+    facts = {"mode": mode, **(_weight(kv) if isinstance(kv, Kv) else {}), "tokenizer": options.tokens.way}
     log.info(
         "frontend.listening",
         url=listeners.url,
@@ -313,11 +320,8 @@ def _log_start(options: FrontendOptions, member: _Member) -> None:
     )
 
 
-def _weight(options: FrontendOptions) -> dict[str, str]:
+def _weight(policy: Kv) -> dict[str, str]:
     """The weight of overlap that mode kv uses, and how to get the published one."""
-    policy = new_policy(options.router_mode, options.policy)
-    if options.policy.custom is not None or not isinstance(policy, Kv):
-        return {}
     if policy.overlap_weight != AUTO:
         return {"weight": f"{policy.overlap_weight:g}"}
     return {"weight": "auto", "published_weight": "--kv-overlap-score-weight 1"}

@@ -66,14 +66,14 @@ class PolicySettings(Settings):
 
     overlap_decay: float = setting(
         0.0,
-        "kv: how fast overlap loses credit on a worker with more prefill charged than the least",
+        "kv, with a number as the weight: how fast overlap loses credit where more prefill is charged",
         name="router-kv-overlap-score-credit-decay",
         least=0,
         reloadable=True,
     )
     active_request_weight: float = setting(
         0.0,
-        "kv: cost of each request in flight, in blocks",
+        "kv, with a number as the weight: cost of each request in flight, in blocks",
         name="router-active-request-weight",
         least=0,
         reloadable=True,

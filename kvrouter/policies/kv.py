@@ -50,6 +50,14 @@ class Kv(BuiltInPolicy):
     def compares_seconds(self) -> bool:
         return self.overlap_weight == AUTO
 
+    def flags_without_effect(self) -> list[str]:
+        """The flags that were given, and that weight `auto` does not use."""
+        given = {
+            "--router-active-request-weight": self.request_weight,
+            "--router-kv-overlap-score-credit-decay": self.overlap_decay,
+        }
+        return [flag for flag, value in given.items() if value] if self.compares_seconds else []
+
     def pick(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> int:
         """While other replicas choose too, the choice is spread: else all would take the same worker."""
         if not request.prompts:  # its blocks are not known, so only the requests in flight can decide

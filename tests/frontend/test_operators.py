@@ -75,6 +75,20 @@ async def test_admin_listener(fleet_of: FleetOf) -> None:
         assert (fleet.frontend.url, fleet.frontend.admin_url) == (said["url"], said["admin"])
 
 
+async def test_weight_in_the_log(fleet_of: FleetOf) -> None:
+    """The start says which weight serves, how to get the published one, and which flags have no effect."""
+    given = ("--router-active-request-weight", "2", "--router-kv-overlap-score-credit-decay", "0.5")
+
+    async with fleet_of("--router-mode", "kv", *given) as fleet:
+        (said,) = fleet.logged("frontend.listening")
+        (warned,) = fleet.logged("frontend.flags_without_effect")
+        assert ("auto", "--kv-overlap-score-weight 1") == (said["weight"], said["published_weight"])
+        assert [given[0], given[2]] == warned["flags"]
+    for flags in (["kv"], ["kv", *given, "--kv-overlap-score-weight", "1"], ["random", *given]):
+        async with fleet_of("--router-mode", *flags) as fleet:
+            assert not fleet.logged("frontend.flags_without_effect")
+
+
 async def test_key(fleet_of: FleetOf, tmp_path: Path) -> None:
     """With --admin-key-file the clients' port serves all routes with the key; a wrong key is a 401."""
     file = tmp_path / "key"
