@@ -7,6 +7,7 @@ most specific one is kept as the reason until the connection works again.
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import nats.errors
 import structlog
@@ -23,6 +24,8 @@ NO_SERVER = (
     "start a NATS server: `kvrouter nats`, --nats embedded, or nats-server; or give --nats the URL of one. "
     "Connecting again until one answers"
 )
+
+NO_ANSWER = "no NATS server answers at this address: check --nats. Connecting again until one does"
 
 # These follow a more specific error: a server that rejects a password closes the connection, too.
 _VAGUE = (
@@ -58,6 +61,8 @@ class Outage:
             self.reason = f"{text}: {facts['remedy']}"
         if isinstance(error, ConnectionRefusedError):
             facts["remedy"] = NO_SERVER
+        elif isinstance(error, socket.gaierror | TimeoutError | nats.errors.TimeoutError):
+            facts["remedy"] = NO_ANSWER
         if not isinstance(error, _VAGUE):
             self._specific_at = now
         self.warn("nats.error", **facts)

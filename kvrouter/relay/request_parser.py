@@ -37,6 +37,9 @@ MAX_HEAD_BYTES = 64 * 1024
 # The absolute form of a target, which clients send to proxies (RFC 9112, 3.2.2).
 _ABSOLUTE = re.compile(r"https?://([^/?#]+)([/?].*)?", re.IGNORECASE)
 
+# A first line that llhttp does not read, as it knows neither this version nor the method of HTTP/2's preface.
+_OTHER_VERSION = re.compile(rb"[A-Z]+ [!-~]+ HTTP/([02-9])\.[0-9]")
+
 
 def unreadable(reason: object) -> BadRequestError:
     """The error for a request that is not valid HTTP."""
@@ -99,8 +102,8 @@ class HeadReader:
         except httptools.HttpParserUpgrade:
             pass  # after the last line: the request is served as HTTP/1.1 (RFC 9110, 7.8)
         except httptools.HttpParserError as error:
-            if self._is_first_line and self._line.startswith(b"PRI "):
-                raise unknown_version(2) from None
+            if self._is_first_line and (version := _OTHER_VERSION.match(self._line)):
+                raise unknown_version(int(version[1])) from None
             raise unreadable(error) from None
         if part.endswith(b"\n"):
             self._end_line()

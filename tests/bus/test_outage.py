@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+
 import nats.errors
+import pytest
 from structlog.testing import capture_logs
 
 from kvrouter.bus.outage import MOST_WARNINGS, Outage
@@ -38,6 +41,16 @@ async def test_no_server() -> None:
         outage.failed(ConnectionRefusedError(111, "Connection refused"))
 
     assert "`kvrouter nats`, --nats embedded, or nats-server" in logs[0]["remedy"]
+
+
+@pytest.mark.parametrize("error", [socket.gaierror(-2, "Name or service not known"), TimeoutError()])
+async def test_another_address(error: Exception) -> None:
+    """A name that is not known, or a port where something else listens: the setting is wrong."""
+    outage = Outage("nats://x")
+    with capture_logs() as logs:
+        outage.failed(error)
+
+    assert "check --nats" in logs[0]["remedy"]
 
 
 async def test_vague_error_counts_alone() -> None:

@@ -153,6 +153,7 @@ MALFORMED: dict[str, tuple[int, bytes]] = {
     "HTTP/0.9 with a version": (505, head(HOST, start=b"GET /live HTTP/0.9")),
     "HTTP/2.0": (505, head(HOST, start=b"GET /live HTTP/2.0")),
     "preface of HTTP/2": (505, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+    "HTTP/3.0": (505, head(HOST, start=b"GET /live HTTP/3.0")),
     "HTTP/1.2": (400, head(HOST, start=b"GET /live HTTP/1.2")),
     "HTTP/1": (400, head(HOST, start=b"GET /live HTTP/1")),
     "HTTP/11": (400, head(HOST, start=b"GET /live HTTP/11")),
