@@ -152,14 +152,13 @@ def new_policy(mode: str, settings: PolicySettings, turn: int = 0) -> BuiltInPol
     return make(settings, turn) if make is not None else POLICIES[mode]()
 
 
-def _kv(settings: PolicySettings, turn: int) -> Kv:
+def _kv(settings: PolicySettings) -> Kv:
     weight = settings.overlap_weight
     return Kv(
         settings.overlap_decay,
         settings.active_request_weight,
         AUTO if weight is None else weight,
         settings.temperature,
-        turn,
     )
 
 
@@ -174,12 +173,12 @@ def _kv_score(settings: PolicySettings, _turn: int) -> KvScore:
 
 
 def _two_stage(settings: PolicySettings, turn: int) -> TwoStage:
-    within = _kv(settings, turn)
+    within = _kv(settings)
     return TwoStage(settings.stage_one, settings.stage_one_blocks, settings.group_label, within, turn)
 
 
 _WITH_SETTINGS: dict[str, Callable[[PolicySettings, int], BuiltInPolicy]] = {
-    "kv": _kv,
+    "kv": lambda s, _: _kv(s),
     "kv-score": _kv_score,
     "prefix-affinity": lambda s, _: PrefixAffinity(s.imbalanced_threshold, s.match_rate_threshold),
     "scored": lambda s, _: s.scored or Scored(),  # frozen, so that all pools may share one

@@ -18,11 +18,6 @@ from kvrouter.core.routing.prefill_times import Costs
 # With fewer unseen bookings, one in twenty decisions, the lowest cost is taken: spreading would cost overlap.
 NEGLIGIBLE = 0.05
 
-# Multiples of the golden ratio fall evenly into [0, 1): the draws of one replica do not clump, and
-# replicas that start at different turns draw independently.
-GOLDEN = 0.6180339887498949
-
-
 OVERLAP_WEIGHT = 1.0
 # For `auto` while seconds cannot be predicted: of the fixed weights the best under load (docs/policies.md).
 FALLBACK_WEIGHT = 8.0
@@ -35,14 +30,13 @@ class Kv(BuiltInPolicy):
     `overlap_decay`: the overlap of a target with more prefill charged than the least charged one
     counts as 1 / (1 + decay * excess), excess in prompts like this one. `request_weight`: blocks
     that each request in flight there costs. `temperature` 0: the lowest cost; above: softmax over
-    the normalised costs. `turn`: where this replica's draws begin.
+    the normalised costs.
     """
 
     overlap_decay: float = 0.0
     request_weight: float = 0.0
     overlap_weight: OverlapWeight = OVERLAP_WEIGHT
     temperature: float = 0.0
-    turn: int = 0
 
     decisive = ("cost",)
 
@@ -76,7 +70,7 @@ class Kv(BuiltInPolicy):
         best = candidates[costs.index(min(costs))]
         own_prefill_blocks = best.prefill_blocks * best.own_prefill_tokens / max(1, best.prefill_tokens)
         own_cost = cost(weight, own_prefill_blocks, best.own_decode_blocks)
-        return spread(costs, own_cost, moment.unseen, (self.turn + 1) * GOLDEN % 1.0)
+        return _spread(costs, own_cost, moment)
 
     def _earliest(
         self, request: RouteRequest, candidates: Candidates, moment: Moment, temperature: float
@@ -89,7 +83,7 @@ class Kv(BuiltInPolicy):
             best = lowest(costs.cost_s, moment.random())
         else:
             own_s = costs.own_s[costs.cost_s.index(min(costs.cost_s))]
-            best = spread(costs.cost_s, own_s, moment.unseen, (self.turn + 1) * GOLDEN % 1.0)
+            best = _spread(costs.cost_s, own_s, moment)
         copy = self._next_copy(request, candidates, moment, costs) if candidates.holds_deepest(best) else None
         return best if copy is None else copy
 
@@ -110,9 +104,6 @@ class Kv(BuiltInPolicy):
 
     def _seconds(self, request: RouteRequest, candidates: Candidates, moment: Moment) -> Costs:
         return candidates.costs_in_seconds(moment.now, moment.speed.seconds_per_token, moment.arrivals_per_s)
-
-    def routed(self, _request: RouteRequest, _choice: Candidate, _moment: Moment) -> None:
-        self.turn += 1
 
     def costs(self, request: RouteRequest, candidates: Candidates, weight: float) -> list[float]:
         """What each candidate costs, in blocks."""
@@ -188,3 +179,7 @@ class Kv(BuiltInPolicy):
     def _weight(self, request: RouteRequest, moment: Moment) -> OverlapWeight:
         weight = self.overlap_weight if request.overlap_weight is None else request.overlap_weight
         return FALLBACK_WEIGHT if weight == AUTO and moment.doubt else weight
+
+
+def _spread(costs: Sequence[float], own_cost: float, moment: Moment) -> int:
+    return spread(costs, own_cost, moment.unseen, moment.part, moment.random())

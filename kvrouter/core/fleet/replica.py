@@ -497,7 +497,7 @@ class Replica:
         self.feeds.end(source)
         router = self.routers.get(source.pool)
         if router is not None:
-            router.pool.active.drop_owner(source.router_id)
+            router.drop_peer(source.router_id)
 
     def _remove_router(self, router_id: RouterId) -> None:
         self.peers.pop(router_id, None)
@@ -505,7 +505,7 @@ class Replica:
         self._leases.forget(RouterSource(router_id))
         self.feeds.end_router(router_id)
         for router in self.routers.values():
-            router.pool.active.drop_owner(router_id)
+            router.drop_peer(router_id)
 
     def _worker(self, worker_id: WorkerId) -> Worker | None:
         pool_id = self._worker_pools.get(worker_id)

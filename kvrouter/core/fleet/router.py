@@ -170,6 +170,9 @@ class Router:
         self._refusals: tuple[dict[Target, Worker], dict[Target, str]] = ({}, {})
         self.source.seq = seq
         self.unseen = UnseenBookings()
+        self._peers: set[RouterId] = set()
+        # by name, the share of the pool's replicas that come before this one
+        self._part = 0.0
         self.reuse = Reuse()
         self.calibration = Calibration()
         # an eighth of the blocks at first: all of them would cost as much as a decision
@@ -368,7 +371,8 @@ class Router:
 
     def _moment(self, now: float) -> Moment:
         speed, arrivals, doubt = self.tables.speeds.speed, self.tables.arrivals, self.doubt
-        return Moment(now, self._random, self.tables, self.unseen.expected, speed, arrivals.per_s(now), doubt)
+        unseen, rate = self.unseen.expected, arrivals.per_s(now)
+        return Moment(now, self._random, self.tables, unseen, self._part, speed, rate, doubt)
 
     def _refused(self, request: RouteRequest, exclude: frozenset[Target]) -> dict[Target, str]:
         """Why each target of the pool that is not a candidate is not one."""
@@ -457,7 +461,7 @@ class Router:
         number = own.booking.key.number
         self._own[number] = own
         if self._synced:  # else no bookings of peers arrive to be counted
-            self.unseen.booked_here(now)
+            self.unseen.booked_here(own.booking, now)
         self.tables.arrivals.count(now)
         selection.policy.routed(request, choice, moment)
         if self.circuits is not None:
@@ -612,6 +616,8 @@ class Router:
 
     def copy_sink(self, router_id: RouterId) -> SyncSink:
         """The sink that writes a peer's bookings into this pool's tables."""
+        self._peers.add(router_id)
+        self._count_replicas()
         return SyncSink(
             self.pool.active,
             router_id,
@@ -623,10 +629,19 @@ class Router:
             speeds=self.tables.speeds,
         )
 
+    def drop_peer(self, router_id: RouterId) -> None:
+        """A peer has left, or its bookings are followed no longer."""
+        self.pool.active.drop_owner(router_id)
+        self._peers.discard(router_id)
+        self._count_replicas()
+
+    def _count_replicas(self) -> None:
+        self._part = sum(peer < self.router_id for peer in self._peers) / (len(self._peers) + 1)
+
     def _booked_elsewhere(self, booking: Booking, now: float) -> None:
         # its owner counts the request; the caches that all replicas' requests share hold it
         self._ghosts.insert(booking.hashes, self._room_blocks())
-        self.unseen.booked_elsewhere(now)
+        self.unseen.booked_elsewhere(booking, now)
         self.tables.arrivals.count(now)
 
     def _take_assumption(self, entry: ApproxEntry, now: float) -> None:

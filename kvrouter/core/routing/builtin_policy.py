@@ -50,6 +50,7 @@ class Moment(Struct, frozen=True):
 
     `random()` returns a number in [0, 1). `unseen` estimates the bookings of other replicas that this
     decision cannot know of yet (core/tables/bookings.py).
+    `part`: the share of the replicas that come before this one, in an order that all of them know.
     """
 
     # Frozen, because a kept decision is explained with the moment it was made in. The tables are the live
@@ -58,6 +59,7 @@ class Moment(Struct, frozen=True):
     random: Callable[[], float]
     tables: RoutingTables
     unseen: float = 0.0
+    part: float = 0.0
     speed: Speed = Speed()
     """What is known of the speed of prefill, as of this decision."""
     arrivals_per_s: float = 0.0

@@ -82,16 +82,26 @@ def lowest(costs: Sequence[float], chance: float) -> int:
     return ties[int(chance * len(ties))]
 
 
-def spread(costs: Sequence[float], own_cost: float, unseen: float, chance: float) -> int:
-    """Choose while other replicas choose: as if the requests they place were water poured over the costs.
+def spread(costs: Sequence[float], own_cost: float, unseen: float, part: float, chance: float) -> int:
+    """Choose while other replicas choose: each one takes another of the cheapest candidates.
 
-    `unseen` requests of about `own_cost` each will go where the cost is lowest. Poured over the costs, they
-    rise to one level, and each candidate is drawn with a chance proportional to the depth of water on it. If
-    every replica draws so, the load that they add together is level. Without water: the lowest cost.
+        water  ▇ ▆ ▄ ▃ ▁      `unseen` requests of about `own_cost` each go where the cost is
+        cost   ▁ ▂ ▄ ▅ ▇ █    lowest: poured over the costs like water, they rise to one level
+               └0┘└1┘└─2─┘    each replica has an equal part of the water
+
+    The choice is the cheapest candidate of this replica's part, which begins at the share `part` of the
+    water. So replicas that see the same fleet do not choose the same candidate, and the load that they add
+    together is level. Without water: the lowest cost, where `chance` in [0, 1) decides among the equal.
     """
-    level = _level(sorted(costs), unseen * own_cost)
-    depths = [max(0.0, level - value) for value in costs]
-    return _draw(depths, chance) if any(depths) else lowest(costs, chance)
+    order = sorted(range(len(costs)), key=costs.__getitem__)
+    level = _level([costs[i] for i in order], unseen * own_cost)
+    depths = [max(0.0, level - costs[i]) for i in order]
+    before = sum(depths) * part
+    for i, depth in zip(order, depths, strict=True):
+        before -= depth
+        if before < 0:
+            return i
+    return lowest(costs, chance)
 
 
 def _level(ordered: Sequence[float], volume: float) -> float:

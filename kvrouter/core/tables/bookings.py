@@ -39,8 +39,9 @@ from kvrouter.core.wire.ops import AddRequest, MarkPrefillCompleted, Op, Progres
 from kvrouter.core.wire.values import MOST_ID_CHARACTERS
 
 SWEEP_HASHES = 512  # about 1 ms
-# About the time from a booking until the peers know of it (docs/benchmarks.md, sync).
-UNSEEN_WINDOW_S = 0.002
+# At least the time from a booking until the peers know of it, 2 ms on one machine (docs/benchmarks.md, sync).
+# Longer than needed costs nothing measurable, shorter costs TTFT (docs/concepts/decide.md).
+UNSEEN_WINDOW_S = 0.020
 # Weight of the newest sample in the moving average: a burst of a few dozen requests is enough to raise it.
 UNSEEN_WEIGHT = 0.1
 _MASK64 = (1 << 64) - 1
@@ -534,27 +535,46 @@ class UnseenBookings:
 
     Replicas that decide in one instant see the same fleet and would all choose the same idle worker. The
     estimate is the number of peers' bookings that arrive within W after a booking made here, averaged over
-    the bookings made here. It is near 0 under steady traffic and grows with bursts.
+    the bookings made here. It grows with the rate of requests, and with bursts.
+
+    Two requests that compute the same new block (siblings) should choose the same worker: a peer's booking
+    counts as -1 then.
     """
 
     def __init__(self) -> None:
-        self.expected = 0.0
+        self._mean = 0.0
         self._elsewhere = 0
-        self._open: deque[tuple[float, int]] = deque()
+        self._open: deque[tuple[float, int, int | None]] = deque()
+        self._new_blocks: set[int | None] = set()
 
-    def booked_here(self, now: float) -> None:
+    @property
+    def expected(self) -> float:
+        """The bookings, without the siblings. 0 where most are siblings: then all should choose alike."""
+        return max(0.0, self._mean)
+
+    def booked_here(self, booking: Booking, now: float) -> None:
         """A booking made here: opens a sample that counts the peers' bookings from now on."""
         if self._open and now - self._open[0][0] > UNSEEN_WINDOW_S:
             self._close(now)
-        self._open.append((now, self._elsewhere))
+        block = _new_block(booking)
+        self._open.append((now, self._elsewhere, block))
+        self._new_blocks.add(block)
 
-    def booked_elsewhere(self, now: float) -> None:
+    def booked_elsewhere(self, booking: Booking, now: float) -> None:
         """A peer's booking has arrived."""
         self._close(now)
-        self._elsewhere += 1
+        block = _new_block(booking)
+        self._elsewhere += -1 if block is not None and block in self._new_blocks else 1
 
     def _close(self, now: float) -> None:
         """Add the samples whose window has passed to the average."""
         while self._open and now - self._open[0][0] > UNSEEN_WINDOW_S:
-            _, before = self._open.popleft()
-            self.expected += UNSEEN_WEIGHT * (self._elsewhere - before - self.expected)
+            _, before, block = self._open.popleft()
+            self._new_blocks.discard(block)
+            self._mean += UNSEEN_WEIGHT * (self._elsewhere - before - self._mean)
+
+
+def _new_block(booking: Booking) -> int | None:
+    """The first block that the booking's target has to compute; None if it holds all that are known."""
+    hashes, depth = booking.hashes, booking.overlap_blocks
+    return hashes[depth] if depth < len(hashes) else None

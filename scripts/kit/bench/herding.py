@@ -40,7 +40,7 @@ BURSTS, LEARNING = 40, 20
 class SeesNothing(UnseenBookings):
     """Disables the learning of unseen bookings: only ties are decided at random."""
 
-    def booked_elsewhere(self, now: float) -> None:
+    def booked_elsewhere(self, booking: Booking, now: float) -> None:
         """Ignore a peer's booking."""
 
 
@@ -69,7 +69,7 @@ def new_router(number: int, busy: int, rng: random.Random, *, learns: bool = Tru
         hashes = [SequenceHash(rng.getrandbits(64)) for _ in range(BLOCKS)]
         key = BookingKey(RouterId("long ago"), place)
         pool.active.book(Booking(key, "long", Target(worker_id), hashes, 16 * BLOCKS, 0, 0))
-    rules = RouterRules(Kv(turn=rng.randrange(1_000_000)), rng.random)
+    rules = RouterRules(Kv(), rng.random)
     router = Router(pool, rules, router_id=RouterId(f"r{number}"), incarnation=1, synced=True)
     if not learns:
         router.unseen = SeesNothing()

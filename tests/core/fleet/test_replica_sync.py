@@ -260,6 +260,21 @@ def test_peer_comes_back_after_its_lease() -> None:
     assert {ME: 1} == second.router(POOL).pool.active.owners()
 
 
+def test_replicas_have_different_parts_of_the_cheapest_targets() -> None:
+    """Of two replicas, each has a half; the one that remains has all."""
+    first, second = pair()
+    place(first)
+    carry(first, second)
+    rounds(second, 1, first)
+    place(second)
+    carry(second, first)
+    assert {0.0, 0.5} == {replica.router(POOL)._part for replica in (first, second)}
+
+    for stays, leaves in ((first, second), (second, first)):
+        stays.router_heartbeat(leaves.router_id, encode(leaves.heartbeat("leave", "")), 0.0)
+        assert 0.0 == stays.router(POOL)._part
+
+
 def test_check_finds_a_wrong_copy() -> None:
     """The owner's Check shows that a copy differs, and a snapshot replaces it."""
     first, second = pair()

@@ -190,15 +190,23 @@ def test_scores_below_the_lowest_number() -> None:
 
 def test_spread_without_water_is_the_lowest() -> None:
     """No other replica decides: the lowest cost, ties by chance."""
-    assert 1 == spread([5.0, 3.0, 4.0], own_cost=10, unseen=0, chance=0.9)
-    assert [0, 1] == [spread([3.0, 3.0], own_cost=0, unseen=5, chance=chance) for chance in (0.1, 0.9)]
+    assert 1 == spread([5.0, 3.0, 4.0], own_cost=10, unseen=0, part=0.5, chance=0.9)
+    ties = [spread([3.0, 3.0], own_cost=0, unseen=5, part=0.5, chance=chance) for chance in (0.1, 0.9)]
+    assert [0, 1] == ties
 
 
-def test_spread_by_the_depth_of_the_water() -> None:
-    """Costs 0, 10, 100 and water of 30: the level is 20, the depths 20, 10 and 0."""
-    drawn = Counter(spread([0.0, 10.0, 100.0], 30, 1, chance=n / 300) for n in range(300))
+def test_spread_gives_each_replica_its_part_of_the_water() -> None:
+    """Costs 10, 0, 100 and water of 30: the level is 20, the depths 10, 20 and 0."""
+    shares = [
+        [spread([10.0, 0.0, 100.0], 30, 1, n / count, 0.5) for n in range(count)] for count in (1, 3, 6)
+    ]
 
-    assert {0: 200, 1: 100} == drawn
+    assert [[1], [1, 1, 0], [1, 1, 1, 1, 0, 0]] == shares
+
+
+def test_spread_gives_equal_candidates_to_different_replicas() -> None:
+    """Eight replicas in one instant, and eight idle workers."""
+    assert set(range(8)) == {spread([1.0] * 8, 20, 7, n / 8, 0.5) for n in range(8)}
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8), st.floats(0, 1e4), st.floats(0, 50))
@@ -207,6 +215,6 @@ def test_spread_takes_no_candidate_above_the_level(
     costs: list[float], own_cost: float, unseen: float
 ) -> None:
     """The choice costs at most as much as the cheapest with all the unseen load on it."""
-    for chance in (0.0, 0.5, 0.999999):
-        chosen = spread(costs, own_cost, unseen, chance)
+    for replica in range(3):
+        chosen = spread(costs, own_cost, unseen, replica / 3, 0.5)
         assert costs[chosen] <= min(costs) + own_cost * unseen + 1e-6 * (1 + max(costs))
