@@ -66,7 +66,7 @@ class Kv(BuiltInPolicy):
         if moment.unseen < NEGLIGIBLE:
             return lowest(costs, moment.random())
         # The unseen requests are assumed to cost what this one does. With ties alone, eight replicas send a
-        # burst of 8 to one idle worker; with spreading it gets 2.6 (docs/benchmarks.md, herding).
+        # burst of 8 to one idle worker; with spreading it gets 3 (docs/benchmarks.md, herding).
         best = candidates[costs.index(min(costs))]
         own_prefill_blocks = best.prefill_blocks * best.own_prefill_tokens / max(1, best.prefill_tokens)
         own_cost = cost(weight, own_prefill_blocks, best.own_decode_blocks)
